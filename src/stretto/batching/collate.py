@@ -1,0 +1,135 @@
+"""Sequences of unequal length to one padded batch.
+
+Shape legend: B sequences, T steps of the longest, F features, S steps of all sequences.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stretto.data.sequences import Sample
+from stretto.errors import StrettoError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A padded batch that knows what is real.
+
+    Attributes:
+        features_BTF: Features, zero after each sequence's end.
+        lengths: Real steps of each sequence; int64 and always on the CPU, where torch wants them.
+        targets: What came with the sequences: an int64 tensor for labels, a list for anything else, None for nothing.
+        indices: The number of each sequence in its set, or None when the dataset does not tell.
+    """
+
+    features_BTF: torch.Tensor
+    lengths: torch.Tensor
+    targets: Any
+    indices: torch.Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_steps(self) -> int:
+        """Real steps."""
+        return int(self.lengths.sum())
+
+    @property
+    def num_slots(self) -> int:
+        """Rows times the padded length."""
+        return self.features_BTF.shape[0] * self.features_BTF.shape[1]
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """(B, T), true on real steps, on the device of the features."""
+        steps = torch.arange(self.features_BTF.shape[1], device=self.features_BTF.device)
+        return steps < self.lengths.to(self.features_BTF.device)[:, None]
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """Move the features and tensor targets; the lengths stay on the CPU."""
+        targets = self.targets.to(device) if isinstance(self.targets, torch.Tensor) else self.targets
+        return dataclasses.replace(self, features_BTF=self.features_BTF.to(device), targets=targets)
+
+    def pin_memory(self) -> "Batch":
+        """Called by a DataLoader with `pin_memory=True`."""
+        return dataclasses.replace(self, features_BTF=self.features_BTF.pin_memory())
+
+
+def collate(items: Sequence[Any], *, edges: npt.ArrayLike | None = None, num_features: int | None = None) -> Batch:
+    """Pad sequences to one batch: the `collate_fn` of a DataLoader.
+
+    Args:
+        items: Each a `stretto.data.Sample`, a (features, target) pair, or features alone; features are a tensor or
+            array of shape (steps,) or (steps, features). May be empty: the share of a rank for which nothing is left.
+        edges: Pad to the first edge that fits instead of to the longest sequence, for few distinct shapes; give
+            them with `functools.partial(collate, edges=sampler.edges)`.
+        num_features: Features of an empty batch, which has none to tell.
+    """
+    samples = [_as_sample(item, position) for position, item in enumerate(items)]
+    if not samples:
+        return Batch(
+            features_BTF=torch.zeros(0, 0, num_features or 0),
+            lengths=torch.zeros(0, dtype=torch.int64),
+            targets=None,
+            indices=torch.zeros(0, dtype=torch.int64),
+        )
+    features = [sample.features_TF for sample in samples]
+    widths = {(rows.shape[1:], rows.dtype) for rows in features}
+    if len(widths) > 1:
+        raise StrettoError(
+            f"sequences of one batch differ in features or type: {sorted(map(str, widths))}",
+            fix="Give all sequences the same number of features and one dtype.",
+        )
+    lengths = torch.tensor([len(rows) for rows in features], dtype=torch.int64)
+    return Batch(
+        features_BTF=_padded(features, steps=_padded_length(int(lengths.max()), edges)),
+        lengths=lengths,
+        targets=_targets([sample.target for sample in samples]),
+        indices=None if samples[0].index < 0 else torch.tensor([sample.index for sample in samples]),
+    )
+
+
+def _padded(features: list[torch.Tensor], *, steps: int) -> torch.Tensor:
+    padded_BTF = features[0].new_zeros((len(features), steps, *features[0].shape[1:]))
+    for row, rows in zip(padded_BTF, features, strict=True):
+        row[: len(rows)] = rows
+    return padded_BTF
+
+
+def _padded_length(longest: int, edges: npt.ArrayLike | None) -> int:
+    if edges is None:
+        return longest
+    edges_K = np.asarray(edges, dtype=np.int64)
+    bucket = int(np.searchsorted(edges_K, longest))
+    if bucket == len(edges_K):
+        raise StrettoError(
+            f"a sequence of {longest} steps is longer than the last edge {edges_K[-1]}",
+            fix="Pass the edges of the sampler that made the batch.",
+        )
+    return int(edges_K[bucket])
+
+
+def _as_sample(item: Any, position: int) -> Sample:
+    if isinstance(item, Sample):
+        return item
+    features, target = (item[0], item[1]) if isinstance(item, tuple | list) and len(item) == 2 else (item, None)
+    rows = torch.as_tensor(features)
+    if rows.ndim == 0 or rows.ndim > 2:
+        raise StrettoError(
+            f"item {position} of the batch has features of shape {tuple(rows.shape)}",
+            fix="Give (steps,) or (steps, features), alone or in a (features, target) pair.",
+        )
+    return Sample(features_TF=rows if rows.ndim == 2 else rows[:, None], target=target, index=-1)
+
+
+def _targets(targets: list[Any]) -> Any:
+    if all(target is None for target in targets):
+        return None
+    if all(isinstance(t, int | np.integer) or (isinstance(t, torch.Tensor) and t.ndim == 0) for t in targets):
+        return torch.tensor([int(t) for t in targets], dtype=torch.int64)
+    return targets

@@ -1,0 +1,141 @@
+"""What one sequence costs when it is padded to a length.
+
+Shape legend: V lengths, M measurements.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.errors import StrettoError
+
+Cost = Callable[[Any], Any]
+
+
+def cost_of(lengths_V: npt.NDArray[np.int64], cost: Cost) -> npt.NDArray[np.float64]:
+    """Evaluate `cost` at each length, in one call when it takes arrays and one by one when it does not."""
+    try:
+        given = np.asarray(cost(lengths_V), dtype=np.float64)
+        if given.shape == lengths_V.shape:
+            return given
+    except (TypeError, ValueError) as error:
+        if isinstance(error, StrettoError):
+            raise
+    try:
+        return np.array([float(cost(int(length))) for length in lengths_V], dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise StrettoError(
+            f"cost could not be evaluated at a length ({error})",
+            fix="It must take a length and return one number.",
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """The time of one sequence when a batch of B sequences of L steps takes a + L (s0 + s1 B).
+
+    Call it with lengths: it is a `cost` for `optimal_edges` and `BucketSampler`. With a step budget a batch holds
+    B = max_steps // L sequences, so the latency s0 of a step is shared by fewer sequences the longer they are, and
+    the cost grows faster than L.
+
+    Attributes:
+        per_batch: a, spent once a batch (launch, optimiser, all-reduce).
+        per_step: s0, spent once a time step whatever the batch.
+        per_slot: s1, spent on each sequence's step.
+        max_steps: The step budget, slots of a padded batch.
+        batch_size: The fixed batch size, instead of a budget.
+    """
+
+    per_batch: float
+    per_step: float
+    per_slot: float
+    max_steps: int | None = None
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.max_steps is None) == (self.batch_size is None) or (self.max_steps or self.batch_size or 0) < 1:
+            raise StrettoError(
+                f"StepCost got max_steps={self.max_steps} and batch_size={self.batch_size}",
+                fix="Give exactly one of them, at least 1.",
+            )
+        if min(self.per_batch, self.per_step, self.per_slot) < 0:
+            raise StrettoError(
+                "StepCost has a negative term", fix="Use StepCost.fit, which keeps all terms at 0 or above."
+            )
+
+    def __call__(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """Seconds of one sequence padded to each of the lengths."""
+        length_V = np.asarray(lengths, dtype=np.float64)
+        rows_V = np.full_like(length_V, self.batch_size or 0)
+        if self.max_steps is not None:
+            rows_V = np.maximum(1.0, np.floor(self.max_steps / length_V))
+        return (self.per_batch + self.per_step * length_V) / rows_V + self.per_slot * length_V
+
+    @classmethod
+    def fit(
+        cls,
+        shapes: Sequence[tuple[int, int]],
+        seconds: Sequence[float],
+        *,
+        max_steps: int | None = None,
+        batch_size: int | None = None,
+    ) -> "StepCost":
+        """Fit the three terms, none below zero, to timed (rows, steps) shapes by relative least squares."""
+        if len(shapes) != len(seconds) or len(shapes) < 3:
+            raise StrettoError(
+                f"{len(shapes)} shapes with {len(seconds)} times cannot be fitted",
+                fix="Time at least 3 different shapes, 6 to 12 for a good fit.",
+            )
+        rows_M, steps_M = np.asarray(shapes, dtype=np.float64).T
+        time_M = np.asarray(seconds, dtype=np.float64)
+        design_M3 = np.stack([np.ones_like(steps_M), steps_M, steps_M * rows_M], axis=1) / time_M[:, None]
+        terms = _non_negative_least_squares(design_M3, np.ones_like(time_M))
+        per_batch, per_step, per_slot = (float(term) for term in terms)
+        return cls(
+            per_batch=per_batch, per_step=per_step, per_slot=per_slot, max_steps=max_steps, batch_size=batch_size
+        )
+
+    @classmethod
+    def measure(
+        cls,
+        train_step: Callable[[int, int], object],
+        *,
+        longest: int,
+        max_steps: int | None = None,
+        batch_size: int | None = None,
+        repeats: int = 3,
+    ) -> "StepCost":
+        """Time `train_step(rows, steps)` at nine shapes up to `longest` steps, interleaved, and fit the minima."""
+        steps = sorted({max(1, longest // 16), max(1, longest // 4), longest})
+        most = batch_size if batch_size is not None else max(1, (max_steps or 1) // longest)
+        shapes = [(rows, length) for length in steps for rows in sorted({1, max(1, most // 2), most})]
+        if len(shapes) < 3:
+            shapes = [(1, 1), (1, 2), (2, 1)]
+        best = dict.fromkeys(shapes, float("inf"))
+        for _, shape in itertools.product(range(repeats + 1), shapes):
+            begun = time.perf_counter()
+            train_step(*shape)
+            best[shape] = min(best[shape], time.perf_counter() - begun)
+        return cls.fit(shapes, [best[shape] for shape in shapes], max_steps=max_steps, batch_size=batch_size)
+
+
+def _non_negative_least_squares(
+    design_M3: npt.NDArray[np.float64], wanted_M: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """With three unknowns, try every set of terms that may be positive and keep the best fit that is."""
+    best, best_error = np.zeros(3), float("inf")
+    for size in (3, 2, 1):
+        for used in itertools.combinations(range(3), size):
+            found = np.linalg.lstsq(design_M3[:, used], wanted_M, rcond=None)[0]
+            if (found < 0).any():
+                continue
+            error = float(((design_M3[:, used] @ found - wanted_M) ** 2).sum())
+            if error < best_error - 1e-12:
+                best, best_error = np.zeros(3), error
+                best[list(used)] = found
+    return best

@@ -1,0 +1,257 @@
+"""A batch sampler that draws every batch from one length bucket."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any, Final, Literal, final
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed
+from torch.utils.data import Sampler
+
+from stretto.batching.cost import Cost, cost_of
+from stretto.batching.edges import bucket_of, optimal_edges
+from stretto.batching.lengths import as_lengths
+from stretto.batching.plan import Buckets, EpochPlan, plan_epoch
+from stretto.batching.report import SamplerReport, report_on
+from stretto.errors import StrettoError
+
+STATE_VERSION: Final = 1
+
+
+@final
+class BucketSampler(Sampler[list[int]]):
+    """Batches of sequences of similar length, for a plain `torch.utils.data.DataLoader`.
+
+    Buckets are cut where padding costs least (`optimal_edges`). Each epoch draws new batches within the buckets and a
+    new order of the batches. The plan of an epoch is a pure function of seed, epoch, lengths and settings, so every
+    rank computes the same one without communication and takes its share: the same bucket on all ranks in the same
+    step, equally many steps, every sequence exactly once. The short last step of a bucket is shared evenly; ranks
+    for which nothing is left get an empty batch, to be weighted zero.
+
+    Iterating to the end moves on to the next epoch; `set_epoch` chooses one.
+
+    Args:
+        lengths: Steps of each sequence, at least 1.
+        batch_size: Most sequences of one rank's batch.
+        max_steps: Most slots (rows times longest) of one rank's batch, never exceeded. Either or both may be given.
+        num_buckets: How many buckets, or "auto": as many as pay for the ragged tail batch that each one brings.
+        edges: Bucket edges to use instead of the optimal ones.
+        cost: Of one sequence padded to a length, non-decreasing; None counts steps.
+        shuffle: Whether to draw membership and order at random. Otherwise everything is sorted by length.
+        seed: Of all draws.
+        rank: This worker; None asks `torch.distributed`, 0 when it is not running.
+        world_size: All workers; None asks `torch.distributed`, 1 when it is not running.
+
+    Example:
+        >>> sampler = BucketSampler([5, 90, 6, 88], batch_size=2, num_buckets=2)
+        >>> sorted(map(sorted, sampler))
+        [[0, 2], [1, 3]]
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        *,
+        batch_size: int | None = None,
+        max_steps: int | None = None,
+        num_buckets: int | Literal["auto"] = "auto",
+        edges: npt.ArrayLike | None = None,
+        cost: Cost | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self._lengths_N = as_lengths(lengths)
+        self._batch_size = _positive("batch_size", batch_size)
+        self._max_steps = _positive("max_steps", max_steps)
+        if batch_size is None and max_steps is None:
+            raise StrettoError("BucketSampler got no size of a batch", fix="Give batch_size, max_steps or both.")
+        self._refuse_too_long()
+        self._num_buckets = num_buckets
+        self._cost = cost
+        self._given_edges_K = None if edges is None else self._checked_edges(edges)
+        self._shuffle = shuffle
+        self._seed = int(seed)
+        self.rank, self.world_size = _place(rank, world_size)
+        self._buckets_of_world = functools.cache(self._compute_buckets)
+        self._epoch = 0
+        self._earlier: tuple[tuple[int, int], ...] = ()
+        self._start = self._used = 0
+        self._plan: EpochPlan | None = None
+        _ = self._buckets_of_world(self.world_size)
+
+    @property
+    def edges(self) -> npt.NDArray[np.int64]:
+        """The bucket edges in use, rising; the last is at least the greatest length."""
+        return self._buckets_of_world(self.world_size).edges_K
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration draws."""
+        return self._epoch
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The plan of the current epoch."""
+        if self._plan is None:
+            self._plan = self._compute_plan()
+        return self._plan
+
+    def __len__(self) -> int:
+        return self.plan.num_steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        plan, self._used = self.plan, self._start
+        for step in range(self._start, plan.num_steps):
+            self._used = step + 1
+            yield plan.share(step, rank=self.rank, world_size=self.world_size)
+        if plan is self._plan:
+            self._move_to(self._epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch. Naming the current one changes nothing, so a restored position is kept."""
+        if epoch != self._epoch:
+            self._move_to(int(epoch))
+
+    def state_dict(self, *, epoch: int | None = None, used: int | None = None) -> dict[str, Any]:
+        """The position, as JSON-ready values: the epoch and how many of its steps have been used.
+
+        Args:
+            epoch: The epoch to record instead of the current one.
+            used: The steps that training has used up, where a prefetching loader has drawn more from the sampler.
+        """
+        steps = self._used if used is None else used
+        if epoch is not None and epoch != self._epoch:
+            segments: tuple[tuple[int, int], ...] = ((self.world_size, steps if used is not None else 0),)
+        else:
+            epoch, segments = self._epoch, (*self._earlier, (self.world_size, steps))
+        return {
+            "version": STATE_VERSION,
+            "epoch": epoch,
+            "used": [list(segment) for segment in segments],
+            "digest": self._digest(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state` was taken, without replay.
+
+        With another world size the sequences of the epoch that are left are dealt anew: still each exactly once.
+        """
+        if state.get("version") != STATE_VERSION or state.get("digest") != self._digest():
+            raise StrettoError(
+                "the sampler's state was saved for other lengths or settings",
+                fix="Restore it into a BucketSampler with the same lengths, sizes, buckets, seed and shuffle.",
+            )
+        *earlier, (world_size, used) = (tuple(segment) for segment in state["used"])
+        self._move_to(int(state["epoch"]))
+        if world_size == self.world_size:
+            self._earlier, self._start = tuple(earlier), used
+        else:
+            self._earlier = (*earlier, (world_size, used)) if used else tuple(earlier)
+        self._used = self._start
+        if self._start > self.plan.num_steps:
+            raise StrettoError(
+                f"the sampler's state has used {self._start} of {self.plan.num_steps} steps",
+                fix="Restore a state that was saved by state_dict().",
+            )
+        if self._start == self.plan.num_steps:
+            self._move_to(self._epoch + 1)
+
+    def report(self) -> SamplerReport:
+        """Batches, shapes, padding, largest batch and straggler factor of the current epoch, over all ranks."""
+        return report_on(
+            self.plan,
+            lengths_N=self._lengths_N,
+            buckets=self._buckets_of_world(self.world_size),
+            world_size=self.world_size,
+            epoch=self._epoch,
+        )
+
+    def _move_to(self, epoch: int) -> None:
+        self._epoch, self._earlier, self._plan = epoch, (), None
+        self._start = self._used = 0
+
+    def _compute_plan(self) -> EpochPlan:
+        """Replay the segments of an epoch that changed its world size; normally there is just the current one."""
+        members_M = np.arange(len(self._lengths_N))
+        for number, (world_size, used) in enumerate(self._earlier):
+            members_M = self._plan_segment(members_M, number, world_size).unused(used)
+        return self._plan_segment(members_M, len(self._earlier), self.world_size)
+
+    def _plan_segment(self, members_M: npt.NDArray[np.int64], number: int, world_size: int) -> EpochPlan:
+        return plan_epoch(
+            members_M,
+            lengths_N=self._lengths_N,
+            buckets=self._buckets_of_world(world_size),
+            world_size=world_size,
+            rng=np.random.default_rng([self._seed, self._epoch, number]) if self._shuffle else None,
+        )
+
+    def _compute_buckets(self, world_size: int) -> Buckets:
+        edges_K = self._given_edges_K
+        if edges_K is None:
+            edges_K = optimal_edges(
+                self._lengths_N, self._num_buckets, self._cost, bucket_price=self._price(world_size)
+            )
+        rows_K = np.full(len(edges_K), self._batch_size or len(self._lengths_N))
+        if self._max_steps is not None:
+            rows_K = np.minimum(rows_K, np.maximum(1, self._max_steps // edges_K))
+        return Buckets(edges_K=edges_K, bucket_N=bucket_of(self._lengths_N, edges_K), rows_K=rows_K)
+
+    def _price(self, world_size: int) -> float:
+        """One more bucket brings one more short step, on average half empty: half a step of average sequences."""
+        cost_N = self._lengths_N.astype(np.float64)
+        if self._cost is not None:
+            distinct, inverse = np.unique(self._lengths_N, return_inverse=True)
+            cost_N = cost_of(distinct, self._cost)[inverse]
+        by_budget = self._max_steps / self._lengths_N.mean() if self._max_steps is not None else np.inf
+        rows = min(self._batch_size or np.inf, by_budget)
+        return float(rows * world_size * cost_N.mean() / 2)
+
+    def _refuse_too_long(self) -> None:
+        longest = int(self._lengths_N.argmax())
+        if self._max_steps is not None and self._lengths_N[longest] > self._max_steps:
+            raise StrettoError(
+                f"sequence {longest} has {self._lengths_N[longest]} steps, more than max_steps={self._max_steps}",
+                fix="Raise max_steps to at least that, or shorten or remove the sequence.",
+            )
+
+    def _checked_edges(self, edges: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        edges_K = as_lengths(edges)
+        if (np.diff(edges_K) <= 0).any() or edges_K[-1] < self._lengths_N.max():
+            raise StrettoError(
+                f"edges {edges_K.tolist()} do not rise up to the longest sequence ({self._lengths_N.max()} steps)",
+                fix="Give rising edges, the last at least as long as the longest sequence.",
+            )
+        if self._max_steps is not None:
+            # An edge may lie beyond the longest sequence; the cap must hold when batches are padded to it.
+            edges_K = np.unique(np.minimum(edges_K, self._lengths_N.max()))
+        return edges_K
+
+    def _digest(self) -> str:
+        settings = [self._batch_size, self._max_steps, self._num_buckets, self._shuffle, self._seed]
+        hasher = hashlib.sha256(json.dumps(settings).encode())
+        hasher.update(self._lengths_N.tobytes())
+        hasher.update(self._buckets_of_world(1).edges_K.tobytes())
+        return hasher.hexdigest()[:16]
+
+
+def _positive(name: str, value: int | None) -> int | None:
+    if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
+        raise StrettoError(f"{name}={value!r} is not a size", fix="Give a whole number of at least 1.")
+    return None if value is None else int(value)
+
+
+def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if world_size is None:
+        world_size = torch.distributed.get_world_size() if running else 1
+    if rank is None:
+        rank = torch.distributed.get_rank() if running else 0
+    if not 0 <= rank < world_size:
+        raise StrettoError(f"rank={rank} does not fit world_size={world_size}", fix="Give 0 <= rank < world_size.")
+    return rank, world_size

@@ -1,0 +1,170 @@
+"""Ragged `.npz` files: all steps end to end in `x`, `offsets`, one target a sequence, `split`.
+
+Members that are stored uncompressed (as `write_npz` writes them) are memory-mapped; compressed ones are read.
+Object arrays, which would need pickle, are refused.
+"""
+
+import contextlib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+import numpy.lib.format as npy
+import numpy.typing as npt
+
+from stretto.data.ink import pen_features
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import AbstractTargets, Labels, NoTargets, Transcripts
+from stretto.errors import StrettoError
+from stretto.storage import write_atomically
+
+Array = npt.NDArray[Any]
+LOCAL_HEADER_BYTES: Final = 30
+KNOWN: Final = ("x", "xy", "pen_down", "offsets", "y", "class_names", "split", "text", "text_offsets")
+
+
+def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
+    """Read a ragged `.npz`.
+
+    Args:
+        path: The file. `x` is (steps, features) or (steps,); pen data may instead have `xy` and `pen_down`.
+            Targets are `y` (one class number a sequence, names in `class_names`) or `text` code points
+            with `text_offsets`.
+        memory_map: Leave uncompressed features on disk until they are used.
+
+    Raises:
+        StrettoError: The file is no ragged `.npz`, or what it holds does not fit together.
+    """
+    with _readable(path):
+        arrays = _members(path, memory_map=memory_map)
+    if "offsets" not in arrays or not {"x", "xy"} & arrays.keys():
+        raise StrettoError(
+            f"{str(path)!r} has the arrays {sorted(arrays)} but needs `x` and `offsets`",
+            fix="Write all steps end to end as `x` and where each sequence begins as `offsets` (N + 1 numbers).",
+        )
+    offsets = arrays["offsets"]
+    if "x" in arrays:
+        features_SF = arrays["x"]
+    else:
+        features_SF = pen_features(arrays["xy"], pen_down_S=arrays.get("pen_down"), offsets=offsets, source=str(path))
+    return SequenceSet.from_flat(
+        features_SF,
+        offsets=offsets,
+        targets=_targets(arrays, count=len(offsets) - 1, source=str(path)),
+        split_N=arrays.get("split"),
+        name=path.stem,
+    )
+
+
+def write_npz(path: Path, data: SequenceSet) -> None:
+    """Write a set so that `read_npz` can memory-map it: uncompressed, unpadded, whole or not at all."""
+    rows = [data.features_SF[s : s + n] for s, n in zip(data.starts_N, data.lengths_N, strict=True)]
+    arrays: dict[str, Array] = {
+        "x": np.concatenate(rows),
+        "offsets": np.concatenate([[0], np.cumsum(data.lengths_N)]).astype(np.int64),
+        "split": data.split_N,
+    }
+    if isinstance(data.targets, Labels):
+        arrays |= {"y": data.targets.values_N, "class_names": np.array(data.targets.names)}
+    elif isinstance(data.targets, Transcripts):
+        own = Transcripts.of([data.targets[index] for index in range(len(data))])
+        arrays |= {"text": own.code_points, "text_offsets": np.append(own.starts_N, len(own.code_points))}
+
+    def write(target: Path) -> None:
+        with target.open("wb") as stream:
+            np.savez(stream, allow_pickle=False, **arrays)
+
+    write_atomically(path, write)
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise StrettoError(f"there is no file {str(path)!r}", fix="Check the path.") from None
+    except (zipfile.BadZipFile, EOFError, OSError) as error:
+        raise StrettoError(
+            f"{str(path)!r} is truncated or no .npz file ({error})", fix="Write or copy the file again."
+        ) from error
+    except ValueError as error:
+        if isinstance(error, StrettoError):
+            raise
+        raise StrettoError(
+            f"{str(path)!r} holds something other than plain arrays ({error})",
+            fix="Save number arrays only; Stretto never loads pickled objects.",
+        ) from error
+
+
+def _members(path: Path, *, memory_map: bool) -> dict[str, Array]:
+    arrays: dict[str, Array] = {}
+    with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            if name not in KNOWN:
+                continue
+            if memory_map and name == "x" and info.compress_type == zipfile.ZIP_STORED:
+                arrays[name] = _mapped(path, stream, info)
+            else:
+                with archive.open(info) as member:
+                    arrays[name] = npy.read_array(member, allow_pickle=False)
+    return arrays
+
+
+def _mapped(path: Path, stream: IO[bytes], info: zipfile.ZipInfo) -> Array:
+    """Map a stored member: its array begins after the zip's local header and the .npy header."""
+    stream.seek(info.header_offset)
+    local = stream.read(LOCAL_HEADER_BYTES)
+    if len(local) < LOCAL_HEADER_BYTES or local[:4] != b"PK\x03\x04":
+        raise zipfile.BadZipFile(f"no local header for {info.filename}")
+    name_bytes, extra_bytes = np.frombuffer(local[26:30], dtype="<u2")
+    stream.seek(info.header_offset + LOCAL_HEADER_BYTES + int(name_bytes) + int(extra_bytes))
+    version = npy.read_magic(stream)
+    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, fortran_order, dtype = read_header(stream)
+    if dtype.hasobject:
+        raise ValueError("Object arrays cannot be loaded without pickle")
+    begin = stream.tell()
+    if begin + int(np.prod(shape)) * dtype.itemsize > path.stat().st_size:
+        raise EOFError(f"{info.filename} ends early")
+    if 0 in shape:
+        return np.zeros(shape, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=begin, shape=shape, order="F" if fortran_order else "C")
+
+
+def _targets(arrays: dict[str, Array], *, count: int, source: str) -> AbstractTargets:
+    if "text" in arrays:
+        return _transcripts(arrays, source=source)
+    if "y" not in arrays:
+        return NoTargets(count=count)
+    if len(arrays["y"]) != count or arrays["y"].ndim != 1:
+        raise StrettoError(
+            f"{source}: `y` has shape {arrays['y'].shape} for {count} sequences",
+            fix="Give exactly one label a sequence.",
+        )
+    names = arrays.get("class_names")
+    return Labels.check(arrays["y"], names=[str(n) for n in names] if names is not None else None, source=source)
+
+
+def _transcripts(arrays: dict[str, Array], *, source: str) -> Transcripts:
+    code_points, offsets = arrays["text"], arrays.get("text_offsets")
+    fits = (
+        offsets is not None
+        and np.issubdtype(offsets.dtype, np.integer)
+        and np.issubdtype(code_points.dtype, np.integer)
+        and offsets.ndim == code_points.ndim == 1
+        and len(offsets) > 0
+        and offsets[0] == 0
+        and offsets[-1] == len(code_points)
+        and bool((np.diff(offsets.astype(np.int64)) >= 0).all())
+        and int(code_points.max(initial=0)) < 0x110000
+    )
+    if not fits or offsets is None:
+        raise StrettoError(
+            f"{source}: `text_offsets` do not fit `text`",
+            fix="Give the code points of all transcripts as `text` and rising `text_offsets` from 0 to their number.",
+        )
+    starts = offsets.astype(np.int64)
+    return Transcripts(code_points=code_points.astype(np.uint32), starts_N=starts[:-1], lengths_N=np.diff(starts))

@@ -1,0 +1,222 @@
+"""One type for a set of sequences of unequal length.
+
+Shape legend: N sequences, S steps of all sequences together, T steps of one sequence, F features per step.
+"""
+
+import dataclasses
+import hashlib
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stretto.data.targets import AbstractTargets, NoTargets, Target
+from stretto.errors import StrettoError
+
+Array = npt.NDArray[Any]
+Part = Literal["train", "valid", "test"]
+PARTS: Final[tuple[Part, ...]] = ("train", "valid", "test")
+FINITE_CHECK_ROWS = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """One sequence of a set: its features, what is to be learnt of it, and its number in the set."""
+
+    features_TF: torch.Tensor
+    target: Target
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SequenceSet:
+    """Sequences of unequal length, stored end to end without padding, in memory or memory-mapped.
+
+    It is a map-style dataset: `len(data)`, `data[i]`, and a `torch.utils.data.DataLoader` takes it as it is.
+    Build one with `SequenceSet.from_flat`, which checks everything, or with a reader of `stretto.data`.
+
+    Attributes:
+        name: Shown in messages, tables and reports.
+        features_SF: All steps of all sequences, one after the other.
+        starts_N: Where each sequence begins in `features_SF`.
+        lengths_N: Steps of each sequence.
+        targets: Labels, transcripts or nothing, one a sequence.
+        split_N: 0 train, 1 valid, 2 test.
+        notes: What a reader did that the user should know (for example how a missing split was made).
+    """
+
+    name: str
+    features_SF: Array
+    starts_N: npt.NDArray[np.int64]
+    lengths_N: npt.NDArray[np.int64]
+    targets: AbstractTargets
+    split_N: npt.NDArray[np.uint8]
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_flat(
+        cls,
+        features_SF: Array,
+        *,
+        offsets: Array,
+        targets: AbstractTargets | None = None,
+        split_N: Array | None = None,
+        name: str = "data",
+        notes: tuple[str, ...] = (),
+    ) -> "SequenceSet":
+        """Check the flat layout (sequence i is `features_SF[offsets[i]:offsets[i + 1]]`) and wrap it without a copy."""
+        if features_SF.ndim == 1:
+            features_SF = features_SF[:, None]
+        _check_features(features_SF, name=name)
+        lengths_N = _check_offsets(offsets, num_steps=len(features_SF), name=name)
+        targets = targets if targets is not None else NoTargets(count=len(lengths_N))
+        if len(targets) != len(lengths_N):
+            raise StrettoError(
+                f"{name}: {len(lengths_N)} sequences but {len(targets)} targets",
+                fix="Give exactly one target a sequence.",
+            )
+        split_N, split_note = _check_split(split_N, count=len(lengths_N), name=name)
+        _check_finite(features_SF, offsets=np.asarray(offsets), name=name)
+        return cls(
+            name=name,
+            features_SF=features_SF,
+            starts_N=np.asarray(offsets[:-1], dtype=np.int64),
+            lengths_N=lengths_N,
+            targets=targets,
+            split_N=split_N,
+            notes=notes + split_note,
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths_N)
+
+    def __getitem__(self, index: int) -> Sample:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)} in {self.name}")
+        index %= len(self)
+        start = self.starts_N[index]
+        rows = self.features_SF[start : start + self.lengths_N[index]]
+        features_TF = torch.from_numpy(np.array(rows, dtype=_torch_dtype(rows.dtype)))
+        return Sample(features_TF=features_TF, target=self.targets[index], index=index)
+
+    @property
+    def num_features(self) -> int:
+        """Features per step."""
+        return int(self.features_SF.shape[1])
+
+    @property
+    def num_steps(self) -> int:
+        """Real steps of all sequences together."""
+        return int(self.lengths_N.sum())
+
+    @property
+    def memory_mapped(self) -> bool:
+        """Whether the features stay on disk until they are used."""
+        return isinstance(self.features_SF, np.memmap) or isinstance(self.features_SF.base, np.memmap)
+
+    def subset(self, indices: Array | list[int]) -> "SequenceSet":
+        """The named sequences as a set of their own, sharing the features."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        return dataclasses.replace(
+            self,
+            starts_N=self.starts_N[chosen],
+            lengths_N=self.lengths_N[chosen],
+            targets=self.targets.take(chosen),
+            split_N=self.split_N[chosen],
+        )
+
+    def part(self, part: Part) -> "SequenceSet":
+        """The sequences of one split."""
+        indices = np.flatnonzero(self.split_N == PARTS.index(part))
+        if len(indices) == 0:
+            raise StrettoError(
+                f"{self.name}: no sequence is in the {part} split",
+                fix="Mark some sequences as 0 train, 1 valid and 2 test in `split`, or leave `split` out.",
+            )
+        return dataclasses.replace(self.subset(indices), name=f"{self.name} ({part})")
+
+    def digest(self) -> str:
+        """A fingerprint of names, lengths and split: what resuming compares, cheap even for large sets."""
+        hasher = hashlib.sha256()
+        hasher.update(f"{len(self)}:{self.num_features}:{self.features_SF.dtype}".encode())
+        for part in (self.starts_N, self.lengths_N, self.split_N):
+            hasher.update(np.ascontiguousarray(part).tobytes())
+        return hasher.hexdigest()[:16]
+
+
+def _torch_dtype(dtype: np.dtype[np.generic]) -> type[np.generic]:
+    """Integers become int64 and float64 stays; any other floating type becomes float32."""
+    if not np.issubdtype(dtype, np.floating):
+        return np.int64
+    return np.float64 if dtype == np.float64 else np.float32
+
+
+def _check_features(features_SF: Array, *, name: str) -> None:
+    numeric = np.issubdtype(features_SF.dtype, np.number) or features_SF.dtype == np.bool_
+    if features_SF.ndim != 2 or not numeric or np.issubdtype(features_SF.dtype, np.complexfloating):
+        raise StrettoError(
+            f"{name}: features have shape {features_SF.shape} and type {features_SF.dtype}",
+            fix="Give one real number array of shape (steps of all sequences, features).",
+        )
+    if features_SF.shape[1] == 0:
+        raise StrettoError(f"{name}: there are no features", fix="Give at least one feature per step.")
+
+
+def _check_offsets(offsets: Array, *, num_steps: int, name: str) -> npt.NDArray[np.int64]:
+    if offsets.ndim != 1 or not np.issubdtype(offsets.dtype, np.integer):
+        raise StrettoError(
+            f"{name}: offsets have shape {offsets.shape} and type {offsets.dtype}",
+            fix="Give N + 1 whole numbers, the first 0 and the last the number of steps.",
+        )
+    if len(offsets) < 2:
+        raise StrettoError(f"{name}: the set is empty", fix="Give at least one sequence.")
+    lengths_N: npt.NDArray[np.int64] = np.diff(np.asarray(offsets, dtype=np.int64))
+    if offsets[0] != 0 or offsets[-1] != num_steps or (lengths_N < 0).any():
+        falling = np.flatnonzero(lengths_N < 0)
+        where = f"; they fall at sequence {falling[0]}" if len(falling) else ""
+        raise StrettoError(
+            f"{name}: offsets run from {offsets[0]} to {offsets[-1]} over {num_steps} steps{where}",
+            fix="Offsets must rise from 0 to the number of steps.",
+        )
+    empty = np.flatnonzero(lengths_N == 0)
+    if len(empty):
+        raise StrettoError(
+            f"{name}: {len(empty)} of {len(lengths_N)} sequences have no steps (first: sequence {empty[0]})",
+            fix="Remove them before writing the file.",
+        )
+    return lengths_N
+
+
+def _check_split(split_N: Array | None, *, count: int, name: str) -> tuple[npt.NDArray[np.uint8], tuple[str, ...]]:
+    if split_N is None:
+        draw = np.random.default_rng(count).random(count)
+        made = np.select([draw < 0.8, draw < 0.9], [0, 1], default=2).astype(np.uint8)
+        return made, ("no split in the data: 80 % train, 10 % valid, 10 % test drawn at random",)
+    if split_N.shape != (count,) or not np.isin(split_N, (0, 1, 2)).all():
+        raise StrettoError(
+            f"{name}: split has shape {split_N.shape} and values {np.unique(split_N)[:6].tolist()}",
+            fix="Give one of 0 (train), 1 (valid), 2 (test) a sequence.",
+        )
+    split_N = split_N.astype(np.uint8)
+    if (split_N == 1).any() and not (split_N == 2).any():
+        held_out = (split_N == 0) & (np.random.default_rng(count).random(count) < 0.1)
+        made = np.where(split_N == 1, 2, np.where(held_out, 1, 0)).astype(np.uint8)
+        return made, ("split has train and test only: a tenth of train is kept for validation",)
+    return split_N, ()
+
+
+def _check_finite(features_SF: Array, *, offsets: Array, name: str) -> None:
+    if not np.issubdtype(features_SF.dtype, np.floating):
+        return
+    for first in range(0, len(features_SF), FINITE_CHECK_ROWS):
+        rows = features_SF[first : first + FINITE_CHECK_ROWS]
+        bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+        if len(bad):
+            step = first + int(bad[0])
+            sequence = int(np.searchsorted(offsets, step, side="right")) - 1
+            within = step - int(offsets[sequence])
+            raise StrettoError(
+                f"{name}: sequence {sequence} has a NaN or infinite feature at its step {within}",
+                fix="Clean or remove that sequence; Stretto never replaces values silently.",
+            )

@@ -1,0 +1,119 @@
+"""What is to be learnt of each sequence: a label, a transcript, or nothing."""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.errors import StrettoError
+
+Target = int | str | None
+
+
+class AbstractTargets(abc.ABC):
+    """One target a sequence."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def __getitem__(self, index: int) -> Target: ...
+
+    @abc.abstractmethod
+    def take(self, indices: npt.NDArray[np.int64]) -> "AbstractTargets":
+        """The targets of the named sequences."""
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NoTargets(AbstractTargets):
+    """Sequences that are their own target, as text is for a language model."""
+
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> None:
+        return None
+
+    def take(self, indices: npt.NDArray[np.int64]) -> "NoTargets":
+        """The targets of the named sequences."""
+        return NoTargets(count=len(indices))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Labels(AbstractTargets):
+    """One class a sequence, numbered from 0; `names` has one entry a class."""
+
+    values_N: npt.NDArray[np.int64]
+    names: tuple[str, ...]
+
+    @classmethod
+    def check(cls, values_N: npt.NDArray[np.generic], *, names: Sequence[str] | None, source: str) -> "Labels":
+        """Refuse labels that are not whole numbers from 0 to the number of classes."""
+        if values_N.ndim != 1 or not np.issubdtype(values_N.dtype, np.integer):
+            raise StrettoError(
+                f"{source}: labels `y` have shape {values_N.shape} and type {values_N.dtype}",
+                fix="Give one whole number a sequence.",
+            )
+        labels = values_N.astype(np.int64)
+        num_classes = len(names) if names is not None else int(labels.max(initial=-1)) + 1
+        outside = np.flatnonzero((labels < 0) | (labels >= num_classes))
+        if len(outside):
+            raise StrettoError(
+                f"{source}: sequence {outside[0]} has label {labels[outside[0]]}, outside 0 to {num_classes - 1}",
+                fix="Number the classes from 0, or give a name for each in `class_names`.",
+            )
+        return cls(values_N=labels, names=tuple(names or map(str, range(num_classes))))
+
+    def __len__(self) -> int:
+        return len(self.values_N)
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.values_N[index])
+
+    def take(self, indices: npt.NDArray[np.int64]) -> "Labels":
+        """The targets of the named sequences."""
+        return Labels(values_N=self.values_N[indices], names=self.names)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Transcripts(AbstractTargets):
+    """The text that each sequence spells, kept end to end as code points."""
+
+    code_points: npt.NDArray[np.uint32]
+    starts_N: npt.NDArray[np.int64]
+    lengths_N: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> "Transcripts":
+        """Lay the texts end to end."""
+        lengths_N = np.array([len(text) for text in texts], dtype=np.int64)
+        flat = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+        return cls(code_points=flat, starts_N=np.cumsum(lengths_N) - lengths_N, lengths_N=lengths_N)
+
+    def __len__(self) -> int:
+        return len(self.lengths_N)
+
+    def __getitem__(self, index: int) -> str:
+        start = self.starts_N[index]
+        return "".join(map(chr, self.code_points[start : start + self.lengths_N[index]]))
+
+    def take(self, indices: npt.NDArray[np.int64]) -> "Transcripts":
+        """The targets of the named sequences."""
+        return Transcripts(
+            code_points=self.code_points,
+            starts_N=self.starts_N[indices],
+            lengths_N=self.lengths_N[indices],
+        )
+
+    def alphabet(self) -> str:
+        """Every character that occurs, in code-point order."""
+        texts = (self[index] for index in range(len(self)))
+        return "".join(sorted(set().union(*texts)))

@@ -1,0 +1,17 @@
+"""The one error that users see."""
+
+
+class StrettoError(ValueError):
+    """Something the user can put right.
+
+    The message says what is wrong, quotes the input and names the way out.
+
+    Args:
+        problem: What was given and why it cannot be used.
+        fix: The step that resolves it, as a sentence.
+    """
+
+    def __init__(self, problem: str, *, fix: str) -> None:
+        super().__init__(f"{problem.rstrip('.')}. {fix}")
+        self.problem = problem
+        self.fix = fix

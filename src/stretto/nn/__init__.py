@@ -1,0 +1,1 @@
+"""Layers that users put in a model."""

@@ -1,0 +1,1 @@
+"""Events to what a person sees: the console and HTML pages."""

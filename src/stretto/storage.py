@@ -1,0 +1,83 @@
+"""Files that are either whole or not there, and the private cache folder."""
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from stretto.errors import StrettoError
+
+CACHE_VARIABLE = "STRETTO_CACHE"
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path, *, doing: str) -> Iterator[None]:
+    """Turn a full disk or a missing permission into a `StrettoError` that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise StrettoError(
+            f"could not {doing} {str(path)!r}: {error.strerror or error}",
+            fix="Free space or choose another place; what was there before is untouched.",
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename inside `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary file beside `path`, then put it in place in one step.
+
+    A reader sees the old file or the new one, never a part. On failure the old file stays.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    with disk_errors(path, doing="write"):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(temporary)
+            with temporary.open("rb") as stream:
+                os.fsync(stream.fileno())
+            temporary.replace(path)
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write `text` as UTF-8, whole or not at all."""
+
+    def write(target: Path) -> None:
+        target.write_text(text, encoding="utf-8")
+
+    write_atomically(path, write)
+
+
+def cache_folder() -> Path:
+    """The per-user cache folder: private (0700), ours, created when missing; `STRETTO_CACHE` moves it."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(chosen) if chosen else Path(base) / "stretto"
+    with disk_errors(folder, doing="create the cache folder"):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    if hasattr(os, "getuid") and status.st_uid != os.getuid():
+        raise StrettoError(
+            f"the cache folder {str(folder)!r} belongs to another user",
+            fix=f"Set {CACHE_VARIABLE} to a folder of your own.",
+        )
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        if chosen:
+            raise StrettoError(
+                f"the cache folder {str(folder)!r} is open to other users",
+                fix=f"Run chmod 700 on it, or set {CACHE_VARIABLE} to a private folder.",
+            )
+        folder.chmod(0o700)
+    return folder

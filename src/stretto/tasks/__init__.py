@@ -1,0 +1,1 @@
+"""Model, loss and metric for a kind of data."""

@@ -1,0 +1,1 @@
+"""Settings, loop, checkpoints, events."""
