@@ -28,8 +28,8 @@ def pen_features(
         offsets: Where each sequence begins.
         source: Named in errors.
     """
-    starts = np.asarray(offsets[:-1], dtype=np.int64)
-    lengths_N: npt.NDArray[np.int64] = np.diff(np.asarray(offsets, dtype=np.int64))
+    bounds: npt.NDArray[np.int64] = np.asarray(offsets, dtype=np.int64)
+    starts, lengths_N = bounds[:-1], bounds[1:] - bounds[:-1]
     shapes_fit = xy_S2.ndim == 2 and xy_S2.shape[1] == 2 and (pen_down_S is None or len(pen_down_S) == len(xy_S2))
     if not shapes_fit or len(starts) == 0 or lengths_N.min() <= 0 or offsets[-1] != len(xy_S2):
         raise StrettoError(

@@ -171,7 +171,8 @@ def _check_offsets(offsets: Array, *, num_steps: int, name: str) -> npt.NDArray[
         )
     if len(offsets) < 2:
         raise StrettoError(f"{name}: the set is empty", fix="Give at least one sequence.")
-    lengths_N: npt.NDArray[np.int64] = np.diff(np.asarray(offsets, dtype=np.int64))
+    bounds: npt.NDArray[np.int64] = np.asarray(offsets, dtype=np.int64)
+    lengths_N = bounds[1:] - bounds[:-1]
     if offsets[0] != 0 or offsets[-1] != num_steps or (lengths_N < 0).any():
         falling = np.flatnonzero(lengths_N < 0)
         where = f"; they fall at sequence {falling[0]}" if len(falling) else ""
