@@ -43,6 +43,7 @@ class SequenceSet:
         lengths_N: Steps of each sequence.
         targets: Labels, transcripts or nothing, one a sequence.
         split_N: 0 train, 1 valid, 2 test.
+        alphabet: For text, whose one feature is a character's number: the characters, in that order.
         notes: What a reader did that the user should know (for example how a missing split was made).
     """
 
@@ -52,6 +53,7 @@ class SequenceSet:
     lengths_N: npt.NDArray[np.int64]
     targets: AbstractTargets
     split_N: npt.NDArray[np.uint8]
+    alphabet: str = ""
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -63,6 +65,7 @@ class SequenceSet:
         targets: AbstractTargets | None = None,
         split_N: Array | None = None,
         name: str = "data",
+        alphabet: str = "",
         notes: tuple[str, ...] = (),
     ) -> "SequenceSet":
         """Check the flat layout (sequence i is `features_SF[offsets[i]:offsets[i + 1]]`) and wrap it without a copy."""
@@ -85,6 +88,7 @@ class SequenceSet:
             lengths_N=lengths_N,
             targets=targets,
             split_N=split_N,
+            alphabet=alphabet,
             notes=notes + split_note,
         )
 
