@@ -1,6 +1,32 @@
-"""Stretto makes recurrent networks train fast."""
+"""Stretto makes recurrent networks train fast: the same model, the same result, sooner."""
 
-from stretto.batching.collate import collate as collate
-from stretto.batching.edges import optimal_edges as optimal_edges
-from stretto.batching.sampler import BucketSampler as BucketSampler
-from stretto.errors import StrettoError as StrettoError
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from stretto.batching.collate import collate as collate
+    from stretto.batching.edges import optimal_edges as optimal_edges
+    from stretto.batching.sampler import BucketSampler as BucketSampler
+    from stretto.errors import StrettoError as StrettoError
+    from stretto.job import train as train
+
+HOMES: Final = {
+    "BucketSampler": "stretto.batching.sampler",
+    "StrettoError": "stretto.errors",
+    "collate": "stretto.batching.collate",
+    "optimal_edges": "stretto.batching.edges",
+    "train": "stretto.job",
+}
+
+__all__ = ["BucketSampler", "StrettoError", "collate", "optimal_edges", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `import stretto` costs next to nothing."""
+    if name not in HOMES:
+        raise AttributeError(f"module 'stretto' has no attribute {name!r}")
+    return getattr(importlib.import_module(HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -8,7 +8,9 @@ from stretto.errors import StrettoError
 
 EXTRA_OF: Final = {
     "pyarrow": "data",
+    "pyarrow.compute": "data",
     "pyarrow.dataset": "data",
+    "pyarrow.ipc": "data",
     "pyarrow.parquet": "data",
     "defusedxml.ElementTree": "handwriting",
     "HersheyFonts": "handwriting",

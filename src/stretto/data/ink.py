@@ -11,6 +11,7 @@ import numpy.typing as npt
 from stretto.errors import StrettoError
 
 POINTS_PER_HEIGHT = 7.0
+MOST_STEPS = 1_000_000
 
 
 def pen_features(
@@ -28,13 +29,23 @@ def pen_features(
         offsets: Where each sequence begins.
         source: Named in errors.
     """
-    bounds: npt.NDArray[np.int64] = np.asarray(offsets, dtype=np.int64)
+    is_flat = offsets.ndim == 1 and np.issubdtype(offsets.dtype, np.integer)
+    bounds: npt.NDArray[np.int64] = offsets.astype(np.int64) if is_flat else np.zeros(0, dtype=np.int64)
     starts, lengths_N = bounds[:-1], bounds[1:] - bounds[:-1]
-    shapes_fit = xy_S2.ndim == 2 and xy_S2.shape[1] == 2 and (pen_down_S is None or len(pen_down_S) == len(xy_S2))
-    if not shapes_fit or len(starts) == 0 or lengths_N.min() <= 0 or offsets[-1] != len(xy_S2):
+    shapes_fit = xy_S2.ndim == 2 and xy_S2.shape[1] == 2 and xy_S2.dtype.kind in "iuf"
+    flags_fit = pen_down_S is None or (pen_down_S.shape == xy_S2.shape[:1] and pen_down_S.dtype.kind in "biuf")
+    bounds_fit = len(starts) > 0 and bounds[0] == 0 and bounds[-1] == len(xy_S2) and lengths_N.min() > 0
+    if not (shapes_fit and flags_fit and bounds_fit):
         raise StrettoError(
             f"{source}: `xy` of shape {xy_S2.shape}, `pen_down` and `offsets` do not fit together",
             fix="Give `xy` as (points, 2), a `pen_down` flag a point, and rising `offsets` up to the number of points.",
+        )
+    bad = np.flatnonzero(~np.isfinite(xy_S2).all(axis=1))
+    if len(bad):
+        sequence = int(np.searchsorted(bounds, bad[0], side="right")) - 1
+        raise StrettoError(
+            f"{source}: sequence {sequence} has a NaN or infinite position at its point {bad[0] - starts[sequence]}",
+            fix="Clean or remove that sequence; Stretto never replaces values silently.",
         )
     y_S = xy_S2[:, 1].astype(np.float64)
     height_N = np.maximum.reduceat(y_S, starts) - np.minimum.reduceat(y_S, starts)
@@ -51,14 +62,26 @@ def pen_features(
     return features_S3
 
 
-def line_features(strokes: list[npt.NDArray[np.float64]]) -> npt.NDArray[np.float32]:
+def line_features(strokes: list[npt.NDArray[np.float64]], *, source: str = "a line") -> npt.NDArray[np.float32]:
     """The strokes of one written line to (dx, dy, pen-up), resampled evenly along the pen's path.
 
     The unit is the typical height of the writing; y points up in the result, down in the strokes, as tablets have it.
+
+    Args:
+        strokes: Positions of each stroke's points, as (x, y) rows.
+        source: Named in errors.
     """
-    points_P2 = np.concatenate(strokes)
-    heights = [np.ptp(stroke[:, 1]) for stroke in strokes]
-    unit = float(np.quantile(heights, 0.75)) or float(np.ptp(points_P2)) or 1.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        heights = [np.ptp(stroke[:, 1]) for stroke in strokes]
+        extent = float(np.ptp(np.concatenate(strokes), axis=0).max())
+        unit = float(np.quantile(heights, 0.75)) or extent or 1.0
+        path = float(sum(np.hypot(*np.diff(stroke, axis=0).T).sum() for stroke in strokes))
+    far = max(path, extent)
+    if not far / unit * POINTS_PER_HEIGHT <= MOST_STEPS:
+        raise StrettoError(
+            f"{source}: the pen travels {far:.3g} in writing of height {unit:.3g}, which is over {MOST_STEPS} steps",
+            fix="Check the coordinates, or cut the writing into lines.",
+        )
     resampled = [_even_steps(stroke / unit) for stroke in strokes]
     joined_T2 = np.concatenate(resampled)
     features_T3 = np.zeros((len(joined_T2), 3), dtype=np.float32)

@@ -5,7 +5,10 @@ Object arrays, which would need pickle, are refused.
 """
 
 import contextlib
+import math
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final
@@ -22,7 +25,7 @@ from stretto.storage import write_atomically
 
 Array = npt.NDArray[Any]
 LOCAL_HEADER_BYTES: Final = 30
-KNOWN: Final = ("x", "xy", "pen_down", "offsets", "y", "class_names", "split", "text", "text_offsets")
+KNOWN: Final = ("x", "xy", "pen_down", "offsets", "y", "class_names", "split", "text", "text_offsets", "alphabet")
 
 
 def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
@@ -31,7 +34,7 @@ def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
     Args:
         path: The file. `x` is (steps, features) or (steps,); pen data may instead have `xy` and `pen_down`.
             Targets are `y` (one class number a sequence, names in `class_names`) or `text` code points
-            with `text_offsets`.
+            with `text_offsets`. For text as features, `alphabet` has the code points of its characters.
         memory_map: Leave uncompressed features on disk until they are used.
 
     Raises:
@@ -39,12 +42,9 @@ def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
     """
     with _readable(path):
         arrays = _members(path, memory_map=memory_map)
-    if "offsets" not in arrays or not {"x", "xy"} & arrays.keys():
-        raise StrettoError(
-            f"{str(path)!r} has the arrays {sorted(arrays)} but needs `x` and `offsets`",
-            fix="Write all steps end to end as `x` and where each sequence begins as `offsets` (N + 1 numbers).",
-        )
     offsets = arrays["offsets"]
+    if offsets.ndim != 1:
+        raise StrettoError(f"{str(path)!r}: `offsets` have shape {offsets.shape}", fix="Give N + 1 numbers in a row.")
     if "x" in arrays:
         features_SF = arrays["x"]
     else:
@@ -55,6 +55,7 @@ def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
         targets=_targets(arrays, count=len(offsets) - 1, source=str(path)),
         split_N=arrays.get("split"),
         name=path.stem,
+        alphabet=_alphabet(arrays, source=str(path)),
     )
 
 
@@ -66,6 +67,8 @@ def write_npz(path: Path, data: SequenceSet) -> None:
         "offsets": np.concatenate([[0], np.cumsum(data.lengths_N)]).astype(np.int64),
         "split": data.split_N,
     }
+    if data.alphabet:
+        arrays["alphabet"] = Transcripts.of([data.alphabet]).code_points
     if isinstance(data.targets, Labels):
         arrays |= {"y": data.targets.values_N, "class_names": np.array(data.targets.names)}
     elif isinstance(data.targets, Transcripts):
@@ -85,11 +88,11 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise StrettoError(f"there is no file {str(path)!r}", fix="Check the path.") from None
-    except (zipfile.BadZipFile, EOFError, OSError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, MemoryError) as error:
         raise StrettoError(
             f"{str(path)!r} is truncated or no .npz file ({error})", fix="Write or copy the file again."
         ) from error
-    except ValueError as error:
+    except (ValueError, SyntaxError, tokenize.TokenError) as error:
         if isinstance(error, StrettoError):
             raise
         raise StrettoError(
@@ -101,6 +104,12 @@ def _readable(path: Path) -> Iterator[None]:
 def _members(path: Path, *, memory_map: bool) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
+        names = sorted(name.removesuffix(".npy") for name in archive.namelist())
+        if "offsets" not in names or not {"x", "xy"}.intersection(names):
+            raise StrettoError(
+                f"{str(path)!r} has the arrays {names} but needs `x` and `offsets`",
+                fix="Write all steps end to end as `x` and where each sequence begins as `offsets` (N + 1 numbers).",
+            )
         for info in archive.infolist():
             name = info.filename.removesuffix(".npy")
             if name not in KNOWN:
@@ -120,15 +129,16 @@ def _mapped(path: Path, stream: IO[bytes], info: zipfile.ZipInfo) -> Array:
     if len(local) < LOCAL_HEADER_BYTES or local[:4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"no local header for {info.filename}")
     name_bytes, extra_bytes = np.frombuffer(local[26:30], dtype="<u2")
-    stream.seek(info.header_offset + LOCAL_HEADER_BYTES + int(name_bytes) + int(extra_bytes))
+    member = info.header_offset + LOCAL_HEADER_BYTES + int(name_bytes) + int(extra_bytes)
+    stream.seek(member)
     version = npy.read_magic(stream)
     read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     shape, fortran_order, dtype = read_header(stream)
     if dtype.hasobject:
         raise ValueError("Object arrays cannot be loaded without pickle")
     begin = stream.tell()
-    if begin + int(np.prod(shape)) * dtype.itemsize > path.stat().st_size:
-        raise EOFError(f"{info.filename} ends early")
+    if begin - member + math.prod(shape) * dtype.itemsize != info.file_size or min(shape, default=0) < 0:
+        raise EOFError(f"{info.filename} is not of the size that it tells")
     if 0 in shape:
         return np.zeros(shape, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=begin, shape=shape, order="F" if fortran_order else "C")
@@ -139,13 +149,29 @@ def _targets(arrays: dict[str, Array], *, count: int, source: str) -> AbstractTa
         return _transcripts(arrays, source=source)
     if "y" not in arrays:
         return NoTargets(count=count)
-    if len(arrays["y"]) != count or arrays["y"].ndim != 1:
+    if arrays["y"].shape != (count,):
         raise StrettoError(
             f"{source}: `y` has shape {arrays['y'].shape} for {count} sequences",
             fix="Give exactly one label a sequence.",
         )
     names = arrays.get("class_names")
+    if names is not None and (names.ndim != 1 or names.dtype.kind not in "Uiu"):
+        raise StrettoError(
+            f"{source}: `class_names` have shape {names.shape} and type {names.dtype}",
+            fix="Give one string a class.",
+        )
     return Labels.check(arrays["y"], names=[str(n) for n in names] if names is not None else None, source=source)
+
+
+def _alphabet(arrays: dict[str, Array], *, source: str) -> str:
+    code_points = arrays.get("alphabet", np.zeros(0, dtype=np.uint32))
+    if code_points.ndim != 1 or not _are_code_points(code_points):
+        raise StrettoError(f"{source}: `alphabet` holds no code points", fix="Give one code point a character.")
+    return "".join(map(chr, code_points.tolist()))
+
+
+def _are_code_points(values: Array) -> bool:
+    return np.issubdtype(values.dtype, np.integer) and bool(((values >= 0) & (values < 0x110000)).all())
 
 
 def _transcripts(arrays: dict[str, Array], *, source: str) -> Transcripts:
@@ -153,13 +179,12 @@ def _transcripts(arrays: dict[str, Array], *, source: str) -> Transcripts:
     fits = (
         offsets is not None
         and np.issubdtype(offsets.dtype, np.integer)
-        and np.issubdtype(code_points.dtype, np.integer)
         and offsets.ndim == code_points.ndim == 1
         and len(offsets) > 0
         and offsets[0] == 0
         and offsets[-1] == len(code_points)
         and bool((np.diff(offsets.astype(np.int64)) >= 0).all())
-        and int(code_points.max(initial=0)) < 0x110000
+        and _are_code_points(code_points)
     )
     if not fits or offsets is None:
         raise StrettoError(

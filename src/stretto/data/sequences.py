@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import Dataset
 
 from stretto.data.targets import AbstractTargets, NoTargets, Target
 from stretto.errors import StrettoError
@@ -22,7 +23,7 @@ FINITE_CHECK_ROWS = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence of a set: its features, what is to be learnt of it, and its number in the set."""
+    """One sequence: its features, what is to be learnt of it, and its number in the whole set."""
 
     features_TF: torch.Tensor
     target: Target
@@ -30,7 +31,7 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SequenceSet:
+class SequenceSet(Dataset[Sample]):
     """Sequences of unequal length, stored end to end without padding, in memory or memory-mapped.
 
     It is a map-style dataset: `len(data)`, `data[i]`, and a `torch.utils.data.DataLoader` takes it as it is.
@@ -43,6 +44,7 @@ class SequenceSet:
         lengths_N: Steps of each sequence.
         targets: Labels, transcripts or nothing, one a sequence.
         split_N: 0 train, 1 valid, 2 test.
+        numbers_N: Each sequence's number in the whole set, which a subset remembers.
         alphabet: For text, whose one feature is a character's number: the characters, in that order.
         notes: What a reader did that the user should know (for example how a missing split was made).
     """
@@ -53,6 +55,7 @@ class SequenceSet:
     lengths_N: npt.NDArray[np.int64]
     targets: AbstractTargets
     split_N: npt.NDArray[np.uint8]
+    numbers_N: npt.NDArray[np.int64]
     alphabet: str = ""
     notes: tuple[str, ...] = ()
 
@@ -88,6 +91,7 @@ class SequenceSet:
             lengths_N=lengths_N,
             targets=targets,
             split_N=split_N,
+            numbers_N=np.arange(len(lengths_N)),
             alphabet=alphabet,
             notes=notes + split_note,
         )
@@ -102,7 +106,7 @@ class SequenceSet:
         start = self.starts_N[index]
         rows = self.features_SF[start : start + self.lengths_N[index]]
         features_TF = torch.from_numpy(np.array(rows, dtype=_torch_dtype(rows.dtype)))
-        return Sample(features_TF=features_TF, target=self.targets[index], index=index)
+        return Sample(features_TF=features_TF, target=self.targets[index], index=int(self.numbers_N[index]))
 
     @property
     def num_features(self) -> int:
@@ -128,6 +132,7 @@ class SequenceSet:
             lengths_N=self.lengths_N[chosen],
             targets=self.targets.take(chosen),
             split_N=self.split_N[chosen],
+            numbers_N=self.numbers_N[chosen],
         )
 
     def part(self, part: Part) -> "SequenceSet":

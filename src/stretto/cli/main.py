@@ -1,0 +1,63 @@
+"""The `stretto` command: finds the verb and turns errors into messages."""
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from rich.console import Console
+from rich.text import Text
+
+from stretto.errors import StrettoError
+
+VERBS: Final = {
+    "train": "train a task on your sequences or the embedded ones",
+    "inspect": "lengths, buckets and padding of a data set",
+    "report": "the HTML page of a run",
+    "bench": "side by side with peers, ratios from one run",
+    "reproduce": "a paper's experiment: a table, a plot and a JSON file",
+    "doctor": "what Stretto will use on this machine, and why",
+}
+FAULT: Final = 2
+INTERRUPTED: Final = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit code is 0, or 2 for anything the user can put right."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if words else FAULT
+    if words[0] == "--version":
+        print(f"stretto {importlib.metadata.version('stretto')}")
+        return 0
+    try:
+        return _verb(words[0])(words[1:])
+    except StrettoError as error:
+        return _fail(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away, as `head` does.
+        sys.stderr.close()
+        return 0
+
+
+def _verb(name: str) -> Callable[[list[str]], int]:
+    if name not in VERBS:
+        raise StrettoError(f"there is no verb {name!r}", fix=f"Choose one of {', '.join(VERBS)}.")
+    run: Callable[[list[str]], int] = importlib.import_module(f"stretto.cli.{name}").run
+    return run
+
+
+def usage() -> str:
+    """What `stretto --help` prints."""
+    lines = ["usage: stretto VERB ...", "", "Recurrent networks that train fast.", ""]
+    lines += [f"  {verb:<11}{summary}" for verb, summary in VERBS.items()]
+    return "\n".join([*lines, "", "stretto VERB --help tells more."])
+
+
+def _fail(error: StrettoError) -> int:
+    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+    return FAULT

@@ -1,0 +1,59 @@
+"""Flags from dataclasses."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+
+from stretto.errors import StrettoError
+from stretto.training.config import checked
+
+S = TypeVar("S")
+
+
+def parse(settings: type[S], words: list[str], *, prog: str, default: S | None = None) -> S:
+    """Flags to settings; prints help or the fault and leaves when there is nothing to run.
+
+    Args:
+        settings: A dataclass; its docstring describes the flags.
+        words: The command line behind the verb.
+        prog: The words in front of the flags, for the help.
+        default: Values for the flags that are left out.
+    """
+    if default is None:
+        return tyro.cli(settings, args=words, prog=prog)
+    return tyro.cli(settings, args=words, prog=prog, default=default)
+
+
+def checked_flags(settings: S) -> S:
+    """Check ranges as well as types; all faults are shown at once."""
+    values: dict[str, Any] = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}  # type: ignore[arg-type]
+    return checked(type(settings), values, source="the command line")
+
+
+def choose(words: list[str], choices: Mapping[str, str], *, usage: str) -> tuple[str, list[str]] | None:
+    """The choice that the first word makes, and the rest; None when help was printed instead."""
+    if not words or words[0].startswith("-"):
+        print(f"usage: {usage}\n")
+        for name, summary in choices.items():
+            print(f"  {name:<16}{summary}")
+        if words and words[0] in ("-h", "--help"):
+            return None
+        raise StrettoError("there is nothing to run yet", fix=f"Choose one of {', '.join(choices)}.")
+    if words[0] not in choices:
+        raise StrettoError(f"there is no {words[0]!r} here", fix=f"Choose one of {', '.join(choices)}.")
+    return words[0], words[1:]
+
+
+def take_option(words: list[str], name: str) -> tuple[Path | None, list[str]]:
+    """Remove `name VALUE` or `name=VALUE` from the words."""
+    for position, word in enumerate(words):
+        if word.startswith(f"{name}="):
+            return Path(word.partition("=")[2]), words[:position] + words[position + 1 :]
+        if word == name:
+            if position + 1 == len(words):
+                raise StrettoError(f"{name} has no value", fix=f"Write {name} FILE.")
+            return Path(words[position + 1]), words[:position] + words[position + 2 :]
+    return None, words

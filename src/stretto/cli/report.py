@@ -1,0 +1,32 @@
+"""`stretto report RUN`."""
+
+import dataclasses
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from stretto.cli.parsing import parse
+from stretto.report.run_report import write_run_report
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportSettings:
+    """The HTML page of a run, finished or not.
+
+    Attributes:
+        run: The run folder, as `stretto train` names it.
+        out: The file to write; left out, report.html in the run folder.
+    """
+
+    run: tyro.conf.Positional[Path]
+    out: Path | None = None
+
+
+def run(words: list[str]) -> int:
+    """Write the page."""
+    settings = parse(ReportSettings, words, prog="stretto report")
+    path = write_run_report(settings.run, settings.out)
+    Console().print(Text(f"report  {path}"), soft_wrap=True)
+    return 0

@@ -1,0 +1,45 @@
+"""`stretto train TASK`."""
+
+import shlex
+
+from rich.console import Console
+from rich.text import Text
+
+from stretto.cli.parsing import checked_flags, choose, parse, take_option
+from stretto.job import run_job
+from stretto.report.console import console_view
+from stretto.tasks.registry import CONFIGS, TASKS
+from stretto.training.config import TrainConfig, checked, read_toml
+from stretto.training.loop import Interrupted
+
+INTERRUPTED = 130
+
+
+def run(words: list[str]) -> int:
+    """Train."""
+    summaries = {name: (task.__doc__ or "").splitlines()[0] for name, task in TASKS.items()}
+    choice = choose(words, summaries, usage="stretto train TASK [--config FILE.toml] [flags]")
+    if choice is None:
+        return 0
+    name, rest = choice
+    config = _config(name, rest)
+    console = Console()
+    try:
+        result = run_job(name, config, subscribers=[console_view(console)])
+    except Interrupted as stop:
+        again = ["stretto", "train", name, "--out", str(stop.run), "--resume"]
+        console.print(
+            Text(f"Stopped at step {stop.step}; everything is saved. Go on with:\n  {shlex.join(again)}"),
+            soft_wrap=True,
+        )
+        return INTERRUPTED
+    console.print(Text(f"run     {result.run}\nreport  {result.report}"), soft_wrap=True)
+    return 0
+
+
+def _config(name: str, words: list[str]) -> TrainConfig:
+    """Flags over TOML over defaults, then checked as a whole."""
+    kind = CONFIGS[name]
+    path, words = take_option(words, "--config")
+    default = None if path is None else checked(kind, read_toml(path), source=str(path))
+    return checked_flags(parse(kind, words, prog=f"stretto train {name}", default=default))

@@ -1,0 +1,220 @@
+"""Tables with a list column: Parquet, Arrow IPC and Feather files, one sequence a row.
+
+Shape legend: N rows, S steps of all rows together, F features per step.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import AbstractTargets, Labels, NoTargets, Transcripts
+from stretto.errors import StrettoError
+from stretto.extras import optional
+
+Array = npt.NDArray[Any]
+KNOWN: Final = ("x", "y", "text", "split")
+SPLIT_NAMES: Final = {"train": 0, "valid": 1, "validation": 1, "dev": 1, "test": 2}
+
+
+def read_parquet(path: Path) -> SequenceSet:
+    """Read a table that has one sequence a row, into memory.
+
+    Args:
+        path: A `.parquet`, `.arrow` or `.feather` file. Column `x` has a list of numbers a row (one feature) or a list
+            of equally long lists (a list a step). Optional are `y` (a class number or a class name a row), `text`
+            (a transcript a row) and `split` (0, 1, 2 or train, valid, test a row).
+
+    Raises:
+        StrettoError: The file is damaged, has no column `x`, or a row does not fit.
+    """
+    columns = _columns(path)
+    source = str(path)
+    features_SF, offsets = _features(columns["x"], source=source)
+    split_N, named_N = _split(columns["split"], source=source) if "split" in columns else (None, None)
+    both = "text" in columns and "y" in columns
+    data = SequenceSet.from_flat(
+        features_SF,
+        offsets=offsets,
+        targets=_targets(columns, count=len(offsets) - 1, source=source),
+        split_N=split_N,
+        name=path.stem,
+        notes=("the columns `text` and `y` are both there: `text` is learnt, `y` is not read",) if both else (),
+    )
+    return data if named_N is None else dataclasses.replace(data, split_N=named_N)
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise StrettoError(f"there is no file {str(path)!r}", fix="Check the path.") from None
+    except (optional("pyarrow").ArrowException, OSError, UnicodeDecodeError) as error:
+        raise StrettoError(
+            f"{str(path)!r} is truncated, damaged or no {path.suffix} file ({error})",
+            fix="Write or copy the file again.",
+        ) from error
+
+
+def _columns(path: Path) -> dict[str, Any]:
+    with _readable(path):
+        table = _parquet_table(path) if path.suffix.lower() == ".parquet" else _arrow_table(path)
+        table.validate(full=True)
+    return {name: _decoded(table.column(name)) for name in table.column_names}
+
+
+def _parquet_table(path: Path) -> Any:
+    with optional("pyarrow.parquet").ParquetFile(path) as file:
+        wanted = _wanted(file.schema_arrow.names, path=path)
+        return file.read(columns=wanted).select(wanted)
+
+
+def _arrow_table(path: Path) -> Any:
+    ipc = optional("pyarrow.ipc")
+    with optional("pyarrow").OSFile(str(path)) as stream:
+        is_file = stream.read(6) == b"ARROW1"
+        stream.seek(0)
+        table = (ipc.open_file(stream) if is_file else ipc.open_stream(stream)).read_all()
+    return table.select(_wanted(table.column_names, path=path))
+
+
+def _wanted(names: list[str], *, path: Path) -> list[str]:
+    if "x" not in names:
+        raise StrettoError(
+            f"{str(path)!r} has the columns {names} but needs `x`",
+            fix="Name the column of sequences `x`, with a list of numbers or of feature lists a row.",
+        )
+    twice = [name for name in KNOWN if names.count(name) > 1]
+    if twice:
+        raise StrettoError(f"{str(path)!r} has two columns `{twice[0]}`", fix="Rename or remove one of them.")
+    return [name for name in KNOWN if name in names]
+
+
+def _decoded(column: Any) -> Any:
+    is_dictionary = optional("pyarrow").types.is_dictionary(column.type)
+    return column.cast(column.type.value_type) if is_dictionary else column
+
+
+def _is_list(data_type: Any) -> bool:
+    types = optional("pyarrow").types
+    return bool(types.is_list(data_type) or types.is_large_list(data_type) or types.is_fixed_size_list(data_type))
+
+
+def _is_text(column: Any) -> bool:
+    types = optional("pyarrow").types
+    return bool(types.is_string(column.type) or types.is_large_string(column.type))
+
+
+def _features(column: Any, *, source: str) -> tuple[Array, npt.NDArray[np.int64]]:
+    """All steps end to end, and where each row begins."""
+    types = optional("pyarrow").types
+    step_type = column.type.value_type if _is_list(column.type) else column.type
+    nested = _is_list(step_type)
+    number_type = step_type.value_type if nested else step_type
+    is_number = (types.is_integer, types.is_floating, types.is_boolean)
+    if not _is_list(column.type) or not any(check(number_type) for check in is_number):
+        raise StrettoError(
+            f"{source}: column `x` has the type {column.type}",
+            fix="Give a list of numbers a row, or a list of equally long lists of numbers.",
+        )
+    _refuse_nulls(column, name="x", source=source)
+    steps, lengths_N = _unfolded(column)
+    offsets = np.concatenate([[0], np.cumsum(lengths_N)]).astype(np.int64)
+    _refuse_nulls(steps, name="x", source=source, offsets=offsets)
+    if not nested:
+        return steps.to_numpy(), offsets
+    values, widths_S = _unfolded(steps)
+    width = int(widths_S[0]) if len(widths_S) else 1
+    uneven = np.flatnonzero(widths_S != width)
+    if len(uneven):
+        raise StrettoError(
+            f"{source}: row {_row(offsets, uneven[0])} has a step of {widths_S[uneven[0]]} features, "
+            f"the first step of all has {width}",
+            fix="Give every step of every row the same number of features.",
+        )
+    _refuse_nulls(values, name="x", source=source, offsets=offsets * width)
+    return values.to_numpy().reshape(len(widths_S), width), offsets
+
+
+def _unfolded(column: Any) -> tuple[Any, npt.NDArray[np.int64]]:
+    """The values of a list column end to end and the length of each list; chunks and slices are seen to."""
+    compute = optional("pyarrow.compute")
+    return compute.list_flatten(column), compute.list_value_length(column).to_numpy().astype(np.int64)
+
+
+def _row(offsets: npt.NDArray[np.int64], position: int) -> int:
+    return int(np.searchsorted(offsets, position, side="right")) - 1
+
+
+def _refuse_nulls(column: Any, *, name: str, source: str, offsets: npt.NDArray[np.int64] | None = None) -> None:
+    if column.null_count == 0:
+        return
+    compute = optional("pyarrow.compute")
+    position = compute.index(compute.is_null(column), True).as_py()
+    row = position if offsets is None else _row(offsets, position)
+    raise StrettoError(
+        f"{source}: row {row} has a null in column `{name}`",
+        fix="Fill or remove that row; Stretto never replaces values silently.",
+    )
+
+
+def _targets(columns: dict[str, Any], *, count: int, source: str) -> AbstractTargets:
+    if "text" in columns:
+        column = columns["text"]
+        if not _is_text(column):
+            raise StrettoError(f"{source}: column `text` has the type {column.type}", fix="Give one string a row.")
+        _refuse_nulls(column, name="text", source=source)
+        return Transcripts.of(column.to_pylist())
+    if "y" not in columns:
+        return NoTargets(count=count)
+    column = columns["y"]
+    _refuse_nulls(column, name="y", source=source)
+    if _is_text(column):
+        names, values_N = _numbered(column)
+        return Labels.check(values_N, names=names, source=source)
+    if not optional("pyarrow").types.is_integer(column.type):
+        raise StrettoError(
+            f"{source}: column `y` has the type {column.type}",
+            fix="Give one class number or one class name a row; transcripts belong in `text`.",
+        )
+    return Labels.check(column.to_numpy(), names=None, source=source)
+
+
+def _numbered(column: Any) -> tuple[list[str], Array]:
+    """The different strings of a column, sorted, and the number of each row's."""
+    compute = optional("pyarrow.compute")
+    names = sorted(compute.unique(column).to_pylist())
+    value_set = optional("pyarrow").array(names, type=column.type)
+    return names, compute.index_in(column, value_set=value_set).to_numpy()
+
+
+def _split(column: Any, *, source: str) -> tuple[Array, Array | None]:
+    """The split for `from_flat`, and the one to set after it where validation is named.
+
+    `from_flat` takes a 1 without a 2 for a test part from which a validation part is missing.
+    """
+    _refuse_nulls(column, name="split", source=source)
+    if not _is_text(column):
+        if not optional("pyarrow").types.is_integer(column.type):
+            raise StrettoError(
+                f"{source}: column `split` has the type {column.type}",
+                fix="Give 0, 1, 2 or train, valid, test a row.",
+            )
+        return column.to_numpy(), None
+    names, values_N = _numbered(column)
+    unknown = [number for number, name in enumerate(names) if name not in SPLIT_NAMES]
+    if unknown:
+        row = int(np.flatnonzero(np.isin(values_N, unknown))[0])
+        raise StrettoError(
+            f"{source}: row {row} has the split {names[values_N[row]]!r}",
+            fix=f"Use one of {', '.join(SPLIT_NAMES)}.",
+        )
+    split_N = np.array([SPLIT_NAMES[name] for name in names], dtype=np.uint8)[values_N]
+    has_validation = bool((split_N == 1).any())
+    return (np.zeros_like(split_N), split_N) if has_validation else (np.minimum(split_N, 1), None)

@@ -1,0 +1,241 @@
+"""One training job, from settings to result: what `stretto.train` and the command line call."""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from stretto.batching.sampler import BucketSampler
+from stretto.data.opening import open_sequences
+from stretto.data.sequences import PARTS, SequenceSet
+from stretto.errors import StrettoError
+from stretto.report.console import console_view
+from stretto.report.run_report import write_run_report
+from stretto.storage import write_text_atomically
+from stretto.tasks.registry import CONFIGS, task_named
+from stretto.training.config import TrainConfig, checked
+from stretto.training.events import EVENTS_FILE, EventLog, Subscriber, read_events
+from stretto.training.loop import Trainer
+from stretto.training.task import AbstractTask
+
+RUNS: Final = Path("runs")
+RESULT_FILE: Final = "result.json"
+HISTOGRAM_BINS: Final = 60
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        metrics: On the test part: the task's metric, and `loss`.
+        epochs: Passes over the training data.
+        seconds: Wall clock, resumed parts included, the building of the data not.
+        padding: Share of slots that were padding.
+        steps_per_second: Real time steps trained a second.
+        slot_ratio: How many times more slots shuffled batches would have had.
+        settings: As they were used.
+        run: The folder with the events, the model, checkpoints and `result.json`.
+        report: The HTML page.
+        model: The trained model.
+    """
+
+    metrics: dict[str, float]
+    epochs: int
+    seconds: float
+    padding: float
+    steps_per_second: float
+    slot_ratio: float
+    settings: dict[str, Any]
+    run: Path
+    report: Path
+    model: nn.Module = dataclasses.field(repr=False)
+
+    def to_json(self) -> str:
+        """The content of `result.json`."""
+        values = {
+            **self.metrics,
+            "epochs": self.epochs,
+            "seconds": round(self.seconds, 3),
+            "padding": self.padding,
+            "steps_per_second": round(self.steps_per_second, 1),
+            "slot_ratio": self.slot_ratio,
+            "settings": self.settings,
+        }
+        return json.dumps(values, indent=2) + "\n"
+
+
+def train(task: str = "handwriting", *, progress: bool = False, **settings: Any) -> TrainResult:
+    """Train a task and return how it went.
+
+    Args:
+        task: "handwriting", "classify" or "language-model".
+        progress: Show progress on the terminal.
+        **settings: The settings of the task, as `stretto train TASK --help` lists them: data, out, epochs, ...
+
+    Raises:
+        StrettoError: The settings or the data cannot be used; the message names the fix.
+        Interrupted: Training was stopped by Ctrl-C or SIGTERM; everything is saved.
+
+    Example:
+        result = stretto.train("handwriting", epochs=2)
+        print(result.metrics["cer"], result.report)
+    """
+    task_named(task)
+    config = checked(CONFIGS[task], settings, source="stretto.train()")
+    return run_job(task, config, subscribers=[console_view()] if progress else [])
+
+
+def run_job(name: str, config: TrainConfig, *, subscribers: list[Subscriber]) -> TrainResult:
+    """Open the data, train, and write result and report into the run folder."""
+    run = _run_folder(name, config)
+    if config.resume:
+        config = _stored_config(name, config, run)
+    kind = task_named(name)
+    with _threads(config.threads):
+        data = kind.embedded_data() if config.data is None else open_sequences(config.data)
+        task = kind(config, data)
+        log = EventLog(run / EVENTS_FILE, subscribers=subscribers)
+        try:
+            return _train(task, config, run=run, log=log)
+        finally:
+            log.close()
+
+
+def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: EventLog) -> TrainResult:
+    trainer = Trainer(task, run=run, log=log, resume=config.resume)
+    if not config.resume:
+        log.emit("started", **_description(task, config, trainer))
+    ended = trainer.run()
+    slot_ratio = next(e["slot_ratio"] for e in read_events(run) if e["event"] == "started")
+    result = TrainResult(
+        metrics=ended.metrics,
+        epochs=ended.epochs,
+        seconds=ended.seconds,
+        padding=ended.padding,
+        steps_per_second=ended.steps_per_second,
+        slot_ratio=slot_ratio,
+        settings={"task": task.name, **config.recorded()},
+        run=run,
+        report=run / "report.html",
+        model=ended.model,
+    )
+    write_text_atomically(run / RESULT_FILE, result.to_json())
+    log.emit(
+        "finished",
+        metrics=result.metrics,
+        epochs=result.epochs,
+        seconds=result.seconds,
+        padding=result.padding,
+        steps_per_second=result.steps_per_second,
+        slot_ratio=slot_ratio,
+        run=str(run),
+    )
+    write_run_report(run)
+    return result
+
+
+def _description(task: AbstractTask[Any], config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
+    """What the record says at the start: the data, the batches, and what they would be without buckets."""
+    train_part = task.data.part("train")
+    report = trainer.sampler.report()
+    shuffled = BucketSampler(
+        train_part.lengths_N,
+        batch_size=config.batch_size,
+        max_steps=config.max_steps,
+        num_buckets=1,
+        seed=config.seed,
+    ).report()
+    counts, bounds = np.histogram(train_part.lengths_N, bins=HISTOGRAM_BINS)
+    return {
+        "task": task.name,
+        "settings": config.recorded(),
+        "data": _data_facts(task.data),
+        "edges": trainer.sampler.edges.tolist(),
+        "histogram": {"bounds": bounds.round(2).tolist(), "counts": counts.tolist()},
+        "report": dataclasses.asdict(report),
+        "shuffled_padding": shuffled.padding,
+        "slot_ratio": (1.0 - report.padding) / (1.0 - shuffled.padding),
+        "parameters": sum(p.numel() for p in trainer.state.model.parameters()),
+        "epochs": config.epochs,
+        "versions": {
+            "stretto": importlib.metadata.version("stretto"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _data_facts(data: SequenceSet) -> dict[str, Any]:
+    return {
+        "name": data.name,
+        "sequences": {part: int((data.split_N == number).sum()) for number, part in enumerate(PARTS)},
+        "steps": data.num_steps,
+        "features": data.num_features,
+        "notes": list(data.notes),
+    }
+
+
+def _run_folder(name: str, config: TrainConfig) -> Path:
+    if config.resume:
+        run = config.out or max(RUNS.glob(f"{name}-[0-9][0-9][0-9]"), default=None)
+        if run is None or not (run / EVENTS_FILE).exists():
+            raise StrettoError(
+                f"there is no run to resume in {str(run or RUNS)!r}", fix="Name the folder of a run with --out."
+            )
+        return run
+    if config.out is None:
+        numbers = [int(path.name[-3:]) for path in RUNS.glob(f"{name}-[0-9][0-9][0-9]")]
+        return RUNS / f"{name}-{max(numbers, default=0) + 1:03d}"
+    if (config.out / EVENTS_FILE).exists():
+        raise StrettoError(
+            f"{str(config.out)!r} holds a run already", fix="Add --resume to go on with it, or choose another --out."
+        )
+    if config.out.exists() and not config.out.is_dir():
+        raise StrettoError(f"{str(config.out)!r} is a file", fix="Choose a folder for --out.")
+    return config.out
+
+
+def _stored_config(name: str, config: TrainConfig, run: Path) -> TrainConfig:
+    """The settings that the run was started with; a setting given anew must agree."""
+    events = read_events(run)
+    started = next((event for event in events if event["event"] == "started"), None)
+    if started is None or started["task"] != name:
+        raise StrettoError(
+            f"{str(run)!r} is no run of the task {name!r}", fix="Name the folder of such a run with --out."
+        )
+    if any(event["event"] == "finished" for event in events):
+        raise StrettoError(f"the run in {str(run)!r} is finished", fix="Start a new one with another --out.")
+    stored: dict[str, Any] = started["settings"]
+    defaults = type(config)().recorded()
+    changed = [
+        f"{key}={value!r} (was {stored.get(key)!r})"
+        for key, value in config.recorded().items()
+        if value not in (defaults[key], stored.get(key))
+    ]
+    if changed:
+        raise StrettoError(
+            f"a run resumes with the settings it was started with, but got {', '.join(changed)}",
+            fix="Leave these out, or start a new run with another --out.",
+        )
+    return dataclasses.replace(checked(type(config), stored, source=str(run)), out=run, resume=True)
+
+
+@contextlib.contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    earlier = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(earlier)

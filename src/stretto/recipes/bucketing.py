@@ -1,0 +1,221 @@
+"""The bucketing experiment: the same net to the same validation loss, with ever more buckets.
+
+After Khomenko et al., "Accelerating recurrent neural network training using sequence bucketing and multi-GPU data
+parallelization" (2016). Contenders differ in the number of buckets alone. They train an epoch each in turn, so that a
+change of the machine's load hits all of them.
+"""
+
+import dataclasses
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import numpy as np
+from pydantic import Field
+
+from stretto.data.handwriting import HandwritingSettings, load_handwriting
+from stretto.data.opening import open_sequences
+from stretto.data.sequences import PARTS, SequenceSet
+from stretto.data.targets import Labels, Transcripts
+from stretto.errors import StrettoError
+from stretto.storage import write_text_atomically
+from stretto.tasks.registry import CONFIGS, TASKS
+from stretto.training.config import Count, checked
+from stretto.training.events import EventLog
+from stretto.training.loop import EpochRecord, Trainer
+
+FULL_TRAIN: Final = 12_000
+PATIENCE: Final = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketingSettings:
+    """Settings of `stretto reproduce bucketing`.
+
+    Attributes:
+        data: A data set that `stretto inspect` can read; left out, the embedded handwriting.
+        out: The folder for the table, the plot and the JSON file.
+        buckets: Numbers of buckets to compare; 1, no buckets, is the baseline and always taken.
+        epochs: Epochs of the baseline; its best validation loss is the target of all.
+        batch_size: Sequences in a batch, the same for all.
+        num_train: Training sequences to use at most.
+        hidden_size: Units of the recurrent layer.
+        seed: Of weights, data and batches.
+        full: The long version: all data, or 12,000 lines of the embedded, and twice the epochs.
+    """
+
+    data: Path | None = None
+    out: Path = Path("runs/reproduce-bucketing")
+    buckets: tuple[Annotated[int, Field(ge=1)], ...] = (2, 4, 8, 16, 32)
+    epochs: Count = 8
+    batch_size: Count = 32
+    num_train: Count = 2400
+    hidden_size: Count = 96
+    seed: Annotated[int, Field(ge=0)] = 0
+    full: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BucketingRow:
+    """One contender.
+
+    Attributes:
+        buckets: How many; 1 is none.
+        epochs: Until the target loss was reached, or all there were.
+        reached: Whether it was.
+        epoch_seconds: Wall clock of an epoch's updates, the median.
+        total_seconds: Of the epochs until the target.
+        valid_loss: The best.
+        padding: Share of slots.
+        speed_up: Epoch time of the baseline over this one's: median of the ratios of interleaved epochs.
+        slot_ratio: Slots of the baseline over this one's: the speed-up if time followed slots.
+        losses: Validation loss after each epoch.
+        seconds: Wall clock of each epoch.
+    """
+
+    buckets: int
+    epochs: int
+    reached: bool
+    epoch_seconds: float
+    total_seconds: float
+    valid_loss: float
+    padding: float
+    speed_up: float
+    slot_ratio: float
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BucketingResult:
+    """The experiment: its data, the target and a row a contender, the baseline first."""
+
+    task: str
+    data: str
+    num_train: int
+    target: float
+    rows: tuple[BucketingRow, ...]
+    settings: dict[str, Any]
+
+    def to_json(self) -> str:
+        """The content of `bucketing.json`."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def reproduce_bucketing(
+    settings: BucketingSettings, *, watch: Callable[[int, EpochRecord], None] | None = None
+) -> BucketingResult:
+    """Run the experiment and write `bucketing.json`.
+
+    Args:
+        settings: What to run.
+        watch: If given, called after every epoch with the number of buckets and the epoch's record.
+    """
+    data = _data(settings)
+    name = _task_of(data)
+    num_epochs = settings.epochs * (2 if settings.full else 1)
+    counts = sorted({1, *settings.buckets})
+    with tempfile.TemporaryDirectory(prefix="stretto-") as scratch:
+        trainers = {
+            count: _trainer(name, data, settings, num_buckets=count, run=Path(scratch) / str(count)) for count in counts
+        }
+        records = _race(trainers, num_epochs=num_epochs, watch=watch)
+    target = min(record.valid_loss for record in records[1])
+    result = BucketingResult(
+        task=name,
+        data=data.name,
+        num_train=int((data.split_N == 0).sum()),
+        target=target,
+        rows=tuple(_row(count, records, target=target) for count in counts),
+        settings={key: str(v) if isinstance(v, Path) else v for key, v in dataclasses.asdict(settings).items()},
+    )
+    write_text_atomically(settings.out / "bucketing.json", result.to_json())
+    return result
+
+
+def _race(
+    trainers: dict[int, Trainer], *, num_epochs: int, watch: Callable[[int, EpochRecord], None] | None
+) -> dict[int, list[EpochRecord]]:
+    """An epoch of each in turn; who has not reached the baseline's best loss by then gets as many epochs again."""
+    records: dict[int, list[EpochRecord]] = {count: [] for count in trainers}
+    for done in range(PATIENCE * num_epochs):
+        for count, trainer in trainers.items():
+            if done >= num_epochs:
+                target = min(record.valid_loss for record in records[1])
+                if min(record.valid_loss for record in records[count]) <= target:
+                    continue
+            record = trainer.train_epoch()
+            records[count].append(record)
+            if watch is not None:
+                watch(count, record)
+    return records
+
+
+def _row(count: int, records: dict[int, list[EpochRecord]], *, target: float) -> BucketingRow:
+    own, baseline = records[count], records[1]
+    losses = [record.valid_loss for record in own]
+    reached = min(losses) <= target
+    epochs = next((n + 1 for n, loss in enumerate(losses) if loss <= target), len(losses))
+    seconds = [record.seconds for record in own]
+    ratios = [base.seconds / record.seconds for base, record in zip(baseline, own, strict=False)]
+    return BucketingRow(
+        buckets=count,
+        epochs=epochs,
+        reached=reached,
+        epoch_seconds=statistics.median(seconds),
+        total_seconds=sum(seconds[:epochs]),
+        valid_loss=min(losses),
+        padding=statistics.mean(record.padding for record in own),
+        speed_up=statistics.median(ratios),
+        slot_ratio=(1 - statistics.mean(r.padding for r in own)) / (1 - statistics.mean(r.padding for r in baseline)),
+        losses=tuple(losses),
+        seconds=tuple(seconds),
+    )
+
+
+def _trainer(name: str, data: SequenceSet, settings: BucketingSettings, *, num_buckets: int, run: Path) -> Trainer:
+    values = {
+        "epochs": settings.epochs,
+        "batch_size": settings.batch_size,
+        "hidden_size": settings.hidden_size,
+        "seed": settings.seed,
+        "num_buckets": num_buckets,
+        # With a rate that does not depend on the length of the run, epochs to the target can be compared.
+        "schedule": "constant",
+        "learning_rate": 3e-3,
+    }
+    task = TASKS[name](checked(CONFIGS[name], values, source="the experiment"), data)
+    return Trainer(task, run=run, log=EventLog(run / "events.jsonl"), resume=False)
+
+
+def _data(settings: BucketingSettings) -> SequenceSet:
+    if settings.data is None:
+        made = HandwritingSettings(num_train=FULL_TRAIN) if settings.full else HandwritingSettings()
+        data = load_handwriting(made)
+    else:
+        data = open_sequences(settings.data)
+    if settings.full:
+        return data
+    rng = np.random.default_rng(settings.seed)
+    chosen = []
+    for number in range(len(PARTS)):
+        members = np.flatnonzero(data.split_N == number)
+        most = settings.num_train if number == 0 else max(1, settings.num_train // 4)
+        chosen.append(np.sort(rng.permutation(members)[:most]))
+    return data.subset(np.concatenate(chosen))
+
+
+def _task_of(data: SequenceSet) -> str:
+    if isinstance(data.targets, Transcripts):
+        return "handwriting"
+    if isinstance(data.targets, Labels):
+        return "classify"
+    if data.alphabet:
+        return "language-model"
+    raise StrettoError(
+        f"{data.name} has nothing to learn: no transcripts, labels or text",
+        fix="Give a set with targets, for example a ragged .npz with `y`.",
+    )

@@ -1,0 +1,123 @@
+"""The bucketing experiment as a table for the terminal and a page with plots."""
+
+from pathlib import Path
+
+from rich.table import Table
+
+from stretto.extras import optional
+from stretto.recipes.bucketing import BucketingResult, BucketingRow
+from stretto.report.page import BigNumber, Html, Section, columns, figure, grid, headline, page, paragraph
+from stretto.report.plot import BLUE, PALE, plot
+from stretto.storage import write_text_atomically
+
+HEADER = (
+    "buckets",
+    "s/epoch",
+    "epochs",
+    "total s",
+    "valid loss",
+    "padding",
+    "speed-up",
+    "slot ratio",
+    "share",
+)
+
+
+def bucketing_table(result: BucketingResult) -> Table:
+    """The rows, the baseline first."""
+    table = Table(
+        title=f"{result.task} on {result.data}, {result.num_train:,} training sequences, "
+        f"to validation loss {result.target:.4f}",
+        title_justify="left",
+        caption="s/epoch and speed-up: medians over interleaved epochs; share: of the speed-up that slots allow",
+        caption_justify="left",
+    )
+    for name in HEADER:
+        table.add_column(name, justify="right")
+    for row in result.rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def write_bucketing_page(result: BucketingResult, path: Path) -> None:
+    """Table and plots on one self-contained page."""
+    best = min(result.rows, key=lambda row: row.total_seconds if row.reached else float("inf"))
+    baseline = result.rows[0]
+    gain = baseline.total_seconds / best.total_seconds
+    top = headline(
+        [
+            BigNumber(label="Sooner to the same loss", value=f"{gain:.1f} x", detail=f"with {best.buckets} buckets"),
+            BigNumber(
+                label="Faster epochs", value=f"{best.speed_up:.1f} x", detail=f"slots allow {best.slot_ratio:.1f} x"
+            ),
+            BigNumber(label="Padding", value=f"{best.padding:.1%}", detail=f"{baseline.padding:.1%} without buckets"),
+        ]
+    )
+    body = grid([_loss_figure(result), _speed_figure(result)])
+    text = page(
+        title="Sequence bucketing",
+        subtitle=f"{result.task} on {result.data}: {result.num_train:,} training sequences, one net, "
+        f"the same weights at the start, trained to validation loss {result.target:.4f}",
+        top=[top],
+        sections=[
+            Section(title="Time and loss", body=body),
+            Section(title="All contenders", body=columns(HEADER, [_cells(row) for row in result.rows])),
+            Section(
+                title="How it was measured",
+                body=paragraph(
+                    "Contenders train an epoch each in turn. Seconds are those of the updates; measuring the "
+                    "validation part is left out. The target is the best validation loss of the baseline."
+                ),
+            ),
+        ],
+        footer="Made by stretto reproduce bucketing.",
+    )
+    write_text_atomically(path, text)
+
+
+def _cells(row: BucketingRow) -> tuple[str, ...]:
+    return (
+        "none" if row.buckets == 1 else str(row.buckets),
+        f"{row.epoch_seconds:.2f}",
+        f"{row.epochs}" if row.reached else f"> {row.epochs}",
+        f"{row.total_seconds:.1f}",
+        f"{row.valid_loss:.4f}",
+        f"{row.padding:.1%}",
+        f"{row.speed_up:.2f}",
+        f"{row.slot_ratio:.2f}",
+        f"{row.speed_up / row.slot_ratio:.2f}",
+    )
+
+
+def _loss_figure(result: BucketingResult) -> Html:
+    graph_objects = optional("plotly.graph_objects")
+    shades = ("#cf8a35", "#c3d2e0", "#94b3cd", "#6690b5", "#2f5d8a", "#1d3c5c", "#2b2350")
+    traces = []
+    for number, row in enumerate(result.rows):
+        elapsed, seconds = [], 0.0
+        for taken in row.seconds:
+            seconds += taken
+            elapsed.append(seconds)
+        traces.append(
+            graph_objects.Scatter(
+                x=elapsed,
+                y=list(row.losses),
+                name="none" if row.buckets == 1 else str(row.buckets),
+                line={"color": shades[min(number, len(shades) - 1)], "width": 2},
+            )
+        )
+    drawn = plot(traces, name="loss", x={"title": "seconds of training"}, y={"title": "validation loss", "type": "log"})
+    return figure(drawn, title="Validation loss against time", caption="One line a number of buckets; left is sooner.")
+
+
+def _speed_figure(result: BucketingResult) -> Html:
+    graph_objects = optional("plotly.graph_objects")
+    names = ["none" if row.buckets == 1 else str(row.buckets) for row in result.rows]
+    traces = [
+        graph_objects.Bar(
+            x=names, y=[row.slot_ratio for row in result.rows], name="slots allow", marker={"color": PALE}
+        ),
+        graph_objects.Bar(x=names, y=[row.speed_up for row in result.rows], name="measured", marker={"color": BLUE}),
+    ]
+    drawn = plot(traces, name="speed", x={"title": "buckets", "type": "category"}, y={"title": "times faster an epoch"})
+    return figure(drawn, title="Speed-up of an epoch", caption="Measured beside what the number of slots allows.")

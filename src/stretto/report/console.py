@@ -1,0 +1,153 @@
+"""A run on the terminal: a live display, or plain lines where the output is no terminal."""
+
+from typing import Any, final
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from stretto.training.events import Event, Subscriber
+
+
+def console_view(console: Console | None = None) -> Subscriber:
+    """A subscriber that shows events on the terminal."""
+    console = console or Console()
+    return LiveView(console) if console.is_terminal else PlainView(console)
+
+
+@final
+class PlainView:
+    """One line an epoch, for logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        kind = event["event"]
+        if kind == "started":
+            for line in start_lines(event):
+                self._print(line)
+        elif kind == "epoch":
+            self._print(epoch_line(event))
+        elif kind == "resumed":
+            self._print(f"resumed at step {event['step']}, epoch {event['epoch'] + 1}")
+        elif kind == "warning":
+            self._print(f"warning: {event['message']}")
+        elif kind == "finished":
+            self._console.print(result_table(event))
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(line), soft_wrap=True)
+
+
+@final
+class LiveView:
+    """A progress bar for the epoch under way, with a line for each that is done."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._plain = PlainView(console)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[speed]} steps/s"),
+            TextColumn("padding {task.fields[padding]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            expand=True,
+        )
+        self._live = Live(self._progress, console=console, refresh_per_second=8, transient=True)
+        self._bar = self._progress.add_task("", total=1, epoch=1, epochs=1, loss="-", speed="-", padding="-")
+        self._reset()
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        kind = event["event"]
+        if kind in ("started", "resumed") and not self._live.is_started:
+            self._live.start()
+        if kind in ("started", "resumed"):
+            batches = event["report"]["batches"] if kind == "started" else event["batches"]
+            self._progress.update(self._bar, total=batches * event["epochs"], epochs=event["epochs"])
+        if kind == "step":
+            self._show_step(event)
+            return
+        if kind in ("finished", "interrupted"):
+            self._live.stop()
+        if kind == "epoch":
+            self._reset()
+        self._plain(event)
+
+    def _reset(self) -> None:
+        self._real = self._slots = self._seen = 0
+        self._loss = 0.0
+        self._since: float | None = None
+
+    def _show_step(self, event: Event) -> None:
+        self._real += event["steps_real"]
+        self._slots += event["slots"]
+        self._seen += 1
+        self._loss += (event["loss"] - self._loss) / min(self._seen, 50)
+        if self._since is None:
+            self._since = event["time"]
+            self._first = event["steps_real"]
+        elapsed = event["time"] - self._since
+        speed = f"{(self._real - self._first) / elapsed:,.0f}" if elapsed > 0 else "-"
+        self._progress.update(
+            self._bar,
+            completed=event["step"],
+            epoch=event["epoch"] + 1,
+            loss=f"{self._loss:.3f}",
+            speed=speed,
+            padding=f"{1 - self._real / self._slots:.1%}",
+        )
+
+
+def start_lines(event: Event) -> list[str]:
+    """What will be trained, and what the buckets save."""
+    data, report = event["data"], event["report"]
+    counts = ", ".join(f"{count:,} {part}" for part, count in data["sequences"].items())
+    lines = [
+        f"{event['task']}: {data['name']}, {counts} sequences, {data['steps']:,} steps; "
+        f"{event['parameters']:,} parameters, {event['threads']} threads",
+        f"{report['num_buckets']} buckets, {report['batches']} batches an epoch, padding {report['padding']:.1%} "
+        f"(shuffled: {event['shuffled_padding']:.1%}), so {event['slot_ratio']:.1f} times fewer slots",
+    ]
+    return lines + [f"note: {note}" for note in data["notes"]]
+
+
+def epoch_line(event: Event) -> str:
+    """One epoch in one line."""
+    return (
+        f"epoch {event['epoch']:>3}  train {event['train_loss']:.4f}  valid {event['valid_loss']:.4f}  "
+        f"{event['metric']} {shown_metric(event['metric'], event['value'])}  "
+        f"{event['steps_per_second']:>9,.0f} steps/s  padding {event['padding']:.1%}  {event['seconds']:.1f} s"
+    )
+
+
+def shown_metric(name: str, value: float) -> str:
+    """Rates as percentages, anything else as a number."""
+    return f"{value:.2%}" if name.startswith(("cer", "accuracy")) else f"{value:.3f}"
+
+
+def result_table(event: Event) -> Table:
+    """The end of a run."""
+    table = Table(title="Result on the test part", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    rows: list[tuple[str, Any]] = [(name, shown_metric(name, value)) for name, value in event["metrics"].items()]
+    rows += [
+        ("epochs", event["epochs"]),
+        ("seconds", f"{event['seconds']:.1f}"),
+        ("real steps/s", f"{event['steps_per_second']:,.0f}"),
+        ("padding", f"{event['padding']:.1%}"),
+        ("slots saved", f"{event['slot_ratio']:.1f} times fewer than shuffled batches"),
+    ]
+    for name, value in rows:
+        table.add_row(name, str(value))
+    return table

@@ -1,0 +1,199 @@
+"""One HTML page that needs nothing but itself: style, script and pictures are inside.
+
+Text becomes `Html` only through `escaped`, so that the type checker finds a string that was not escaped.
+"""
+
+import dataclasses
+import html
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final, NewType
+
+from stretto.extras import optional
+
+Html = NewType("Html", str)
+
+# A second lock behind the escaping: the browser itself refuses whatever would be fetched from elsewhere.
+POLICY: Final = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; form-action 'none'"
+)
+
+STYLE: Final = """
+:root { color-scheme: light; --ink: #22303f; --soft: #667382; --line: #e2e6ea; --blue: #2f5d8a; --wash: #f6f8f9; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #fff; color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
+main { max-width: 1100px; margin: 0 auto; padding: 48px 32px 72px; }
+h1 { margin: 0; font-size: 30px; font-weight: 650; line-height: 1.25; overflow-wrap: anywhere; }
+h2 { margin: 56px 0 16px; font-size: 21px; font-weight: 650; }
+h3 { margin: 0 0 4px; font-size: 16px; font-weight: 600; }
+p { margin: 12px 0; max-width: 75ch; overflow-wrap: anywhere; }
+.subtitle, figcaption, .detail { color: var(--soft); }
+.subtitle { margin: 6px 0 0; }
+.state { display: inline-block; margin: 18px 0 0; padding: 4px 14px; border-radius: 16px; font-size: 15px;
+  background: #e6f0ee; color: #215a53; }
+.state.open { background: #fbefdd; color: #7d5113; }
+.headline { display: grid; grid-template-columns: repeat(auto-fill, minmax(180px, 1fr)); gap: 16px; margin: 28px 0 0; }
+.number { padding: 16px; background: var(--wash); border-radius: 10px; }
+.number .label { font-size: 14px; color: var(--soft); }
+.number .value { font-size: 23px; font-weight: 650; line-height: 1.45; color: var(--blue); overflow-wrap: anywhere;
+  font-variant-numeric: tabular-nums; }
+.number .detail { font-size: 13.5px; line-height: 1.4; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(470px, 100%), 1fr)); gap: 36px 32px; }
+.grid > * { min-width: 0; }
+.grid + table { margin-top: 32px; }
+figure { margin: 0; break-inside: avoid; }
+figure.wide { grid-column: 1 / -1; }
+figcaption { margin-top: 4px; font-size: 14px; max-width: 110ch; }
+table { border-collapse: collapse; font-size: 15px; font-variant-numeric: tabular-nums; }
+th, td { padding: 6px 28px 6px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
+th { font-weight: 500; color: var(--soft); white-space: nowrap; }
+td { overflow-wrap: anywhere; }
+.columns th, .columns td { text-align: right; padding: 6px 0 6px 28px; }
+.columns th:first-child, .columns td:first-child { text-align: left; padding-left: 0; }
+.scroll { overflow-x: auto; }
+figure + .scroll { margin-top: 20px; }
+ul { margin: 0; padding-left: 20px; }
+li { margin: 4px 0; max-width: 85ch; overflow-wrap: anywhere; }
+.samples { display: flex; flex-wrap: wrap; gap: 16px; align-items: stretch; }
+.sample { min-width: 200px; max-width: 100%; padding: 16px 18px; border: 1px solid var(--line); border-radius: 10px;
+  break-inside: avoid; }
+.sample svg { display: block; max-width: 100%; height: auto; margin: 0 0 12px; }
+.sample dl { display: grid; grid-template-columns: auto 1fr; gap: 0 14px; margin: 0; font-size: 15px; }
+.sample dt { color: var(--soft); }
+.sample dd { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; }
+mark { background: #f6d9d3; color: #8f2f24; border-radius: 3px; }
+footer { margin-top: 56px; font-size: 14px; color: var(--soft); overflow-wrap: anywhere; }
+@media print {
+  main { max-width: none; padding: 0; }
+  h2 { break-after: avoid; }
+  .number { border: 1px solid var(--line); }
+}
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BigNumber:
+    """One number of the headline: what it is, its value as text, and a few words that put it in place."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A heading and what stands under it."""
+
+    title: str
+    body: Html
+
+
+def escaped(value: object) -> Html:
+    """`value` as text that HTML shows and never obeys; what UTF-8 cannot hold is shown as its escape."""
+    text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+    return Html(html.escape(text, quote=True))
+
+
+def joined(parts: Iterable[Html]) -> Html:
+    """One piece after the other."""
+    return Html("\n".join(parts))
+
+
+def paragraph(text: str) -> Html:
+    """A paragraph of plain text."""
+    return Html(f"<p>{escaped(text)}</p>")
+
+
+def bullets(lines: Iterable[object]) -> Html:
+    """A list of plain texts."""
+    return Html("<ul>" + "".join(f"<li>{escaped(line)}</li>" for line in lines) + "</ul>")
+
+
+def facts(rows: Iterable[tuple[str, object]]) -> Html:
+    """A table of names and values."""
+    body = "".join(f"<tr><th>{escaped(name)}</th><td>{escaped(value)}</td></tr>" for name, value in rows)
+    return Html(f"<table>{body}</table>")
+
+
+def columns(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
+    """A table with a heading a column, numbers to the right."""
+    head = "".join(f"<th>{escaped(name)}</th>" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return Html(f'<div class="scroll"><table class="columns"><tr>{head}</tr>{body}</table></div>')
+
+
+def figure(picture: Html, *, title: str, caption: str, wide: bool = False) -> Html:
+    """A picture with its title above and its caption below."""
+    kind = ' class="wide"' if wide else ""
+    return Html(f"<figure{kind}><h3>{escaped(title)}</h3>{picture}<figcaption>{escaped(caption)}</figcaption></figure>")
+
+
+def grid(parts: Iterable[Html]) -> Html:
+    """Pieces side by side where there is room."""
+    return Html(f'<div class="grid">{joined(parts)}</div>')
+
+
+def headline(numbers: Iterable[BigNumber]) -> Html:
+    """The row of big numbers."""
+    return Html(
+        '<div class="headline">'
+        + "".join(
+            f'<div class="number"><div class="label">{escaped(number.label)}</div>'
+            f'<div class="value">{escaped(number.value)}</div>'
+            f'<div class="detail">{escaped(number.detail)}</div></div>'
+            for number in numbers
+        )
+        + "</div>"
+    )
+
+
+def sentence(words: str) -> str:
+    """The same words with a capital first letter."""
+    return words[:1].upper() + words[1:]
+
+
+def duration(seconds: float) -> str:
+    """A time as a person says it."""
+    if not math.isfinite(seconds) or seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def page(
+    *, title: str, subtitle: str, top: Iterable[Html], sections: Iterable[Section], footer: str, scripted: bool = True
+) -> str:
+    """The whole page.
+
+    Args:
+        title: Plain text, also the name of the browser's tab.
+        subtitle: Plain text under the title.
+        top: What stands above the first section.
+        sections: The rest, in order.
+        footer: Plain text at the end.
+        scripted: Whether the page has plots, which need the plotting library's source inside, once.
+    """
+    script = f"<script>{optional('plotly.offline').get_plotlyjs()}</script>" if scripted else ""
+    body = joined(Html(f"<section><h2>{escaped(part.title)}</h2>\n{part.body}</section>") for part in sections)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escaped(title)}</title>
+<style>{STYLE}</style>
+{script}
+</head>
+<body>
+<main>
+<header><h1>{escaped(title)}</h1><p class="subtitle">{escaped(subtitle)}</p></header>
+{joined(top)}
+{body}
+<footer>{escaped(footer)}</footer>
+</main>
+</body>
+</html>
+"""

@@ -1,0 +1,69 @@
+"""One plot in the style of the page, as a piece of HTML without the plotting library itself."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from stretto.extras import optional
+from stretto.report.page import Html
+
+BLUE: Final = "#2f5d8a"
+AMBER: Final = "#cf8a35"
+TEAL: Final = "#3f8f86"
+GREY: Final = "#8a94a0"
+PALE: Final = "#c3d2e0"
+BY_BUCKET: Final = ((0.0, "#a9d3c4"), (0.35, "#4f9fa0"), (0.7, "#2f5d8a"), (1.0, "#2b2350"))
+
+FONT: Final = {"family": "system-ui, sans-serif", "size": 13, "color": "#22303f"}
+AXIS: Final = {"gridcolor": "#e9edf0", "zeroline": False, "linecolor": "#c6ced6", "ticks": "outside", "ticklen": 4}
+
+
+def plot(
+    traces: Sequence[Any],
+    *,
+    name: str,
+    x: dict[str, Any],
+    y: dict[str, Any],
+    height: int = 320,
+    shapes: Sequence[dict[str, Any]] = (),
+    annotations: Sequence[dict[str, Any]] = (),
+    legend: bool = True,
+) -> Html:
+    """Draw traces on one pair of axes.
+
+    Args:
+        traces: Plotly traces.
+        name: Tells the plots of one page apart; letters and hyphens.
+        x: The horizontal axis: `title` and any other setting of a plotly axis.
+        y: The vertical axis.
+        height: Of the plot, in pixels; it is as wide as there is room.
+        shapes: Lines drawn over the traces.
+        annotations: Words drawn over the traces.
+        legend: Whether to name the traces above the plot.
+    """
+    drawing = optional("plotly.graph_objects").Figure(
+        data=list(traces),
+        layout={
+            "template": None,
+            "height": height,
+            "margin": {"l": 64, "r": 16, "t": 36 if legend else 24, "b": 52},
+            "font": FONT,
+            "paper_bgcolor": "#ffffff",
+            "plot_bgcolor": "#ffffff",
+            "xaxis": _axis(x),
+            "yaxis": _axis(y),
+            "shapes": list(shapes),
+            "annotations": list(annotations),
+            "showlegend": legend,
+            "legend": {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"},
+            "hoverlabel": {"font": FONT},
+        },
+    )
+    # Escapes "<", ">" and "/" inside its JSON, so that no text of the data can close the script element.
+    div: str = drawing.to_html(
+        full_html=False, include_plotlyjs=False, div_id=f"plot-{name}", config={"displayModeBar": False}
+    )
+    return Html(div)
+
+
+def _axis(settings: dict[str, Any]) -> dict[str, Any]:
+    return AXIS | settings | {"title": {"text": settings["title"], "font": FONT, "standoff": 10}}

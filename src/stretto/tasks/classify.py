@@ -1,0 +1,95 @@
+"""Classification: one label a sequence.
+
+Shape legend: B sequences, T steps, F features, H hidden units, C classes.
+"""
+
+import dataclasses
+from typing import final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from stretto.batching.collate import Batch
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import Labels
+from stretto.errors import StrettoError
+from stretto.nn.bidirectional_lstm import BidirectionalLSTM
+from stretto.nn.standardise import Standardise
+from stretto.training.config import Count, Positive, TrainConfig
+from stretto.training.task import AbstractTask, LossSum, Reading, Score
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClassifyConfig(TrainConfig):
+    """Settings of the classification task."""
+
+    epochs: Count = 12
+    hidden_size: Count = 64
+    learning_rate: Positive = 5e-3
+
+
+@final
+class ClassifyModel(nn.Module):
+    """A bidirectional LSTM, averaged over the real steps of each sequence, and a linear layer."""
+
+    def __init__(self, standardise: Standardise, *, num_features: int, num_classes: int, config: TrainConfig) -> None:
+        super().__init__()
+        self.standardise = standardise
+        self.lstm = BidirectionalLSTM(
+            num_features, hidden_size=config.hidden_size, num_layers=config.num_layers, dropout=config.dropout
+        )
+        self.classify = nn.Linear(2 * config.hidden_size, num_classes)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Scores of the classes (B, C)."""
+        mask_BT = batch.mask
+        hidden_BTH = self.lstm(self.standardise(batch.features_BTF, mask_BT), batch.lengths)
+        real_BTH = hidden_BTH.masked_fill(~mask_BT[..., None], 0.0)
+        mean_BH = real_BTH.sum(dim=1) / batch.lengths.to(real_BTH)[:, None]
+        scores_BC: torch.Tensor = self.classify(mean_BH)
+        return scores_BC
+
+
+@final
+class Classify(AbstractTask[ClassifyConfig]):
+    """Sequences with one label each, measured in accuracy."""
+
+    name = "classify"
+    metric = "accuracy"
+
+    def __init__(self, config: ClassifyConfig, data: SequenceSet) -> None:
+        super().__init__(config, data)
+        if not isinstance(data.targets, Labels):
+            raise StrettoError(
+                f"{data.name} has no labels", fix="Give one label a sequence as `y`, or use another task."
+            )
+        self._names = data.targets.names
+
+    @classmethod
+    def embedded_data(cls) -> SequenceSet:
+        """There is none: a label set is always the user's own."""
+        raise StrettoError("classify has no embedded data", fix="Name a labelled set with --data PATH.")
+
+    def build_model(self) -> ClassifyModel:
+        """A fresh model."""
+        return ClassifyModel(
+            Standardise.of(self.data.part("train")),
+            num_features=self.data.num_features,
+            num_classes=len(self._names),
+            config=self.config,
+        )
+
+    def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
+        """Cross-entropy, counted in sequences."""
+        return LossSum(total=functional.cross_entropy(output, batch.targets, reduction="sum"), count=len(batch))
+
+    def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
+        """Share of sequences whose best class is the right one."""
+        right = int((output.argmax(dim=1) == batch.targets).sum())
+        return {self.metric: Score(amount=right, count=len(batch))}
+
+    def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
+        """True and recognised classes."""
+        pairs = zip(batch.targets.tolist(), output.argmax(dim=1).tolist(), strict=True)
+        return [Reading(target=self._names[y], output=self._names[found], ink=None) for y, found in pairs]

@@ -1,0 +1,178 @@
+"""Handwriting recognition: pen movement in, text out.
+
+Shape legend: B lines, T steps, U stacked steps, F features, C classes (blank first), S characters of all lines.
+"""
+
+import dataclasses
+from typing import Annotated, Final, Literal, final
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+from torch.nn import functional
+
+from stretto.batching.collate import Batch
+from stretto.data.handwriting import load_handwriting
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import Transcripts
+from stretto.errors import StrettoError
+from stretto.extras import optional
+from stretto.nn.bidirectional_lstm import BidirectionalLSTM
+from stretto.nn.stacking import stack_steps, stacked_lengths
+from stretto.nn.standardise import Standardise
+from stretto.tasks.ctc import BLANK, beam_decode, greedy_decode, steps_needed
+from stretto.training.config import Count, TrainConfig
+from stretto.training.task import AbstractTask, LossSum, Reading, Score
+
+INK_FEATURES: Final = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HandwritingConfig(TrainConfig):
+    """Settings of the handwriting task.
+
+    Attributes:
+        stack: Time steps laid side by side as one before the recurrent layer.
+        decoder: How the test part is read: greedy, or prefix beam search.
+        beam_width: Prefixes that beam search keeps.
+    """
+
+    stack: Count = 3
+    decoder: Literal["greedy", "beam"] = "greedy"
+    beam_width: Annotated[int, Field(ge=1, le=1000)] = 8
+
+
+@final
+class HandwritingModel(nn.Module):
+    """Stacked pen movement, a bidirectional LSTM, and the probability of each character at each step."""
+
+    def __init__(
+        self, standardise: Standardise, *, num_features: int, num_classes: int, config: HandwritingConfig
+    ) -> None:
+        super().__init__()
+        self.stack = config.stack
+        self.standardise = standardise
+        self.lstm = BidirectionalLSTM(
+            num_features * config.stack,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+            dropout=config.dropout,
+        )
+        self.classify = nn.Linear(2 * config.hidden_size, num_classes)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Log-probabilities (B, U, C); rows beyond a line's end are not defined."""
+        x_BTF = self.standardise(batch.features_BTF, batch.mask)
+        x_BUF = stack_steps(x_BTF, factor=self.stack)
+        hidden_BUH = self.lstm(x_BUF, stacked_lengths(batch.lengths, factor=self.stack))
+        log_probs_BUC: torch.Tensor = self.classify(hidden_BUH).log_softmax(dim=-1)
+        return log_probs_BUC
+
+
+@final
+class Handwriting(AbstractTask[HandwritingConfig]):
+    """Lines of pen movement with transcripts, trained with CTC, measured in character error rate."""
+
+    name = "handwriting"
+    metric = "cer"
+
+    def __init__(self, config: HandwritingConfig, data: SequenceSet) -> None:
+        super().__init__(config, data)
+        if not isinstance(data.targets, Transcripts):
+            raise StrettoError(
+                f"{data.name} has no transcripts", fix="Give ink with text, or use `stretto train classify` for labels."
+            )
+        self._distance = optional("rapidfuzz.distance").Levenshtein.distance
+        self.alphabet = data.targets.alphabet()
+        self._code_of = {character: BLANK + 1 + number for number, character in enumerate(self.alphabet)}
+        _check_transcripts(data, data.targets, stack=config.stack)
+
+    @classmethod
+    def embedded_data(cls) -> SequenceSet:
+        """Lines drawn with single-stroke fonts by made-up hands."""
+        return load_handwriting()
+
+    def build_model(self) -> HandwritingModel:
+        """A fresh model."""
+        return HandwritingModel(
+            Standardise.of(self.data.part("train")),
+            num_features=self.data.num_features,
+            num_classes=BLANK + 1 + len(self.alphabet),
+            config=self.config,
+        )
+
+    def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
+        """Negative log-likelihood of the transcripts, counted in characters."""
+        codes = [[self._code_of[character] for character in text] for text in batch.targets]
+        total = functional.ctc_loss(
+            output.transpose(0, 1),
+            torch.tensor([code for line in codes for code in line], device=output.device),
+            stacked_lengths(batch.lengths, factor=self.config.stack),
+            torch.tensor([len(line) for line in codes]),
+            blank=BLANK,
+            reduction="sum",
+        )
+        return LossSum(total=total, count=sum(map(len, codes)))
+
+    def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
+        """Character errors of greedy decoding."""
+        return {self.metric: self._errors(batch, self._read(output, batch, decoder="greedy"))}
+
+    def final_score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
+        """Character errors of both decoders; `cer` is the chosen one's."""
+        errors = {
+            f"cer_{decoder}": self._errors(batch, self._read(output, batch, decoder=decoder))
+            for decoder in ("greedy", "beam")
+        }
+        return {**errors, self.metric: errors[f"cer_{self.config.decoder}"]}
+
+    def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
+        """The lines with what the model reads."""
+        lines = self._read(output, batch, decoder=self.config.decoder)
+        return [
+            Reading(target=target, output=line, ink=_ink(features_TF[:length]))
+            for target, line, features_TF, length in zip(
+                batch.targets, lines, batch.features_BTF, batch.lengths.tolist(), strict=True
+            )
+        ]
+
+    def _read(self, output: torch.Tensor, batch: Batch, *, decoder: str) -> list[str]:
+        log_probs_BUC = output.float().cpu().numpy()
+        lengths = stacked_lengths(batch.lengths, factor=self.config.stack).tolist()
+        lines = []
+        for log_probs_UC, length in zip(log_probs_BUC, lengths, strict=True):
+            real_UC = log_probs_UC[:length]
+            codes = (
+                greedy_decode(real_UC) if decoder == "greedy" else beam_decode(real_UC, width=self.config.beam_width)
+            )
+            lines.append("".join(self.alphabet[code - BLANK - 1] for code in codes))
+        return lines
+
+    def _errors(self, batch: Batch, lines: list[str]) -> Score:
+        errors = sum(self._distance(target, line) for target, line in zip(batch.targets, lines, strict=True))
+        return Score(amount=errors, count=sum(map(len, batch.targets)))
+
+
+def _check_transcripts(data: SequenceSet, transcripts: Transcripts, *, stack: int) -> None:
+    empty = np.flatnonzero(transcripts.lengths_N == 0)
+    if len(empty):
+        raise StrettoError(
+            f"{data.name}: sequence {empty[0]} has no transcript", fix="Write its text, or remove the sequence."
+        )
+    needed_N = steps_needed(transcripts.code_points, starts_N=transcripts.starts_N, lengths_N=transcripts.lengths_N)
+    given_N = -(-data.lengths_N // stack)
+    short = np.flatnonzero(needed_N > given_N)
+    if len(short):
+        first = int(short[0])
+        raise StrettoError(
+            f"{data.name}: the transcript {transcripts[first]!r} of sequence {first} needs {needed_N[first]} steps "
+            f"but its ink has {given_N[first]} after stacking {stack} ({len(short)} such sequences)",
+            fix="Lower --stack, check the transcript, or remove the sequence.",
+        )
+
+
+def _ink(features_TF: torch.Tensor) -> list[list[float]] | None:
+    if features_TF.shape[1] != INK_FEATURES:
+        return None
+    return [[round(value, 3) for value in row] for row in features_TF.tolist()]

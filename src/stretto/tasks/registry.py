@@ -1,0 +1,26 @@
+"""The tasks by name."""
+
+from typing import Any, Final
+
+from stretto.errors import StrettoError
+from stretto.tasks.classify import Classify, ClassifyConfig
+from stretto.tasks.handwriting import Handwriting, HandwritingConfig
+from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
+from stretto.training.config import TrainConfig
+from stretto.training.task import AbstractTask
+
+TASKS: Final[dict[str, type[AbstractTask[Any]]]] = {
+    task.name: task for task in (Handwriting, Classify, LanguageModelling)
+}
+CONFIGS: Final[dict[str, type[TrainConfig]]] = {
+    Handwriting.name: HandwritingConfig,
+    Classify.name: ClassifyConfig,
+    LanguageModelling.name: LanguageModelConfig,
+}
+
+
+def task_named(name: str) -> type[AbstractTask[Any]]:
+    """The task class, or an error that lists the tasks."""
+    if name not in TASKS:
+        raise StrettoError(f"there is no task {name!r}", fix=f"Choose one of {', '.join(TASKS)}.")
+    return TASKS[name]

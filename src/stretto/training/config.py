@@ -1,0 +1,119 @@
+"""Settings of a training run: dataclasses that give the flags, the TOML keys and the checks."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import pydantic
+from pydantic import Field
+
+from stretto.errors import StrettoError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+C = TypeVar("C")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What every task can be told.
+
+    Attributes:
+        data: A file or folder that `stretto inspect` can read; left out, the task's embedded data.
+        out: The run folder; left out, the next free one under runs/.
+        resume: Go on with the run in `out` (left out: the latest of this task) exactly where it stopped.
+        epochs: Passes over the training data.
+        batch_size: Most sequences in a batch.
+        max_steps: Most slots (sequences times longest) in a batch, a hard cap.
+        num_buckets: Length buckets; 1 is plain shuffled batches, auto takes as many as pay.
+        hidden_size: Units of the recurrent layer, each direction.
+        num_layers: Recurrent layers.
+        dropout: Share of activations dropped between layers.
+        learning_rate: Peak of the schedule.
+        schedule: One-cycle rises and falls over the run; constant rises once and stays.
+        weight_decay: Of AdamW.
+        clip_norm: Largest norm of a gradient.
+        seed: Everything random follows from it.
+        threads: Cores to use; left out, what torch takes.
+        device: Where to train, as torch names it.
+        checkpoint_minutes: Also save this often within an epoch; every epoch is saved anyway.
+        keep_checkpoints: How many to keep.
+    """
+
+    data: Path | None = None
+    out: Path | None = None
+    resume: bool = False
+    epochs: Count = 10
+    batch_size: Count = 32
+    max_steps: Count | None = None
+    num_buckets: Count | Literal["auto"] = "auto"
+    hidden_size: Count = 128
+    num_layers: Count = 1
+    dropout: Share = 0.1
+    learning_rate: Positive = 5e-3
+    schedule: Literal["one-cycle", "constant"] = "one-cycle"
+    weight_decay: NotNegative = 0.01
+    clip_norm: Positive = 1.0
+    seed: Annotated[int, Field(ge=0)] = 0
+    threads: Count | None = None
+    device: str = "cpu"
+    checkpoint_minutes: Positive = 5.0
+    keep_checkpoints: Count = 2
+
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = pydantic.ConfigDict(extra="forbid")
+
+    def recorded(self) -> dict[str, Any]:
+        """The settings that shape the result, as JSON-ready values; where and how it runs is left out."""
+        values = dataclasses.asdict(self)
+        for key in ("out", "resume"):
+            values.pop(key)
+        values["data"] = None if self.data is None else str(self.data)
+        return values
+
+
+def checked(kind: type[C], values: dict[str, Any], *, source: str) -> C:
+    """Build settings from plain values; all faults are shown at once.
+
+    Args:
+        kind: The settings class of the task.
+        values: Keys and values.
+        source: Named in the error: the file or the call they came from.
+    """
+    try:
+        return pydantic.TypeAdapter(kind).validate_python(values)
+    except pydantic.ValidationError as error:
+        known = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+        # A union reports one line for each of its members; one line for each setting is enough.
+        faults = dict(_fault(entry) for entry in reversed(error.errors(include_url=False)))
+        lines = "\n".join(f"  {name}: {text}" for name, text in reversed(faults.items()))
+        raise StrettoError(
+            f"{source} has settings that cannot be used:\n{lines}\n", fix=f"Known settings: {known}."
+        ) from error
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The keys of a TOML file; a key may be written with dashes or underscores."""
+    try:
+        with path.open("rb") as stream:
+            values = tomllib.load(stream)
+    except OSError as error:
+        raise StrettoError(f"could not read {str(path)!r}: {error.strerror}", fix="Check the path.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise StrettoError(f"{str(path)!r} is no TOML file: {error}", fix="Write lines such as epochs = 10.") from error
+    return {key.replace("-", "_"): value for key, value in values.items()}
+
+
+def _fault(entry: Any) -> tuple[str, str]:
+    name = str(entry["loc"][0]) if entry["loc"] else "settings"
+    if entry["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return name, "there is no such setting"
+    return name, f"{entry['msg']} (given: {entry.get('input')!r})"

@@ -1,0 +1,295 @@
+"""The training loop: batches in, updates and events out; stoppable and resumable at any step."""
+
+import dataclasses
+import itertools
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from stretto.batching.collate import Batch, collate
+from stretto.batching.sampler import BucketSampler
+from stretto.data.sequences import SequenceSet
+from stretto.errors import StrettoError
+from stretto.storage import write_atomically
+from stretto.training.checkpoint import load_newest, save_checkpoint
+from stretto.training.evaluate import Evaluation, evaluate, show_readings
+from stretto.training.events import EventLog
+from stretto.training.state import EpochTotals, TrainState
+from stretto.training.task import AbstractTask
+
+MODEL_FILE: Final = "model.safetensors"
+
+
+@final
+class Interrupted(Exception):  # noqa: N818
+    """Training was asked to stop; everything is saved."""
+
+    def __init__(self, run: Path, *, step: int) -> None:
+        super().__init__(f"stopped at step {step}, saved in {run}")
+        self.run = run
+        self.step = step
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EpochRecord:
+    """One epoch in numbers, as the event of that name has them.
+
+    Attributes:
+        epoch: How many are done with this one.
+        step: Updates since the start.
+        train_loss: Mean over the epoch.
+        valid_loss: On the validation part, after the epoch.
+        metric: The task's metric.
+        value: Its value on the validation part.
+        seconds: Of the updates, the measuring left out.
+        steps_per_second: Real time steps a second.
+        padding: Share of slots that were padding.
+    """
+
+    epoch: int
+    step: int
+    train_loss: float
+    valid_loss: float
+    metric: str
+    value: float
+    seconds: float
+    steps_per_second: float
+    padding: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoopResult:
+    """How training ended."""
+
+    metrics: dict[str, float]
+    epochs: int
+    seconds: float
+    padding: float
+    steps_per_second: float
+    model: nn.Module
+
+
+@final
+class Trainer:
+    """Trains one model on one task.
+
+    Args:
+        task: Model, loss and metric.
+        run: The run folder; checkpoints go there.
+        log: Where events go.
+        resume: Continue from the newest whole checkpoint in `run`.
+    """
+
+    def __init__(self, task: AbstractTask[Any], *, run: Path, log: EventLog, resume: bool) -> None:
+        self._task, self._run, self._log = task, run, log
+        self._config = task.config
+        self._train = task.data.part("train")
+        self._valid = task.data.part("valid")
+        self.sampler = BucketSampler(
+            self._train.lengths_N,
+            batch_size=self._config.batch_size,
+            max_steps=self._config.max_steps,
+            num_buckets=self._config.num_buckets,
+            seed=self._config.seed,
+        )
+        torch.manual_seed(self._config.seed)
+        model = task.build_model().to(self._config.device)
+        self.state = TrainState(model, config=self._config, steps_per_epoch=len(self.sampler))
+        self._stop = threading.Event()
+        self._begun = time.perf_counter()
+        self._last: dict[str, float] = {}
+        if resume:
+            self._restore()
+
+    def run(self) -> LoopResult:
+        """Train to the last epoch and measure the test part."""
+        self._begun = time.perf_counter() - self.state.seconds
+        with self._stoppable():
+            while self.state.epoch < self._config.epochs:
+                self.train_epoch()
+        return self._finish()
+
+    def train_epoch(self) -> EpochRecord:
+        """Train to the end of the epoch under way, measure the validation part, and save."""
+        state = self.state
+        self.sampler.set_epoch(state.epoch)
+        saved = ended = time.perf_counter()
+        loader: DataLoader[Batch] = DataLoader(self._train, batch_sampler=self.sampler, collate_fn=collate)  # type: ignore[arg-type]
+        num_batches = len(self.sampler)
+        state.model.train()
+        for batch in loader:
+            self._update(batch.to(self._config.device))
+            begun, ended = ended, time.perf_counter()
+            state.totals.seconds += ended - begun
+            state.train_seconds += ended - begun
+            self._emit_step(batch)
+            if state.used == num_batches:
+                continue
+            if self._stop.is_set():
+                self._interrupt()
+            if ended - saved >= 60 * self._config.checkpoint_minutes:
+                self._save()
+                saved = ended = time.perf_counter()
+        record = self._end_epoch()
+        if self._stop.is_set() and state.epoch < self._config.epochs:
+            self._interrupt()
+        return record
+
+    def _update(self, batch: Batch) -> None:
+        state = self.state
+        loss = self._task.loss(state.model(batch), batch)
+        total = float(loss.total.detach())
+        if not math.isfinite(total):
+            raise self._diverged(batch, total)
+        state.optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss.total / max(1, loss.count))
+        norm = float(nn.utils.clip_grad_norm_(state.model.parameters(), self._config.clip_norm))
+        if not math.isfinite(norm):
+            raise self._diverged(batch, norm)
+        self._last = {
+            "loss": total / max(1, loss.count),
+            "gradient_norm": norm,
+            "rate": float(state.schedule.get_last_lr()[0]),
+        }
+        state.optimizer.step()
+        state.schedule.step()
+        state.step += 1
+        state.used += 1
+        state.totals.loss += total
+        state.totals.count += loss.count
+        for sums in (state.totals, state):
+            sums.steps_real += batch.num_steps
+            sums.slots += batch.num_slots
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._begun
+
+    def _emit_step(self, batch: Batch) -> None:
+        self._log.emit(
+            "step",
+            step=self.state.step,
+            epoch=self.state.epoch,
+            rows=len(batch),
+            length=batch.features_BTF.shape[1],
+            steps_real=batch.num_steps,
+            slots=batch.num_slots,
+            seconds=round(self._elapsed(), 4),
+            **self._last,
+        )
+
+    def _end_epoch(self) -> EpochRecord:
+        state, totals = self.state, self.state.totals
+        evaluation = self._evaluate(self._valid)
+        state.epoch += 1
+        state.used = 0
+        state.totals = EpochTotals()
+        record = EpochRecord(
+            epoch=state.epoch,
+            step=state.step,
+            train_loss=totals.loss / max(1, totals.count),
+            valid_loss=evaluation.loss,
+            metric=self._task.metric,
+            value=evaluation.metrics[self._task.metric],
+            seconds=totals.seconds,
+            steps_per_second=totals.steps_real / max(1e-9, totals.seconds),
+            padding=1.0 - totals.steps_real / max(1, totals.slots),
+        )
+        self._log.emit("epoch", **dataclasses.asdict(record))
+        self._save()
+        return record
+
+    def _evaluate(self, part: SequenceSet, *, final: bool = False) -> Evaluation:
+        return evaluate(self._task, self.state.model, part, device=self._config.device, final=final)
+
+    def _finish(self) -> LoopResult:
+        state, test = self.state, self._task.data.part("test")
+        evaluation = self._evaluate(test, final=True)
+        shown = np.random.default_rng(self._config.seed).permutation(len(test))[:12]
+        readings = show_readings(self._task, state.model, test.subset(shown), device=self._config.device)
+        self._log.emit("samples", items=[dataclasses.asdict(reading) for reading in readings])
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in state.model.state_dict().items()}
+        write_atomically(self._run / MODEL_FILE, lambda path: safetensors.torch.save_file(weights, path))
+        return LoopResult(
+            metrics={**evaluation.metrics, "loss": evaluation.loss},
+            epochs=state.epoch,
+            seconds=self._elapsed(),
+            padding=1.0 - state.steps_real / max(1, state.slots),
+            steps_per_second=state.steps_real / max(1e-9, state.train_seconds),
+            model=state.model,
+        )
+
+    def _save(self) -> None:
+        state = self.state
+        state.seconds = self._elapsed()
+        path = save_checkpoint(
+            self._run,
+            state.to_checkpoint(
+                sampler=self.sampler.state_dict(epoch=state.epoch, used=state.used),
+                data_digest=self._task.data.digest(),
+            ),
+            step=state.step,
+            keep=self._config.keep_checkpoints,
+        )
+        self._log.emit("checkpoint", step=state.step, path=str(path.relative_to(self._run)))
+
+    def _restore(self) -> None:
+        found = load_newest(self._run)
+        for message in found.refused:
+            self._log.emit("warning", message=message)
+        if found.checkpoint.state["data_digest"] != self._task.data.digest():
+            raise StrettoError(
+                f"the data {self._task.data.name!r} is not what the run in {str(self._run)!r} was trained on",
+                fix="Resume with the same data, or start a new run.",
+            )
+        self.state.load(found.checkpoint)
+        self.sampler.load_state_dict(found.checkpoint.state["sampler"])
+        self._log.emit(
+            "resumed",
+            step=self.state.step,
+            epoch=self.state.epoch,
+            batches=len(self.sampler),
+            epochs=self._config.epochs,
+        )
+
+    def _diverged(self, batch: Batch, value: float) -> StrettoError:
+        numbers = [] if batch.indices is None else batch.indices.tolist()
+        named = ", ".join(map(str, itertools.islice(numbers, 8))) + (", ..." if len(numbers) > 8 else "")
+        return StrettoError(
+            f"the loss or gradient is {value} at step {self.state.step + 1}, on training sequences {named}",
+            fix="Lower --learning-rate or --clip-norm, or look at those sequences; the last checkpoint is untouched.",
+        )
+
+    def _interrupt(self) -> None:
+        self._save()
+        self._log.emit("interrupted", step=self.state.step)
+        raise Interrupted(self._run, step=self.state.step)
+
+    @contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """Let Ctrl-C and SIGTERM end the step under way, save, and stop; a second Ctrl-C stops at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def ask(number: int, frame: object) -> None:  # noqa: ARG001
+            if self._stop.is_set():
+                signal.default_int_handler(number, None)
+            self._stop.set()
+
+        earlier = {kind: signal.signal(kind, ask) for kind in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for kind, handler in earlier.items():
+                signal.signal(kind, handler)

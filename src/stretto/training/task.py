@@ -1,0 +1,97 @@
+"""What the training loop asks of a task."""
+
+import abc
+import dataclasses
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from stretto.batching.collate import Batch
+from stretto.data.sequences import SequenceSet
+from stretto.training.config import TrainConfig
+
+C = TypeVar("C", bound=TrainConfig)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LossSum:
+    """The loss of a batch, summed, and the number of elements (labels, sequences or steps) it is a sum over.
+
+    Sums add up: a padded batch has the loss and gradients of its sequences one by one, and several batches make one.
+    """
+
+    total: torch.Tensor
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A metric as a ratio of sums, so that batches add up."""
+
+    amount: float
+    count: float
+
+    def __add__(self, other: "Score") -> "Score":
+        return Score(amount=self.amount + other.amount, count=self.count + other.count)
+
+    @property
+    def ratio(self) -> float:
+        """The metric."""
+        return self.amount / max(1.0, self.count)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One test sequence for the report: what it is, what the net makes of it, and its ink where it has any."""
+
+    target: str
+    output: str
+    ink: list[list[float]] | None
+
+
+class AbstractTask(abc.ABC, Generic[C]):
+    """A kind of data with its model, loss and metric.
+
+    A model is called with a `Batch` and returns one tensor, which loss, score and readings take.
+
+    Attributes:
+        name: As on the command line.
+        metric: The name of the score that is shown.
+    """
+
+    name: ClassVar[str]
+    metric: ClassVar[str]
+
+    def __init__(self, config: C, data: SequenceSet) -> None:
+        self.config = config
+        self.data = data
+
+    @classmethod
+    @abc.abstractmethod
+    def embedded_data(cls) -> SequenceSet:
+        """The data when the user gives none."""
+
+    @abc.abstractmethod
+    def build_model(self) -> nn.Module:
+        """A fresh model; its weights follow from torch's random state."""
+
+    @abc.abstractmethod
+    def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
+        """The summed loss of a batch, given what the model made of it."""
+
+    @abc.abstractmethod
+    def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
+        """The metrics of a batch by name."""
+
+    @abc.abstractmethod
+    def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
+        """What the model makes of the sequences, to be shown to a person."""
+
+    def final_score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
+        """The metrics of a batch of the test part, for which more time may be spent."""
+        return self.score(output, batch)
+
+    def summary(self, scores: dict[str, Score]) -> dict[str, float]:
+        """The metrics of a whole part from its added-up scores; `metric` must be among them."""
+        return {name: score.ratio for name, score in scores.items()}

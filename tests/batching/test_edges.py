@@ -1,0 +1,291 @@
+"""Bucket edges against brute force, a plain dynamic programme and the usual heuristics.
+
+Shape legend: N sequences, V distinct lengths, K buckets.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.batching import optimal_edges, padded_cost
+from stretto.batching.edges import MOST_BUCKETS, bucket_of
+from stretto.errors import StrettoError
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+few_distinct = st.dictionaries(st.integers(1, 300), st.integers(1, 60), min_size=1, max_size=12)
+rises = st.lists(st.sampled_from([0, 0, 0, 1, 2, 7, 1000, 10**9]), min_size=12, max_size=12)
+
+
+def sequences(count_of: dict[int, int]) -> Ints:
+    return np.repeat(list(count_of.keys()), list(count_of.values()))
+
+
+def brute_force(count_of: dict[int, int], price_of: dict[int, int]) -> dict[int, int]:
+    """The least cost for each number of buckets, over every choice of edges, in whole numbers."""
+    distinct = sorted(count_of)
+    least: dict[int, int] = {}
+    for num_buckets in range(1, len(distinct) + 1):
+        costs = []
+        for inner in itertools.combinations(distinct[:-1], num_buckets - 1):
+            edges = iter((*inner, distinct[-1]))
+            edge, cost = next(edges), 0
+            for length in distinct:
+                edge = next(edges) if length > edge else edge
+                cost += price_of[edge] * count_of[length]
+            costs.append(cost)
+        least[num_buckets] = min(costs)
+    return least
+
+
+def plain_programme(distinct_V: Ints, counts_V: Ints, cost_V: Floats, *, most: int) -> list[float]:
+    """The least cost for 1 to `most` buckets by trying every last cut: O(most n^2)."""
+    below_V = np.append(0, np.cumsum(counts_V))
+    best_V = cost_V * below_V[1:]
+    totals = [float(best_V[-1])]
+    for _ in range(most - 1):
+        following_V = best_V.copy()
+        for last in range(1, len(distinct_V)):
+            tried = best_V[:last] + cost_V[last] * (below_V[last + 1] - below_V[1 : last + 1])
+            following_V[last] = min(following_V[last], tried.min())
+        best_V = following_V
+        totals.append(float(best_V[-1]))
+    return totals
+
+
+def equal_mass_edges(lengths_N: Ints, num_buckets: int) -> Ints:
+    goal, running, edges = lengths_N.sum() / num_buckets, 0, []
+    for length in np.sort(lengths_N).tolist():
+        running += length
+        if running > goal:
+            edges.append(length)
+            running = 0
+    return np.unique([*edges[: num_buckets - 1], lengths_N.max()])
+
+
+def percentile_edges(lengths_N: Ints, num_buckets: int) -> Ints:
+    return np.unique(np.quantile(lengths_N, np.arange(1, num_buckets + 1) / num_buckets, method="higher"))
+
+
+def uniform_edges(lengths_N: Ints, num_buckets: int) -> Ints:
+    return np.unique(np.ceil(np.linspace(lengths_N.min(), lengths_N.max(), num_buckets + 1)[1:]).astype(np.int64))
+
+
+def wasted(lengths_N: Ints, edges_K: Ints) -> float:
+    return 1.0 - float(lengths_N.sum()) / padded_cost(lengths_N, edges_K)
+
+
+def assert_well_formed(edges_K: Ints, lengths_N: Ints, *, num_buckets: int) -> None:
+    assert edges_K.dtype == np.int64
+    assert (np.diff(edges_K) > 0).all()
+    assert edges_K[-1] == lengths_N.max()
+    assert np.isin(edges_K, lengths_N).all()
+    assert len(edges_K) == min(num_buckets, len(np.unique(lengths_N)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(count_of=few_distinct)
+def test_steps_equal_brute_force(count_of: dict[int, int]) -> None:
+    lengths_N = sequences(count_of)
+    least = brute_force(count_of, {length: length for length in count_of})
+    totals = []
+    for num_buckets in range(1, 13):
+        edges_K = optimal_edges(lengths_N, num_buckets)
+        assert_well_formed(edges_K, lengths_N, num_buckets=num_buckets)
+        totals.append(padded_cost(lengths_N, edges_K))
+        assert totals[-1] == least[len(edges_K)]
+    assert totals == sorted(totals, reverse=True)
+
+
+@settings(deadline=None, max_examples=60)
+@given(count_of=few_distinct, rise=rises, vectorised=st.booleans(), scale=st.sampled_from([1.0, 0.5, 2.0**-40]))
+def test_any_cost_equals_brute_force(count_of: dict[int, int], rise: list[int], vectorised: bool, scale: float) -> None:
+    lengths_N = sequences(count_of)
+    price_of = dict(zip(sorted(count_of), itertools.accumulate(rise), strict=False))
+    table = np.zeros(301)
+    table[list(price_of)] = list(price_of.values())
+
+    def cost(length: Any) -> Any:
+        return (table[length] if vectorised else price_of[length]) * scale
+
+    least = brute_force(count_of, price_of)
+    for num_buckets in range(1, 13):
+        edges_K = optimal_edges(lengths_N, num_buckets, cost)
+        assert_well_formed(edges_K, lengths_N, num_buckets=num_buckets)
+        assert padded_cost(lengths_N, edges_K, cost) == least[len(edges_K)] * scale
+
+
+@settings(deadline=None, max_examples=60)
+@given(count_of=few_distinct, rise=rises, price=st.one_of(st.integers(0, 5000), st.sampled_from([0, 10**12])))
+def test_auto_is_the_best_number_of_buckets(count_of: dict[int, int], rise: list[int], price: int) -> None:
+    lengths_N = sequences(count_of)
+    price_of = dict(zip(sorted(count_of), itertools.accumulate(rise), strict=False))
+    for cost, prices in ((None, {length: length for length in count_of}), (price_of.__getitem__, price_of)):
+        least = brute_force(count_of, prices)
+        edges_K = optimal_edges(lengths_N, "auto", cost, bucket_price=price)
+        got = padded_cost(lengths_N, edges_K, cost) + price * len(edges_K)
+        assert got == min(total + price * num_buckets for num_buckets, total in least.items())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_lengths_equal_the_plain_programme(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    distinct_V = np.sort(rng.choice(np.arange(1, 4000), 300, replace=False))
+    counts_V = rng.integers(1, 500, 300) if seed % 2 else np.ceil(rng.pareto(1.0, 300)).astype(np.int64) + 1
+    steep = np.cumsum(rng.choice([0.0, 1.0, 3.0, 2.0**20], 300, p=[0.5, 0.3, 0.15, 0.05]))
+    lengths_N = np.repeat(distinct_V, counts_V)
+
+    def plateaus(length: Any) -> Any:
+        return steep[np.searchsorted(distinct_V, length)]
+
+    for cost, cost_V in ((None, distinct_V.astype(np.float64)), (plateaus, steep)):
+        totals = plain_programme(distinct_V, counts_V, cost_V, most=MOST_BUCKETS)
+        for num_buckets in (1, 2, 3, 7, 8, 20, 33, MOST_BUCKETS):
+            edges_K = optimal_edges(lengths_N, num_buckets, cost)
+            assert_well_formed(edges_K, lengths_N, num_buckets=num_buckets)
+            assert padded_cost(lengths_N, edges_K, cost) == totals[num_buckets - 1]
+        for share in (0.0, 1e-5, 1e-3, 0.1, 2.0):
+            price = float(round(share * totals[0]))
+            edges_K = optimal_edges(lengths_N, "auto", cost, bucket_price=price)
+            best = min(total + price * number for number, total in enumerate(totals, start=1))
+            assert padded_cost(lengths_N, edges_K, cost) + price * len(edges_K) == best
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    law=st.sampled_from(["lognormal", "uniform", "pareto", "two humps", "geometric"]),
+    seed=st.integers(0, 2**32),
+    num_buckets=st.integers(1, 30),
+    power=st.sampled_from([None, 0.5, 1.7]),
+)
+def test_no_heuristic_is_better(law: str, seed: int, num_buckets: int, power: float | None) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = {
+        "lognormal": lambda: rng.lognormal(4.0, 0.8, 1000),
+        "uniform": lambda: rng.uniform(1, 500, 1000),
+        "pareto": lambda: 10 * rng.pareto(1.5, 1000),
+        "two humps": lambda: np.concatenate([rng.normal(50, 5, 900), rng.normal(400, 30, 100)]),
+        "geometric": lambda: rng.geometric(0.05, 1000),
+    }[law]()
+    lengths_N = np.clip(drawn, 1, 5000).astype(np.int64)
+    cost: Callable[[Any], Any] | None = None if power is None else lambda length: np.asarray(length, float) ** power
+    best = padded_cost(lengths_N, optimal_edges(lengths_N, num_buckets, cost), cost)
+    for heuristic in (equal_mass_edges, percentile_edges, uniform_edges):
+        edges_K = heuristic(lengths_N, num_buckets)
+        assert len(edges_K) <= num_buckets
+        assert best <= padded_cost(lengths_N, edges_K, cost) * (1 + 1e-12)
+
+
+def test_handwriting_lengths_waste_less_than_equal_mass() -> None:
+    rng = np.random.default_rng(0)
+    lengths_N = np.clip(rng.lognormal(6.2, 0.6, 100_000), 50, 3000).astype(np.int64)
+    edges_K = optimal_edges(lengths_N, 10)
+    assert len(edges_K) == 10
+    assert wasted(lengths_N, edges_K) <= 0.13
+    assert wasted(lengths_N, equal_mass_edges(lengths_N, 10)) >= 0.145
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        list,
+        tuple,
+        torch.tensor,
+        lambda values: np.array(values, dtype=np.uint8),
+        lambda values: np.array(values, dtype=np.float32),
+        lambda values: torch.tensor(values, dtype=torch.float64),
+        lambda values: torch.tensor(values, dtype=torch.uint8),
+        lambda values: [torch.tensor(value) for value in values],
+        lambda values: np.array(values)[::-1],
+    ],
+)
+def test_forms_of_lengths_agree(form: Callable[[list[int]], Any]) -> None:
+    values = [255, 254, 3, 3, 200, 199, 90] * 50
+    wanted = optimal_edges(np.array(values, dtype=np.int64), 3, lambda length: length * length)
+    assert optimal_edges(form(values), 3, lambda length: length * length).tolist() == wanted.tolist()
+    assert optimal_edges(form(values), np.int64(3)).tolist() == optimal_edges(values, 3).tolist()
+    assert padded_cost(form(values), wanted) == padded_cost(values, wanted)
+
+
+@pytest.mark.parametrize("num_buckets", [1, 5, "auto"])
+def test_one_length_makes_one_bucket(num_buckets: Any) -> None:
+    assert optimal_edges([7], num_buckets).tolist() == [7]
+    assert optimal_edges([7] * 1000, num_buckets, math.sqrt).tolist() == [7]
+
+
+def test_auto_stops_at_the_most_buckets() -> None:
+    edges_K = optimal_edges(np.arange(1, 200), "auto", bucket_price=0)
+    assert len(edges_K) == MOST_BUCKETS
+    assert optimal_edges(np.arange(1, 200), "auto", bucket_price=math.inf).tolist() == [199]
+
+
+def test_a_length_at_the_upper_edge_belongs_to_that_bucket() -> None:
+    assert bucket_of(np.array([1, 10, 11, 20, 21, 30]), np.array([10, 20, 30])).tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_great_lengths_do_not_overflow() -> None:
+    # A thousand sequences of 2^53 steps fit in 63 bits; what they cost must not wrap round.
+    lengths = [2**53] * 1000 + [2**53 - 1, 5]
+    assert optimal_edges(lengths, 2).tolist() == [5, 2**53]
+    assert padded_cost(lengths, [2**53]) == float(1002 * 2**53)
+
+
+def test_lengths_whose_sum_overflows_are_refused_or_right() -> None:
+    try:
+        total = padded_cost([2**62] * 4, [2**62])
+    except StrettoError:
+        return
+    assert total == 2.0**64
+
+
+@pytest.mark.parametrize(
+    ("lengths", "named"),
+    [
+        ([], "no lengths"),
+        (np.zeros(0), "no lengths"),
+        ([4, 0, 3], r"sequence 1 has length 0\b"),
+        ([4, 3, -7, -8], r"sequence 2 has length -7\b"),
+        ([[1, 2], [3, 4]], r"shape \(2, 2\)"),
+        (5, r"shape \(\)"),
+        ([1.0, 2.5], "float64"),
+        ([1.0, math.nan], "float64"),
+        ([1.0, math.inf], "float64"),
+        ([True, True], "bool"),
+        (["3", "4"], "lengths of type"),
+        ([3, None], "object"),
+        ([[1], [1, 2]], "lengths"),
+        (torch.tensor([[1]]), r"shape \(1, 1\)"),
+        (torch.tensor([0.5]), "float32"),
+        (np.array([3, 2**63 + 5], dtype=np.uint64), str(2**63 + 5)),
+        ([3.0, 2.0**70], r"1180591620717411303424|1\.18\d*e\+21"),
+    ],
+)
+def test_bad_lengths_are_named(lengths: Any, named: str) -> None:
+    with pytest.raises(StrettoError, match=named):
+        optimal_edges(lengths, 2)
+
+
+@pytest.mark.parametrize("num_buckets", [0, -3, "many", None, 2.5, math.nan, True])
+def test_bad_number_of_buckets_is_named(num_buckets: Any) -> None:
+    with pytest.raises(StrettoError, match=f"num_buckets={num_buckets!r}"):
+        optimal_edges([1, 2, 3], num_buckets)
+
+
+@pytest.mark.parametrize("price", [-1, -1e-9, math.nan, "dear"])
+def test_bad_price_is_named(price: Any) -> None:
+    with pytest.raises(StrettoError, match=f"bucket_price={price!r}"):
+        optimal_edges([1, 2, 3], "auto", bucket_price=price)
+
+
+def test_edges_too_short_for_the_lengths_are_named() -> None:
+    with pytest.raises(StrettoError, match=r"\b5\b.*\b3\b"):
+        padded_cost([2, 5], [1, 3])

@@ -1,0 +1,328 @@
+"""The bucket sampler over all its ranks: exactly once, under the caps, restored anywhere, in a plain DataLoader."""
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from stretto.batching import BucketSampler, collate
+from stretto.data import SequenceSet
+from stretto.errors import StrettoError
+
+Options = dict[str, Any]
+WORLD_SIZES = st.one_of(st.sampled_from([1, 2, 3, 4, 8, 64]), st.integers(1, 64))
+LENGTHS = np.random.default_rng(5).integers(1, 60, 200)
+
+
+@st.composite
+def options(draw: st.DrawFn) -> Options:
+    lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=120))
+    longest = max(lengths)
+    chosen: Options = {"lengths": lengths, "shuffle": draw(st.booleans()), "seed": draw(st.integers(0, 2**70))}
+    caps = draw(st.sampled_from(["rows", "steps", "both"]))
+    if caps != "steps":
+        chosen["batch_size"] = draw(st.integers(1, 20))
+    if caps != "rows":
+        chosen["max_steps"] = draw(st.integers(longest, 10 * longest))
+    if draw(st.booleans()):
+        inner = draw(st.sets(st.integers(1, 90), max_size=5))
+        chosen["edges"] = sorted({edge for edge in inner if edge < longest} | {longest + draw(st.integers(0, 30))})
+    else:
+        chosen["num_buckets"] = draw(st.one_of(st.just("auto"), st.integers(1, 8)))
+    return chosen
+
+
+def world(world_size: int, **chosen: Any) -> list[BucketSampler]:
+    return [BucketSampler(**chosen, rank=rank, world_size=world_size) for rank in range(world_size)]
+
+
+def restored(state: dict[str, Any], *, world_size: int, **chosen: Any) -> list[BucketSampler]:
+    samplers = world(world_size, **chosen)
+    for sampler in samplers:
+        sampler.load_state_dict(json.loads(json.dumps(state)))
+    return samplers
+
+
+def draw_steps(samplers: list[BucketSampler], count: int) -> list[int]:
+    """The sequences of the next `count` steps on all ranks."""
+    drawn = []
+    for sampler in samplers:
+        iterator = iter(sampler)
+        drawn += [index for _ in range(count) for index in next(iterator)]
+    return drawn
+
+
+def steps_left(sampler: BucketSampler) -> int:
+    _, used = sampler.state_dict()["used"][-1]
+    return len(sampler) - int(used)
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [index for batch in batches for index in batch]
+
+
+@settings(deadline=None, max_examples=80)
+@given(chosen=options(), world_size=WORLD_SIZES, epoch=st.integers(0, 1000))
+def test_every_sequence_once_under_every_cap(chosen: Options, world_size: int, epoch: int) -> None:
+    samplers = world(world_size, **chosen)
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    num_steps = len(samplers[0])
+    by_rank = [list(sampler) for sampler in samplers]
+    assert {len(batches) for batches in by_rank} == {num_steps}
+    assert sorted(flat([flat(batches) for batches in by_rank])) == list(range(len(chosen["lengths"])))
+    lengths_N, edges_K = np.array(chosen["lengths"]), samplers[0].edges
+    for shares in zip(*by_rank, strict=True):
+        assert len({int(np.searchsorted(edges_K, lengths_N[index])) for index in flat(list(shares))}) == 1
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes) <= chosen.get("batch_size", math.inf)
+        for share in filter(None, shares):
+            longest = max(lengths_N[share])
+            edge = edges_K[np.searchsorted(edges_K, longest)]
+            assert len(share) * longest <= len(share) * edge <= chosen.get("max_steps", math.inf)
+
+
+@settings(deadline=None, max_examples=40)
+@given(chosen=options(), world_size=st.integers(1, 5), share=st.floats(0, 1), epoch=st.integers(0, 3))
+def test_a_restored_sampler_continues_as_if_never_stopped(
+    chosen: Options, world_size: int, share: float, epoch: int
+) -> None:
+    for rank in range(world_size):
+        whole, stopped, again = (BucketSampler(**chosen, rank=rank, world_size=world_size) for _ in range(3))
+        for sampler in (whole, stopped):
+            sampler.set_epoch(epoch)
+        used = round(share * len(stopped))
+        iterator, uninterrupted = iter(stopped), list(whole)
+        assert [next(iterator) for _ in range(used)] == uninterrupted[:used]
+        again.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+        if used < len(whole):
+            assert list(again) == list(iterator) == uninterrupted[used:]
+        assert [list(again), list(again)] == [list(whole), list(whole)]
+        assert again.epoch == whole.epoch == epoch + 3
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    chosen=options(),
+    worlds=st.lists(st.integers(1, 6), min_size=2, max_size=4),
+    shares=st.lists(st.floats(0, 1), min_size=3, max_size=3),
+)
+def test_other_world_sizes_still_deal_every_sequence_once(
+    chosen: Options, worlds: list[int], shares: list[float]
+) -> None:
+    samplers = world(worlds[0], **chosen)
+    dealt: list[int] = []
+    for share, world_size in zip(shares, worlds[1:], strict=False):
+        dealt += draw_steps(samplers, round(share * steps_left(samplers[0])))
+        samplers = restored(samplers[-1].state_dict(), world_size=world_size, **chosen)
+        if samplers[0].epoch == 1:
+            break
+    else:
+        dealt += draw_steps(samplers, steps_left(samplers[0]))
+    assert sorted(dealt) == list(range(len(chosen["lengths"])))
+
+
+def test_four_then_two_then_three_ranks_deal_every_sequence_once() -> None:
+    chosen: Options = {"lengths": LENGTHS, "max_steps": 240, "num_buckets": 5, "seed": 3}
+    four = world(4, **chosen)
+    dealt = draw_steps(four, 5)
+    two = restored(four[0].state_dict(), world_size=2, **chosen)
+    dealt += draw_steps(two, 7)
+    three = restored(two[1].state_dict(), world_size=3, **chosen)
+    dealt += flat([index for sampler in three for index in sampler])
+    assert sorted(dealt) == list(range(200))
+    assert [sampler.epoch for sampler in three] == [1, 1, 1]
+    fresh = world(3, **chosen)[2]
+    fresh.set_epoch(1)
+    assert list(three[2]) == list(fresh)
+
+
+def test_a_state_taken_behind_a_prefetching_loader_names_the_steps_used() -> None:
+    sampler, again, whole = (BucketSampler(LENGTHS, batch_size=8) for _ in range(3))
+    iterator = iter(sampler)
+    _ = [next(iterator) for _ in range(9)]
+    again.load_state_dict(sampler.state_dict(used=4))
+    uninterrupted = list(whole)
+    assert list(again) == uninterrupted[4:]
+    _ = list(iterator)
+    assert sampler.epoch == 1
+    again.load_state_dict(sampler.state_dict(epoch=0, used=6))
+    assert list(again) == uninterrupted[6:]
+
+
+def test_a_prefetching_loader_may_run_ahead_in_an_epoch_that_changed_its_world_size() -> None:
+    chosen: Options = {"lengths": LENGTHS, "batch_size": 8}
+    two = world(2, **chosen)
+    dealt = draw_steps(two, 3)
+    (one,) = restored(two[0].state_dict(), world_size=1, **chosen)
+    dealt += flat(list(one)[:4])
+    assert one.epoch == 1
+    (again,) = restored(one.state_dict(epoch=0, used=4), world_size=1, **chosen)
+    assert sorted(dealt + flat(list(again))) == list(range(200))
+
+
+def test_a_second_iteration_starts_again_at_the_restored_position() -> None:
+    stopped, again = (BucketSampler(LENGTHS, batch_size=8, seed=1) for _ in range(2))
+    iterator = iter(stopped)
+    _ = [next(iterator) for _ in range(5)]
+    again.load_state_dict(stopped.state_dict())
+    following = next(iterator)
+    again.set_epoch(0)
+    first = iter(again)
+    assert [next(first), next(iter(again))] == [following, following]
+    again.set_epoch(1)
+    again.set_epoch(0)
+    assert next(iter(again)) != following
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_epochs_and_seeds_differ_in_membership_and_order(world_size: int) -> None:
+    def plans(seed: int) -> list[list[list[int]]]:
+        sampler = BucketSampler(LENGTHS, batch_size=4, num_buckets=4, seed=seed, world_size=world_size)
+        return [list(sampler) for _ in range(3)]
+
+    assert plans(0) == plans(0)
+    six = plans(0) + plans(1)
+    members = [{frozenset(batch) for batch in epoch} for epoch in six]
+    assert all(len(one & other) < 5 for place, one in enumerate(members) for other in members[:place])
+    orders = [[int(LENGTHS[batch].mean()) for batch in epoch] for epoch in six]
+    assert all(one != other for place, one in enumerate(orders) for other in orders[:place])
+    jumped = BucketSampler(LENGTHS, batch_size=4, num_buckets=4, seed=1, world_size=world_size)
+    jumped.set_epoch(2)
+    assert list(jumped) == six[5]
+
+
+def test_mean_lengths_of_adjacent_batches_are_uncorrelated() -> None:
+    lengths_N = np.clip(np.random.default_rng(0).lognormal(5.0, 0.6, 1500), 5, 900).astype(np.int64)
+    for seed in range(40):
+        batches = list(BucketSampler(lengths_N, max_steps=2000, seed=seed))
+        means = np.array([lengths_N[batch].mean() for batch in batches])
+        assert len(means) >= 100
+        assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.1
+
+
+def test_state_of_other_lengths_or_settings_is_refused() -> None:
+    chosen: Options = {"lengths": LENGTHS, "batch_size": 8, "max_steps": 600, "num_buckets": 4}
+    state = BucketSampler(**chosen).state_dict()
+    changes: list[Options] = [
+        {"lengths": LENGTHS[::-1]}, {"lengths": LENGTHS[:-1]}, {"batch_size": 7}, {"batch_size": None},
+        {"max_steps": 601}, {"num_buckets": 5}, {"edges": [30, 60]}, {"shuffle": False}, {"seed": 1},
+    ]  # fmt: skip
+    for change in changes:
+        sampler = BucketSampler(**chosen | change)
+        with pytest.raises(StrettoError, match="other lengths or settings"):
+            sampler.load_state_dict(state)
+        assert sampler.state_dict()["used"] == [[1, 0]]
+
+
+def test_state_of_another_cost_is_refused_even_when_one_rank_would_cut_alike() -> None:
+    lengths = [1] * 100 + [100] * 100
+    one = BucketSampler(lengths, batch_size=2, cost=lambda length: length, world_size=8)
+    other = BucketSampler(lengths, batch_size=2, cost=lambda length: length + 2000, world_size=8)
+    assert one.edges.tolist() != other.edges.tolist()
+    with pytest.raises(StrettoError, match="other lengths or settings"):
+        other.load_state_dict(one.state_dict())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("used", [[[1, 99]], [[1, -2]], [[1, 99], [1, 0]], []])
+def test_state_of_steps_that_are_not_there_is_refused(world_size: int, used: list[list[int]]) -> None:
+    state = BucketSampler([3] * 8, batch_size=2).state_dict() | {"used": used}
+    with pytest.raises(StrettoError, match="state"):
+        BucketSampler([3] * 8, batch_size=2, world_size=world_size).load_state_dict(state)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("world_size", "count"), [(2, 40), (16, 5)])
+def test_a_plain_loader_deals_and_restores(num_workers: int, world_size: int, count: int) -> None:
+    lengths = LENGTHS[:count]
+    offsets = np.append(0, np.cumsum(lengths))
+    data = SequenceSet.from_flat(np.arange(offsets[-1], dtype=np.float32), offsets=offsets, split_N=np.zeros(count))
+    seen: list[list[int]] = []
+    for rank in range(world_size) if num_workers == 0 else (0, world_size - 1):
+        sampler, again = (BucketSampler(lengths, batch_size=4, rank=rank, world_size=world_size) for _ in range(2))
+        pad = functools.partial(collate, edges=sampler.edges, num_features=1)
+        wanted = list(BucketSampler(lengths, batch_size=4, rank=rank, world_size=world_size))
+        loader = DataLoader(data, batch_sampler=sampler, collate_fn=pad, num_workers=num_workers)
+        batches, used = list(loader), len(loader) // 2
+        assert [batch.indices.tolist() for batch in batches] == wanted
+        for batch, indices in zip(batches, wanted, strict=True):
+            assert batch.lengths.tolist() == lengths[indices].tolist()
+            assert batch.features_BTF.shape[2] == 1
+            assert batch.features_BTF[:, :1].flatten().tolist() == offsets[indices].tolist()
+        again.load_state_dict(sampler.state_dict(epoch=0, used=used))
+        rest = DataLoader(data, batch_sampler=again, collate_fn=pad, num_workers=num_workers)
+        assert [batch.indices.tolist() for batch in rest] == wanted[used:]
+        seen += wanted
+    assert num_workers or sorted(flat(seen)) == list(range(count))
+    assert ([] in seen) == (world_size > count)
+
+
+def test_a_sequence_at_the_upper_edge_belongs_to_that_bucket() -> None:
+    sampler = BucketSampler([10, 11, 10, 20, 20, 9], batch_size=9, edges=[10, 20])
+    assert sorted(map(sorted, sampler)) == [[0, 2, 5], [1, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    "form", [list, torch.tensor, lambda v: np.array(v, dtype=np.uint8), lambda v: np.array(v, float)]
+)
+def test_forms_of_lengths_and_settings_agree(form: Callable[[Any], Any]) -> None:
+    values = [250, 251, 3, 4, 99, 100, 101] * 9
+    plain = BucketSampler(values, batch_size=2, max_steps=600, num_buckets=3, world_size=2, rank=1)
+    given_lengths = form(values)
+    odd = BucketSampler(
+        given_lengths, batch_size=np.int32(2), max_steps=600.0, num_buckets=np.int64(3), seed=np.int64(0),
+        world_size=np.int64(2), rank=np.uint8(1), shuffle=np.bool_(True),
+    )  # fmt: skip
+    given_lengths[0] = 1
+    assert list(odd) == list(plain)
+    assert json.loads(json.dumps(odd.state_dict())) == plain.state_dict()
+
+
+@pytest.mark.parametrize("size", [2**31, 2**62, 2**63 - 1, 10**30])
+def test_great_sizes_are_no_cap(size: int) -> None:
+    for chosen in ({"batch_size": size}, {"max_steps": size}, {"batch_size": size, "max_steps": size}):
+        batches = [list(sampler) for sampler in world(3, lengths=[1, 2, 3, 4], num_buckets=1, **chosen)]
+        assert sorted(len(batch) for (batch,) in batches) == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"batch_size": None}, "no size"), ({"batch_size": 0}, "batch_size=0"), ({"batch_size": -1}, "batch_size=-1"),
+        ({"batch_size": 2.5}, "batch_size=2.5"), ({"batch_size": True}, "batch_size=True"),
+        ({"batch_size": "many"}, "batch_size='many'"), ({"batch_size": math.nan}, "batch_size=nan"),
+        ({"max_steps": math.inf}, "max_steps=inf"), ({"max_steps": 0}, "max_steps=0"),
+        ({"max_steps": 8}, "sequence 1 has 9 steps, more than max_steps=8"), ({"num_buckets": 0}, "num_buckets=0"),
+        ({"lengths": []}, "no lengths"), ({"lengths": [3, 0]}, "sequence 1 has length 0"),
+        ({"edges": [5, 8]}, r"edges \[5, 8\].*9 steps"), ({"edges": [9, 5]}, r"edges \[9, 5\]"),
+        ({"edges": [5, 5, 9]}, r"edges \[5, 5, 9\]"), ({"edges": []}, "edges"), ({"edges": [0, 9]}, "edge"),
+        ({"rank": 2, "world_size": 2}, "rank=2 does not fit world_size=2"), ({"rank": -1}, "rank=-1"),
+        ({"world_size": 0}, "world_size=0"), ({"world_size": 1.5}, r"world_size=1\.5"), ({"seed": -1}, "seed=-1"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be_used_are_named(change: Options, named: str) -> None:
+    with pytest.raises(StrettoError, match=named):
+        list(BucketSampler(**{"lengths": [5, 9, 2], "batch_size": 2} | change))
+
+
+def test_a_negative_epoch_is_named() -> None:
+    with pytest.raises(StrettoError, match="-1"):
+        BucketSampler([5, 9, 2], batch_size=2).set_epoch(-1)
+
+
+def test_a_running_process_group_tells_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (BucketSampler([1], batch_size=1).rank, BucketSampler([1], batch_size=1).world_size) == (0, 1)
+    for name, value in (("is_initialized", True), ("get_world_size", 6), ("get_rank", 4)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    sampler = BucketSampler([1], batch_size=1)
+    assert (sampler.rank, sampler.world_size) == (4, 6)

@@ -1,0 +1,55 @@
+"""What all tests share: a private cache, real data where it is at hand, and when two sets are the same."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import Labels
+from stretto.storage import CACHE_VARIABLE
+
+DATA_VARIABLE = "STRETTO_DATA"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("stretto-cache")
+    folder.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    chosen = os.environ.get(DATA_VARIABLE)
+    if not chosen:
+        pytest.skip(f"{DATA_VARIABLE} does not name a folder of real data sets")
+    folder = Path(chosen)
+    if not folder.is_dir():
+        pytest.skip(f"{DATA_VARIABLE} names {chosen!r}, which is no folder")
+    return folder
+
+
+def _assert_same_set(one: SequenceSet, other: SequenceSet) -> None:
+    assert len(one) == len(other)
+    np.testing.assert_array_equal(one.lengths_N, other.lengths_N)
+    np.testing.assert_array_equal(one.split_N, other.split_N)
+    assert one.features_SF.dtype == other.features_SF.dtype
+    assert one.num_features == other.num_features
+    assert one.alphabet == other.alphabet
+    assert type(one.targets) is type(other.targets)
+    if isinstance(one.targets, Labels) and isinstance(other.targets, Labels):
+        assert one.targets.names == other.targets.names
+    for index in range(len(one)):
+        first, second = one[index], other[index]
+        np.testing.assert_array_equal(first.features_TF.numpy(), second.features_TF.numpy())
+        assert first.target == second.target
+
+
+@pytest.fixture(scope="session")
+def assert_same_set() -> Callable[[SequenceSet, SequenceSet], None]:
+    return _assert_same_set

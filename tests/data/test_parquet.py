@@ -1,0 +1,259 @@
+"""Tables with a list column."""
+
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.data.npz import read_npz
+from stretto.data.parquet import read_parquet
+from stretto.data.targets import Labels, NoTargets, Transcripts
+from stretto.errors import StrettoError
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+KINDS = (".parquet", ".arrow", ".feather")
+X_TYPES = {
+    "list": pa.list_,
+    "large list": pa.large_list,
+}
+STEP_TYPES = {
+    "number": lambda number: number,
+    "list": pa.list_,
+    "large list": pa.large_list,
+    "fixed list": lambda number: pa.list_(number, 2),
+}
+
+
+def save(table, path, *, stream=False):
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=3)
+        return path
+    make = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with make(path, table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
+def rows(data):
+    return [data[index].features_TF.tolist() for index in range(len(data))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "number", [pa.float16(), pa.float32(), pa.float64(), pa.int8(), pa.uint16(), pa.int64(), pa.bool_()]
+)
+def test_numbers_a_row_are_one_feature(tmp_path, kind, number):
+    table = pa.table({"x": pa.array([[1, 0], [1], [0, 1, 1]]).cast(pa.list_(pa.int8())).cast(pa.list_(number))})
+    data = read_parquet(save(table, tmp_path / f"table{kind}"))
+    assert data.name == "table"
+    assert rows(data) == [[[1], [0]], [[1]], [[0], [1], [1]]]
+    assert data.features_SF.dtype == number.to_pandas_dtype()
+    assert isinstance(data.targets, NoTargets)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sequences=st.lists(
+        st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_size=1, max_size=5), min_size=1, max_size=8
+    ),
+    outer=st.sampled_from(sorted(X_TYPES)),
+    inner=st.sampled_from(sorted(STEP_TYPES)),
+    drawn=st.data(),
+)
+def test_chunks_and_slices_of_every_list_type(tmp_path_factory, sequences, outer, inner, drawn):
+    flat = inner == "number"
+    wanted = [[[step[0]] if flat else list(step) for step in sequence] for sequence in sequences]
+    given_rows = [[step[0] if flat else list(step) for step in sequence] for sequence in sequences]
+    data_type = X_TYPES[outer](STEP_TYPES[inner](pa.int32()))
+    begin, end = drawn.draw(st.integers(0, 2)), drawn.draw(st.integers(0, 2))
+    margin = [[0, 0, 0]] if flat else [[[0, 0]] * 3]
+    whole = pa.array(margin * begin + given_rows + margin * end, type=data_type)
+    sliced = whole.slice(begin, len(given_rows))
+    cut = drawn.draw(st.integers(0, len(given_rows)))
+    table = pa.table({"x": pa.chunked_array([sliced.slice(0, cut), sliced.slice(cut)])})
+    kind = drawn.draw(st.sampled_from(KINDS))
+    path = save(table, tmp_path_factory.mktemp("table") / f"table{kind}", stream=drawn.draw(st.booleans()))
+    assert rows(read_parquet(path)) == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fixed_number_of_steps_is_a_set_too(tmp_path, kind):
+    table = pa.table({"x": pa.array([[1, 2], [3, 4], [5, 6]], type=pa.list_(pa.int8(), 2)).slice(1)})
+    assert rows(read_parquet(save(table, tmp_path / f"fixed{kind}"))) == [[[3], [4]], [[5], [6]]]
+
+
+def test_labels_are_numbers_or_sorted_names(tmp_path):
+    x = [[1.0], [2.0], [3.0]]
+    numbers = read_parquet(save(pa.table({"x": x, "y": [2, 0, 1]}), tmp_path / "numbers.parquet"))
+    names = read_parquet(save(pa.table({"x": x, "y": ["owl", "cat", "owl"]}), tmp_path / "names.parquet"))
+    coded = pa.table({"x": x, "y": pa.array(["owl", "cat", "owl"]).dictionary_encode()})
+    codes = read_parquet(save(coded, tmp_path / "codes.arrow"))
+    assert isinstance(numbers.targets, Labels)
+    assert numbers.targets.values_N.tolist() == [2, 0, 1]
+    for data in (names, codes):
+        assert isinstance(data.targets, Labels)
+        assert data.targets.names == ("cat", "owl")
+        assert data.targets.values_N.tolist() == [1, 0, 1]
+
+
+def test_names_are_numbered_across_chunks(tmp_path):
+    y = pa.chunked_array([["b", "c"], [], ["a", "b"]])
+    data = read_parquet(save(pa.table({"x": pa.array([[1]] * 4), "y": y}), tmp_path / "chunks.arrow"))
+    assert isinstance(data.targets, Labels)
+    assert data.targets.names == ("a", "b", "c")
+    assert data.targets.values_N.tolist() == [1, 2, 0, 1]
+
+
+def test_transcripts(tmp_path):
+    table = pa.table({"x": [[1.0], [2.0]], "text": ["", "löng 𝄞"]})
+    data = read_parquet(save(table, tmp_path / "text.parquet"))
+    assert isinstance(data.targets, Transcripts)
+    assert [data[0].target, data[1].target] == ["", "löng 𝄞"]
+
+
+def test_transcripts_go_before_labels_and_that_is_told(tmp_path):
+    table = pa.table({"x": [[1.0]], "text": ["a"], "y": [0], "split": [0]})
+    data = read_parquet(save(table, tmp_path / "both.parquet"))
+    assert data[0].target == "a"
+    assert data.notes == ("the columns `text` and `y` are both there: `text` is learnt, `y` is not read",)
+
+
+@pytest.mark.parametrize(
+    ("split", "wanted"),
+    [
+        ([0, 1, 2, 0], [0, 1, 2, 0]),
+        (["train", "valid", "test", "train"], [0, 1, 2, 0]),
+        (["dev", "validation", "valid", "train"], [1, 1, 1, 0]),
+        (["train", "train", "train", "train"], [0, 0, 0, 0]),
+    ],
+)
+def test_a_split_is_taken_at_its_word(tmp_path, split, wanted):
+    table = pa.table({"x": [[1.0]] * 4, "split": split})
+    data = read_parquet(save(table, tmp_path / "split.parquet"))
+    assert data.split_N.tolist() == wanted
+    assert data.notes == ()
+
+
+@pytest.mark.parametrize("names", [(0, 1), ("train", "test")])
+def test_train_and_test_alone_lend_a_tenth_to_validation(tmp_path, names):
+    table = pa.table({"x": [[1.0]] * 500, "split": [names[0]] * 400 + [names[1]] * 100})
+    data = read_parquet(save(table, tmp_path / "split.parquet"))
+    assert (data.split_N[400:] == 2).all()
+    assert 20 < (data.split_N[:400] == 1).sum() < 60
+    assert any("a tenth of train" in note for note in data.notes)
+
+
+def test_columns_that_are_not_asked_for_do_not_matter(tmp_path):
+    table = pa.table({"writer": [None, "b"], "x": [[1.0], [2.0]], "x.more": [1, 2]})
+    assert rows(read_parquet(save(table, tmp_path / "more.parquet"))) == [[[1.0]], [[2.0]]]
+
+
+def test_a_folder_name_adds_no_columns(tmp_path):
+    folder = tmp_path / "split=2" / "y=1"
+    folder.mkdir(parents=True)
+    data = read_parquet(save(pa.table({"x": [[1.0], [2.0]], "split": [0, 0]}), folder / "table.parquet"))
+    assert data.split_N.tolist() == [0, 0]
+    assert isinstance(data.targets, NoTargets)
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"x": [[1.0], None]}, "row 1 has a null in column `x`"),
+        ({"x": [[1.0, 2.0], [3.0, None]]}, "row 1 has a null in column `x`"),
+        ({"x": [[[1.0]], [[2.0], None]]}, "row 1 has a null in column `x`"),
+        ({"x": [[[1.0, 2.0]], [[2.0, 3.0], [4.0, None]]]}, "row 1 has a null in column `x`"),
+        ({"x": [[[1, 2]], [[3, 4], [5]]]}, "row 1 has a step of 1 features, the first step of all has 2"),
+        ({"x": [[[1, 2]], [[3, 4, 5]]]}, "row 1 has a step of 3 features, the first step of all has 2"),
+        ({"x": [[[]], [[]]]}, "column `x` has the type"),
+        ({"x": pa.array([[[]], [[]]], type=pa.list_(pa.list_(pa.int8())))}, "there are no features"),
+        ({"x": [[1.0], []]}, "first: sequence 1"),
+        ({"x": [[1.0], [2.0, float("nan")]]}, "sequence 1 has a NaN or infinite feature at its step 1"),
+        ({"x": [["a"], ["b"]]}, "column `x` has the type"),
+        ({"x": [1.0, 2.0]}, "column `x` has the type double"),
+        ({"x": [[[[1.0]]], [[[1.0]]]]}, "column `x` has the type"),
+        ({"x": pa.array([], type=pa.list_(pa.float32()))}, "the set is empty"),
+        ({"x": pa.array([], type=pa.list_(pa.list_(pa.float32())))}, "the set is empty"),
+        ({"x": [[1.0], [2.0]], "y": [0, None]}, "row 1 has a null in column `y`"),
+        ({"x": [[1.0], [2.0]], "y": [0, -1]}, "sequence 1 has label -1"),
+        ({"x": [[1.0], [2.0]], "y": [0.0, 1.0]}, "column `y` has the type double"),
+        ({"x": [[1.0], [2.0]], "y": [[0], [1]]}, "column `y` has the type list"),
+        ({"x": [[1.0], [2.0]], "text": ["a", None]}, "row 1 has a null in column `text`"),
+        ({"x": [[1.0], [2.0]], "text": [1, 2]}, "column `text` has the type int64"),
+        ({"x": [[1.0], [2.0]], "split": [None, 1]}, "row 0 has a null in column `split`"),
+        ({"x": [[1.0], [2.0]], "split": [0, 3]}, "values .0, 3."),
+        ({"x": [[1.0], [2.0]], "split": ["train", "eval"]}, "row 1 has the split 'eval'"),
+        ({"x": [[1.0], [2.0]], "split": [0.0, 1.0]}, "column `split` has the type double"),
+        ({"input": [[1.0]], "label": [0]}, r"has the columns \['input', 'label'\] but needs `x`"),
+    ],
+)
+@pytest.mark.parametrize("kind", [".parquet", ".arrow"])
+def test_tables_that_do_not_fit_are_refused(tmp_path, columns, told, kind):
+    with pytest.raises(StrettoError, match=told):
+        read_parquet(save(pa.table(columns), tmp_path / f"wrong{kind}"))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array([[1.0]]), pa.array([[2.0]])], names=["x", "x"])
+    with pytest.raises(StrettoError, match="has two columns `x`"):
+        read_parquet(save(table, tmp_path / "twice.arrow"))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.9])
+def test_a_truncated_file_is_refused(tmp_path, kind, share, stream):
+    table = pa.table({"x": [[float(number)] * 20 for number in range(100)]})
+    whole = save(table, tmp_path / f"whole{kind}", stream=stream).read_bytes()
+    path = tmp_path / f"cut{kind}"
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(StrettoError, match=rf"cut\{kind}' is truncated, damaged or no \{kind} file"):
+        read_parquet(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("content", [b"PAR1" + bytes(50) + b"PAR1", b"ARROW1" + bytes(50), b"words " * 20, bytes(100)])
+def test_garbage_is_refused(tmp_path, kind, content):
+    path = tmp_path / f"garbage{kind}"
+    path.write_bytes(content)
+    with pytest.raises(StrettoError, match=rf"garbage\{kind}'"):
+        read_parquet(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_column_name_is_refused(tmp_path, kind):
+    path = save(pa.table({"x": [[1.0]], "other column": [1]}), tmp_path / f"damaged{kind}")
+    path.write_bytes(path.read_bytes().replace(b"other column", b"other \xff\xffumn"))
+    with pytest.raises(StrettoError, match=rf"damaged\{kind}' is truncated, damaged or no"):
+        read_parquet(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_file_is_told(tmp_path, kind):
+    with pytest.raises(StrettoError, match="there is no file"):
+        read_parquet(tmp_path / f"none{kind}")
+
+
+def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
+    path = save(pa.table({"x": [[1.0]]}), tmp_path / "table.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(StrettoError, match=r"pip install 'stretto\[data\]'"):
+        read_parquet(path)
+
+
+def test_japanese_vowels_survive(shared_data, tmp_path, assert_same_set):
+    data = read_npz(shared_data / "japanese_vowels" / "japanese_vowels.npz", memory_map=False)
+    offsets = np.append(data.starts_N, data.num_steps)
+    steps = pa.FixedSizeListArray.from_arrays(data.features_SF.ravel(), 12)
+    table = pa.table(
+        {
+            "x": pa.ListArray.from_arrays(pa.array(offsets, type=pa.int32()), steps),
+            "y": [data.targets.names[data[index].target] for index in range(len(data))],
+            "split": [("train", "valid", "test")[number] for number in data.split_N],
+        }
+    )
+    assert_same_set(data, read_parquet(save(table, tmp_path / "vowels.parquet")))

@@ -1,0 +1,134 @@
+"""Ink as SVG: known strokes give known paths."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.data.handwriting import HandwritingSettings, make_handwriting
+from stretto.report.ink import HEIGHT_PIXELS, MOST_WIDTH_PIXELS, ink_svg, stroke_path
+from stretto.report.samples import compare, samples_html
+
+
+def _points(svg: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    path = ET.fromstring(svg).find("path")
+    assert path is not None
+    return np.array([[float(x), float(y)] for x, y in re.findall(r"[ML]([-\d.]+) ([-\d.]+)", path.attrib["d"])])
+
+
+def test_two_strokes_and_a_dot_are_three_subpaths() -> None:
+    points_T2 = np.array([[0.0, 0.0], [1.0, 0.5], [3.0, 0.0], [4.0, 1.0], [5.0, 5.0]])
+    path = stroke_path(points_T2, np.array([0.0, 1.0, 0.0, 1.0, 1.0]))
+    assert path == "M0.00 0.00L1.00 0.50M3.00 0.00L4.00 1.00M5.00 5.00L5.00 5.00"
+
+
+def test_ink_without_a_last_pen_up_still_ends() -> None:
+    assert stroke_path(np.array([[0.0, 0.0], [1.0, 1.0]]), np.zeros(2)) == "M0.00 0.00L1.00 1.00"
+
+
+def test_known_ink_has_a_known_picture() -> None:
+    # A step right and up by 1, pen up, then a step right and down: margins are 12 % of the height on every side.
+    svg = ink_svg([[0, 0, 0], [1, 1, 1], [1, -1, 1]], label="v")
+    unit = HEIGHT_PIXELS / 1.24
+    expected = np.array([[0, 1], [1, 0], [2, 1], [2, 1]]) * unit + 0.12 * unit
+    np.testing.assert_allclose(_points(svg), expected, atol=0.006)
+    root = ET.fromstring(svg)
+    assert root.attrib["height"] == str(HEIGHT_PIXELS)
+    assert root.attrib["width"] == f"{2.24 * unit:.0f}"
+    assert root.attrib["aria-label"] == "v"
+
+
+def test_a_label_cannot_leave_its_attribute() -> None:
+    root = ET.fromstring(ink_svg([[0, 0, 1]], label='"><script>alert(1)</script>'))
+    assert root.attrib["aria-label"] == '"><script>alert(1)</script>'
+    assert [child.tag for child in root] == ["path"]
+
+
+def test_words_in_place_of_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="could not convert"):
+        ink_svg([["<script>", 0, 1]], label="x")  # type: ignore[list-item]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    steps=st.lists(st.tuples(st.floats(-8, 8), st.floats(-8, 8), st.sampled_from([0.0, 1.0])), min_size=1, max_size=30)
+)
+def test_all_ink_lies_inside_its_picture(steps: list[tuple[float, float, float]]) -> None:
+    svg = ink_svg(steps, label="")
+    _, _, width, height = map(float, ET.fromstring(svg).attrib["viewBox"].split())
+    points = _points(svg)
+    assert (points > -0.01).all()
+    assert (points <= np.array([width, height]) + 0.01).all()
+    assert height <= HEIGHT_PIXELS + 0.01
+    assert width <= MOST_WIDTH_PIXELS + 0.01
+    strokes = 1 + sum(pen_up > 0.5 for _, _, pen_up in steps[:-1])
+    assert svg.count("M") == strokes
+
+
+def test_real_ink_keeps_every_point() -> None:
+    sample = make_handwriting(HandwritingSettings(num_train=1, num_writers=1))[0]
+    points = _points(ink_svg(sample.features_TF.tolist(), label=str(sample.target)))
+    dots = int((np.diff(np.flatnonzero(np.append(1, sample.features_TF[:, 2].numpy()))) == 1).sum())
+    assert len(points) == len(sample.features_TF) + dots
+
+
+def _said(characters: tuple[tuple[str, bool], ...]) -> str:
+    return "".join(f"[{one}]" if wrong else one for one, wrong in characters)
+
+
+@pytest.mark.parametrize(
+    ("target", "output", "marked_target", "marked_output", "errors"),
+    [
+        ("same", "same", "same", "same", 0),
+        ("tone", "tune", "t[o]ne", "t[u]ne", 1),
+        ("learn", "lean", "lea[r]n", "lean", 1),
+        ("ice", "icee", "ice", "ic[e]e", 1),
+        ("ab", "", "[a][b]", "", 2),
+        ("", "ab", "", "[a][b]", 2),
+    ],
+)
+def test_wrong_characters_are_marked(
+    target: str, output: str, marked_target: str, marked_output: str, errors: int
+) -> None:
+    reading = compare(target, output)
+    assert _said(reading.target) == marked_target
+    assert _said(reading.output) == marked_output
+    assert reading.errors == errors
+
+
+def _distance(one: str, other: str) -> int:
+    if not one or not other:
+        return len(one) + len(other)
+    changed = _distance(one[1:], other[1:]) + (one[0] != other[0])
+    return min(changed, _distance(one[1:], other) + 1, _distance(one, other[1:]) + 1)
+
+
+@settings(deadline=None, max_examples=80)
+@given(target=st.text("abc", max_size=5), output=st.text("abc", max_size=5))
+def test_the_marks_are_the_fewest_edits(target: str, output: str) -> None:
+    reading = compare(target, output)
+    assert reading.errors == _distance(target, output)
+    assert "".join(one for one, _ in reading.target) == target
+    assert "".join(one for one, _ in reading.output) == output
+    kept = [[one for one, wrong in side if not wrong] for side in (reading.target, reading.output)]
+    assert kept[0] == kept[1]
+
+
+def test_samples_follow_the_metric() -> None:
+    item = {"target": "seven", "output": "eleven", "ink": None}
+    assert "<mark>eleven</mark>" in samples_html([item], metric="accuracy")
+    assert "errors" in samples_html([item], metric="cer")
+    by_place = samples_html([{"target": "abc", "output": "abd", "ink": None}], metric="perplexity")
+    assert "ab<mark>d</mark>" in by_place
+    assert "2 of 3 as expected" in by_place
+    assert "<mark>" not in samples_html([item], metric="something else")
+
+
+def test_hostile_transcripts_are_escaped_character_by_character() -> None:
+    shown = samples_html([{"target": "<b>", "output": "<script>", "ink": [[0, 0, 1]]}], metric="cer")
+    assert "<b>" not in shown
+    assert "<script" not in shown
+    assert "&lt;" in shown

@@ -1,0 +1,369 @@
+"""The page of a run: every section, the numbers of the events, and runs of every state."""
+
+import base64
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stretto.errors import StrettoError
+from stretto.extras import optional
+from stretto.report import figures
+from stretto.report.figures import running_mean
+from stretto.report.run_report import write_run_report
+
+HOSTILE = "</script><script>alert(1)</script> \"double\" 'single'"
+SECTIONS = ["Training", "Batches", "Samples", "Results", "Notes and warnings", "Settings", "Data and versions"]
+PLOTS = ["loss", "metric", "time", "lengths", "padding", "shapes"]
+
+Event = dict[str, Any]
+
+
+def _started(**changes: Any) -> Event:
+    return {
+        "event": "started",
+        "time": 1_700_000_000.0,
+        "task": "handwriting",
+        "settings": {"epochs": 2, "batch_size": 4, "learning_rate": 0.005, "max_steps": None, "num_buckets": "auto"},
+        "data": {
+            "name": "ink",
+            "sequences": {"train": 4321, "valid": 432, "test": 431},
+            "steps": 987_654,
+            "features": 3,
+            "notes": ["a split was drawn"],
+        },
+        "edges": [20, 40],
+        "histogram": {"bounds": [1, 11, 21, 31, 41], "counts": [1, 20, 30, 4]},
+        "report": {"batches": 5, "num_buckets": 2, "shapes": 7, "padding": 0.061, "largest_batch": 160, "most_rows": 4},
+        "shuffled_padding": 0.437,
+        "slot_ratio": 1.83,
+        "parameters": 123_456,
+        "versions": {"stretto": "0.1.0", "torch": "9.8.7"},
+        "threads": 2,
+    } | changes
+
+
+def _step(number: int, **changes: Any) -> Event:
+    rows, length = 4, 20 if number % 2 else 40
+    return {
+        "event": "step",
+        "time": 1_700_000_000.0 + number,
+        "step": number,
+        "epoch": (number - 1) // 5,
+        "loss": 4.0 / number,
+        "rows": rows,
+        "length": length,
+        "steps_real": rows * length - number,
+        "slots": rows * length,
+        "seconds": number * 0.5,
+        "rate": 0.005,
+        "gradient_norm": 1.0,
+    } | changes
+
+
+def _epoch(number: int, **changes: Any) -> Event:
+    return {
+        "event": "epoch",
+        "time": 1_700_000_100.0,
+        "epoch": number,
+        "step": number * 5,
+        "train_loss": 1.25 / number,
+        "valid_loss": 1.5 / number,
+        "metric": "cer",
+        "value": 0.3217 / number,
+        "seconds": 2.5,
+        "steps_per_second": 1111.0 * number,
+        "padding": 0.0789,
+    } | changes
+
+
+def _whole(**changes: Any) -> list[Event]:
+    return [
+        _started(**changes),
+        *(_step(number) for number in range(1, 6)),
+        _epoch(1),
+        {"event": "checkpoint", "time": 0.0, "step": 5, "path": "checkpoints/five"},
+        *(_step(number) for number in range(6, 11)),
+        _epoch(2),
+        {"event": "warning", "time": 0.0, "message": "something was odd"},
+        {
+            "event": "samples",
+            "time": 0.0,
+            "items": [
+                {"target": "tone", "output": "tune", "ink": [[0, 0, 0], [1, 1, 1]]},
+                {"target": "plain", "output": "plain", "ink": None},
+            ],
+        },
+        {
+            "event": "finished",
+            "time": 0.0,
+            "metrics": {"cer": 0.0432, "cer_beam": 0.0411, "loss": 0.2345},
+            "epochs": 2,
+            "seconds": 754.6,
+            "padding": 0.0519,
+            "steps_per_second": 41_234.5,
+        },
+    ]
+
+
+def _write(folder: Path, events: list[Event]) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+    return write_run_report(folder).read_text(encoding="utf-8")
+
+
+def _outside_library(text: str) -> str:
+    source = optional("plotly.offline").get_plotlyjs()
+    assert text.count(source) == 1
+    return text.replace(source, "")
+
+
+def _array(values: Any) -> list[float]:
+    if isinstance(values, dict):
+        values = np.frombuffer(base64.b64decode(values["bdata"]), dtype=values["dtype"]).tolist()
+    return [np.nan if value is None else value for value in values]
+
+
+def _traces(text: str, name: str) -> list[dict[str, Any]]:
+    after = text.split(f'Plotly.newPlot({" " * 24}"plot-{name}",')[1]
+    return json.JSONDecoder().raw_decode(after.lstrip())[0]  # type: ignore[no-any-return]
+
+
+def _values(text: str) -> list[str]:
+    return [part.split("</div>")[0] for part in text.split('<div class="value">')[1:]]
+
+
+class Tags(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.names: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.names |= {name for name, _ in attrs}
+
+
+def test_the_page_has_every_section_and_plot(tmp_path: Path) -> None:
+    text = _outside_library(_write(tmp_path, _whole()))
+    assert [part.split("</h2>")[0] for part in text.split("<h2>")[1:]] == SECTIONS
+    for name in PLOTS:
+        assert text.count(f'id="plot-{name}"') == 1
+    assert "<h1>handwriting on ink</h1>" in text
+    assert '<p class="state">Finished</p>' in text
+    assert "started 14 November 2023, 22:13 UTC, 123,456 parameters, 2 epochs finished" in text
+
+
+def test_the_page_is_put_where_it_is_asked_for(tmp_path: Path) -> None:
+    _write(tmp_path / "run", _whole())
+    assert write_run_report(tmp_path / "run") == tmp_path / "run" / "report.html"
+    out = tmp_path / "elsewhere" / "page.html"
+    assert write_run_report(tmp_path / "run", out) == out
+    assert out.read_bytes() == (tmp_path / "run" / "report.html").read_bytes()
+
+
+def test_the_headline_is_the_numbers_of_the_events(tmp_path: Path) -> None:
+    text = _write(tmp_path, _whole())
+    assert _values(text) == ["4.32%", "12 min 35 s", "41,234", "5.2%", "1.8x fewer"]
+    assert "shuffled batches: 43.7%" in text
+
+
+def test_the_tables_are_the_numbers_of_the_events(tmp_path: Path) -> None:
+    text = _write(tmp_path, _whole())
+    second = ["2", "10", "0.6250", "0.7500", "16.09%", "2.500", "7.89%"]
+    assert "".join(f"<td>{cell}</td>" for cell in second) in text
+    rows = {
+        "character error rate": "4.32%",
+        "character error rate, beam": "4.11%",
+        "loss": "0.2345",
+        "train sequences": "4,321",
+        "test sequences": "431",
+        "steps in all": "987,654",
+        "features": "3",
+        "parameters": "123,456",
+        "torch": "9.8.7",
+        "largest batch, in slots": "160",
+        "distinct shapes": "7",
+        "learning_rate": "0.005",
+        "max_steps": "not set",
+        "num_buckets": "auto",
+    }
+    for name, value in rows.items():
+        assert f"<tr><th>{name}</th><td>{value}</td></tr>" in text
+    for line in ("a split was drawn", "Warning: something was odd", "is checkpoints/five."):
+        assert f"{line}</li>" in text
+
+
+def test_the_plots_are_the_numbers_of_the_events(tmp_path: Path) -> None:
+    text = _write(tmp_path, _whole())
+    by_step, smooth, by_epoch, validation = _traces(text, "loss")
+    assert smooth["name"] == "train, mean of 5 steps"
+    np.testing.assert_allclose(_array(smooth["y"])[-1], sum(4.0 / k for k in range(6, 11)) / 5)
+    np.testing.assert_allclose(_array(by_step["y"]), [4.0 / k for k in range(1, 11)])
+    np.testing.assert_allclose(_array(by_epoch["x"]), [2.5, 7.5])
+    np.testing.assert_allclose(_array(by_epoch["y"]), [1.25, 0.625])
+    np.testing.assert_allclose(_array(validation["x"]), [5, 10])
+    np.testing.assert_allclose(_array(validation["y"]), [1.5, 0.75])
+    (metric,) = _traces(text, "metric")
+    np.testing.assert_allclose(_array(metric["y"]), [0.3217, 0.3217 / 2])
+    padding, together, shuffled = _traces(text, "padding")
+    slots = np.array([80.0 if k % 2 else 160.0 for k in range(1, 11)])
+    np.testing.assert_allclose(_array(padding["y"]), np.arange(1, 11) / slots)
+    np.testing.assert_allclose(_array(together["y"])[-1], sum(range(6, 11)) / slots[5:].sum())
+    assert _array(shuffled["y"]) == [0.437, 0.437]
+    (shapes,) = _traces(text, "shapes")
+    np.testing.assert_allclose(_array(shapes["x"]), slots / 4)
+    np.testing.assert_allclose(_array(shapes["marker"]["color"]), [1, 2] * 5)
+    (lengths,) = _traces(text, "lengths")
+    assert _array(lengths["y"]) == [1, 20, 30, 4]
+    assert _array(lengths["x"]) == [5.5, 15.5, 25.5, 35.5]
+
+
+def test_only_steps_with_nothing_between_are_timed(tmp_path: Path) -> None:
+    (time,) = _traces(_write(tmp_path, _whole()), "time")
+    # Steps 1 and 6 begin an epoch; after them come four each whose neighbour is the step before.
+    np.testing.assert_allclose(_array(time["y"]), [500.0] * 8)
+    events = [_started(), *(_step(number) for number in (1, 2, 4, 5))]
+    events.insert(4, {"event": "checkpoint", "time": 0.0, "step": 4, "path": "x"})
+    (time,) = _traces(_write(tmp_path / "gaps", events), "time")
+    assert len(_array(time["y"])) == 1
+
+
+def test_a_slow_step_beyond_the_frame_is_told(tmp_path: Path) -> None:
+    steps = [_step(number, epoch=0, seconds=number * 0.5 + (500 if number == 300 else 0)) for number in range(1, 301)]
+    assert "1 slower step lies above the frame." in _write(tmp_path, [_started(), *steps])
+
+
+def test_many_steps_are_thinned_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "MOST_POINTS", 50)
+    text = _write(tmp_path, [_started(), *(_step(number, epoch=0) for number in range(1, 301))])
+    assert "50 of 300 steps are drawn, evenly spaced" in text
+    drawn = _array(_traces(text, "loss")[0]["x"])
+    assert len(drawn) == 50
+    assert (drawn[0], drawn[-1]) == (1, 300)
+
+
+def test_samples_show_ink_and_mark_what_is_wrong(tmp_path: Path) -> None:
+    text = _outside_library(_write(tmp_path, _whole()))
+    assert text.count("<svg ") == 1
+    assert "<dd>t<mark>u</mark>ne</dd>" in text
+    assert "<dd>plain</dd>" in text
+
+
+def test_hostile_words_come_out_escaped_everywhere(tmp_path: Path) -> None:
+    events = [
+        _started(
+            task=HOSTILE,
+            settings={HOSTILE: HOSTILE, "list": [HOSTILE]},
+            data={"name": HOSTILE, "sequences": {HOSTILE: 1}, "steps": 1, "features": 1, "notes": [HOSTILE]},
+            versions={HOSTILE: HOSTILE},
+            report={"batches": HOSTILE},
+        ),
+        *(_step(number) for number in range(1, 6)),
+        _epoch(1, metric=HOSTILE),
+        {"event": "checkpoint", "time": 0.0, "step": 5, "path": HOSTILE},
+        {"event": "warning", "time": 0.0, "message": HOSTILE},
+        {"event": "samples", "time": 0.0, "items": [{"target": HOSTILE, "output": HOSTILE, "ink": [[0, 0, 1]]}]},
+        {"event": "finished", "time": 0.0, "metrics": {HOSTILE: 0.5}, "epochs": 1, "seconds": 1.0},
+    ]
+    text = _outside_library(_write(tmp_path / "a<b>'c", events))
+    assert "alert(1)</script>" not in text
+    assert "<script>alert" not in text
+    found, plain = Tags(text), Tags(_outside_library(_write(tmp_path / "plain", _whole())))
+    assert found.tags.count("script") == plain.tags.count("script") == 1 + len(PLOTS)
+    assert set(found.tags) <= set(plain.tags)
+    assert found.names <= plain.names
+    assert "a&lt;b&gt;&#x27;c" in text
+    # The plots hold the metric's name escaped for HTML, since the plotting library reads some tags of its own.
+    assert "&lt;\\u002fscript&gt;" in text
+
+
+def test_nothing_is_fetched_from_elsewhere(tmp_path: Path) -> None:
+    text = _outside_library(_write(tmp_path, _whole()))
+    found = Tags(text)
+    assert not {"link", "iframe", "img", "image", "object", "embed", "base", "a", "use"} & set(found.tags)
+    assert not {"src", "href", "srcset", "xlink:href", "action"} & found.names
+    assert "http" not in text.replace("http-equiv", "")
+    assert "url(" not in text
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    text = _write(tmp_path, [_started()])
+    assert '<p class="state open">Not finished: no step is recorded yet</p>' in text
+    assert _values(text) == ["6.1%", "1.8x fewer"]
+    assert "planned; shuffled batches: 43.7%" in text
+    assert 'id="plot-lengths"' in text
+    assert 'id="plot-loss"' not in text
+    assert "No training step has been recorded yet." in text
+
+
+def test_a_record_without_events(tmp_path: Path) -> None:
+    text = _outside_library(_write(tmp_path, []))
+    assert [part.split("</h2>")[0] for part in text.split("<h2>")[1:]] == SECTIONS
+    assert "Not finished: no step is recorded yet" in text
+    assert "plotly-graph-div" not in text
+
+
+def test_a_run_that_is_under_way(tmp_path: Path) -> None:
+    text = _write(tmp_path, _whole()[:9])
+    assert "Not finished: the last recorded step is 6" in text
+    assert _values(text) == ["32.17%", "3.0 s", "1,111", f"{21 / 720:.1%}", "1.8x fewer"]
+    assert "on the validation sequences, after epoch 1" in text
+    assert "No test sequence has been recorded with its output yet." in text
+
+
+def test_an_interrupted_run(tmp_path: Path) -> None:
+    text = _write(tmp_path, [*_whole()[:9], {"event": "interrupted", "time": 0.0, "step": 1234}])
+    assert '<p class="state open">Interrupted at step 1,234:' in text
+    assert "<li>Interrupted at step 1,234.</li>" in text
+
+
+def test_a_resumed_run_is_no_longer_interrupted(tmp_path: Path) -> None:
+    events = _whole()
+    events[8:8] = [
+        {"event": "interrupted", "time": 0.0, "step": 5},
+        {"event": "resumed", "time": 0.0, "step": 5, "epoch": 1},
+    ]
+    text = _write(tmp_path, events)
+    assert '<p class="state">Finished</p>' in text
+    assert "<li>Resumed at step 5.</li>" in text
+    assert "Interrupted" not in _outside_library(text)
+
+
+def test_an_end_before_the_last_resumption_does_not_count(tmp_path: Path) -> None:
+    events = [*_whole(), {"event": "resumed", "time": 0.0, "step": 10, "epoch": 2}, _step(11)]
+    text = _write(tmp_path, events)
+    assert "Not finished: the last recorded step is 11" in text
+    assert _values(text)[0] == "16.09%"
+
+
+def test_more_slots_than_shuffled_are_told_as_they_are(tmp_path: Path) -> None:
+    assert _values(_write(tmp_path, [_started(slot_ratio=0.8)]))[-1] == "1.2x more"
+
+
+def test_losses_that_are_missing_are_not_drawn(tmp_path: Path) -> None:
+    steps = [_step(1), _step(2, loss=None), _step(3)]
+    loss = _array(_traces(_write(tmp_path, [_started(), *steps, _epoch(1, valid_loss=None)]), "loss")[0]["y"])
+    assert np.isnan(loss).tolist() == [False, True, False]
+
+
+def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StrettoError, match="nothing-here"):
+        write_run_report(tmp_path / "nothing-here")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_event_of_another_form_is_an_error_that_names_the_run(tmp_path: Path) -> None:
+    with pytest.raises(StrettoError, match=r"some-run.*event of another form"):
+        _write(tmp_path / "some-run", [_started(), _step(1, loss="much")])
+    assert not (tmp_path / "some-run" / "report.html").exists()
+
+
+def test_a_running_mean_is_over_what_came_before() -> None:
+    means = running_mean(np.array([2.0, 4.0, np.nan, 6.0]), window=2)
+    np.testing.assert_allclose(means, [2.0, 3.0, 4.0, 6.0])
+    assert np.isnan(running_mean(np.array([np.nan, 1.0]), window=1)[0])
