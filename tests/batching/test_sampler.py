@@ -1,6 +1,5 @@
-"""The bucket sampler over all its ranks: exactly once, under the caps, restored anywhere, in a plain DataLoader."""
+"""The bucket sampler over all its ranks: exactly once, under the caps, restored anywhere."""
 
-import functools
 import json
 import math
 from collections.abc import Callable
@@ -11,10 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
-from stretto.batching import BucketSampler, collate
-from stretto.data import SequenceSet
+from stretto.batching import BucketSampler
 from stretto.errors import StrettoError
 
 Options = dict[str, Any]
@@ -201,15 +198,6 @@ def test_epochs_and_seeds_differ_in_membership_and_order(world_size: int) -> Non
     assert list(jumped) == six[5]
 
 
-def test_mean_lengths_of_adjacent_batches_are_uncorrelated() -> None:
-    lengths_N = np.clip(np.random.default_rng(0).lognormal(5.0, 0.6, 1500), 5, 900).astype(np.int64)
-    for seed in range(40):
-        batches = list(BucketSampler(lengths_N, max_steps=2000, seed=seed))
-        means = np.array([lengths_N[batch].mean() for batch in batches])
-        assert len(means) >= 100
-        assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.1
-
-
 def test_state_of_other_lengths_or_settings_is_refused() -> None:
     chosen: Options = {"lengths": LENGTHS, "batch_size": 8, "max_steps": 600, "num_buckets": 4}
     state = BucketSampler(**chosen).state_dict()
@@ -239,32 +227,6 @@ def test_state_of_steps_that_are_not_there_is_refused(world_size: int, used: lis
     state = BucketSampler([3] * 8, batch_size=2).state_dict() | {"used": used}
     with pytest.raises(StrettoError, match="state"):
         BucketSampler([3] * 8, batch_size=2, world_size=world_size).load_state_dict(state)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize(("world_size", "count"), [(2, 40), (16, 5)])
-def test_a_plain_loader_deals_and_restores(num_workers: int, world_size: int, count: int) -> None:
-    lengths = LENGTHS[:count]
-    offsets = np.append(0, np.cumsum(lengths))
-    data = SequenceSet.from_flat(np.arange(offsets[-1], dtype=np.float32), offsets=offsets, split_N=np.zeros(count))
-    seen: list[list[int]] = []
-    for rank in range(world_size) if num_workers == 0 else (0, world_size - 1):
-        sampler, again = (BucketSampler(lengths, batch_size=4, rank=rank, world_size=world_size) for _ in range(2))
-        pad = functools.partial(collate, edges=sampler.edges, num_features=1)
-        wanted = list(BucketSampler(lengths, batch_size=4, rank=rank, world_size=world_size))
-        loader = DataLoader(data, batch_sampler=sampler, collate_fn=pad, num_workers=num_workers)
-        batches, used = list(loader), len(loader) // 2
-        assert [batch.indices.tolist() for batch in batches] == wanted
-        for batch, indices in zip(batches, wanted, strict=True):
-            assert batch.lengths.tolist() == lengths[indices].tolist()
-            assert batch.features_BTF.shape[2] == 1
-            assert batch.features_BTF[:, :1].flatten().tolist() == offsets[indices].tolist()
-        again.load_state_dict(sampler.state_dict(epoch=0, used=used))
-        rest = DataLoader(data, batch_sampler=again, collate_fn=pad, num_workers=num_workers)
-        assert [batch.indices.tolist() for batch in rest] == wanted[used:]
-        seen += wanted
-    assert num_workers or sorted(flat(seen)) == list(range(count))
-    assert ([] in seen) == (world_size > count)
 
 
 def test_a_sequence_at_the_upper_edge_belongs_to_that_bucket() -> None:

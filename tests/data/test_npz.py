@@ -1,5 +1,7 @@
 """Ragged .npz files: round trips, memory maps and real sets."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from stretto.data.npz import read_npz, write_npz
-from stretto.data.sequences import SequenceSet
+from stretto.data.sequences import PARTS, SequenceSet
 from stretto.data.targets import Labels, NoTargets, Transcripts
 
 DTYPES = (np.float16, np.float32, np.float64, np.uint8, np.int16, np.int64, np.bool_)
@@ -158,3 +160,13 @@ def test_japanese_vowels(shared_data, tmp_path, assert_same_set):
     assert (data.split_N == 2).sum() == 370
     write_npz(tmp_path / "again.npz", data)
     assert_same_set(data, read_npz(tmp_path / "again.npz"))
+
+
+@pytest.mark.parametrize("parts", [("valid",), ("train", "valid"), ("test",), ("train", "test")])
+def test_a_written_subset_keeps_its_parts(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    data = SequenceSet.from_flat(
+        np.zeros((60, 1), dtype=np.float32), offsets=np.arange(61), split_N=np.repeat([0, 1, 2], 20)
+    )
+    kept = data.subset(np.flatnonzero(np.isin(data.split_N, [PARTS.index(part) for part in parts])))
+    write_npz(tmp_path / "kept.npz", kept)
+    assert read_npz(tmp_path / "kept.npz").split_N.tolist() == kept.split_N.tolist()

@@ -123,8 +123,9 @@ def test_samples_follow_the_metric() -> None:
     assert "errors" in samples_html([item], metric="cer")
     by_place = samples_html([{"target": "abc", "output": "abd", "ink": None}], metric="perplexity")
     assert "ab<mark>d</mark>" in by_place
-    assert "2 of 3 as expected" in by_place
+    assert "2 of 3 characters right" in by_place
     assert "<mark>" not in samples_html([item], metric="something else")
+    assert "(empty)" in samples_html([{"target": "a", "output": "", "ink": None}], metric="cer")
 
 
 def test_hostile_transcripts_are_escaped_character_by_character() -> None:

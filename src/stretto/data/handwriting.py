@@ -15,7 +15,7 @@ from stretto.data.targets import Transcripts
 from stretto.data.writer import Writer
 from stretto.storage import cache_folder
 
-GENERATOR_VERSION: Final = 1
+GENERATOR_VERSION: Final = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from xml.etree.ElementTree import Element
 
 import numpy as np
@@ -94,16 +94,15 @@ def ink_set(inks: Iterable[Ink], *, name: str, note: str) -> SequenceSet:
             f"{silent[0]!r} has no transcript, as {len(silent)} of {len(features)} files",
             fix="Give every file a transcript, or none.",
         )
-    data = SequenceSet.from_flat(
+    return SequenceSet.from_flat(
         np.concatenate(features),
         offsets=np.cumsum([0, *map(len, features)]),
         targets=Transcripts.of(texts) if texts else NoTargets(count=len(features)),
-        split_N=np.zeros(len(features), dtype=np.uint8),
+        split_N=np.array(split, dtype=np.uint8),
+        split_complete=True,
         name=name,
         notes=(note,),
     )
-    # Set afterwards: where no group fell into test, `from_flat` would draw single sequences out of the groups.
-    return dataclasses.replace(data, split_N=np.array(split, dtype=np.uint8))
 
 
 def _ink(path: Path) -> Ink:
@@ -164,7 +163,7 @@ def _points(
 
 
 def _channel(text: str, *, index: int, path: Path) -> npt.NDArray[np.float64]:
-    values: list[str] = []
+    values = []
     for point in text.split(","):
         channels = point.split()
         if len(channels) <= index or not DECIMAL.fullmatch(channels[index]):
@@ -172,9 +171,8 @@ def _channel(text: str, *, index: int, path: Path) -> npt.NDArray[np.float64]:
                 f"{str(path)!r} has the point {point.strip()[:40]!r}, in which value {index + 1} is no plain decimal",
                 fix="Write points as decimals with spaces between, and commas between points.",
             )
-        values.append(channels[index])
-    decimals: Any = np.array(values).astype(np.float64)
-    return np.asarray(decimals, dtype=np.float64)
+        values.append(float(channels[index]))
+    return np.array(values, dtype=np.float64)
 
 
 def _transcript(root: Element, prefix: str) -> str | None:

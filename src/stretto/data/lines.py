@@ -40,8 +40,11 @@ def random_line(part: Part, *, rng: np.random.Generator) -> str:
     line = _token(part, rng=rng) if wanted >= 4 else _number(int(wanted), rng=rng)
     while len(line) < wanted:
         mark = rng.random()
-        line += ("- " if mark < 0.03 else ", " if mark < 0.09 else " ") + _token(part, rng=rng)
-    line = line[:MOST_CHARACTERS].rstrip()
+        longer = line + ("- " if mark < 0.03 else ", " if mark < 0.09 else " ") + _token(part, rng=rng)
+        if len(longer) > MOST_CHARACTERS:
+            # Half a word might be a word of another part.
+            break
+        line = longer
     return line + _pick(".?!", rng=rng) if rng.random() < 0.2 else line
 
 

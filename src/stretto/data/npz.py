@@ -18,14 +18,28 @@ import numpy.lib.format as npy
 import numpy.typing as npt
 
 from stretto.data.ink import pen_features
-from stretto.data.sequences import SequenceSet
+from stretto.data.sequences import PARTS, SequenceSet
 from stretto.data.targets import AbstractTargets, Labels, NoTargets, Transcripts
 from stretto.errors import StrettoError
 from stretto.storage import write_atomically
 
 Array = npt.NDArray[Any]
 LOCAL_HEADER_BYTES: Final = 30
-KNOWN: Final = ("x", "xy", "pen_down", "offsets", "y", "class_names", "split", "text", "text_offsets", "alphabet")
+KNOWN: Final = frozenset(
+    "x xy pen_down offsets y class_names split split_names text text_offsets alphabet".split(" ")
+)
+    "x",
+    "xy",
+    "pen_down",
+    "offsets",
+    "y",
+    "class_names",
+    "split",
+    "split_names",
+    "text",
+    "text_offsets",
+    "alphabet",
+)
 
 
 def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
@@ -34,7 +48,8 @@ def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
     Args:
         path: The file. `x` is (steps, features) or (steps,); pen data may instead have `xy` and `pen_down`.
             Targets are `y` (one class number a sequence, names in `class_names`) or `text` code points
-            with `text_offsets`. For text as features, `alphabet` has the code points of its characters.
+            with `text_offsets`. A `split` of 0 and 1 alone is train and test, unless `split_names` is there: then
+            it is 0 train, 1 valid, 2 test. For text as features, `alphabet` has the code points of its characters.
         memory_map: Leave uncompressed features on disk until they are used.
 
     Raises:
@@ -54,6 +69,7 @@ def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
         offsets=offsets,
         targets=_targets(arrays, count=len(offsets) - 1, source=str(path)),
         split_N=arrays.get("split"),
+        split_complete="split_names" in arrays,
         name=path.stem,
         alphabet=_alphabet(arrays, source=str(path)),
     )
@@ -66,6 +82,7 @@ def write_npz(path: Path, data: SequenceSet) -> None:
         "x": np.concatenate(rows),
         "offsets": np.concatenate([[0], np.cumsum(data.lengths_N)]).astype(np.int64),
         "split": data.split_N,
+        "split_names": np.array(PARTS),
     }
     if data.alphabet:
         arrays["alphabet"] = Transcripts.of([data.alphabet]).code_points

@@ -4,7 +4,6 @@ Shape legend: N rows, S steps of all rows together, F features per step.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -36,17 +35,17 @@ def read_parquet(path: Path) -> SequenceSet:
     columns = _columns(path)
     source = str(path)
     features_SF, offsets = _features(columns["x"], source=source)
-    split_N, named_N = _split(columns["split"], source=source) if "split" in columns else (None, None)
+    split_N, complete = _split(columns["split"], source=source) if "split" in columns else (None, False)
     both = "text" in columns and "y" in columns
-    data = SequenceSet.from_flat(
+    return SequenceSet.from_flat(
         features_SF,
         offsets=offsets,
         targets=_targets(columns, count=len(offsets) - 1, source=source),
         split_N=split_N,
+        split_complete=complete,
         name=path.stem,
         notes=("the columns `text` and `y` are both there: `text` is learnt, `y` is not read",) if both else (),
     )
-    return data if named_N is None else dataclasses.replace(data, split_N=named_N)
 
 
 @contextlib.contextmanager
@@ -194,11 +193,8 @@ def _numbered(column: Any) -> tuple[list[str], Array]:
     return names, compute.index_in(column, value_set=value_set).to_numpy()
 
 
-def _split(column: Any, *, source: str) -> tuple[Array, Array | None]:
-    """The split for `from_flat`, and the one to set after it where validation is named.
-
-    `from_flat` takes a 1 without a 2 for a test part from which a validation part is missing.
-    """
+def _split(column: Any, *, source: str) -> tuple[Array, bool]:
+    """The split for `from_flat`, and whether validation is named in it."""
     _refuse_nulls(column, name="split", source=source)
     if not _is_text(column):
         if not optional("pyarrow").types.is_integer(column.type):
@@ -206,7 +202,7 @@ def _split(column: Any, *, source: str) -> tuple[Array, Array | None]:
                 f"{source}: column `split` has the type {column.type}",
                 fix="Give 0, 1, 2 or train, valid, test a row.",
             )
-        return column.to_numpy(), None
+        return column.to_numpy(), False
     names, values_N = _numbered(column)
     unknown = [number for number, name in enumerate(names) if name not in SPLIT_NAMES]
     if unknown:
@@ -217,4 +213,4 @@ def _split(column: Any, *, source: str) -> tuple[Array, Array | None]:
         )
     split_N = np.array([SPLIT_NAMES[name] for name in names], dtype=np.uint8)[values_N]
     has_validation = bool((split_N == 1).any())
-    return (np.zeros_like(split_N), split_N) if has_validation else (np.minimum(split_N, 1), None)
+    return (split_N, True) if has_validation else (np.minimum(split_N, 1), False)

@@ -67,11 +67,16 @@ class SequenceSet(Dataset[Sample]):
         offsets: Array,
         targets: AbstractTargets | None = None,
         split_N: Array | None = None,
+        split_complete: bool = False,
         name: str = "data",
         alphabet: str = "",
         notes: tuple[str, ...] = (),
     ) -> "SequenceSet":
-        """Check the flat layout (sequence i is `features_SF[offsets[i]:offsets[i + 1]]`) and wrap it without a copy."""
+        """Check the flat layout (sequence i is `features_SF[offsets[i]:offsets[i + 1]]`) and wrap it without a copy.
+
+        Without `split_N` a split is drawn; where it has 0 and 1 alone, 1 is taken for test and a part of train for
+        validation, unless `split_complete` says that 1 is validation whatever else there is.
+        """
         if features_SF.ndim == 1:
             features_SF = features_SF[:, None]
         _check_features(features_SF, name=name)
@@ -82,7 +87,7 @@ class SequenceSet(Dataset[Sample]):
                 f"{name}: {len(lengths_N)} sequences but {len(targets)} targets",
                 fix="Give exactly one target a sequence.",
             )
-        split_N, split_note = _check_split(split_N, count=len(lengths_N), name=name)
+        split_N, split_note = _check_split(split_N, complete=split_complete, count=len(lengths_N), name=name)
         _check_finite(features_SF, offsets=np.asarray(offsets), name=name)
         return cls(
             name=name,
@@ -198,7 +203,9 @@ def _check_offsets(offsets: Array, *, num_steps: int, name: str) -> npt.NDArray[
     return lengths_N
 
 
-def _check_split(split_N: Array | None, *, count: int, name: str) -> tuple[npt.NDArray[np.uint8], tuple[str, ...]]:
+def _check_split(
+    split_N: Array | None, *, complete: bool, count: int, name: str
+) -> tuple[npt.NDArray[np.uint8], tuple[str, ...]]:
     if split_N is None:
         draw = np.random.default_rng(count).random(count)
         made = np.select([draw < 0.8, draw < 0.9], [0, 1], default=2).astype(np.uint8)
@@ -209,7 +216,7 @@ def _check_split(split_N: Array | None, *, count: int, name: str) -> tuple[npt.N
             fix="Give one of 0 (train), 1 (valid), 2 (test) a sequence.",
         )
     split_N = split_N.astype(np.uint8)
-    if (split_N == 1).any() and not (split_N == 2).any():
+    if not complete and (split_N == 1).any() and not (split_N == 2).any():
         held_out = (split_N == 0) & (np.random.default_rng(count).random(count) < 0.1)
         made = np.where(split_N == 1, 2, np.where(held_out, 1, 0)).astype(np.uint8)
         return made, ("split has train and test only: a tenth of train is kept for validation",)

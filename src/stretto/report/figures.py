@@ -16,6 +16,7 @@ from stretto.report.record import Numbers, RunRecord
 
 MOST_POINTS = 3000
 LEAST_WINDOW = 5
+SLOW = 4.0
 METRIC_NAMES: Final = {"cer": "character error rate"}
 
 
@@ -157,8 +158,9 @@ def time_figure(record: RunRecord) -> Html:
     timed = np.flatnonzero(np.isfinite(steps.took_S))
     drawn = timed[_drawn(timed)]
     bucket_S = _bucket(record, drawn)
-    most = float(np.quantile(steps.took_S[timed], 0.99)) * 1.25
-    above = int((steps.took_S[timed] > most).sum())
+    took = steps.took_S[timed]
+    usual = took <= SLOW * np.quantile(took, 0.9)
+    above = int((~usual).sum())
     trace = optional("plotly.graph_objects").Scatter(
         x=steps.slots_S[drawn],
         y=steps.took_S[drawn] * 1000,
@@ -171,7 +173,7 @@ def time_figure(record: RunRecord) -> Html:
         [trace],
         name="time",
         x={"title": "slots of the batch (sequences times padded length)", "rangemode": "tozero"},
-        y={"title": "milliseconds a step", "range": [0, most * 1000]},
+        y={"title": "milliseconds a step", "range": [0, 1150 * float(took[usual].max())]},
         legend=False,
     )
     text = "From one recorded step to the next where nothing but training lay between; colours are the buckets."

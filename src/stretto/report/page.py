@@ -63,8 +63,10 @@ li { margin: 4px 0; max-width: 85ch; overflow-wrap: anywhere; }
 .sample dd { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; }
 mark { background: #f6d9d3; color: #8f2f24; border-radius: 3px; }
 footer { margin-top: 56px; font-size: 14px; color: var(--soft); overflow-wrap: anywhere; }
+@media screen and (max-width: 800px) { #plot-lengths .annotation { display: none; } }
+@page { margin: 12mm; }
 @media print {
-  main { max-width: none; padding: 0; }
+  main { width: 1100px; max-width: none; padding: 0 32px; zoom: 0.63; }
   h2 { break-after: avoid; }
   .number { border: 1px solid var(--line); }
 }

@@ -139,7 +139,7 @@ def _numbers(record: RunRecord) -> Iterator[BigNumber]:
     ratio = started.get("slot_ratio")
     if ratio is not None:
         value = f"{ratio:.1f}x fewer" if ratio >= 1 else f"{1 / ratio:.1f}x more"
-        yield BigNumber(label="Slots saved", value=value, detail="than shuffled batches of as many sequences need")
+        yield BigNumber(label="Slots saved", value=value, detail="than shuffled batches would need")
 
 
 def _padding_numbers(record: RunRecord) -> Iterator[BigNumber]:

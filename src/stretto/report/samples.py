@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from stretto.report.ink import ink_svg
 from stretto.report.page import Html, escaped
+
+EMPTY: Final = Html('<i class="detail">(empty)</i>')
 
 Edit = Literal["same", "changed", "missing", "extra"]
 
@@ -68,13 +70,13 @@ def _card(item: Mapping[str, Any], *, metric: str) -> Html:
             escaped(target),
             _marked([*places, *((one, True) for one in output[len(target) :])]),
         )
-        verdict = f"{sum(not wrong for _, wrong in places)} of {len(target)} as expected"
+        verdict = f"{sum(not wrong for _, wrong in places)} of {len(target)} characters right"
     else:
         shown_target, shown_output = escaped(target), escaped(output)
     told = f'<dt></dt><dd class="detail">{escaped(verdict)}</dd>' if verdict else ""
     return Html(
-        f'<div class="sample">{drawing}<dl><dt>target</dt><dd>{shown_target}</dd>'
-        f"<dt>output</dt><dd>{shown_output}</dd>{told}</dl></div>"
+        f'<div class="sample">{drawing}<dl><dt>target</dt><dd>{shown_target or EMPTY}</dd>'
+        f"<dt>output</dt><dd>{shown_output or EMPTY}</dd>{told}</dl></div>"
     )
 
 
