@@ -125,7 +125,7 @@ def test_a_write_that_the_kernel_refuses_leaves_what_was_there(tmp_path: Path) -
 def test_a_writer_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "note.txt"
     path.write_text("old")
-    with pytest.raises(StrettoError, match="note.txt"):
+    with pytest.raises(StrettoError, match=r"note\.txt"):
         write_atomically(path, lambda _: None)
     assert path.read_text() == "old"
 

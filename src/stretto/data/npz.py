@@ -25,21 +25,7 @@ from stretto.storage import write_atomically
 
 Array = npt.NDArray[Any]
 LOCAL_HEADER_BYTES: Final = 30
-KNOWN: Final = frozenset(
-    "x xy pen_down offsets y class_names split split_names text text_offsets alphabet".split(" ")
-)
-    "x",
-    "xy",
-    "pen_down",
-    "offsets",
-    "y",
-    "class_names",
-    "split",
-    "split_names",
-    "text",
-    "text_offsets",
-    "alphabet",
-)
+KNOWN: Final = frozenset("x xy pen_down offsets y class_names split split_names text text_offsets alphabet".split(" "))
 
 
 def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
