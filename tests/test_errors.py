@@ -25,7 +25,7 @@ def test_the_fix_is_named_and_must_be_given() -> None:
     with pytest.raises(TypeError, match="fix"):
         StrettoError("something is wrong")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional"):
-        StrettoError("something is wrong", "Put it right.")  # type: ignore[call-arg, misc]
+        StrettoError("something is wrong", "Put it right.")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 
-from stretto.batching.sampler import BucketSampler
+from stretto.batching.shuffled import shuffled_slots
 from stretto.data.opening import open_sequences
 from stretto.data.sequences import PARTS, SequenceSet
 from stretto.errors import StrettoError
 from stretto.report.console import console_view
+from stretto.report.length_histogram import length_histogram
 from stretto.report.run_report import write_run_report
 from stretto.storage import write_text_atomically
 from stretto.tasks.registry import CONFIGS, task_named
@@ -28,7 +28,6 @@ from stretto.training.task import AbstractTask
 
 RUNS: Final = Path("runs")
 RESULT_FILE: Final = "result.json"
-HISTOGRAM_BINS: Final = 60
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,7 @@ class TrainResult:
         slot_ratio: How many times more slots shuffled batches would have had.
         settings: As they were used.
         run: The folder with the events, the model, checkpoints and `result.json`.
-        report: The HTML page.
+        report: The HTML page; None when plotly, of the extra `report`, is not installed.
         model: The trained model.
     """
 
@@ -56,7 +55,7 @@ class TrainResult:
     slot_ratio: float
     settings: dict[str, Any]
     run: Path
-    report: Path
+    report: Path | None
     model: nn.Module = dataclasses.field(repr=False)
 
     def to_json(self) -> str:
@@ -125,7 +124,7 @@ def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: Even
         slot_ratio=slot_ratio,
         settings={"task": task.name, **config.recorded()},
         run=run,
-        report=run / "report.html",
+        report=None,
         model=ended.model,
     )
     write_text_atomically(run / RESULT_FILE, result.to_json())
@@ -139,31 +138,34 @@ def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: Even
         slot_ratio=slot_ratio,
         run=str(run),
     )
-    write_run_report(run)
-    return result
+    return dataclasses.replace(result, report=_report(run, log))
+
+
+def _report(run: Path, log: EventLog) -> Path | None:
+    """Write the page; a trained model is not lost to a missing plotting library or a full disk."""
+    try:
+        return write_run_report(run)
+    except StrettoError as error:
+        log.emit("warning", message=f"the report was not written: {error}")
+        return None
 
 
 def _description(task: AbstractTask[Any], config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
     """What the record says at the start: the data, the batches, and what they would be without buckets."""
     train_part = task.data.part("train")
     report = trainer.sampler.report()
-    shuffled = BucketSampler(
-        train_part.lengths_N,
-        batch_size=config.batch_size,
-        max_steps=config.max_steps,
-        num_buckets=1,
-        seed=config.seed,
-    ).report()
-    counts, bounds = np.histogram(train_part.lengths_N, bins=HISTOGRAM_BINS)
+    shuffled = shuffled_slots(
+        train_part.lengths_N, batch_size=config.batch_size, max_steps=config.max_steps, seed=config.seed
+    )
     return {
         "task": task.name,
         "settings": config.recorded(),
         "data": _data_facts(task.data),
         "edges": trainer.sampler.edges.tolist(),
-        "histogram": {"bounds": bounds.round(2).tolist(), "counts": counts.tolist()},
+        "histogram": dataclasses.asdict(length_histogram(train_part.lengths_N)),
         "report": dataclasses.asdict(report),
-        "shuffled_padding": shuffled.padding,
-        "slot_ratio": (1.0 - report.padding) / (1.0 - shuffled.padding),
+        "shuffled_padding": 1.0 - train_part.num_steps / shuffled,
+        "slot_ratio": shuffled * (1.0 - report.padding) / train_part.num_steps,
         "parameters": sum(p.numel() for p in trainer.state.model.parameters()),
         "epochs": config.epochs,
         "versions": {

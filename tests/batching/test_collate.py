@@ -37,13 +37,13 @@ def test_batch_equals_naive_padding(
     lengths: list[int], num_features: int, dtype: torch.dtype, edges: Any, form: str
 ) -> None:
     rows = [rows_of(steps, num_features, dtype=dtype, seed=seed) for seed, steps in enumerate(lengths)]
-    items = {
+    forms: dict[str, list[Any]] = {
         "tensor": rows,
         "array": [part.numpy() for part in rows],
         "pair": [(part, None) for part in rows],
         "sample": [Sample(features_TF=part, target=None, index=7 + place) for place, part in enumerate(rows)],
-    }[form]
-    batch = collate(items, edges=edges)
+    }
+    batch = collate(forms[form], edges=edges)
     padded = max(lengths) if edges is None else min(int(edge) for edge in edges if edge >= max(lengths))
     assert batch.features_BTF.shape == (len(lengths), padded, num_features)
     assert batch.features_BTF.dtype == dtype

@@ -17,7 +17,8 @@ SHAPES = [(rows, steps) for steps in (20, 100, 700) for rows in (1, 8, 32)]
 terms = st.sampled_from([0.0, 1e-7, 3e-6, 2e-5, 1e-3, 0.5])
 
 
-def seconds(rows: int, steps: int, *, per_batch: float, per_step: float, per_slot: float) -> float:
+def seconds(shape: tuple[int, int], *, per_batch: float, per_step: float, per_slot: float) -> float:
+    rows, steps = shape
     return per_batch + steps * (per_step + per_slot * rows)
 
 
@@ -27,11 +28,11 @@ def test_fit_recovers_the_terms(per_batch: float, per_step: float, per_slot: flo
     given_terms = {"per_batch": per_batch, "per_step": per_step, "per_slot": per_slot}
     if not any(given_terms.values()):
         return
-    fitted = StepCost.fit(SHAPES, [seconds(*shape, **given_terms) for shape in SHAPES], max_steps=1000)
+    fitted = StepCost.fit(SHAPES, [seconds(shape, **given_terms) for shape in SHAPES], max_steps=1000)
     for shape in SHAPES:
-        again = seconds(*shape, per_batch=fitted.per_batch, per_step=fitted.per_step, per_slot=fitted.per_slot)
-        assert again == pytest.approx(seconds(*shape, **given_terms), rel=1e-6)
-    shortest = min(seconds(*shape, **given_terms) for shape in SHAPES)
+        again = seconds(shape, per_batch=fitted.per_batch, per_step=fitted.per_step, per_slot=fitted.per_slot)
+        assert again == pytest.approx(seconds(shape, **given_terms), rel=1e-6)
+    shortest = min(seconds(shape, **given_terms) for shape in SHAPES)
     for name, share in (("per_batch", 1.0), ("per_step", 20.0), ("per_slot", 20.0)):
         assert getattr(fitted, name) == pytest.approx(given_terms[name], rel=1e-6, abs=1e-6 * shortest / share)
     assert fitted.max_steps == 1000
@@ -91,7 +92,7 @@ def test_measure_fits_the_shortest_of_the_repeats(monkeypatch: pytest.MonkeyPatc
     def train_step(rows: int, steps: int) -> None:
         calls.append((rows, steps))
         slow = 50.0 if len(calls) <= 9 else 0.0
-        clock[0] += slow + seconds(rows, steps, per_batch=0.25, per_step=0.5, per_slot=0.125)
+        clock[0] += slow + seconds((rows, steps), per_batch=0.25, per_step=0.5, per_slot=0.125)
 
     fitted = StepCost.measure(train_step, longest=400, repeats=2, **size)
     assert fitted.per_batch == pytest.approx(0.25, rel=1e-6)
@@ -111,11 +112,11 @@ def test_measure_copes_with_tiny_shapes(monkeypatch: pytest.MonkeyPatch, longest
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
     def train_step(rows: int, steps: int) -> None:
-        clock[0] += seconds(rows, steps, per_batch=1.0, per_step=0.5, per_slot=0.25)
+        clock[0] += seconds((rows, steps), per_batch=1.0, per_step=0.5, per_slot=0.25)
 
     fitted = StepCost.measure(train_step, longest=longest, **size)
     rows = size.get("batch_size") or max(1, 20 // longest)
-    wanted = seconds(rows, longest, per_batch=1.0, per_step=0.5, per_slot=0.25) / rows
+    wanted = seconds((rows, longest), per_batch=1.0, per_step=0.5, per_slot=0.25) / rows
     assert float(fitted(longest)) == pytest.approx(wanted, rel=1e-6)
 
 
@@ -158,12 +159,12 @@ def test_step_cost_wants_one_size(size: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("name", ["per_batch", "per_step", "per_slot"])
 def test_step_cost_wants_terms_that_are_times(name: str) -> None:
-    terms_but_one = {"per_batch": 1.0, "per_step": 1.0, "per_slot": 1.0}
+    good: dict[str, Any] = {"per_batch": 1.0, "per_step": 1.0, "per_slot": 1.0}
     with pytest.raises(StrettoError, match="negative"):
-        StepCost(**terms_but_one | {name: -1e-9}, batch_size=2)
+        StepCost(**good | {name: -1e-9}, batch_size=2)
     for value in (math.nan, math.inf):
         with pytest.raises(StrettoError, match=str(value)):
-            optimal_edges([1, 2, 3], 2, StepCost(**terms_but_one | {name: value}, batch_size=2))
+            optimal_edges([1, 2, 3], 2, StepCost(**good | {name: value}, batch_size=2))
 
 
 @pytest.mark.parametrize(

@@ -169,14 +169,14 @@ def test_many_lengths_equal_the_plain_programme(seed: int) -> None:
 )
 def test_no_heuristic_is_better(law: str, seed: int, num_buckets: int, power: float | None) -> None:
     rng = np.random.default_rng(seed)
-    drawn = {
+    laws: dict[str, Callable[[], npt.NDArray[Any]]] = {
         "lognormal": lambda: rng.lognormal(4.0, 0.8, 1000),
         "uniform": lambda: rng.uniform(1, 500, 1000),
         "pareto": lambda: 10 * rng.pareto(1.5, 1000),
         "two humps": lambda: np.concatenate([rng.normal(50, 5, 900), rng.normal(400, 30, 100)]),
         "geometric": lambda: rng.geometric(0.05, 1000),
-    }[law]()
-    lengths_N = np.clip(drawn, 1, 5000).astype(np.int64)
+    }
+    lengths_N = np.clip(laws[law](), 1, 5000).astype(np.int64)
     cost: Callable[[Any], Any] | None = None if power is None else lambda length: np.asarray(length, float) ** power
     best = padded_cost(lengths_N, optimal_edges(lengths_N, num_buckets, cost), cost)
     for heuristic in (equal_mass_edges, percentile_edges, uniform_edges):
@@ -210,9 +210,10 @@ def test_handwriting_lengths_waste_less_than_equal_mass() -> None:
 )
 def test_forms_of_lengths_agree(form: Callable[[list[int]], Any]) -> None:
     values = [255, 254, 3, 3, 200, 199, 90] * 50
+    num_buckets: Any = np.int64(3)
     wanted = optimal_edges(np.array(values, dtype=np.int64), 3, lambda length: length * length)
     assert optimal_edges(form(values), 3, lambda length: length * length).tolist() == wanted.tolist()
-    assert optimal_edges(form(values), np.int64(3)).tolist() == optimal_edges(values, 3).tolist()
+    assert optimal_edges(form(values), num_buckets).tolist() == optimal_edges(values, 3).tolist()
     assert padded_cost(form(values), wanted) == padded_cost(values, wanted)
 
 

@@ -5,6 +5,7 @@ Shape legend: N sequences, M members, K buckets, G steps.
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -122,12 +123,12 @@ def test_without_a_generator_everything_is_sorted_by_length(scene: Scene) -> Non
 
 def plan_of_law(law: str, *, seed: int, count: int, rows: int) -> tuple[EpochPlan, Ints]:
     rng = np.random.default_rng(seed)
-    drawn = {
+    laws: dict[str, Callable[[], Ints | npt.NDArray[np.float64]]] = {
         "lognormal": lambda: rng.lognormal(5.0, 0.7, count),
         "two lengths": lambda: rng.choice([10, 1000], count, p=[0.9, 0.1]),
         "outlier": lambda: np.append(rng.integers(5, 9, count - 1), 10_000),
-    }[law]()
-    lengths_N = np.clip(drawn, 1, 10_000).astype(np.int64)
+    }
+    lengths_N = np.clip(laws[law](), 1, 10_000).astype(np.int64)
     edges_K = optimal_edges(lengths_N, 8)
     buckets = Buckets(
         edges_K=edges_K, bucket_N=bucket_of(lengths_N, edges_K), rows_K=np.full(len(edges_K), rows, dtype=np.int64)

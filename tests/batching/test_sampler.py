@@ -241,10 +241,11 @@ def test_forms_of_lengths_and_settings_agree(form: Callable[[Any], Any]) -> None
     values = [250, 251, 3, 4, 99, 100, 101] * 9
     plain = BucketSampler(values, batch_size=2, max_steps=600, num_buckets=3, world_size=2, rank=1)
     given_lengths = form(values)
-    odd = BucketSampler(
-        given_lengths, batch_size=np.int32(2), max_steps=600.0, num_buckets=np.int64(3), seed=np.int64(0),
-        world_size=np.int64(2), rank=np.uint8(1), shuffle=np.bool_(True),
-    )  # fmt: skip
+    numbers: Options = {
+        "batch_size": np.int32(2), "max_steps": 600.0, "num_buckets": np.int64(3), "seed": np.int64(0),
+        "world_size": np.int64(2), "rank": np.uint8(1), "shuffle": np.bool_(True),
+    }  # fmt: skip
+    odd = BucketSampler(given_lengths, **numbers)
     given_lengths[0] = 1
     assert list(odd) == list(plain)
     assert json.loads(json.dumps(odd.state_dict())) == plain.state_dict()
@@ -273,8 +274,9 @@ def test_great_sizes_are_no_cap(size: int) -> None:
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_used_are_named(change: Options, named: str) -> None:
+    chosen: Options = {"lengths": [5, 9, 2], "batch_size": 2}
     with pytest.raises(StrettoError, match=named):
-        list(BucketSampler(**{"lengths": [5, 9, 2], "batch_size": 2} | change))
+        list(BucketSampler(**chosen | change))
 
 
 def test_a_negative_epoch_is_named() -> None:

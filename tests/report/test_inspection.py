@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from stretto.batching.sampler import BucketSampler
+from stretto.batching.shuffled import shuffled_slots
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import AbstractTargets, Labels, Transcripts
 from stretto.errors import StrettoError
-from stretto.report.inspection import Inspection, inspect_lengths, render, shuffled_slots
+from stretto.report.inspection import Inspection, inspect_lengths, render
 from stretto.report.inspection_page import write_inspection_page
 from stretto.report.length_bars import LengthBars
 from stretto.report.length_histogram import length_histogram

@@ -33,7 +33,9 @@ def run(words: list[str]) -> int:
             soft_wrap=True,
         )
         return INTERRUPTED
-    console.print(Text(f"run     {result.run}\nreport  {result.report}"), soft_wrap=True)
+    console.print(Text(f"run     {result.run}"), soft_wrap=True)
+    if result.report is not None:
+        console.print(Text(f"report  {result.report}"), soft_wrap=True)
     return 0
 
 

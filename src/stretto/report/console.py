@@ -56,6 +56,7 @@ class LiveView:
             BarColumn(bar_width=None),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[metric]}"),
             TextColumn("{task.fields[speed]} steps/s"),
             TextColumn("padding {task.fields[padding]}"),
             TimeRemainingColumn(compact=True),
@@ -63,7 +64,7 @@ class LiveView:
             expand=True,
         )
         self._live = Live(self._progress, console=console, refresh_per_second=8, transient=True)
-        self._bar = self._progress.add_task("", total=1, epoch=1, epochs=1, loss="-", speed="-", padding="-")
+        self._bar = self._progress.add_task("", total=1, epoch=1, epochs=1, loss="-", metric="", speed="-", padding="-")
         self._reset()
 
     def __call__(self, event: Event) -> None:
@@ -81,6 +82,8 @@ class LiveView:
             self._live.stop()
         if kind == "epoch":
             self._reset()
+            shown = f"{event['metric']} {shown_metric(event['metric'], event['value'])}"
+            self._progress.update(self._bar, metric=shown)
         self._plain(event)
 
     def _reset(self) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.batching.sampler import BucketSampler
+from stretto.batching.shuffled import shuffled_slots
 from stretto.data.sequences import PARTS, SequenceSet
 from stretto.data.targets import AbstractTargets, Labels, NoTargets
 from stretto.report.length_bars import LengthBars, span
@@ -142,25 +143,6 @@ def inspect_lengths(
         padding=report.padding,
         slot_ratio=shuffled * (1.0 - report.padding) / real,
     )
-
-
-def shuffled_slots(lengths_N: Lengths, *, batch_size: int | None, max_steps: int | None, seed: int = 0) -> int:
-    """The slots of one epoch of shuffled batches, each padded to its longest sequence.
-
-    With a cap, a batch is closed when the next sequence would take it over `max_steps` slots or `batch_size` rows.
-    """
-    order_N = np.random.default_rng(seed).permutation(lengths_N)
-    if max_steps is None:
-        begins_G = np.arange(0, len(order_N), batch_size)
-        sizes_G = np.diff(np.append(begins_G, len(order_N)))
-        return int((np.maximum.reduceat(order_N, begins_G) * sizes_G).sum())
-    slots = rows = longest = 0
-    for length in order_N.tolist():
-        wider = max(longest, length)
-        if (rows + 1) * wider > max_steps or rows == batch_size:
-            slots, rows, wider = slots + rows * longest, 0, length
-        rows, longest = rows + 1, wider
-    return slots + rows * longest
 
 
 def render(inspection: Inspection) -> RenderableType:

@@ -1,0 +1,53 @@
+"""What the documentation says must be true."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_documentation_builds_strictly(tmp_path: Path) -> None:
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "site" / "bucketing" / "index.html").exists()
+
+
+def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert "padding" in capsys.readouterr().out
+    assert names["batch"].features_BTF.shape[0] == len(names["batch"].lengths)  # type: ignore[attr-defined]
+
+
+def test_the_tree_of_the_readme_is_the_tree() -> None:
+    tree = README.partition("src/stretto/\n")[2].partition("```")[0]
+    named = {line.split()[0].rstrip("/") for line in tree.splitlines() if line.startswith("  ")}
+    package = ROOT / "src" / "stretto"
+    real = {path.name for path in package.iterdir() if not path.name.startswith("_") and path.suffix in ("", ".py")}
+    assert named == real
+
+
+@pytest.mark.parametrize("command", ["make run", "make test"])
+def test_the_readme_shows_the_two_commands(command: str) -> None:
+    target = command.split()[1]
+    assert command in README
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def test_no_source_file_is_long_or_vaguely_named() -> None:
+    files = sorted((ROOT / "src").rglob("*.py"))
+    long = [path.name for path in files if len(path.read_text(encoding="utf-8").splitlines()) > 500]
+    vague = [path.name for path in files if path.stem in {"utils", "util", "helpers", "helper", "common", "misc"}]
+    assert (long, vague) == ([], [])
