@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -19,6 +20,7 @@ VERBS: Final = {
     "reproduce": "a paper's experiment: a table, a plot and a JSON file",
     "doctor": "what Stretto will use on this machine, and why",
 }
+WAIT_VARIABLE: Final = "OMP_WAIT_POLICY"
 FAULT: Final = 2
 INTERRUPTED: Final = 130
 
@@ -32,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(f"stretto {importlib.metadata.version('stretto')}")
         return 0
+    # torch's threads wait for each other thousands of times a second. By default they spin, and when another process
+    # wants the core, that makes training ten times slower; asleep, they lose little on an idle machine. The variable
+    # is read once, when torch is first imported, which only a verb does.
+    os.environ.setdefault(WAIT_VARIABLE, "PASSIVE")
     try:
         return _verb(words[0])(words[1:])
     except StrettoError as error:

@@ -4,6 +4,7 @@ from rich.console import Console
 
 from stretto.cli.parsing import checked_flags, choose, parse
 from stretto.recipes.bucketing import BucketingSettings, reproduce_bucketing
+from stretto.recipes.bucketing_figure import write_bucketing_figure
 from stretto.recipes.bucketing_page import bucketing_table, write_bucketing_page
 from stretto.training.loop import EpochRecord
 
@@ -28,7 +29,8 @@ def run(words: list[str]) -> int:
 
     result = reproduce_bucketing(settings, watch=watch)
     console.print(bucketing_table(result))
-    page = settings.out / "bucketing.html"
-    write_bucketing_page(result, page)
-    console.print(f"table  {settings.out / 'bucketing.json'}\nplot   {page}", highlight=False, soft_wrap=True)
+    write_bucketing_figure(result, settings.out / "bucketing.svg")
+    write_bucketing_page(result, settings.out / "bucketing.html")
+    for what, ending in (("table", "json"), ("plot", "svg"), ("page", "html")):
+        console.print(f"{what:<6} {settings.out / f'bucketing.{ending}'}", highlight=False, soft_wrap=True)
     return 0

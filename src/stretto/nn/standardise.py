@@ -28,13 +28,16 @@ class Standardise(nn.Module):
     def of(cls, data: SequenceSet) -> "Standardise":
         """Measure the sequences of `data`; a feature that never changes is left as it is."""
         count, total_F, square_F = 0, np.zeros(data.num_features), np.zeros(data.num_features)
+        # Measured from a value that occurs, the squares of a common offset do not swamp the deviation.
+        origin_F = np.asarray(data.features_SF[data.starts_N[0]], dtype=np.float64)
         for start, length in zip(data.starts_N, data.lengths_N, strict=True):
-            rows_TF = np.asarray(data.features_SF[start : start + length], dtype=np.float64)
+            rows_TF = np.asarray(data.features_SF[start : start + length], dtype=np.float64) - origin_F
             count += len(rows_TF)
             total_F += rows_TF.sum(axis=0)
             square_F += (rows_TF**2).sum(axis=0)
-        mean_F = total_F / count
-        deviation_F = np.sqrt(np.maximum(square_F / count - mean_F**2, 0.0))
+        shift_F = total_F / count
+        mean_F = origin_F + shift_F
+        deviation_F = np.sqrt(np.maximum(square_F / count - shift_F**2, 0.0))
         constant_F = deviation_F <= 1e-9 * np.maximum(1.0, np.abs(mean_F))
         scale_F = 1.0 / np.where(constant_F, 1.0, deviation_F)
         return cls(torch.tensor(mean_F, dtype=torch.float32), torch.tensor(scale_F, dtype=torch.float32))
@@ -42,4 +45,5 @@ class Standardise(nn.Module):
     def forward(self, x_BTF: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
         """Standardise real steps and zero the rest."""
         scaled_BTF = (x_BTF.to(self.mean_F.dtype) - self.mean_F) * self.scale_F
-        return scaled_BTF * mask_BT[..., None]
+        # Filled, not multiplied: padding may hold anything, and infinity times zero is not zero.
+        return scaled_BTF.masked_fill(~mask_BT[..., None], 0.0)

@@ -5,8 +5,9 @@ Shape legend: B passages, T steps, U steps that have a next one, E embedding siz
 
 import dataclasses
 import math
-from typing import final
+from typing import Final, final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -18,6 +19,7 @@ from stretto.nn.bidirectional_lstm import remember_by_default
 from stretto.training.config import Count, Positive, TrainConfig
 from stretto.training.task import AbstractTask, LossSum, Reading, Score
 
+FEWEST_CHARACTERS: Final = 2
 SHOWN_CHARACTERS = 60
 LARGEST_NATS = 700.0
 
@@ -69,6 +71,7 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
         super().__init__(config, data)
         if not data.alphabet:
             raise StrettoError(f"{data.name} is no text", fix="Give a .txt or .txt.gz file with --data.")
+        _check_characters(data)
 
     @classmethod
     def embedded_data(cls) -> SequenceSet:
@@ -108,3 +111,19 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
 
     def _spell(self, numbers: list[int]) -> str:
         return "".join(self.data.alphabet[number] for number in numbers)
+
+
+def _check_characters(data: SequenceSet) -> None:
+    if data.num_features != 1 or not np.issubdtype(data.features_SF.dtype, np.integer):
+        raise StrettoError(
+            f"{data.name} has {data.num_features} features of type {data.features_SF.dtype}, not one character a step",
+            fix="Give `x` as whole numbers, each the place of a character in `alphabet`.",
+        )
+    for index in range(len(data)):
+        numbers_T = data.features_SF[data.starts_N[index] : data.starts_N[index] + data.lengths_N[index]]
+        if len(numbers_T) < FEWEST_CHARACTERS or numbers_T.min() < 0 or numbers_T.max() >= len(data.alphabet):
+            raise StrettoError(
+                f"{data.name}: sequence {data.numbers_N[index]} has {len(numbers_T)} characters, numbered "
+                f"{numbers_T.min()} to {numbers_T.max()}, for an alphabet of {len(data.alphabet)}",
+                fix=f"Give passages of {FEWEST_CHARACTERS} or more characters, numbered by their place in `alphabet`.",
+            )

@@ -1,7 +1,7 @@
 """Checkpoints: a folder each, whole or not there, no pickle.
 
-A checkpoint holds `tensors.safetensors` and `state.json`; the latter is written last and carries the checksum of the
-former, and the folder gets its name by one rename when both are on disk.
+A checkpoint holds `tensors.safetensors` and `state.json`; the latter is written last and carries the checksum of both,
+and the folder gets its name by one rename when both are on disk.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class FoundCheckpoint:
 
 
 def save_checkpoint(run: Path, checkpoint: Checkpoint, *, step: int, keep: int) -> Path:
-    """Write a checkpoint beside the others, then remove all but the newest `keep`."""
+    """Write a checkpoint beside the others, then remove all but it and the `keep` - 1 before it."""
     folder = run / FOLDER
     path = folder / f"step-{step:08d}"
     if _is_whole(path):
@@ -63,10 +63,11 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, step: int, keep: int) 
             sync_folder(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    for old in sorted(folder.glob("step-*"))[:-keep]:
+    saved = sorted(folder.glob("step-*"))
+    # A later one was refused when the run resumed from before it; it must not count as one of the newest.
+    newest = saved.index(path) + 1
+    for old in (*saved[: max(0, newest - keep)], *saved[newest:], *folder.glob(".step-*.part")):
         shutil.rmtree(old, ignore_errors=True)
-    for abandoned in folder.glob(".step-*.part"):
-        shutil.rmtree(abandoned, ignore_errors=True)
     return path
 
 
@@ -90,8 +91,9 @@ def _write_into(folder: Path, checkpoint: Checkpoint) -> None:
         safetensors.torch.save_file(tensors, folder / TENSORS)
     except safetensors.SafetensorError as error:
         raise OSError(f"{error}") from error
-    state = {"version": VERSION, "sha256": _sha256(folder / TENSORS), **checkpoint.state}
-    (folder / STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
+    checksum = _checksum(folder / TENSORS, checkpoint.state)
+    state = {"version": VERSION, "sha256": checksum, **checkpoint.state}
+    (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
     for file in (TENSORS, STATE):
         with (folder / file).open("rb") as stream:
             os.fsync(stream.fileno())
@@ -103,8 +105,8 @@ def _read(path: Path) -> Checkpoint:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         if not isinstance(state, dict) or state.pop("version", None) != VERSION:
             raise ValueError(f"{STATE} is of another version")
-        if state.pop("sha256", None) != _sha256(path / TENSORS):
-            raise ValueError(f"{TENSORS} does not have the checksum it was saved with")
+        if state.pop("sha256", None) != _checksum(path / TENSORS, state):
+            raise ValueError(f"{TENSORS} and {STATE} do not have the checksum they were saved with")
         return Checkpoint(tensors=safetensors.torch.load_file(path / TENSORS), state=state)
 
 
@@ -127,9 +129,9 @@ def _named(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _sha256(path: Path) -> str:
-    hasher = hashlib.sha256()
-    with path.open("rb") as stream:
+def _checksum(tensors: Path, state: dict[str, Any]) -> str:
+    hasher = hashlib.sha256(json.dumps(state, allow_nan=False).encode())
+    with tensors.open("rb") as stream:
         while block := stream.read(1 << 20):
             hasher.update(block)
     return hasher.hexdigest()

@@ -63,7 +63,7 @@ class TrainConfig:
     schedule: Literal["one-cycle", "constant"] = "one-cycle"
     weight_decay: NotNegative = 0.01
     clip_norm: Positive = 1.0
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     threads: Count | None = None
     device: str = "cpu"
     checkpoint_minutes: Positive = 5.0
@@ -109,7 +109,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise StrettoError(f"could not read {str(path)!r}: {error.strerror}", fix="Check the path.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise StrettoError(f"{str(path)!r} is no TOML file: {error}", fix="Write lines such as epochs = 10.") from error
-    return {key.replace("-", "_"): value for key, value in values.items()}
+    spelt = {key.replace("-", "_"): value for key, value in values.items()}
+    if len(spelt) < len(values):
+        twice = sorted(key for key in spelt if "_" in key and {key, key.replace("_", "-")} <= values.keys())
+        raise StrettoError(
+            f"{str(path)!r} has {', '.join(twice)} with dashes and with underscores", fix="Keep one of the two."
+        )
+    return spelt
 
 
 def _fault(entry: Any) -> tuple[str, str]:

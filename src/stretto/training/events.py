@@ -1,5 +1,6 @@
 """The record of a run: one JSON object a line, from which console, report and resume read."""
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -43,7 +44,10 @@ class EventLog:
     def close(self) -> None:
         """Close the file."""
         if self._stream is not None:
-            self._stream.close()
+            # Every event was flushed when it was emitted; a line that is left failed then, and was told of.
+            with contextlib.suppress(OSError):
+                self._stream.close()
+            self._stream = None
 
     def _open(self) -> TextIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,26 +70,30 @@ def read_events(path: Path) -> list[Event]:
     """
     file = path / EVENTS_FILE if path.is_dir() else path
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StrettoError(
-            f"{str(path)!r} holds no record of a run ({error})",
-            fix=f"Name a folder that `stretto train` has written; it contains {EVENTS_FILE}.",
-        ) from error
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise _no_record(path, why=str(error)) from error
+    parsed = [event for event in map(_parsed, lines) if event is not None]
+    if lines and not parsed:
+        raise _no_record(path, why="no line of it is an event")
     events: list[Event] = []
-    for line in lines:
-        event = _parsed(line)
-        if event is None:
-            continue
+    for event in parsed:
         if event["event"] == "resumed":
             events = [e for e in events if e["event"] != "interrupted" and e.get("step", 0) <= event["step"]]
         events.append(event)
     return events
 
 
-def _parsed(line: str) -> Event | None:
+def _parsed(line: bytes) -> Event | None:
     try:
         event = json.loads(line)
-    except json.JSONDecodeError:
+    except ValueError:
         return None
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+def _no_record(path: Path, *, why: str) -> StrettoError:
+    return StrettoError(
+        f"{str(path)!r} holds no record of a run ({why})",
+        fix=f"Name a folder that `stretto train` has written; it contains {EVENTS_FILE}.",
+    )

@@ -1,0 +1,78 @@
+"""The scale of features: as NumPy measures it, over real steps of the training part alone, and no trace of padding.
+
+Shape legend: B sequences, T steps, F features, S steps of all sequences.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.data.sequences import SequenceSet
+from stretto.nn.standardise import Standardise
+
+
+def _set(features_SF: npt.NDArray[Any], lengths: list[int]) -> SequenceSet:
+    split_N = np.arange(len(lengths)) % 3
+    return SequenceSet.from_flat(features_SF, offsets=np.cumsum([0, *lengths]), split_N=split_N)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=3, max_size=9),
+    num_features=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+    offset=st.sampled_from([0.0, 3.0, -1e4]),
+)
+def test_mean_and_deviation_are_those_of_the_training_part(
+    lengths: list[int], num_features: int, seed: int, offset: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    features_SF = rng.normal(offset, 2.0, (sum(lengths), num_features))
+    part = _set(features_SF, lengths).part("train")
+    standardise = Standardise.of(part)
+    rows_SF = np.concatenate([part[index].features_TF.numpy() for index in range(len(part))])
+    np.testing.assert_allclose(standardise.mean_F.numpy(), rows_SF.mean(axis=0), rtol=1e-6)
+    if len(rows_SF) > 1:
+        np.testing.assert_allclose(1.0 / standardise.scale_F.numpy(), rows_SF.std(axis=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("value", [0.0, 0.1, -7.3, 1000.1, 123456.7])
+def test_a_feature_that_never_changes_is_left_as_it_is(value: float, dtype: type[np.floating[Any]]) -> None:
+    lengths = [997, 1, 2, 1501, 3, 4]
+    features_SF = np.full((sum(lengths), 1), value, dtype=dtype)
+    standardise = Standardise.of(_set(features_SF, lengths).part("train"))
+    assert standardise.scale_F.item() == 1.0
+
+
+def test_a_common_offset_does_not_blur_the_deviation() -> None:
+    rng = np.random.default_rng(3)
+    features_SF = rng.normal(0.0, 1.0, (300, 1)) + 1e8
+    standardise = Standardise.of(_set(features_SF, [100, 100, 100]).part("train"))
+    assert 1.0 / standardise.scale_F.item() == pytest.approx(features_SF[:100].std(), rel=1e-6)
+
+
+def test_real_steps_are_scaled_and_padding_is_zero_whatever_it_held() -> None:
+    mean_F, scale_F = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 4.0])
+    standardise = Standardise(mean_F, scale_F)
+    x_BTF = torch.tensor([[[3.0, 0.0], [float("nan"), 1e38]], [[1.0, -2.0], [1.0, -1.0]]])
+    mask_BT = torch.tensor([[True, False], [True, True]])
+    assert standardise(x_BTF, mask_BT).tolist() == [[[1.0, 8.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 4.0]]]
+
+
+def test_whole_numbers_are_taken_and_the_model_type_decides() -> None:
+    standardise = Standardise(torch.tensor([1.0]), torch.tensor([2.0]))
+    x_BTF, mask_BT = torch.tensor([[[3], [4]]]), torch.ones(1, 2, dtype=torch.bool)
+    assert standardise(x_BTF, mask_BT).dtype == torch.float32
+    assert standardise.double()(x_BTF, mask_BT).dtype == torch.float64
+
+
+def test_the_scale_is_saved_with_the_model_and_is_not_trained() -> None:
+    standardise = Standardise(torch.tensor([1.0]), torch.tensor([2.0]))
+    assert sorted(standardise.state_dict()) == ["mean_F", "scale_F"]
+    assert list(standardise.parameters()) == []

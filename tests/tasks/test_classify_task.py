@@ -1,0 +1,120 @@
+"""Classification: padding changes nothing, and labels are needed.
+
+Shape legend: B sequences, T steps, F features, C classes.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from stretto.batching.collate import Batch, collate
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import AbstractTargets, Labels, Transcripts
+from stretto.errors import StrettoError
+from stretto.tasks.classify import Classify, ClassifyConfig
+
+LENGTHS = [1, 8, 3, 5, 1, 13]
+LABELS = np.array([0, 2, 1, 1, 0, 2])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    earlier = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(earlier)
+
+
+def _set(targets: AbstractTargets | None) -> SequenceSet:
+    features_SF = np.random.default_rng(0).normal(size=(sum(LENGTHS), 2))
+    split_N = np.arange(len(LENGTHS)) % 3
+    return SequenceSet.from_flat(
+        features_SF, offsets=np.cumsum([0, *LENGTHS]), targets=targets, split_N=split_N, name="signs"
+    )
+
+
+def _task(**settings: Any) -> Classify:
+    config = ClassifyConfig(hidden_size=5, dropout=0.0, **settings)
+    return Classify(config, _set(Labels(values_N=LABELS, names=("left", "right", "stop"))))
+
+
+def _model(task: Classify) -> nn.Module:
+    torch.manual_seed(0)
+    return task.build_model().double()
+
+
+def _loss_and_gradients(task: Classify, model: nn.Module, batches: list[Batch]) -> tuple[float, int, list[Any]]:
+    model.zero_grad()
+    total, count = 0.0, 0
+    for batch in batches:
+        loss = task.loss(model(batch), batch)
+        torch.autograd.backward(loss.total)
+        total, count = total + loss.total.item(), count + loss.count
+    return total, count, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _assert_same(found: tuple[float, int, list[Any]], expected: tuple[float, int, list[Any]]) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert found[1] == expected[1]
+    assert len(found[2]) == len(expected[2]) > 0
+    for mine, other in zip(found[2], expected[2], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_padded_batch_is_the_sum_of_its_sequences(num_layers: int) -> None:
+    task = _task(num_layers=num_layers)
+    model, items = _model(task), [task.data[index] for index in range(len(LENGTHS))]
+    alone = _loss_and_gradients(task, model, [collate([item]) for item in items])
+    assert alone[1] == len(LENGTHS)
+    _assert_same(_loss_and_gradients(task, model, [collate(items)]), alone)
+    _assert_same(_loss_and_gradients(task, model, [collate(items, edges=[29])]), alone)
+
+
+@pytest.mark.parametrize("rubbish", [1e30, float("inf"), float("nan")])
+def test_what_stands_in_padded_slots_is_ignored(rubbish: float) -> None:
+    task = _task(num_layers=2)
+    model, batch = _model(task), collate([task.data[index] for index in range(len(LENGTHS))], edges=[20])
+    loud_BTF = batch.features_BTF.clone()
+    loud_BTF[~batch.mask] = rubbish
+    clean = _loss_and_gradients(task, model, [batch])
+    _assert_same(_loss_and_gradients(task, model, [dataclasses.replace(batch, features_BTF=loud_BTF)]), clean)
+
+
+def test_the_score_is_the_share_of_right_classes() -> None:
+    task = _task()
+    batch = collate([task.data[index] for index in range(4)])
+    output_BC = torch.eye(3)[torch.tensor([0, 2, 0, 1])]
+    scores = task.score(output_BC, batch)
+    assert (scores["accuracy"].amount, scores["accuracy"].count) == (3, 4)
+    assert task.summary(task.final_score(output_BC, batch)) == {"accuracy": 0.75}
+    readings = task.readings(output_BC, batch)
+    assert [(reading.target, reading.output) for reading in readings] == [
+        ("left", "left"),
+        ("stop", "stop"),
+        ("right", "left"),
+        ("right", "right"),
+    ]
+
+
+def test_a_class_that_only_the_test_part_has_gets_an_output() -> None:
+    labels = Labels(values_N=np.array([0, 0, 4, 0, 0, 0]), names=tuple("abcde"))
+    task = Classify(ClassifyConfig(hidden_size=2), _set(labels))
+    batch = collate([task.data[2]])
+    assert task.build_model()(batch).shape == (1, 5)
+
+
+@pytest.mark.parametrize("targets", [None, Transcripts.of(list("abcdef"))])
+def test_a_set_without_labels_is_refused(targets: AbstractTargets | None) -> None:
+    with pytest.raises(StrettoError, match="signs has no labels"):
+        Classify(ClassifyConfig(), _set(targets))
+
+
+def test_there_is_no_embedded_set_and_the_way_out_is_named() -> None:
+    with pytest.raises(StrettoError, match="--data PATH"):
+        Classify.embedded_data()

@@ -1,0 +1,166 @@
+"""Handwriting: padding changes nothing, the metric is what it says, and what cannot be learnt is named.
+
+Shape legend: B lines, T steps, U stacked steps, F features, C classes.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from stretto.batching.collate import Batch, collate
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import AbstractTargets, Labels, NoTargets, Transcripts
+from stretto.errors import StrettoError
+from stretto.tasks.handwriting import Handwriting, HandwritingConfig
+from stretto.training.task import Reading
+
+LENGTHS = [7, 20, 6, 13, 1, 9]
+TEXTS = ["ab", "abba", "bb", "a b", "c", "ca"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    earlier = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(earlier)
+
+
+def _set(targets: AbstractTargets, *, lengths: list[int] = LENGTHS, num_features: int = 3) -> SequenceSet:
+    features_SF = np.random.default_rng(0).normal(size=(sum(lengths), num_features))
+    split_N = np.arange(len(lengths)) % 3
+    return SequenceSet.from_flat(
+        features_SF, offsets=np.cumsum([0, *lengths]), targets=targets, split_N=split_N, name="ink"
+    )
+
+
+def _task(*, texts: list[str] = TEXTS, lengths: list[int] = LENGTHS, **settings: Any) -> Handwriting:
+    config = HandwritingConfig(hidden_size=5, dropout=0.0, **({"stack": 2} | settings))
+    return Handwriting(config, _set(Transcripts.of(texts), lengths=lengths))
+
+
+def _model(task: Handwriting) -> nn.Module:
+    torch.manual_seed(0)
+    return task.build_model().double()
+
+
+def _loss_and_gradients(task: Handwriting, model: nn.Module, batches: list[Batch]) -> tuple[float, int, list[Any]]:
+    model.zero_grad()
+    total, count = 0.0, 0
+    for batch in batches:
+        loss = task.loss(model(batch), batch)
+        torch.autograd.backward(loss.total)
+        total, count = total + loss.total.item(), count + loss.count
+    return total, count, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _assert_same(found: tuple[float, int, list[Any]], expected: tuple[float, int, list[Any]]) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert found[1] == expected[1]
+    assert len(found[2]) == len(expected[2]) > 0
+    for mine, other in zip(found[2], expected[2], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("stack", [1, 2, 3])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_padded_batch_is_the_sum_of_its_lines(stack: int, num_layers: int) -> None:
+    texts = ["a", "abba", "b", "a b", "c", "ca"] if stack == 3 else TEXTS
+    task = _task(texts=texts, stack=stack, num_layers=num_layers)
+    model, items = _model(task), [task.data[index] for index in range(len(LENGTHS))]
+    alone = _loss_and_gradients(task, model, [collate([item]) for item in items])
+    assert alone[1] == sum(map(len, texts))
+    _assert_same(_loss_and_gradients(task, model, [collate(items)]), alone)
+    _assert_same(_loss_and_gradients(task, model, [collate(items, edges=[37])]), alone)
+
+
+def test_what_stands_in_padded_slots_is_ignored() -> None:
+    task = _task()
+    model, batch = _model(task), collate([task.data[index] for index in range(len(LENGTHS))], edges=[30])
+    loud_BTF = batch.features_BTF.clone()
+    loud_BTF[~batch.mask] = 1e30
+    clean = _loss_and_gradients(task, model, [batch])
+    _assert_same(_loss_and_gradients(task, model, [dataclasses.replace(batch, features_BTF=loud_BTF)]), clean)
+
+
+def test_readings_and_errors_do_not_depend_on_the_padding() -> None:
+    task = _task(decoder="beam")
+    model, items = _model(task), [task.data[index] for index in range(len(LENGTHS))]
+    model.classify.weight.data.mul_(9.0)  # type: ignore[union-attr,operator]
+    with torch.no_grad():
+        together, alone = collate(items, edges=[41]), [collate([item]) for item in items]
+        readings = task.readings(model(together), together)
+        assert readings == [reading for one in alone for reading in task.readings(model(one), one)]
+        assert len({reading.output for reading in readings}) > 1
+        scores = task.final_score(model(together), together)
+        assert set(scores) == {"cer", "cer_greedy", "cer_beam"}
+        for name, score in scores.items():
+            each = [task.final_score(model(one), one)[name] for one in alone]
+            assert score.amount == sum(one.amount for one in each)
+            assert score.count == sum(one.count for one in each) == sum(map(len, TEXTS))
+
+
+def _sharp(task: Handwriting, batch: Batch, lines: list[str]) -> torch.Tensor:
+    """An output that spells `lines`, a blank after each character."""
+    num_steps = 2 * max(map(len, lines))
+    output_BUC = torch.full((len(batch), num_steps, len(task.alphabet) + 1), -30.0)
+    output_BUC[..., 0] = 0.0
+    for row, line in enumerate(lines):
+        for place, character in enumerate(line):
+            output_BUC[row, 2 * place, 0] = -30.0
+            output_BUC[row, 2 * place, 1 + task.alphabet.index(character)] = 0.0
+    return output_BUC
+
+
+@pytest.mark.parametrize("decoder", ["greedy", "beam"])
+def test_the_error_rate_counts_edits_by_characters(decoder: str) -> None:
+    task = _task(texts=["abba", "a b", "cc", "ca", "c", "bc"], lengths=[40] * 6, decoder=decoder)
+    batch = collate([task.data[0], task.data[1], task.data[2]])
+    output_BUC = _sharp(task, batch, ["abba", "ab", "ca"])
+    assert [reading.output for reading in task.readings(output_BUC, batch)] == ["abba", "ab", "ca"]
+    for scores in (task.score(output_BUC, batch), task.final_score(output_BUC, batch)):
+        assert (scores["cer"].amount, scores["cer"].count) == (2, 9)
+        assert task.summary(scores)["cer"] == pytest.approx(2 / 9)
+
+
+def test_readings_carry_the_ink_of_real_steps_where_there_is_ink() -> None:
+    task = _task()
+    batch = collate([task.data[0], task.data[2]])
+    first, second = task.readings(_sharp(task, batch, ["a", "b"]), batch)
+    assert first == Reading(target="ab", output="a", ink=first.ink)
+    assert (len(first.ink or []), len(second.ink or [])) == (7, 6)
+    np.testing.assert_allclose(first.ink or [], task.data[0].features_TF.numpy(), atol=5e-4)
+    other = Handwriting(HandwritingConfig(stack=2), _set(Transcripts.of(TEXTS), num_features=2))
+    assert other.readings(_sharp(other, batch, ["a", "b"]), collate([other.data[0], other.data[2]]))[0].ink is None
+
+
+@pytest.mark.parametrize("targets", [NoTargets(count=6), Labels(values_N=np.zeros(6, dtype=np.int64), names=("a",))])
+def test_a_set_without_transcripts_is_refused(targets: AbstractTargets) -> None:
+    with pytest.raises(StrettoError, match="ink has no transcripts"):
+        Handwriting(HandwritingConfig(), _set(targets))
+
+
+def test_an_empty_transcript_is_named() -> None:
+    with pytest.raises(StrettoError, match="ink: sequence 3 has no transcript"):
+        _task(texts=["ab", "ab", "a", "", "c", ""])
+
+
+def test_a_transcript_too_long_for_its_ink_is_named_with_the_way_out() -> None:
+    with pytest.raises(
+        StrettoError, match="'bb' of sequence 2 needs 3 steps but its ink has 2 after stacking 3"
+    ) as info:
+        _task(stack=3)
+    assert "Lower --stack" in str(info.value)
+    assert "(1 such sequences)" in str(info.value)
+
+
+def test_a_transcript_that_just_fits_is_taken() -> None:
+    task = _task(texts=["aa", "b"], lengths=[5, 1], stack=2)
+    assert task.alphabet == "ab"
+    batch = collate([task.data[0], task.data[1]])
+    assert torch.isfinite(task.loss(_model(task)(batch), batch).total)

@@ -1,0 +1,157 @@
+"""Language modelling: padding changes nothing, the perplexity is what it says, and text is needed.
+
+Shape legend: B passages, T steps, F features, C characters.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import nn
+
+from stretto.batching.collate import Batch, collate
+from stretto.data.sequences import SequenceSet
+from stretto.data.text import read_text
+from stretto.errors import StrettoError
+from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
+
+PASSAGES = ["ab", "a rose is a rose", "so it is", "is it", "be", "to be or not"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    earlier = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(earlier)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> SequenceSet:
+    path = tmp_path / "roses.txt"
+    path.write_text("\n\n".join(PASSAGES), encoding="utf-8")
+    return read_text(path)
+
+
+def _task(text: SequenceSet, **settings: Any) -> LanguageModelling:
+    return LanguageModelling(LanguageModelConfig(hidden_size=5, embedding_size=3, dropout=0.0, **settings), text)
+
+
+def _model(task: LanguageModelling) -> nn.Module:
+    torch.manual_seed(0)
+    return task.build_model().double()
+
+
+def _loss_and_gradients(
+    task: LanguageModelling, model: nn.Module, batches: list[Batch]
+) -> tuple[float, int, list[Any]]:
+    model.zero_grad()
+    total, count = 0.0, 0
+    for batch in batches:
+        loss = task.loss(model(batch), batch)
+        torch.autograd.backward(loss.total)
+        total, count = total + loss.total.item(), count + loss.count
+    return total, count, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _assert_same(found: tuple[float, int, list[Any]], expected: tuple[float, int, list[Any]]) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert found[1] == expected[1]
+    assert len(found[2]) == len(expected[2]) > 0
+    for mine, other in zip(found[2], expected[2], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_padded_batch_is_the_sum_of_its_passages(text: SequenceSet, num_layers: int) -> None:
+    task = _task(text, num_layers=num_layers)
+    model, items = _model(task), [text[index] for index in range(len(text))]
+    alone = _loss_and_gradients(task, model, [collate([item]) for item in items])
+    assert alone[1] == sum(len(passage) - 1 for passage in PASSAGES)
+    _assert_same(_loss_and_gradients(task, model, [collate(items)]), alone)
+    _assert_same(_loss_and_gradients(task, model, [collate(items, edges=[31])]), alone)
+
+
+def test_what_stands_in_padded_slots_is_ignored(text: SequenceSet) -> None:
+    task = _task(text)
+    model, batch = _model(task), collate([text[index] for index in range(len(text))], edges=[20])
+    loud_BTF = batch.features_BTF.clone()
+    loud_BTF[~batch.mask] = len(text.alphabet) - 1
+    clean = _loss_and_gradients(task, model, [batch])
+    _assert_same(_loss_and_gradients(task, model, [dataclasses.replace(batch, features_BTF=loud_BTF)]), clean)
+
+
+def test_no_character_is_seen_before_it_is_guessed(text: SequenceSet) -> None:
+    task = _task(text, num_layers=2)
+    model, batch = _model(task), collate([text[1]])
+    changed_BTF = batch.features_BTF.clone()
+    changed_BTF[0, 7:] = 0
+    before_UC, after_UC = model(batch)[0], model(dataclasses.replace(batch, features_BTF=changed_BTF))[0]
+    assert torch.equal(before_UC[:7], after_UC[:7])
+    assert not torch.allclose(before_UC[7:], after_UC[7:])
+
+
+def test_perplexity_is_the_exponential_of_the_mean_loss(text: SequenceSet) -> None:
+    task = _task(text)
+    model, batch = _model(task), collate([text[0], text[1]])
+    with torch.no_grad():
+        output_BUC = model(batch)
+    nats = 0.0
+    for row, passage in enumerate(PASSAGES[:2]):
+        for place in range(1, len(passage)):
+            log_probs_C = output_BUC[row, place - 1].log_softmax(-1)
+            nats -= float(log_probs_C[text.alphabet.index(passage[place])])
+    count = len(PASSAGES[0]) + len(PASSAGES[1]) - 2
+    assert task.summary(task.score(output_BUC, batch)) == {"perplexity": pytest.approx(math.exp(nats / count))}
+
+
+def test_equal_scores_have_the_perplexity_of_the_alphabet(text: SequenceSet) -> None:
+    task, batch = _task(text), collate([text[1]])
+    flat_BUC = torch.zeros(1, len(PASSAGES[1]) - 1, len(text.alphabet))
+    assert task.summary(task.score(flat_BUC, batch))["perplexity"] == pytest.approx(len(text.alphabet))
+    hopeless_BUC = flat_BUC.double().clone()
+    hopeless_BUC[..., text.alphabet.index("b")] = 1e6
+    assert math.isfinite(task.summary(task.score(hopeless_BUC, batch))["perplexity"])
+
+
+def test_readings_show_what_is_expected_at_each_place(text: SequenceSet) -> None:
+    task, batch = _task(text), collate([text[0], text[1]])
+    output_BUC = torch.nn.functional.one_hot(batch.features_BTF[:, :-1, 0], len(text.alphabet)).double()
+    first, second = task.readings(output_BUC, batch)
+    assert (first.target, first.output) == ("ab", "aa")
+    assert (second.target, second.output) == (PASSAGES[1], "a" + PASSAGES[1][:-1])
+
+
+def _numbers(rows: list[list[int]], *, alphabet: str, dtype: npt.DTypeLike = np.int64) -> SequenceSet:
+    flat_S = np.array([number for row in rows for number in row], dtype=dtype)
+    return SequenceSet.from_flat(flat_S, offsets=np.cumsum([0, *map(len, rows)]), name="codes", alphabet=alphabet)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (_numbers([[0, 1], [1, 0]], alphabet=""), "codes is no text"),
+        (_numbers([[0, 1], [1, 2]], alphabet="ab"), "sequence 1"),
+        (_numbers([[0, 1], [1, -1]], alphabet="ab"), "sequence 1"),
+        (_numbers([[0, 1], [1], [1, 0]], alphabet="ab"), "sequence 1"),
+        (_numbers([[0, 1], [1, 0]], alphabet="ab", dtype=np.float32), "codes"),
+        (
+            SequenceSet.from_flat(np.zeros((4, 2), dtype=int), offsets=np.array([0, 2, 4]), name="codes", alphabet="a"),
+            "codes",
+        ),
+    ],
+)
+def test_what_is_no_text_is_refused(data: SequenceSet, told: str) -> None:
+    with pytest.raises(StrettoError, match=told):
+        LanguageModelling(LanguageModelConfig(), data)
+
+
+def test_there_is_no_embedded_text_and_the_way_out_is_named() -> None:
+    with pytest.raises(StrettoError, match="--data PATH"):
+        LanguageModelling.embedded_data()

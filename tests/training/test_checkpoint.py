@@ -1,0 +1,232 @@
+"""Checkpoints: bit for bit there and back, whole or not there, and never a pickle."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+from stretto.errors import StrettoError
+from stretto.training.checkpoint import FOLDER, STATE, TENSORS, Checkpoint, load_newest, save_checkpoint
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import torch
+from stretto.errors import StrettoError
+from stretto.training.checkpoint import Checkpoint, save_checkpoint
+
+run = Path(sys.argv[1])
+save_checkpoint(run, Checkpoint(tensors={"w": torch.arange(8.0)}, state={"step": 1}), step=1, keep=2)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+for tensors, state in (({"w": torch.zeros(100_000)}, {"step": 2}), ({"w": torch.zeros(3)}, {"filler": "x" * 50_000})):
+    try:
+        save_checkpoint(run, Checkpoint(tensors=tensors, state=state), step=2, keep=2)
+    except StrettoError as error:
+        print(error)
+"""
+
+
+def _checkpoint(step: int) -> Checkpoint:
+    generator = torch.Generator().manual_seed(step)
+    return Checkpoint(
+        tensors={
+            "model.weight": torch.randn(3, 5, generator=generator),
+            "model.bias": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]),
+            "optimizer.0.step": torch.tensor(float(step)),
+            "random.cpu": torch.get_rng_state(),
+            "wide": torch.randn(2, 2, dtype=torch.float64, generator=generator),
+            "turned": torch.randn(4, 3, generator=generator).T,
+            "empty": torch.zeros(0, 3),
+        },
+        state={"position": {"step": step, "seconds": 0.1 + 0.2}, "groups": [{"lr": 1 / 3}], "words": "ä\u2028"},
+    )
+
+
+def _assert_same(found: Checkpoint, expected: Checkpoint) -> None:
+    assert found.state == expected.state
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert found.tensors[name].dtype == tensor.dtype
+        assert found.tensors[name].shape == tensor.shape
+        assert found.tensors[name].numpy().tobytes() == tensor.contiguous().numpy().tobytes()
+
+
+def _names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / FOLDER).iterdir())
+
+
+def _saved(run: Path, *steps: int, keep: int = 9) -> None:
+    for step in steps:
+        save_checkpoint(run, _checkpoint(step), step=step, keep=keep)
+
+
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, _checkpoint(7), step=7, keep=2)
+    found = load_newest(tmp_path)
+    assert (found.path, found.refused) == (path, ())
+    _assert_same(found.checkpoint, _checkpoint(7))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    _saved(tmp_path, 3, 20, 100, 1000, keep=keep)
+    assert _names(tmp_path) == [f"step-{step:08d}" for step in (3, 20, 100, 1000)][-keep:]
+    _assert_same(load_newest(tmp_path).checkpoint, _checkpoint(1000))
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
+    _saved(tmp_path, 1)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(path.name for path in files) == [STATE, TENSORS]
+    for path in files:
+        assert not zipfile.is_zipfile(path)
+        assert not path.read_bytes().startswith(b"\x80")
+    json.loads((tmp_path / FOLDER / "step-00000001" / STATE).read_text(encoding="utf-8"))
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _foreign(path: Path) -> None:
+    path.write_bytes(b"\x80\x04\x95 something else")
+
+
+@pytest.mark.parametrize("name", [TENSORS, STATE])
+@pytest.mark.parametrize("damage", [_truncate, _empty, _foreign, Path.unlink])
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_taken(
+    tmp_path: Path, name: str, damage: Any
+) -> None:
+    _saved(tmp_path, 1, 2)
+    damage(tmp_path / FOLDER / "step-00000002" / name)
+    found = load_newest(tmp_path)
+    _assert_same(found.checkpoint, _checkpoint(1))
+    assert len(found.refused) == 1
+    assert str(tmp_path / FOLDER / "step-00000002") in found.refused[0]
+
+
+@pytest.mark.parametrize("name", [TENSORS, STATE])
+def test_a_flipped_bit_anywhere_is_noticed_or_changes_nothing(tmp_path: Path, name: str) -> None:
+    _saved(tmp_path, 1, 2)
+    path = tmp_path / FOLDER / "step-00000002" / name
+    whole = path.read_bytes()
+    for place in range(0, len(whole), max(1, len(whole) // 150)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << (place % 7)
+        path.write_bytes(bytes(damaged))
+        found = load_newest(tmp_path)
+        _assert_same(found.checkpoint, _checkpoint(1 if found.refused else 2))
+        if name == TENSORS:
+            assert len(found.refused) == 1
+
+
+def test_a_changed_number_in_the_state_is_noticed(tmp_path: Path) -> None:
+    _saved(tmp_path, 1, 2)
+    path = tmp_path / FOLDER / "step-00000002" / STATE
+    text = path.read_text(encoding="utf-8")
+    assert '"step": 2' in text
+    path.write_text(text.replace('"step": 2', '"step": 3'), encoding="utf-8")
+    found = load_newest(tmp_path)
+    assert len(found.refused) == 1
+    _assert_same(found.checkpoint, _checkpoint(1))
+
+
+def test_with_none_left_the_run_and_all_faults_are_named(tmp_path: Path) -> None:
+    with pytest.raises(StrettoError, match="has no checkpoint to go on from"):
+        load_newest(tmp_path)
+    _saved(tmp_path, 1, 2)
+    for name in _names(tmp_path):
+        _empty(tmp_path / FOLDER / name / STATE)
+    with pytest.raises(StrettoError, match=r"step-00000002.*step-00000001") as info:
+        load_newest(tmp_path)
+    assert str(tmp_path) in str(info.value)
+
+
+def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    _saved(tmp_path, 1)
+    path = tmp_path / FOLDER / "step-00000001" / STATE
+    state = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(state | {"version": 99}), encoding="utf-8")
+    with pytest.raises(StrettoError, match="version"):
+        load_newest(tmp_path)
+
+
+def test_saving_a_step_again_keeps_it_and_mends_a_torn_one(tmp_path: Path) -> None:
+    _saved(tmp_path, 1, 2, 2)
+    assert _names(tmp_path) == ["step-00000001", "step-00000002"]
+    _truncate(tmp_path / FOLDER / "step-00000002" / TENSORS)
+    _saved(tmp_path, 2)
+    _assert_same(load_newest(tmp_path).checkpoint, _checkpoint(2))
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_torn_later_one_never_crowds_out_those_that_are_whole(tmp_path: Path, keep: int) -> None:
+    _saved(tmp_path, 10, 30)
+    _truncate(tmp_path / FOLDER / "step-00000030" / TENSORS)
+    for step in (11, 12, 13):
+        _saved(tmp_path, step, keep=keep)
+        found = load_newest(tmp_path)
+        assert found.path.name == f"step-{step:08d}"
+        _assert_same(found.checkpoint, _checkpoint(step))
+    assert _names(tmp_path) == ["step-00000012", "step-00000013"][-keep:]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), safetensors.SafetensorError("I/O")]
+)
+def test_a_failure_while_writing_leaves_the_earlier_ones_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    _saved(tmp_path, 1, 2)
+
+    def fail(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        Path(path).write_bytes(b"half of it")
+        raise error
+
+    monkeypatch.setattr(safetensors.torch, "save_file", fail)
+    with pytest.raises(StrettoError, match="could not write the checkpoint") as info:
+        save_checkpoint(tmp_path, _checkpoint(3), step=3, keep=1)
+    assert "step-00000003" in str(info.value)
+    assert _names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert load_newest(tmp_path).refused == ()
+
+
+def test_a_full_disk_leaves_the_earlier_one_whole_and_no_rest(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    assert all("could not write the checkpoint" in line and "step-00000002" in line for line in lines)
+    assert _names(tmp_path) == ["step-00000001"]
+    found = load_newest(tmp_path)
+    assert (found.refused, found.checkpoint.state) == ((), {"step": 1})
+    assert torch.equal(found.checkpoint.tensors["w"], torch.arange(8.0))
+
+
+def test_what_a_crash_left_behind_is_cleared_away(tmp_path: Path) -> None:
+    _saved(tmp_path, 1)
+    shutil.copytree(tmp_path / FOLDER / "step-00000001", tmp_path / FOLDER / ".step-00000002.abcd.part")
+    assert load_newest(tmp_path).path.name == "step-00000001"
+    _saved(tmp_path, 3)
+    assert _names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_a_number_that_json_does_not_have_is_not_saved(tmp_path: Path) -> None:
+    _saved(tmp_path, 1)
+    with pytest.raises(ValueError, match="JSON"):
+        save_checkpoint(tmp_path, Checkpoint(tensors={}, state={"loss": float("nan")}), step=2, keep=2)
+    assert _names(tmp_path) == ["step-00000001"]

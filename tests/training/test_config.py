@@ -1,0 +1,141 @@
+"""Settings: every fault at once, by name, from a call, a file or flags."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stretto
+from stretto.errors import StrettoError
+from stretto.tasks.classify import ClassifyConfig
+from stretto.tasks.handwriting import HandwritingConfig
+from stretto.tasks.language_model import LanguageModelConfig
+from stretto.training.config import TrainConfig, checked, read_toml
+
+CONFIGS = [HandwritingConfig, ClassifyConfig, LanguageModelConfig]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_defaults_pass_their_own_checks(kind: type[TrainConfig]) -> None:
+    assert checked(kind, {}, source="here") == kind()
+    values = {field.name: getattr(kind(), field.name) for field in dataclasses.fields(kind)}
+    assert checked(kind, values, source="here") == kind()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_is_recorded_comes_back_through_json(kind: type[TrainConfig]) -> None:
+    config = kind(data=Path("some/ink.npz"), out=Path("runs/x"), epochs=3, num_buckets=4, dropout=0.25, max_steps=700)
+    recorded = json.loads(json.dumps(config.recorded()))
+    assert "out" not in recorded
+    assert "resume" not in recorded
+    assert dataclasses.replace(checked(kind, recorded, source="here"), out=config.out) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epochs", 0),
+        ("epochs", -1),
+        ("epochs", 2.5),
+        ("epochs", "many"),
+        ("epochs", None),
+        ("batch_size", 0),
+        ("max_steps", 0),
+        ("num_buckets", 0),
+        ("num_buckets", "some"),
+        ("hidden_size", 0),
+        ("num_layers", 0),
+        ("dropout", 1.0),
+        ("dropout", -0.1),
+        ("dropout", float("nan")),
+        ("learning_rate", 0.0),
+        ("learning_rate", float("inf")),
+        ("learning_rate", float("nan")),
+        ("schedule", "cosine"),
+        ("weight_decay", -1.0),
+        ("weight_decay", float("nan")),
+        ("clip_norm", 0.0),
+        ("seed", -1),
+        ("seed", 2**70),
+        ("threads", 0),
+        ("checkpoint_minutes", 0.0),
+        ("keep_checkpoints", 0),
+        ("stack", 0),
+        ("decoder", "magic"),
+        ("beam_width", 0),
+        ("beam_width", 1001),
+        ("data", 5),
+        ("resume", "perhaps"),
+    ],
+)
+def test_a_value_out_of_range_is_named_and_quoted(name: str, value: Any) -> None:
+    with pytest.raises(StrettoError) as info:
+        stretto.train("handwriting", **{name: value})
+    text = str(info.value)
+    assert "stretto.train()" in text
+    assert f"\n  {name}: " in text
+    assert repr(value) in text
+
+
+def test_an_unknown_task_and_an_unknown_setting_are_named() -> None:
+    with pytest.raises(StrettoError, match=r"there is no task 'dancing'.*handwriting, classify, language-model"):
+        stretto.train("dancing")
+    with pytest.raises(StrettoError, match=r"batchsize: there is no such setting[\s\S]*batch_size") as info:
+        stretto.train("classify", batchsize=3)
+    assert "stack" not in str(info.value)
+
+
+def test_all_faults_of_a_file_are_shown_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'epochs = 0\nbatch-size = "big"\ndropout = 1.5\nlearning_rate = -1\nnum-buckets = "few"\n'
+        "layers = 2\n[table]\na = 1\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(StrettoError) as info:
+        checked(HandwritingConfig, read_toml(path), source=str(path))
+    lines = str(info.value).splitlines()
+    assert str(path) in lines[0]
+    named = [line.strip().partition(":")[0] for line in lines[1:] if line.startswith("  ")]
+    assert sorted(named) == ["batch_size", "dropout", "epochs", "layers", "learning_rate", "num_buckets", "table"]
+    assert sum("there is no such setting" in line for line in lines) == 2
+
+
+def test_keys_may_have_dashes_or_underscores(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('batch-size = 7\nhidden_size = 9\ndata = "ink.npz"\nnum-buckets = "auto"\n', encoding="utf-8")
+    config = checked(ClassifyConfig, read_toml(path), source=str(path))
+    assert (config.batch_size, config.hidden_size, config.data) == (7, 9, Path("ink.npz"))
+
+
+def test_a_key_written_both_ways_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("batch-size = 7\nbatch_size = 9\n", encoding="utf-8")
+    with pytest.raises(StrettoError, match="batch_size") as info:
+        read_toml(path)
+    assert str(path) in str(info.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"epochs = ", b"epochs 3", b"\xff\xfe\x00", b'{"epochs": 3}', b"epochs = 1\nepochs = 2"]
+)
+def test_what_is_no_toml_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    with pytest.raises(StrettoError, match="is no TOML file") as info:
+        read_toml(path)
+    assert str(path) in str(info.value)
+
+
+def test_a_file_that_is_not_there_or_a_folder_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.toml", tmp_path):
+        with pytest.raises(StrettoError, match="could not read") as info:
+            read_toml(path)
+        assert str(path) in str(info.value)
+
+
+def test_settings_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainConfig().epochs = 3  # type: ignore[misc]

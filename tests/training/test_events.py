@@ -1,0 +1,167 @@
+"""The record of a run: made late, never glued to a torn line, and read as it counts in the end."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.errors import StrettoError
+from stretto.training.events import EVENTS_FILE, Event, EventLog, read_events
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from stretto.errors import StrettoError
+from stretto.training.events import EventLog
+
+log = EventLog(Path(sys.argv[1]))
+log.emit("small")
+resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))
+try:
+    for number in range(100):
+        log.emit("step", step=number, filler="x" * 90)
+except StrettoError as error:
+    print(error)
+log.close()
+"""
+
+
+def _write(path: Path, *events: Event) -> None:
+    path.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+
+
+def _kinds(path: Path) -> list[tuple[str, Any]]:
+    return [(event["event"], event.get("step")) for event in read_events(path)]
+
+
+def test_an_event_is_on_disk_before_it_is_handed_on(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / EVENTS_FILE
+    seen: list[tuple[Event, list[Event]]] = []
+    log = EventLog(path, subscribers=[lambda event: seen.append((event, read_events(path)))])
+    log.emit("first", value=1.5)
+    log.emit("second", words=["ä", "\u2028", "\n"])
+    log.close()
+    assert [event["event"] for event, _ in seen] == ["first", "second"]
+    assert all(on_disk[-1] == event for event, on_disk in seen)
+    assert read_events(tmp_path / "deep") == [event for event, _ in seen]
+
+
+def test_the_file_is_made_with_the_first_event(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "run" / EVENTS_FILE)
+    assert not (tmp_path / "run").exists()
+    log.close()
+    assert not (tmp_path / "run").exists()
+    log.emit("started")
+    assert (tmp_path / "run" / EVENTS_FILE).exists()
+    log.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_json_does_not_have_is_refused_and_not_written(tmp_path: Path, value: float) -> None:
+    handed_on: list[Event] = []
+    log = EventLog(tmp_path / EVENTS_FILE, subscribers=[handed_on.append])
+    log.emit("fine", loss=1.0)
+    with pytest.raises(ValueError, match="JSON"):
+        log.emit("step", loss=value)
+    log.close()
+    assert [event["event"] for event in read_events(tmp_path)] == ["fine"]
+    assert len(handed_on) == 1
+
+
+def test_a_torn_last_line_is_passed_over_and_not_added_to(tmp_path: Path) -> None:
+    path = tmp_path / EVENTS_FILE
+    _write(path, {"event": "started"}, {"event": "step", "step": 1})
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write('{"event": "step", "st')
+    assert _kinds(path) == [("started", None), ("step", 1)]
+    log = EventLog(path)
+    log.emit("resumed", step=1)
+    log.emit("step", step=2)
+    log.close()
+    assert _kinds(path) == [("started", None), ("step", 1), ("resumed", 1), ("step", 2)]
+
+
+@pytest.mark.parametrize("tail", [b"\x00\x00\x00\x00", b'{"event": "step", \xff\xfe', b"\xc3"])
+def test_bytes_that_a_crash_left_behind_do_not_cost_the_record(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / EVENTS_FILE
+    _write(path, {"event": "started"})
+    path.write_bytes(path.read_bytes() + tail)
+    log = EventLog(path)
+    log.emit("step", step=1)
+    log.close()
+    assert _kinds(path) == [("started", None), ("step", 1)]
+
+
+def test_what_came_after_the_step_of_a_resumption_is_superseded(tmp_path: Path) -> None:
+    _write(
+        tmp_path / EVENTS_FILE,
+        {"event": "started"},
+        {"event": "step", "step": 1},
+        {"event": "step", "step": 2},
+        {"event": "checkpoint", "step": 2},
+        {"event": "step", "step": 3},
+        {"event": "epoch", "step": 3},
+        {"event": "interrupted", "step": 3},
+        {"event": "warning", "message": "torn"},
+        {"event": "resumed", "step": 2},
+        {"event": "step", "step": 3},
+        {"event": "interrupted", "step": 3},
+        {"event": "resumed", "step": 1},
+        {"event": "step", "step": 2},
+    )
+    assert _kinds(tmp_path) == [
+        ("started", None),
+        ("step", 1),
+        ("warning", None),
+        ("resumed", 1),
+        ("step", 2),
+    ]
+
+
+def test_an_interruption_that_nothing_followed_still_counts(tmp_path: Path) -> None:
+    _write(
+        tmp_path / EVENTS_FILE, {"event": "started"}, {"event": "step", "step": 1}, {"event": "interrupted", "step": 1}
+    )
+    assert _kinds(tmp_path)[-1] == ("interrupted", 1)
+
+
+def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StrettoError, match="holds no record of a run") as info:
+        read_events(tmp_path)
+    assert str(tmp_path) in str(info.value)
+    assert EVENTS_FILE in str(info.value)
+    with pytest.raises(StrettoError, match="holds no record of a run"):
+        read_events(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content", [b"a,b\n1,2\n", b'{"loss": 1}\n[1]\n3\n', b"\x80\x02}q\x00.", b"PK\x03\x04\xff"])
+def test_a_foreign_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "other.csv"
+    path.write_bytes(content)
+    with pytest.raises(StrettoError, match="holds no record of a run") as info:
+        read_events(path)
+    assert str(path) in str(info.value)
+
+
+def test_an_empty_record_is_one_without_events(tmp_path: Path) -> None:
+    (tmp_path / EVENTS_FILE).touch()
+    assert read_events(tmp_path) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    log = EventLog(tmp_path / "file" / EVENTS_FILE)
+    with pytest.raises(StrettoError, match="could not write to") as info:
+        log.emit("started")
+    assert str(tmp_path / "file") in str(info.value)
+
+
+def test_a_full_disk_is_told_once_and_the_record_stays_readable(tmp_path: Path) -> None:
+    path = tmp_path / EVENTS_FILE
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"could not write to {str(path)!r}" in done.stdout
+    assert _kinds(path)[:2] == [("small", None), ("step", 0)]
