@@ -1,5 +1,8 @@
 """The one error that users see."""
 
+import functools
+from typing import Any
+
 
 class StrettoError(ValueError):
     """Something the user can put right.
@@ -15,3 +18,7 @@ class StrettoError(ValueError):
         super().__init__(f"{problem.rstrip('.')}. {fix}")
         self.problem = problem
         self.fix = fix
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let the error cross from a worker process to its parent as itself."""
+        return functools.partial(type(self), self.problem, fix=self.fix), ()

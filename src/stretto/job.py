@@ -19,8 +19,9 @@ from stretto.errors import StrettoError
 from stretto.report.console import console_view
 from stretto.report.length_histogram import length_histogram
 from stretto.report.run_report import write_run_report
-from stretto.storage import write_text_atomically
+from stretto.storage import disk_errors, write_text_atomically
 from stretto.tasks.registry import CONFIGS, task_named
+from stretto.training.checkpoint import FOLDER
 from stretto.training.config import TrainConfig, checked
 from stretto.training.events import EVENTS_FILE, EventLog, Subscriber, read_events
 from stretto.training.loop import Trainer
@@ -90,14 +91,25 @@ def train(task: str = "handwriting", *, progress: bool = False, **settings: Any)
     """
     task_named(task)
     config = checked(CONFIGS[task], settings, source="stretto.train()")
-    return run_job(task, config, subscribers=[console_view()] if progress else [])
+    if config.resume:
+        config = checked(CONFIGS[task], stored_settings(task, config) | settings, source="stretto.train()")
+    with contextlib.ExitStack() as stack:
+        return run_job(task, config, subscribers=[stack.enter_context(console_view())] if progress else [])
 
 
 def run_job(name: str, config: TrainConfig, *, subscribers: list[Subscriber]) -> TrainResult:
-    """Open the data, train, and write result and report into the run folder."""
-    run = _run_folder(name, config)
+    """Open the data, train, and write result and report into the run folder.
+
+    Args:
+        name: The task.
+        config: Its settings; to resume, those of `stored_settings`, and what differs from them is refused.
+        subscribers: Called with every event.
+    """
+    with disk_errors(config.out or RUNS, doing="use the run folder"):
+        run = _run_folder(name, config)
     if config.resume:
-        config = _stored_config(name, config, run)
+        _refuse_changes(config, stored_settings(name, config))
+    _check_device(config.device)
     kind = task_named(name)
     with _threads(config.threads):
         data = kind.embedded_data() if config.data is None else open_sequences(config.data)
@@ -187,28 +199,10 @@ def _data_facts(data: SequenceSet) -> dict[str, Any]:
     }
 
 
-def _run_folder(name: str, config: TrainConfig) -> Path:
-    if config.resume:
-        run = config.out or max(RUNS.glob(f"{name}-[0-9][0-9][0-9]"), default=None)
-        if run is None or not (run / EVENTS_FILE).exists():
-            raise StrettoError(
-                f"there is no run to resume in {str(run or RUNS)!r}", fix="Name the folder of a run with --out."
-            )
-        return run
-    if config.out is None:
-        numbers = [int(path.name[-3:]) for path in RUNS.glob(f"{name}-[0-9][0-9][0-9]")]
-        return RUNS / f"{name}-{max(numbers, default=0) + 1:03d}"
-    if (config.out / EVENTS_FILE).exists():
-        raise StrettoError(
-            f"{str(config.out)!r} holds a run already", fix="Add --resume to go on with it, or choose another --out."
-        )
-    if config.out.exists() and not config.out.is_dir():
-        raise StrettoError(f"{str(config.out)!r} is a file", fix="Choose a folder for --out.")
-    return config.out
-
-
-def _stored_config(name: str, config: TrainConfig, run: Path) -> TrainConfig:
-    """The settings that the run was started with; a setting given anew must agree."""
+def stored_settings(name: str, config: TrainConfig) -> dict[str, Any]:
+    """The settings that the run which `config` resumes was started with."""
+    with disk_errors(config.out or RUNS, doing="use the run folder"):
+        run = _run_folder(name, config)
     events = read_events(run)
     started = next((event for event in events if event["event"] == "started"), None)
     if started is None or started["task"] != name:
@@ -218,18 +212,50 @@ def _stored_config(name: str, config: TrainConfig, run: Path) -> TrainConfig:
     if any(event["event"] == "finished" for event in events):
         raise StrettoError(f"the run in {str(run)!r} is finished", fix="Start a new one with another --out.")
     stored: dict[str, Any] = started["settings"]
-    defaults = type(config)().recorded()
+    return stored
+
+
+def _refuse_changes(config: TrainConfig, stored: dict[str, Any]) -> None:
     changed = [
         f"{key}={value!r} (was {stored.get(key)!r})"
         for key, value in config.recorded().items()
-        if value not in (defaults[key], stored.get(key))
+        if value != stored.get(key)
     ]
     if changed:
         raise StrettoError(
             f"a run resumes with the settings it was started with, but got {', '.join(changed)}",
             fix="Leave these out, or start a new run with another --out.",
         )
-    return dataclasses.replace(checked(type(config), stored, source=str(run)), out=run, resume=True)
+
+
+def _run_folder(name: str, config: TrainConfig) -> Path:
+    numbered = {int(tail): path for path in RUNS.glob(f"{name}-*") if (tail := path.name[len(name) + 1 :]).isdecimal()}
+    if config.resume:
+        run = config.out or numbered.get(max(numbered, default=0))
+        if run is None or not (run / EVENTS_FILE).exists():
+            raise StrettoError(
+                f"there is no run to resume in {str(run or RUNS)!r}", fix="Name the folder of a run with --out."
+            )
+        return run
+    if config.out is None:
+        return RUNS / f"{name}-{max(numbered, default=0) + 1:03d}"
+    if (config.out / EVENTS_FILE).exists() or (config.out / FOLDER).exists():
+        raise StrettoError(
+            f"{str(config.out)!r} holds a run already", fix="Add --resume to go on with it, or choose another --out."
+        )
+    if config.out.exists() and not config.out.is_dir():
+        raise StrettoError(f"{str(config.out)!r} is a file", fix="Choose a folder for --out.")
+    return config.out
+
+
+def _check_device(name: str) -> None:
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise StrettoError(
+            f"torch cannot use the device {name!r} here ({str(error).splitlines()[0]})",
+            fix="Choose another --device, for example cpu.",
+        ) from error
 
 
 @contextlib.contextmanager

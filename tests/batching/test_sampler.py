@@ -1,7 +1,9 @@
 """The bucket sampler over all its ranks: exactly once, under the caps, restored anywhere."""
 
+import copy
 import json
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -234,6 +236,11 @@ def test_a_sequence_at_the_upper_edge_belongs_to_that_bucket() -> None:
     assert sorted(map(sorted, sampler)) == [[0, 2, 5], [1, 3, 4]]
 
 
+def test_an_edge_beyond_the_budget_does_not_break_it() -> None:
+    report = BucketSampler([5, 3, 4], max_steps=6, edges=[4, 20]).report()
+    assert report.largest_batch == 5
+
+
 @pytest.mark.parametrize(
     "form", [list, torch.tensor, lambda v: np.array(v, dtype=np.uint8), lambda v: np.array(v, float)]
 )
@@ -290,3 +297,12 @@ def test_a_running_process_group_tells_the_place(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
     sampler = BucketSampler([1], batch_size=1)
     assert (sampler.rank, sampler.world_size) == (4, 6)
+
+
+def test_a_copy_of_a_sampler_continues_on_its_own() -> None:
+    sampler = BucketSampler(np.arange(1, 60), batch_size=4, num_buckets=3)
+    drawn = iter(sampler)
+    first = [next(drawn) for _ in range(5)]
+    twin = pickle.loads(pickle.dumps(sampler))
+    assert list(twin) == list(copy.deepcopy(sampler)) == list(sampler)
+    assert first == list(BucketSampler(np.arange(1, 60), batch_size=4, num_buckets=3))[:5]

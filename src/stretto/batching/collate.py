@@ -108,7 +108,7 @@ def _padded_length(longest: int, edges: npt.ArrayLike | None) -> int:
     bucket = int(np.searchsorted(edges_K, longest))
     if bucket == len(edges_K):
         raise StrettoError(
-            f"a sequence of {longest} steps is longer than the last edge {edges_K[-1]}",
+            f"a sequence of {longest} steps is longer than the edges {edges_K.tolist()}",
             fix="Pass the edges of the sampler that made the batch.",
         )
     return int(edges_K[bucket])
@@ -118,7 +118,7 @@ def _as_sample(item: Any, position: int) -> Sample:
     if isinstance(item, Sample):
         return item
     features, target = (item[0], item[1]) if isinstance(item, tuple | list) and len(item) == 2 else (item, None)
-    rows = torch.as_tensor(features)
+    rows = _as_rows(features, position)
     if rows.ndim == 0 or rows.ndim > 2:
         raise StrettoError(
             f"item {position} of the batch has features of shape {tuple(rows.shape)}",
@@ -127,9 +127,28 @@ def _as_sample(item: Any, position: int) -> Sample:
     return Sample(features_TF=rows if rows.ndim == 2 else rows[:, None], target=target, index=-1)
 
 
+def _as_rows(features: Any, position: int) -> torch.Tensor:
+    try:
+        if isinstance(features, np.ndarray):
+            # torch takes neither reversed arrays nor those of another byte order.
+            features = np.ascontiguousarray(features, dtype=features.dtype.newbyteorder("="))
+        return torch.as_tensor(features)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise StrettoError(
+            f"item {position} of the batch is no sequence ({error})",
+            fix="Give features as a tensor or array of numbers, alone or in a (features, target) pair.",
+        ) from error
+
+
+def _is_label(target: Any) -> bool:
+    if isinstance(target, torch.Tensor):
+        return target.ndim == 0 and not target.is_floating_point() and not target.is_complex()
+    return isinstance(target, int | np.integer)
+
+
 def _targets(targets: list[Any]) -> Any:
     if all(target is None for target in targets):
         return None
-    if all(isinstance(t, int | np.integer) or (isinstance(t, torch.Tensor) and t.ndim == 0) for t in targets):
+    if all(map(_is_label, targets)):
         return torch.tensor([int(t) for t in targets], dtype=torch.int64)
     return targets

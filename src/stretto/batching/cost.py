@@ -5,6 +5,7 @@ Shape legend: V lengths, M measurements.
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,9 +64,10 @@ class StepCost:
                 f"StepCost got max_steps={self.max_steps} and batch_size={self.batch_size}",
                 fix="Give exactly one of them, at least 1.",
             )
-        if min(self.per_batch, self.per_step, self.per_slot) < 0:
+        terms = (self.per_batch, self.per_step, self.per_slot)
+        if not all(math.isfinite(term) and term >= 0 for term in terms):
             raise StrettoError(
-                "StepCost has a negative term", fix="Use StepCost.fit, which keeps all terms at 0 or above."
+                f"StepCost has the terms {terms}", fix="Use StepCost.fit, which keeps all terms at 0 or above."
             )
 
     def __call__(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
@@ -93,6 +95,12 @@ class StepCost:
             )
         rows_M, steps_M = np.asarray(shapes, dtype=np.float64).T
         time_M = np.asarray(seconds, dtype=np.float64)
+        wrong = np.flatnonzero(~(np.isfinite(time_M) & (time_M > 0)))
+        if len(wrong):
+            raise StrettoError(
+                f"shape {tuple(shapes[int(wrong[0])])} took {time_M[wrong[0]]} seconds, which is no time",
+                fix="Time every shape anew; each must take some time.",
+            )
         design_M3 = np.stack([np.ones_like(steps_M), steps_M, steps_M * rows_M], axis=1) / time_M[:, None]
         terms = _non_negative_least_squares(design_M3, np.ones_like(time_M))
         per_batch, per_step, per_slot = (float(term) for term in terms)

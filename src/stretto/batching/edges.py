@@ -50,14 +50,14 @@ def optimal_edges(
         array([ 3, 10])
     """
     distinct_V, counts_V = np.unique(as_lengths(lengths), return_counts=True)
-    cost_V = _checked_cost(distinct_V, cost)
+    cost_V = _checked_cost(distinct_V, cost, count=int(counts_V.sum()))
     if num_buckets == "auto":
-        average = float((cost_V * counts_V).sum()) / float(counts_V.sum())
+        average = float((np.abs(cost_V) * counts_V).sum()) / float(counts_V.sum())
         price = TYPICAL_BATCH / 2 * average if bucket_price is None else bucket_price
-        if not price >= 0:
+        if not isinstance(price, int | float | np.number) or not price >= 0:
             raise StrettoError(f"bucket_price={bucket_price!r} is not a price", fix="Give a number of at least 0.")
         most = min(MOST_BUCKETS, len(distinct_V))
-    elif isinstance(num_buckets, int | np.integer) and num_buckets >= 1:
+    elif isinstance(num_buckets, int | np.integer) and not isinstance(num_buckets, bool) and num_buckets >= 1:
         most, price = min(int(num_buckets), len(distinct_V)), 0.0
     else:
         raise StrettoError(f"num_buckets={num_buckets!r} is not a number of buckets", fix='Give at least 1, or "auto".')
@@ -68,6 +68,11 @@ def padded_cost(lengths: npt.ArrayLike, edges: npt.ArrayLike, cost: Cost | None 
     """The total cost of `lengths` when each is padded to its edge: what `optimal_edges` minimises."""
     lengths_N = as_lengths(lengths)
     edges_K = np.asarray(edges, dtype=np.int64)
+    if len(edges_K) == 0 or lengths_N.max() > edges_K[-1]:
+        raise StrettoError(
+            f"a sequence of {lengths_N.max()} steps is beyond the edges {edges_K.tolist()}",
+            fix="The last edge must be at least the greatest length.",
+        )
     padded_N = edges_K[bucket_of(lengths_N, edges_K)]
     return float(padded_N.sum() if cost is None else cost_of(padded_N, cost).sum())
 
@@ -77,7 +82,7 @@ def bucket_of(lengths_N: npt.NDArray[np.int64], edges_K: npt.NDArray[np.int64]) 
     return np.searchsorted(edges_K, lengths_N, side="left")
 
 
-def _checked_cost(distinct_V: npt.NDArray[np.int64], cost: Cost | None) -> Values:
+def _checked_cost(distinct_V: npt.NDArray[np.int64], cost: Cost | None, *, count: int) -> Values:
     if cost is None:
         return distinct_V
     given = cost_of(distinct_V, cost)
@@ -86,6 +91,13 @@ def _checked_cost(distinct_V: npt.NDArray[np.int64], cost: Cost | None) -> Value
         raise StrettoError(
             f"cost is {given[falls[0]]} at length {distinct_V[falls[0]]}: not finite, or less than for a shorter one",
             fix="Padding further must never be cheaper: give a non-decreasing cost.",
+        )
+    with np.errstate(over="ignore"):
+        total = np.abs(given).max() * count
+    if not np.isfinite(total):
+        raise StrettoError(
+            f"cost is {given[-1]} at length {distinct_V[-1]}, too much to add up over {count} sequences",
+            fix="Count it in a larger unit.",
         )
     return given
 

@@ -9,7 +9,12 @@ from stretto.errors import StrettoError
 
 def as_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """Lengths as an array of int64: at least one sequence, each of at least one step."""
-    given = lengths.cpu().numpy() if isinstance(lengths, torch.Tensor) else np.asarray(lengths)
+    try:
+        given = lengths.cpu().numpy() if isinstance(lengths, torch.Tensor) else np.asarray(lengths)
+    except ValueError as error:
+        raise StrettoError(
+            f"lengths are no flat list ({error})", fix="Give one whole number a sequence, as a flat list or array."
+        ) from error
     if given.ndim != 1:
         raise StrettoError(
             f"lengths have shape {given.shape}", fix="Give one whole number a sequence, as a flat list or array."
@@ -22,6 +27,12 @@ def as_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
             raise StrettoError(
                 f"lengths of type {given.dtype} are not whole numbers of steps", fix="Give whole numbers."
             )
+    # All slots of an epoch must fit in an int64, however they are padded.
+    great = np.flatnonzero(given > np.iinfo(np.int64).max // len(given))
+    if len(great):
+        raise StrettoError(
+            f"sequence {great[0]} has length {given[great[0]]}, more than can be counted", fix="Check the lengths."
+        )
     lengths_N = given.astype(np.int64)
     short = np.flatnonzero(lengths_N < 1)
     if len(short):

@@ -80,7 +80,8 @@ def plan_epoch(
     """
     mixed_M = members_M[np.argsort(lengths_N[members_M], kind="stable")] if rng is None else rng.permutation(members_M)
     # A small integer type lets NumPy's stable sort be a radix sort.
-    bucket_M = buckets.bucket_N[mixed_M].astype(np.int16)
+    small = np.int16 if len(buckets.edges_K) <= np.iinfo(np.int16).max else np.int64
+    bucket_M = buckets.bucket_N[mixed_M].astype(small)
     order_M = mixed_M[np.argsort(bucket_M, kind="stable")]
     counts_K = np.bincount(bucket_M, minlength=len(buckets.edges_K))
     group_K = buckets.rows_K * world_size

@@ -1,6 +1,5 @@
 """A batch sampler that draws every batch from one length bucket."""
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -19,6 +18,8 @@ from stretto.batching.report import SamplerReport, report_on
 from stretto.errors import StrettoError
 
 STATE_VERSION: Final = 1
+
+Segments = tuple[tuple[int, int], ...]
 
 
 @final
@@ -71,15 +72,16 @@ class BucketSampler(Sampler[list[int]]):
         if batch_size is None and max_steps is None:
             raise StrettoError("BucketSampler got no size of a batch", fix="Give batch_size, max_steps or both.")
         self._refuse_too_long()
-        self._num_buckets = num_buckets
+        self._num_buckets = int(num_buckets) if isinstance(num_buckets, np.integer) else num_buckets
         self._cost = cost
         self._given_edges_K = None if edges is None else self._checked_edges(edges)
-        self._shuffle = shuffle
-        self._seed = int(seed)
+        self._shuffle = bool(shuffle)
+        self._seed = _not_negative("seed", seed)
         self.rank, self.world_size = _place(rank, world_size)
-        self._buckets_of_world = functools.cache(self._compute_buckets)
+        self._buckets: dict[int, Buckets] = {}
         self._epoch = 0
-        self._earlier: tuple[tuple[int, int], ...] = ()
+        self._earlier: Segments = ()
+        self._previous: tuple[int, Segments] = (-1, ())
         self._start = self._used = 0
         self._plan: EpochPlan | None = None
         _ = self._buckets_of_world(self.world_size)
@@ -114,7 +116,7 @@ class BucketSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch. Naming the current one changes nothing, so a restored position is kept."""
-        if epoch != self._epoch:
+        if _not_negative("epoch", epoch) != self._epoch:
             self._move_to(int(epoch))
 
     def state_dict(self, *, epoch: int | None = None, used: int | None = None) -> dict[str, Any]:
@@ -124,15 +126,15 @@ class BucketSampler(Sampler[list[int]]):
             epoch: The epoch to record instead of the current one.
             used: The steps that training has used up, where a prefetching loader has drawn more from the sampler.
         """
-        steps = self._used if used is None else used
-        if epoch is not None and epoch != self._epoch:
-            segments: tuple[tuple[int, int], ...] = ((self.world_size, steps if used is not None else 0),)
+        if epoch is None or epoch == self._epoch:
+            epoch, earlier, steps = self._epoch, self._earlier, self._used
         else:
-            epoch, segments = self._epoch, (*self._earlier, (self.world_size, steps))
+            # A prefetching loader may have moved the sampler on while training is still in the epoch before.
+            earlier, steps = self._previous[1] if epoch == self._previous[0] else (), 0
         return {
             "version": STATE_VERSION,
             "epoch": epoch,
-            "used": [list(segment) for segment in segments],
+            "used": [[*segment] for segment in (*earlier, (self.world_size, steps if used is None else used))],
             "digest": self._digest(),
         }
 
@@ -146,7 +148,7 @@ class BucketSampler(Sampler[list[int]]):
                 "the sampler's state was saved for other lengths or settings",
                 fix="Restore it into a BucketSampler with the same lengths, sizes, buckets, seed and shuffle.",
             )
-        *earlier, (world_size, used) = (tuple(segment) for segment in state["used"])
+        *earlier, (world_size, used) = _segments(state)
         self._move_to(int(state["epoch"]))
         if world_size == self.world_size:
             self._earlier, self._start = tuple(earlier), used
@@ -154,10 +156,7 @@ class BucketSampler(Sampler[list[int]]):
             self._earlier = (*earlier, (world_size, used)) if used else tuple(earlier)
         self._used = self._start
         if self._start > self.plan.num_steps:
-            raise StrettoError(
-                f"the sampler's state has used {self._start} of {self.plan.num_steps} steps",
-                fix="Restore a state that was saved by state_dict().",
-            )
+            raise _bad_state(f"{self._start} of {self.plan.num_steps} steps are used")
         if self._start == self.plan.num_steps:
             self._move_to(self._epoch + 1)
 
@@ -172,6 +171,7 @@ class BucketSampler(Sampler[list[int]]):
         )
 
     def _move_to(self, epoch: int) -> None:
+        self._previous = (self._epoch, self._earlier)
         self._epoch, self._earlier, self._plan = epoch, (), None
         self._start = self._used = 0
 
@@ -179,7 +179,10 @@ class BucketSampler(Sampler[list[int]]):
         """Replay the segments of an epoch that changed its world size; normally there is just the current one."""
         members_M = np.arange(len(self._lengths_N))
         for number, (world_size, used) in enumerate(self._earlier):
-            members_M = self._plan_segment(members_M, number, world_size).unused(used)
+            plan = self._plan_segment(members_M, number, world_size)
+            if used > plan.num_steps:
+                raise _bad_state(f"{used} of {plan.num_steps} steps were used at world size {world_size}")
+            members_M = plan.unused(used)
         return self._plan_segment(members_M, len(self._earlier), self.world_size)
 
     def _plan_segment(self, members_M: npt.NDArray[np.int64], number: int, world_size: int) -> EpochPlan:
@@ -191,15 +194,23 @@ class BucketSampler(Sampler[list[int]]):
             rng=np.random.default_rng([self._seed, self._epoch, number]) if self._shuffle else None,
         )
 
+    def _buckets_of_world(self, world_size: int) -> Buckets:
+        if world_size not in self._buckets:
+            self._buckets[world_size] = self._compute_buckets(world_size)
+        return self._buckets[world_size]
+
     def _compute_buckets(self, world_size: int) -> Buckets:
         edges_K = self._given_edges_K
         if edges_K is None:
             edges_K = optimal_edges(
                 self._lengths_N, self._num_buckets, self._cost, bucket_price=self._price(world_size)
             )
-        rows_K = np.full(len(edges_K), self._batch_size or len(self._lengths_N))
+        most = len(self._lengths_N)
+        rows_K = np.full(len(edges_K), min(self._batch_size or most, most))
         if self._max_steps is not None:
-            rows_K = np.minimum(rows_K, np.maximum(1, self._max_steps // edges_K))
+            # More slots than all sequences have together cap nothing.
+            capped = min(self._max_steps, most * int(edges_K[-1]))
+            rows_K = np.minimum(rows_K, np.maximum(1, capped // edges_K))
         return Buckets(edges_K=edges_K, bucket_N=bucket_of(self._lengths_N, edges_K), rows_K=rows_K)
 
     def _price(self, world_size: int) -> float:
@@ -207,7 +218,7 @@ class BucketSampler(Sampler[list[int]]):
         cost_N = self._lengths_N.astype(np.float64)
         if self._cost is not None:
             distinct, inverse = np.unique(self._lengths_N, return_inverse=True)
-            cost_N = cost_of(distinct, self._cost)[inverse]
+            cost_N = np.abs(cost_of(distinct, self._cost))[inverse]
         by_budget = self._max_steps / self._lengths_N.mean() if self._max_steps is not None else np.inf
         rows = min(self._batch_size or np.inf, by_budget)
         return float(rows * world_size * cost_N.mean() / 2)
@@ -221,7 +232,13 @@ class BucketSampler(Sampler[list[int]]):
             )
 
     def _checked_edges(self, edges: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        edges_K = as_lengths(edges)
+        try:
+            edges_K = as_lengths(edges)
+        except StrettoError as error:
+            raise StrettoError(
+                f"edges {edges!r} cannot be used: they are checked as lengths, and {error.problem}",
+                fix="Give rising whole numbers, the last at least as long as the longest sequence.",
+            ) from error
         if (np.diff(edges_K) <= 0).any() or edges_K[-1] < self._lengths_N.max():
             raise StrettoError(
                 f"edges {edges_K.tolist()} do not rise up to the longest sequence ({self._lengths_N.max()} steps)",
@@ -235,15 +252,41 @@ class BucketSampler(Sampler[list[int]]):
     def _digest(self) -> str:
         settings = [self._batch_size, self._max_steps, self._num_buckets, self._shuffle, self._seed]
         hasher = hashlib.sha256(json.dumps(settings).encode())
+        if self._cost is not None:
+            hasher.update(cost_of(np.unique(self._lengths_N), self._cost).tobytes())
         hasher.update(self._lengths_N.tobytes())
         hasher.update(self._buckets_of_world(1).edges_K.tobytes())
         return hasher.hexdigest()[:16]
 
 
+def _whole(name: str, value: Any, *, least: int) -> int:
+    whole = isinstance(value, int | np.integer) or (isinstance(value, float | np.floating) and value % 1 == 0)
+    if not whole or isinstance(value, bool) or value < least:
+        raise StrettoError(f"{name}={value!r} cannot be used", fix=f"Give a whole number of at least {least}.")
+    return int(value)
+
+
 def _positive(name: str, value: int | None) -> int | None:
-    if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
-        raise StrettoError(f"{name}={value!r} is not a size", fix="Give a whole number of at least 1.")
-    return None if value is None else int(value)
+    return None if value is None else _whole(name, value, least=1)
+
+
+def _not_negative(name: str, value: int) -> int:
+    return _whole(name, value, least=0)
+
+
+def _segments(state: dict[str, Any]) -> list[tuple[int, int]]:
+    """World sizes with the steps used at each, as `state_dict` wrote them."""
+    used = state.get("used")
+    pairs = [tuple(pair) for pair in used] if isinstance(used, list) else []
+    if not pairs or not all(len(pair) == 2 and pair[0] >= 1 and pair[1] >= 0 for pair in pairs):
+        raise _bad_state(f"used={used!r}")
+    return [(int(world_size), int(steps)) for world_size, steps in pairs]
+
+
+def _bad_state(what: str) -> StrettoError:
+    return StrettoError(
+        f"the sampler's state does not fit: {what}", fix="Restore a state that was saved by state_dict()."
+    )
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -252,6 +295,7 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
         world_size = torch.distributed.get_world_size() if running else 1
     if rank is None:
         rank = torch.distributed.get_rank() if running else 0
-    if not 0 <= rank < world_size:
+    rank, world_size = _not_negative("rank", rank), _whole("world_size", world_size, least=1)
+    if rank >= world_size:
         raise StrettoError(f"rank={rank} does not fit world_size={world_size}", fix="Give 0 <= rank < world_size.")
     return rank, world_size

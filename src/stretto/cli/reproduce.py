@@ -1,6 +1,7 @@
 """`stretto reproduce PAPER`."""
 
 from rich.console import Console
+from rich.text import Text
 
 from stretto.cli.parsing import checked_flags, choose, parse
 from stretto.recipes.bucketing import BucketingSettings, reproduce_bucketing
@@ -32,5 +33,5 @@ def run(words: list[str]) -> int:
     write_bucketing_figure(result, settings.out / "bucketing.svg")
     write_bucketing_page(result, settings.out / "bucketing.html")
     for what, ending in (("table", "json"), ("plot", "svg"), ("page", "html")):
-        console.print(f"{what:<6} {settings.out / f'bucketing.{ending}'}", highlight=False, soft_wrap=True)
+        console.print(Text(f"{what:<6} {settings.out / f'bucketing.{ending}'}"), soft_wrap=True)
     return 0

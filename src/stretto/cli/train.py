@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stretto.cli.parsing import checked_flags, choose, parse, take_option
-from stretto.job import run_job
+from stretto.job import run_job, stored_settings
 from stretto.report.console import console_view
 from stretto.tasks.registry import CONFIGS, TASKS
 from stretto.training.config import TrainConfig, checked, read_toml
@@ -25,7 +25,8 @@ def run(words: list[str]) -> int:
     config = _config(name, rest)
     console = Console()
     try:
-        result = run_job(name, config, subscribers=[console_view(console)])
+        with console_view(console) as view:
+            result = run_job(name, config, subscribers=[view])
     except Interrupted as stop:
         again = ["stretto", "train", name, "--out", str(stop.run), "--resume"]
         console.print(
@@ -40,8 +41,13 @@ def run(words: list[str]) -> int:
 
 
 def _config(name: str, words: list[str]) -> TrainConfig:
-    """Flags over TOML over defaults, then checked as a whole."""
-    kind = CONFIGS[name]
+    """Flags over TOML over what the run to resume was started with over defaults, then checked as a whole."""
+    kind, prog = CONFIGS[name], f"stretto train {name}"
     path, words = take_option(words, "--config")
-    default = None if path is None else checked(kind, read_toml(path), source=str(path))
-    return checked_flags(parse(kind, words, prog=f"stretto train {name}", default=default))
+    values = {} if path is None else read_toml(path)
+    source = "the command line" if path is None else str(path)
+    config = checked_flags(parse(kind, words, prog=prog, default=checked(kind, values, source=source)))
+    if not config.resume:
+        return config
+    stored = checked(kind, stored_settings(name, config) | values, source=f"the run to resume, with {source},")
+    return checked_flags(parse(kind, words, prog=prog, default=stored))

@@ -1,5 +1,7 @@
 """A run on the terminal: a live display, or plain lines where the output is no terminal."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, final
 
 from rich.console import Console
@@ -11,10 +13,18 @@ from rich.text import Text
 from stretto.training.events import Event, Subscriber
 
 
-def console_view(console: Console | None = None) -> Subscriber:
-    """A subscriber that shows events on the terminal."""
+@contextlib.contextmanager
+def console_view(console: Console | None = None) -> Iterator[Subscriber]:
+    """A subscriber that shows events on the terminal, which is as it was afterwards, however the run ends."""
     console = console or Console()
-    return LiveView(console) if console.is_terminal else PlainView(console)
+    if not console.is_terminal:
+        yield PlainView(console)
+        return
+    view = LiveView(console)
+    try:
+        yield view
+    finally:
+        view.close()
 
 
 @final
@@ -79,12 +89,16 @@ class LiveView:
             self._show_step(event)
             return
         if kind in ("finished", "interrupted"):
-            self._live.stop()
+            self.close()
         if kind == "epoch":
             self._reset()
             shown = f"{event['metric']} {shown_metric(event['metric'], event['value'])}"
             self._progress.update(self._bar, metric=shown)
         self._plain(event)
+
+    def close(self) -> None:
+        """Take the bar away and show the cursor again."""
+        self._live.stop()
 
     def _reset(self) -> None:
         self._real = self._slots = self._seen = 0

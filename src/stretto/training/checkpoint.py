@@ -85,12 +85,17 @@ def load_newest(run: Path) -> FoundCheckpoint:
     )
 
 
-def _write_into(folder: Path, checkpoint: Checkpoint) -> None:
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write tensors as safetensors; a full disk is an `OSError`, as it is for any file."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        safetensors.torch.save_file(tensors, folder / TENSORS)
+        safetensors.torch.save_file(plain, path)
     except safetensors.SafetensorError as error:
         raise OSError(f"{error}") from error
+
+
+def _write_into(folder: Path, checkpoint: Checkpoint) -> None:
+    save_tensors(checkpoint.tensors, folder / TENSORS)
     checksum = _checksum(folder / TENSORS, checkpoint.state)
     state = {"version": VERSION, "sha256": checksum, **checkpoint.state}
     (folder / STATE).write_text(json.dumps(state), encoding="utf-8")

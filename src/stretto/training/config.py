@@ -15,7 +15,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
@@ -96,7 +96,7 @@ def checked(kind: type[C], values: dict[str, Any], *, source: str) -> C:
         faults = dict(_fault(entry) for entry in reversed(error.errors(include_url=False)))
         lines = "\n".join(f"  {name}: {text}" for name, text in reversed(faults.items()))
         raise StrettoError(
-            f"{source} has settings that cannot be used:\n{lines}\n", fix=f"Known settings: {known}."
+            f"{source} has settings that cannot be used:\n{lines}", fix=f"\nKnown settings: {known}."
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 from stretto.batching.collate import Batch, collate
 from stretto.batching.sampler import BucketSampler
 from stretto.data.sequences import SequenceSet
+from stretto.training.divergence import diverged
 from stretto.training.task import AbstractTask, Reading, Score
 
 EVALUATION_ROWS: Final = 64
@@ -35,7 +37,10 @@ def evaluate(
         for batch in _batches(part, device=device):
             output = model(batch)
             summed = task.loss(output, batch)
-            loss, count = loss + float(summed.total), count + summed.count
+            total = float(summed.total)
+            if not math.isfinite(total):
+                raise diverged(batch, total, where=f"in measuring {part.name}, on sequences")
+            loss, count = loss + total, count + summed.count
             for name, score in (task.final_score if final else task.score)(output, batch).items():
                 scores[name] = scores[name] + score if name in scores else score
     return Evaluation(loss=loss / max(1, count), metrics=task.summary(scores))
@@ -49,7 +54,8 @@ def show_readings(task: AbstractTask[Any], model: nn.Module, part: SequenceSet, 
 
 def _batches(part: SequenceSet, *, device: str) -> Iterator[Batch]:
     sampler = BucketSampler(part.lengths_N, batch_size=EVALUATION_ROWS, shuffle=False)
-    for batch in DataLoader(part, batch_sampler=sampler, collate_fn=collate):
+    # A generator of its own: a loader draws a seed, and measuring must not move the random state of training.
+    for batch in DataLoader(part, batch_sampler=sampler, collate_fn=collate, generator=torch.Generator()):
         yield batch.to(device)
 
 

@@ -1,9 +1,7 @@
 """The training loop: batches in, updates and events out; stoppable and resumable at any step."""
 
 import dataclasses
-import itertools
 import math
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -22,10 +19,12 @@ from stretto.batching.sampler import BucketSampler
 from stretto.data.sequences import SequenceSet
 from stretto.errors import StrettoError
 from stretto.storage import write_atomically
-from stretto.training.checkpoint import load_newest, save_checkpoint
+from stretto.training.checkpoint import load_newest, save_checkpoint, save_tensors
+from stretto.training.divergence import diverged
 from stretto.training.evaluate import Evaluation, evaluate, show_readings
 from stretto.training.events import EventLog
 from stretto.training.state import EpochTotals, TrainState
+from stretto.training.stopping import stop_on_signals
 from stretto.training.task import AbstractTask
 
 MODEL_FILE: Final = "model.safetensors"
@@ -103,29 +102,41 @@ class Trainer:
             num_buckets=self._config.num_buckets,
             seed=self._config.seed,
         )
-        torch.manual_seed(self._config.seed)
-        model = task.build_model().to(self._config.device)
-        self.state = TrainState(model, config=self._config, steps_per_epoch=len(self.sampler))
         self._stop = threading.Event()
         self._begun = time.perf_counter()
         self._last: dict[str, float] = {}
-        if resume:
-            self._restore()
+        self._random = torch.get_rng_state()
+        with self._own_randomness():
+            torch.manual_seed(self._config.seed)
+            model = task.build_model().to(self._config.device)
+            self.state = TrainState(model, config=self._config, steps_per_epoch=len(self.sampler))
+            if resume:
+                self._restore()
 
     def run(self) -> LoopResult:
         """Train to the last epoch and measure the test part."""
         self._begun = time.perf_counter() - self.state.seconds
-        with self._stoppable():
+        with stop_on_signals(self._stop):
             while self.state.epoch < self._config.epochs:
                 self.train_epoch()
         return self._finish()
 
     def train_epoch(self) -> EpochRecord:
         """Train to the end of the epoch under way, measure the validation part, and save."""
+        with self._own_randomness():
+            return self._train_epoch()
+
+    def _train_epoch(self) -> EpochRecord:
         state = self.state
         self.sampler.set_epoch(state.epoch)
         saved = ended = time.perf_counter()
-        loader: DataLoader[Batch] = DataLoader(self._train, batch_sampler=self.sampler, collate_fn=collate)  # type: ignore[arg-type]
+        loader: DataLoader[Batch] = DataLoader(
+            self._train,  # type: ignore[arg-type]
+            batch_sampler=self.sampler,
+            collate_fn=collate,
+            # A loader draws a seed when it begins; from the common generator, a resumed epoch would draw once more.
+            generator=torch.Generator(),
+        )
         num_batches = len(self.sampler)
         state.model.train()
         for batch in loader:
@@ -151,12 +162,12 @@ class Trainer:
         loss = self._task.loss(state.model(batch), batch)
         total = float(loss.total.detach())
         if not math.isfinite(total):
-            raise self._diverged(batch, total)
+            raise diverged(batch, total, where=f"at step {state.step + 1}, on training sequences")
         state.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss.total / max(1, loss.count))
         norm = float(nn.utils.clip_grad_norm_(state.model.parameters(), self._config.clip_norm))
         if not math.isfinite(norm):
-            raise self._diverged(batch, norm)
+            raise diverged(batch, norm, where=f"at step {state.step + 1}, on training sequences")
         self._last = {
             "loss": total / max(1, loss.count),
             "gradient_norm": norm,
@@ -218,8 +229,7 @@ class Trainer:
         shown = np.random.default_rng(self._config.seed).permutation(len(test))[:12]
         readings = show_readings(self._task, state.model, test.subset(shown), device=self._config.device)
         self._log.emit("samples", items=[dataclasses.asdict(reading) for reading in readings])
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in state.model.state_dict().items()}
-        write_atomically(self._run / MODEL_FILE, lambda path: safetensors.torch.save_file(weights, path))
+        write_atomically(self._run / MODEL_FILE, lambda path: save_tensors(state.model.state_dict(), path))
         return LoopResult(
             metrics={**evaluation.metrics, "loss": evaluation.loss},
             epochs=state.epoch,
@@ -252,7 +262,13 @@ class Trainer:
                 f"the data {self._task.data.name!r} is not what the run in {str(self._run)!r} was trained on",
                 fix="Resume with the same data, or start a new run.",
             )
-        self.state.load(found.checkpoint)
+        try:
+            self.state.load(found.checkpoint)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise StrettoError(
+                f"the checkpoint {str(found.path)!r} is of another model",
+                fix="Resume with the data and settings that the run was started with.",
+            ) from error
         self.sampler.load_state_dict(found.checkpoint.state["sampler"])
         self._log.emit(
             "resumed",
@@ -262,34 +278,18 @@ class Trainer:
             epochs=self._config.epochs,
         )
 
-    def _diverged(self, batch: Batch, value: float) -> StrettoError:
-        numbers = [] if batch.indices is None else batch.indices.tolist()
-        named = ", ".join(map(str, itertools.islice(numbers, 8))) + (", ..." if len(numbers) > 8 else "")
-        return StrettoError(
-            f"the loss or gradient is {value} at step {self.state.step + 1}, on training sequences {named}",
-            fix="Lower --learning-rate or --clip-norm, or look at those sequences; the last checkpoint is untouched.",
-        )
-
     def _interrupt(self) -> None:
         self._save()
         self._log.emit("interrupted", step=self.state.step)
         raise Interrupted(self._run, step=self.state.step)
 
     @contextmanager
-    def _stoppable(self) -> Iterator[None]:
-        """Let Ctrl-C and SIGTERM end the step under way, save, and stop; a second Ctrl-C stops at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def ask(number: int, frame: object) -> None:  # noqa: ARG001
-            if self._stop.is_set():
-                signal.default_int_handler(number, None)
-            self._stop.set()
-
-        earlier = {kind: signal.signal(kind, ask) for kind in (signal.SIGINT, signal.SIGTERM)}
+    def _own_randomness(self) -> Iterator[None]:
+        """The trainer's random state instead of the process's, from which others draw, and other trainers too."""
+        earlier = torch.get_rng_state()
+        torch.set_rng_state(self._random)
         try:
             yield
         finally:
-            for kind, handler in earlier.items():
-                signal.signal(kind, handler)
+            self._random = torch.get_rng_state()
+            torch.set_rng_state(earlier)

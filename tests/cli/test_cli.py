@@ -1,0 +1,284 @@
+"""The command line: help, messages with exit code 2 and no traceback, plain output, signals, and small real runs.
+
+Shape legend: S steps of all sequences, N sequences.
+"""
+
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.cli.main import VERBS, main
+from stretto.data.npz import write_npz
+from stretto.data.opening import open_sequences
+from stretto.training.events import EVENTS_FILE, read_events
+
+SMALL = "--epochs 2 --batch-size 6 --hidden-size 4 --num-buckets 2".split()
+HELP = [[verb] for verb in VERBS] + [
+    ["train", "handwriting"],
+    ["train", "classify"],
+    ["train", "language-model"],
+    ["reproduce", "bucketing"],
+    ["bench", "buckets"],
+]
+SECONDS_TO_WAIT = 60
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    code: object
+    out: str
+    err: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture(autouse=True)
+def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    earlier = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # A verb may set variables for its own process; here that is the process of all tests.
+    with mock.patch.dict(os.environ):
+        yield
+    torch.set_num_threads(earlier)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*words: str) -> Ended:
+        capsys.readouterr()
+        code: object
+        try:
+            code = main(words)
+        except SystemExit as stop:
+            code = stop.code
+        printed = capsys.readouterr()
+        return Ended(code=code, out=printed.out, err=printed.err)
+
+    return call
+
+
+@pytest.fixture
+def signs() -> Path:
+    return _write(Path("signs.npz"))
+
+
+def _write(path: Path, **changes: Any) -> Path:
+    rng = np.random.default_rng(0)
+    labels_N, lengths_N = np.arange(36) % 2, rng.integers(2, 12, 36)
+    features_SF = rng.normal(size=(lengths_N.sum(), 2)) + 3.0 * np.repeat(labels_N, lengths_N)[:, None]
+    arrays: dict[str, Any] = {
+        "x": features_SF.astype(np.float32),
+        "offsets": np.cumsum([0, *lengths_N]),
+        "y": labels_N,
+        "split": np.repeat([0, 1, 2], [24, 6, 6]),
+    }
+    np.savez(path, **{name: value for name, value in (arrays | changes).items() if value is not None})
+    return path
+
+
+def _command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "stretto", *words]
+
+
+@pytest.mark.parametrize("words", HELP, ids=" ".join)
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_every_verb_has_help(run: Run, words: list[str], flag: str) -> None:
+    ended = run(*words, flag)
+    assert (ended.code, ended.err) == (0, "")
+    assert f"usage: stretto {words[0]}" in ended.out
+
+
+def test_the_command_alone_shows_the_verbs(run: Run) -> None:
+    assert run("--help").code == 0
+    assert all(verb in run("--help").out for verb in VERBS)
+    assert run().code == 2
+
+
+def test_the_version(run: Run) -> None:
+    assert run("--version") == Ended(code=0, out=f"stretto {version('stretto')}\n", err="")
+    done = subprocess.run(_command("--version"), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"stretto {version('stretto')}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("dance", "there is no verb 'dance'"),
+        ("train", "handwriting, classify, language-model"),
+        ("train dance", "there is no 'dance' here"),
+        ("train classify --bogus 3", "--bogus"),
+        ("train classify --epochs many", "--epochs"),
+        ("train classify --data signs.npz --epochs 0 --dropout 1", "epochs: "),
+        ("train classify --data signs.npz --epochs 0 --dropout 1", "dropout: "),
+        ("train classify", "--data PATH"),
+        ("train classify --data missing.npz", "'missing.npz'"),
+        ("train classify --data odd.xyz", "'odd.xyz'"),
+        ("train classify --data short.npz", "short.npz"),
+        ("train classify --data nan.npz", "sequence 3"),
+        ("train classify --data label.npz", "sequence 5 has label 7"),
+        ("train classify --data bare.npz", "bare has no labels"),
+        ("train handwriting --data signs.npz", "signs has no transcripts"),
+        ("train language-model --data signs.npz", "signs is no text"),
+        ("train classify --data signs.npz --max-steps 3", "sequence "),
+        ("train classify --data signs.npz --out signs.npz", "'signs.npz' is a file"),
+        ("train classify --data signs.npz --out signs.npz/below", "signs.npz/below"),
+        ("train classify --data signs.npz --out /proc/stretto", "/proc/stretto"),
+        ("train classify --data signs.npz --device nowhere", "'nowhere'"),
+        ("train classify --data signs.npz --out none --resume", "there is no run to resume in 'none'"),
+        ("train classify --config missing.toml", "'missing.toml'"),
+        ("train classify --config bad.toml", "'bad.toml' is no TOML file"),
+        ("train classify --config", "--config has no value"),
+        ("train classify --config faults.toml", "epoch: there is no such setting"),
+        ("train classify --config faults.toml", "batch_size: "),
+        ("inspect", "stretto inspect --help"),
+        ("inspect missing.npz", "'missing.npz'"),
+        ("report .", "holds no record of a run"),
+        ("report missing", "'missing'"),
+        ("reproduce dance", "there is no 'dance' here"),
+        ("reproduce bucketing --data bare.npz --out out", "bare has nothing to learn"),
+        ("bench dance", "there is no 'dance' here"),
+        ("doctor --now", "--now"),
+    ],
+)
+def test_what_cannot_be_used_is_told_with_exit_code_2(run: Run, signs: Path, line: str, told: str) -> None:
+    Path("odd.xyz").touch()
+    Path("short.npz").write_bytes(signs.read_bytes()[:500])
+    features_SF = np.load(signs)["x"]
+    features_SF[np.load(signs)["offsets"][3]] = np.nan
+    _write(Path("nan.npz"), x=features_SF)
+    labels_N = np.arange(36) % 2
+    labels_N[5] = 7
+    _write(Path("label.npz"), y=labels_N, class_names=np.array(["still", "moving"]))
+    _write(Path("bare.npz"), y=None)
+    Path("bad.toml").write_text("epochs =", encoding="utf-8")
+    Path("faults.toml").write_text('epoch = 3\nbatch-size = "big"\ndata = "signs.npz"\n', encoding="utf-8")
+    before = sorted(Path().rglob("*"))
+    ended = run(*line.split())
+    assert ended.code == 2
+    assert told in ended.err
+    assert "Traceback" not in ended.err
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_a_run_prints_plain_lines_and_leaves_its_result(run: Run, signs: Path) -> None:
+    ended = run("train", "classify", "--data", str(signs), "--out", "out", *SMALL)
+    assert (ended.code, ended.err) == (0, "")
+    assert "\x1b" not in ended.out
+    lines = ended.out.splitlines()
+    assert lines[0].startswith("classify: signs, 24 train, 6 valid, 6 test sequences")
+    assert [line.split()[1] for line in lines if line.startswith("epoch ")] == ["1", "2"]
+    assert lines[-2:] == [f"run     {Path('out')}", f"report  {Path('out/report.html')}"]
+    told = json.loads(Path("out/result.json").read_text(encoding="utf-8"))
+    assert {"accuracy", "loss", "epochs", "seconds", "padding", "settings"} <= told.keys()
+    assert f"{told['accuracy']:.2%}" in ended.out
+    assert run("report", "out", "--out", "page.html").code == 0
+    assert "signs" in Path("page.html").read_text(encoding="utf-8")
+    assert "Traceback" not in run("train", "classify", "--data", str(signs), "--out", "out").err
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(run: Run, signs: Path) -> None:
+    Path("run.toml").write_text(
+        f'data = "{signs}"\nepochs = 3\nbatch-size = 6\nhidden-size = 5\nseed = 4\n', encoding="utf-8"
+    )
+    assert run("train", "classify", "--config", "run.toml", "--epochs", "1", "--out", "out").code == 0
+    settings = json.loads(Path("out/result.json").read_text(encoding="utf-8"))["settings"]
+    chosen = {name: settings[name] for name in ("epochs", "batch_size", "hidden_size", "seed", "num_layers")}
+    assert chosen == {"epochs": 1, "batch_size": 6, "hidden_size": 5, "seed": 4, "num_layers": 1}
+    assert run("train", "classify", "--config=run.toml", "--epochs=2", "--out=more").code == 0
+    assert len([event for event in read_events(Path("more")) if event["event"] == "epoch"]) == 2
+
+
+def test_a_text_is_modelled(run: Run) -> None:
+    rng = np.random.default_rng(0)
+    passages = ["".join(rng.choice(list("ab c"), rng.integers(5, 30))).strip() + "xy" for _ in range(120)]
+    Path("notes.txt").write_text("\n\n".join(passages), encoding="utf-8")
+    ended = run("train", "language-model", "--data", "notes.txt", "--out", "out", *SMALL)
+    assert (ended.code, ended.err) == (0, "")
+    told = json.loads(Path("out/result.json").read_text(encoding="utf-8"))
+    assert 1.0 < told["perplexity"] < 7.0
+    assert told["perplexity"] == pytest.approx(np.exp(told["loss"]))
+
+
+def test_pen_digits_are_learnt_quickly(run: Run, shared_data: Path) -> None:
+    data = open_sequences(shared_data / "pendigits_orig")
+    mixed = np.random.default_rng(0).permutation(len(data))
+    chosen = [mixed[data.split_N[mixed] == part][:count] for part, count in ((0, 1200), (1, 100), (2, 200))]
+    write_npz(Path("digits.npz"), data.subset(np.concatenate(chosen)))
+    words = "train classify --data digits.npz --out out --epochs 6 --hidden-size 32 --learning-rate 0.01".split()
+    assert run(*words).code == 0
+    assert json.loads(Path("out/result.json").read_text(encoding="utf-8"))["accuracy"] > 0.5
+
+
+def test_data_are_inspected_and_the_machine_told(run: Run, signs: Path) -> None:
+    ended = run("inspect", str(signs), "--html", "page.html")
+    assert (ended.code, ended.err) == (0, "")
+    assert "signs" in ended.out
+    assert "<html" in Path("page.html").read_text(encoding="utf-8")
+    assert version("torch") in run("doctor").out
+
+
+def _go_on_after(kind: signal.Signals, data: Path) -> list[str]:
+    """Send a signal to a training process; the words that it prints to go on with."""
+    words = ["train", "classify", "--data", str(data), "--out", "my run", *SMALL, "--threads", "1"]
+    words[words.index("--epochs") + 1] = "40"
+    child = subprocess.Popen(_command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    record, deadline = Path("my run", EVENTS_FILE), time.monotonic() + SECONDS_TO_WAIT
+    while not (record.exists() and '"event": "epoch"' in record.read_text(encoding="utf-8")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(child.pid, kind)
+    out, err = child.communicate(timeout=SECONDS_TO_WAIT)
+    assert (child.returncode, err) == (130, "")
+    stopped = read_events(Path("my run"))[-1]
+    assert stopped["event"] == "interrupted"
+    assert f"Stopped at step {stopped['step']}; everything is saved." in out
+    return shlex.split(out.splitlines()[-1])
+
+
+def test_after_ctrl_c_the_printed_command_goes_on(signs: Path) -> None:
+    again = _go_on_after(signal.SIGINT, signs)
+    assert again == ["stretto", "train", "classify", "--out", "my run", "--resume"]
+    done = subprocess.run(_command(*again[1:]), capture_output=True, text=True, check=False, timeout=SECONDS_TO_WAIT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "resumed at step" in done.stdout
+    assert json.loads(Path("my run/result.json").read_text(encoding="utf-8"))["epochs"] == 40
+
+
+def test_after_sigterm_the_printed_command_goes_on(run: Run, signs: Path) -> None:
+    ended = run(*_go_on_after(signal.SIGTERM, signs)[1:])
+    assert (ended.code, ended.err) == (0, "")
+    assert "resumed at step" in ended.out
+    assert json.loads(Path("my run/result.json").read_text(encoding="utf-8"))["epochs"] == 40
+
+
+def test_a_flag_that_conflicts_with_the_run_is_refused(run: Run, signs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(self: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("stretto.training.loop.Trainer._finish", stop)
+        assert run("train", "classify", "--data", str(signs), "--out", "out", *SMALL).code == 130
+    for words, told in ((["--epochs", "12"], "epochs=12 (was 2)"), (["--batch-size", "7"], "batch_size=7 (was 6)")):
+        ended = run("train", "classify", "--out", "out", "--resume", *words)
+        assert ended.code == 2
+        assert told in ended.err
+    assert run("train", "classify", "--out", "out", "--resume", "--epochs", "2").code == 0

@@ -1,0 +1,286 @@
+"""A whole job through `stretto.train`: what it writes, what it refuses, and that resuming is the same run.
+
+Shape legend: S steps of all sequences, N sequences.
+"""
+
+import json
+import os
+import signal
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+import stretto
+from stretto.data.npz import write_npz
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import Labels
+from stretto.errors import StrettoError
+from stretto.job import TrainResult, run_job
+from stretto.tasks.classify import ClassifyConfig
+from stretto.training.checkpoint import FOLDER
+from stretto.training.events import EVENTS_FILE, Event, read_events
+from stretto.training.loop import MODEL_FILE, Interrupted
+
+SAVE_FILE = safetensors.torch.save_file
+SMALL: dict[str, Any] = {"epochs": 2, "batch_size": 6, "hidden_size": 4, "num_buckets": 2, "dropout": 0.2, "threads": 1}
+
+
+@pytest.fixture(autouse=True)
+def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    earlier = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(earlier)
+
+
+@pytest.fixture
+def signs(tmp_path: Path) -> Path:
+    return _write(tmp_path / "signs.npz")
+
+
+def _write(path: Path, *, seed: int = 0, count: int = 36) -> Path:
+    rng = np.random.default_rng(seed)
+    labels_N = np.arange(count) % 2
+    lengths_N = rng.integers(2, 12, count)
+    features_SF = rng.normal(size=(lengths_N.sum(), 2)) + 3.0 * np.repeat(labels_N, lengths_N)[:, None]
+    data = SequenceSet.from_flat(
+        features_SF.astype(np.float32),
+        offsets=np.cumsum([0, *lengths_N]),
+        targets=Labels.check(labels_N, names=["still", "moving"], source="here"),
+        split_N=np.repeat([0, 1, 2], [count - 12, 6, 6]),
+    )
+    write_npz(path, data)
+    return path
+
+
+def _interrupted(out: Path, data: Path, *, step: int, **settings: Any) -> None:
+    def stop(event: Event) -> None:
+        if event["event"] == "step" and event["step"] == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        run_job("classify", ClassifyConfig(data=data, out=out, **(SMALL | settings)), subscribers=[stop])
+
+
+def _same(one: TrainResult, other: TrainResult) -> bool:
+    weights = [safetensors.torch.load_file(result.run / MODEL_FILE) for result in (one, other)]
+    return one.metrics == other.metrics and all(torch.equal(w, weights[1][name]) for name, w in weights[0].items())
+
+
+def test_a_run_leaves_record_model_result_and_page(signs: Path) -> None:
+    result = stretto.train("classify", data=signs, out="out", **SMALL)
+    assert result.run == Path("out")
+    names = {path.name for path in result.run.iterdir()}
+    assert names == {EVENTS_FILE, MODEL_FILE, "result.json", "report.html", FOLDER}
+    told = json.loads((result.run / "result.json").read_text(encoding="utf-8"))
+    assert {"accuracy", "loss", "epochs", "seconds", "padding", "settings"} <= told.keys()
+    assert (told["accuracy"], told["loss"]) == (result.metrics["accuracy"], result.metrics["loss"])
+    assert told["settings"] == {"task": "classify", **ClassifyConfig(data=signs, **SMALL).recorded()}
+    kinds = [event["event"] for event in read_events(result.run)]
+    assert (kinds[0], kinds[-1], kinds.count("epoch")) == ("started", "finished", 2)
+    finished = read_events(result.run)[-1]
+    assert (finished["metrics"], finished["padding"]) == (result.metrics, result.padding)
+    assert result.report == Path("out/report.html")
+    assert "signs" in result.report.read_text(encoding="utf-8")
+    saved = safetensors.torch.load_file(result.run / MODEL_FILE)
+    for name, weight in result.model.state_dict().items():
+        assert torch.equal(saved[name], weight), name
+
+
+def test_a_page_that_cannot_be_written_costs_nothing_else(signs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(run: Path) -> Path:
+        raise StrettoError("no plots", fix="Install them.")
+
+    monkeypatch.setattr("stretto.job.write_run_report", fail)
+    result = stretto.train("classify", data=signs, out="out", **SMALL)
+    assert result.report is None
+    assert Path("out/result.json").exists()
+    assert "no plots" in read_events(result.run)[-1]["message"]
+
+
+def test_a_full_disk_at_the_very_end_is_told_and_the_run_can_still_be_ended(
+    signs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        raise safetensors.SafetensorError("I/O error: no space left on device")
+
+    def watch(event: Event) -> None:
+        if event["event"] == "samples":
+            monkeypatch.setattr(safetensors.torch, "save_file", fail)
+
+    with pytest.raises(StrettoError, match=r"model\.safetensors.*no space left"):
+        run_job("classify", ClassifyConfig(data=signs, out=Path("out"), **SMALL), subscribers=[watch])
+    monkeypatch.setattr(safetensors.torch, "save_file", SAVE_FILE)
+    assert stretto.train("classify", out="out", resume=True).epochs == 2
+
+
+def test_nothing_in_the_run_folder_is_a_pickle(signs: Path) -> None:
+    stretto.train("classify", data=signs, out="out", **SMALL)
+    files = [path for path in Path("out").rglob("*") if path.is_file()]
+    assert len(files) > 4
+    assert not any(zipfile.is_zipfile(path) or path.read_bytes().startswith(b"\x80\x04") for path in files)
+    assert not list(Path("out").rglob("*.part"))
+
+
+def test_what_is_told_of_the_padding_is_what_the_batches_had(signs: Path) -> None:
+    result = stretto.train("classify", data=signs, out="out", **SMALL)
+    steps = [event for event in read_events(result.run) if event["event"] == "step"]
+    real, slots = (sum(event[key] for event in steps) for key in ("steps_real", "slots"))
+    assert result.padding == pytest.approx(1 - real / slots)
+    assert all(event["slots"] == event["rows"] * event["length"] for event in steps)
+    plain = stretto.train("classify", data=signs, out="plain", **(SMALL | {"num_buckets": 1}))
+    assert plain.slot_ratio == 1.0
+
+
+def test_runs_are_numbered_when_no_folder_is_named(signs: Path) -> None:
+    one_epoch = SMALL | {"epochs": 1}
+    assert stretto.train("classify", data=signs, **one_epoch).run == Path("runs/classify-001")
+    assert stretto.train("classify", data=signs, **one_epoch).run == Path("runs/classify-002")
+    Path("runs/classify-1000").mkdir()
+    Path("runs/classify-mine").mkdir()
+    assert stretto.train("classify", data=signs, **one_epoch).run == Path("runs/classify-1001")
+
+
+def test_threads_are_as_they_were_afterwards(signs: Path) -> None:
+    stretto.train("classify", data=signs, out="out", **(SMALL | {"epochs": 1, "threads": 2}))
+    assert torch.get_num_threads() == 1
+    assert read_events(Path("out"))[0]["threads"] == 2
+
+
+@pytest.mark.parametrize("step", [1, 4, 7])
+def test_a_resumed_job_is_the_job_that_was_not_stopped(signs: Path, step: int) -> None:
+    whole = stretto.train("classify", data=signs, out="whole", **SMALL)
+    _interrupted(Path("cut"), signs, step=step)
+    assert not Path("cut/result.json").exists()
+    resumed = stretto.train("classify", out="cut", resume=True)
+    assert _same(resumed, whole)
+    assert resumed.settings == whole.settings
+    assert (resumed.epochs, resumed.padding, resumed.slot_ratio) == (whole.epochs, whole.padding, whole.slot_ratio)
+
+
+def test_resume_takes_the_latest_run_of_the_task(signs: Path) -> None:
+    whole = stretto.train("classify", data=signs, out="whole", **SMALL)
+    for number in ("998", "999", "1000"):
+        _interrupted(Path(f"runs/classify-{number}"), signs, step=2)
+    resumed = stretto.train("classify", resume=True)
+    assert resumed.run == Path("runs/classify-1000")
+    assert _same(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"epochs": 5}, "epochs=5 (was 2)"),
+        ({"epochs": ClassifyConfig().epochs}, "epochs=12 (was 2)"),
+        ({"hidden_size": 9, "learning_rate": 1.0}, "hidden_size=9 (was 4), learning_rate=1.0 (was 0.005)"),
+        ({"max_steps": 99}, "max_steps=99 (was None)"),
+        ({"num_buckets": "auto"}, "num_buckets='auto' (was 2)"),
+        ({"data": "other.npz"}, "data='other.npz'"),
+    ],
+)
+def test_settings_that_conflict_with_the_stored_ones_are_refused(
+    signs: Path, changes: dict[str, Any], told: str
+) -> None:
+    _interrupted(Path("cut"), signs, step=2)
+    before = Path("cut", EVENTS_FILE).read_bytes()
+    with pytest.raises(StrettoError, match="resumes with the settings it was started with") as info:
+        stretto.train("classify", out="cut", resume=True, **changes)
+    assert told in str(info.value)
+    assert Path("cut", EVENTS_FILE).read_bytes() == before
+
+
+def test_settings_that_agree_with_the_stored_ones_are_taken(signs: Path) -> None:
+    _interrupted(Path("cut"), signs, step=2)
+    assert stretto.train("classify", out="cut", resume=True, data=signs, **SMALL).epochs == 2
+
+
+def test_a_finished_run_and_one_of_another_task_are_refused(signs: Path) -> None:
+    stretto.train("classify", data=signs, out="done", **SMALL)
+    with pytest.raises(StrettoError, match="the run in 'done' is finished"):
+        stretto.train("classify", out="done", resume=True)
+    _interrupted(Path("cut"), signs, step=2)
+    with pytest.raises(StrettoError, match="'cut' is no run of the task 'handwriting'"):
+        stretto.train("handwriting", out="cut", resume=True)
+
+
+def test_changed_data_are_refused(signs: Path) -> None:
+    _interrupted(Path("cut"), signs, step=2)
+    _write(signs, seed=1)
+    with pytest.raises(StrettoError, match="the data 'signs' is not what the run in 'cut' was trained on"):
+        stretto.train("classify", out="cut", resume=True)
+
+
+def test_resuming_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StrettoError, match="there is no run to resume in 'nowhere'"):
+        stretto.train("classify", out="nowhere", resume=True)
+    with pytest.raises(StrettoError, match="there is no run to resume in 'runs'"):
+        stretto.train("classify", resume=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("left", [EVENTS_FILE, FOLDER])
+def test_a_folder_with_a_run_is_not_written_over(signs: Path, left: str) -> None:
+    _interrupted(Path("cut"), signs, step=2)
+    for path in (Path("cut", EVENTS_FILE), Path("cut", FOLDER)):
+        if path.name != left:
+            path.rename(f"moved-{path.name}")
+    before = sorted(Path("cut").rglob("*"))
+    with pytest.raises(StrettoError, match=r"'cut' holds a run already.*--resume"):
+        stretto.train("classify", data=signs, out="cut", **SMALL)
+    assert sorted(Path("cut").rglob("*")) == before
+
+
+def test_an_empty_folder_and_one_with_other_files_are_taken(signs: Path) -> None:
+    Path("out").mkdir()
+    Path("out/notes.txt").write_text("mine", encoding="utf-8")
+    stretto.train("classify", data=signs, out="out", **SMALL)
+    assert Path("out/notes.txt").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize("out", ["signs.npz", "signs.npz/below", "/proc/stretto", "x" * 300])
+def test_a_place_that_cannot_be_used_is_named(signs: Path, out: str) -> None:
+    with pytest.raises(StrettoError) as info:
+        stretto.train("classify", data=signs, out=out, **SMALL)
+    assert out in str(info.value)
+
+
+@pytest.mark.parametrize("device", ["cuda", "nonsense", "meta", ""])
+def test_a_device_that_is_not_there_is_named(signs: Path, device: str) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        device = "cuda:99"
+    with pytest.raises(StrettoError, match=f"the device {device!r}"):
+        stretto.train("classify", data=signs, out="out", device=device, **SMALL)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("name", ["classify", "language-model"])
+def test_a_task_without_embedded_data_asks_for_some(name: str, tmp_path: Path) -> None:
+    with pytest.raises(StrettoError, match="--data PATH"):
+        stretto.train(name, out="out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_runs_in_another_thread(signs: Path) -> None:
+    results: list[TrainResult] = []
+    worker = threading.Thread(target=lambda: results.append(stretto.train("classify", data=signs, out="out", **SMALL)))
+    worker.start()
+    worker.join()
+    assert [result.epochs for result in results] == [2]
+
+
+def test_progress_is_shown_when_it_is_asked_for(signs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stretto.train("classify", data=signs, out="quiet", **SMALL)
+    assert capsys.readouterr() == ("", "")
+    result = stretto.train("classify", data=signs, out="loud", progress=True, **SMALL)
+    shown = capsys.readouterr().out
+    assert "classify: signs, 24 train, 6 valid, 6 test sequences" in shown
+    assert f"{result.metrics['accuracy']:.2%}" in shown

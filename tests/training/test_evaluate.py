@@ -1,0 +1,132 @@
+"""Measuring: the same as sequence by sequence, and it leaves no trace.
+
+Shape legend: S steps of all sequences, N sequences.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.batching.collate import Batch, collate
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import Labels
+from stretto.errors import StrettoError
+from stretto.tasks.classify import Classify, ClassifyConfig
+from stretto.training.checkpoint import FOLDER
+from stretto.training.evaluate import EVALUATION_ROWS, evaluate, show_readings
+from stretto.training.events import EVENTS_FILE, EventLog
+from stretto.training.loop import Trainer
+from stretto.training.task import Score
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    earlier = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(earlier)
+
+
+def _task(*, huge: dict[int, float] | None = None, wide: bool = False, **settings: Any) -> Classify:
+    """150 sequences, 100 of them for validation, so that it takes several batches; some may have huge values."""
+    rng = np.random.default_rng(0)
+    lengths_N = rng.integers(1, 9, 150)
+    offsets = np.cumsum([0, *lengths_N])
+    features_SF = rng.normal(0.0, 0.01, (lengths_N.sum(), 2)).astype(np.float64 if wide else np.float32)
+    for number, value in (huge or {}).items():
+        features_SF[offsets[number] : offsets[number + 1]] = value
+    data = SequenceSet.from_flat(
+        features_SF,
+        offsets=offsets,
+        targets=Labels.check(rng.integers(0, 3, 150), names=None, source="here"),
+        split_N=np.repeat([0, 1, 2], [40, 100, 10]),
+        name="signs",
+    )
+    return Classify(ClassifyConfig(**({"hidden_size": 4, "dropout": 0.5, "epochs": 2} | settings)), data)
+
+
+def test_a_part_is_measured_as_its_sequences_one_by_one() -> None:
+    task = _task()
+    torch.manual_seed(0)
+    model, part = task.build_model(), task.data.part("valid")
+    assert len(part) > EVALUATION_ROWS
+    found = evaluate(task, model, part, device="cpu")
+    model.eval()
+    with torch.no_grad():
+        batches = [collate([part[index]]) for index in range(len(part))]
+        losses = [float(task.loss(model(batch), batch).total) for batch in batches]
+        right = sum(task.score(model(batch), batch)["accuracy"].amount for batch in batches)
+    assert found.loss == pytest.approx(sum(losses) / 100, rel=1e-5)
+    assert found.metrics == {"accuracy": right / 100}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_measuring_leaves_mode_gradients_and_random_state_as_they_were(training: bool) -> None:
+    task = _task()
+    model, part = task.build_model().train(training), task.data.part("valid")
+    before = torch.get_rng_state()
+    first = evaluate(task, model, part, device="cpu")
+    assert model.training == training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert evaluate(task, model, part, device="cpu") == first
+    assert torch.is_grad_enabled()
+
+
+def test_an_error_while_measuring_puts_the_mode_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = _task()
+    model = task.build_model().train()
+
+    def fail(output: torch.Tensor, batch: Batch) -> dict[str, Score]:
+        raise RuntimeError("no score")
+
+    monkeypatch.setattr(task, "score", fail)
+    with pytest.raises(RuntimeError, match="no score"):
+        evaluate(task, model, task.data.part("valid"), device="cpu")
+    assert model.training
+    assert torch.is_grad_enabled()
+
+
+def test_only_the_final_measure_asks_for_the_slow_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = _task()
+    model, part = task.build_model(), task.data.part("test")
+
+    def slow_score(output: torch.Tensor, batch: Batch) -> dict[str, Score]:
+        return {"accuracy": Score(amount=0.25, count=len(batch))}
+
+    monkeypatch.setattr(task, "final_score", slow_score)
+    assert evaluate(task, model, part, device="cpu", final=True).metrics == {"accuracy": 0.25 / 10}
+    assert evaluate(task, model, part, device="cpu").metrics != {"accuracy": 0.25 / 10}
+
+
+def test_every_sequence_is_shown_once() -> None:
+    task = _task()
+    part = task.data.part("valid")
+    shown = show_readings(task, task.build_model(), part, device="cpu")
+    targets = sorted(str(part[index].target) for index in range(len(part)))
+    assert sorted(reading.target for reading in shown) == targets
+
+
+@pytest.mark.parametrize(("number", "part"), [(47, "valid"), (145, "test")])
+def test_a_part_on_which_the_loss_is_no_number_is_named_with_its_sequences(
+    tmp_path: Path, number: int, part: str
+) -> None:
+    task = _task(huge={number: 3e38})
+    log = EventLog(tmp_path / EVENTS_FILE)
+    with pytest.raises(StrettoError, match=rf"signs \({part}\), on sequences [\d, ]*\b{number}\b") as info:
+        Trainer(task, run=tmp_path, log=log, resume=False).run()
+    log.close()
+    assert "is nan" in str(info.value)
+    assert (tmp_path / FOLDER).exists() == (part == "test")
+
+
+def test_training_data_that_overflow_are_named(tmp_path: Path) -> None:
+    task = _task(huge={5: 1e100, 7: -1e100}, wide=True)
+    log = EventLog(tmp_path / EVENTS_FILE)
+    with pytest.raises(StrettoError, match="on training sequences"):
+        Trainer(task, run=tmp_path, log=log, resume=False).run()
+    log.close()
