@@ -67,7 +67,8 @@ class StepCost:
         terms = (self.per_batch, self.per_step, self.per_slot)
         if not all(math.isfinite(term) and term >= 0 for term in terms):
             raise StrettoError(
-                f"StepCost has the terms {terms}", fix="Use StepCost.fit, which keeps all terms at 0 or above."
+                f"StepCost has the terms {terms}, one of them negative or not finite",
+                fix="Use StepCost.fit, which keeps all terms at 0 or above.",
             )
 
     def __call__(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
