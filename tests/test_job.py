@@ -3,6 +3,7 @@
 Shape legend: S steps of all sequences, N sequences.
 """
 
+import dataclasses
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import safetensors.torch
 import torch
 
 import stretto
-from stretto.data.npz import write_npz
+from stretto.data.npz import read_npz, write_npz
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import Labels
 from stretto.errors import StrettoError
@@ -27,7 +28,7 @@ from stretto.job import TrainResult, run_job
 from stretto.tasks.classify import ClassifyConfig
 from stretto.training.checkpoint import FOLDER
 from stretto.training.events import EVENTS_FILE, Event, read_events
-from stretto.training.loop import MODEL_FILE, Interrupted
+from stretto.training.loop import MODEL_FILE, Interrupted, Trainer
 
 SAVE_FILE = safetensors.torch.save_file
 SMALL: dict[str, Any] = {"epochs": 2, "batch_size": 6, "hidden_size": 4, "num_buckets": 2, "dropout": 0.2, "threads": 1}
@@ -284,3 +285,40 @@ def test_progress_is_shown_when_it_is_asked_for(signs: Path, capsys: pytest.Capt
     shown = capsys.readouterr().out
     assert "classify: signs, 24 train, 6 valid, 6 test sequences" in shown
     assert f"{result.metrics['accuracy']:.2%}" in shown
+
+
+def test_runs_without_a_folder_are_numbered_and_a_refused_one_leaves_nothing(signs: Path) -> None:
+    first = stretto.train("classify", data=signs, **SMALL)
+    with pytest.raises(StrettoError, match="max_steps=1"):
+        stretto.train("classify", data=signs, max_steps=1, **SMALL)
+    second = stretto.train("classify", data=signs, **SMALL)
+    assert [first.run.name, second.run.name] == ["classify-001", "classify-002"]
+    assert sorted(path.name for path in first.run.parent.iterdir()) == ["classify-001", "classify-002"]
+
+
+def test_too_little_memory_is_told(signs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Trainer) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+
+    monkeypatch.setattr(Trainer, "run", fail)
+    with pytest.raises(StrettoError, match=r"not enough memory.*--batch-size"):
+        stretto.train("classify", data=signs, out="out", **SMALL)
+
+
+def test_other_values_of_the_same_shape_are_not_resumed(signs: Path) -> None:
+    _interrupted(Path("out"), signs, step=2)
+    data = read_npz(signs)
+    changed = np.array(data.features_SF)
+    changed[0, 0] += 1.0
+    write_npz(signs, dataclasses.replace(data, features_SF=changed))
+    with pytest.raises(StrettoError, match="not what the run"):
+        stretto.train("classify", out="out", resume=True)
+
+
+def test_the_cap_names_the_sequence_of_the_file(signs: Path) -> None:
+    data = read_npz(signs)
+    longest = int(data.lengths_N.argmax())
+    cap = int(data.lengths_N.max()) - 1
+    with pytest.raises(StrettoError, match=rf"sequence {longest} has {cap + 1} steps"):
+        stretto.train("classify", data=signs, out="out", max_steps=cap, **SMALL)
+    assert not Path("out").exists()

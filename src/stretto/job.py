@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import platform
 from collections.abc import Iterator
@@ -109,16 +110,20 @@ def run_job(name: str, config: TrainConfig, *, subscribers: list[Subscriber]) ->
         run = _run_folder(name, config)
     if config.resume:
         _refuse_changes(config, stored_settings(name, config))
-    _check_device(config.device)
     kind = task_named(name)
-    with _threads(config.threads):
-        data = kind.embedded_data() if config.data is None else open_sequences(config.data)
-        task = kind(config, data)
-        log = EventLog(run / EVENTS_FILE, subscribers=subscribers)
-        try:
-            return _train(task, config, run=run, log=log)
-        finally:
-            log.close()
+    log = EventLog(run / EVENTS_FILE, subscribers=subscribers)
+    try:
+        _check_device(config.device)
+        with _threads(config.threads), _memory_errors():
+            data = kind.embedded_data() if config.data is None else open_sequences(config.data)
+            return _train(kind(config, data), config, run=run, log=log)
+    finally:
+        log.close()
+        if config.out is None:
+            with contextlib.suppress(OSError):
+                # Only what is empty can be removed so: a claimed folder in which nothing was recorded.
+                run.rmdir()
+                RUNS.rmdir()
 
 
 def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: EventLog) -> TrainResult:
@@ -238,7 +243,7 @@ def _run_folder(name: str, config: TrainConfig) -> Path:
             )
         return run
     if config.out is None:
-        return RUNS / f"{name}-{max(numbered, default=0) + 1:03d}"
+        return _claim(name, first=max(numbered, default=0) + 1)
     if (config.out / EVENTS_FILE).exists() or (config.out / FOLDER).exists():
         raise StrettoError(
             f"{str(config.out)!r} holds a run already", fix="Add --resume to go on with it, or choose another --out."
@@ -246,6 +251,30 @@ def _run_folder(name: str, config: TrainConfig) -> Path:
     if config.out.exists() and not config.out.is_dir():
         raise StrettoError(f"{str(config.out)!r} is a file", fix="Choose a folder for --out.")
     return config.out
+
+
+def _claim(name: str, *, first: int) -> Path:
+    """The next numbered folder, made at once, so that two runs started together do not share one."""
+    for number in itertools.count(first):
+        run = RUNS / f"{name}-{number:03d}"
+        with contextlib.suppress(FileExistsError):
+            run.mkdir(parents=True)
+            return run
+    raise AssertionError("there is always a next number")
+
+
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # On a CPU torch has no error class of its own for this.
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise StrettoError(
+            f"there is not enough memory ({str(error).splitlines()[0] if str(error) else 'allocation failed'})",
+            fix="Lower --batch-size, --max-steps or --hidden-size; the last checkpoint is untouched.",
+        ) from error
 
 
 def _check_device(name: str) -> None:

@@ -178,3 +178,13 @@ def test_the_digest_tells_other_lengths_and_splits_apart():
     assert data.digest() == ragged([2, 1, 3], split=[0, 1, 2]).digest()
     others = [ragged([1, 2, 3], split=[0, 1, 2]), ragged([2, 1, 3], split=[0, 2, 1]), data.subset([0, 2])]
     assert len({data.digest(), *(other.digest() for other in others)}) == 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 11, 14, 19, 23, 25, 40, 101])
+@pytest.mark.parametrize("given", [None, "train and test"])
+def test_every_part_that_can_have_a_sequence_has_one(count: int, given: str | None) -> None:
+    split_N = None if given is None else np.arange(count) % 2
+    data = SequenceSet.from_flat(np.zeros((count, 1)), offsets=np.arange(count + 1), split_N=split_N)
+    counts = np.bincount(data.split_N, minlength=3)
+    assert counts[0] >= 1
+    assert count < 3 or counts.min() >= 1

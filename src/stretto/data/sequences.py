@@ -18,7 +18,8 @@ from stretto.errors import StrettoError
 Array = npt.NDArray[Any]
 Part = Literal["train", "valid", "test"]
 PARTS: Final[tuple[Part, ...]] = ("train", "valid", "test")
-FINITE_CHECK_ROWS = 1 << 20
+CHECKED_ROWS = 1 << 20
+DIGEST_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,11 +152,19 @@ class SequenceSet(Dataset[Sample]):
         return dataclasses.replace(self.subset(indices), name=f"{self.name} ({part})")
 
     def digest(self) -> str:
-        """A fingerprint of names, lengths and split: what resuming compares, cheap even for large sets."""
+        """A fingerprint, which resuming compares: of layout, split and targets, and of the features.
+
+        Of more than 256 MiB of features, evenly spread rows are taken, so that it stays cheap for large sets.
+        """
         hasher = hashlib.sha256()
-        hasher.update(f"{len(self)}:{self.num_features}:{self.features_SF.dtype}".encode())
+        hasher.update(f"{len(self)}:{self.num_features}:{self.features_SF.dtype}:{self.alphabet}".encode())
         for part in (self.starts_N, self.lengths_N, self.split_N):
             hasher.update(np.ascontiguousarray(part).tobytes())
+        self.targets.feed(hasher.update)
+        every = max(1, -(-self.features_SF.nbytes // DIGEST_BYTES))
+        for first in range(0, len(self.features_SF), CHECKED_ROWS):
+            rows = self.features_SF[first : first + CHECKED_ROWS : every]
+            hasher.update(np.ascontiguousarray(rows).tobytes())
         return hasher.hexdigest()[:16]
 
 
@@ -207,9 +216,10 @@ def _check_split(
     split_N: Array | None, *, complete: bool, count: int, name: str
 ) -> tuple[npt.NDArray[np.uint8], tuple[str, ...]]:
     if split_N is None:
-        draw = np.random.default_rng(count).random(count)
-        made = np.select([draw < 0.8, draw < 0.9], [0, 1], default=2).astype(np.uint8)
-        return made, ("no split in the data: 80 % train, 10 % valid, 10 % test drawn at random",)
+        drawn = np.zeros(count, dtype=np.uint8)
+        order, tenth = np.random.default_rng(count).permutation(count), min(-(-count // 10), (count - 1) // 2)
+        drawn[order[:tenth]], drawn[order[tenth : 2 * tenth]] = 1, 2
+        return drawn, ("no split in the data: 80 % train, 10 % valid, 10 % test drawn at random",)
     if split_N.shape != (count,) or not np.isin(split_N, (0, 1, 2)).all():
         raise StrettoError(
             f"{name}: split has shape {split_N.shape} and values {np.unique(split_N)[:6].tolist()}",
@@ -217,8 +227,9 @@ def _check_split(
         )
     split_N = split_N.astype(np.uint8)
     if not complete and (split_N == 1).any() and not (split_N == 2).any():
-        held_out = (split_N == 0) & (np.random.default_rng(count).random(count) < 0.1)
-        made = np.where(split_N == 1, 2, np.where(held_out, 1, 0)).astype(np.uint8)
+        members = np.random.default_rng(count).permutation(np.flatnonzero(split_N == 0))
+        made = np.where(split_N == 1, 2, 0).astype(np.uint8)
+        made[members[: min(-(-len(members) // 10), len(members) - 1)]] = 1
         return made, ("split has train and test only: a tenth of train is kept for validation",)
     return split_N, ()
 
@@ -226,8 +237,8 @@ def _check_split(
 def _check_finite(features_SF: Array, *, offsets: Array, name: str) -> None:
     if not np.issubdtype(features_SF.dtype, np.floating):
         return
-    for first in range(0, len(features_SF), FINITE_CHECK_ROWS):
-        rows = features_SF[first : first + FINITE_CHECK_ROWS]
+    for first in range(0, len(features_SF), CHECKED_ROWS):
+        rows = features_SF[first : first + CHECKED_ROWS]
         bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
         if len(bad):
             step = first + int(bad[0])

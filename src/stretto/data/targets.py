@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
@@ -26,6 +26,10 @@ class AbstractTargets(abc.ABC):
     def take(self, indices: npt.NDArray[np.int64]) -> "AbstractTargets":
         """The targets of the named sequences."""
 
+    @abc.abstractmethod
+    def feed(self, update: Callable[[bytes], None]) -> None:
+        """Hand everything that tells these targets from others to a fingerprint."""
+
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,10 @@ class NoTargets(AbstractTargets):
     def take(self, indices: npt.NDArray[np.int64]) -> "NoTargets":
         """The targets of the named sequences."""
         return NoTargets(count=len(indices))
+
+    def feed(self, update: Callable[[bytes], None]) -> None:
+        """Hand everything that tells these targets from others to a fingerprint."""
+        update(f"none:{self.count}".encode())
 
 
 @final
@@ -81,6 +89,11 @@ class Labels(AbstractTargets):
         """The targets of the named sequences."""
         return Labels(values_N=self.values_N[indices], names=self.names)
 
+    def feed(self, update: Callable[[bytes], None]) -> None:
+        """Hand everything that tells these targets from others to a fingerprint."""
+        update(repr(self.names).encode())
+        update(self.values_N.tobytes())
+
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +125,11 @@ class Transcripts(AbstractTargets):
             starts_N=self.starts_N[indices],
             lengths_N=self.lengths_N[indices],
         )
+
+    def feed(self, update: Callable[[bytes], None]) -> None:
+        """Hand everything that tells these targets from others to a fingerprint."""
+        for part in (self.code_points, self.starts_N, self.lengths_N):
+            update(np.ascontiguousarray(part).tobytes())
 
     def alphabet(self) -> str:
         """Every character that occurs, in code-point order."""

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from stretto.extras import optional
 from stretto.recipes.bucketing import BucketingResult, BucketingRow
@@ -10,30 +12,27 @@ from stretto.report.page import BigNumber, Html, Section, columns, figure, grid,
 from stretto.report.plot import BLUE, PALE, plot
 from stretto.storage import write_text_atomically
 
-HEADER = (
-    "buckets",
-    "s/epoch",
-    "epochs",
-    "total s",
-    "valid loss",
-    "padding",
-    "speed-up",
-    "slot ratio",
-    "share",
+HEADER = ("buckets", "s/epoch", "epochs", "total s", "loss", "padding", "faster", "slots", "share")
+MEANING = (
+    "s/epoch: median; total s: until the loss was reached; loss: the best; faster: epochs, median of the ratios of "
+    "interleaved ones; slots: how many times fewer; share: of the speed-up that slots allow"
 )
 
 
 def bucketing_table(result: BucketingResult) -> Table:
     """The rows, the baseline first."""
     table = Table(
-        title=f"{result.task} on {result.data}, {result.num_train:,} training sequences, "
-        f"to validation loss {result.target:.4f}",
+        title=Text(
+            f"{result.task} on {result.data}, {result.num_train:,} training sequences, "
+            f"to validation loss {result.target:.4f}"
+        ),
         title_justify="left",
-        caption="s/epoch and speed-up: medians over interleaved epochs; share: of the speed-up that slots allow",
+        caption=MEANING,
         caption_justify="left",
+        box=box.SIMPLE,
     )
     for name in HEADER:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for row in result.rows:
         table.add_row(*_cells(row))
     return table
@@ -65,8 +64,8 @@ def write_bucketing_page(result: BucketingResult, path: Path) -> None:
             Section(
                 title="How it was measured",
                 body=paragraph(
-                    "Contenders train an epoch each in turn. Seconds are those of the updates; measuring the "
-                    "validation part is left out. The target is the best validation loss of the baseline."
+                    f"{MEANING}. Contenders train an epoch each in turn. Seconds are those of the updates; measuring "
+                    "the validation part is left out. The target is the best validation loss of the baseline."
                 ),
             ),
         ],

@@ -34,7 +34,7 @@ def evaluate(
     loss, count = 0.0, 0
     scores: dict[str, Score] = {}
     with _measuring(model):
-        for batch in _batches(part, device=device):
+        for batch in _batches(part, max_steps=task.config.max_steps, device=device):
             output = model(batch)
             summed = task.loss(output, batch)
             total = float(summed.total)
@@ -49,11 +49,12 @@ def evaluate(
 def show_readings(task: AbstractTask[Any], model: nn.Module, part: SequenceSet, *, device: str) -> list[Reading]:
     """What the model makes of every sequence of `part`, for a person to see."""
     with _measuring(model):
-        return [reading for batch in _batches(part, device=device) for reading in task.readings(model(batch), batch)]
+        batches = _batches(part, max_steps=task.config.max_steps, device=device)
+        return [reading for batch in batches for reading in task.readings(model(batch), batch)]
 
 
-def _batches(part: SequenceSet, *, device: str) -> Iterator[Batch]:
-    sampler = BucketSampler(part.lengths_N, batch_size=EVALUATION_ROWS, shuffle=False)
+def _batches(part: SequenceSet, *, max_steps: int | None, device: str) -> Iterator[Batch]:
+    sampler = BucketSampler(part.lengths_N, batch_size=EVALUATION_ROWS, max_steps=max_steps, shuffle=False)
     # A generator of its own: a loader draws a seed, and measuring must not move the random state of training.
     for batch in DataLoader(part, batch_sampler=sampler, collate_fn=collate, generator=torch.Generator()):
         yield batch.to(device)

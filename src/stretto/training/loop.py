@@ -93,6 +93,7 @@ class Trainer:
     def __init__(self, task: AbstractTask[Any], *, run: Path, log: EventLog, resume: bool) -> None:
         self._task, self._run, self._log = task, run, log
         self._config = task.config
+        _refuse_too_long(task.data, max_steps=self._config.max_steps)
         self._train = task.data.part("train")
         self._valid = task.data.part("valid")
         self.sampler = BucketSampler(
@@ -293,3 +294,14 @@ class Trainer:
         finally:
             self._random = torch.get_rng_state()
             torch.set_rng_state(earlier)
+
+
+def _refuse_too_long(data: SequenceSet, *, max_steps: int | None) -> None:
+    """The cap holds for training and measuring alike, and the message has the sequence's number in the file."""
+    longest = int(data.lengths_N.argmax())
+    if max_steps is not None and data.lengths_N[longest] > max_steps:
+        raise StrettoError(
+            f"{data.name}: sequence {data.numbers_N[longest]} has {data.lengths_N[longest]} steps, "
+            f"more than max_steps={max_steps}",
+            fix="Raise --max-steps to at least that, or shorten or remove the sequence.",
+        )
