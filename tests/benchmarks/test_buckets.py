@@ -89,7 +89,8 @@ def test_our_row_keeps_every_promise():
 
 
 def test_without_peers_the_rest_runs_and_tells_what_is_missing(tiny):
-    assert {row.sampler for row in tiny.rows} == {OURS, "equal mass", "percentile", "uniform", "shuffled"}
+    ours = {OURS, f"{OURS} auto", f"{OURS} rows"}
+    assert {row.sampler for row in tiny.rows} == ours | {"equal mass", "percentile", "uniform", "shuffled"}
     assert [line.partition(":")[0] for line in tiny.missing] == list(PEERS)
     assert all("pip install 'stretto[peers]'" in line for line in tiny.missing)
     assert {row.sampler for row in tiny.scaling} == {OURS}
@@ -249,3 +250,11 @@ def test_lhotse_keeps_one_order_of_buckets_for_all_seeds():
     lengths_N = length_law("uniform").draw(3000)
     first, second = (draw(contestant, lengths_N, world_size=1, seed=seed, max_steps=8000)[0] for seed in (0, 1))
     assert order_match(first, second, lengths_N=lengths_N, ruler_K=np.array([450, 630, 780, 900, 1000])) > 0.7
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_number_is_cut_off(tiny, width):
+    console = Console(width=width, record=True, file=io.StringIO())
+    for table in tables(tiny, width=width):
+        console.print(table)
+    assert "\u2026" not in console.export_text()

@@ -1,4 +1,4 @@
-"""The result of the bucketing benchmark as tables for a terminal of 120 columns."""
+"""The result of the bucketing benchmark as tables: all columns from 120 characters on, the main ones below."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,42 +19,49 @@ LEGEND: Final = (
 )
 
 
-def tables(bench: BucketsBench) -> list[Table]:
-    """A table for each law, then edges, world sizes, large sets and the contestants."""
-    made = [_law_table(fact, bench=bench) for fact in bench.laws]
+WIDE: Final = 118
+# The headings of a law's table, in two lines each, and whether a narrow terminal shows them too.
+HEADINGS: Final = {
+    "\nK": True,
+    "\nwaste": True,
+    "to\nedge": False,
+    "\ncap": True,
+    "\nseen": True,
+    "\ntwice": True,
+    "\nbatches": True,
+    "\nshapes": False,
+    "\nserial": False,
+    "length\nwait": True,
+    "slot\nwait": False,
+    "\ncorr.": True,
+    "same\norder": False,
+    "first\ns": False,
+    "next\nms": True,
+}
+
+
+def tables(bench: BucketsBench, *, width: int = WIDE) -> list[Table]:
+    """A table for each law, then edges, world sizes, large sets and the contestants, for so many columns of text."""
+    made = [_law_table(fact, bench=bench, wide=width >= WIDE) for fact in bench.laws]
     return [*made, _edge_waste_table(bench), _scaling_table(bench), _large_table(bench), _contestants_table(bench)]
 
 
-def _law_table(fact: LawFacts, *, bench: BucketsBench) -> Table:
+def _law_table(fact: LawFacts, *, bench: BucketsBench, wide: bool) -> Table:
     rows = [row for row in bench.rows if row.law == fact.name]
     times = f"Times of rank 0, the least of {bench.seeds} seeds in one interleaved run; counts of seed 0, all ranks."
     table = _table(
         f"{fact.name}: {fact.description}\n{fact.num_sequences:,} sequences of {fact.mean:,.0f} steps on average, "
         f"{fact.max_steps:,} slots a batch, {_ranks(bench.world_size)}",
         left=("\nsampler",),
-        right=(
-            "\nK",
-            "\nwaste",
-            "to\nedge",
-            "\ncap",
-            "\nseen",
-            "\ntwice",
-            "\nbatches",
-            "\nshapes",
-            "\nserial",
-            "length\nwait",
-            "slot\nwait",
-            "\ncorr.",
-            "same\norder",
-            "first\ns",
-            "next\nms",
-        ),
+        right=[heading for heading, narrow in HEADINGS.items() if narrow or wide],
         caption=LEGEND + times if fact is bench.laws[0] else times,
     )
     for row, following in itertools.zip_longest(rows, rows[1:]):
+        cells = zip(_law_cells(row), HEADINGS.values(), strict=True)
         table.add_row(
-            *_law_cells(row),
-            style="bold" if row.sampler == OURS else None,
+            row.sampler,
+            *(cell for cell, narrow in cells if narrow or wide),
+            style="bold" if row.sampler.startswith(OURS) else None,
             end_section=following is not None and following.num_buckets != row.num_buckets,
         )
     return table
@@ -62,7 +69,6 @@ def _law_table(fact: LawFacts, *, bench: BucketsBench) -> Table:
 
 def _law_cells(row: BucketsRow) -> tuple[str, ...]:
     return (
-        row.sampler,
         _or_dash(row.num_buckets, "{}"),
         f"{row.waste:.1%}",
         _or_dash(row.waste_to_edge, "{:.1%}"),
@@ -139,7 +145,7 @@ def _contestants_table(bench: BucketsBench) -> Table:
     )
     notes = {row.sampler: row.note for row in bench.rows}
     for sampler, note in notes.items():
-        table.add_row(sampler, note, style="bold" if sampler == OURS else None)
+        table.add_row(sampler, note, style="bold" if sampler.startswith(OURS) else None)
     for line in bench.missing:
         sampler, _, reason = line.partition(": ")
         table.add_row(sampler, f"left out: {escape(reason)}", style="yellow")
@@ -158,7 +164,7 @@ def _table(title: str, *, left: Sequence[str], right: Sequence[str], caption: st
         show_edge=False,
     )
     for heading in left:
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=heading.strip() in ("sampler", "law"))
     for heading in right:
         table.add_column(heading, justify="right", no_wrap=True)
     return table

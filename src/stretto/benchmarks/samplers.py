@@ -94,6 +94,46 @@ class OptimalContestant(AbstractContestant):
 
 
 @final
+class AutoContestant(AbstractContestant):
+    """`stretto.BucketSampler` with as many buckets as it finds worth having.
+
+    Args:
+        fixed_size: Batches of a fixed number of sequences, as the peers without a budget make them.
+    """
+
+    has_buckets = False
+
+    def __init__(self, *, fixed_size: bool) -> None:
+        self._fixed_size = fixed_size
+        self.name = f"{OptimalContestant.name} {'rows' if fixed_size else 'auto'}"
+        size = "batches of max_steps / mean length" if fixed_size else "batches under the budget"
+        self.note = f"BucketSampler with num_buckets='auto'; {size}"
+
+    def batches(
+        self,
+        lengths_N: Lengths,
+        *,
+        max_steps: int,
+        num_buckets: int,  # noqa: ARG002 - it finds its own
+        seed: int,
+        epoch: int,
+        rank: int,
+        world_size: int,
+    ) -> Iterator[list[int]]:
+        """The batches of one rank in one epoch."""
+        sampler = BucketSampler(
+            lengths_N,
+            max_steps=None if self._fixed_size else max_steps,
+            batch_size=_fixed_batch_size(lengths_N, max_steps) if self._fixed_size else None,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+        )
+        sampler.set_epoch(epoch)
+        yield from sampler
+
+
+@final
 class HeuristicContestant(AbstractContestant):
     """Our batch former with edges by another rule: what the edges alone are worth.
 
@@ -277,6 +317,8 @@ def contestants() -> tuple[AbstractContestant, ...]:
     """All of them, ours first, the peers next."""
     return (
         OptimalContestant(),
+        AutoContestant(fixed_size=False),
+        AutoContestant(fixed_size=True),
         LhotseContestant(),
         LengthGroupedContestant(),
         HeuristicContestant("equal mass", rule=equal_mass_edges),

@@ -38,6 +38,7 @@ class HandwritingConfig(TrainConfig):
         beam_width: Prefixes that beam search keeps.
     """
 
+    epochs: Count = 7
     stack: Count = 3
     decoder: Literal["greedy", "beam"] = "greedy"
     beam_width: Annotated[int, Field(ge=1, le=1000)] = 8
