@@ -188,3 +188,20 @@ def test_every_part_that_can_have_a_sequence_has_one(count: int, given: str | No
     counts = np.bincount(data.split_N, minlength=3)
     assert counts[0] >= 1
     assert count < 3 or counts.min() >= 1
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.uint8, np.int16, np.bool_])
+def test_a_batch_of_samples_is_the_samples_one_by_one(dtype: type[np.generic]) -> None:
+    rng = np.random.default_rng(0)
+    lengths_N = rng.integers(1, 9, 12)
+    data = SequenceSet.from_flat(
+        rng.integers(0, 2, (lengths_N.sum(), 2)).astype(dtype),
+        offsets=np.cumsum([0, *lengths_N]),
+        targets=Labels.check(np.arange(12) % 3, names=None, source="here"),
+    ).subset([11, 3, 0, 7])
+    chosen = [2, 0, 3]
+    for found, wanted in zip(data.__getitems__(chosen), [data[index] for index in chosen], strict=True):
+        assert torch.equal(found.features_TF, wanted.features_TF)
+        assert found.features_TF.dtype == wanted.features_TF.dtype
+        assert (found.target, found.index) == (wanted.target, wanted.index)
+    assert data.__getitems__([]) == []

@@ -114,6 +114,20 @@ class SequenceSet(Dataset[Sample]):
         features_TF = torch.from_numpy(np.array(rows, dtype=_torch_dtype(rows.dtype)))
         return Sample(features_TF=features_TF, target=self.targets[index], index=int(self.numbers_N[index]))
 
+    def __getitems__(self, indices: list[int]) -> list[Sample]:
+        """The samples of one batch, read and converted together; a DataLoader calls this instead of `data[i]`."""
+        if not indices:
+            return []
+        rows = [
+            self.features_SF[s : s + n] for s, n in zip(self.starts_N[indices], self.lengths_N[indices], strict=True)
+        ]
+        together_SF = np.concatenate(rows, dtype=_torch_dtype(self.features_SF.dtype), casting="unsafe")
+        features = torch.from_numpy(together_SF).split([len(part) for part in rows])
+        return [
+            Sample(features_TF=part, target=self.targets[index], index=int(self.numbers_N[index]))
+            for part, index in zip(features, indices, strict=True)
+        ]
+
     @property
     def num_features(self) -> int:
         """Features per step."""

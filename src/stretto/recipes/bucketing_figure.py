@@ -12,6 +12,7 @@ from stretto.storage import write_text_atomically
 WIDTH: Final = 760
 HEIGHT: Final = 340
 LEFT, RIGHT, TOP, BOTTOM = 64, 96, 24, 48
+ROOM: Final = 0.08
 BASELINE: Final = "#cf8a35"
 SHADES: Final = ("#b9cbdc", "#8fb0cb", "#6690b5", "#2f5d8a", "#1d3c5c")
 
@@ -21,13 +22,16 @@ def write_bucketing_figure(result: BucketingResult, path: Path) -> None:
     longest = max(sum(row.seconds) for row in result.rows)
     losses = [loss for row in result.rows for loss in row.losses]
     low, high = math.log(min(losses)), math.log(max(losses))
+    low -= ROOM * (high - low)
 
     def place(seconds: float, loss: float) -> tuple[float, float]:
         across = LEFT + (WIDTH - LEFT - RIGHT) * seconds / longest
         down = TOP + (HEIGHT - TOP - BOTTOM) * (high - math.log(loss)) / max(1e-9, high - low)
         return across, down
 
-    parts = [_axes(longest, low=low, high=high)]
+    (left, level), (right, _) = place(0.0, result.target), place(longest, result.target)
+    reached = f'x1="{left:.1f}" x2="{right:.1f}" y1="{level:.1f}" y2="{level:.1f}"'
+    parts = [_axes(longest, low=low, high=high), f'<line {reached} stroke="#8a94a0" stroke-dasharray="4 4"/>']
     bucketed = [row for row in result.rows if row.buckets > 1]
     for number, row in enumerate([*bucketed, *(row for row in result.rows if row.buckets == 1)]):
         colour = BASELINE if row.buckets == 1 else SHADES[min(number, len(SHADES) - 1)]
@@ -44,7 +48,7 @@ def write_bucketing_figure(result: BucketingResult, path: Path) -> None:
 
 def _label(row: BucketingRow, x: float, y: float, *, colour: str) -> str:
     words = "no buckets" if row.buckets == 1 else f"{row.buckets} buckets"
-    return f'<text x="{x + 8:.1f}" y="{y + 4:.1f}" fill="{colour}">{html.escape(words)}</text>'
+    return f'<text x="{x + 8:.1f}" y="{y + 14:.1f}" fill="{colour}">{html.escape(words)}</text>'
 
 
 def _axes(longest: float, *, low: float, high: float) -> str:

@@ -29,7 +29,9 @@ def bucketing_table(result: BucketingResult) -> Table:
         title_justify="left",
         caption=MEANING,
         caption_justify="left",
-        box=box.SIMPLE,
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
     )
     for name in HEADER:
         table.add_column(name, justify="right", no_wrap=True)

@@ -38,7 +38,9 @@ class TrainState:
 
     def __init__(self, model: nn.Module, *, config: TrainConfig, steps_per_epoch: int) -> None:
         self.model = model
-        self.optimizer = AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+        self.optimizer = AdamW(
+            model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+        )
         self.schedule = _schedule(self.optimizer, config=config, total_steps=config.epochs * steps_per_epoch)
         self.step = 0
         self.epoch = 0
