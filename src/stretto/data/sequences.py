@@ -118,11 +118,10 @@ class SequenceSet(Dataset[Sample]):
         """The samples of one batch, read and converted together; a DataLoader calls this instead of `data[i]`."""
         if not indices:
             return []
-        rows = [
-            self.features_SF[s : s + n] for s, n in zip(self.starts_N[indices], self.lengths_N[indices], strict=True)
-        ]
+        places = zip(self.starts_N[indices], self.lengths_N[indices], strict=True)
+        rows = [self.features_SF[start : start + length] for start, length in places]
         together_SF = np.concatenate(rows, dtype=_torch_dtype(self.features_SF.dtype), casting="unsafe")
-        features = torch.from_numpy(together_SF).split([len(part) for part in rows])
+        features = torch.from_numpy(together_SF).split_with_sizes([len(part) for part in rows])
         return [
             Sample(features_TF=part, target=self.targets[index], index=int(self.numbers_N[index]))
             for part, index in zip(features, indices, strict=True)
