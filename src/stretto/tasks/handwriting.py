@@ -126,7 +126,7 @@ class Handwriting(AbstractTask[HandwritingConfig]):
             f"cer_{decoder}": self._errors(batch, self._read(output, batch, decoder=decoder))
             for decoder in ("greedy", "beam")
         }
-        return {**errors, self.metric: errors[f"cer_{self.config.decoder}"]}
+        return {self.metric: errors[f"cer_{self.config.decoder}"], **errors}
 
     def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
         """The lines with what the model reads."""
