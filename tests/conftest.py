@@ -1,4 +1,4 @@
-"""What all tests share: a private cache, real data where it is at hand, and when two sets are the same."""
+"""What all tests share: a private cache, one thread, real data where it is at hand, and when two sets are the same."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import Labels
@@ -21,6 +22,15 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(folder))
         yield folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Small nets gain nothing from a second thread, and threads that wait slow down whatever else runs."""
+    earlier = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(earlier)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import os
 import signal
 import threading
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,8 @@ SMALL: dict[str, Any] = {"epochs": 2, "batch_size": 6, "hidden_size": 4, "num_bu
 
 
 @pytest.fixture(autouse=True)
-def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    earlier = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(earlier)
 
 
 @pytest.fixture

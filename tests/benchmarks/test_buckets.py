@@ -14,6 +14,7 @@ from stretto.benchmarks.drawn_epoch import count_epoch, order_match, timed_draw
 from stretto.benchmarks.length_laws import LAW_NAMES, length_law
 from stretto.benchmarks.samplers import (
     OURS,
+    Draw,
     LengthGroupedContestant,
     LhotseContestant,
     ShuffledContestant,
@@ -48,12 +49,7 @@ def draw(contestant, lengths_N, *, world_size, seed=0, max_steps=4000):
         list(
             contestant.batches(
                 lengths_N,
-                max_steps=max_steps,
-                num_buckets=5,
-                seed=seed,
-                epoch=seed,
-                rank=rank,
-                world_size=world_size,
+                Draw(max_steps=max_steps, num_buckets=5, seed=seed, epoch=seed, rank=rank, world_size=world_size),
             )
         )
         for rank in range(world_size)

@@ -3,8 +3,6 @@
 Shape legend: B sequences, T steps, F features, H hidden units.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -15,14 +13,6 @@ from stretto.nn.bidirectional_lstm import BidirectionalLSTM
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 LENGTHS = [[1], [1, 1, 1], [7, 1, 4], [2, 9, 9, 1, 5], [3, 3, 3]]
 Gradients = dict[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    earlier = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(earlier)
 
 
 def _batch(lengths: list[int], *, num_features: int, extra: int = 0, dtype: torch.dtype) -> torch.Tensor:

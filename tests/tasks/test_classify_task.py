@@ -4,7 +4,6 @@ Shape legend: B sequences, T steps, F features, C classes.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,6 @@ from stretto.tasks.classify import Classify, ClassifyConfig
 
 LENGTHS = [1, 8, 3, 5, 1, 13]
 LABELS = np.array([0, 2, 1, 1, 0, 2])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    earlier = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(earlier)
 
 
 def _set(targets: AbstractTargets | None) -> SequenceSet:

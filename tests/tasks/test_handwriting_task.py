@@ -4,7 +4,6 @@ Shape legend: B lines, T steps, U stacked steps, F features, C classes.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,6 @@ from stretto.training.task import Reading
 
 LENGTHS = [7, 20, 6, 13, 1, 9]
 TEXTS = ["ab", "abba", "bb", "a b", "c", "ca"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    earlier = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(earlier)
 
 
 def _set(targets: AbstractTargets, *, lengths: list[int] = LENGTHS, num_features: int = 3) -> SequenceSet:

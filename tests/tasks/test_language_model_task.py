@@ -5,7 +5,6 @@ Shape legend: B passages, T steps, F features, C characters.
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,6 @@ from stretto.errors import StrettoError
 from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
 
 PASSAGES = ["ab", "a rose is a rose", "so it is", "is it", "be", "to be or not"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    earlier = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(earlier)
 
 
 @pytest.fixture

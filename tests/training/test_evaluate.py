@@ -3,7 +3,6 @@
 Shape legend: S steps of all sequences, N sequences.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ from stretto.training.evaluate import EVALUATION_ROWS, evaluate, show_readings
 from stretto.training.events import EVENTS_FILE, EventLog
 from stretto.training.loop import Trainer
 from stretto.training.task import Score
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    earlier = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(earlier)
 
 
 def _task(*, huge: dict[int, float] | None = None, wide: bool = False, **settings: Any) -> Classify:

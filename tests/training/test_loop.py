@@ -5,7 +5,7 @@ Shape legend: S steps of all sequences, N sequences.
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,6 @@ from stretto.training.task import AbstractTask, LossSum
 
 EPOCHS, STEPS = 3, 4
 Outcome = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    earlier = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(earlier)
 
 
 def _data(name: str, *, seed: int = 0) -> SequenceSet:

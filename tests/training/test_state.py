@@ -1,6 +1,5 @@
 """The state of training: through a checkpoint on disk and back, the next steps are those that would have followed."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,6 @@ from torch import nn
 from stretto.training.checkpoint import load_newest, save_checkpoint
 from stretto.training.config import TrainConfig
 from stretto.training.state import EpochTotals, TrainState
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    earlier = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(earlier)
 
 
 def _state(schedule: Any, *, seed: int) -> TrainState:

@@ -17,7 +17,7 @@ from stretto.batching.heuristics import equal_mass_edges, percentile_edges, unif
 from stretto.batching.sampler import BucketSampler
 from stretto.benchmarks.drawn_epoch import TimedDraw, timed_draw
 from stretto.benchmarks.length_laws import AbstractLengthLaw
-from stretto.benchmarks.samplers import AbstractContestant
+from stretto.benchmarks.samplers import AbstractContestant, Draw
 
 Lengths = npt.NDArray[np.int64]
 
@@ -107,8 +107,7 @@ def scaling_rows(
         contestant.prepare(lengths_N)
     for seed in range(seeds):
         for (contestant, world_size), mine in zip(entries, draws, strict=True):
-            batches = contestant.batches(
-                lengths_N,
+            asked = Draw(
                 max_steps=max_steps,
                 num_buckets=num_buckets,
                 seed=seed,
@@ -116,7 +115,7 @@ def scaling_rows(
                 rank=0,
                 world_size=world_size,
             )
-            mine.append(timed_draw(batches, most=SCALING_STEPS))
+            mine.append(timed_draw(contestant.batches(lengths_N, asked), most=SCALING_STEPS))
     return tuple(
         ScalingRow(
             sampler=contestant.name,

@@ -27,7 +27,7 @@ from stretto.benchmarks.bucket_costs import (
 from stretto.benchmarks.drawn_epoch import EpochCounts, TimedDraw, count_epoch, order_match, timed_draw
 from stretto.benchmarks.length_laws import LAW_NAMES, LawName, length_law
 from stretto.benchmarks.machine import Machine, machine_with
-from stretto.benchmarks.samplers import OURS, AbstractContestant, LhotseContestant, contestants
+from stretto.benchmarks.samplers import OURS, AbstractContestant, Draw, LhotseContestant, contestants
 from stretto.errors import StrettoError
 from stretto.storage import write_text_atomically
 
@@ -232,17 +232,15 @@ def _compare(
         contestant.prepare(lengths_N)
 
     def draw(contestant: AbstractContestant, num_buckets: int, *, seed: int, rank: int) -> TimedDraw:
-        return timed_draw(
-            contestant.batches(
-                lengths_N,
-                max_steps=fact.max_steps,
-                num_buckets=num_buckets,
-                seed=seed,
-                epoch=seed,
-                rank=rank,
-                world_size=settings.world_size,
-            )
+        asked = Draw(
+            max_steps=fact.max_steps,
+            num_buckets=num_buckets,
+            seed=seed,
+            epoch=seed,
+            rank=rank,
+            world_size=settings.world_size,
         )
+        return timed_draw(contestant.batches(lengths_N, asked))
 
     for seed in range(settings.seeds):
         for (contestant, num_buckets), mine in zip(entries, draws, strict=True):

@@ -4,6 +4,7 @@ Shape legend: N sequences, K buckets.
 """
 
 import abc
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, final
 
@@ -19,6 +20,27 @@ from stretto.extras import optional
 
 Lengths = npt.NDArray[np.int64]
 EdgeRule = Callable[[Lengths, int], Lengths]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """What a contestant is asked for.
+
+    Attributes:
+        max_steps: Slots that a batch may have.
+        num_buckets: Buckets, for those that have any.
+        seed: Of all that is random.
+        epoch: Which epoch.
+        rank: Whose batches.
+        world_size: How many ranks share the epoch.
+    """
+
+    max_steps: int
+    num_buckets: int
+    seed: int
+    epoch: int
+    rank: int
+    world_size: int
 
 
 class AbstractContestant(abc.ABC):
@@ -49,17 +71,7 @@ class AbstractContestant(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def batches(
-        self,
-        lengths_N: Lengths,
-        *,
-        max_steps: int,
-        num_buckets: int,
-        seed: int,
-        epoch: int,
-        rank: int,
-        world_size: int,
-    ) -> Iterator[list[int]]:
+    def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
         """The batches of one rank in one epoch, as sequence numbers; an empty list where nothing is left for it."""
 
 
@@ -74,22 +86,17 @@ class OptimalContestant(AbstractContestant):
         """The optimal edges."""
         return optimal_edges(lengths_N, num_buckets)
 
-    def batches(
-        self,
-        lengths_N: Lengths,
-        *,
-        max_steps: int,
-        num_buckets: int,
-        seed: int,
-        epoch: int,
-        rank: int,
-        world_size: int,
-    ) -> Iterator[list[int]]:
+    def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
         """The batches of one rank in one epoch."""
         sampler = BucketSampler(
-            lengths_N, max_steps=max_steps, num_buckets=num_buckets, seed=seed, rank=rank, world_size=world_size
+            lengths_N,
+            max_steps=draw.max_steps,
+            num_buckets=draw.num_buckets,
+            seed=draw.seed,
+            rank=draw.rank,
+            world_size=draw.world_size,
         )
-        sampler.set_epoch(epoch)
+        sampler.set_epoch(draw.epoch)
         yield from sampler
 
 
@@ -109,27 +116,17 @@ class AutoContestant(AbstractContestant):
         size = "batches of max_steps / mean length" if fixed_size else "batches under the budget"
         self.note = f"BucketSampler with num_buckets='auto'; {size}"
 
-    def batches(
-        self,
-        lengths_N: Lengths,
-        *,
-        max_steps: int,
-        num_buckets: int,  # noqa: ARG002 - it finds its own
-        seed: int,
-        epoch: int,
-        rank: int,
-        world_size: int,
-    ) -> Iterator[list[int]]:
+    def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
         """The batches of one rank in one epoch."""
         sampler = BucketSampler(
             lengths_N,
-            max_steps=None if self._fixed_size else max_steps,
-            batch_size=_fixed_batch_size(lengths_N, max_steps) if self._fixed_size else None,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
+            max_steps=None if self._fixed_size else draw.max_steps,
+            batch_size=_fixed_batch_size(lengths_N, draw.max_steps) if self._fixed_size else None,
+            seed=draw.seed,
+            rank=draw.rank,
+            world_size=draw.world_size,
         )
-        sampler.set_epoch(epoch)
+        sampler.set_epoch(draw.epoch)
         yield from sampler
 
 
@@ -152,27 +149,17 @@ class HeuristicContestant(AbstractContestant):
         """The edges by the rule."""
         return self._rule(lengths_N, num_buckets)
 
-    def batches(
-        self,
-        lengths_N: Lengths,
-        *,
-        max_steps: int,
-        num_buckets: int,
-        seed: int,
-        epoch: int,
-        rank: int,
-        world_size: int,
-    ) -> Iterator[list[int]]:
+    def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
         """The batches of one rank in one epoch."""
         sampler = BucketSampler(
             lengths_N,
-            max_steps=max_steps,
-            edges=self._rule(lengths_N, num_buckets),
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
+            max_steps=draw.max_steps,
+            edges=self._rule(lengths_N, draw.num_buckets),
+            seed=draw.seed,
+            rank=draw.rank,
+            world_size=draw.world_size,
         )
-        sampler.set_epoch(epoch)
+        sampler.set_epoch(draw.epoch)
         yield from sampler
 
 
@@ -199,30 +186,20 @@ class LhotseContestant(AbstractContestant):
         ]
         self._cuts, self._lengths_N = lhotse.CutSet(_Stream(cuts)), lengths_N
 
-    def batches(
-        self,
-        lengths_N: Lengths,
-        *,
-        max_steps: int,
-        num_buckets: int,
-        seed: int,
-        epoch: int,
-        rank: int,
-        world_size: int,
-    ) -> Iterator[list[int]]:
+    def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
         """The batches of one rank in one epoch; a cut that is dealt twice has its number twice."""
         self.prepare(lengths_N)
         sampler = optional("lhotse.dataset").DynamicBucketingSampler(
             self._cuts,
-            max_duration=float(max_steps),
-            num_buckets=num_buckets,
+            max_duration=float(draw.max_steps),
+            num_buckets=draw.num_buckets,
             shuffle=True,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
+            seed=draw.seed,
+            rank=draw.rank,
+            world_size=draw.world_size,
             drop_last=False,
         )
-        sampler.set_epoch(epoch)
+        sampler.set_epoch(draw.epoch)
         for cuts in sampler:
             yield [int(cut.id.partition("_")[0]) for cut in cuts]
 
@@ -254,24 +231,14 @@ class LengthGroupedContestant(AbstractContestant):
         if lengths_N is not self._lengths_N:
             self._list, self._lengths_N = lengths_N.tolist(), lengths_N
 
-    def batches(
-        self,
-        lengths_N: Lengths,
-        *,
-        max_steps: int,
-        num_buckets: int,  # noqa: ARG002 - it has none
-        seed: int,
-        epoch: int,
-        rank: int,
-        world_size: int,
-    ) -> Iterator[list[int]]:
+    def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
         """The batches of one rank in one epoch."""
         self.prepare(lengths_N)
-        batch_size = _fixed_batch_size(lengths_N, max_steps)
+        batch_size = _fixed_batch_size(lengths_N, draw.max_steps)
         sampler = optional(self.modules[0]).LengthGroupedSampler(
-            batch_size, lengths=self._list, generator=torch.Generator().manual_seed(seed + epoch)
+            batch_size, lengths=self._list, generator=torch.Generator().manual_seed(draw.seed + draw.epoch)
         )
-        yield from _round_robin(list(sampler), batch_size=batch_size, rank=rank, world_size=world_size)
+        yield from _round_robin(list(sampler), batch_size=batch_size, rank=draw.rank, world_size=draw.world_size)
 
 
 @final
@@ -282,21 +249,11 @@ class ShuffledContestant(AbstractContestant):
     has_buckets = False
     note = "batches of max_steps / mean length; repeats fill up the last round"
 
-    def batches(
-        self,
-        lengths_N: Lengths,
-        *,
-        max_steps: int,
-        num_buckets: int,  # noqa: ARG002 - it has none
-        seed: int,
-        epoch: int,
-        rank: int,
-        world_size: int,
-    ) -> Iterator[list[int]]:
+    def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
         """The batches of one rank in one epoch."""
-        order = torch.randperm(len(lengths_N), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
-        batch_size = _fixed_batch_size(lengths_N, max_steps)
-        yield from _round_robin(order, batch_size=batch_size, rank=rank, world_size=world_size)
+        order = torch.randperm(len(lengths_N), generator=torch.Generator().manual_seed(draw.seed + draw.epoch)).tolist()
+        batch_size = _fixed_batch_size(lengths_N, draw.max_steps)
+        yield from _round_robin(order, batch_size=batch_size, rank=draw.rank, world_size=draw.world_size)
 
 
 @final
