@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stretto.cli.main import SPIN_VARIABLE
 from stretto.cli.parsing import parse
 from stretto.errors import StrettoError
 from stretto.extras import EXTRA_OF
@@ -42,7 +41,6 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "stretto", f"{importlib.metadata.version('stretto')} on Python {platform.python_version()}"
     yield "torch", f"{torch.__version__}, vector instructions {torch.backends.cpu.get_cpu_capability()}"
     yield "threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores; --threads changes it"
-    yield "", f"before they sleep they spin {os.environ.get(SPIN_VARIABLE, 'for long')}; {SPIN_VARIABLE} changes it"
     yield "oneDNN", _one_dnn()
     yield "device", "CUDA is there; --device cuda uses it" if torch.cuda.is_available() else "cpu"
     try:

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.metadata
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -20,8 +19,6 @@ VERBS: Final = {
     "reproduce": "a paper's experiment: a table, a plot and a JSON file",
     "doctor": "what Stretto will use on this machine, and why",
 }
-SPIN_VARIABLE: Final = "GOMP_SPINCOUNT"
-SHORT_SPIN: Final = "10000"
 FAULT: Final = 2
 INTERRUPTED: Final = 130
 
@@ -35,10 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(f"stretto {importlib.metadata.version('stretto')}")
         return 0
-    # torch's threads wait for each other thousands of times a second. By default they spin for long, and when another
-    # process wants the core, training is ten times slower; a short spin costs next to nothing on an idle machine and
-    # is three times faster on a busy one. GNU's runtime reads the variable once, when a verb first imports torch.
-    os.environ.setdefault(SPIN_VARIABLE, SHORT_SPIN)
     try:
         return _verb(words[0])(words[1:])
     except StrettoError as error:
