@@ -1,0 +1,271 @@
+"""The backward step of a loop: derived by autograd from one step of its body, then taken apart like the step itself.
+
+What leads from the next state's gradient to the state's gradient stays in the backward loop, with the gradients of what
+the loop read at each step. The gradients of weights, biases, peepholes and gains are sums over all steps: they are
+deferred, and computed once after the loop with the steps laid out as rows.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import networkx
+import torch
+
+from stretto.graph.analyse import Loop
+from stretto.graph.decompose import DECOMPOSED
+from stretto.graph.node import Node, Rows, needed_for, replaced
+from stretto.graph.operators import EXPENSIVE, is_view, why_not_rowwise
+from stretto.graph.recorder import TWO_SIZES, Untraceable, merged, record
+from stretto.graph.trace import StepGraph
+
+
+class Kind(str, Enum):
+    """What an input of a loop's body is."""
+
+    STATE = "state"
+    STEP = "step"
+    ONCE = "once"
+    KEPT = "kept"
+
+
+@dataclass(slots=True)
+class Port:
+    """An input of the body: which node of the step it stands for, and its gradient, if any."""
+
+    kind: Kind
+    source: Node
+    node: Node
+    gradient: Node | None
+    index: int
+
+
+@dataclass(slots=True)
+class Body:
+    """A loop's step, forward and backward, in one graph.
+
+    Attributes:
+        ports: Inputs: states, values of the step, weights, parts of the state that never change.
+        next_states: Values that become the state, in the order of the loop's states.
+        emits: Values that are read outside.
+        state_gradients: Inputs of the backward step: the gradient of each next state.
+        emit_gradients: Inputs of the backward step: the gradient of each emitted value.
+        forward: Operators of the forward step.
+        backward: Operators of the backward step that stay in the loop.
+        deferred: Operators that run once after the backward loop.
+        saved: Forward values that are stored for the backward pass; everything else it needs is computed again.
+        handed: Values of the backward loop that the deferred operators read.
+    """
+
+    ports: list[Port]
+    next_states: list[Node]
+    emits: list[Node]
+    state_gradients: list[Node]
+    emit_gradients: list[Node]
+    forward: list[Node]
+    backward: list[Node]
+    deferred: list[Node]
+    saved: list[Node]
+    handed: list[Node]
+
+    def ports_of(self, kind: Kind) -> list[Port]:
+        """The inputs of one kind."""
+        return [port for port in self.ports if port.kind is kind]
+
+
+def derive(graph: StepGraph, loop: Loop, *, save: str) -> Body:
+    """The body of a loop with its backward step.
+
+    Args:
+        graph: The step the loop belongs to.
+        loop: The loop.
+        save: "auto" stores what is costly to compute again; "states" stores the states alone.
+
+    Raises:
+        Untraceable: If the body cannot be differentiated as a fixed graph.
+    """
+    sources = [(Kind.STATE, graph.states[index], index) for index in loop.states]
+    sources += [(Kind.STEP, node, index) for index, node in enumerate(loop.steps)]
+    sources += [(Kind.ONCE, node, index) for index, node in enumerate(loop.once)]
+    sources += [(Kind.KEPT, graph.states[index], index) for index in loop.kept]
+    outputs = [*(graph.next_states[index] for index in loop.states), *loop.emits]
+    recordings = [_record(rows, sources, outputs, loop.nodes, graph) for rows in TWO_SIZES]
+    (first, found), (second, _) = recordings
+    nodes = merged(first, second)
+    ports = [
+        Port(kind, source, node, gradient, index)
+        for (kind, source, index), node, gradient in zip(sources, found["inputs"], found["gradients"], strict=True)
+    ]
+    count = len(loop.states)
+    return _take_apart(
+        nodes,
+        ports,
+        next_states=found["outputs"][:count],
+        emits=found["outputs"][count:],
+        state_gradients=found["cotangents"][:count],
+        emit_gradients=found["cotangents"][count:],
+        save=save,
+    )
+
+
+def _record(
+    rows: int, sources: list[tuple[Kind, Node, int]], outputs: list[Node], nodes: list[Node], graph: StepGraph
+) -> Any:
+    device = _device(graph)
+
+    def example(node: Node) -> torch.Tensor:
+        sizes = [size.each * rows if isinstance(size, Rows) else size for size in node.shape]
+        return torch.zeros(sizes, dtype=node.dtype, device=device)
+
+    def run(recorder: Any) -> dict[str, Any]:
+        inputs = [example(source) for _, source, _ in sources]
+        cotangents = [example(node) for node in outputs]
+        found: dict[str, Any] = {
+            "inputs": [recorder.enter(t, s.name) for t, (_, s, _) in zip(inputs, sources, strict=True)],
+            "cotangents": [recorder.enter(t, f"d_{n.name}") for t, n in zip(cotangents, outputs, strict=True)],
+        }
+        for tensor in inputs:
+            tensor.requires_grad_(tensor.is_floating_point())
+        with torch.enable_grad(), recorder:
+            values = {source: tensor for tensor, (_, source, _) in zip(inputs, sources, strict=True)}
+            values.update((node, tensor) for node, tensor in graph.constants.items() if node not in values)
+            _run(nodes, values, rows)
+            made = [values[node] for node in outputs]
+            found["outputs"] = [recorder.look_up(tensor) for tensor in made]
+            linked = [(t, d) for t, d in zip(made, cotangents, strict=True) if t.requires_grad]
+            wanted = [tensor for tensor in inputs if tensor.requires_grad]
+            gradients = (
+                torch.autograd.grad([t for t, _ in linked], wanted, [d for _, d in linked], allow_unused=True)
+                if linked and wanted
+                else [None] * len(wanted)
+            )
+            by_input = {id(tensor): gradient for tensor, gradient in zip(wanted, gradients, strict=True)}
+            found["gradients"] = [
+                None if by_input.get(id(tensor)) is None else recorder.look_up(by_input[id(tensor)]) for tensor in inputs
+            ]
+        return found
+
+    return record(run)
+
+
+def _run(nodes: list[Node], values: dict[Node, Any], rows: int) -> None:
+    def known(value: Any) -> Any:
+        if isinstance(value, Node):
+            return values[value]
+        return value.each * rows if isinstance(value, Rows) else value
+
+    for node in nodes:
+        op = DECOMPOSED.get(node.label, node.op)
+        assert op is not None
+        values[node] = op(*replaced(node.args, known), **replaced(node.kwargs, known))
+
+
+def _device(graph: StepGraph) -> Any:
+    return next((tensor.device for tensor in graph.constants.values()), torch.device("cpu"))
+
+
+def _take_apart(
+    nodes: list[Node],
+    ports: list[Port],
+    *,
+    next_states: list[Node],
+    emits: list[Node],
+    state_gradients: list[Node],
+    emit_gradients: list[Node],
+    save: str,
+) -> Body:
+    late = set(state_gradients + emit_gradients)
+    for node in nodes:
+        if node.op is not None and any(item in late for item in node.inputs):
+            late.add(node)
+    early = needed_for([*next_states, *emits])
+    stays = [port.gradient for port in ports if port.kind is not Kind.ONCE and port.gradient is not None]
+    in_loop = needed_for(stays)
+    sums = [port.gradient for port in ports if port.kind is Kind.ONCE and port.gradient is not None]
+    after = needed_for(sums) - in_loop
+    deferred = {node for node in after if node in late}
+    for node in in_loop:
+        if node.op is not None and node in late and (reason := why_not_rowwise(node)):
+            raise Untraceable(reason)
+    for node in deferred:
+        if reason := _why_not_a_sum(node):
+            raise Untraceable(reason)
+    saved = _choose_saved(nodes, ports, next_states, emits, late, in_loop, deferred, save=save)
+    available = {port.node for port in ports} | set(saved) | set(next_states) | set(emits)
+    again = _recomputed(in_loop, late, available)
+    handed = {item for node in deferred for item in node.inputs if item in in_loop and item in late}
+    handed |= {gradient for gradient in sums if gradient in in_loop and gradient in late}
+    folded = _recomputed(deferred, late, available)
+    return Body(
+        ports=ports,
+        next_states=next_states,
+        emits=emits,
+        state_gradients=state_gradients,
+        emit_gradients=emit_gradients,
+        forward=[node for node in nodes if node.op is not None and node not in late and node in early],
+        backward=[node for node in nodes if node.op is not None and (node in again or (node in in_loop and node in late))],
+        deferred=[node for node in nodes if node.op is not None and (node in folded or node in deferred)],
+        saved=saved,
+        handed=[node for node in nodes if node in handed],
+    )
+
+
+def _why_not_a_sum(node: Node) -> str | None:
+    """None if running the operator over the rows of all steps gives the sum, or the rows, of running it for each step.
+
+    Behind the first sum over rows everything is linear, for a gradient is linear in the gradients it comes from.
+    """
+    if why_not_rowwise(node) is None or node.label in {"t", "transpose", "permute", "getitem"}:
+        return None
+    if node.label in {"mm", "sum", "embedding_dense_backward"} and not node.has_rows:
+        return None
+    return f"the gradient of a weight is computed with {node.label}, which is not known to be a sum over rows"
+
+
+def _recomputed(wanted: set[Node], late: set[Node], available: set[Node]) -> set[Node]:
+    """Forward values that `wanted` reads and that are computed again from what is there."""
+    reads = [item for node in wanted if node in late for item in node.inputs if item not in late]
+    found = needed_for(reads, stop=available)
+    return {node for node in found if node not in available and node.op is not None}
+
+
+def _choose_saved(
+    nodes: list[Node],
+    ports: list[Port],
+    next_states: list[Node],
+    emits: list[Node],
+    late: set[Node],
+    in_loop: set[Node],
+    deferred: set[Node],
+    *,
+    save: str,
+) -> list[Node]:
+    """The smallest set of forward values from which the backward pass can get all it needs without costly work.
+
+    A minimum cut between what is costly to compute and what the backward pass reads; cutting a value costs its size.
+    """
+    free = {port.node for port in ports} | set(next_states) | set(emits)
+    wanted = {item for node in nodes if node in late and (node in in_loop or node in deferred) for item in node.inputs}
+    wanted = {node for node in wanted if node not in late and node not in free and node.dtype is not None}
+    if save == "states" or not wanted:
+        return []
+    forward = [node for node in nodes if node not in late and node.op is not None]
+    network = networkx.DiGraph()
+    network.add_nodes_from(["costly", "backward"])
+    for node in forward:
+        if node in free:
+            continue
+        size = node.row_size if node.dtype is not None and node.has_rows else None
+        network.add_edge((node, "in"), (node, "out"), **({} if size is None else {"capacity": size + 0.01 * is_view(node)}))
+        if node.label in EXPENSIVE:
+            network.add_edge("costly", (node, "in"))
+        if node in wanted:
+            network.add_edge((node, "out"), "backward")
+        for item in node.inputs:
+            if item not in free and item.op is not None and node.label not in EXPENSIVE:
+                network.add_edge((item, "out"), (node, "in"))
+    if not networkx.has_path(network, "costly", "backward"):
+        return []
+    _, (near, _) = networkx.minimum_cut(network, "costly", "backward")
+    cut = {node for node in forward if (node, "in") in near and (node, "out") not in near and node not in free}
+    return [node for node in forward if node in cut]

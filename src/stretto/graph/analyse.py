@@ -1,0 +1,299 @@
+"""Which nodes of a step are truly recurrent, and where all others go.
+
+The graph of a step gets an edge from each next state to the state it becomes. A strongly connected component of that
+graph is a loop through time (Hwang & Sung 2015); everything else can be computed for all steps at once, before the loops
+it feeds or after the loops it reads. A node's level is the number of loops one behind the other that lead up to it.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import networkx
+
+from stretto.graph.node import Node
+from stretto.graph.operators import depends_on_chance, is_pointwise, is_view, why_not_rowwise
+from stretto.graph.recorder import Untraceable
+from stretto.graph.rewrite import drop_unused, merge_products, split_products_of_concatenations
+from stretto.graph.trace import StepGraph
+
+
+class Place(str, Enum):
+    """Where a node is computed."""
+
+    ONCE = "once"
+    HOISTED = "hoisted"
+    LOOP = "loop"
+    SUNK = "sunk"
+
+
+@dataclass(slots=True)
+class Loop:
+    """What has to be done step after step.
+
+    Attributes:
+        states: Indices of the parts of the state that this loop carries.
+        nodes: Its operators, in order.
+        steps: Values it reads that differ from step to step.
+        once: Values it reads that stay.
+        kept: Indices of the parts of the state that it reads and that never change.
+        emits: Values, other than next states, that are read outside.
+        level: How many loops come before it, itself included.
+    """
+
+    states: list[int]
+    nodes: list[Node]
+    steps: list[Node]
+    once: list[Node]
+    kept: list[int]
+    emits: list[Node]
+    level: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """A step, taken apart.
+
+    Attributes:
+        graph: The step, after rewriting.
+        place: Where each operator goes.
+        maps: Operators outside of loops by level, in order. A part of the state in between stands for the value that the
+            next state had one step earlier.
+        loops: Loops by level; those of one level do not depend on each other.
+        kept: Parts of the state that never change.
+        rewrites: What was rewritten, in words.
+    """
+
+    graph: StepGraph
+    place: dict[Node, Place]
+    maps: list[list[Node]]
+    loops: list[list[Loop]]
+    kept: set[int]
+    rewrites: list[str] = field(default_factory=list)
+
+    @property
+    def all_loops(self) -> list[Loop]:
+        """The loops of all levels."""
+        return [loop for level in self.loops for loop in level]
+
+    def nodes_at(self, place: Place) -> list[Node]:
+        """The operators at one place, in order."""
+        return [node for node in self.graph.nodes if self.place.get(node) is place]
+
+
+def analyse(graph: StepGraph) -> Plan:
+    """Rewrite `graph` so that most can leave the loop, and say where everything goes.
+
+    Raises:
+        Untraceable: If something outside the loops mixes the rows of the batch, so that steps cannot be laid out as rows.
+    """
+    rewrites = []
+    if count := split_products_of_concatenations(graph):
+        rewrites.append(f"{count} product(s) of a concatenation split, so that the input's part leaves the loop")
+    drop_unused(graph)
+    if count := merge_products(graph, set().union(*(cycle for cycle in _cycles(graph)[1]))):
+        rewrites.append(f"{count} product(s) in the loop merged with another one of the same vector")
+    kept, cycles, order = *_cycles(graph), graph.nodes
+    level = _levels(graph, kept, cycles)
+    cycle_of = {node: index for index, cycle in enumerate(cycles) for node in cycle}
+    once = _once(graph)
+    place: dict[Node, Place] = {}
+    feeds_loop = _feeding(graph, cycle_of)
+    for node in order:
+        if node.op is None:
+            continue
+        if node in once:
+            place[node] = Place.ONCE
+        elif node in cycle_of:
+            place[node] = Place.LOOP
+        elif level[node] == 0 or node in feeds_loop:
+            place[node] = Place.HOISTED
+        else:
+            place[node] = Place.SUNK
+    users = _users(graph)
+    loops = [_loop(graph, cycle, place, level, kept, users) for cycle in cycles]
+    depth = max([*level.values(), 0])
+    by_level: list[list[Loop]] = [[] for _ in range(depth + 1)]
+    for loop in sorted(loops, key=lambda loop: loop.states):
+        by_level[loop.level].append(loop)
+    absorbed = {node for loop in loops for node in loop.nodes}
+    maps: list[list[Node]] = [[] for _ in range(depth + 1)]
+    for node in order:
+        outside = place.get(node) in {Place.HOISTED, Place.SUNK} and not (place[node] is Place.SUNK and node in absorbed)
+        if outside:
+            if reason := why_not_rowwise(node):
+                raise Untraceable(reason)
+            maps[level[node]].append(node)
+    _drop_unread_views(maps, loops, graph)
+    maps = [_with_shifts(graph, nodes, kept, cycle_of) for nodes in maps]
+    return Plan(graph=graph, place=place, maps=maps, loops=by_level, kept=kept, rewrites=rewrites)
+
+
+def _cycles(graph: StepGraph) -> tuple[set[int], list[set[Node]]]:
+    """Parts of the state that never change, and the loops through time."""
+    kept = {index for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True)) if old is new}
+    network = networkx.DiGraph()
+    network.add_nodes_from(graph.nodes)
+    network.add_edges_from((item, node) for node in graph.nodes for item in node.inputs)
+    for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True)):
+        if index not in kept:
+            network.add_edge(new, old)
+    cycles = [set(part) for part in networkx.strongly_connected_components(network) if len(part) > 1]
+    return kept, cycles
+
+
+def _levels(graph: StepGraph, kept: set[int], cycles: list[set[Node]]) -> dict[Node, int]:
+    """Levels, by one walk over the graph of components."""
+    component = {node: index for index, cycle in enumerate(cycles) for node in cycle}
+    for index, node in enumerate(node for node in graph.nodes if node not in component):
+        component[node] = len(cycles) + index
+    network = networkx.DiGraph()
+    network.add_nodes_from(component.values())
+    for node in graph.nodes:
+        network.add_edges_from((component[item], component[node]) for item in node.inputs)
+    for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True)):
+        if index not in kept:
+            network.add_edge(component[new], component[old])
+    network.remove_edges_from([(index, index) for index in component.values()])
+    found: dict[int, int] = {}
+    for index in networkx.topological_sort(network):
+        before = max((found[item] for item in network.predecessors(index)), default=0)
+        found[index] = before + (index < len(cycles))
+    return {node: found[component[node]] for node in graph.nodes}
+
+
+def _once(graph: StepGraph) -> set[Node]:
+    """Nodes that parameters and constants alone decide."""
+    varying = {graph.x, *graph.states}
+    for node in graph.nodes:
+        if node.op is None:
+            continue
+        if node.has_rows or depends_on_chance(node) or any(item in varying for item in node.inputs):
+            varying.add(node)
+    return {node for node in graph.nodes if node not in varying}
+
+
+def _feeding(graph: StepGraph, cycle_of: dict[Node, int]) -> set[Node]:
+    """Nodes outside of loops that a loop waits for."""
+    feeding: set[Node] = set()
+    after = dict(zip(graph.next_states, graph.states, strict=True))
+    users = _users(graph)
+    for node in reversed(graph.nodes):
+        reads = [*users.get(node, []), *([after[node]] if node in after else [])]
+        if any(user in feeding or user in cycle_of for user in reads if user is not node):
+            feeding.add(node)
+    return feeding
+
+
+def _users(graph: StepGraph) -> dict[Node, list[Node]]:
+    users: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        for item in node.inputs:
+            users.setdefault(item, []).append(node)
+    return users
+
+
+def _loop(
+    graph: StepGraph,
+    cycle: set[Node],
+    place: dict[Node, Place],
+    level: dict[Node, int],
+    kept: set[int],
+    users: dict[Node, list[Node]],
+) -> Loop:
+    states = [index for index, state in enumerate(graph.states) if state in cycle]
+    mine = level[graph.states[states[0]]]
+    inside = {node for node in cycle if node.op is not None}
+    outputs = {graph.y, *graph.next_states}
+    _absorb_results(graph, inside, place, level, mine, {graph.states[index] for index in states})
+    _absorb_views(inside, place)
+    nodes = [node for node in graph.nodes if node in inside]
+    known = inside | {graph.states[index] for index in states}
+    read: dict[Node, None] = {}
+    for node in nodes:
+        read.update((item, None) for item in node.inputs if item not in known)
+    next_states = {graph.next_states[index] for index in states}
+    kept_nodes = {graph.states[index]: index for index in kept}
+    emits = [
+        node
+        for node in nodes
+        if place[node] is not Place.HOISTED
+        and place[node] is not Place.ONCE
+        and node not in next_states
+        and node.dtype is not None
+        and (node in outputs or any(user not in inside for user in users.get(node, [])))
+    ]
+    return Loop(
+        states=states,
+        nodes=nodes,
+        steps=[n for n in read if place.get(n) is not Place.ONCE and n not in kept_nodes and (n.has_rows or n is graph.x)],
+        once=[node for node in read if not node.has_rows and node is not graph.x],
+        kept=[kept_nodes[node] for node in read if node in kept_nodes],
+        emits=emits,
+        level=mine,
+    )
+
+
+def _absorb_views(inside: set[Node], place: dict[Node, Place]) -> None:
+    """A slice of a value computed before the loop is read where it lies."""
+    waiting = list(inside)
+    while waiting:
+        for item in waiting.pop().inputs:
+            if item not in inside and place.get(item) is Place.HOISTED and is_view(item) and _still_rows(item):
+                inside.add(item)
+                waiting.append(item)
+
+
+def _still_rows(node: Node) -> bool:
+    source = node.inputs[0]
+    return (node.dtype is None or node.has_rows) and (source.dtype is None or source.has_rows)
+
+
+def _absorb_results(
+    graph: StepGraph, inside: set[Node], place: dict[Node, Place], level: dict[Node, int], mine: int, states: set[Node]
+) -> None:
+    """Pointwise work on values of the loop that are no states stays in it: sinking it would store those values."""
+    for node in graph.nodes:
+        if place.get(node) is not Place.SUNK or level[node] != mine or node in inside:
+            continue
+        if not (is_pointwise(node) or is_view(node)) or depends_on_chance(node):
+            continue
+        read = node.inputs
+        reachable = all(
+            item in inside or item in states or place.get(item, Place.ONCE) is not Place.SUNK for item in read
+        )
+        own = all(item in inside or item in states or level[item] < mine for item in read)
+        if reachable and own and any(item in inside and item not in graph.next_states for item in read):
+            inside.add(node)
+
+
+def _with_shifts(graph: StepGraph, nodes: list[Node], kept: set[int], cycle_of: dict[Node, int]) -> list[Node]:
+    """States that lie on no loop are their next state, one step later; they are put where that is known."""
+    after = {
+        old: new
+        for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True))
+        if index not in kept and old not in cycle_of
+    }
+    here = set(nodes)
+    order: dict[Node, None] = {}
+    for node in nodes:
+        waiting = [node]
+        while waiting:
+            top = waiting[-1]
+            reads = [after[top]] if top in after else top.inputs
+            missing = [item for item in reads if (item in here or item in after) and item not in order]
+            if missing:
+                waiting.extend(missing)
+                continue
+            waiting.pop()
+            order[top] = None
+    return list(order)
+
+
+def _drop_unread_views(maps: list[list[Node]], loops: list[Loop], graph: StepGraph) -> None:
+    """Views that were taken into loops need not be made outside as well."""
+    read = {graph.y, *graph.next_states} | {node for loop in loops for node in [*loop.steps, *loop.once]}
+    for level in reversed(maps):
+        for node in reversed(level):
+            if node in read or not is_view(node):
+                read.update(node.inputs)
+        level[:] = [node for node in level if node in read or not is_view(node)]

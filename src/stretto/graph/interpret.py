@@ -1,0 +1,25 @@
+"""Running nodes with PyTorch, for any number of rows."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from stretto.graph.node import Node, Rows, replaced
+
+
+def evaluate(node: Node, values: dict[Node, Any], rows: int) -> Any:
+    """The value of one node, given those it reads."""
+
+    def known(value: Any) -> Any:
+        if isinstance(value, Node):
+            return values[value]
+        return value.each * rows if isinstance(value, Rows) else value
+
+    assert node.op is not None
+    return node.op(*replaced(node.args, known), **replaced(node.kwargs, known))
+
+
+def run(nodes: Iterable[Node], values: dict[Node, Any], rows: int) -> None:
+    """Add the values of `nodes`, which come in order, to `values`."""
+    for node in nodes:
+        if node not in values:
+            values[node] = evaluate(node, values, rows)

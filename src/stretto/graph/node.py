@@ -1,0 +1,122 @@
+"""The nodes of a step: operators of PyTorch on tensors whose leading dimension is the rows of a batch."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """An integer that is a multiple of the number of rows, such as the first size of a batch."""
+
+    each: int
+
+    def __repr__(self) -> str:
+        return "rows" if self.each == 1 else f"{self.each}*rows"
+
+
+Size: TypeAlias = "int | Rows"
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A value of the step: what computes it, from what, and what it looks like.
+
+    Attributes:
+        name: Unique in its graph, and readable.
+        op: The operator that computes it; None for an input.
+        args: Its arguments, with nodes and `Rows` in place of tensors and batch-dependent integers.
+        kwargs: Its keyword arguments, likewise.
+        shape: Sizes; a leading `Rows` says that it has a row for each sequence.
+        dtype: Of the elements; None for an operator with several outputs, which further nodes take apart.
+    """
+
+    name: str
+    op: Callable[..., Any] | None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    shape: tuple[Size, ...] = ()
+    dtype: torch.dtype | None = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def inputs(self) -> list["Node"]:
+        """The nodes it is computed from, in order of appearance."""
+        return list(nodes_in((self.args, self.kwargs)))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether there is a value for each row of the batch."""
+        return bool(self.shape) and isinstance(self.shape[0], Rows)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The sizes within a row."""
+        sizes = tuple(size for size in self.shape if not isinstance(size, Rows))
+        if not self.has_rows:
+            return sizes
+        first = self.shape[0]
+        assert isinstance(first, Rows)
+        return sizes if first.each == 1 else (first.each, *sizes)
+
+    @property
+    def row_size(self) -> int:
+        """Elements within a row."""
+        count = 1
+        for size in self.row_shape:
+            count *= size
+        return count
+
+    @property
+    def label(self) -> str:
+        """The operator's plain name."""
+        if self.op is None:
+            return "input"
+        return operator_name(self.op)
+
+
+def operator_name(op: Callable[..., Any]) -> str:
+    """`aten.mul.Tensor` as "mul"."""
+    packet = getattr(op, "overloadpacket", None)
+    return str(getattr(packet or op, "__name__", op)).rpartition(".")[2]
+
+
+def nodes_in(value: Any) -> Iterator[Node]:
+    """Every node inside nested tuples, lists and dictionaries."""
+    if isinstance(value, Node):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from nodes_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from nodes_in(item)
+
+
+def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of nested tuples, lists and dictionaries with every leaf passed through `change`."""
+    if isinstance(value, tuple):
+        return tuple(replaced(item, change) for item in value)
+    if isinstance(value, list):
+        return [replaced(item, change) for item in value]
+    if isinstance(value, dict):
+        return {key: replaced(item, change) for key, item in value.items()}
+    return change(value)
+
+
+def needed_for(outputs: list[Node], *, stop: "set[Node] | None" = None) -> set[Node]:
+    """The outputs and every node they are computed from, not going beyond `stop`."""
+    found: set[Node] = set()
+    waiting = list(outputs)
+    while waiting:
+        node = waiting.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if stop is None or node not in stop:
+            waiting.extend(node.inputs)
+    return found

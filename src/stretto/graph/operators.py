@@ -1,0 +1,128 @@
+"""What is known about PyTorch's operators: which only look at memory differently, which keep rows apart."""
+
+import operator
+from typing import Any, Final
+
+import torch
+
+from stretto.graph.node import Node, Rows
+from stretto.graph.recorder import draw, filled
+
+VIEWS: Final = frozenset(
+    "view _unsafe_view t transpose permute slice select unsqueeze squeeze expand split split_with_sizes getitem alias "
+    "detach unbind clone".split()
+)
+"""Operators that move no data, or none that a loop would have to move."""
+
+EXPENSIVE: Final = frozenset(
+    "sigmoid tanh exp expm1 log log1p erf sin cos atan sqrt rsqrt pow softplus gelu silu elu _softmax _log_softmax "
+    "mm addmm bmm baddbmm sum mean amax amin var native_layer_norm reciprocal div".split()
+)
+"""Operators worth keeping the result of, rather than computing it again in the backward pass."""
+
+_DIMENSION_ARGUMENT: Final = {"slice": 1, "select": 1, "cat": 1, "split": 2, "split_with_sizes": 2, "unbind": 1}
+_DIMENSION_ARGUMENT |= {"_softmax": 1, "_log_softmax": 1, "gather": 1, "index_select": 1, "cumsum": 1, "unsqueeze": 1}
+_DIMENSION_ARGUMENT |= {"slice_backward": 2, "select_backward": 2, "_softmax_backward_data": 2}
+_DIMENSION_ARGUMENT |= {"_log_softmax_backward_data": 2, "sum": 1, "mean": 1, "amax": 1, "amin": 1, "var": 1, "logsumexp": 1, "squeeze": 1}
+_ANY_RANK: Final = {"view", "_unsafe_view", "expand", "alias", "detach", "clone", "_to_copy"}
+
+
+def is_view(node: Node) -> bool:
+    """Whether the node only looks at another one's data."""
+    if node.label == "getitem":
+        return node.args[0].label in VIEWS
+    return node.label in VIEWS
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether every element depends on the elements at its own place alone."""
+    return torch.Tag.pointwise in getattr(node.op, "tags", ())
+
+
+def depends_on_chance(node: Node) -> bool:
+    """Whether the node draws random numbers."""
+    return node.op is draw or torch.Tag.nondeterministic_seeded in getattr(node.op, "tags", ())
+
+
+def why_not_rowwise(node: Node) -> str | None:
+    """None if each row of the result depends on that row of the inputs alone; otherwise the reason in words.
+
+    Steps can be laid out as further rows of such an operator: that is what takes it out of the time loop.
+    """
+    with_rows = [item for item in node.inputs if item.has_rows or _has_rows_elsewhere(item)]
+    if node.op in (draw, filled):
+        return None
+    if not with_rows:
+        if any(isinstance(value, Rows) for value in _flat(node.args)) and not node.has_rows:
+            return f"{node.label} uses the number of rows"
+        return None
+    if any(not item.has_rows and item.dtype is not None for item in with_rows):
+        return f"{node.label} reads rows in another place than the first dimension"
+    if node.dtype is not None and not node.has_rows:
+        return f"{node.label} mixes the rows of the batch"
+    return _reason(node)
+
+
+def _reason(node: Node) -> str | None:  # noqa: PLR0911 - one line a kind of operator
+    name, mixes = node.label, f"{node.label} mixes the rows of the batch"
+    if node.op is operator.getitem:
+        return None
+    if is_pointwise(node):
+        return None if _aligned(node) else mixes
+    if name in {"mm", "addmm"}:
+        left, right = node.args[-2:]
+        return None if left.has_rows and not right.has_rows else mixes
+    if name in {"bmm", "baddbmm"}:
+        return None if node.shape[0] == node.args[-2].shape[0] == node.args[-1].shape[0] else mixes
+    if name in {"native_layer_norm", "rms_norm"}:
+        return None if len(node.args[1]) < len(node.args[0].shape) else mixes
+    if name == "embedding":
+        return None if node.args[1].has_rows and not node.args[0].has_rows else mixes
+    if name == "constant_pad_nd":
+        return None if len(node.args[1]) <= 2 * len(node.shape) - 2 else mixes
+    if name in {"t", "transpose", "permute"}:
+        return None if node.has_rows and _first_stays(node) else mixes
+    if name in _ANY_RANK:
+        return None
+    if name in _DIMENSION_ARGUMENT:
+        rank = max(len(node.inputs[0].shape), len(node.shape))
+        position = _DIMENSION_ARGUMENT[name]
+        given = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
+        dimensions = given if isinstance(given, (list, tuple)) else [given]
+        if name in {"sum", "mean", "amax", "amin", "var"} and not dimensions:
+            return mixes
+        return None if all(isinstance(d, int) and d % rank != 0 for d in dimensions) else mixes
+    return f"{name} is not known to keep the rows of the batch apart"
+
+
+def _aligned(node: Node) -> bool:
+    if any(isinstance(value, Rows) for value in _flat(node.args)):
+        return False
+    for item in node.inputs:
+        if item.has_rows:
+            if len(item.shape) != len(node.shape) or item.shape[0] != node.shape[0]:
+                return False
+        elif len(item.shape) == len(node.shape) and item.shape[0] != 1:
+            return False
+    return True
+
+
+def _first_stays(node: Node) -> bool:
+    if node.label == "permute":
+        return bool(node.args[1][0] % len(node.shape) == 0)
+    if node.label == "transpose":
+        rank = len(node.shape)
+        return all(dimension % rank != 0 for dimension in node.args[1:3])
+    return False
+
+
+def _has_rows_elsewhere(node: Node) -> bool:
+    if node.dtype is None:
+        return any(item.has_rows or _has_rows_elsewhere(item) for item in node.inputs)
+    return any(isinstance(size, Rows) for size in node.shape)
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]

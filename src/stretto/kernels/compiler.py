@@ -1,0 +1,157 @@
+"""The C++ compiler: which one, with which flags, and the private cache of what it made."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import final
+
+from stretto.errors import StrettoError
+from stretto.storage import cache_folder, write_atomically
+
+COMPILER_VARIABLE = "CXX"
+BASE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-w")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A compiler that works here."""
+
+    path: str
+    version: str
+    flags: tuple[str, ...]
+
+
+class NoCompiler(Exception):  # noqa: N818 - not an error: the eager path runs instead, and it is told
+    """Nothing can be compiled; the message says why."""
+
+
+@lru_cache(maxsize=8)
+def _find(wanted: str | None, search_path: str | None) -> Compiler:
+    names = [wanted] if wanted else ["g++", "clang++", "c++"]
+    path = next((found for name in names if (found := shutil.which(name, path=search_path))), None)
+    if path is None:
+        raise NoCompiler(f"no C++ compiler was found ({', '.join(map(str, names))})")
+    version = _run([path, "--version"])
+    if version is None:
+        raise NoCompiler(f"the C++ compiler {path!r} does not run")
+    flags = list(BASE_FLAGS)
+    for extra in ("-march=native", "-mcpu=native", "-fopenmp"):
+        if extra == "-mcpu=native" and "-march=native" in flags:
+            continue
+        if _accepts(path, [*flags, extra]):
+            flags.append(extra)
+    return Compiler(path=path, version=version.splitlines()[0], flags=tuple(flags))
+
+
+def find_compiler() -> Compiler:
+    """The compiler named by `CXX`, or the first of g++, clang++ and c++.
+
+    Raises:
+        NoCompiler: If there is none that works.
+    """
+    return _find(os.environ.get(COMPILER_VARIABLE), os.environ.get("PATH"))
+
+
+def _run(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _accepts(path: str, flags: list[str]) -> bool:
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+        source = Path(folder) / "probe.cpp"
+        source.write_text("int main() { return 0; }\n", encoding="utf-8")
+        return _run([path, *flags, str(source), "-o", str(Path(folder) / "probe.so")]) is not None
+
+
+@lru_cache(maxsize=1)
+def machine() -> str:
+    """What code made for this machine depends on."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        lines = {line for line in text.splitlines() if line.startswith(("flags", "Features", "model name"))}
+    except OSError:
+        lines = {platform.processor()}
+    return "\n".join([platform.machine(), platform.system(), *sorted(lines)])
+
+
+def key_of(source: str, compiler: Compiler, torch_version: str) -> str:
+    """A name that changes with everything the library depends on."""
+    parts = [source, compiler.path, compiler.version, *compiler.flags, machine(), torch_version]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def library_folder() -> Path:
+    """Where compiled libraries are kept: private, within the cache folder."""
+    folder = cache_folder() / "kernels"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.stat()
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077):
+        raise StrettoError(
+            f"the folder of compiled kernels {str(folder)!r} can be reached by other users",
+            fix="Remove it, or set STRETTO_CACHE to a private folder of your own.",
+        )
+    return folder
+
+
+def _is_ours(path: Path) -> bool:
+    status = path.lstat()
+    owned = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    return owned and stat.S_ISREG(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o022
+
+
+def compiled(source: str, *, torch_version: str) -> ctypes.CDLL:
+    """The library of `source`, from the cache or compiled now.
+
+    Several processes may ask at once: each compiles to a file of its own, and one of them is put in place whole.
+
+    Raises:
+        NoCompiler: If it cannot be compiled or loaded.
+    """
+    compiler = find_compiler()
+    path = library_folder() / f"{key_of(source, compiler, torch_version)}.so"
+    if path.exists():
+        if not _is_ours(path):
+            raise StrettoError(
+                f"the compiled kernel {str(path)!r} belongs to somebody else or can be written by others",
+                fix="Remove it, or set STRETTO_CACHE to a private folder of your own.",
+            )
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+    _compile(source, compiler, path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NoCompiler(f"the compiled kernel could not be loaded: {error}") from error
+
+
+def _compile(source: str, compiler: Compiler, path: Path) -> None:
+    def write(target: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+            text = Path(folder) / "kernel.cpp"
+            text.write_text(source, encoding="utf-8")
+            command = [compiler.path, *compiler.flags, str(text), "-o", str(target)]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise NoCompiler(f"the C++ compiler could not be run: {error}") from error
+            if done.returncode:
+                first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+                raise NoCompiler(f"the C++ compiler refused the generated code: {first.strip()}")
+            target.chmod(0o700)
+
+    write_atomically(path, write)

@@ -1,0 +1,280 @@
+"""Loops run by generated C++.
+
+Shape legend: B sequences, P rows of all steps together.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from stretto.graph.adjoint import Body, Kind
+from stretto.graph.interpret import run
+from stretto.graph.node import Node
+from stretto.kernels.compiler import compiled
+from stretto.kernels.generate import Generated, generate_backward, generate_forward, source_of
+from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
+from stretto.kernels.layout import Layout
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_steps", "num_rows", "keep")),
+        *((name, ctypes.c_void_p) for name in ("rows", "starts", "lengths", "strides", "weight_strides")),
+        *((name, ctypes.c_void_p) for name in ("buffers", "weights", "packed", "scratch", "own", "room")),
+    )
+
+
+class _Job(ctypes.Structure):
+    _fields_ = (
+        ("pack", ctypes.c_void_p),
+        ("work", ctypes.c_void_p),
+        ("call", ctypes.c_void_p),
+        ("bounds", ctypes.c_void_p),
+        ("pieces", ctypes.c_int64),
+    )
+
+
+@final
+class CppKernel(AbstractKernel):
+    """One function for all steps forward, one for all steps backward.
+
+    Args:
+        body: The loop.
+        dtype: Of its values.
+
+    Raises:
+        Unsupported: If the body has an operator that no code is generated for.
+        NoCompiler: If the code cannot be compiled.
+    """
+
+    def __init__(self, body: Body, dtype: torch.dtype) -> None:
+        super().__init__(body)
+        self.dtype = dtype
+        self.ahead, self.ahead_once = generate_forward(body)
+        self.back, self.back_once = generate_backward(body)
+        self.source = source_of([self.ahead, self.back], dtype)
+        self.library = compiled(self.source, torch_version=torch.__version__)
+
+    def forward(self, layout: Layout, inputs: Inputs, *, keep: bool) -> Outputs:
+        """Run all steps."""
+        return self.forward_together([self], layout, [inputs], keep=keep)[0]
+
+    def backward(self, layout: Layout, inputs: Inputs, outputs: Outputs, cotangents: Cotangents) -> Gradients:
+        """Run all steps backward."""
+        return self.backward_together([self], layout, [inputs], [outputs], [cotangents])[0]
+
+    def forward_together(
+        self, kernels: Sequence[AbstractKernel], layout: Layout, inputs: Sequence[Inputs], *, keep: bool
+    ) -> list[Outputs]:
+        """Run loops at once, each by threads of its own where there are enough."""
+        made, runs = [], []
+        for kernel, item in zip(kernels, inputs, strict=True):
+            assert isinstance(kernel, CppKernel)
+            given = kernel.tidy(item)
+            result = kernel.empty_outputs(layout, keep=keep)
+            tensors = {
+                "before": result.after,
+                "initial": given.states,
+                "step": given.steps,
+                "kept": given.kept,
+                "after": result.after,
+                "emit": result.emits,
+                "saved": result.saved,
+                "final": result.finals,
+            }
+            runs.append(_Run(kernel, kernel.ahead, kernel.ahead_once, "forward", tensors, given, layout, keep=keep))
+            made.append(result)
+        _run_all(runs, layout)
+        return made
+
+    def backward_together(
+        self,
+        kernels: Sequence[AbstractKernel],
+        layout: Layout,
+        inputs: Sequence[Inputs],
+        outputs: Sequence[Outputs],
+        cotangents: Sequence[Cotangents],
+    ) -> list[Gradients]:
+        """Run the same loops backward, at once."""
+        made, runs = [], []
+        for kernel, item, output, arriving in zip(kernels, inputs, outputs, cotangents, strict=True):
+            assert isinstance(kernel, CppKernel)
+            given = kernel.tidy(item)
+            gradients, tensors = kernel.empty_gradients(layout, given, arriving)
+            tensors |= {
+                "before": output.after,
+                "initial": given.states,
+                "step": given.steps,
+                "kept": given.kept,
+                "after": output.after,
+                "emit": output.emits,
+                "saved": output.saved,
+            }
+            runs.append(_Run(kernel, kernel.back, kernel.back_once, "backward", tensors, given, layout, keep=True))
+            made.append(gradients)
+        _run_all(runs, layout)
+        return made
+
+    def tidy(self, inputs: Inputs) -> Inputs:
+        """Rows one after another, in the loop's dtype."""
+        return Inputs(
+            states=[self._rows(tensor) for tensor in inputs.states],
+            steps=[self._rows(tensor) for tensor in inputs.steps],
+            once=inputs.once,
+            kept=[self._rows(tensor) for tensor in inputs.kept],
+        )
+
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self.dtype).contiguous()
+
+    def _empty(self, rows: int, node: Node) -> torch.Tensor:
+        first = node.shape[0]
+        return torch.empty(first.each * rows, *node.shape[1:], dtype=self.dtype)  # type: ignore[union-attr]
+
+    def empty_outputs(self, layout: Layout, *, keep: bool) -> Outputs:
+        """Room for what the loop makes; what nothing will need again gets one row for each sequence."""
+        body, total, rows = self.body, layout.total, layout.num_rows
+        return Outputs(
+            after=[self._empty(total, node) for node in body.next_states],
+            emits=[self._empty(total, node) for node in body.emits],
+            finals=[self._empty(rows, node) for node in body.next_states],
+            saved=[self._empty(total if keep else rows, node) for node in body.saved],
+        )
+
+    def empty_gradients(
+        self, layout: Layout, inputs: Inputs, arriving: Cotangents
+    ) -> tuple[Gradients, dict[str, list[torch.Tensor]]]:
+        """Room for gradients, and the same by role."""
+        body, total, rows = self.body, layout.total, layout.num_rows
+        carried = []
+        for state, last in zip(inputs.states, arriving.finals, strict=True):
+            # Two, for a step reads one and writes the other; a sequence joins in at its last step with either.
+            carry = torch.empty(2, *state.shape, dtype=self.dtype)
+            carried.append(carry.zero_() if last is None else carry.copy_(last.expand_as(carry)))
+        ports = body.ports_of(Kind.STEP)
+        steps = [None if port.gradient is None else self._empty(total, port.node) for port in ports]
+        by_node = {port.gradient: step for port, step in zip(ports, steps, strict=True) if step is not None}
+        handed = [by_node[node] if node in by_node else self._empty(total, node) for node in body.handed]
+        kept = [
+            None if port.gradient is None else torch.zeros(tensor.shape, dtype=self.dtype)
+            for port, tensor in zip(body.ports_of(Kind.KEPT), inputs.kept, strict=True)
+        ]
+        gradients = Gradients(states=[carry[0] for carry in carried], steps=steps, kept=kept, handed=handed)
+        nothing: list[torch.Tensor] = [torch.empty(0)]
+        tensors = {
+            "carry_in": carried,
+            "carry_out": carried,
+            "d_after": [self._arriving(t, node) for t, node in zip(arriving.after, body.next_states, strict=True)],
+            "d_emit": [self._arriving(t, node) for t, node in zip(arriving.emits, body.emits, strict=True)],
+            "d_step": [nothing[0] if step is None else step for step in steps],
+            "handed": handed,
+            "d_kept": [nothing[0] if tensor is None else tensor for tensor in kept],
+        }
+        return gradients, tensors
+
+    def _arriving(self, tensor: torch.Tensor | None, node: Node) -> torch.Tensor:
+        if tensor is None:
+            return torch.zeros(node.row_size, dtype=self.dtype)
+        return self._rows(tensor)
+
+
+class _Run:
+    """One loop's arguments, kept alive while it runs."""
+
+    def __init__(
+        self,
+        kernel: CppKernel,
+        function: Generated,
+        once: list[Node],
+        name: str,
+        tensors: dict[str, list[torch.Tensor]],
+        inputs: Inputs,
+        layout: Layout,
+        *,
+        keep: bool,
+    ) -> None:
+        self.kernel, self.function, self.name = kernel, function, name
+        values: dict[Node, Any] = dict(
+            zip((port.node for port in kernel.body.ports_of(Kind.ONCE)), (t.detach() for t in inputs.once), strict=True)
+        )
+        run(function.prepared, values, layout.total)
+        real = kernel.dtype
+        vectors = [values[node].to(real).contiguous() for node in once]
+        matrices = [values[node].to(real) for node in function.weights]
+        slots = function.slots
+        count = len(slots) - len(vectors)
+        pointed = [tensors[slot.role][slot.index] for slot in slots[:count]] + vectors
+        flat = {"d_after", "d_emit"}
+        strides = [
+            0 if slot.role in flat and len(tensor) == tensor.numel() and tensor.dim() == 1 and layout.total != len(tensor)
+            else (tensor[0].numel() if slot.role in flat and len(tensor) else 0)
+            for slot, tensor in zip(slots[:count], pointed, strict=False)
+        ]
+        self.pointers = np.array([tensor.data_ptr() for tensor in pointed] or [0], dtype=np.int64)
+        self.strides = np.array([*strides, 0], dtype=np.int64)
+        self.weights = np.array([tensor.data_ptr() for tensor in matrices] or [0], dtype=np.int64)
+        self.weight_strides = np.array([s for tensor in matrices for s in tensor.stride()] or [0], dtype=np.int64)
+        self.alive = (pointed, matrices, tensors)
+        self.layout = layout
+        self.keep = keep
+
+    def prepare(self, *, team: int) -> _Call:
+        """Memory to work in, and the call."""
+        function, rows, real = self.function, self.layout.num_rows, self.kernel.dtype
+        self.packed = torch.empty(function.packed[-1], dtype=real)
+        self.scratch = torch.empty(rows * function.scratch, dtype=real)
+        self.own = torch.empty(team * rows * max(function.private, 1), dtype=real)
+        self.room = torch.empty(team * rows * function.room, dtype=real)
+        self.call = _Call(
+            self.layout.num_steps,
+            rows,
+            int(self.keep),
+            *(array.ctypes.data for array in (self.layout.rows_T, self.layout.starts_T, self.layout.lengths_B)),
+            *(array.ctypes.data for array in (self.strides, self.weight_strides, self.pointers, self.weights)),
+            *(tensor.data_ptr() for tensor in (self.packed, self.scratch, self.own, self.room)),
+        )
+        return self.call
+
+
+def _run_all(runs: Sequence[_Run], layout: Layout) -> None:
+    """Share loops and rows out to threads, and run them."""
+    if layout.total == 0:
+        for item in runs:
+            _copy_finals(item)
+        return
+    threads = torch.get_num_threads()
+    rows = layout.num_going
+    alone = len(runs) == 1 and rows < threads and runs[0].function.shares_columns
+    team = threads if alone else 1
+    pieces = 0 if alone else 1 if len(runs) % threads == 0 else min(threads, rows)
+    bounds = _bounds(layout, max(pieces, 1))
+    jobs = (_Job * len(runs))()
+    for job, item in zip(jobs, runs, strict=True):
+        library = item.kernel.library
+        job.pack = _address(library, f"{item.name}_pack")
+        job.work = _address(library, f"{item.name}_work")
+        job.call = ctypes.addressof(item.prepare(team=team))
+        job.bounds = bounds.ctypes.data
+        job.pieces = pieces
+    busy = min(threads, max(pieces * len(runs), team))
+    runs[0].kernel.library.stretto_run(jobs, ctypes.c_int64(len(runs)), ctypes.c_int64(busy))
+
+
+def _bounds(layout: Layout, pieces: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """First row of each piece, so that all have about as many steps; all rows, empty ones too, are in one."""
+    done = np.cumsum(layout.lengths_B)
+    inner = np.searchsorted(done, done[-1] * np.arange(1, pieces) / pieces, side="left") + 1
+    return np.concatenate([[0], np.minimum(inner, layout.num_rows), [layout.num_rows]]).astype(np.int64)
+
+
+def _address(library: ctypes.CDLL, name: str) -> int | None:
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+
+
+def _copy_finals(item: _Run) -> None:
+    tensors: dict[str, list[torch.Tensor]] = item.alive[2]
+    for final_state, initial in zip(tensors.get("final", []), tensors["initial"], strict=False):
+        final_state.copy_(initial)

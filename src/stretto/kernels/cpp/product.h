@@ -1,0 +1,116 @@
+// Rows times a weight matrix that was packed once for all steps.
+//
+// A packed matrix of K rows and N columns is a run of panels; a panel holds PANEL columns, row after row, zero beyond N.
+// An output element is always the same sequence of additions, whatever the number of rows, threads or panels at work.
+#pragma once
+#include "vector.h"
+
+constexpr int PANEL = 2 * LANES;
+constexpr int panels_of(int64_t N) { return int((N + PANEL - 1) / PANEL); }
+// Few columns give few independent sums: then K is summed in interleaved chains, so that additions overlap.
+constexpr int chains_of(int64_t N) { return panels_of(N) == 1 ? 4 : panels_of(N) == 2 ? 2 : 1; }
+
+static void pack(const real* w, int64_t stride_k, int64_t stride_n, int64_t K, int64_t N, real* packed) {
+  for (int p = 0; p < panels_of(N); p++)
+    for (int64_t k = 0; k < K; k++)
+      for (int j = 0; j < PANEL; j++) {
+        int64_t n = int64_t(p) * PANEL + j;
+        *packed++ = n < N ? w[k * stride_k + n * stride_n] : real(0);
+      }
+}
+
+// Element k of row r is a[r * row + k * step].
+template <int ROWS, int PANELS, int CHAINS>
+INLINE void tile(const real* a, int64_t row, int64_t step, const real* w, int64_t K, real* c, int64_t stride_c) {
+  vec sum[CHAINS][ROWS][PANELS][2];
+  for (int s = 0; s < CHAINS; s++)
+    for (int r = 0; r < ROWS; r++)
+      for (int p = 0; p < PANELS; p++) sum[s][r][p][0] = sum[s][r][p][1] = all(0);
+  const int64_t panel = K * PANEL;
+  int64_t k = 0;
+  for (; k + CHAINS <= K; k += CHAINS)
+#pragma GCC unroll 4
+    for (int s = 0; s < CHAINS; s++)
+#pragma GCC unroll 8
+      for (int p = 0; p < PANELS; p++) {
+        vec w0 = load(w + p * panel + (k + s) * PANEL), w1 = load(w + p * panel + (k + s) * PANEL + LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+          vec x = all(a[r * row + (k + s) * step]);
+          sum[s][r][p][0] += x * w0;
+          sum[s][r][p][1] += x * w1;
+        }
+      }
+  for (; k < K; k++)
+    for (int p = 0; p < PANELS; p++)
+      for (int r = 0; r < ROWS; r++) {
+        vec x = all(a[r * row + k * step]);
+        sum[0][r][p][0] += x * load(w + p * panel + k * PANEL);
+        sum[0][r][p][1] += x * load(w + p * panel + k * PANEL + LANES);
+      }
+  for (int r = 0; r < ROWS; r++)
+    for (int p = 0; p < PANELS; p++)
+      for (int v = 0; v < 2; v++) {
+        vec total = sum[0][r][p][v];
+        for (int s = 1; s < CHAINS; s++) total += sum[s][r][p][v];
+        store(c + r * stride_c + p * PANEL + v * LANES, total);
+      }
+}
+
+template <int ROWS, int CHAINS>
+INLINE void few_rows(const real* a, int64_t row, const real* w, int64_t K, real* c, int64_t stride_c, int first, int last) {
+  constexpr int AT_ONCE = ROWS * CHAINS == 1 ? 6 : ROWS * CHAINS == 2 ? 3 : ROWS * CHAINS == 3 ? 2 : 1;
+  int64_t p = first;
+  for (; p + AT_ONCE <= last; p += AT_ONCE)
+    tile<ROWS, AT_ONCE, CHAINS>(a, row, 1, w + p * K * PANEL, K, c + p * PANEL, stride_c);
+  if constexpr (AT_ONCE > 1)
+    for (; p < last; p++) tile<ROWS, 1, CHAINS>(a, row, 1, w + p * K * PANEL, K, c + p * PANEL, stride_c);
+}
+
+template <int ROWS>
+static void interleave(const real* a, int64_t row, int64_t K, real* to) {
+  for (int64_t k = 0; k < K; k++)
+    for (int r = 0; r < ROWS; r++) to[k * ROWS + r] = a[r * row + k];
+}
+
+// c[rows, N] = a[rows, K] w[K, N] for the panels [first, last); c has room for whole panels, `room` for rows * K elements.
+template <int64_t K, int64_t N>
+static void product(const real* a, int64_t row, const real* w, real* c, int64_t stride_c, int64_t rows, int first, int last,
+                    real* room) {
+  constexpr int CHAINS = chains_of(N);
+  constexpr int FEW = CHAINS == 4 ? 1 : 3;
+  if (CHAINS > 1 || rows <= FEW) {
+    for (; rows > 0;) {
+      const int64_t count = rows <= FEW ? rows : rows == FEW + 1 && FEW > 1 ? 2 : FEW;
+      if (count == 1) few_rows<1, CHAINS>(a, row, w, K, c, stride_c, first, last);
+      if constexpr (FEW > 1) {
+        if (count == 2) few_rows<2, CHAINS>(a, row, w, K, c, stride_c, first, last);
+        if (count == 3) few_rows<3, CHAINS>(a, row, w, K, c, stride_c, first, last);
+      }
+      a += count * row, c += count * stride_c, rows -= count;
+    }
+    return;
+  }
+  // Rows far apart by a power of two collide in the cache: blocks of up to six are laid side by side first.
+  // Then a panel stays in the innermost cache while all blocks pass over it.
+  const int64_t blocks = (rows + 5) / 6;
+  for (int64_t i = 0; i < blocks; i++) {
+    const int64_t from = rows * i / blocks, count = rows * (i + 1) / blocks - from;
+    const real* ai = a + from * row;
+    real* to = room + from * K;
+    if (count == 6) interleave<6>(ai, row, K, to);
+    else if (count == 5) interleave<5>(ai, row, K, to);
+    else if (count == 4) interleave<4>(ai, row, K, to);
+    else interleave<3>(ai, row, K, to);
+  }
+  for (int64_t p = first; p < last; p++)
+    for (int64_t i = 0; i < blocks; i++) {
+      const int64_t from = rows * i / blocks, count = rows * (i + 1) / blocks - from;
+      const real *ai = room + from * K, *wp = w + p * K * PANEL;
+      real* ci = c + from * stride_c + p * PANEL;
+      if (count == 6) tile<6, 1, 1>(ai, 1, 6, wp, K, ci, stride_c);
+      else if (count == 5) tile<5, 1, 1>(ai, 1, 5, wp, K, ci, stride_c);
+      else if (count == 4) tile<4, 1, 1>(ai, 1, 4, wp, K, ci, stride_c);
+      else tile<3, 1, 1>(ai, 1, 3, wp, K, ci, stride_c);
+    }
+}

@@ -1,0 +1,182 @@
+// Vectors of REAL in the compiler's own vector types, which AVX2, AVX-512 and NEON all have, and functions over them.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+typedef REAL real;
+#if defined(__AVX512F__)
+constexpr int VECTOR_BYTES = 64;
+#elif defined(__AVX__)
+constexpr int VECTOR_BYTES = 32;
+#else
+constexpr int VECTOR_BYTES = 16;
+#endif
+constexpr int LANES = VECTOR_BYTES / sizeof(real);
+typedef std::conditional<sizeof(real) == 4, int32_t, int64_t>::type word;
+typedef real vec __attribute__((vector_size(VECTOR_BYTES)));
+typedef word wordvec __attribute__((vector_size(VECTOR_BYTES)));
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vec all(real x) { return x - vec{}; }  // x - 0 is x to the last bit, and compilers know it
+
+template <int N = LANES>
+INLINE vec load(const real* p) {
+  vec v = {};
+  if constexpr (N == LANES) {
+    __builtin_memcpy(&v, p, sizeof v);
+  } else {
+    for (int i = 0; i < N; i++) v[i] = p[i];
+  }
+  return v;
+}
+template <int N = LANES>
+INLINE void store(real* p, vec v) {
+  if constexpr (N == LANES) {
+    __builtin_memcpy(p, &v, sizeof v);
+  } else {
+    for (int i = 0; i < N; i++) p[i] = v[i];
+  }
+}
+template <int N = LANES>
+INLINE vec load_strided(const real* p, int64_t stride) {
+  vec v = {};
+  for (int i = 0; i < N; i++) v[i] = p[i * stride];
+  return v;
+}
+template <int N = LANES>
+INLINE void store_strided(real* p, int64_t stride, vec v) {
+  for (int i = 0; i < N; i++) p[i * stride] = v[i];
+}
+template <int N>
+INLINE vec keep(vec v, real filler) {  // lanes from N on do not count in a reduction
+  for (int i = N; i < LANES; i++) v[i] = filler;
+  return v;
+}
+
+INLINE vec choose(wordvec m, vec a, vec b) { return m ? a : b; }
+INLINE vec flag(wordvec m) { return m ? all(1) : all(0); }
+INLINE vec where(vec c, vec a, vec b) { return (c != all(0)) ? a : b; }
+// Comparisons are written so that NaN passes through, as torch's minimum and maximum do.
+INLINE vec maximum(vec a, vec b) { return choose((a > b) | (a != a), a, b); }
+INLINE vec minimum(vec a, vec b) { return choose((a < b) | (a != a), a, b); }
+INLINE vec absolute(vec x) { return choose(x < all(0), -x, choose(x == all(0), all(0), x)); }
+INLINE vec sign(vec x) { return flag(x > all(0)) - flag(x < all(0)); }
+INLINE vec square_root(vec x) {
+  vec r;
+  for (int i = 0; i < LANES; i++) r[i] = std::sqrt(x[i]);
+  return r;
+}
+INLINE vec relu(vec x) { return choose(x < all(0), all(0), x); }
+
+// e^r - 1 for |r| <= ln 2 / 2 by Taylor's series, whose rest is below half a unit in the last place.
+INLINE vec expm1_near_zero(vec r) {
+  vec p;
+  if constexpr (sizeof(real) == 4) {
+    p = all(1.f / 5040);
+    p = p * r + all(1.f / 720);
+  } else {
+    p = all(1. / 6227020800.);
+    p = p * r + all(1. / 479001600.);
+    p = p * r + all(1. / 39916800.);
+    p = p * r + all(1. / 3628800.);
+    p = p * r + all(1. / 362880.);
+    p = p * r + all(1. / 40320.);
+    p = p * r + all(1. / 5040.);
+    p = p * r + all(1. / 720.);
+  }
+  p = p * r + all(real(1) / 120);
+  p = p * r + all(real(1) / 24);
+  p = p * r + all(real(1) / 6);
+  p = p * r + all(real(0.5));
+  return p * (r * r) + r;
+}
+struct PowerOfTwo {
+  vec low, high, rest;  // e^x = low * high * e^rest; two factors, for one would overflow just below the limit
+};
+INLINE PowerOfTwo split_exponent(vec x) {
+  constexpr bool single = sizeof(real) == 4;
+  constexpr real shift = single ? real(12582912.) : real(6755399441055744.);  // 1.5 * 2^mantissa: rounds to nearest
+  constexpr real ln2_high = single ? real(0.693359375) : real(6.93145751953125e-1);
+  constexpr real ln2_low = single ? real(-2.12194440e-4) : real(1.42860682030941723212e-6);
+  constexpr int mantissa = single ? 23 : 52, bias = single ? 127 : 1023;
+  vec n = (x * all(real(1.44269504088896340736)) + all(shift)) - all(shift);
+  wordvec k = __builtin_convertvector(n, wordvec), half = k >> 1;
+  wordvec low = (half + bias) << mantissa, high = (k - half + bias) << mantissa;
+  PowerOfTwo out;
+  __builtin_memcpy(&out.low, &low, sizeof low);
+  __builtin_memcpy(&out.high, &high, sizeof high);
+  out.rest = (x - n * all(ln2_high)) - n * all(ln2_low);
+  return out;
+}
+constexpr real EXP_LOW = sizeof(real) == 4 ? real(-104) : real(-746);
+constexpr real EXP_HIGH = sizeof(real) == 4 ? real(89) : real(710);
+INLINE vec clamped(vec x, real low, real high) {  // NaN stays
+  x = choose(x < all(low), all(low), x);
+  return choose(x > all(high), all(high), x);
+}
+INLINE vec exponential(vec x) {
+  PowerOfTwo p = split_exponent(clamped(x, EXP_LOW, EXP_HIGH));
+  return (expm1_near_zero(p.rest) + all(1)) * p.low * p.high;
+}
+INLINE vec sigmoid(vec x) {
+  // Within these bounds one power of two is enough, and beyond them the result is 0 or 1 to the last place anyway.
+  PowerOfTwo p = split_exponent(clamped(-x, sizeof(real) == 4 ? real(-80) : real(-700), EXP_HIGH - real(1.5)));
+  return all(1) / (all(1) + (expm1_near_zero(p.rest) + all(1)) * (p.low * p.high));
+}
+INLINE vec hyperbolic_tangent(vec x) {
+  // e^2x - 1 = scale * (e^r - 1) + (scale - 1): right to the last places for small x as well.
+  constexpr real far = sizeof(real) == 4 ? real(20) : real(44);
+  PowerOfTwo p = split_exponent(clamped(x + x, -far, far));
+  vec scale = p.low * p.high, m = scale * expm1_near_zero(p.rest) + (scale - all(1));
+  return m / (m + all(2));
+}
+#define LANE_BY_LANE(name, expression)               \
+  INLINE vec name(vec x) {                           \
+    vec r;                                           \
+    for (int i = 0; i < LANES; i++) {                \
+      real a = x[i];                                 \
+      r[i] = expression;                             \
+    }                                                \
+    return r;                                        \
+  }
+LANE_BY_LANE(logarithm, std::log(a))
+LANE_BY_LANE(logarithm_1p, std::log1p(a))
+LANE_BY_LANE(exponential_m1, std::expm1(a))
+LANE_BY_LANE(error_function, std::erf(a))
+LANE_BY_LANE(sine, std::sin(a))
+LANE_BY_LANE(cosine, std::cos(a))
+LANE_BY_LANE(arctangent, std::atan(a))
+LANE_BY_LANE(floor_of, std::floor(a))
+LANE_BY_LANE(ceiling_of, std::ceil(a))
+LANE_BY_LANE(truncated, std::trunc(a))
+LANE_BY_LANE(rounded, std::nearbyint(a))
+INLINE vec power(vec x, vec y) {
+  vec r;
+  for (int i = 0; i < LANES; i++) r[i] = std::pow(x[i], y[i]);
+  return r;
+}
+INLINE vec remainder_of(vec x, vec y) {  // of the divisor's sign, as Python's %
+  vec r;
+  for (int i = 0; i < LANES; i++) {
+    real m = std::fmod(x[i], y[i]);
+    r[i] = (m != 0 && (m < 0) != (y[i] < 0)) ? m + y[i] : m;
+  }
+  return r;
+}
+INLINE real sum_of(vec v) {  // halves added pairwise: one fixed order
+  for (int width = LANES / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; i++) v[i] += v[i + width];
+  return v[0];
+}
+INLINE real maximum_of(vec v) {
+  real m = v[0];
+  for (int i = 1; i < LANES; i++) m = (v[i] > m || v[i] != v[i]) ? v[i] : m;
+  return m;
+}
+INLINE real minimum_of(vec v) {
+  real m = v[0];
+  for (int i = 1; i < LANES; i++) m = (v[i] < m || v[i] != v[i]) ? v[i] : m;
+  return m;
+}

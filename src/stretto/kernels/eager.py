@@ -1,0 +1,115 @@
+"""The loop run with PyTorch's operators: the reference, and what runs where no code can be generated.
+
+The same nodes are in the loop as in generated code; hoisting, sinking and deferral do not depend on who runs it.
+"""
+
+from typing import Any, final
+
+import torch
+
+from stretto.graph.adjoint import Kind
+from stretto.graph.interpret import run
+from stretto.graph.node import Node
+from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
+from stretto.kernels.layout import Layout
+
+
+@final
+class EagerKernel(AbstractKernel):
+    """One operator after another, step after step."""
+
+    def forward(self, layout: Layout, inputs: Inputs, *, keep: bool) -> Outputs:
+        """Run all steps."""
+        body = self.body
+        wanted = [*body.next_states, *body.emits, *(body.saved if keep else [])]
+        history: dict[Node, list[torch.Tensor]] = {node: [] for node in wanted}
+        states = list(inputs.states)
+        for step in range(layout.num_steps):
+            start, count = int(layout.starts_T[step]), int(layout.rows_T[step])
+            values = self._given(inputs, states, start, count)
+            run(body.forward, values, count)
+            for node, rows in history.items():
+                rows.append(values[node])
+            states = [
+                _onto(values[node], state) for node, state in zip(body.next_states, states, strict=True)
+            ]
+        count = len(body.next_states)
+        made = [_stacked(history[node], node, inputs) for node in wanted]
+        return Outputs(
+            after=made[:count],
+            emits=made[count : count + len(body.emits)],
+            finals=states,
+            saved=made[count + len(body.emits) :],
+        )
+
+    def backward(self, layout: Layout, inputs: Inputs, outputs: Outputs, cotangents: Cotangents) -> Gradients:
+        """Run all steps backward."""
+        body = self.body
+        carried = [
+            torch.zeros_like(state) if final is None else final
+            for state, final in zip(inputs.states, cotangents.finals, strict=True)
+        ]
+        kept = [torch.zeros_like(tensor) for tensor in inputs.kept]
+        ports = {kind: body.ports_of(kind) for kind in Kind}
+        wanted = [*(port.gradient for port in ports[Kind.STEP] if port.gradient is not None), *body.handed]
+        history: dict[Node, list[torch.Tensor]] = {node: [] for node in wanted}
+        before = [
+            layout.shifted(after, state) for after, state in zip(outputs.after, inputs.states, strict=True)
+        ]
+        for step in reversed(range(layout.num_steps)):
+            start, count = int(layout.starts_T[step]), int(layout.rows_T[step])
+            here = slice(start, start + count)
+            values = self._given(inputs, [tensor[here] for tensor in before], start, count)
+            for nodes, tensors in (
+                (body.next_states, outputs.after),
+                (body.emits, outputs.emits),
+                (body.saved, outputs.saved),
+            ):
+                values.update((node, tensor[here]) for node, tensor in zip(nodes, tensors, strict=True))
+            for node, carry, arriving in zip(body.state_gradients, carried, cotangents.after, strict=True):
+                values[node] = carry[:count] if arriving is None else carry[:count] + arriving[here]
+            for node, arriving, emitted in zip(body.emit_gradients, cotangents.emits, outputs.emits, strict=True):
+                values[node] = torch.zeros_like(emitted[here]) if arriving is None else arriving[here]
+            run(body.backward, values, count)
+            for node, rows in history.items():
+                rows.append(values[node])
+            carried = [
+                _onto(torch.zeros_like(carry[:count]) if port.gradient is None else values[port.gradient], carry)
+                for port, carry in zip(ports[Kind.STATE], carried, strict=True)
+            ]
+            for index, port in enumerate(ports[Kind.KEPT]):
+                if port.gradient is not None:
+                    kept[index] = _onto(kept[index][:count] + values[port.gradient], kept[index])
+        stacked = {node: _stacked(rows[::-1], node, inputs) for node, rows in history.items()}
+        return Gradients(
+            states=carried,
+            steps=[None if port.gradient is None else stacked[port.gradient] for port in ports[Kind.STEP]],
+            kept=[
+                None if port.gradient is None else tensor for port, tensor in zip(ports[Kind.KEPT], kept, strict=True)
+            ],
+            handed=[stacked[node] for node in body.handed],
+        )
+
+    def _given(self, inputs: Inputs, states: list[torch.Tensor], start: int, count: int) -> dict[Node, Any]:
+        values: dict[Node, Any] = {}
+        tensors = {
+            Kind.STATE: [state[:count] for state in states],
+            Kind.STEP: [tensor[start : start + count] for tensor in inputs.steps],
+            Kind.ONCE: inputs.once,
+            Kind.KEPT: [tensor[:count] for tensor in inputs.kept],
+        }
+        for kind, given in tensors.items():
+            values.update((port.node, tensor) for port, tensor in zip(self.body.ports_of(kind), given, strict=True))
+        return values
+
+
+def _onto(going: torch.Tensor, all_rows: torch.Tensor) -> torch.Tensor:
+    """Rows that are still going, with the others as they were."""
+    return going if len(going) == len(all_rows) else torch.cat([going, all_rows[len(going) :]])
+
+
+def _stacked(rows: list[torch.Tensor], node: Node, inputs: Inputs) -> torch.Tensor:
+    if rows:
+        return torch.cat(rows)
+    like = (inputs.states or inputs.steps)[0]
+    return torch.zeros(0, *node.shape[1:], dtype=node.dtype, device=like.device)

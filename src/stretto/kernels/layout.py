@@ -1,0 +1,124 @@
+"""Batches of sequences of unequal length, laid out without padding.
+
+Sequences are sorted, longest first. The rows of step 0 come first, then those of step 1, and so on: at each step the
+sequences that are still going are a prefix, so that no step does any work for one that has ended.
+
+Shape legend: B sequences, T steps, P rows of all steps together.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+import torch
+
+
+@final
+@dataclass(frozen=True)
+class Layout:
+    """Where the row of each step of each sequence lies.
+
+    Attributes:
+        lengths_B: Steps of each sequence, longest first.
+    """
+
+    lengths_B: np.ndarray[Any, np.dtype[np.int64]]
+
+    @classmethod
+    def even(cls, *, num_steps: int, num_rows: int) -> "Layout":
+        """Sequences of one length."""
+        return cls(np.full(num_rows, num_steps, dtype=np.int64))
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return len(self.lengths_B)
+
+    @cached_property
+    def num_steps(self) -> int:
+        """T, of the longest sequence."""
+        return int(self.lengths_B[0]) if len(self.lengths_B) else 0
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all sequences have the same length."""
+        return bool(len(self.lengths_B) == 0 or self.lengths_B[0] == self.lengths_B[-1])
+
+    @cached_property
+    def rows_T(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Sequences still going at each step."""
+        ascending = self.lengths_B[::-1]
+        return self.num_rows - np.searchsorted(ascending, np.arange(self.num_steps), side="right").astype(np.int64)
+
+    @cached_property
+    def starts_T(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """First row of each step, and P behind the last."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.rows_T, dtype=np.int64)])
+
+    @cached_property
+    def total(self) -> int:
+        """P."""
+        return int(self.lengths_B.sum())
+
+    @cached_property
+    def _steps_P(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return np.repeat(np.arange(self.num_steps), self.rows_T)
+
+    @cached_property
+    def sequence_P(self) -> torch.Tensor:
+        """The sequence that each row belongs to."""
+        return torch.from_numpy(np.arange(self.total) - self.starts_T[self._steps_P])
+
+    @cached_property
+    def padded_P(self) -> torch.Tensor:
+        """Where each row lies in a batch padded to T steps, sequence after sequence."""
+        return self.sequence_P * self.num_steps + torch.from_numpy(self._steps_P)
+
+    @cached_property
+    def reversed_P(self) -> torch.Tensor:
+        """The row with the step that each row has when its sequence is read from its end."""
+        sequence_P = self.sequence_P.numpy()
+        mirrored_P = self.lengths_B[sequence_P] - 1 - self._steps_P
+        return torch.from_numpy(self.starts_T[mirrored_P] + sequence_P)
+
+    @cached_property
+    def last_B(self) -> torch.Tensor:
+        """The row of each sequence's last step; of no meaning for an empty one."""
+        steps_B = np.maximum(self.lengths_B - 1, 0)
+        return torch.from_numpy(self.starts_T[steps_B] + np.arange(self.num_rows))
+
+    @cached_property
+    def _earlier_P(self) -> torch.Tensor:
+        """The row of the same sequence one step earlier, from step 1 on."""
+        rest_P = self._steps_P[self.num_going :] - 1
+        return torch.from_numpy(self.starts_T[rest_P]) + self.sequence_P[self.num_going :]
+
+    @property
+    def num_going(self) -> int:
+        """Sequences that are not empty."""
+        return int(self.rows_T[0]) if self.num_steps else 0
+
+    def shifted(self, after: torch.Tensor, initial: torch.Tensor) -> torch.Tensor:
+        """What each row's sequence had one step earlier: `initial` (B, ...) at step 0, then rows of `after` (P, ...)."""
+        first = initial[: self.num_going]
+        if self.num_steps <= 1:
+            return first
+        if self.is_even:
+            return torch.cat([first, after[: self.total - self.num_going]])
+        return torch.cat([first, after.index_select(0, self._earlier_P.to(after.device))])
+
+    def last(self, after: torch.Tensor, initial: torch.Tensor) -> torch.Tensor:
+        """What each sequence had at its last step (B, ...); `initial` where it is empty."""
+        if self.num_steps == 0:
+            return initial
+        if self.is_even:
+            return after[self.total - self.num_rows :]
+        last = after.index_select(0, self.last_B[: self.num_going].to(after.device))
+        return torch.cat([last, initial[self.num_going :]])
+
+    def spread(self, kept: torch.Tensor) -> torch.Tensor:
+        """One row of `kept` (B, ...) for each row of its sequence (P, ...)."""
+        if self.is_even:
+            return kept.repeat(self.num_steps, *[1] * (kept.dim() - 1))
+        return kept.index_select(0, self.sequence_P.to(kept.device))

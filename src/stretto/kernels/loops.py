@@ -1,0 +1,152 @@
+"""Loops as one operator of autograd, with weight gradients computed after them.
+
+Shape legend: B sequences, P rows of all steps together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stretto.graph.adjoint import Body, Kind
+from stretto.graph.interpret import run
+from stretto.graph.node import Node
+from stretto.kernels.eager import EagerKernel
+from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
+from stretto.kernels.layout import Layout
+
+
+@dataclass(slots=True)
+class LoopResult:
+    """States after each step and emitted values (P, ...), and the final states (B, ...), of one loop."""
+
+    after: list[torch.Tensor]
+    emits: list[torch.Tensor]
+    finals: list[torch.Tensor]
+
+
+def run_loops(kernels: Sequence[AbstractKernel], layout: Layout, inputs: Sequence[Inputs]) -> list[LoopResult]:
+    """Run loops that do not depend on each other."""
+    tensors = [tensor for item in inputs for tensor in (*item.states, *item.steps, *item.once, *item.kept)]
+    made = _Loops.apply(list(kernels), layout, *tensors)  # type: ignore[no-untyped-call]
+    results: list[LoopResult] = []
+    remaining = iter(made)
+    for kernel in kernels:
+        count, emitted = len(kernel.body.next_states), len(kernel.body.emits)
+        results.append(
+            LoopResult(
+                after=[next(remaining) for _ in range(count)],
+                emits=[next(remaining) for _ in range(emitted)],
+                finals=[next(remaining) for _ in range(count)],
+            )
+        )
+    return results
+
+
+def taken_apart(kernels: Sequence[AbstractKernel], tensors: Sequence[torch.Tensor]) -> list[Inputs]:
+    """Inputs of each loop from one row of tensors."""
+    remaining = iter(tensors)
+    found = []
+    for kernel in kernels:
+        parts = {kind: [next(remaining) for _ in kernel.body.ports_of(kind)] for kind in Kind}
+        found.append(Inputs(parts[Kind.STATE], parts[Kind.STEP], parts[Kind.ONCE], parts[Kind.KEPT]))
+    return found
+
+
+class _Loops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: list[AbstractKernel], layout: Layout, *tensors: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        given = taken_apart(kernels, tensors)
+        keep = any(ctx.needs_input_grad)
+        made = kernels[0].forward_together(kernels, layout, given, keep=keep)
+        flat = [tensor for item in made for tensor in (*item.after, *item.emits, *item.finals)]
+        ctx.kernels, ctx.layout = kernels, layout
+        if keep:
+            ctx.save_for_backward(*tensors, *flat)
+            ctx.saved = [item.saved for item in made]
+        return tuple(flat)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        kernels: list[AbstractKernel] = ctx.kernels
+        layout: Layout = ctx.layout
+        count = sum(len(kernel.body.ports) for kernel in kernels)
+        tensors, flat = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        if torch.is_grad_enabled():
+            return None, None, *_again(kernels, layout, tensors, cotangents, ctx.needs_input_grad[2:])
+        given = taken_apart(kernels, tensors)
+        made, arriving = _split(kernels, flat, ctx.saved), _split(kernels, cotangents, ctx.saved)
+        received = [Cotangents(item.after, item.emits, item.finals) for item in arriving]
+        found = kernels[0].backward_together(kernels, layout, given, made, received)
+        needed = iter(ctx.needs_input_grad[2:])
+        gradients: list[torch.Tensor | None] = []
+        for kernel, item, output, gradient in zip(kernels, given, made, found, strict=True):
+            wanted = {kind: [next(needed) for _ in kernel.body.ports_of(kind)] for kind in Kind}
+            weights = deferred(kernel.body, layout, item, output, gradient, wanted[Kind.ONCE])
+            gradients += [*gradient.states, *gradient.steps, *weights, *gradient.kept]
+        return None, None, *gradients
+
+
+def _split(kernels: list[AbstractKernel], flat: Sequence[Any], saved: list[Any]) -> list[Outputs]:
+    remaining = iter(flat)
+    found = []
+    for kernel, stored in zip(kernels, saved, strict=True):
+        count, emitted = len(kernel.body.next_states), len(kernel.body.emits)
+        after = [next(remaining) for _ in range(count)]
+        emits = [next(remaining) for _ in range(emitted)]
+        found.append(Outputs(after, emits, [next(remaining) for _ in range(count)], stored))
+    return found
+
+
+def deferred(
+    body: Body, layout: Layout, inputs: Inputs, outputs: Outputs, gradients: Gradients, wanted: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """Gradients of what stays the same over all steps: one operation over the rows of all of them."""
+    ports = body.ports_of(Kind.ONCE)
+    asked = [port.gradient if needs else None for port, needs in zip(ports, wanted, strict=True)]
+    if not any(node is not None for node in asked):
+        return [None] * len(ports)
+    values: dict[Node, Any] = dict(zip(body.handed, gradients.handed, strict=True))
+    for nodes, tensors in ((body.next_states, outputs.after), (body.emits, outputs.emits), (body.saved, outputs.saved)):
+        values.update(zip(nodes, tensors, strict=True))
+    values.update((port.node, tensor) for port, tensor in zip(ports, inputs.once, strict=True))
+    values.update((port.node, tensor) for port, tensor in zip(body.ports_of(Kind.STEP), inputs.steps, strict=True))
+    read = {item for node in body.deferred for item in node.inputs} | {node for node in asked if node is not None}
+    for port, after, initial in zip(body.ports_of(Kind.STATE), outputs.after, inputs.states, strict=True):
+        if port.node in read and port.node not in values:
+            values[port.node] = layout.shifted(after, initial)
+    for port, kept in zip(body.ports_of(Kind.KEPT), inputs.kept, strict=True):
+        if port.node in read:
+            values[port.node] = layout.spread(kept)
+    run(body.deferred, values, layout.total)
+    return [
+        None if node is None else values[node].reshape(port.source.shape)  # type: ignore[misc]
+        for node, port in zip(asked, ports, strict=True)
+    ]
+
+
+def _again(
+    kernels: list[AbstractKernel],
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor | None],
+    needed: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """The gradient as something that can itself be differentiated: the loops once more, under autograd."""
+    given = taken_apart(kernels, tensors)
+    flat: list[torch.Tensor] = []
+    for kernel, item in zip(kernels, given, strict=True):
+        made = EagerKernel(kernel.body).forward(layout, item, keep=False)
+        flat += [*made.after, *made.emits, *made.finals]
+    linked = [(out, d) for out, d in zip(flat, cotangents, strict=True) if d is not None and out.requires_grad]
+    wanted = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
+    found = iter(
+        torch.autograd.grad(
+            [out for out, _ in linked], wanted, [d for _, d in linked], create_graph=True, allow_unused=True
+        )
+        if linked
+        else [None] * len(wanted)
+    )
+    return [next(found) if needs else None for needs in needed]

@@ -1,0 +1,358 @@
+"""From PyTorch's operators on batches to values of one row."""
+
+import operator
+from collections.abc import Callable
+from typing import Any, final
+
+from stretto.graph.node import Node, Rows
+from stretto.graph.recorder import filled
+from stretto.kernels.pointwise import POINTWISE
+from stretto.kernels.rows import (
+    AbstractValue,
+    Affine,
+    Constant,
+    Join,
+    Map,
+    Product,
+    Read,
+    Reduce,
+    Reshape,
+    View,
+    Weight,
+    identity,
+    size_of,
+)
+
+
+class Unsupported(Exception):  # noqa: N818 - not an error: the eager path runs instead, and it is told
+    """No code can be generated for something; the message says what."""
+
+
+@final
+class Lowering:
+    """Turns nodes into values of a row, one after another.
+
+    Args:
+        values: What is there from the start: inputs of the body.
+        weight: Makes the packed matrix of a node that is the same for all steps.
+    """
+
+    def __init__(self, values: dict[Node, AbstractValue], weight: Callable[[Node], Weight]) -> None:
+        self.values = values
+        self.weight = weight
+
+    def __call__(self, node: Node) -> None:
+        """Lower one node.
+
+        Raises:
+            Unsupported: If the operator is not known.
+        """
+        if node.dtype is None:
+            return
+        name = node.label
+        if node.op is operator.getitem:
+            self.values[node] = self._part(node)
+        elif node.op is filled:
+            self.values[node] = Constant(node.row_shape, float(node.args[1]))
+        elif name in POINTWISE:
+            self.values[node] = self._pointwise(node)
+        elif (method := getattr(self, f"_{name.strip('_')}", None)) is not None:
+            self.values[node] = method(node)
+        else:
+            raise Unsupported(f"no code is generated for the operator {name}")
+
+    def value(self, node: Any) -> AbstractValue:
+        """The lowered value of a node that was given or lowered before."""
+        if node not in self.values:
+            raise Unsupported(f"the value {node!r} is not one of a row")
+        return self.values[node]
+
+    def _pointwise(self, node: Node) -> AbstractValue:
+        rank = len(node.row_shape)
+
+        def operand(item: Any) -> AbstractValue:
+            if isinstance(item, Node):
+                value = self.value(item)
+                if not item.has_rows:
+                    dims = value.dims
+                    extra = len(dims) - rank
+                    if extra > 0:
+                        return Reshape(dims[extra:], value)
+                return value
+            if isinstance(item, (bool, int, float)):
+                return Constant((), float(item))
+            raise Unsupported(f"{node.label} with an argument of type {type(item).__name__}")
+
+        template, operands, costly = POINTWISE[node.label](node, operand)
+        return Map(node.row_shape, template, operands, costly)
+
+    def _axis(self, node: Node, dimension: int, *, rank: int | None = None) -> int:
+        """The dimension of a row that a dimension of the batch is."""
+        rank = len(node.shape) if rank is None else rank
+        dimension %= rank
+        first = node.shape[0]
+        merged = isinstance(first, Rows) and first.each > 1
+        if dimension == 0:
+            raise Unsupported(f"{node.label} over the rows of the batch")
+        return dimension if merged else dimension - 1
+
+    # Views
+
+    def _same(self, node: Node) -> AbstractValue:
+        return self.value(node.args[0])
+
+    _alias = _detach = _clone = _same
+
+    def _to_copy(self, node: Node) -> AbstractValue:
+        if not (node.dtype.is_floating_point and node.dtype == node.kwargs.get("dtype", node.dtype)):  # type: ignore[union-attr]
+            raise Unsupported(f"a conversion to {node.dtype}")
+        return self.value(node.args[0])
+
+    def _view(self, node: Node) -> AbstractValue:
+        base = self.value(node.args[0])
+        return base if base.dims == node.row_shape else Reshape(node.row_shape, base)
+
+    _unsafe_view = _unsqueeze = _squeeze = _view
+
+    def _permuted(self, node: Node, order: list[int]) -> AbstractValue:
+        source = node.args[0]
+        base = self.value(source)
+        if order[0] != 0:
+            raise Unsupported(f"{node.label} of the rows of the batch")
+        axes = [self._axis(source, d) for d in order[1:]]
+        if isinstance(source.shape[0], Rows) and source.shape[0].each > 1:
+            axes = [0, *axes]
+        factors: list[tuple[int, ...]] = [()] * len(axes)
+        for position, axis in enumerate(axes):
+            factors[axis] = tuple(int(i == position) for i in range(len(axes)))
+        return View(node.row_shape, base, tuple(Affine(0, factor) for factor in factors))
+
+    def _permute(self, node: Node) -> AbstractValue:
+        rank = len(node.shape)
+        return self._permuted(node, [d % rank for d in node.args[1]])
+
+    def _transpose(self, node: Node) -> AbstractValue:
+        rank = len(node.shape)
+        order = list(range(rank))
+        one, other = (d % rank for d in node.args[1:3])
+        order[one], order[other] = order[other], order[one]
+        return self._permuted(node, order)
+
+    def _slice(self, node: Node) -> AbstractValue:
+        source, dimension, start, _, step = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])[:5]
+        if node.args[1:] == () or source.shape == node.shape:
+            return self.value(source)
+        axis = self._axis(source, dimension)
+        size = source.row_shape[axis]
+        start = 0 if start is None else start
+        start = max(start + size, 0) if start < 0 else min(start, size)
+        return self._window(node, axis, start, step)
+
+    def _window(self, node: Node, axis: int, start: int, step: int = 1) -> AbstractValue:
+        base = self.value(node.args[0] if node.op is not operator.getitem else node.args[0].args[0])
+        index = list(identity(base.dims))
+        index[axis] = Affine(start, tuple(step * factor for factor in index[axis].factors))
+        return View(node.row_shape, base, tuple(index))
+
+    def _select(self, node: Node) -> AbstractValue:
+        source, dimension, position = node.args
+        axis = self._axis(source, dimension)
+        base = self.value(source)
+        position %= source.row_shape[axis]
+        rank = len(base.dims) - 1
+        index = []
+        for d in range(len(base.dims)):
+            place = d if d < axis else d - 1
+            if d == axis:
+                index.append(Affine(position, (0,) * rank))
+            else:
+                index.append(Affine(0, tuple(int(i == place) for i in range(rank))))
+        return View(node.row_shape, base, tuple(index))
+
+    def _part(self, node: Node) -> AbstractValue:
+        several, number = node.args
+        source = several.args[0]
+        if several.label in {"split", "split_with_sizes"}:
+            axis = self._axis(source, several.args[2] if len(several.args) > 2 else 0)
+            sizes = several.args[1]
+            start = number * sizes if isinstance(sizes, int) else sum(sizes[:number])
+            return self._window(node, axis, start)
+        if several.label == "unbind":
+            dimension = several.args[1] if len(several.args) > 1 else 0
+            stand_in = Node(node.name, None, (source, dimension, number), shape=node.shape, dtype=node.dtype)
+            return self._select(stand_in)
+        raise Unsupported(f"no code is generated for the operator {several.label}")
+
+    def _expand(self, node: Node) -> AbstractValue:
+        source = node.args[0]
+        base = self.value(source)
+        dims = base.dims
+        target = node.row_shape
+        if not source.has_rows and len(dims) > len(target):
+            dims = dims[len(dims) - len(target) :]
+            base = Reshape(dims, base)
+        shift = len(target) - len(dims)
+        index = tuple(
+            Affine(0, tuple(int(i == d + shift and size != 1) for i in range(len(target)))) for d, size in enumerate(dims)
+        )
+        return View(target, base, index)
+
+    def _cat(self, node: Node) -> AbstractValue:
+        dimension = node.args[1] if len(node.args) > 1 else 0
+        axis = self._axis(node, dimension)
+        if any(not item.has_rows for item in node.args[0]):
+            raise Unsupported("cat of rows with something that has none")
+        return Join(node.row_shape, tuple(self.value(item) for item in node.args[0]), axis)
+
+    def _stack(self, node: Node) -> AbstractValue:
+        axis = self._axis(node, node.args[1] if len(node.args) > 1 else 0)
+        parts = []
+        for item in node.args[0]:
+            base = self.value(item)
+            parts.append(Reshape((*base.dims[:axis], 1, *base.dims[axis:]), base))
+        return Join(node.row_shape, tuple(parts), axis)
+
+    def _padded(self, dims: tuple[int, ...], axis: int, start: int, value: AbstractValue) -> AbstractValue:
+        parts: list[AbstractValue] = []
+        width = value.dims[axis]
+        for size in (start, dims[axis] - start - width):
+            filler = Constant((*dims[:axis], size, *dims[axis + 1 :]), 0.0)
+            parts += [filler, value] if not parts else [filler]
+        return Join(dims, tuple(part for part in parts if part.dims[axis]), axis)
+
+    def _slice_backward(self, node: Node) -> AbstractValue:
+        gradient, _, dimension, start, _, step = node.args
+        if step != 1:
+            raise Unsupported("the gradient of a slice with a step")
+        axis = self._axis(node, dimension)
+        size = node.row_shape[axis]
+        start = max(start + size, 0) if start < 0 else min(start, size)
+        return self._padded(node.row_shape, axis, start, self.value(gradient))
+
+    def _select_backward(self, node: Node) -> AbstractValue:
+        gradient, _, dimension, position = node.args
+        axis = self._axis(node, dimension)
+        base = self.value(gradient)
+        thick = Reshape((*base.dims[:axis], 1, *base.dims[axis:]), base)
+        return self._padded(node.row_shape, axis, position % node.row_shape[axis], thick)
+
+    # Products and reductions
+
+    def _product(self, node: Node, left: Node, right: Node) -> AbstractValue:
+        weight = self.weight(right)
+        return Product((*self.value(left).dims[:-1], weight.N), self.value(left), weight)
+
+    def _mm(self, node: Node) -> AbstractValue:
+        return self._product(node, *node.args)
+
+    def _addmm(self, node: Node) -> AbstractValue:
+        if node.kwargs:
+            raise Unsupported("addmm with factors")
+        bias, left, right = node.args
+        total = self._product(node, left, right)
+        added = self.value(bias)
+        if not bias.has_rows and len(added.dims) > len(node.row_shape):
+            added = Reshape(added.dims[1:], added)
+        return Map(node.row_shape, "{0} + {1}", (total, added))
+
+    def _bmm(self, node: Node) -> AbstractValue:
+        left, right = (self._matrix(item) for item in node.args)
+        (rows, inner), columns = left.dims, right.dims[1]
+        # Sum along whichever dimension lies side by side in memory.
+        along_columns = columns > 1 and _side_by_side(right)
+        dims = (rows, inner, columns) if along_columns else (rows, columns, inner)
+        at = (1, 2) if along_columns else (2, 1)
+        first = View(dims, left, (_unit(0, 3), _unit(at[0], 3)))
+        second = View(dims, right, (_unit(at[0], 3), _unit(at[1], 3)))
+        axis = at[0]
+        total = Reduce(
+            tuple(1 if d == axis else size for d, size in enumerate(dims)),
+            "sum",
+            Map(dims, "{0} * {1}", (first, second)),
+            (axis,),
+        )
+        return Reshape((rows, columns), total)
+
+    def _matrix(self, node: Node) -> AbstractValue:
+        if not node.has_rows or node.shape[0] != Rows(1) or len(node.row_shape) != 2:
+            raise Unsupported("a batched product other than one matrix for each row")
+        return self.value(node)
+
+    def _axes(self, node: Node) -> tuple[tuple[int, ...], bool]:
+        source = node.args[0]
+        given = node.args[1] if len(node.args) > 1 else None
+        if given is None:
+            raise Unsupported(f"{node.label} over everything")
+        dimensions = [given] if isinstance(given, int) else list(given)
+        keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+        return tuple(sorted(self._axis(source, d) for d in dimensions)), keep
+
+    def _reduced(self, kind: str, operand: AbstractValue, axes: tuple[int, ...]) -> AbstractValue:
+        dims = tuple(1 if d in axes else size for d, size in enumerate(operand.dims))
+        return Reduce(dims, kind, operand, axes)
+
+    def _shaped(self, node: Node, value: AbstractValue) -> AbstractValue:
+        return value if value.dims == node.row_shape else Reshape(node.row_shape, value)
+
+    def _sum(self, node: Node) -> AbstractValue:
+        axes, _ = self._axes(node)
+        return self._shaped(node, self._reduced("sum", self.value(node.args[0]), axes))
+
+    def _amax(self, node: Node) -> AbstractValue:
+        axes, _ = self._axes(node)
+        return self._shaped(node, self._reduced("max", self.value(node.args[0]), axes))
+
+    def _amin(self, node: Node) -> AbstractValue:
+        axes, _ = self._axes(node)
+        return self._shaped(node, self._reduced("min", self.value(node.args[0]), axes))
+
+    def _mean(self, node: Node) -> AbstractValue:
+        axes, _ = self._axes(node)
+        source = self.value(node.args[0])
+        total = self._reduced("sum", source, axes)
+        count = size_of(tuple(source.dims[axis] for axis in axes))
+        return self._shaped(node, Map(total.dims, "{0} / {1}", (total, Constant((), float(count)))))
+
+    def _softmax(self, node: Node) -> AbstractValue:
+        source = self.value(node.args[0])
+        axes = (self._axis(node.args[0], node.args[1]),)
+        high = self._reduced("max", source, axes)
+        power = Map(source.dims, "exponential({0} - {1})", (source, high), costly=True)
+        return Map(source.dims, "{0} / {1}", (power, self._reduced("sum", power, axes)), costly=True)
+
+    def _softmax_backward_data(self, node: Node) -> AbstractValue:
+        gradient, result = (self.value(item) for item in node.args[:2])
+        axes = (self._axis(node, node.args[2]),)
+        weighted = Map(gradient.dims, "{0} * {1}", (gradient, result))
+        total = self._reduced("sum", weighted, axes)
+        return Map(gradient.dims, "{0} - {1} * {2}", (weighted, result, total))
+
+    def _log_softmax(self, node: Node) -> AbstractValue:
+        source = self.value(node.args[0])
+        axes = (self._axis(node.args[0], node.args[1]),)
+        high = self._reduced("max", source, axes)
+        total = self._reduced("sum", Map(source.dims, "exponential({0} - {1})", (source, high), costly=True), axes)
+        return Map(source.dims, "{0} - {1} - logarithm({2})", (source, high, total), costly=True)
+
+    def _log_softmax_backward_data(self, node: Node) -> AbstractValue:
+        gradient, result = (self.value(item) for item in node.args[:2])
+        axes = (self._axis(node, node.args[2]),)
+        total = self._reduced("sum", gradient, axes)
+        return Map(gradient.dims, "{0} - exponential({1}) * {2}", (gradient, result, total), costly=True)
+
+
+def _unit(position: int, rank: int) -> Affine:
+    return Affine(0, tuple(int(i == position) for i in range(rank)))
+
+
+def _side_by_side(value: AbstractValue) -> bool:
+    """Whether the last dimension's elements are neighbours in memory, as far as views tell."""
+    factors = tuple(int(d == len(value.dims) - 1) for d in range(len(value.dims)))
+    while isinstance(value, View):
+        moving = [sum(f * g for f, g in zip(index.factors, factors, strict=True)) for index in value.index]
+        factors = tuple(moving)
+        value = value.base
+    return not factors or factors[-1] != 0
+
+
+__all__ = ["Lowering", "Read", "Unsupported"]

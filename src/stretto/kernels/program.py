@@ -1,0 +1,118 @@
+"""A plan made runnable: what is computed once, for all steps at once, and in loops, in the right order.
+
+Shape legend: B sequences, P rows of all steps together, F features of the input.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from stretto.graph.adjoint import Body
+from stretto.graph.analyse import Loop, Place, Plan
+from stretto.graph.interpret import run
+from stretto.graph.node import Node
+from stretto.kernels.kernel import AbstractKernel, Inputs
+from stretto.kernels.layout import Layout
+from stretto.kernels.loops import run_loops
+
+
+@final
+@dataclass(slots=True)
+class Program:
+    """A plan with a kernel for each loop, by level."""
+
+    plan: Plan
+    kernels: list[list[AbstractKernel]]
+
+    @property
+    def bodies(self) -> list[Body]:
+        """The loops' bodies."""
+        return [kernel.body for level in self.kernels for kernel in level]
+
+    def __call__(
+        self,
+        layout: Layout,
+        x_PF: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+    ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
+        """Outputs of all rows and the final states.
+
+        Args:
+            layout: Of the rows.
+            x_PF: The input's rows.
+            states: Initial states (B, ...), sequences sorted as in `layout`.
+            parameters: Parameters and buffers of the cell by name.
+        """
+        graph, plan = self.plan.graph, self.plan
+        values: dict[Node, Any] = dict(graph.constants)
+        values.update((node, parameters[name]) for name, node in graph.parameters.items())
+        values[graph.x] = x_PF
+        run(plan.nodes_at(Place.ONCE), values, layout.total)
+        finals: dict[int, torch.Tensor] = {index: states[index] for index in plan.kept}
+        for index in plan.kept:
+            if any(graph.states[index] in node.inputs for level in plan.maps for node in level):
+                values[graph.states[index]] = layout.spread(states[index])
+        after = dict(zip(graph.states, graph.next_states, strict=True))
+        position = {state: index for index, state in enumerate(graph.states)}
+        for loops, kernels, maps in zip(plan.loops, self.kernels, plan.maps, strict=True):
+            if loops:
+                self._run(loops, kernels, layout, states, values, finals)
+            for node in maps:
+                if node.op is None:
+                    if node not in values:
+                        values[node] = layout.shifted(values[after[node]], states[position[node]])
+                else:
+                    run([node], values, layout.total)
+        for index, node in enumerate(graph.next_states):
+            if index not in finals:
+                finals[index] = layout.last(self._value(node, values, layout, states), states[index])
+        y = self._value(graph.y, values, layout, states)
+        return y, [finals[index] for index in range(len(states))]
+
+    def _value(self, node: Node, values: dict[Node, Any], layout: Layout, states: Sequence[torch.Tensor]) -> Any:
+        """A value of all steps; states that were only needed here are made now."""
+        chain = []
+        graph = self.plan.graph
+        while node not in values:
+            index = graph.states.index(node)
+            if index in self.plan.kept:
+                values[node] = layout.spread(states[index])
+            else:
+                chain.append((node, index))
+                node = graph.next_states[index]
+        value = values[node]
+        for state, index in reversed(chain):
+            value = values[state] = layout.shifted(value, states[index])
+        return value
+
+    def _run(
+        self,
+        loops: Sequence[Loop],
+        kernels: Sequence[AbstractKernel],
+        layout: Layout,
+        states: Sequence[torch.Tensor],
+        values: dict[Node, Any],
+        finals: dict[int, torch.Tensor],
+    ) -> None:
+        graph = self.plan.graph
+        inputs = [
+            Inputs(
+                states=[states[index] for index in loop.states],
+                steps=[self._value(node, values, layout, states) for node in loop.steps],
+                once=[values[node] for node in loop.once],
+                kept=[states[index] for index in loop.kept],
+            )
+            for loop in loops
+        ]
+        for loop, result in zip(loops, run_loops(kernels, layout, inputs), strict=True):
+            values.update(zip(loop.emits, result.emits, strict=True))
+            for index, after, final_state in zip(loop.states, result.after, result.finals, strict=True):
+                values[graph.next_states[index]] = after
+                finals[index] = final_state
+            for index in loop.states:
+                state = graph.states[index]
+                if any(state in node.inputs for level in self.plan.maps for node in level):
+                    values[state] = layout.shifted(values[graph.next_states[index]], states[index])

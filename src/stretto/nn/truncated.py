@@ -1,0 +1,284 @@
+"""Truncated back-propagation through time over overlapping windows.
+
+Shape legend: B rows, T steps of a sequence or of a piece of it; dimensions of a step follow behind B and T.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast, final
+
+import torch
+
+from stretto.batching.lengths import as_lengths
+from stretto.errors import StrettoError
+from stretto.nn.carried_state import Initial, NestedState, detach_state, start_rows
+from stretto.nn.ragged_call import RaggedCall
+from stretto.nn.streams import Chunk
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """New steps, whose loss is to be back-propagated.
+
+    Attributes:
+        y_new: Outputs of the new steps, with the graph of the whole window behind them.
+        span: Where the new steps are in time: `target[:, part.span]`.
+        lengths: Real new steps of each row; int64 on the CPU.
+        state: After the new steps, and of a row that has ended after its last one; without its graph.
+        depth: Steps of the window: how far the gradient goes back from the end of the part.
+        chunk: The chunk that the new steps are, None where they are from a tensor.
+    """
+
+    y_new: torch.Tensor
+    span: slice
+    lengths: torch.Tensor
+    state: NestedState
+    depth: int
+    chunk: Chunk | None
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """(B, new steps), true on real steps, on the device of the outputs."""
+        steps_T = torch.arange(self.y_new.shape[1], device=self.y_new.device)
+        return steps_T < self.lengths.to(self.y_new.device)[:, None]
+
+
+@final
+class TruncatedBPTT:
+    """Truncated back-propagation through time, BPTT(h; h') of Hwang and Sung, as an iterable over parts.
+
+    Each part has `step` (h') new steps. Its loss is that of the new steps alone; its gradient goes back through
+    `window` (h) steps, the new ones and `window - step` before them. With plain truncation, `window == step`, the first
+    of the new steps sends no gradient into its past; otherwise each sends it at least `window - step` steps back.
+
+    The graphs of earlier parts are no use: an optimiser has since changed the weights in place, so torch refuses to go
+    back through them, and their values belong to older weights. Each part runs its whole window anew instead, with the
+    weights as they are, from a stored state without graph. That is exact: the gradient is that of back-propagation over
+    the window from that state with the current weights. The stored state is the one that the part before had there, so
+    its latest `step` steps are one update old. The price is that each step is run `window / step` times. With
+    `window == step`, or without gradients (`torch.no_grad`), nothing is run twice.
+
+    A window begins `window - step` steps before its new steps, also where a row, or all of them, end before `step` new
+    steps. So a row has the same gradients in a ragged batch as alone.
+
+    Args:
+        rnn: Called as `y, state = rnn(x, state)`, batch first: `stretto.RNN`, `torch.nn.LSTM(batch_first=True)` and its
+            like, any module or function. Ragged rows are packed for what torch has, and call `rnn(x, state,
+            lengths=lengths)` otherwise.
+        x: (B, T, ...); or chunks of `Streams`, at whose resets the state is initial and the gradient ends. If
+            the net takes no `lengths`, the state of a row behind its end means nothing; nothing depends on it either.
+        window: Steps that the gradient goes back through, h.
+        step: New steps of a part, h'; with chunks, the most that one has.
+        state: Before the first step, used without its graph. None for the net's own initial state, made anew as long as
+            the window reaches back to it: one that is learnt gets its gradient.
+        lengths: Real steps of each row of a tensor `x`, None for all. Steps behind the longest are left out.
+        initial: With chunks, what a row starts from: a state, or a function that makes one for a number of rows. None
+            for `rnn.initial_state` where there is one, else zeros.
+        batch_dim: Where each tensor of the state has its rows: 0 for `stretto.RNN`, 1 for `torch.nn.LSTM` and its like.
+            Used for ragged rows and resets only.
+
+    Example:
+        >>> for part in TruncatedBPTT(rnn, x, window=256, step=128):
+        ...     loss = criterion(part.y_new, target[:, part.span])
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        rnn: Callable[..., Any],
+        x: torch.Tensor | Iterable[Chunk],
+        *,
+        window: int,
+        step: int,
+        state: NestedState | None = None,
+        lengths: Any = None,
+        initial: Initial = None,
+        batch_dim: int = 0,
+    ) -> None:
+        for name, value in (("window", window), ("step", step)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise StrettoError(f"{name}={value!r} cannot be used", fix="Give a whole number of at least 1.")
+        if window < step:
+            raise StrettoError(
+                f"window={window} is shorter than step={step}, so some new steps would get no gradient",
+                fix="Give a window of at least one step; window=step is plain truncation.",
+            )
+        self._x, self._window, self._step = x, window, step
+        self._state = None if state is None else detach_state(state)
+        self._lengths_B = _checked_lengths(x, lengths)
+        self._initial = getattr(rnn, "initial_state", None) if initial is None else initial
+        self._batch_dim = batch_dim
+        self._net = RaggedCall(
+            rnn,
+            batch_dim=batch_dim,
+            rows_needed=lengths is not None or self._lengths_B is None,
+            lengths_needed=lengths is not None,
+        )
+
+    def __len__(self) -> int:
+        if isinstance(self._x, torch.Tensor) and self._lengths_B is not None:
+            return math.ceil(int(self._lengths_B.max()) / self._step)
+        return len(self._x)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Part]:
+        window = _Window(
+            self._net,
+            state=self._state,
+            overlap=self._window - self._step,
+            initial=self._initial,
+            batch_dim=self._batch_dim,
+        )
+        for piece in self._pieces():
+            # Not bound to a name, which would keep the graph until the next part is there.
+            yield window.advance(piece)
+
+    def _pieces(self) -> Iterator["_Piece"]:
+        if not isinstance(self._x, torch.Tensor) or self._lengths_B is None:
+            for chunk in self._x:
+                yield _piece_of(chunk, step=self._step)
+            return
+        longest = int(self._lengths_B.max())
+        if longest > self._step:
+            _check_graph(self._x)
+        for begin in range(0, longest, self._step):
+            x_BT = self._x[:, begin : min(begin + self._step, longest)]
+            yield _Piece(x_BT=x_BT, lengths_B=(self._lengths_B - begin).clamp(0, x_BT.shape[1]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Consecutive steps, and which rows start at the first of them."""
+
+    x_BT: torch.Tensor
+    lengths_B: torch.Tensor
+    resets_B: torch.Tensor | None = None
+    chunk: Chunk | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return self.x_BT.shape[1]
+
+    def cut(self, at: int) -> tuple["_Piece", "_Piece"]:
+        head = _Piece(x_BT=self.x_BT[:, :at], lengths_B=self.lengths_B.clamp(max=at), resets_B=self.resets_B)
+        return head, _Piece(x_BT=self.x_BT[:, at:], lengths_B=(self.lengths_B - at).clamp(min=0))
+
+
+@final
+class _Window:
+    """The inputs that the next part runs again, and the state before them."""
+
+    def __init__(
+        self, net: RaggedCall, *, state: NestedState | None, overlap: int, initial: Initial, batch_dim: int
+    ) -> None:
+        self._net, self._state, self._overlap = net, state, overlap
+        self._initial, self._batch_dim = initial, batch_dim
+        self._past: list[_Piece] = []
+        self._time = 0
+
+    def advance(self, piece: _Piece) -> Part:
+        if piece.resets_B is not None and piece.resets_B.all():
+            self._past, self._state = [], None
+        pieces = [*self._past, piece]
+        depth = sum(earlier.num_steps for earlier in pieces)
+        overlap = self._overlap if torch.is_grad_enabled() else 0
+        head, tail = _split(pieces, max(0, depth - overlap))
+        outputs, origin = self._run(head, self._state)
+        further, state = self._run(tail, origin)
+        self._past, self._state = tail, None if origin is None else detach_state(origin)
+        self._time += piece.num_steps
+        return Part(
+            y_new=_last([*outputs, *further], piece.num_steps),
+            span=slice(self._time - piece.num_steps, self._time),
+            lengths=piece.lengths_B,
+            state=detach_state(cast("NestedState", state)),
+            depth=depth,
+            chunk=piece.chunk,
+        )
+
+    def _run(self, pieces: list[_Piece], state: NestedState | None) -> tuple[list[torch.Tensor], NestedState | None]:
+        """In as few calls as there are moments at which rows start."""
+        outputs = []
+        groups: list[list[_Piece]] = []
+        for piece in pieces:
+            if not groups or (piece.resets_B is not None and piece.resets_B.any()):
+                groups.append([])
+            groups[-1].append(piece)
+        for group in groups:
+            resets_B = group[0].resets_B
+            if resets_B is not None:
+                state = start_rows(state, resets_B, initial=self._initial, batch_dim=self._batch_dim)
+            x_BT = group[0].x_BT if len(group) == 1 else torch.cat([piece.x_BT for piece in group], dim=1)
+            lengths_B = torch.stack([piece.lengths_B for piece in group]).sum(dim=0)
+            y_BT, state = self._net.run(x_BT, state, lengths_B)
+            outputs.append(y_BT)
+        return outputs, state
+
+
+def _split(pieces: list[_Piece], at: int) -> tuple[list[_Piece], list[_Piece]]:
+    """The first `at` steps and the rest."""
+    head: list[_Piece] = []
+    for number, piece in enumerate(pieces):
+        if at == 0:
+            return head, pieces[number:]
+        if at < piece.num_steps:
+            first, second = piece.cut(at)
+            return [*head, first], [second, *pieces[number + 1 :]]
+        head.append(piece)
+        at -= piece.num_steps
+    return head, []
+
+
+def _last(outputs: list[torch.Tensor], count: int) -> torch.Tensor:
+    """The last `count` steps of outputs that follow one another."""
+    found: list[torch.Tensor] = []
+    while count:
+        found.insert(0, outputs.pop()[:, -count:])
+        count -= found[0].shape[1]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+def _checked_lengths(x: Any, lengths: Any) -> torch.Tensor | None:
+    """The real steps of each row, or None where `x` is no tensor but chunks, which know theirs."""
+    if not isinstance(x, torch.Tensor):
+        if lengths is not None:
+            raise StrettoError("lengths are given for chunks, which have their own", fix="Leave lengths out.")
+        return None
+    if x.ndim < 2 or 0 in x.shape[:2]:
+        raise StrettoError(
+            f"x has shape {tuple(x.shape)}", fix="Give rows and steps: (B, T, ...), at least one of each."
+        )
+    if lengths is None:
+        return torch.full((x.shape[0],), x.shape[1])
+    lengths_B = torch.from_numpy(as_lengths(lengths))
+    if len(lengths_B) != x.shape[0] or int(lengths_B.max()) > x.shape[1]:
+        raise StrettoError(
+            f"{len(lengths_B)} lengths of up to {int(lengths_B.max())} steps do not fit x of shape {tuple(x.shape)}",
+            fix="Give one length for each row, none longer than x.",
+        )
+    return lengths_B
+
+
+def _check_graph(x_BT: torch.Tensor) -> None:
+    if x_BT.grad_fn is not None and torch.is_grad_enabled():
+        raise StrettoError(
+            f"x is the output of other layers ({x_BT.grad_fn.name()}), and each part would go back there again",
+            fix="Give rnn as a module that has these layers in it, or x.detach() if they are not to be trained.",
+        )
+
+
+def _piece_of(chunk: Any, *, step: int) -> _Piece:
+    if not isinstance(chunk, Chunk):
+        raise StrettoError(
+            f"x is neither a tensor nor made of chunks: it gave a {type(chunk).__name__}",
+            fix="Give a tensor (B, T, ...), or Streams, or what yields their chunks.",
+        )
+    if chunk.x_BT.shape[1] > step:
+        raise StrettoError(
+            f"chunk {chunk.index} has {chunk.x_BT.shape[1]} steps, more than step={step}",
+            fix="Give step the `chunk` of the streams.",
+        )
+    _check_graph(chunk.x_BT)
+    return _Piece(x_BT=chunk.x_BT, lengths_B=chunk.lengths, resets_B=chunk.resets, chunk=chunk)

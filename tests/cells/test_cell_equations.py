@@ -1,0 +1,228 @@
+"""Cells that torch does not have, against their equations written out unit by unit in plain Python.
+
+Shape legend: B sequences, F features, H hidden units, M remembered states.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from stretto import cells
+from stretto.cells import Cell
+
+B, F, H, STEPS = 2, 3, 5, 4
+Vector = list[float]
+Reference = Callable[["Weights", Vector, list[Any]], list[Any]]
+
+
+def _sigmoid(value: float) -> float:
+    return 1.0 / (1.0 + math.exp(-value))
+
+
+def _normed(values: Vector, gain: Vector, shift: Vector | None) -> Vector:
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / len(values)
+    scaled = [(value - mean) / math.sqrt(variance + 1e-5) for value in values]
+    return [value * gain[unit] + (shift[unit] if shift else 0.0) for unit, value in enumerate(scaled)]
+
+
+class Weights:
+    """The parameters of a cell as lists, and the sums that gates are made of."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.of: dict[str, Any] = {name: value.tolist() for name, value in cell.state_dict().items()}
+
+    def product(self, name: str, row: int, vector: Vector) -> float:
+        return math.fsum(weight * value for weight, value in zip(self.of[name][row], vector, strict=True))
+
+    def inward(self, gate: int, unit: int, x: Vector) -> float:
+        row = gate * H + unit
+        return self.product("weight_ih", row, x) + self.of.get("bias_ih", [0.0] * 9 * H)[row]
+
+    def around(self, gate: int, unit: int, h: Vector) -> float:
+        row = gate * H + unit
+        return self.product("weight_hh", row, h) + self.of.get("bias_hh", [0.0] * 9 * H)[row]
+
+    def both(self, gate: int, unit: int, x: Vector, h: Vector) -> float:
+        return self.inward(gate, unit, x) + self.around(gate, unit, h)
+
+    def norm(self, name: str, values: Vector) -> Vector:
+        return _normed(values, self.of[f"{name}.weight"], self.of.get(f"{name}.bias"))
+
+
+def _gru_before(w: Weights, x: Vector, state: list[Any]) -> list[Any]:
+    (h,) = state
+    reset = [_sigmoid(w.both(0, u, x, h)) * h[u] for u in range(H)]
+    after = []
+    for u in range(H):
+        z, n = _sigmoid(w.both(1, u, x, h)), math.tanh(w.both(2, u, x, reset))
+        after.append(n + z * (h[u] - n))
+    return [after]
+
+
+def _lstm_like(w: Weights, x: Vector, h: Vector, c: Vector, *, peep: tuple[Vector, Vector, Vector]) -> list[Any]:
+    new_h, new_c = [], []
+    for u in range(H):
+        i = _sigmoid(w.both(0, u, x, h) + peep[0][u] * c[u])
+        f = _sigmoid(w.both(1, u, x, h) + peep[1][u] * c[u])
+        new_c.append(f * c[u] + i * math.tanh(w.both(2, u, x, h)))
+        o = _sigmoid(w.both(3, u, x, h) + peep[2][u] * new_c[u])
+        new_h.append(o * math.tanh(new_c[u]))
+    return [new_h, new_c]
+
+
+def _peephole(w: Weights, x: Vector, state: list[Any]) -> list[Any]:
+    h, c = state
+    return _lstm_like(w, x, h, c, peep=(w.of["peephole_i"], w.of["peephole_f"], w.of["peephole_o"]))
+
+
+def _multiplicative(w: Weights, x: Vector, state: list[Any]) -> list[Any]:
+    h, c = state
+    m = [w.product("weight_mx", u, x) * w.product("weight_mh", u, h) for u in range(H)]
+    return _lstm_like(w, x, m, c, peep=([0.0] * H,) * 3)
+
+
+def _coupled(w: Weights, x: Vector, state: list[Any]) -> list[Any]:
+    h, c = state
+    new_h, new_c = [], []
+    for u in range(H):
+        f, g, o = _sigmoid(w.both(0, u, x, h)), math.tanh(w.both(1, u, x, h)), _sigmoid(w.both(2, u, x, h))
+        new_c.append(g + f * (c[u] - g))
+        new_h.append(o * math.tanh(new_c[u]))
+    return [new_h, new_c]
+
+
+def _layer_norm_lstm(w: Weights, x: Vector, state: list[Any]) -> list[Any]:
+    h, c = state
+    inward = w.norm("norm_ih", [w.product("weight_ih", row, x) for row in range(4 * H)])
+    around = w.norm("norm_hh", [w.product("weight_hh", row, h) for row in range(4 * H)])
+    gate = [[inward[k * H + u] + around[k * H + u] for u in range(H)] for k in range(4)]
+    new_c = [_sigmoid(gate[1][u]) * c[u] + _sigmoid(gate[0][u]) * math.tanh(gate[2][u]) for u in range(H)]
+    read = w.norm("norm_c", new_c)
+    return [[_sigmoid(gate[3][u]) * math.tanh(read[u]) for u in range(H)], new_c]
+
+
+def _layer_norm_gru(w: Weights, x: Vector, state: list[Any]) -> list[Any]:
+    (h,) = state
+    x_gates = w.norm("norm_ih_rz", [w.product("weight_ih", row, x) for row in range(2 * H)])
+    h_gates = w.norm("norm_hh_rz", [w.product("weight_hh", row, h) for row in range(2 * H)])
+    x_new = w.norm("norm_ih_n", [w.product("weight_ih", 2 * H + u, x) for u in range(H)])
+    h_new = w.norm("norm_hh_n", [w.product("weight_hh", 2 * H + u, h) for u in range(H)])
+    after = []
+    for u in range(H):
+        r, z = _sigmoid(x_gates[u] + h_gates[u]), _sigmoid(x_gates[H + u] + h_gates[H + u])
+        n = math.tanh(x_new[u] + r * h_new[u])
+        after.append(n + z * (h[u] - n))
+    return [after]
+
+
+def _ligru(w: Weights, x: Vector, state: list[Any]) -> list[Any]:
+    (h,) = state
+    inward = [w.inward(row // H, row % H, x) for row in range(2 * H)]
+    if "norm_ih.weight" in w.of:
+        inward = w.norm("norm_ih", inward)
+    after = []
+    for u in range(H):
+        z = _sigmoid(inward[u] + w.around(0, u, h))
+        after.append(z * h[u] + (1 - z) * max(0.0, inward[H + u] + w.around(1, u, h)))
+    return [after]
+
+
+def _minimal(w: Weights, x: Vector, state: list[Any]) -> list[Any]:
+    (h,) = state
+    f = [_sigmoid(w.both(0, u, x, h)) for u in range(H)]
+    kept = [f[u] * h[u] for u in range(H)]
+    return [[(1 - f[u]) * h[u] + f[u] * math.tanh(w.both(1, u, x, kept)) for u in range(H)]]
+
+
+def _indrnn(w: Weights, x: Vector, state: list[Any]) -> list[Any]:
+    (h,) = state
+    return [[max(0.0, w.inward(0, u, x) + w.of["weight_hh"][u] * h[u]) for u in range(H)]]
+
+
+def _indrnn_tanh(w: Weights, x: Vector, state: list[Any]) -> list[Any]:
+    (h,) = state
+    return [[math.tanh(w.inward(0, u, x) + w.of["weight_hh"][u] * h[u]) for u in range(H)]]
+
+
+def _attention(w: Weights, x: Vector, state: list[Any]) -> list[Any]:
+    h, memory = state
+    query = [w.product("weight_query", u, h) for u in range(H)]
+    scores = [math.exp(math.fsum(map(math.prod, zip(query, past, strict=True))) / math.sqrt(H)) for past in memory]
+    read = [math.fsum(s * past[u] for s, past in zip(scores, memory, strict=True)) / sum(scores) for u in range(H)]
+    after = []
+    for u in range(H):
+        inward = [w.inward(gate, u, x) + w.product("weight_read", gate * H + u, read) for gate in range(3)]
+        r, z = _sigmoid(inward[0] + w.around(0, u, h)), _sigmoid(inward[1] + w.around(1, u, h))
+        n = math.tanh(inward[2] + r * w.around(2, u, h))
+        after.append(n + z * (h[u] - n))
+    return [after, [*memory[1:], after]]
+
+
+CASES: dict[str, tuple[Callable[[bool], Cell], Reference]] = {
+    "gru-before": (lambda bias: cells.GRU(F, H, reset="before", bias=bias), _gru_before),
+    "peephole": (lambda bias: cells.PeepholeLSTM(F, H, bias=bias), _peephole),
+    "multiplicative": (lambda bias: cells.MultiplicativeLSTM(F, H, bias=bias), _multiplicative),
+    "coupled": (lambda bias: cells.CoupledLSTM(F, H, bias=bias), _coupled),
+    "layer-norm-lstm": (lambda bias: cells.LayerNormLSTM(F, H, bias=bias), _layer_norm_lstm),
+    "layer-norm-gru": (lambda bias: cells.LayerNormGRU(F, H, bias=bias), _layer_norm_gru),
+    "ligru": (lambda bias: cells.LiGRU(F, H, bias=bias), _ligru),
+    "ligru-plain": (lambda bias: cells.LiGRU(F, H, norm="none", bias=bias), _ligru),
+    "minimal": (lambda bias: cells.MinimalGatedUnit(F, H, bias=bias), _minimal),
+    "indrnn": (lambda bias: cells.IndRNN(F, H, bias=bias), _indrnn),
+    "indrnn-tanh": (lambda bias: cells.IndRNN(F, H, nonlinearity="tanh", bias=bias), _indrnn_tanh),
+    "attention": (lambda bias: cells.AttentionCell(F, H, memory_size=3, bias=bias), _attention),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_a_cell_follows_its_equations(name: str, seed: int, bias: bool) -> None:
+    make, reference = CASES[name]
+    torch.manual_seed(seed)
+    cell = make(bias).double()
+    with torch.no_grad():
+        for parameter in cell.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    weights = Weights(cell)
+    assert bias == any("bias" in key for key in weights.of)
+    state = cell.initial_state(B)
+    rows = [[part[row].tolist() for part in (state if isinstance(state, tuple) else (state,))] for row in range(B)]
+    for x_BF in torch.randn(STEPS, B, F, dtype=torch.float64):
+        y, state = cell(x_BF, state)
+        rows = [reference(weights, x_BF[row].tolist(), rows[row]) for row in range(B)]
+        expected = [torch.tensor(part, dtype=torch.float64) for part in zip(*rows, strict=True)]
+        for one, two in zip(state if isinstance(state, tuple) else (state,), expected, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-12)
+        assert torch.equal(y, state[0] if isinstance(state, tuple) else state)
+
+
+def _count(cell: Cell) -> int:
+    return sum(parameter.numel() for parameter in cell.parameters())
+
+
+def test_cells_have_as_many_parameters_as_their_equations() -> None:
+    block, bias = H * (F + H), 2 * H
+    assert _count(cells.Elman(F, H)) == block + bias
+    assert _count(cells.GRU(F, H)) == _count(cells.GRU(F, H, reset="before")) == 3 * (block + bias)
+    assert _count(cells.LSTM(F, H)) == 4 * (block + bias)
+    assert _count(cells.LSTM(F, H, bias=False)) == 4 * block
+    assert _count(cells.PeepholeLSTM(F, H)) == 4 * (block + bias) + 3 * H
+    assert _count(cells.CoupledLSTM(F, H)) == 3 * (block + bias)
+    assert _count(cells.ProjectedLSTM(F, H, proj_size=2)) == 4 * (H * (F + 2) + bias) + 2 * H
+    assert _count(cells.MultiplicativeLSTM(F, H)) == 4 * (block + bias) + block
+    assert _count(cells.LayerNormLSTM(F, H)) == 4 * block + 2 * (4 * H + 4 * H + H)
+    assert _count(cells.LayerNormGRU(F, H)) == 3 * block + 2 * 2 * (2 * H + H)
+    assert _count(cells.LayerNormGRU(F, H, bias=False)) == 3 * block + 2 * (2 * H + H)
+    assert _count(cells.LiGRU(F, H)) == 2 * block + 2 * 2 * H
+    assert _count(cells.LiGRU(F, H, norm="none")) == 2 * (block + bias)
+    assert _count(cells.MinimalGatedUnit(F, H)) == 2 * (block + bias)
+    assert _count(cells.IndRNN(F, H)) == H * F + 2 * H
+    assert _count(cells.Clockwork(F, H, periods=(1,))) == block + bias
+    assert _count(cells.AttentionCell(F, H)) == 3 * (block + bias) + H * H + 3 * H * H
+    assert _count(cells.Zoneout(cells.LSTM(F, H))) == 4 * (block + bias)
+    assert _count(cells.RecurrentDropout(cells.LSTM(F, H))) == 4 * (block + bias)

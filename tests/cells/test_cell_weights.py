@@ -1,0 +1,170 @@
+"""Weights from and to torch: shared with cells, copied from and to layers, refused where they do not fit.
+
+Shape legend: B sequences, T steps, F features, H hidden units.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from stretto.cells import (
+    GRU,
+    LSTM,
+    Cell,
+    Elman,
+    ProjectedLSTM,
+    Zoneout,
+    cell_from,
+    load_layer,
+    store_layer,
+)
+from stretto.errors import StrettoError
+
+F, H = 3, 5
+TORCH_CELLS: dict[str, nn.Module] = {
+    "tanh": nn.RNNCell(F, H),
+    "relu": nn.RNNCell(F, H, nonlinearity="relu", bias=False),
+    "gru": nn.GRUCell(F, H),
+    "lstm": nn.LSTMCell(F, H),
+    "lstm-bare": nn.LSTMCell(F, H, bias=False).double(),
+}
+
+
+@pytest.mark.parametrize("name", TORCH_CELLS)
+def test_a_cell_made_from_torch_shares_its_parameters(name: str) -> None:
+    module = copy.deepcopy(TORCH_CELLS[name]).eval()
+    drawn = torch.get_rng_state()
+    cell = cell_from(module)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert not cell.training
+    ours, theirs = dict(cell.named_parameters()), dict(module.named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert all(ours[key] is theirs[key] for key in ours)
+    dtype = module.weight_ih.dtype
+    x_BF = torch.randn(4, F, dtype=dtype)
+    optimiser = torch.optim.SGD(cell.parameters(), lr=0.5)
+    for _ in range(2):
+        y_BH, _ = cell(x_BF, cell.initial_state(4))
+        expected = module(x_BF)
+        torch.testing.assert_close(y_BH, expected[0] if isinstance(expected, tuple) else expected)
+        y_BH.square().sum().backward()
+        assert all(weight.grad is not None for weight in module.parameters())
+        before = module.weight_ih.detach().clone()
+        optimiser.step()
+        assert not torch.equal(module.weight_ih, before)
+
+
+def test_a_cell_made_from_torch_can_be_made_again() -> None:
+    module = nn.RNNCell(F, H, nonlinearity="relu", bias=False).double()
+    other = cell_from(module).resized(7)
+    assert isinstance(other, Elman)
+    assert other.nonlinearity == "relu"
+    assert other.bias_ih is None
+    assert other.weight_ih.shape == (H, 7)
+    assert (other.weight_ih.dtype, other.weight_ih.device.type) == (torch.float64, "cpu")
+    assert other.weight_hh is not module.weight_hh
+
+
+class Twisted(nn.GRUCell):
+    """Computes something else with the same parameters."""
+
+
+@pytest.mark.parametrize("module", [nn.Linear(F, H), nn.LSTM(F, H), Twisted(F, H), LSTM(F, H)])
+def test_what_is_no_cell_of_torch_is_refused(module: nn.Module) -> None:
+    with pytest.raises(StrettoError, match=f"{type(module).__name__} has no matching cell"):
+        cell_from(module)
+
+
+def test_weights_that_are_computed_cannot_be_shared() -> None:
+    module = nn.LSTMCell(F, H)
+    prune.random_unstructured(module, "weight_hh", amount=0.5)
+    with pytest.raises(StrettoError, match="weight_hh of the LSTMCell is computed"):
+        cell_from(module)
+
+
+LAYERS: dict[str, tuple[type[nn.Module], dict[str, object], type[Cell], dict[str, object]]] = {
+    "tanh": (nn.RNN, {}, Elman, {}),
+    "relu": (nn.RNN, {"nonlinearity": "relu"}, Elman, {"nonlinearity": "relu"}),
+    "gru": (nn.GRU, {}, GRU, {}),
+    "gru-bare": (nn.GRU, {"bias": False}, GRU, {"bias": False}),
+    "lstm": (nn.LSTM, {}, LSTM, {}),
+    "projected": (nn.LSTM, {"proj_size": 2}, ProjectedLSTM, {"proj_size": 2}),
+}
+
+
+def _run(cell: Cell, x_BTF: torch.Tensor) -> torch.Tensor:
+    state, outputs = cell.initial_state(len(x_BTF)), []
+    for x_BF in x_BTF.unbind(dim=1):
+        y, state = cell(x_BF, state)
+        outputs.append(y)
+    return torch.stack(outputs, dim=1)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_loaded_layers_make_the_whole_module(name: str) -> None:
+    torch.manual_seed(0)
+    kind, settings, cell_kind, cell_settings = LAYERS[name]
+    module = kind(F, H, num_layers=2, bidirectional=True, batch_first=True, **settings).double()
+    width = 2 * int(cell_settings.get("proj_size", H))
+    x_BTF = y_BTF = torch.randn(2, 4, F, dtype=torch.float64)
+    for layer, size in enumerate((F, width)):
+        ways = []
+        for reverse in (False, True):
+            cell = cell_kind(size, H, **cell_settings).double()
+            load_layer(cell, module, layer=layer, reverse=reverse)
+            ways.append(_run(cell, y_BTF.flip(1)).flip(1) if reverse else _run(cell, y_BTF))
+        y_BTF = torch.cat(ways, dim=-1)
+    torch.testing.assert_close(y_BTF, module(x_BTF)[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_storing_undoes_loading_and_touches_one_layer(name: str, reverse: bool) -> None:
+    torch.manual_seed(0)
+    kind, settings, cell_kind, cell_settings = LAYERS[name]
+    module = kind(F, H, num_layers=2, bidirectional=True, **settings)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    cell, back = cell_kind(F, H, **cell_settings), cell_kind(F, H, **cell_settings)
+    kept = [weight.clone() for weight in cell.parameters()]
+    store_layer(cell, module, layer=0, reverse=reverse)
+    changed = {key for key, value in module.state_dict().items() if not torch.equal(value, before[key])}
+    assert changed == {f"{key}_l0{'_reverse' if reverse else ''}" for key in cell.state_dict()}
+    load_layer(back, module, layer=0, reverse=reverse)
+    for one, two, three in zip(cell.parameters(), back.parameters(), kept, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+        assert one is not two
+
+
+REFUSED = {
+    "kind": (GRU(F, H), nn.LSTM(F, H), {}, "Use LSTM"),
+    "reset": (GRU(F, H, reset="before"), nn.GRU(F, H), {}, "Use GRU with reset='after'"),
+    "squash": (Elman(F, H), nn.RNN(F, H, nonlinearity="relu"), {}, "Use Elman with nonlinearity='relu'"),
+    "projection": (LSTM(F, H), nn.LSTM(F, H, proj_size=2), {}, "Use ProjectedLSTM"),
+    "no projection": (ProjectedLSTM(F, H, proj_size=2), nn.LSTM(F, H), {}, "Use LSTM"),
+    "wrapped": (Zoneout(LSTM(F, H)), nn.LSTM(F, H), {}, r"give its \.cell"),
+    "module": (LSTM(F, H), nn.LSTMCell(F, H), {}, "LSTMCell has no layers"),
+    "input": (LSTM(F + 1, H), nn.LSTM(F, H), {}, r"weight_ih \(20, 4\).*weight_ih \(20, 3\)"),
+    "hidden": (LSTM(F, H), nn.LSTM(F, H + 1), {}, "Make the cell with the sizes"),
+    "bias": (LSTM(F, H, bias=False), nn.LSTM(F, H), {}, "the bias and the dtype"),
+    "no bias": (LSTM(F, H), nn.LSTM(F, H, bias=False), {}, "the bias and the dtype"),
+    "width": (ProjectedLSTM(F, H, proj_size=2), nn.LSTM(F, H, proj_size=3), {}, "weight_hr"),
+    "dtype": (LSTM(F, H), nn.LSTM(F, H).double(), {}, "of torch.float32.*of torch.float64"),
+    "layer": (LSTM(F, H), nn.LSTM(F, H, 2), {"layer": 2}, "has no layer 2"),
+    "below": (LSTM(F, H), nn.LSTM(F, H, 2), {"layer": -1}, "has no layer -1"),
+    "reverse": (LSTM(F, H), nn.LSTM(F, H), {"reverse": True}, "has no layer 0 in reverse"),
+}
+
+
+@pytest.mark.parametrize("move", [load_layer, store_layer])
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_do_not_fit_are_refused_and_left_alone(name: str, move: object) -> None:
+    cell, module, where, message = REFUSED[name]
+    before = [weight.clone() for weight in (*cell.parameters(), *module.parameters())]
+    with pytest.raises(StrettoError, match=message):
+        move(cell, module, **where)
+    for weight, earlier in zip((*cell.parameters(), *module.parameters()), before, strict=True):
+        assert torch.equal(weight, earlier)
