@@ -7,22 +7,30 @@ if TYPE_CHECKING:
     from stretto.batching.collate import collate as collate
     from stretto.batching.edges import optimal_edges as optimal_edges
     from stretto.batching.sampler import BucketSampler as BucketSampler
+    from stretto.cells.cell import Cell as Cell
     from stretto.errors import StrettoError as StrettoError
+    from stretto.graph.network import Graph as Graph
     from stretto.job import train as train
+    from stretto.nn.rnn import RNN as RNN
 
 HOMES: Final = {
     "BucketSampler": "stretto.batching.sampler",
+    "Cell": "stretto.cells.cell",
+    "Graph": "stretto.graph.network",
+    "RNN": "stretto.nn.rnn",
     "StrettoError": "stretto.errors",
     "collate": "stretto.batching.collate",
     "optimal_edges": "stretto.batching.edges",
     "train": "stretto.job",
 }
 
-__all__ = ["BucketSampler", "StrettoError", "collate", "optimal_edges", "train"]
+__all__ = ["RNN", "BucketSampler", "Cell", "Graph", "StrettoError", "cells", "collate", "optimal_edges", "train"]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that `import stretto` costs next to nothing."""
+    if name == "cells":
+        return importlib.import_module("stretto.cells")
     if name not in HOMES:
         raise AttributeError(f"module 'stretto' has no attribute {name!r}")
     return getattr(importlib.import_module(HOMES[name]), name)

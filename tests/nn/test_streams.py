@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -265,3 +266,14 @@ def test_a_whole_book_appears_exactly_once(shared_data: Path) -> None:
     packed = Streams(speeches, num_streams=64, chunk=32)
     assert sum(int(part.lengths.sum()) for part in packed) == packed.num_steps == sum(map(len, speeches))
     assert len(packed) == math.ceil(sum(math.ceil(len(speech) / 32) for speech in speeches) / 64)
+
+
+def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "streams.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(compile(example, "streams.md", "exec"), {"__name__": "example"})
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0] in page
+    short, long = map(float, re.findall(r"loss (\S+)", printed))
+    assert short > 0.67
+    assert long < 0.5

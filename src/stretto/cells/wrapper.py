@@ -32,6 +32,12 @@ class AbstractWrapper(Cell):
         self.num_parts = len(parts(state))
 
     @property
+    def input_size(self) -> int | None:
+        """Features of a step, if the cell inside says."""
+        size = getattr(self.cell, "input_size", None)
+        return size if isinstance(size, int) else None
+
+    @property
     def passive_parts(self) -> int:
         """How many parts at the end of the state are no units of the net."""
         return int(getattr(self.cell, "passive_parts", 0))

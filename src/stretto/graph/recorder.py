@@ -134,6 +134,8 @@ class _Recorder(TorchDispatchMode):
         shape, dtype = tuple(result.shape), result.dtype
         values = {"zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0, "empty_like": 0.0, "zeros": 0.0}
         value = values.get(base)
+        if base == "scalar_tensor":
+            value = args[0]
         if base in {"full_like", "new_full", "full"}:
             value = args[1] if base != "new_full" else args[2]
         if value is not None and not isinstance(value, Node):

@@ -50,7 +50,7 @@ def trace(cell: nn.Module, *, x_shape: tuple[int, ...], x_dtype: torch.dtype, st
         StrettoError: If the cell does not keep to the contract of a cell.
     """
     tensors: Mapping[str, torch.Tensor] = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
-    device = next((tensor.device for tensor in tensors.values()), flatten(state)[0].device)
+    device = next((tensor.device for tensor in (*tensors.values(), *flatten(state))), torch.device("cpu"))
     row_shapes = [(tuple(part.shape[1:]), part.dtype) for part in flatten(state)]
     recordings: list[tuple[Recording, dict[str, Any]]] = []
     for rows in TWO_SIZES:
@@ -108,7 +108,7 @@ def _check_step(cell: nn.Module, y: torch.Tensor, after: Any, before: list[torch
             f"{name}.forward takes a state of shapes {was} and returns one of shapes {new}",
             fix="Return a state of the same shapes and dtypes as it was given.",
         )
-    if y.dim() == 0 or len(y) != len(before[0] if before else y):
+    if y.dim() == 0 or (before and len(y) != len(before[0])):
         raise StrettoError(
             f"{name}.forward returned an output of shape {tuple(y.shape)}", fix="Return one output row for each row of x_t."
         )

@@ -60,18 +60,23 @@ class CppKernel(AbstractKernel):
 
     def forward(self, layout: Layout, inputs: Inputs, *, keep: bool) -> Outputs:
         """Run all steps."""
-        return self.forward_together([self], layout, [inputs], keep=keep)[0]
+        return self.forward_together([self], [layout], [inputs], keep=keep)[0]
 
     def backward(self, layout: Layout, inputs: Inputs, outputs: Outputs, cotangents: Cotangents) -> Gradients:
         """Run all steps backward."""
-        return self.backward_together([self], layout, [inputs], [outputs], [cotangents])[0]
+        return self.backward_together([self], [layout], [inputs], [outputs], [cotangents])[0]
 
     def forward_together(
-        self, kernels: Sequence[AbstractKernel], layout: Layout, inputs: Sequence[Inputs], *, keep: bool
+        self,
+        kernels: Sequence[AbstractKernel],
+        layouts: Sequence[Layout],
+        inputs: Sequence[Inputs],
+        *,
+        keep: bool,
     ) -> list[Outputs]:
         """Run loops at once, each by threads of its own where there are enough."""
         made, runs = [], []
-        for kernel, item in zip(kernels, inputs, strict=True):
+        for kernel, layout, item in zip(kernels, layouts, inputs, strict=True):
             assert isinstance(kernel, CppKernel)
             given = kernel.tidy(item)
             result = kernel.empty_outputs(layout, keep=keep)
@@ -87,20 +92,21 @@ class CppKernel(AbstractKernel):
             }
             runs.append(_Run(kernel, kernel.ahead, kernel.ahead_once, "forward", tensors, given, layout, keep=keep))
             made.append(result)
-        _run_all(runs, layout)
+        _run_all(runs)
         return made
 
     def backward_together(
         self,
         kernels: Sequence[AbstractKernel],
-        layout: Layout,
+        layouts: Sequence[Layout],
         inputs: Sequence[Inputs],
         outputs: Sequence[Outputs],
         cotangents: Sequence[Cotangents],
     ) -> list[Gradients]:
         """Run the same loops backward, at once."""
         made, runs = [], []
-        for kernel, item, output, arriving in zip(kernels, inputs, outputs, cotangents, strict=True):
+        together = zip(kernels, layouts, inputs, outputs, cotangents, strict=True)
+        for kernel, layout, item, output, arriving in together:
             assert isinstance(kernel, CppKernel)
             given = kernel.tidy(item)
             gradients, tensors = kernel.empty_gradients(layout, given, arriving)
@@ -115,7 +121,7 @@ class CppKernel(AbstractKernel):
             }
             runs.append(_Run(kernel, kernel.back, kernel.back_once, "backward", tensors, given, layout, keep=True))
             made.append(gradients)
-        _run_all(runs, layout)
+        _run_all(runs)
         return made
 
     def tidy(self, inputs: Inputs) -> Inputs:
@@ -239,27 +245,30 @@ class _Run:
         return self.call
 
 
-def _run_all(runs: Sequence[_Run], layout: Layout) -> None:
+def _run_all(runs: Sequence[_Run]) -> None:
     """Share loops and rows out to threads, and run them."""
-    if layout.total == 0:
-        for item in runs:
+    for item in runs:
+        if item.layout.total == 0:
             _copy_finals(item)
+    runs = [item for item in runs if item.layout.total]
+    if not runs:
         return
     threads = torch.get_num_threads()
-    rows = layout.num_going
+    rows = sum(item.layout.num_going for item in runs)
     alone = len(runs) == 1 and rows < threads and runs[0].function.shares_columns
     team = threads if alone else 1
-    pieces = 0 if alone else 1 if len(runs) % threads == 0 else min(threads, rows)
-    bounds = _bounds(layout, max(pieces, 1))
     jobs = (_Job * len(runs))()
+    shares = []
     for job, item in zip(jobs, runs, strict=True):
+        pieces = 0 if alone else 1 if len(runs) % threads == 0 else min(threads, item.layout.num_going)
+        shares.append(_bounds(item.layout, max(pieces, 1)))
         library = item.kernel.library
         job.pack = _address(library, f"{item.name}_pack")
         job.work = _address(library, f"{item.name}_work")
         job.call = ctypes.addressof(item.prepare(team=team))
-        job.bounds = bounds.ctypes.data
+        job.bounds = shares[-1].ctypes.data
         job.pieces = pieces
-    busy = min(threads, max(pieces * len(runs), team))
+    busy = min(threads, max(sum(job.pieces for job in jobs), team))
     runs[0].kernel.library.stretto_run(jobs, ctypes.c_int64(len(runs)), ctypes.c_int64(busy))
 
 

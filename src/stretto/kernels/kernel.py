@@ -67,19 +67,25 @@ class AbstractKernel(ABC):
         """Run all steps backward."""
 
     def forward_together(
-        self, kernels: "Sequence[AbstractKernel]", layout: Layout, inputs: Sequence[Inputs], *, keep: bool
+        self,
+        kernels: "Sequence[AbstractKernel]",
+        layouts: Sequence[Layout],
+        inputs: Sequence[Inputs],
+        *,
+        keep: bool,
     ) -> list[Outputs]:
         """Run loops that do not depend on each other, this one among them."""
-        return [kernel.forward(layout, item, keep=keep) for kernel, item in zip(kernels, inputs, strict=True)]
+        together = zip(kernels, layouts, inputs, strict=True)
+        return [kernel.forward(layout, item, keep=keep) for kernel, layout, item in together]
 
     def backward_together(
         self,
         kernels: "Sequence[AbstractKernel]",
-        layout: Layout,
+        layouts: Sequence[Layout],
         inputs: Sequence[Inputs],
         outputs: Sequence[Outputs],
         cotangents: Sequence[Cotangents],
     ) -> list[Gradients]:
         """Run the same loops backward."""
-        together = zip(kernels, inputs, outputs, cotangents, strict=True)
-        return [kernel.backward(layout, item, made, arriving) for kernel, item, made, arriving in together]
+        together = zip(kernels, layouts, inputs, outputs, cotangents, strict=True)
+        return [kernel.backward(layout, item, made, arriving) for kernel, layout, item, made, arriving in together]

@@ -71,9 +71,13 @@ class Layout:
         return torch.from_numpy(np.arange(self.total) - self.starts_T[self._steps_P])
 
     @cached_property
-    def padded_P(self) -> torch.Tensor:
-        """Where each row lies in a batch padded to T steps, sequence after sequence."""
-        return self.sequence_P * self.num_steps + torch.from_numpy(self._steps_P)
+    def step_P(self) -> torch.Tensor:
+        """The step that each row is."""
+        return torch.from_numpy(self._steps_P)
+
+    def chunk(self, first: int, last: int) -> "Layout":
+        """The steps from `first` up to `last`."""
+        return Layout(np.clip(self.lengths_B - first, 0, last - first))
 
     @cached_property
     def reversed_P(self) -> torch.Tensor:

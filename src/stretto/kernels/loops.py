@@ -26,14 +26,29 @@ class LoopResult:
     finals: list[torch.Tensor]
 
 
-def run_loops(kernels: Sequence[AbstractKernel], layout: Layout, inputs: Sequence[Inputs]) -> list[LoopResult]:
+@dataclass(slots=True)
+class LoopRequest:
+    """A loop to run, over which batch, from what."""
+
+    kernel: AbstractKernel
+    layout: Layout
+    inputs: Inputs
+
+
+def run_loops(requests: Sequence[LoopRequest]) -> list[LoopResult]:
     """Run loops that do not depend on each other."""
-    tensors = [tensor for item in inputs for tensor in (*item.states, *item.steps, *item.once, *item.kept)]
-    made = _Loops.apply(list(kernels), layout, *tensors)  # type: ignore[no-untyped-call]
+    tensors = [
+        tensor
+        for request in requests
+        for part in (request.inputs.states, request.inputs.steps, request.inputs.once, request.inputs.kept)
+        for tensor in part
+    ]
+    kernels, layouts = [request.kernel for request in requests], [request.layout for request in requests]
+    made = _Loops.apply(kernels, layouts, *tensors)  # type: ignore[no-untyped-call]
     results: list[LoopResult] = []
     remaining = iter(made)
-    for kernel in kernels:
-        count, emitted = len(kernel.body.next_states), len(kernel.body.emits)
+    for request in requests:
+        count, emitted = len(request.kernel.body.next_states), len(request.kernel.body.emits)
         results.append(
             LoopResult(
                 after=[next(remaining) for _ in range(count)],
@@ -56,13 +71,13 @@ def taken_apart(kernels: Sequence[AbstractKernel], tensors: Sequence[torch.Tenso
 
 class _Loops(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernels: list[AbstractKernel], layout: Layout, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, kernels: list[AbstractKernel], layouts: list[Layout], *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         given = taken_apart(kernels, tensors)
         keep = any(ctx.needs_input_grad)
-        made = kernels[0].forward_together(kernels, layout, given, keep=keep)
+        made = kernels[0].forward_together(kernels, layouts, given, keep=keep)
         flat = [tensor for item in made for tensor in (*item.after, *item.emits, *item.finals)]
-        ctx.kernels, ctx.layout = kernels, layout
+        ctx.kernels, ctx.layouts = kernels, layouts
         if keep:
             ctx.save_for_backward(*tensors, *flat)
             ctx.saved = [item.saved for item in made]
@@ -71,18 +86,18 @@ class _Loops(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         kernels: list[AbstractKernel] = ctx.kernels
-        layout: Layout = ctx.layout
+        layouts: list[Layout] = ctx.layouts
         count = sum(len(kernel.body.ports) for kernel in kernels)
         tensors, flat = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         if torch.is_grad_enabled():
-            return None, None, *_again(kernels, layout, tensors, cotangents, ctx.needs_input_grad[2:])
+            return None, None, *_again(kernels, layouts, tensors, cotangents, ctx.needs_input_grad[2:])
         given = taken_apart(kernels, tensors)
         made, arriving = _split(kernels, flat, ctx.saved), _split(kernels, cotangents, ctx.saved)
         received = [Cotangents(item.after, item.emits, item.finals) for item in arriving]
-        found = kernels[0].backward_together(kernels, layout, given, made, received)
+        found = kernels[0].backward_together(kernels, layouts, given, made, received)
         needed = iter(ctx.needs_input_grad[2:])
         gradients: list[torch.Tensor | None] = []
-        for kernel, item, output, gradient in zip(kernels, given, made, found, strict=True):
+        for kernel, layout, item, output, gradient in zip(kernels, layouts, given, made, found, strict=True):
             wanted = {kind: [next(needed) for _ in kernel.body.ports_of(kind)] for kind in Kind}
             weights = deferred(kernel.body, layout, item, output, gradient, wanted[Kind.ONCE])
             gradients += [*gradient.states, *gradient.steps, *weights, *gradient.kept]
@@ -129,7 +144,7 @@ def deferred(
 
 def _again(
     kernels: list[AbstractKernel],
-    layout: Layout,
+    layouts: list[Layout],
     tensors: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor | None],
     needed: Sequence[bool],
@@ -137,7 +152,7 @@ def _again(
     """The gradient as something that can itself be differentiated: the loops once more, under autograd."""
     given = taken_apart(kernels, tensors)
     flat: list[torch.Tensor] = []
-    for kernel, item in zip(kernels, given, strict=True):
+    for kernel, layout, item in zip(kernels, layouts, given, strict=True):
         made = EagerKernel(kernel.body).forward(layout, item, keep=False)
         flat += [*made.after, *made.emits, *made.finals]
     linked = [(out, d) for out, d in zip(flat, cotangents, strict=True) if d is not None and out.requires_grad]

@@ -3,9 +3,9 @@
 Shape legend: B sequences, P rows of all steps together, F features of the input.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 
@@ -15,7 +15,9 @@ from stretto.graph.interpret import run
 from stretto.graph.node import Node
 from stretto.kernels.kernel import AbstractKernel, Inputs
 from stretto.kernels.layout import Layout
-from stretto.kernels.loops import run_loops
+from stretto.kernels.loops import LoopRequest, LoopResult, run_loops
+
+Walk: TypeAlias = "Generator[list[LoopRequest], list[LoopResult], tuple[torch.Tensor, list[torch.Tensor]]]"
 
 
 @final
@@ -31,20 +33,23 @@ class Program:
         """The loops' bodies."""
         return [kernel.body for level in self.kernels for kernel in level]
 
-    def __call__(
+    def parts(
         self,
         layout: Layout,
         x_PF: torch.Tensor,
         states: Sequence[torch.Tensor],
         parameters: Mapping[str, torch.Tensor],
-    ) -> "tuple[torch.Tensor, list[torch.Tensor]]":
-        """Outputs of all rows and the final states.
+    ) -> Walk:
+        """Do everything but the loops: they are asked for, so that those of several programs can run at once.
 
         Args:
             layout: Of the rows.
             x_PF: The input's rows.
             states: Initial states (B, ...), sequences sorted as in `layout`.
             parameters: Parameters and buffers of the cell by name.
+
+        Returns:
+            A generator of loops to run, which is sent their results and returns outputs of all rows and final states.
         """
         graph, plan = self.plan.graph, self.plan
         values: dict[Node, Any] = dict(graph.constants)
@@ -59,7 +64,8 @@ class Program:
         position = {state: index for index, state in enumerate(graph.states)}
         for loops, kernels, maps in zip(plan.loops, self.kernels, plan.maps, strict=True):
             if loops:
-                self._run(loops, kernels, layout, states, values, finals)
+                results = yield self._requests(loops, kernels, layout, states, values)
+                self._take(loops, results, layout, states, values, finals)
             for node in maps:
                 if node.op is None:
                     if node not in values:
@@ -88,31 +94,65 @@ class Program:
             value = values[state] = layout.shifted(value, states[index])
         return value
 
-    def _run(
+    def _requests(
         self,
         loops: Sequence[Loop],
         kernels: Sequence[AbstractKernel],
         layout: Layout,
         states: Sequence[torch.Tensor],
         values: dict[Node, Any],
+    ) -> list[LoopRequest]:
+        return [
+            LoopRequest(
+                kernel,
+                layout,
+                Inputs(
+                    states=[states[index] for index in loop.states],
+                    steps=[self._value(node, values, layout, states) for node in loop.steps],
+                    once=[values[node] for node in loop.once],
+                    kept=[states[index] for index in loop.kept],
+                ),
+            )
+            for loop, kernel in zip(loops, kernels, strict=True)
+        ]
+
+    def _take(
+        self,
+        loops: Sequence[Loop],
+        results: Sequence[LoopResult],
+        layout: Layout,
+        states: Sequence[torch.Tensor],
+        values: dict[Node, Any],
         finals: dict[int, torch.Tensor],
     ) -> None:
         graph = self.plan.graph
-        inputs = [
-            Inputs(
-                states=[states[index] for index in loop.states],
-                steps=[self._value(node, values, layout, states) for node in loop.steps],
-                once=[values[node] for node in loop.once],
-                kept=[states[index] for index in loop.kept],
-            )
-            for loop in loops
-        ]
-        for loop, result in zip(loops, run_loops(kernels, layout, inputs), strict=True):
+        for loop, result in zip(loops, results, strict=True):
             values.update(zip(loop.emits, result.emits, strict=True))
             for index, after, final_state in zip(loop.states, result.after, result.finals, strict=True):
                 values[graph.next_states[index]] = after
                 finals[index] = final_state
             for index in loop.states:
                 state = graph.states[index]
-                if any(state in node.inputs for level in self.plan.maps for node in level):
+                if state not in values and any(state in node.inputs for level in self.plan.maps for node in level):
                     values[state] = layout.shifted(values[graph.next_states[index]], states[index])
+
+
+def run_together(walks: Sequence[Walk]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Run programs that do not depend on each other, their loops at once.
+
+    Returns:
+        Outputs of all rows and final states, of each program.
+    """
+    finished: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+    asking: dict[int, list[LoopRequest]] = {}
+    answers: dict[int, list[LoopResult] | None] = dict.fromkeys(range(len(walks)))
+    while answers:
+        asking = {}
+        for index, answer in answers.items():
+            try:
+                asking[index] = walks[index].send(answer)  # type: ignore[arg-type]
+            except StopIteration as end:
+                finished[index] = end.value
+        results = iter(run_loops([request for requests in asking.values() for request in requests]) if asking else [])
+        answers = {index: [next(results) for _ in requests] for index, requests in asking.items()}
+    return [finished[index] for index in range(len(walks))]

@@ -26,7 +26,7 @@ class Part:
         span: Where the new steps are in time: `target[:, part.span]`.
         lengths: Real new steps of each row; int64 on the CPU.
         state: After the new steps, and of a row that has ended after its last one; without its graph.
-        depth: Steps of the window: how far the gradient goes back from the end of the part.
+        depth: Steps of the window: how far the gradient goes back from the end of the part, unless a row starts in it.
         chunk: The chunk that the new steps are, None where they are from a tensor.
     """
 
@@ -104,7 +104,11 @@ class TruncatedBPTT:
         if window < step:
             raise StrettoError(
                 f"window={window} is shorter than step={step}, so some new steps would get no gradient",
-                fix="Give a window of at least one step; window=step is plain truncation.",
+                fix="Give a window no shorter than step; window=step is plain truncation.",
+            )
+        if initial is not None and isinstance(x, torch.Tensor):
+            raise StrettoError(
+                "initial is for rows that start in chunks, and x is a tensor", fix="Give `state` instead of `initial`."
             )
         self._x, self._window, self._step = x, window, step
         self._state = None if state is None else detach_state(state)

@@ -1,0 +1,127 @@
+"""From a cell to something that runs, as fast as can be had, with the reasons where it is not the fastest."""
+
+import time
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, final
+
+import torch
+from torch import nn
+
+from stretto.errors import StrettoError
+from stretto.graph.adjoint import Body, derive
+from stretto.graph.analyse import Plan, analyse
+from stretto.graph.recorder import Untraceable
+from stretto.graph.structure import flatten
+from stretto.graph.trace import trace
+from stretto.kernels.compiler import NoCompiler
+from stretto.kernels.cpp import CppKernel
+from stretto.kernels.eager import EagerKernel
+from stretto.kernels.generate import REALS
+from stretto.kernels.kernel import AbstractKernel
+from stretto.kernels.lower import Unsupported
+from stretto.kernels.plain import PlainProgram
+from stretto.kernels.program import Program
+
+KernelChoice: TypeAlias = Literal["auto", "eager", "cpp"]
+SaveChoice: TypeAlias = Literal["auto", "states"]
+
+
+@final
+@dataclass(slots=True)
+class Built:
+    """A cell made runnable.
+
+    Attributes:
+        program: What runs.
+        kernel: "cpp" if the loops are compiled, "eager" if they run operator by operator, "plain" if the cell is called
+            step after step because nothing is known about it.
+        reason: Why the fastest was not to be had; empty if it was.
+        plan: Where everything goes; None for "plain".
+        analysis_seconds: Time to trace, analyse and derive.
+        compile_seconds: Time to generate and compile, or to find compiled code in the cache.
+    """
+
+    program: Program | PlainProgram
+    kernel: str
+    reason: str
+    plan: Plan | None
+    analysis_seconds: float
+    compile_seconds: float
+
+
+def build(
+    cell: nn.Module,
+    *,
+    x_shape: tuple[int, ...],
+    x_dtype: torch.dtype,
+    state: Any,
+    kernel: KernelChoice = "auto",
+    save: SaveChoice = "auto",
+    device: torch.device | None = None,
+) -> Built:
+    """Trace, analyse and compile one step of `cell`.
+
+    Args:
+        cell: Called as `cell(x_t, state)`.
+        x_shape: Sizes of a row of the input.
+        x_dtype: Of the input.
+        state: A state, for its structure, shapes and dtypes.
+        kernel: "auto" takes generated code where it can be had; "cpp" insists on it; "eager" does without.
+        save: What is stored for the backward pass: "auto", or "states" alone.
+        device: Where it will run; by default where the state is.
+
+    Raises:
+        StrettoError: If `kernel` is "cpp" and no code can be generated; the reason is named.
+    """
+    start = time.perf_counter()
+    try:
+        graph = trace(cell, x_shape=x_shape, x_dtype=x_dtype, state=state)
+        plan = analyse(graph)
+        bodies = [[derive(graph, loop, save=save) for loop in level] for level in plan.loops]
+    except Untraceable as reason:
+        _insist(kernel, cell, str(reason))
+        seconds = time.perf_counter() - start
+        return Built(PlainProgram(cell, state), "plain", str(reason), None, seconds, 0.0)
+    middle = time.perf_counter()
+    kernels, used, why = _kernels(bodies, kernel, cell, device or _device_of(cell, state))
+    return Built(
+        Program(plan, kernels), used, why, plan, middle - start, time.perf_counter() - middle
+    )
+
+
+def _device_of(cell: nn.Module, state: Any) -> torch.device:
+    tensors = [*cell.parameters(), *cell.buffers(), *flatten(state)]
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _kernels(
+    bodies: list[list[Body]], kernel: KernelChoice, cell: nn.Module, device: torch.device
+) -> tuple[list[list[AbstractKernel]], str, str]:
+    eager: list[list[AbstractKernel]] = [[EagerKernel(body) for body in level] for level in bodies]
+    if kernel == "eager":
+        return eager, "eager", "asked for"
+    try:
+        made: list[list[AbstractKernel]] = [[_compiled(body, device) for body in level] for level in bodies]
+    except (Unsupported, NoCompiler) as reason:
+        _insist(kernel, cell, str(reason))
+        return eager, "eager", str(reason)
+    return made, "cpp", ""
+
+
+def _compiled(body: Body, device: torch.device) -> CppKernel:
+    if device.type not in {"cpu", "meta"}:
+        raise Unsupported(f"code is generated for the CPU, and this runs on {device.type}")
+    kinds = {node.dtype for node in [*body.next_states, *body.emits]} | {port.node.dtype for port in body.ports}
+    real = [kind for kind in kinds if kind is not torch.bool]
+    if len(real) != 1 or real[0] not in REALS:
+        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in real))
+        raise Unsupported(f"the loop's values are of {names}; code is generated for float32 or float64")
+    return CppKernel(body, real[0])
+
+
+def _insist(kernel: KernelChoice, cell: nn.Module, reason: str) -> None:
+    if kernel == "cpp":
+        raise StrettoError(
+            f"no code can be generated for {type(cell).__name__}: {reason}",
+            fix="Choose kernel='auto' to run it without, or change the cell.",
+        )

@@ -1,0 +1,52 @@
+"""The cell called step after step, as it is: for what cannot be described as a graph, and as the reference in tests.
+
+Shape legend: B sequences, P rows of all steps together, F features of the input.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from stretto.graph.structure import flatten, like
+from stretto.graph.trace import stepped
+from stretto.kernels.layout import Layout
+from stretto.kernels.program import Walk
+
+
+@final
+@dataclass(slots=True)
+class PlainProgram:
+    """A Python loop over a cell; `structure` is a state of the cell, for its structure."""
+
+    cell: nn.Module
+    structure: Any
+
+    def parts(
+        self,
+        layout: Layout,
+        x_PF: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+    ) -> Walk:
+        """Outputs of all rows and the final states; `parameters` are the cell's own."""
+        del parameters
+        now = list(states)
+        outputs = []
+        for step in range(layout.num_steps):
+            start, count = int(layout.starts_T[step]), int(layout.rows_T[step])
+            y, after = stepped(self.cell, x_PF[start : start + count], like(self.structure, [s[:count] for s in now]))
+            outputs.append(y)
+            fresh = flatten(after)
+            now = [
+                new if count == len(old) else torch.cat([new, old[count:]]) for new, old in zip(fresh, now, strict=True)
+            ]
+        if not outputs:
+            with torch.no_grad():
+                one = x_PF.new_zeros(1, *x_PF.shape[1:])
+                y, _ = stepped(self.cell, one, like(self.structure, [s.new_zeros(1, *s.shape[1:]) for s in now]))
+            outputs.append(y[:0])
+        return torch.cat(outputs), now
+        yield  # pragma: no cover - a walk that asks for no loops

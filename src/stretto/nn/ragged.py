@@ -1,0 +1,135 @@
+"""Padded and packed batches as rows of all steps without padding, and back.
+
+Shape legend: B sequences, T steps, P real steps of all sequences, F features.
+"""
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from stretto.errors import StrettoError
+from stretto.graph.structure import mapped
+from stretto.kernels.layout import Layout
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A batch as rows, and the way back.
+
+    Attributes:
+        x_PF: The rows.
+        layout: Where each step of each sequence lies.
+        order_B: The sequence of the batch that comes at each place of the layout; None if they are the same.
+        num_steps: T of the padded batch.
+        batch_first: Whether it was (B, T, F).
+        packed: The packed batch it was, if it was one.
+    """
+
+    x_PF: torch.Tensor
+    layout: Layout
+    order_B: torch.Tensor | None
+    num_steps: int
+    batch_first: bool
+    packed: PackedSequence | None = None
+
+    def sorted(self, state: Any) -> Any:
+        """A state of the batch in the order of the layout."""
+        if self.order_B is None:
+            return state
+        return mapped(state, lambda part: part.index_select(0, self._order(part)))  # type: ignore[arg-type]
+
+    def restored(self, state: Any) -> Any:
+        """A state in the order of the layout in that of the batch."""
+        if self.order_B is None:
+            return state
+        back_B = torch.argsort(self.order_B)
+        return mapped(state, lambda part: part.index_select(0, back_B.to(part.device)))
+
+    def _order(self, part: torch.Tensor) -> torch.Tensor:
+        assert self.order_B is not None
+        return self.order_B.to(part.device)
+
+    def output(self, y_PF: torch.Tensor) -> torch.Tensor | PackedSequence:
+        """Rows as a batch of the kind it was; zeros behind the end of each sequence."""
+        if self.packed is not None:
+            packed = self.packed
+            return PackedSequence(y_PF, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+        layout, num_rows = self.layout, self.layout.num_rows
+        features = y_PF.shape[1:]
+        if layout.is_even and layout.num_steps == self.num_steps and self.order_B is None:
+            y = y_PF.reshape(self.num_steps, num_rows, *features)
+            return y.transpose(0, 1) if self.batch_first else y
+        flat = y_PF.new_zeros(num_rows * self.num_steps, *features)
+        flat = flat.index_copy(0, self._places(y_PF.device), y_PF)
+        shape = (num_rows, self.num_steps) if self.batch_first else (self.num_steps, num_rows)
+        return flat.reshape(*shape, *features)
+
+    def _places(self, device: torch.device) -> torch.Tensor:
+        return places_P(self.layout, self.order_B, num_steps=self.num_steps, batch_first=self.batch_first).to(device)
+
+
+def places_P(layout: Layout, order_B: torch.Tensor | None, *, num_steps: int, batch_first: bool) -> torch.Tensor:
+    """Where each row lies in the flattened padded batch."""
+    sequence_P = layout.sequence_P
+    batch_P = sequence_P if order_B is None else order_B[sequence_P]
+    return batch_P * num_steps + layout.step_P if batch_first else layout.step_P * layout.num_rows + batch_P
+
+
+def as_rows(x: torch.Tensor | PackedSequence, lengths: Any, *, batch_first: bool) -> Rows:
+    """The rows of a batch.
+
+    Args:
+        x: (B, T, ...) or, unless `batch_first`, (T, B, ...); or a packed batch.
+        lengths: Steps of each sequence; all T by default. Not with a packed batch.
+        batch_first: Which of the two.
+
+    Raises:
+        StrettoError: If lengths do not fit.
+    """
+    if isinstance(x, PackedSequence):
+        if lengths is not None:
+            raise StrettoError(
+                "lengths were given with a PackedSequence, which has its own", fix="Give one of the two, not both."
+            )
+        return _packed(x)
+    num_rows, num_steps = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+    if lengths is None:
+        layout = Layout.even(num_steps=num_steps, num_rows=num_rows)
+        steps_first = x.transpose(0, 1) if batch_first else x
+        return Rows(steps_first.reshape(num_steps * num_rows, *x.shape[2:]), layout, None, num_steps, batch_first)
+    lengths_B = _checked(lengths, num_rows, num_steps)
+    if num_rows and bool((lengths_B == num_steps).all()):
+        return as_rows(x, None, batch_first=batch_first)
+    falling = bool((lengths_B[1:] <= lengths_B[:-1]).all())
+    order_B = None if falling else torch.from_numpy(np.argsort(-lengths_B, kind="stable"))
+    layout = Layout(lengths_B if order_B is None else np.ascontiguousarray(lengths_B[order_B.numpy()]))
+    places = places_P(layout, order_B, num_steps=num_steps, batch_first=batch_first).to(x.device)
+    flat = x.reshape(num_rows * num_steps, *x.shape[2:])
+    return Rows(flat.index_select(0, places), layout, order_B, num_steps, batch_first)
+
+
+def _packed(x: PackedSequence) -> Rows:
+    sizes_T = x.batch_sizes.numpy().astype(np.int64)
+    lengths_B = np.searchsorted(-sizes_T, -np.arange(int(sizes_T[0])), side="left").astype(np.int64)
+    return Rows(x.data, Layout(lengths_B), x.sorted_indices, len(sizes_T), batch_first=False, packed=x)
+
+
+def _checked(lengths: Any, num_rows: int, num_steps: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    given = lengths.detach().cpu().numpy() if isinstance(lengths, torch.Tensor) else np.asarray(lengths)
+    if given.shape != (num_rows,):
+        raise StrettoError(
+            f"lengths have the shape {tuple(given.shape)} and the batch has {num_rows} sequences",
+            fix=f"Give one length for each sequence, a shape of ({num_rows},).",
+        )
+    if not np.issubdtype(given.dtype, np.integer) and given.size:
+        raise StrettoError(f"lengths are of {given.dtype}", fix="Give whole numbers.")
+    if given.size and (given.min() < 0 or given.max() > num_steps):
+        worst = int(given.min() if given.min() < 0 else given.max())
+        raise StrettoError(
+            f"a length is {worst} and the batch has {num_steps} steps", fix=f"Give lengths between 0 and {num_steps}."
+        )
+    return given.astype(np.int64)

@@ -1,0 +1,296 @@
+"""A recurrent layer of any cell.
+
+Shape legend: B sequences, T steps, F features of the input, O of the output, P real steps of all sequences.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from stretto.cells.weights import cell_from
+from stretto.errors import StrettoError
+from stretto.graph.structure import flatten, like
+from stretto.kernels.build import Built, KernelChoice, SaveChoice, build
+from stretto.nn.explanation import Explanation
+from stretto.nn.ragged import as_rows
+from stretto.nn.stack import Direction, run_stack
+
+TORCH_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
+
+
+@final
+class RNN(nn.Module):
+    """Runs a cell over sequences; every cell as fast as if a kernel had been written for it.
+
+    One step of the cell is traced when the first batch comes. What does not depend on the state leaves the time loop, what
+    is left is compiled, and weight gradients are computed after the loop; see `explain`. Sequences of unequal length
+    cost their real steps only. Results are those of calling the cell step after step.
+
+    Args:
+        cell: A `stretto.Cell`, one of torch's cells, or a list of cells: one for each layer and direction, in the order of
+            torch's states (layer 0 forwards, layer 0 backwards, layer 1 forwards, ...).
+        num_layers: Layers. Those above the first are made of the same cell, with fresh parameters.
+        bidirectional: Whether each layer also reads backwards, from each sequence's own end.
+        batch_first: Whether batches are (B, T, F), as by default, or (T, B, F).
+        dropout: Share of each layer's outputs, but the last's, that is dropped in training.
+        kernel: "auto" runs generated code where it can be had; "cpp" insists on it; "eager" does without.
+        save: What is stored for the backward pass: "auto" stores what is costly to compute again, "states" the states alone,
+            for long sequences.
+        solver: How to walk through time; "serial" is step after step.
+
+    Example:
+        >>> rnn = stretto.RNN(stretto.cells.GRU(8, 32), num_layers=2)
+        >>> y, state = rnn(torch.randn(4, 100, 8), lengths=[100, 70, 33, 5])
+        >>> y.shape
+        torch.Size([4, 100, 32])
+    """
+
+    def __init__(
+        self,
+        cell: nn.Module | Sequence[nn.Module],
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        *,
+        batch_first: bool = True,
+        dropout: float = 0.0,
+        kernel: KernelChoice = "auto",
+        save: SaveChoice = "auto",
+        solver: str = "serial",
+    ) -> None:
+        super().__init__()
+        _check(num_layers, dropout, kernel, save, solver)
+        self.num_layers = num_layers
+        self.bidirectional = bidirectional
+        self.batch_first = batch_first
+        self.dropout = dropout
+        self.kernel = kernel
+        self.save = save
+        self.solver = solver
+        self.cells = nn.ModuleList(_stacked(cell, num_layers, 2 if bidirectional else 1))
+        self._built: dict[Any, Built] = {}
+
+    def forward(
+        self, x: torch.Tensor | PackedSequence, state: Any = None, lengths: Any = None
+    ) -> tuple[Any, Any]:
+        """Run all sequences.
+
+        Args:
+            x: (B, T, F), or (T, B, F) unless `batch_first`; a single sequence (T, F); or a PackedSequence.
+            state: The state before the first step, as it is returned; by default the cells' own.
+            lengths: Steps of each sequence, in any order; all T by default.
+
+        Returns:
+            Outputs of the same kind as `x`, zero behind each sequence's end, and the state after each sequence's last step.
+            For one layer of one direction that is the cell's state; otherwise a tuple with one for each layer and
+            direction, in the order of torch's.
+        """
+        alone = isinstance(x, torch.Tensor) and self._is_alone(x)
+        if alone:
+            assert isinstance(x, torch.Tensor)
+            x = x.unsqueeze(0 if self.batch_first else 1)
+            state = None if state is None else like(state, [part.unsqueeze(0) for part in flatten(state)])
+        data = x.data if isinstance(x, PackedSequence) else x
+        if not isinstance(data, torch.Tensor) or data.dim() < 2 or (data.dim() < 3 and not isinstance(x, PackedSequence)):
+            shape = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
+            raise StrettoError(f"the input is {shape}", fix="Give (batch, steps, features), or a PackedSequence.")
+        with torch.autocast(data.device.type, enabled=False):
+            rows = as_rows(x, lengths, batch_first=self.batch_first)
+            states = self._states(state, rows.layout.num_rows)
+            layers, features = [], tuple(rows.x_PF.shape[1:])
+            directions = 2 if self.bidirectional else 1
+            for number in range(self.num_layers):
+                layer = []
+                for cell, initial in zip(
+                    self.cells[number * directions :][:directions], states[number * directions :][:directions], strict=True
+                ):
+                    built = self._build(cell, features, rows.x_PF.dtype, initial)
+                    layer.append(Direction(built.program, tensors_of(cell), flatten(rows.sorted(initial))))
+                    out = output_shape(built, cell, features, initial)
+                layers.append(layer)
+                features = (*out[:-1], out[-1] * directions)
+            result = run_stack(layers, rows.layout, rows.x_PF, dropout=self.dropout if self.training else 0.0)
+            y = rows.output(result.y_PF)
+            after = [
+                rows.restored(like(initial, final_state)) for initial, final_state in zip(states, result.states, strict=True)
+            ]
+        if alone:
+            assert isinstance(y, torch.Tensor)
+            y = y.squeeze(0 if self.batch_first else 1)
+            after = [like(part, [tensor.squeeze(0) for tensor in flatten(part)]) for part in after]
+        return y, after[0] if len(after) == 1 else tuple(after)
+
+    def explain(self, input_size: int | None = None) -> Explanation:
+        """What is computed where, and what a step costs; the first cell's, for layers are alike.
+
+        Args:
+            input_size: Features of a step; by default what the cell was made with, or what the last batch had.
+
+        Raises:
+            StrettoError: If the input size is not known.
+        """
+        cell = self.cells[0]
+        known = input_size or getattr(cell, "input_size", None) or self._last_features
+        if known is None:
+            raise StrettoError(
+                f"the input size of {type(cell).__name__} is not known", fix="Give it: explain(input_size=...)."
+            )
+        features = known if isinstance(known, tuple) else (int(known),)
+        tensors = tensors_of(cell)
+        dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.get_default_dtype())
+        initial = _initial(cell, 1)
+        return Explanation.of(self._build(cell, features, dtype, initial), type(cell).__name__)
+
+    _last_features: tuple[int, ...] | None = None
+
+    def _is_alone(self, x: torch.Tensor) -> bool:
+        return x.dim() == 2
+
+    def _build(self, cell: nn.Module, features: tuple[int, ...], dtype: torch.dtype, initial: Any) -> Built:
+        self._last_features = self._last_features or features
+        parts = flatten(initial)
+        shapes = tuple((part.shape[1:], part.dtype, part.device.type) for part in parts)
+        key = (id(cell), features, dtype, shapes, self.kernel, self.save, fingerprint(cell))
+        built = self._built.get(key)
+        if built is None:
+            built = self._built[key] = build(
+                cell, x_shape=features, x_dtype=dtype, state=initial, kernel=self.kernel, save=self.save
+            )
+        return built
+
+    def _states(self, state: Any, num_rows: int) -> list[Any]:
+        made = [_initial(cell, num_rows) for cell in self.cells]
+        if state is None:
+            return made
+        given = [state] if len(made) == 1 else list(state) if isinstance(state, (tuple, list)) else [state]
+        if len(given) != len(made):
+            raise StrettoError(
+                f"the state has {len(given)} parts and there are {len(made)} layers and directions",
+                fix="Give a tuple with one state for each, as it is returned.",
+            )
+        for one, own in zip(given, made, strict=True):
+            have, want = [tuple(t.shape) for t in flatten(one)], [tuple(t.shape) for t in flatten(own)]
+            if have != want:
+                raise StrettoError(
+                    f"the state has the shapes {have} and the cell's own has {want}",
+                    fix="Give a state as it is returned, with a row for each sequence.",
+                )
+        return [like(own, flatten(one)) for one, own in zip(given, made, strict=True)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Compiled code is found again, not stored."""
+        return {**self.__dict__, "_built": {}}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RNN":
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()})
+        return twin
+
+    def extra_repr(self) -> str:
+        """Settings that are not the default."""
+        said = f"num_layers={self.num_layers}" if self.num_layers > 1 else ""
+        for name, usual in (("bidirectional", False), ("batch_first", True), ("dropout", 0.0), ("save", "auto")):
+            value = getattr(self, name)
+            said += "" if value == usual else f"{', ' if said else ''}{name}={value!r}"
+        return said
+
+
+def tensors_of(cell: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name."""
+    return {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
+
+
+def fingerprint(cell: nn.Module) -> tuple[Any, ...]:
+    """Settings that a trace depends on: when one changes, the step is traced anew."""
+    found: list[Any] = []
+    for module in cell.modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, (bool, int, float, str, type(None))):
+                found.append((name, value))
+            elif isinstance(value, torch.Tensor):
+                found.append((name, id(value)))
+            elif isinstance(value, (tuple, list)) and all(isinstance(item, (bool, int, float, str)) for item in value):
+                found.append((name, tuple(value)))
+    return tuple(found)
+
+
+def output_shape(built: Built, cell: nn.Module, features: tuple[int, ...], initial: Any) -> tuple[int, ...]:
+    """Sizes of a row of the output."""
+    if built.plan is not None:
+        return built.plan.graph.y.row_shape
+    from stretto.graph.trace import stepped
+
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        like_part = flatten(initial)
+        x = torch.zeros(2, *features, dtype=like_part[0].dtype if like_part else None)
+        y, _ = stepped(cell, x, like(initial, [part.new_zeros(2, *part.shape[1:]) for part in like_part]))
+    return tuple(y.shape[1:])
+
+
+def _initial(cell: nn.Module, num_rows: int) -> Any:
+    return cell.initial_state(num_rows)  # type: ignore[operator]
+
+
+def _stacked(cell: nn.Module | Sequence[nn.Module], num_layers: int, directions: int) -> list[nn.Module]:
+    wanted = num_layers * directions
+    if isinstance(cell, (list, tuple, nn.ModuleList)):
+        cells = [cell_from(item) if isinstance(item, TORCH_CELLS) else item for item in cell]
+        if len(cells) != wanted:
+            raise StrettoError(
+                f"{len(cells)} cells were given for {num_layers} layers of {directions} directions",
+                fix=f"Give {wanted} cells, or one to be made again.",
+            )
+        return cells
+    if isinstance(cell, TORCH_CELLS):
+        cell = cell_from(cell)
+    if not isinstance(cell, nn.Module) or not hasattr(cell, "initial_state"):
+        raise StrettoError(
+            f"{cell!r} is not a cell", fix="Subclass stretto.Cell: give it initial_state(batch_size) and forward(x_t, state)."
+        )
+    if wanted == 1:
+        return [cell]
+    size = _output_size(cell)
+    first = [cell, *(cell.resized(_input_size(cell)) for _ in range(directions - 1))]  # type: ignore[operator]
+    return first + [cell.resized(size * directions) for _ in range(wanted - directions)]  # type: ignore[operator]
+
+
+def _input_size(cell: nn.Module) -> int:
+    size = getattr(cell, "input_size", None)
+    if size is None:
+        args, kwargs = getattr(cell, "_made_with", ((), {}))
+        size = kwargs.get("input_size", args[0] if args else None)
+    if not isinstance(size, int):
+        raise StrettoError(
+            f"the input size of {type(cell).__name__} is not known, so that no further layers can be made of it",
+            fix="Give the cell an attribute input_size, or give one cell for each layer and direction as a list.",
+        )
+    return size
+
+
+def _output_size(cell: nn.Module) -> int:
+    from stretto.graph.trace import stepped
+
+    tensors = tensors_of(cell)
+    like_part = next((t for t in tensors.values() if t.is_floating_point()), torch.zeros(()))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        x = torch.zeros(2, _input_size(cell), dtype=like_part.dtype, device=like_part.device)
+        y, _ = stepped(cell, x, _initial(cell, 2))
+    return int(y.shape[-1])
+
+
+def _check(num_layers: int, dropout: float, kernel: str, save: str, solver: str) -> None:
+    if not isinstance(num_layers, int) or num_layers < 1:
+        raise StrettoError(f"num_layers is {num_layers!r}", fix="Give a whole number from 1 on.")
+    if not 0 <= dropout <= 1:
+        raise StrettoError(f"dropout is {dropout!r}", fix="Give a share between 0 and 1.")
+    for name, value, choices in (
+        ("kernel", kernel, ("auto", "eager", "cpp")),
+        ("save", save, ("auto", "states")),
+        ("solver", solver, ("serial", "auto")),
+    ):
+        if value not in choices:
+            raise StrettoError(f"{name} is {value!r}", fix=f"Choose one of {', '.join(map(repr, choices))}.")

@@ -1,0 +1,96 @@
+"""Layers of recurrent programs, one on the other and in both directions.
+
+Shape legend: B sequences, P real steps of all sequences, F features.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch.nn import functional
+
+from stretto.kernels.layout import Layout
+from stretto.kernels.plain import PlainProgram
+from stretto.kernels.program import Program, run_together
+
+CHUNKS_OF_A_WAVE = 16
+SHORTEST_CHUNK = 32
+
+
+@final
+@dataclass(slots=True)
+class Direction:
+    """One program of a layer with its parameters and initial states (B, ...)."""
+
+    program: Program | PlainProgram
+    parameters: Mapping[str, torch.Tensor]
+    states: Sequence[torch.Tensor]
+
+
+@final
+@dataclass(slots=True)
+class StackResult:
+    """Outputs of the last layer (P, ...), and the final states of each layer and direction (B, ...)."""
+
+    y_PF: torch.Tensor
+    states: list[list[torch.Tensor]]
+
+
+def run_stack(
+    layers: Sequence[Sequence[Direction]], layout: Layout, x_PF: torch.Tensor, *, dropout: float = 0.0
+) -> StackResult:
+    """Run layers of one direction, or of two of which the second reads backwards.
+
+    Few rows do not keep all threads busy: then the two directions run at once, and layers of one direction as a wave, in
+    which a layer works on one stretch of time while the layer above works on the one before.
+    """
+    if _makes_a_wave(layers, layout):
+        return _wave([layer[0] for layer in layers], layout, x_PF, dropout=dropout)
+    finals: list[list[torch.Tensor]] = []
+    for number, layer in enumerate(layers):
+        if number and dropout:
+            x_PF = functional.dropout(x_PF, dropout)
+        walks = []
+        for reverse, direction in enumerate(layer):
+            rows_PF = reversed_rows(layout, x_PF) if reverse else x_PF
+            walks.append(direction.program.parts(layout, rows_PF, direction.states, direction.parameters))
+        results = run_together(walks)
+        finals += [states for _, states in results]
+        outputs = [reversed_rows(layout, y) if reverse else y for reverse, (y, _) in enumerate(results)]
+        x_PF = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+    return StackResult(x_PF, finals)
+
+
+def reversed_rows(layout: Layout, x_PF: torch.Tensor) -> torch.Tensor:
+    """Each sequence back to front."""
+    if layout.is_even:
+        steps = x_PF.reshape(layout.num_steps, layout.num_rows, *x_PF.shape[1:])
+        return steps.flip(0).reshape(x_PF.shape)
+    return x_PF.index_select(0, layout.reversed_P.to(x_PF.device))
+
+
+def _makes_a_wave(layers: Sequence[Sequence[Direction]], layout: Layout) -> bool:
+    if len(layers) < 2 or any(len(layer) > 1 or isinstance(layer[0].program, PlainProgram) for layer in layers):
+        return False
+    few = layout.num_going < torch.get_num_threads()
+    return few and layout.num_steps >= 2 * SHORTEST_CHUNK
+
+
+def _wave(stack: Sequence[Direction], layout: Layout, x_PF: torch.Tensor, *, dropout: float) -> StackResult:
+    count = min(CHUNKS_OF_A_WAVE, layout.num_steps // SHORTEST_CHUNK)
+    bounds = [layout.num_steps * index // count for index in range(count + 1)]
+    chunks = [layout.chunk(first, last) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+    rows = [int(layout.starts_T[bound]) for bound in bounds]
+    inputs = [x_PF[first:last] for first, last in zip(rows[:-1], rows[1:], strict=True)]
+    states = [list(direction.states) for direction in stack]
+    for wave in range(count + len(stack) - 1):
+        working = [(layer, wave - layer) for layer in range(len(stack)) if 0 <= wave - layer < count]
+        walks = []
+        for layer, index in working:
+            below = functional.dropout(inputs[index], dropout) if layer and dropout else inputs[index]
+            walks.append(stack[layer].program.parts(chunks[index], below, states[layer], stack[layer].parameters))
+        for (layer, index), (y, after) in zip(working, run_together(walks), strict=True):
+            inputs[index] = y
+            states[layer] = after
+    return StackResult(torch.cat(inputs), states)
