@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from stretto.errors import StrettoError as StrettoError
     from stretto.graph.network import Graph as Graph
     from stretto.job import train as train
+    from stretto.nn.accelerate import accelerate as accelerate
     from stretto.nn.rnn import RNN as RNN
 
 HOMES: Final = {
@@ -19,12 +20,13 @@ HOMES: Final = {
     "Graph": "stretto.graph.network",
     "RNN": "stretto.nn.rnn",
     "StrettoError": "stretto.errors",
+    "accelerate": "stretto.nn.accelerate",
     "collate": "stretto.batching.collate",
     "optimal_edges": "stretto.batching.edges",
     "train": "stretto.job",
 }
 
-__all__ = ["RNN", "BucketSampler", "Cell", "Graph", "StrettoError", "cells", "collate", "optimal_edges", "train"]
+__all__ = ["RNN", "BucketSampler", "Cell", "Graph", "StrettoError", "accelerate", "cells", "collate", "optimal_edges", "train"]
 
 
 def __getattr__(name: str) -> Any:

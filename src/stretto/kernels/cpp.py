@@ -183,7 +183,8 @@ class CppKernel(AbstractKernel):
 
     def _arriving(self, tensor: torch.Tensor | None, node: Node) -> torch.Tensor:
         if tensor is None:
-            return torch.zeros(node.row_size, dtype=self.dtype)
+            # One row for all: the distance between rows is zero.
+            return torch.zeros(1, node.row_size, dtype=self.dtype).expand(2, -1)
         return self._rows(tensor)
 
 
@@ -213,12 +214,7 @@ class _Run:
         slots = function.slots
         count = len(slots) - len(vectors)
         pointed = [tensors[slot.role][slot.index] for slot in slots[:count]] + vectors
-        flat = {"d_after", "d_emit"}
-        strides = [
-            0 if slot.role in flat and len(tensor) == tensor.numel() and tensor.dim() == 1 and layout.total != len(tensor)
-            else (tensor[0].numel() if slot.role in flat and len(tensor) else 0)
-            for slot, tensor in zip(slots[:count], pointed, strict=False)
-        ]
+        strides = [tensor.stride(0) if tensor.dim() else 0 for tensor in pointed]
         self.pointers = np.array([tensor.data_ptr() for tensor in pointed] or [0], dtype=np.int64)
         self.strides = np.array([*strides, 0], dtype=np.int64)
         self.weights = np.array([tensor.data_ptr() for tensor in matrices] or [0], dtype=np.int64)

@@ -123,6 +123,11 @@ class RNN(nn.Module):
             after = [like(part, [tensor.squeeze(0) for tensor in flatten(part)]) for part in after]
         return y, after[0] if len(after) == 1 else tuple(after)
 
+    def initial_state(self, batch_size: int) -> Any:
+        """The state that `forward` starts from when none is given."""
+        made = [_initial(cell, batch_size) for cell in self.cells]
+        return made[0] if len(made) == 1 else tuple(made)
+
     def explain(self, input_size: int | None = None) -> Explanation:
         """What is computed where, and what a step costs; the first cell's, for layers are alike.
 

@@ -1,0 +1,178 @@
+"""What a recurrent layer means: the cell called in a Python loop, one sequence at a time, and how to compare with it.
+
+Shape legend: B sequences, T steps, F features of the input, O of the output.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+import stretto
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""Largest error of a tensor, as a share of its largest magnitude."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What a layer is given.
+
+    Attributes:
+        x_BTF: The input.
+        lengths: Steps of each sequence; None for all T.
+        state: The state before the first step, as the layer takes it; None for the cells' own.
+    """
+
+    x_BTF: torch.Tensor
+    lengths: list[int] | None = None
+    state: Any = None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of it: every output, final state and gradient by name. A gradient is None where nothing depends on it."""
+
+    values: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+
+
+def tensors_in(state: Any) -> list[torch.Tensor]:
+    """The tensors of nested tuples, in order."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    return [tensor for part in state for tensor in tensors_in(part)]
+
+
+def row_of(state: Any, row: int) -> Any:
+    """The state of one sequence, still as a batch."""
+    if isinstance(state, torch.Tensor):
+        return state[row : row + 1]
+    return tuple(row_of(part, row) for part in state)
+
+
+def step(cell: nn.Module, x_BF: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+    """One step of a cell of Stretto or of torch."""
+    if isinstance(cell, nn.LSTMCell):
+        h_BH, c_BH = cell(x_BF, state)
+        return h_BH, (h_BH, c_BH)
+    if isinstance(cell, (nn.RNNCell, nn.GRUCell)):
+        h_BH = cell(x_BF, state)
+        return h_BH, h_BH
+    y_BO, after = cell(x_BF, state)
+    return y_BO, after
+
+
+def by_hand(
+    cells: Sequence[nn.Module], x_BTF: torch.Tensor, *, lengths: Sequence[int] | None, state: Any, num_directions: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Outputs, zero behind each end, and the tensors of all final states, by the definition."""
+    num_rows, num_steps = x_BTF.shape[:2]
+    states = [cell.initial_state(num_rows) for cell in cells]  # type: ignore[operator]
+    if state is not None:
+        states = [state] if len(cells) == 1 else list(state)
+    outputs, finals = [], []
+    for row in range(num_rows):
+        length = num_steps if lengths is None else lengths[row]
+        inputs = list(x_BTF[row : row + 1, :length].unbind(1))
+        ends = []
+        for first in range(0, len(cells), num_directions):
+            both = []
+            for backwards in range(num_directions):
+                now, made = row_of(states[first + backwards], row), []
+                for x_BF in reversed(inputs) if backwards else inputs:
+                    y_BO, now = step(cells[first + backwards], x_BF, now)
+                    made.append(y_BO)
+                both.append(made[::-1] if backwards else made)
+                ends += tensors_in(now)
+            inputs = [torch.cat(parts, dim=-1) for parts in zip(*both, strict=True)]
+        outputs.append(inputs)
+        finals.append(ends)
+    width = _width(cells, x_BTF, num_directions)
+    nothing_O = x_BTF.new_zeros(1, width)
+    padded = [torch.cat([*made, *[nothing_O] * (num_steps - len(made))]) for made in outputs]
+    return torch.stack(padded), [torch.cat(parts) for parts in zip(*finals, strict=True)]
+
+
+def _width(cells: Sequence[nn.Module], x_BTF: torch.Tensor, num_directions: int) -> int:
+    features = x_BTF.shape[-1]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for cell in cells[::num_directions]:
+            y_BO, _ = step(cell, x_BTF.new_zeros(2, features), cell.initial_state(2))  # type: ignore[operator]
+            features = y_BO.shape[-1] * num_directions
+    return features
+
+
+def expected(rnn: stretto.RNN, batch: Batch, *, seed: int = 0) -> Result:
+    """The definition's result, computed in double precision."""
+    wide = copy.deepcopy(rnn.cells).double()
+    leaf = Batch(x_BTF=_leaf(batch.x_BTF).double(), lengths=batch.lengths, state=_leaves(batch.state, torch.float64))
+    torch.manual_seed(seed)
+    y_BTO, finals = by_hand(
+        list(wide),
+        leaf.x_BTF,
+        lengths=leaf.lengths,
+        state=leaf.state,
+        num_directions=2 if rnn.bidirectional else 1,
+    )
+    return _result(y_BTO, finals, leaf, wide)
+
+
+def found(rnn: stretto.RNN, batch: Batch, *, seed: int = 0) -> Result:
+    """What the layer makes of it."""
+    leaf = Batch(x_BTF=_leaf(batch.x_BTF), lengths=batch.lengths, state=_leaves(batch.state, batch.x_BTF.dtype))
+    torch.manual_seed(seed)
+    y_BTO, after = rnn(leaf.x_BTF, leaf.state, lengths=leaf.lengths)
+    return _result(y_BTO, tensors_in(after), leaf, rnn.cells)
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_()
+
+
+def _leaves(state: Any, dtype: torch.dtype) -> Any:
+    if state is None:
+        return None
+    if isinstance(state, torch.Tensor):
+        return _leaf(state.to(dtype)) if state.is_floating_point() else state
+    return tuple(_leaves(part, dtype) for part in state)
+
+
+def _result(y_BTO: torch.Tensor, finals: list[torch.Tensor], batch: Batch, cells: nn.Module) -> Result:
+    values = {"y": y_BTO, **{f"final {index}": tensor for index, tensor in enumerate(finals)}}
+    inputs = {"x": batch.x_BTF}
+    if batch.state is not None:
+        inputs |= {f"state {i}": part for i, part in enumerate(tensors_in(batch.state)) if part.requires_grad}
+    inputs |= {name: parameter for name, parameter in cells.named_parameters() if parameter.requires_grad}
+    # One seed for all: every result is looked at through the same random functional.
+    generator = torch.Generator().manual_seed(1)
+    total = torch.zeros((), dtype=torch.float64)
+    for tensor in values.values():
+        weight = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        if tensor.requires_grad:
+            total = total + (tensor * weight.to(tensor.dtype)).sum()
+    gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)
+    if total.requires_grad:
+        gradients = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)
+    return Result(
+        values={name: tensor.detach() for name, tensor in values.items()},
+        gradients=dict(zip(inputs, gradients, strict=True)),
+    )
+
+
+def error_of(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    """Largest difference, as a share of the largest magnitude of `other`; a missing gradient is zero."""
+    if one is None and other is None:
+        return 0.0
+    one = torch.zeros_like(other) if one is None else one  # type: ignore[arg-type]
+    other = torch.zeros_like(one) if other is None else other
+    assert one.shape == other.shape
+    if one.numel() == 0:
+        return 0.0
+    difference = (one.double() - other.double()).abs().max().item()
+    return difference if difference == 0 else difference / max(other.abs().max().item(), 1e-300)
