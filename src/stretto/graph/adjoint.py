@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import networkx
+import networkx as nx
 import torch
 
 from stretto.graph.analyse import Loop
@@ -141,7 +141,8 @@ def _record(
             )
             by_input = {id(tensor): gradient for tensor, gradient in zip(wanted, gradients, strict=True)}
             found["gradients"] = [
-                None if by_input.get(id(tensor)) is None else recorder.look_up(by_input[id(tensor)]) for tensor in inputs
+                None if by_input.get(id(tensor)) is None else recorder.look_up(by_input[id(tensor)])
+                for tensor in inputs
             ]
         return found
 
@@ -203,7 +204,9 @@ def _take_apart(
         state_gradients=state_gradients,
         emit_gradients=emit_gradients,
         forward=[node for node in nodes if node.op is not None and node not in late and node in early],
-        backward=[node for node in nodes if node.op is not None and (node in again or (node in in_loop and node in late))],
+        backward=[
+            node for node in nodes if node.op is not None and (node in again or (node in in_loop and node in late))
+        ],
         deferred=[node for node in nodes if node.op is not None and (node in folded or node in deferred)],
         saved=saved,
         handed=[node for node in nodes if node in handed],
@@ -250,13 +253,15 @@ def _choose_saved(
     if save == "states" or not wanted:
         return []
     forward = [node for node in nodes if node not in late and node.op is not None]
-    network = networkx.DiGraph()
+    network = nx.DiGraph()
     network.add_nodes_from(["costly", "backward"])
     for node in forward:
         if node in free:
             continue
         size = node.row_size if node.dtype is not None and node.has_rows else None
-        network.add_edge((node, "in"), (node, "out"), **({} if size is None else {"capacity": size + 0.01 * is_view(node)}))
+        network.add_edge(
+            (node, "in"), (node, "out"), **({} if size is None else {"capacity": size + 0.01 * is_view(node)})
+        )
         if node.label in EXPENSIVE:
             network.add_edge("costly", (node, "in"))
         if node in wanted:
@@ -264,8 +269,8 @@ def _choose_saved(
         for item in node.inputs:
             if item not in free and item.op is not None and node.label not in EXPENSIVE:
                 network.add_edge((item, "out"), (node, "in"))
-    if not networkx.has_path(network, "costly", "backward"):
+    if not nx.has_path(network, "costly", "backward"):
         return []
-    _, (near, _) = networkx.minimum_cut(network, "costly", "backward")
+    _, (near, _) = nx.minimum_cut(network, "costly", "backward")
     cut = {node for node in forward if (node, "in") in near and (node, "out") not in near and node not in free}
     return [node for node in forward if node in cut]

@@ -1,14 +1,14 @@
 """Which nodes of a step are truly recurrent, and where all others go.
 
 The graph of a step gets an edge from each next state to the state it becomes. A strongly connected component of that
-graph is a loop through time (Hwang & Sung 2015); everything else can be computed for all steps at once, before the loops
-it feeds or after the loops it reads. A node's level is the number of loops one behind the other that lead up to it.
+graph is a loop through time (Hwang & Sung 2015); all else can be computed for all steps at once, before the loops it
+feeds or after the loops it reads. A node's level is the number of loops one behind the other that lead up to it.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 
-import networkx
+import networkx as nx
 
 from stretto.graph.node import Node
 from stretto.graph.operators import depends_on_chance, is_pointwise, is_view, why_not_rowwise
@@ -56,8 +56,8 @@ class Plan:
     Attributes:
         graph: The step, after rewriting.
         place: Where each operator goes.
-        maps: Operators outside of loops by level, in order. A part of the state in between stands for the value that the
-            next state had one step earlier.
+        maps: Operators outside of loops by level, in order. A part of the state in between stands for the value that
+            the next state had one step earlier.
         loops: Loops by level; those of one level do not depend on each other.
         kept: Parts of the state that never change.
         rewrites: What was rewritten, in words.
@@ -84,7 +84,7 @@ def analyse(graph: StepGraph) -> Plan:
     """Rewrite `graph` so that most can leave the loop, and say where everything goes.
 
     Raises:
-        Untraceable: If something outside the loops mixes the rows of the batch, so that steps cannot be laid out as rows.
+        Untraceable: If something outside the loops mixes the rows of the batch, so that steps are not rows.
     """
     rewrites = []
     if count := split_products_of_concatenations(graph):
@@ -118,7 +118,9 @@ def analyse(graph: StepGraph) -> Plan:
     absorbed = {node for loop in loops for node in loop.nodes}
     maps: list[list[Node]] = [[] for _ in range(depth + 1)]
     for node in order:
-        outside = place.get(node) in {Place.HOISTED, Place.SUNK} and not (place[node] is Place.SUNK and node in absorbed)
+        outside = place.get(node) in {Place.HOISTED, Place.SUNK} and not (
+            place[node] is Place.SUNK and node in absorbed
+        )
         if outside:
             if reason := why_not_rowwise(node):
                 raise Untraceable(reason)
@@ -131,13 +133,13 @@ def analyse(graph: StepGraph) -> Plan:
 def _cycles(graph: StepGraph) -> tuple[set[int], list[set[Node]]]:
     """Parts of the state that never change, and the loops through time."""
     kept = {index for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True)) if old is new}
-    network = networkx.DiGraph()
+    network = nx.DiGraph()
     network.add_nodes_from(graph.nodes)
     network.add_edges_from((item, node) for node in graph.nodes for item in node.inputs)
     for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True)):
         if index not in kept:
             network.add_edge(new, old)
-    cycles = [set(part) for part in networkx.strongly_connected_components(network) if len(part) > 1]
+    cycles = [set(part) for part in nx.strongly_connected_components(network) if len(part) > 1]
     return kept, cycles
 
 
@@ -146,7 +148,7 @@ def _levels(graph: StepGraph, kept: set[int], cycles: list[set[Node]]) -> dict[N
     component = {node: index for index, cycle in enumerate(cycles) for node in cycle}
     for index, node in enumerate(node for node in graph.nodes if node not in component):
         component[node] = len(cycles) + index
-    network = networkx.DiGraph()
+    network = nx.DiGraph()
     network.add_nodes_from(component.values())
     for node in graph.nodes:
         network.add_edges_from((component[item], component[node]) for item in node.inputs)
@@ -155,7 +157,7 @@ def _levels(graph: StepGraph, kept: set[int], cycles: list[set[Node]]) -> dict[N
             network.add_edge(component[new], component[old])
     network.remove_edges_from([(index, index) for index in component.values()])
     found: dict[int, int] = {}
-    for index in networkx.topological_sort(network):
+    for index in nx.topological_sort(network):
         before = max((found[item] for item in network.predecessors(index)), default=0)
         found[index] = before + (index < len(cycles))
     return {node: found[component[node]] for node in graph.nodes}
@@ -225,7 +227,9 @@ def _loop(
     return Loop(
         states=states,
         nodes=nodes,
-        steps=[n for n in read if place.get(n) is not Place.ONCE and n not in kept_nodes and (n.has_rows or n is graph.x)],
+        steps=[
+            n for n in read if place.get(n) is not Place.ONCE and n not in kept_nodes and (n.has_rows or n is graph.x)
+        ],
         once=[node for node in read if not node.has_rows and node is not graph.x],
         kept=[kept_nodes[node] for node in read if node in kept_nodes],
         emits=emits,

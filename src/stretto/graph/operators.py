@@ -23,7 +23,16 @@ EXPENSIVE: Final = frozenset(
 _DIMENSION_ARGUMENT: Final = {"slice": 1, "select": 1, "cat": 1, "split": 2, "split_with_sizes": 2, "unbind": 1}
 _DIMENSION_ARGUMENT |= {"_softmax": 1, "_log_softmax": 1, "gather": 1, "index_select": 1, "cumsum": 1, "unsqueeze": 1}
 _DIMENSION_ARGUMENT |= {"slice_backward": 2, "select_backward": 2, "_softmax_backward_data": 2}
-_DIMENSION_ARGUMENT |= {"_log_softmax_backward_data": 2, "sum": 1, "mean": 1, "amax": 1, "amin": 1, "var": 1, "logsumexp": 1, "squeeze": 1}
+_DIMENSION_ARGUMENT |= {
+    "_log_softmax_backward_data": 2,
+    "sum": 1,
+    "mean": 1,
+    "amax": 1,
+    "amin": 1,
+    "var": 1,
+    "logsumexp": 1,
+    "squeeze": 1,
+}
 _ANY_RANK: Final = {"view", "_unsafe_view", "expand", "alias", "detach", "clone", "_to_copy"}
 
 

@@ -25,7 +25,9 @@ class Untraceable(Exception):  # noqa: N818 - not an error: the step is then run
     """The function cannot be described as a fixed graph of operators; the message says why."""
 
 
-def draw(shape: Sequence[int], method: str, arguments: tuple[Any, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+def draw(
+    shape: Sequence[int], method: str, arguments: tuple[Any, ...], dtype: torch.dtype, device: Any
+) -> torch.Tensor:
     """Random numbers that depend on nothing but their shape, so that all steps can be drawn at once."""
     return getattr(torch.empty(tuple(shape), dtype=dtype, device=device), method)(*arguments)  # type: ignore[no-any-return]
 
@@ -103,7 +105,7 @@ class _Recorder(TorchDispatchMode):
             self.rebind(func, args[0], self.drawn(args[0], base, noted_args[1:], noted_kwargs))
         elif func._schema.is_mutable:
             self.rebind(func, args[0], Node(self.name(base), _functional(func), noted_args, noted_kwargs))
-        elif (node := self.shape_only(base, result, noted_args, noted_kwargs)) is not None:
+        elif (node := self.shape_only(base, result, noted_args)) is not None:
             self.bind(result, node)
         elif isinstance(result, torch.Tensor):
             if id(result) not in self.recording.of_tensor:
@@ -111,7 +113,18 @@ class _Recorder(TorchDispatchMode):
                 self.bind(result, node)
         else:
             self.bind_several(func, base, result, noted_args, noted_kwargs)
+        if not torch.is_grad_enabled():
+            self.block(result)
         return result
+
+    def block(self, result: Any) -> None:
+        """No gradient passes what the cell computes without: its values are cut off from where they come from."""
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                source = self.recording.of_tensor[id(tensor)]
+                cut = Node(self.name("detach"), torch.ops.aten.detach.default, (source,), {}, source.shape, source.dtype)
+                self.recording.of_tensor[id(tensor)] = cut
+                self.recording.nodes.append(cut)
 
     def bind_several(self, func: Any, base: str, result: Any, args: Any, kwargs: Any) -> None:
         node = Node(self.name(base), func, args, kwargs)
@@ -127,12 +140,19 @@ class _Recorder(TorchDispatchMode):
             self.name(method.rstrip("_")), draw, (list(tensor.shape), method, arguments, tensor.dtype, tensor.device)
         )
 
-    def shape_only(self, base: str, result: Any, args: Any, kwargs: Any) -> Node | None:
+    def shape_only(self, base: str, result: Any, args: Any) -> Node | None:
         """Operators that take a tensor for its shape alone do not depend on it."""
         if not isinstance(result, torch.Tensor):
             return None
         shape, dtype = tuple(result.shape), result.dtype
-        values = {"zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0, "empty_like": 0.0, "zeros": 0.0}
+        values = {
+            "zeros_like": 0.0,
+            "ones_like": 1.0,
+            "new_zeros": 0.0,
+            "new_ones": 1.0,
+            "empty_like": 0.0,
+            "zeros": 0.0,
+        }
         value = values.get(base)
         if base == "scalar_tensor":
             value = args[0]
@@ -167,11 +187,31 @@ def _functional(func: Any) -> Any:
     return getattr(packet, overload)
 
 
+def refuse_own_gradients(recorder: "_Recorder", results: Sequence[torch.Tensor]) -> None:
+    """Make sure that the gradient of what was recorded is that of its operators.
+
+    Raises:
+        Untraceable: If a function with a gradient of its own, or a hook, has a say in it.
+    """
+    seen: set[Any] = set()
+    waiting = [tensor.grad_fn for tensor in results]
+    while waiting:
+        step = waiting.pop()
+        if step is None or step in seen:
+            continue
+        seen.add(step)
+        if isinstance(step, torch.autograd.function.BackwardCFunction):
+            raise Untraceable(f"the step uses {step.name().removesuffix('Backward')}, which has a gradient of its own")
+        waiting.extend(item for item, _ in step.next_functions)
+    if any(tensor._backward_hooks for tensor in recorder.alive if id(tensor) not in recorder.given):
+        raise Untraceable("the step hooks into its gradient")
+
+
 def record(run: "Callable[[_Recorder], Any]") -> tuple[Recording, Any]:
     """Record one run; random numbers it draws do not disturb the caller's.
 
-    `run` names its inputs with `recorder.enter(tensor, name)`, does its work inside `with recorder:`, and returns what it
-    likes.
+    `run` names its inputs with `recorder.enter(tensor, name)`, does its work inside `with recorder:`, and returns what
+    it likes.
     """
     recorder = _Recorder()
     with torch.random.fork_rng(devices=[]):

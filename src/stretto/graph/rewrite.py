@@ -100,7 +100,11 @@ def merge_products(graph: StepGraph, loop: set[Node]) -> int:
         weights = [product.args[-1] for product in products]
         width = sum(product.row_size for product in products)
         together = Node(
-            f"{first.name}_weights", aten.cat.default, (weights, 1), shape=(weights[0].shape[0], width), dtype=first.dtype
+            f"{first.name}_weights",
+            aten.cat.default,
+            (weights, 1),
+            shape=(weights[0].shape[0], width),
+            dtype=first.dtype,
         )
         product = Node(
             f"{first.name}_all", aten.mm.default, (side, together), shape=(first.shape[0], width), dtype=first.dtype
@@ -144,5 +148,3 @@ def drop_unused(graph: StepGraph) -> None:
     """Leave out what neither the output nor the next state needs."""
     kept = needed_for([graph.y, *graph.next_states]) | {graph.x, *graph.states, *graph.parameters.values()}
     graph.nodes = [node for node in graph.nodes if node in kept]
-
-

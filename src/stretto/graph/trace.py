@@ -9,7 +9,7 @@ from torch import nn
 
 from stretto.errors import StrettoError
 from stretto.graph.node import Node
-from stretto.graph.recorder import TWO_SIZES, Recording, merged, record
+from stretto.graph.recorder import TWO_SIZES, Recording, Untraceable, merged, record, refuse_own_gradients
 from stretto.graph.structure import flatten, like
 
 
@@ -56,20 +56,22 @@ def trace(cell: nn.Module, *, x_shape: tuple[int, ...], x_dtype: torch.dtype, st
     for rows in TWO_SIZES:
 
         def run(recorder: Any, rows: int = rows) -> dict[str, Any]:
-            x = torch.zeros(rows, *x_shape, dtype=x_dtype, device=device)
-            parts = [torch.zeros(rows, *shape, dtype=dtype, device=device) for shape, dtype in row_shapes]
+            x = _example((rows, *x_shape), x_dtype, device)
+            parts = [_example((rows, *shape), dtype, device) for shape, dtype in row_shapes]
             found: dict[str, Any] = {"x": recorder.enter(x, "x")}
             found["states"] = [recorder.enter(part, f"state{index}") for index, part in enumerate(parts)]
             found["parameters"] = {
                 name: recorder.enter(tensor, name.replace(".", "_")) for name, tensor in tensors.items()
             }
-            with torch.no_grad(), recorder:
-                y, after = stepped(cell, x, like(state, parts))
+            with recorder:
+                y, after = _tried(cell, x, like(state, parts))
             _check_step(cell, y, after, parts)
+            refuse_own_gradients(recorder, [y, *flatten(after)])
             found["y"], found["next"] = recorder.look_up(y), [recorder.look_up(part) for part in flatten(after)]
             return found
 
-        recordings.append(record(run))
+        with torch.enable_grad():
+            recordings.append(record(run))
     (first, found), (second, _) = recordings
     nodes = merged(first, second)
     return StepGraph(
@@ -81,6 +83,21 @@ def trace(cell: nn.Module, *, x_shape: tuple[int, ...], x_dtype: torch.dtype, st
         parameters=found["parameters"],
         constants=first.constants,
     )
+
+
+def _example(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor that gradients flow through, like those that will be there."""
+    made = torch.zeros(shape, dtype=dtype, device=device)
+    return made.requires_grad_().clone() if dtype.is_floating_point else made
+
+
+def _tried(cell: nn.Module, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+    try:
+        return stepped(cell, x, state)
+    except (Untraceable, StrettoError):
+        raise
+    except Exception as error:  # noqa: BLE001 - if it is the cell's own, it comes again when the cell is run as it is
+        raise Untraceable(f"the step failed when it was traced: {type(error).__name__}: {error}") from error
 
 
 def stepped(cell: nn.Module, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
@@ -110,5 +127,6 @@ def _check_step(cell: nn.Module, y: torch.Tensor, after: Any, before: list[torch
         )
     if y.dim() == 0 or (before and len(y) != len(before[0])):
         raise StrettoError(
-            f"{name}.forward returned an output of shape {tuple(y.shape)}", fix="Return one output row for each row of x_t."
+            f"{name}.forward returned an output of shape {tuple(y.shape)}",
+            fix="Return one output row for each row of x_t.",
         )

@@ -84,9 +84,7 @@ def build(
         return Built(PlainProgram(cell, state), "plain", str(reason), None, seconds, 0.0)
     middle = time.perf_counter()
     kernels, used, why = _kernels(bodies, kernel, cell, device or _device_of(cell, state))
-    return Built(
-        Program(plan, kernels), used, why, plan, middle - start, time.perf_counter() - middle
-    )
+    return Built(Program(plan, kernels), used, why, plan, middle - start, time.perf_counter() - middle)
 
 
 def _device_of(cell: nn.Module, state: Any) -> torch.device:

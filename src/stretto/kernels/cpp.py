@@ -154,7 +154,7 @@ class CppKernel(AbstractKernel):
         self, layout: Layout, inputs: Inputs, arriving: Cotangents
     ) -> tuple[Gradients, dict[str, list[torch.Tensor]]]:
         """Room for gradients, and the same by role."""
-        body, total, rows = self.body, layout.total, layout.num_rows
+        body, total = self.body, layout.total
         carried = []
         for state, last in zip(inputs.states, arriving.finals, strict=True):
             # Two, for a step reads one and writes the other; a sequence joins in at its last step with either.

@@ -30,9 +30,7 @@ class EagerKernel(AbstractKernel):
             run(body.forward, values, count)
             for node, rows in history.items():
                 rows.append(values[node])
-            states = [
-                _onto(values[node], state) for node, state in zip(body.next_states, states, strict=True)
-            ]
+            states = [_onto(values[node], state) for node, state in zip(body.next_states, states, strict=True)]
         count = len(body.next_states)
         made = [_stacked(history[node], node, inputs) for node in wanted]
         return Outputs(
@@ -53,9 +51,7 @@ class EagerKernel(AbstractKernel):
         ports = {kind: body.ports_of(kind) for kind in Kind}
         wanted = [*(port.gradient for port in ports[Kind.STEP] if port.gradient is not None), *body.handed]
         history: dict[Node, list[torch.Tensor]] = {node: [] for node in wanted}
-        before = [
-            layout.shifted(after, state) for after, state in zip(outputs.after, inputs.states, strict=True)
-        ]
+        before = [layout.shifted(after, state) for after, state in zip(outputs.after, inputs.states, strict=True)]
         for step in reversed(range(layout.num_steps)):
             start, count = int(layout.starts_T[step]), int(layout.rows_T[step])
             here = slice(start, start + count)

@@ -250,7 +250,7 @@ class LoopWriter:
 
     def _place(self, place: Affine, outer: list[tuple[int, list[int]]], inner: list[int]) -> str:
         """An address without the innermost dimension, or with it where it moves by single elements."""
-        terms = [str(place.constant)] if place.constant or True else []
+        terms = [str(place.constant)]
         for _, dims in outer:
             factor = place.factors[dims[-1]]
             if factor:

@@ -144,7 +144,7 @@ def composed(outer: tuple[Affine, ...], inner: tuple[Affine, ...], rank: int) ->
 def reshaped_index(
     base: tuple[int, ...], dims: tuple[int, ...], index: tuple[Affine, ...], rank: int
 ) -> tuple[Affine, ...] | None:
-    """An index under sizes `dims` as one under sizes `base`; None where dimensions were merged, which takes division."""
+    """An index under sizes `dims` as one under sizes `base`; None where dimensions were merged."""
     found: list[Affine] = []
     still = Affine(0, (0,) * rank)
     position = 0

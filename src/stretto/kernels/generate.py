@@ -285,7 +285,9 @@ def _function(
             index = buffer.name.removeprefix("final")
             after = f"call.buffers[{names[f'after{index}']}] + (call.starts[steps - 1] + b) * {buffer.size}"
             source = f"steps ? {after} : initial{index} + b * {buffer.size}"
-            finals.append(f"__builtin_memcpy({buffer.name} + b * {buffer.size}, {source}, {buffer.size} * sizeof(real));")
+            finals.append(
+                f"__builtin_memcpy({buffer.name} + b * {buffer.size}, {source}, {buffer.size} * sizeof(real));"
+            )
     walk = "int64_t t = call.num_steps - 1; t >= 0; t--" if backward else "int64_t t = 0; t < call.num_steps; t++"
     rest = "continue" if backward else "break"
     lines = [
@@ -333,11 +335,13 @@ def _function(
 
 def source_of(functions: list[Generated], dtype: torch.dtype) -> str:
     """A whole C++ file."""
-    folder = Path(__file__).parent / "cpp"
+    folder = Path(__file__).parent / "headers"
     parts = [f"#define REAL {REALS[dtype]}"]
     for header in HEADERS:
         text = (folder / header).read_text(encoding="utf-8")
-        parts.append("\n".join(line for line in text.splitlines() if not line.startswith(("#pragma once", '#include "'))))
+        parts.append(
+            "\n".join(line for line in text.splitlines() if not line.startswith(("#pragma once", '#include "')))
+        )
     for function in functions:
         parts.append("\n".join(function.lines))
     return "\n".join(parts) + "\n"

@@ -25,7 +25,7 @@ class Inputs:
 
 @dataclass(slots=True)
 class Outputs:
-    """What a loop makes: states after each step and emitted values (P, ...), final states (B, ...), stored values (P, ...)."""
+    """What a loop makes: states after each step, emitted and stored values (P, ...), final states (B, ...)."""
 
     after: list[torch.Tensor]
     emits: list[torch.Tensor]
@@ -35,7 +35,7 @@ class Outputs:
 
 @dataclass(slots=True)
 class Gradients:
-    """What a backward loop makes: gradients of the inputs, but for weights, and what those are computed from (P, ...)."""
+    """What a backward loop makes: gradients of the inputs but weights, and what those are computed from (P, ...)."""
 
     states: list[torch.Tensor]
     steps: list[torch.Tensor | None]

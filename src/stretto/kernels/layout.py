@@ -104,7 +104,7 @@ class Layout:
         return int(self.rows_T[0]) if self.num_steps else 0
 
     def shifted(self, after: torch.Tensor, initial: torch.Tensor) -> torch.Tensor:
-        """What each row's sequence had one step earlier: `initial` (B, ...) at step 0, then rows of `after` (P, ...)."""
+        """What each row's sequence had one step earlier: `initial` (B, ...) at step 0, then rows of `after`."""
         first = initial[: self.num_going]
         if self.num_steps <= 1:
             return first

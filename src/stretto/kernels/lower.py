@@ -193,7 +193,8 @@ class Lowering:
             base = Reshape(dims, base)
         shift = len(target) - len(dims)
         index = tuple(
-            Affine(0, tuple(int(i == d + shift and size != 1) for i in range(len(target)))) for d, size in enumerate(dims)
+            Affine(0, tuple(int(i == d + shift and size != 1) for i in range(len(target))))
+            for d, size in enumerate(dims)
         )
         return View(target, base, index)
 

@@ -125,7 +125,6 @@ def _comparison(sign: str) -> Rule:
     return _simple(f"flag({{0}} {sign} {{1}})")
 
 
-
 POINTWISE: Final[dict[str, Rule]] = {
     "add": _with_settings(_scaled("+"), 2),
     "sub": _with_settings(_scaled("-"), 2),

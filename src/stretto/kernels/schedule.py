@@ -227,7 +227,9 @@ class Scheduler:
             for load in self._reads(item):
                 makers = placed.get(load.buffer, [])
                 same = [
-                    (maker, at) for maker, at in makers if maker.kind == "store" and _same_place(maker, item, load.address)
+                    (maker, at)
+                    for maker, at in makers
+                    if maker.kind == "store" and _same_place(maker, item, load.address)
                 ]
                 if same and item.kind == "store":
                     earliest = max(earliest, same[0][1])

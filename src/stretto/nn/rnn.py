@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from stretto.cells.weights import cell_from
 from stretto.errors import StrettoError
 from stretto.graph.structure import flatten, like
+from stretto.graph.trace import stepped
 from stretto.kernels.build import Built, KernelChoice, SaveChoice, build
 from stretto.nn.explanation import Explanation
 from stretto.nn.ragged import as_rows
@@ -73,9 +74,7 @@ class RNN(nn.Module):
         self.cells = nn.ModuleList(_stacked(cell, num_layers, 2 if bidirectional else 1))
         self._built: dict[Any, Built] = {}
 
-    def forward(
-        self, x: torch.Tensor | PackedSequence, state: Any = None, lengths: Any = None
-    ) -> tuple[Any, Any]:
+    def forward(self, x: torch.Tensor | PackedSequence, state: Any = None, lengths: Any = None) -> tuple[Any, Any]:
         """Run all sequences.
 
         Args:
@@ -94,7 +93,11 @@ class RNN(nn.Module):
             x = x.unsqueeze(0 if self.batch_first else 1)
             state = None if state is None else like(state, [part.unsqueeze(0) for part in flatten(state)])
         data = x.data if isinstance(x, PackedSequence) else x
-        if not isinstance(data, torch.Tensor) or data.dim() < 2 or (data.dim() < 3 and not isinstance(x, PackedSequence)):
+        if (
+            not isinstance(data, torch.Tensor)
+            or data.dim() < 2
+            or (data.dim() < 3 and not isinstance(x, PackedSequence))
+        ):
             shape = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
             raise StrettoError(f"the input is {shape}", fix="Give (batch, steps, features), or a PackedSequence.")
         with torch.autocast(data.device.type, enabled=False):
@@ -105,17 +108,21 @@ class RNN(nn.Module):
             for number in range(self.num_layers):
                 layer = []
                 for cell, initial in zip(
-                    self.cells[number * directions :][:directions], states[number * directions :][:directions], strict=True
+                    self.cells[number * directions :][:directions],
+                    states[number * directions :][:directions],
+                    strict=True,
                 ):
                     built = self._build(cell, features, rows.x_PF.dtype, initial)
                     layer.append(Direction(built.program, tensors_of(cell), flatten(rows.sorted(initial))))
-                    out = output_shape(built, cell, features, initial)
                 layers.append(layer)
-                features = (*out[:-1], out[-1] * directions)
+                if number + 1 < self.num_layers:
+                    out = output_shape(built, cell, features, initial)
+                    features = (*out[:-1], out[-1] * directions)
             result = run_stack(layers, rows.layout, rows.x_PF, dropout=self.dropout if self.training else 0.0)
             y = rows.output(result.y_PF)
             after = [
-                rows.restored(like(initial, final_state)) for initial, final_state in zip(states, result.states, strict=True)
+                rows.restored(like(initial, final_state))
+                for initial, final_state in zip(states, result.states, strict=True)
             ]
         if alone:
             assert isinstance(y, torch.Tensor)
@@ -227,9 +234,7 @@ def output_shape(built: Built, cell: nn.Module, features: tuple[int, ...], initi
     """Sizes of a row of the output."""
     if built.plan is not None:
         return built.plan.graph.y.row_shape
-    from stretto.graph.trace import stepped
-
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         like_part = flatten(initial)
         x = torch.zeros(2, *features, dtype=like_part[0].dtype if like_part else None)
         y, _ = stepped(cell, x, like(initial, [part.new_zeros(2, *part.shape[1:]) for part in like_part]))
@@ -254,7 +259,8 @@ def _stacked(cell: nn.Module | Sequence[nn.Module], num_layers: int, directions:
         cell = cell_from(cell)
     if not isinstance(cell, nn.Module) or not hasattr(cell, "initial_state"):
         raise StrettoError(
-            f"{cell!r} is not a cell", fix="Subclass stretto.Cell: give it initial_state(batch_size) and forward(x_t, state)."
+            f"{cell!r} is not a cell",
+            fix="Subclass stretto.Cell: give it initial_state(batch_size) and forward(x_t, state).",
         )
     if wanted == 1:
         return [cell]
@@ -277,8 +283,6 @@ def _input_size(cell: nn.Module) -> int:
 
 
 def _output_size(cell: nn.Module) -> int:
-    from stretto.graph.trace import stepped
-
     tensors = tensors_of(cell)
     like_part = next((t for t in tensors.values() if t.is_floating_point()), torch.zeros(()))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -7,8 +7,7 @@
 #include <omp.h>
 #endif
 #if defined(__x86_64__)
-#include <immintrin.h>
-#define PAUSE() _mm_pause()
+#define PAUSE() __builtin_ia32_pause()
 #elif defined(__aarch64__)
 #define PAUSE() asm volatile("yield")
 #else

@@ -1,0 +1,107 @@
+"""The picture of the backward pass: the loops in reverse, and the gradients that wait until a loop has ended."""
+
+from stretto.graph.adjoint import Body, Kind
+from stretto.graph.analyse import Plan
+from stretto.graph.draw_panel import Band, Delayed, Panel, is_drawn, shown, sources
+from stretto.graph.node import Node
+
+
+def backward_panel(plan: Plan, bodies: list[Body]) -> Panel:
+    """Boxes and arrows of the backward pass of each loop, the last loop first.
+
+    Values of the forward pass are named in the boxes that read them.
+    """
+    panel = Panel("Backward")
+    for index in reversed(range(len(bodies))):
+        _Backward(plan, bodies[index], panel, which=f" {index + 1}" if len(bodies) > 1 else "").add()
+    return panel
+
+
+class _Backward:
+    """Adds the bands of one loop."""
+
+    def __init__(self, plan: Plan, body: Body, panel: Panel, *, which: str) -> None:
+        self.body, self.panel, self.which = body, panel, which
+        self.in_loop: dict[Node, int] = {}
+        self.once = {port.node for port in body.ports_of(Kind.ONCE)}
+        self.names = {port.node: _origin(plan, port.source) for port in body.ports}
+        for node in body.backward:
+            # A weight looked at differently is made before the loop.
+            if not node.has_rows and node.inputs and all(item in self.once for item in node.inputs):
+                self.once.add(node)
+                self.names[node] = ", ".join(self.names[item] for item in node.inputs)
+        steps = zip(body.next_states, body.ports_of(Kind.STATE), strict=True)
+        self.names.update((new, f"{port.source.name} after") for new, port in steps if new not in self.names)
+
+    def add(self) -> None:
+        """Add everything."""
+        states = self.body.ports_of(Kind.STATE)
+        gradients = [shown(port.gradient) for port in self.body.ports if port.gradient is not None]
+        if not gradients:
+            return
+        band = self._band(f"Backward loop{self.which}", "step after step, from the last to the first", "backward")
+        pills = [
+            self._pill(node, f"d {port.source.name}", band, "from the step behind")
+            for node, port in zip(self.body.state_gradients, states, strict=True)
+        ]
+        for node in self.body.emit_gradients:
+            self._pill(node, node.name.replace("d_", "d ", 1), band, "arrives")
+        loop = [node for node in self.body.backward if is_drawn(node) and node not in self.once]
+        self._operators(loop, self.in_loop, band)
+        for port, pill in zip(states, pills, strict=True):
+            source = None if port.gradient is None else self.in_loop.get(shown(port.gradient))
+            if source is not None and source != pill:
+                self.panel.delayed.append(Delayed(source=source, target=pill))
+        self._results({Kind.STEP: "for all steps", Kind.KEPT: "summed up"}, self.in_loop, band)
+        self._deferred()
+
+    def _deferred(self) -> None:
+        nodes = [node for node in self.body.deferred if is_drawn(node)]
+        sums = [port.gradient for port in self.body.ports_of(Kind.ONCE) if port.gradient is not None]
+        if not nodes and not sums:
+            return
+        band = self._band(f"Deferred{self.which}", "for all steps at once, after the backward loop", "deferred")
+        after: dict[Node, int] = {}
+        self._operators(nodes, after, band)
+        self._results({Kind.ONCE: "gradient"}, {**self.in_loop, **after}, band)
+
+    def _band(self, title: str, note: str, place: str) -> int:
+        self.panel.bands.append(Band(title=title, note=note, place=place))
+        return len(self.panel.bands) - 1
+
+    def _pill(self, node: Node, title: str, band: int, note: str) -> int:
+        self.in_loop[node] = self.panel.value(title, node, band=band, note=note)
+        return self.in_loop[node]
+
+    def _operators(self, nodes: list[Node], boxes: dict[Node, int], band: int) -> None:
+        here = set(nodes)
+        for node in nodes:
+            read = sources(node)
+            known = {item: boxes[item] if item in here else self.in_loop[item] for item in read if item in boxes or
+                     (item in self.in_loop and item not in here)}
+            reads = [self._name(item) for item in read if item not in known]
+            boxes[node] = self.panel.operator(node, reads=reads, band=band)
+            self.panel.edges += [(source, boxes[node]) for source in known.values()]
+
+    def _results(self, notes: dict[Kind, str], boxes: dict[Node, int], band: int) -> None:
+        for port in self.body.ports:
+            source = None if port.gradient is None else boxes.get(shown(port.gradient))
+            if port.kind in notes and source is not None:
+                pill = self.panel.value(f"d {self.names[port.node]}", port.node, band=band, note=notes[port.kind])
+                self.panel.edges.append((source, pill))
+
+    def _name(self, node: Node) -> str:
+        return self.names.get(node, node.name.strip("_"))
+
+
+def _origin(plan: Plan, source: Node) -> str:
+    """The parameters behind a value that is computed once; the value's own name otherwise."""
+    if source.has_rows or source.op is None:
+        return source.name
+    behind, waiting = [], [source]
+    while waiting:
+        node = waiting.pop(0)
+        if node.op is None:
+            behind.append(node.name)
+        waiting.extend(node.inputs)
+    return ", ".join(dict.fromkeys(behind)) or source.name

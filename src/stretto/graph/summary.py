@@ -1,0 +1,177 @@
+"""What is computed where, and what a step costs: a plan and its loops in numbers."""
+
+from dataclasses import dataclass
+from typing import Final, final
+
+import torch
+
+from stretto.graph.adjoint import Body, Kind
+from stretto.graph.analyse import Loop, Place, Plan
+from stretto.graph.node import Node, Rows
+from stretto.graph.operators import is_view
+
+PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+"""Operators that multiply matrices."""
+
+SAME_VALUE: Final = frozenset({"alias", "detach"})
+"""Operators that give back what they get: bookkeeping that nobody needs to see."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One operator, as a person reads it.
+
+    Attributes:
+        name: Its plain name, such as "sigmoid".
+        shape: Sizes of its result within a row, or as a whole where it has no rows.
+        is_view: Whether it only looks at another one's data, which costs nothing.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    is_view: bool
+
+    @classmethod
+    def of(cls, node: Node) -> "Operator":
+        """The operator of a node; one of several results is told as the operator that made them."""
+        label = node.args[0].label if node.label == "getitem" else node.label
+        name = label.strip("_").removeprefix("native_")
+        return cls(name="transpose" if name == "t" else name, shape=node.row_shape, is_view=is_view(node))
+
+    def __str__(self) -> str:
+        return f"{self.name} {sizes(self.shape)}"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """A product of matrices: row vectors of size K times a matrix of K x N.
+
+    Attributes:
+        K: Rows of the matrix; of the result, for a gradient that sums over all steps.
+        N: Columns of the matrix.
+        vectors: How many vectors of one row of the batch it multiplies.
+    """
+
+    K: int
+    N: int
+    vectors: int
+
+    @classmethod
+    def of(cls, node: Node) -> "Product":
+        """The sizes of a product."""
+        left, right = node.args[-2:]
+        inner = left.shape[-2] if isinstance(right.shape[-2], Rows) else right.shape[-2]
+        columns = right.shape[-1]
+        vectors = node.row_size // columns if node.has_rows and columns else 1
+        return cls(K=inner, N=columns, vectors=vectors)
+
+    def __str__(self) -> str:
+        return sizes((self.K, self.N)) + (f" ({self.vectors} vectors a row)" if self.vectors > 1 else "")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSummary:
+    """What one loop does in a step.
+
+    Attributes:
+        level: How many loops come before it, itself included.
+        states: Names and sizes of the parts of the state that it carries.
+        forward: Its products, forward.
+        backward: Its products, backward.
+        deferred: Products that its weights' gradients need, once after the backward loop.
+        forward_operators: Operators of a step that compute something, other than products.
+        backward_operators: The same of a backward step.
+        saved: Values that are stored for the backward pass, besides the states.
+        saved_bytes: Their bytes, a row and step.
+    """
+
+    level: int
+    states: dict[str, tuple[int, ...]]
+    forward: tuple[Product, ...]
+    backward: tuple[Product, ...]
+    deferred: tuple[Product, ...]
+    forward_operators: int
+    backward_operators: int
+    saved: tuple[Operator, ...]
+    saved_bytes: int
+
+    @classmethod
+    def of(cls, loop: Loop, body: Body) -> "LoopSummary":
+        """Count one loop."""
+        states = [port.source for port in body.ports_of(Kind.STATE)]
+        return cls(
+            level=loop.level,
+            states={state.name: state.row_shape for state in states},
+            forward=products_of(body.forward),
+            backward=products_of(body.backward),
+            deferred=products_of(body.deferred),
+            forward_operators=_passes(body.forward),
+            backward_operators=_passes(body.backward),
+            saved=tuple(Operator.of(node) for node in body.saved),
+            saved_bytes=sum(node.row_size * _bytes(node.dtype) for node in body.saved),
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A plan in numbers.
+
+    Attributes:
+        operators: What is computed at each place: once, hoisted, loop, sunk, and deferred for the backward pass.
+        loops: The loops, in the order in which they run.
+        hoisted: Products computed for all steps at once, before a loop.
+        sunk: Products computed for all steps at once, after the loops.
+    """
+
+    operators: dict[str, tuple[Operator, ...]]
+    loops: tuple[LoopSummary, ...]
+    hoisted: tuple[Product, ...]
+    sunk: tuple[Product, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, bodies: list[Body]) -> "Summary":
+        """Count a plan whose loops have the given bodies, in order."""
+        place = places(plan)
+        nodes = {where: [node for node in plan.graph.nodes if place.get(node) is where] for where in Place}
+        operators = {where.value: _operators(found) for where, found in nodes.items()}
+        operators["deferred"] = _operators([node for body in bodies for node in body.deferred])
+        return cls(
+            operators=operators,
+            loops=tuple(LoopSummary.of(loop, body) for loop, body in zip(plan.all_loops, bodies, strict=True)),
+            hoisted=products_of(nodes[Place.HOISTED]),
+            sunk=products_of(nodes[Place.SUNK]),
+        )
+
+
+def places(plan: Plan) -> dict[Node, Place]:
+    """Where each operator is computed in the end: a loop takes in work that would cost more outside of it."""
+    taken = {node for loop in plan.all_loops for node in loop.nodes}
+    return {
+        node: Place.LOOP if node in taken and place is Place.SUNK else place for node, place in plan.place.items()
+    }
+
+
+def sizes(shape: tuple[int, ...]) -> str:
+    """A shape as a person writes it."""
+    return " × ".join(map(str, shape)) or "1"  # noqa: RUF001 - a multiplication sign is meant
+
+
+def products_of(nodes: list[Node]) -> tuple[Product, ...]:
+    """The products among some nodes."""
+    return tuple(Product.of(node) for node in nodes if node.label in PRODUCTS)
+
+
+def _operators(nodes: list[Node]) -> tuple[Operator, ...]:
+    return tuple(Operator.of(node) for node in nodes if node.dtype is not None and node.label not in SAME_VALUE)
+
+
+def _passes(nodes: list[Node]) -> int:
+    return sum(node.dtype is not None and not is_view(node) and node.label not in PRODUCTS for node in nodes)
+
+
+def _bytes(dtype: torch.dtype | None) -> int:
+    return 0 if dtype is None else dtype.itemsize

@@ -1,0 +1,1 @@
+"""Loops made runnable: the eager reference, generated C++, and what shares them out."""

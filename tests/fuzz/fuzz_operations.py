@@ -1,0 +1,239 @@
+"""The operators that random cells are made of: how each runs, in plain PyTorch.
+
+Operators with a bounded domain are written so that every real number is in it. All but those in `EXOTIC` are operators
+that generated code is expected for.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+LEAVES: Final = ("parameter", "frozen", "buffer", "constant")
+"""Tensors the cell owns: settings are their sizes, values are drawn when the cell is made."""
+
+UNARY: Final[dict[str, Callable[..., Any]]] = {
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "atan": torch.atan,
+    "erf": torch.erf,
+    "square": lambda a: 0.3 * a**2,
+    "cube": lambda a: 0.1 * a**3,
+    "gaussian": lambda a: torch.exp(-(a * a)),
+    "expm1": lambda a: torch.expm1(a.clamp(max=1.0)),
+    "log": lambda a: torch.log(a.abs() + 0.5),
+    "log1p": lambda a: torch.log1p(a * a),
+    "sqrt": lambda a: torch.sqrt(a * a + 0.5),
+    "rsqrt": lambda a: torch.rsqrt(a * a + 0.5),
+    "reciprocal": lambda a: torch.reciprocal(a * a + 1.0),
+    "power": lambda a: torch.pow(a.abs() + 0.5, 1.5),
+    "softplus": functional.softplus,
+    "softplus_steep": lambda a: functional.softplus(a, beta=3.0, threshold=2.0),
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda a: functional.gelu(a, approximate="tanh"),
+    "elu": lambda a: functional.elu(a, alpha=0.7),
+    "leaky_relu": lambda a: functional.leaky_relu(a, 0.2),
+    "hardtanh": lambda a: functional.hardtanh(a, -0.4, 0.6),
+    "sign": lambda a: a * torch.sign(a + 0.3),
+    "detach": lambda a: a.detach(),
+    "data": lambda a: a.data,
+    "clone": lambda a: a.clone(),
+    "contiguous": lambda a: a.contiguous(),
+    "ones_like": lambda a: a * 0.5 + 0.1 * torch.ones_like(a),
+}
+
+EXOTIC_UNARY: Final[dict[str, Callable[..., Any]]] = {
+    "selu": functional.selu,
+    "celu": lambda a: functional.celu(a, 0.8),
+    "mish": functional.mish,
+    "relu6": lambda a: functional.relu6(a + 3.0),
+    "hardsigmoid": functional.hardsigmoid,
+    "hardswish": functional.hardswish,
+    "softsign": functional.softsign,
+    "logsigmoid": functional.logsigmoid,
+    "tanhshrink": functional.tanhshrink,
+    "hardshrink": functional.hardshrink,
+    "softshrink": lambda a: functional.softshrink(a, 0.2),
+    "threshold": lambda a: functional.threshold(a, 0.1, 0.05),
+    "sinh": lambda a: torch.sinh(a.clamp(-1, 1)),
+    "asinh": torch.asinh,
+    "exp2": lambda a: torch.exp2(-a.abs()),
+    "log2": lambda a: torch.log2(a.abs() + 0.5),
+    "floor": lambda a: a + 0.1 * torch.floor(3 * a),
+    "round": lambda a: a + (torch.round(2 * a) - a).detach(),
+    "frac": lambda a: torch.frac(a + 5.0),
+    "nan_to_num": torch.nan_to_num,
+    "in_place": lambda a: (0.5 * a).add_(0.2).mul_(0.9),
+    "in_place_relu": lambda a: functional.relu(a + 0.1, inplace=True),
+    "sum_of_all_features": lambda a: 0.2 * a.flatten(1).sum(1).view(-1, *[1] * (a.dim() - 1)) + 0.5 * a,
+}
+
+BINARY: Final[dict[str, Callable[..., Any]]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": lambda a, b: a / (b * b + 1.0),
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "add_scaled": lambda a, b: torch.add(a, b, alpha=0.5),
+    "gate": lambda a, b: torch.sigmoid(a) * torch.tanh(b),
+    "mix": lambda a, b: 0.8 * a + (1 - 0.8) * b,
+}
+
+EXOTIC_BINARY: Final[dict[str, Callable[..., Any]]] = {
+    "atan2": lambda a, b: torch.atan2(a, b.abs() + 0.5),
+    "hypot": lambda a, b: torch.hypot(a + 2.0, b),
+    "logaddexp": torch.logaddexp,
+    "power_of": lambda a, b: torch.pow(a.abs() + 0.5, torch.tanh(b)),
+    "remainder": lambda a, b: torch.remainder(a + 7.1, b.abs() + 2.0),
+    "fmax": torch.fmax,
+}
+
+WITH_NUMBER: Final[dict[str, Callable[..., Any]]] = {
+    "plus": lambda a, c: a + c,
+    "times": lambda a, c: a * c,
+    "from": lambda a, c: c - a,
+    "over": lambda a, c: a / (1.0 + abs(c)),
+    "under": lambda a, c: c / (a * a + 1.0),
+    "clamp_min": lambda a, c: a.clamp(min=c),
+    "clamp_max": lambda a, c: a.clamp(max=c),
+    "clamp": lambda a, c: a.clamp(c - 0.5, c + 0.4),
+    "at_least": lambda a, c: torch.maximum(a, torch.tensor(c, dtype=a.dtype)),
+}
+
+COMPARISON: Final[dict[str, Callable[..., Any]]] = {
+    "gt": torch.gt,
+    "ge": torch.ge,
+    "lt": torch.lt,
+    "le": torch.le,
+    "ne": torch.ne,
+}
+
+SHAPE: Final[dict[str, Callable[..., Any]]] = {
+    "slice": lambda a, dim, start, size, step: a[(*[slice(None)] * dim, slice(start, start + size * step, step))],
+    "narrow": lambda a, dim, start, size: a.narrow(dim, start, size),
+    "select": lambda a, dim, index: a.select(dim, index),
+    "transpose": lambda a, one, other: a.transpose(one, other),
+    "permute": lambda a, *order: a.permute(*order),
+    "unsqueeze": lambda a, dim: a.unsqueeze(dim),
+    "squeeze": lambda a, dim: a.squeeze(dim),
+    "view": lambda a, *sizes: a.reshape(a.shape[0], *sizes),
+    "flatten": lambda a: a.flatten(1),
+    "expand": lambda a, *sizes: a.expand(a.shape[0], *sizes),
+    "chunk": lambda a, count, dim: a.chunk(count, dim),
+    "split": lambda a, dim, *sizes: a.split(sizes, dim),
+    "unbind": lambda a, dim: a.unbind(dim),
+    "part": lambda parts, index: parts[index],
+    "cat": lambda *parts_and_dim: torch.cat(parts_and_dim[:-1], parts_and_dim[-1]),
+    "stack": lambda *parts_and_dim: torch.stack(parts_and_dim[:-1], parts_and_dim[-1]),
+}
+
+EXOTIC_SHAPE: Final[dict[str, Callable[..., Any]]] = {
+    "repeat": lambda a, count: a.repeat(1, *[1] * (a.dim() - 2), count),
+    "repeat_interleave": lambda a, count: a.repeat_interleave(count, -1),
+    "flip": lambda a: a.flip(-1),
+    "roll": lambda a, count: a.roll(count, -1),
+    "pad": lambda a, left, right: functional.pad(a, (left, right), value=0.3),
+    "index": lambda a, *order: a[..., list(order)],
+    "cumsum": lambda a: 0.3 * a.cumsum(-1),
+}
+
+REDUCTION: Final[dict[str, Callable[..., Any]]] = {
+    "sum": lambda a, dim, keep: a.sum(dim, keepdim=keep) / math.sqrt(a.shape[dim]),
+    "mean": lambda a, dim, keep: a.mean(dim, keepdim=keep),
+    "amax": lambda a, dim, keep: a.amax(dim, keepdim=keep),
+    "amin": lambda a, dim, keep: a.amin(dim, keepdim=keep),
+}
+
+EXOTIC_REDUCTION: Final[dict[str, Callable[..., Any]]] = {
+    "logsumexp": lambda a, dim, keep: a.logsumexp(dim, keepdim=keep),
+    "norm": lambda a, dim, keep: (a + 0.1).norm(dim=dim, keepdim=keep),
+    "var": lambda a, dim, keep: a.var(dim, correction=0, keepdim=keep),
+    "prod": lambda a, dim, keep: torch.tanh(a + 1.0).prod(dim, keepdim=keep),
+    "max": lambda a, dim, keep: a.max(dim, keepdim=keep).values,
+}
+
+OVER: Final[dict[str, Callable[..., Any]]] = {
+    "softmax": lambda a, dim: a.softmax(dim),
+    "log_softmax": lambda a, dim: 0.3 * a.log_softmax(dim),
+    "centred": lambda a, dim: a - a.mean(dim, keepdim=True),
+    "unit": lambda a, dim: a / torch.sqrt((a * a).sum(dim, keepdim=True) + 0.5),
+}
+
+PRODUCT: Final[dict[str, Callable[..., Any]]] = {
+    "linear": lambda a, *weights: functional.linear(a, *weights),
+    "matmul": lambda a, weight: a @ weight,
+    "layer_norm": lambda a, *gains_and_eps: functional.layer_norm(
+        a, a.shape[-1:], *gains_and_eps[:-1], eps=gains_and_eps[-1]
+    ),
+    "bmm": torch.bmm,
+    "attend": lambda keys, query: torch.bmm(keys, query.unsqueeze(-1)).squeeze(-1),
+    "read_out": lambda weights, values: torch.bmm(weights.unsqueeze(1), values).squeeze(1),
+    "outer": lambda a, b: a.unsqueeze(-1) * b.unsqueeze(-2),
+    "dot": lambda a, b: (a * b).sum(-1, keepdim=True),
+}
+
+EXOTIC_PRODUCT: Final[dict[str, Callable[..., Any]]] = {
+    "einsum": lambda keys, query: torch.einsum("bmd,bd->bm", keys, query),
+    "batched": lambda keys, query: (keys @ query.unsqueeze(-1)).squeeze(-1),
+    "rms_norm": lambda a: functional.rms_norm(a, a.shape[-1:], eps=0.1),
+    "glu": lambda a: functional.glu(a, -1),
+    "normalize": lambda a: functional.normalize(a + 0.1, dim=-1),
+}
+
+CHOICE: Final[dict[str, Callable[..., Any]]] = {
+    "where": torch.where,
+    "where_number": lambda flag, a, c: torch.where(flag, a, c),
+    "masked_fill": lambda flag, a, c: a.masked_fill(flag, c),
+    "masked": lambda flag, a: flag * a,
+    "to_real": lambda flag: flag.to(torch.float64),
+    "not": torch.logical_not,
+    "and": torch.logical_and,
+    "or": torch.logical_or,
+    "lerp": torch.lerp,
+    "addcmul": lambda a, b, c: torch.addcmul(a, b, c, value=0.5),
+}
+
+ROWS: Final[dict[str, Callable[..., Any]]] = {
+    "new_full": lambda a, value, *sizes: a.new_full((a.shape[0], *sizes), value),
+    "each_row": lambda a, still, *sizes: still.expand(a.shape[0], *sizes),
+}
+
+EXOTIC: Final = {
+    **EXOTIC_UNARY,
+    **EXOTIC_BINARY,
+    **EXOTIC_SHAPE,
+    **EXOTIC_REDUCTION,
+    **EXOTIC_PRODUCT,
+}
+
+RUN: Final[dict[str, Callable[..., Any]]] = {
+    **UNARY,
+    **BINARY,
+    **WITH_NUMBER,
+    **COMPARISON,
+    **SHAPE,
+    **REDUCTION,
+    **OVER,
+    **PRODUCT,
+    **CHOICE,
+    **ROWS,
+    **EXOTIC,
+}
+"""Every operator by name: called with the tensors it reads, then with its settings."""
+
+
+def leaf(name: str, sizes: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """The tensor of an operator in `LEAVES`: small, and not at a place where anything has a kink."""
+    fan_in = sizes[-1] if len(sizes) > 1 else 1
+    values = torch.randn(sizes, dtype=torch.float64, generator=generator) * (0.7 / math.sqrt(fan_in))
+    return nn.Parameter(values, requires_grad=name == "parameter") if name in {"parameter", "frozen"} else values
