@@ -6,7 +6,7 @@ Register 0 is the input of the step, the next ones are the states; every operato
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, final
 
-Sizes: TypeAlias = "tuple[int, ...]"
+Sizes: TypeAlias = tuple[int, ...]
 Nesting: TypeAlias = Literal["bare", "flat", "nested"]
 Initial: TypeAlias = Literal["zeros", "learnt"]
 

@@ -4,6 +4,7 @@ Shape legend: B sequences, T steps, F features of the input, O of the output.
 """
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -15,6 +16,10 @@ import stretto
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest error of a tensor, as a share of its largest magnitude."""
+ROUNDING = 4.0
+"""How much more than the definition itself a layer may lose to rounding, where that loses more than the tolerance."""
+SMALLEST = 1e-6
+"""Magnitudes below count as this: what cancels to zero has no digits to compare."""
 
 
 @final
@@ -108,39 +113,38 @@ def _width(cells: Sequence[nn.Module], x_BTF: torch.Tensor, num_directions: int)
     return features
 
 
-def expected(rnn: stretto.RNN, batch: Batch, *, seed: int = 0) -> Result:
-    """The definition's result, computed in double precision."""
-    wide = copy.deepcopy(rnn.cells).double()
-    leaf = Batch(x_BTF=_leaf(batch.x_BTF).double(), lengths=batch.lengths, state=_leaves(batch.state, torch.float64))
+def expected(rnn: stretto.RNN, batch: Batch, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Result:
+    """The definition's result, in double precision unless told otherwise."""
+    cells = copy.deepcopy(rnn.cells).to(dtype)
+    given = _leaves_of(batch, dtype)
     torch.manual_seed(seed)
     y_BTO, finals = by_hand(
-        list(wide),
-        leaf.x_BTF,
-        lengths=leaf.lengths,
-        state=leaf.state,
+        list(cells),
+        given.x_BTF,
+        lengths=given.lengths,
+        state=given.state,
         num_directions=2 if rnn.bidirectional else 1,
     )
-    return _result(y_BTO, finals, leaf, wide)
+    return _result(y_BTO, finals, given, cells)
 
 
 def found(rnn: stretto.RNN, batch: Batch, *, seed: int = 0) -> Result:
     """What the layer makes of it."""
-    leaf = Batch(x_BTF=_leaf(batch.x_BTF), lengths=batch.lengths, state=_leaves(batch.state, batch.x_BTF.dtype))
+    given = _leaves_of(batch, batch.x_BTF.dtype)
     torch.manual_seed(seed)
-    y_BTO, after = rnn(leaf.x_BTF, leaf.state, lengths=leaf.lengths)
-    return _result(y_BTO, tensors_in(after), leaf, rnn.cells)
+    y_BTO, after = rnn(given.x_BTF, given.state, lengths=given.lengths)
+    return _result(y_BTO, tensors_in(after), given, rnn.cells)
 
 
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_()
+def _leaves_of(batch: Batch, dtype: torch.dtype) -> Batch:
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(dtype, copy=True).requires_grad_() if tensor.is_floating_point() else tensor
 
+    def leaves(state: Any) -> Any:
+        return leaf(state) if isinstance(state, torch.Tensor) else tuple(leaves(part) for part in state)
 
-def _leaves(state: Any, dtype: torch.dtype) -> Any:
-    if state is None:
-        return None
-    if isinstance(state, torch.Tensor):
-        return _leaf(state.to(dtype)) if state.is_floating_point() else state
-    return tuple(_leaves(part, dtype) for part in state)
+    state = None if batch.state is None else leaves(batch.state)
+    return Batch(x_BTF=leaf(batch.x_BTF), lengths=batch.lengths, state=state)
 
 
 def _result(y_BTO: torch.Tensor, finals: list[torch.Tensor], batch: Batch, cells: nn.Module) -> Result:
@@ -167,12 +171,52 @@ def _result(y_BTO: torch.Tensor, finals: list[torch.Tensor], batch: Batch, cells
 
 def error_of(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
     """Largest difference, as a share of the largest magnitude of `other`; a missing gradient is zero."""
-    if one is None and other is None:
-        return 0.0
-    one = torch.zeros_like(other) if one is None else one  # type: ignore[arg-type]
-    other = torch.zeros_like(one) if other is None else other
+    if one is None or other is None:
+        present = one if other is None else other
+        return 0.0 if present is None or not present.any() else math.inf
     assert one.shape == other.shape
-    if one.numel() == 0:
+    if one.numel() == 0 or torch.equal(one.double(), other.double()):
         return 0.0
     difference = (one.double() - other.double()).abs().max().item()
-    return difference if difference == 0 else difference / max(other.abs().max().item(), 1e-300)
+    error = difference / max(other.double().abs().max().item(), SMALLEST)
+    return math.inf if math.isnan(error) else error
+
+
+def errors_of(one: Result, other: Result) -> dict[str, float]:
+    """The error of each tensor."""
+    assert one.values.keys() == other.values.keys()
+    assert one.gradients.keys() == other.gradients.keys()
+    errors = {name: error_of(value, other.values[name]) for name, value in one.values.items()}
+    return errors | {f"d {name}": error_of(value, other.gradients[name]) for name, value in one.gradients.items()}
+
+
+def assert_parity(
+    rnn: stretto.RNN, batch: Batch, *, kernels: Sequence[str] = ("cpp", "eager"), seed: int = 0
+) -> dict[str, Result]:
+    """Check a layer against the definition with each kernel, and return what each made.
+
+    In single precision long chains of layer norms lose digits by themselves: a layer may be as far from the truth as
+    the definition, run in single precision, is, times `ROUNDING`.
+    """
+    truth, results = expected(rnn, batch, seed=seed), {}
+    for kernel in kernels:
+        rnn.kernel = kernel  # type: ignore[assignment]
+        results[kernel] = found(rnn, batch, seed=seed)
+        errors, dtype = errors_of(results[kernel], truth), batch.x_BTF.dtype
+        allowed = TOLERANCE[dtype]
+        if dtype == torch.float32 and max(errors.values()) > allowed:
+            rounded = errors_of(expected(rnn, batch, seed=seed, dtype=dtype), truth)
+            allowed = max(allowed, ROUNDING * max(rounded.values()))
+        wrong = {name: f"{error:.1e}" for name, error in errors.items() if error > allowed}
+        assert not wrong, f"{kernel} is beyond {allowed:.1e}: {wrong}"
+    return results
+
+
+def assert_same_bits(one: Result, other: Result) -> None:
+    """Check that two runs made the very same numbers."""
+    for name, value in one.values.items():
+        assert torch.equal(value, other.values[name]), name
+    for name, gradient in one.gradients.items():
+        twin = other.gradients[name]
+        assert (gradient is None) == (twin is None), name
+        assert gradient is None or twin is None or torch.equal(gradient, twin), f"d {name}"

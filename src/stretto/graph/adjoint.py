@@ -73,13 +73,12 @@ class Body:
         return [port for port in self.ports if port.kind is kind]
 
 
-def derive(graph: StepGraph, loop: Loop, *, save: str) -> Body:
+def derive(graph: StepGraph, loop: Loop) -> Body:
     """The body of a loop with its backward step.
 
     Args:
         graph: The step the loop belongs to.
         loop: The loop.
-        save: "auto" stores what is costly to compute again; "states" stores the states alone.
 
     Raises:
         Untraceable: If the body cannot be differentiated as a fixed graph.
@@ -104,7 +103,6 @@ def derive(graph: StepGraph, loop: Loop, *, save: str) -> Body:
         emits=found["outputs"][count:],
         state_gradients=found["cotangents"][:count],
         emit_gradients=found["cotangents"][count:],
-        save=save,
     )
 
 
@@ -173,7 +171,6 @@ def _take_apart(
     emits: list[Node],
     state_gradients: list[Node],
     emit_gradients: list[Node],
-    save: str,
 ) -> Body:
     late = set(state_gradients + emit_gradients)
     for node in nodes:
@@ -191,7 +188,7 @@ def _take_apart(
     for node in deferred:
         if reason := _why_not_a_sum(node):
             raise Untraceable(reason)
-    saved = _choose_saved(nodes, ports, next_states, emits, late, in_loop, deferred, save=save)
+    saved = _choose_saved(nodes, ports, next_states, emits, late, in_loop, deferred)
     available = {port.node for port in ports} | set(saved) | set(next_states) | set(emits)
     again = _recomputed(in_loop, late, available)
     handed = {item for node in deferred for item in node.inputs if item in in_loop and item in late}
@@ -240,8 +237,6 @@ def _choose_saved(
     late: set[Node],
     in_loop: set[Node],
     deferred: set[Node],
-    *,
-    save: str,
 ) -> list[Node]:
     """The smallest set of forward values from which the backward pass can get all it needs without costly work.
 
@@ -250,7 +245,7 @@ def _choose_saved(
     free = {port.node for port in ports} | set(next_states) | set(emits)
     wanted = {item for node in nodes if node in late and (node in in_loop or node in deferred) for item in node.inputs}
     wanted = {node for node in wanted if node not in late and node not in free and node.dtype is not None}
-    if save == "states" or not wanted:
+    if not wanted:
         return []
     forward = [node for node in nodes if node not in late and node.op is not None]
     network = nx.DiGraph()

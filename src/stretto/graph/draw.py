@@ -1,8 +1,21 @@
 """The graph of a step as a picture."""
 
-from typing import Any
+from stretto.graph.adjoint import Body
+from stretto.graph.analyse import Plan
+from stretto.graph.draw_backward import backward_panel
+from stretto.graph.draw_forward import forward_panel
+from stretto.graph.draw_layout import lay_out
+from stretto.graph.draw_svg import document
 
 
-def draw(explanation: Any) -> str:
-    """SVG."""
-    return str(explanation)
+def draw(plan: Plan, bodies: list[Body], *, title: str, subtitle: str = "") -> str:
+    """The step of a plan as SVG: what is computed where, forward and backward.
+
+    Args:
+        plan: A step, taken apart.
+        bodies: Its loops with their backward steps, in order.
+        title: Stands above the picture.
+        subtitle: Stands under the title.
+    """
+    panels = [forward_panel(plan), backward_panel(plan, bodies)]
+    return document([(panel, lay_out(panel)) for panel in panels if panel.boxes], title=title, subtitle=subtitle)

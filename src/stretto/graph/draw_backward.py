@@ -4,6 +4,7 @@ from stretto.graph.adjoint import Body, Kind
 from stretto.graph.analyse import Plan
 from stretto.graph.draw_panel import Band, Delayed, Panel, is_drawn, shown, sources
 from stretto.graph.node import Node
+from stretto.graph.summary import Operator
 
 
 def backward_panel(plan: Plan, bodies: list[Body]) -> Panel:
@@ -24,14 +25,15 @@ class _Backward:
         self.body, self.panel, self.which = body, panel, which
         self.in_loop: dict[Node, int] = {}
         self.once = {port.node for port in body.ports_of(Kind.ONCE)}
-        self.names = {port.node: _origin(plan, port.source) for port in body.ports}
+        self.names = {port.node: _origin(port.source) for port in body.ports}
         for node in body.backward:
             # A weight looked at differently is made before the loop.
             if not node.has_rows and node.inputs and all(item in self.once for item in node.inputs):
                 self.once.add(node)
                 self.names[node] = ", ".join(self.names[item] for item in node.inputs)
         steps = zip(body.next_states, body.ports_of(Kind.STATE), strict=True)
-        self.names.update((new, f"{port.source.name} after") for new, port in steps if new not in self.names)
+        self.names.update((new, f"new {port.source.name}") for new, port in steps if new not in self.names)
+        self.names.update((node, f"stored {Operator.of(node).name}") for node in body.saved)
 
     def add(self) -> None:
         """Add everything."""
@@ -41,7 +43,7 @@ class _Backward:
             return
         band = self._band(f"Backward loop{self.which}", "step after step, from the last to the first", "backward")
         pills = [
-            self._pill(node, f"d {port.source.name}", band, "from the step behind")
+            self._pill(node, f"d {port.source.name}", band, "from the step after")
             for node, port in zip(self.body.state_gradients, states, strict=True)
         ]
         for node in self.body.emit_gradients:
@@ -77,8 +79,11 @@ class _Backward:
         here = set(nodes)
         for node in nodes:
             read = sources(node)
-            known = {item: boxes[item] if item in here else self.in_loop[item] for item in read if item in boxes or
-                     (item in self.in_loop and item not in here)}
+            known = {
+                item: boxes[item] if item in here else self.in_loop[item]
+                for item in read
+                if item in boxes or (item in self.in_loop and item not in here)
+            }
             reads = [self._name(item) for item in read if item not in known]
             boxes[node] = self.panel.operator(node, reads=reads, band=band)
             self.panel.edges += [(source, boxes[node]) for source in known.values()]
@@ -91,13 +96,15 @@ class _Backward:
                 self.panel.edges.append((source, pill))
 
     def _name(self, node: Node) -> str:
-        return self.names.get(node, node.name.strip("_"))
+        return self.names.get(node, Operator.of(node).name)
 
 
-def _origin(plan: Plan, source: Node) -> str:
-    """The parameters behind a value that is computed once; the value's own name otherwise."""
-    if source.has_rows or source.op is None:
+def _origin(source: Node) -> str:
+    """The parameters behind a value that is computed once; the operator of any other value, or the input's name."""
+    if source.op is None:
         return source.name
+    if source.has_rows:
+        return Operator.of(source).name
     behind, waiting = [], [source]
     while waiting:
         node = waiting.pop(0)

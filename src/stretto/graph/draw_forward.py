@@ -79,7 +79,8 @@ def _band(plan: Plan, key: Key, *, working: set[Key]) -> Band:
     if behind:
         if key not in working:
             return Band(title="Input", note="of all steps", place="input")
-        return Band(title="Hoisted", note="for all steps at once, before the loop that waits for it", place="hoisted")
+        before = ", before the loop that waits for it" if plan.all_loops else "; nothing is recurrent"
+        return Band(title="Hoisted", note=f"for all steps at once{before}", place="hoisted")
     loop = plan.loops[level][position]
     names = ", ".join(plan.graph.states[index].name for index in loop.states)
     which = f"Loop {plan.all_loops.index(loop) + 1}" if len(plan.all_loops) > 1 else "Loop"

@@ -1,28 +1,27 @@
-"""Where everything in a picture goes: rows from top to bottom, few crossings, arrows that run straight where they can.
+"""Where everything in a picture goes: sizes, positions that keep arrows straight, and lanes for arrows between steps."""
 
-A layered drawing after Sugiyama et al. (1981): rows by the longest path within each band, an order within rows by
-barycentres, and positions by least squares under the distances that boxes need. A long arrow takes a place in every row
-that it passes.
-"""
-
+import math
 from dataclasses import dataclass, field
 from typing import Final, final
 
 from stretto.graph.draw_panel import Box, Delayed, Look, Panel
+from stretto.graph.draw_rows import Grid, arrange
 
 TITLE_SIZE: Final = 13.0
 LINE_SIZE: Final = 11.0
-BOX_GAP: Final = 20.0
+BOX_GAP: Final = 18.0
 ROW_GAP: Final = 30.0
-TRACK: Final = 10.0
-BAND_TOP: Final = 34.0
-BAND_BOTTOM: Final = 18.0
+TRACK: Final = 11.0
+BAND_TOP: Final = 36.0
+BAND_BOTTOM: Final = 16.0
 BAND_GAP: Final = 14.0
-BAND_SIDE: Final = 22.0
-LANE: Final = 13.0
-MOST_WIDTH: Final = 190.0
-LEAST_WIDTH: Final = 74.0
-SWEEPS: Final = 24
+BAND_SIDE: Final = 20.0
+LANE: Final = 14.0
+MOST_WIDTH: Final = 220.0
+LEAST_WIDTH: Final = 72.0
+ROUNDS: Final = 120
+
+Point = tuple[float, float]
 
 
 @final
@@ -56,13 +55,261 @@ class Layout:
         height: Of all.
         bands: Places of the bands.
         boxes: Places of the boxes.
-        arrows: Corners of the arrows within a step, from top to bottom; two for each row in between.
-        delayed: Corners of the arrows into another step.
+        arrows: Corners of the panel's arrows, from top to bottom: two for each row that an arrow passes.
+        falling: Corners of the delayed arrows that lead down, by number.
+        rising: Corners of all other delayed arrows, by number.
     """
 
     width: float = 0.0
     height: float = 0.0
     bands: list[Rectangle] = field(default_factory=list)
     boxes: list[Rectangle] = field(default_factory=list)
-    arrows: list[list[tuple[float, float]]] = field(default_factory=list)
-    delayed: list[list[tuple[float, float]]] = field(default_factory=list)
+    arrows: list[list[Point]] = field(default_factory=list)
+    falling: dict[int, list[Point]] = field(default_factory=dict)
+    rising: dict[int, list[Point]] = field(default_factory=dict)
+
+
+def text_width(text: str, size: float, *, bold: bool = False) -> float:
+    """About how wide a text is in whichever plain font there is."""
+    return len(text) * size * (0.63 if bold else 0.58)
+
+
+def box_size(box: Box) -> tuple[float, float]:
+    """Width and height that a box needs for its text."""
+    widths = [text_width(box.title, TITLE_SIZE, bold=True), text_width(box.reads, LINE_SIZE)]
+    widths.append(text_width(box.shape, LINE_SIZE))
+    around = 36.0 if box.look is Look.VALUE else 20.0
+    return min(max(*widths, LEAST_WIDTH - around) + around, MOST_WIDTH), 44.0 + 14.0 * bool(box.reads)
+
+
+def lay_out(panel: Panel) -> Layout:
+    """Find a place for everything in a panel."""
+    return _LayingOut(panel)()
+
+
+@final
+class _LayingOut:
+    def __init__(self, panel: Panel) -> None:
+        self.panel = panel
+        self.grid: Grid = arrange(panel)
+        self.sizes = [box_size(box) for box in panel.boxes]
+        self.widths = [width for width, _ in self.sizes] + [4.0] * (len(self.grid.row_of) - len(self.sizes))
+        self.middles = _middles(self.grid, self.widths)
+        self.layout = Layout()
+        self.above = [0] * len(self.grid.rows)
+        self.below = [0] * len(self.grid.rows)
+        self.tops: list[float] = []
+        self.heights = [
+            max((self.sizes[item][1] for item in row if item < len(self.sizes)), default=0.0) for row in self.grid.rows
+        ]
+
+    def __call__(self) -> Layout:
+        rising = [index for index in range(len(self.panel.delayed)) if index not in self.grid.falling]
+        lanes, tracks = self._lanes(rising), {}
+        for index in rising:
+            tracks[index] = self._tracks(self.panel.delayed[index])
+        left = min([*(m - w / 2 for m, w in zip(self.middles, self.widths, strict=True)), *lanes.values(), 0.0])
+        shift = BAND_SIDE - left
+        self.middles = [middle + shift for middle in self.middles]
+        right = max([m + w / 2 for m, w in zip(self.middles, self.widths, strict=True)], default=0.0)
+        right = max([right, *(lane + shift for lane in lanes.values())])
+        titles = [text_width(f"{band.title}  {band.note}", TITLE_SIZE) for band in self.panel.bands]
+        self.layout.width = max([right + BAND_SIDE, *(title + BAND_SIDE for title in titles)])
+        self._rows()
+        self._arrows()
+        for index in rising:
+            self.layout.rising[index] = self._rising(index, lanes.get(index, 0.0) + shift, tracks[index])
+        return self.layout
+
+    def _lanes(self, rising: list[int]) -> dict[int, float]:
+        """For each arrow that leads up, where it does: beside all that lies in between, on the nearer side."""
+        taken: list[tuple[bool, float, int, int]] = []
+        lanes: dict[int, float] = {}
+
+        def span(index: int) -> tuple[int, int]:
+            item = self.panel.delayed[index]
+            return self.grid.row_of[item.target], self.grid.row_of[item.source]
+
+        for index in sorted(rising, key=lambda index: (span(index)[1] - span(index)[0], index)):
+            first, last = span(index)
+            if first == last:
+                continue
+            item = self.panel.delayed[index]
+            between = [vertex for row in self.grid.rows[first : last + 1] for vertex in row]
+            right = max(self.middles[vertex] + self.widths[vertex] / 2 for vertex in between) + LANE
+            left = min(self.middles[vertex] - self.widths[vertex] / 2 for vertex in between) - LANE
+            ends = self.middles[item.source] + self.middles[item.target]
+            on_right = 2 * right - ends <= ends - 2 * left
+            lane, step = (right, LANE) if on_right else (left, -LANE)
+            while any(
+                side == on_right and abs(other - lane) < LANE and low <= last and first <= high
+                for side, other, low, high in taken
+            ):
+                lane += step
+            taken.append((on_right, lane, first, last))
+            lanes[index] = lane
+        return lanes
+
+    def _tracks(self, item: Delayed) -> tuple[int, int]:
+        """Room above the target's row, and below the source's unless they are the same."""
+        source, target = self.grid.row_of[item.source], self.grid.row_of[item.target]
+        self.above[target] += 1
+        if source != target:
+            self.below[source] += 1
+        return self.below[source], self.above[target]
+
+    def _rows(self) -> None:
+        """Heights of rows and bands."""
+        y, number = 0.0, 0
+        band_of = [self.panel.boxes[item].band for item in range(len(self.panel.boxes))]
+        last = {band_of[item]: 0 for item in range(len(band_of))}
+        for item, band in enumerate(band_of):
+            last[band] = max(last[band], self.grid.row_of[item])
+        for band in range(len(self.panel.bands)):
+            top = y
+            y += BAND_TOP
+            while number <= last.get(band, -1):
+                y += TRACK * self.above[number]
+                self.tops.append(y)
+                y += self.heights[number] + TRACK * self.below[number]
+                y += 0.0 if number == last[band] else ROW_GAP
+                number += 1
+            y += BAND_BOTTOM
+            self.layout.bands.append(Rectangle(x=0.0, y=top, width=self.layout.width, height=y - top))
+            y += BAND_GAP
+        self.layout.height = max(y - BAND_GAP, 0.0)
+        for item, (width, height) in enumerate(self.sizes):
+            row = self.grid.row_of[item]
+            y = self.tops[row] + (self.heights[row] - height) / 2
+            self.layout.boxes.append(Rectangle(x=self.middles[item] - width / 2, y=y, width=width, height=height))
+
+    def _arrows(self) -> None:
+        leaving, arriving = self._ports(outgoing=True), self._ports(outgoing=False)
+        for number, hop in enumerate(self.grid.hops):
+            source, target = hop[0], hop[-1]
+            corners = [(leaving[source, hop[1]], self.layout.boxes[source].bottom)]
+            for item in hop[1:-1]:
+                top = self.tops[self.grid.row_of[item]]
+                corners += [
+                    (self.middles[item], top),
+                    (self.middles[item], top + self.heights[self.grid.row_of[item]]),
+                ]
+            corners.append((arriving[target, hop[-2]], self.layout.boxes[target].y))
+            if number < len(self.panel.edges):
+                self.layout.arrows.append(corners)
+            else:
+                self.layout.falling[self.grid.falling[number - len(self.panel.edges)]] = corners
+
+    def _ports(self, *, outgoing: bool) -> dict[tuple[int, int], float]:
+        """Where arrows leave or reach each box: side by side, in the order of where they go or come from."""
+        ends: dict[int, list[int]] = {}
+        for hop in self.grid.hops:
+            own, other = (hop[0], hop[1]) if outgoing else (hop[-1], hop[-2])
+            if other not in ends.setdefault(own, []):
+                ends[own].append(other)
+        ports = {}
+        for own, others in ends.items():
+            others.sort(key=lambda item: self.middles[item])
+            distance = min(16.0, (self.widths[own] - 24) / len(others))
+            for position, other in enumerate(others):
+                ports[own, other] = self.middles[own] + (position - (len(others) - 1) / 2) * distance
+        return ports
+
+    def _rising(self, index: int, lane: float, track: tuple[int, int]) -> list[Point]:
+        item = self.panel.delayed[index]
+        source, target = self.layout.boxes[item.source], self.layout.boxes[item.target]
+        rows = self.grid.row_of
+        above = self.tops[rows[item.target]] - TRACK * (track[1] + 0.5)
+        if rows[item.source] == rows[item.target]:
+            side = 1 if target.middle > source.middle else -1
+            start = source.middle + side * source.width * 0.3
+            return [(start, source.y), (start, above), (target.middle, above), (target.middle, target.y)]
+        side = 1 if lane > source.middle else -1
+        start = source.middle + side * (source.width / 2 - 14)
+        below = self.tops[rows[item.source]] + self.heights[rows[item.source]] + TRACK * (track[0] + 0.5)
+        return [
+            (start, source.bottom),
+            (start, below),
+            (lane, below),
+            (lane, above),
+            (target.middle, above),
+            (target.middle, target.y),
+        ]
+
+
+def _middles(grid: Grid, widths: list[float]) -> list[float]:
+    """Positions that bring neighbours close, under the order of each row: least squares, row by row, over and over."""
+    middles = [0.0] * len(widths)
+    for row in grid.rows:
+        x = 0.0
+        for item in row:
+            middles[item] = x + widths[item] / 2
+            x += widths[item] + BOX_GAP
+        for item in row:
+            middles[item] -= x / 2
+    ends = {item for hop in grid.hops for item in (hop[0], hop[-1])}
+    near: dict[int, list[tuple[int, float]]] = {}
+    for upper, lower in grid.links:
+        # What an arrow passes should lie in line; where it ends matters less.
+        weight = (1.0, 2.0, 12.0)[(upper not in ends) + (lower not in ends)]
+        near.setdefault(upper, []).append((lower, weight))
+        near.setdefault(lower, []).append((upper, weight))
+    for turn in range(ROUNDS):
+        for row in grid.rows if turn % 2 == 0 else reversed(grid.rows):
+            wanted, weights = [], []
+            for item in row:
+                found = near.get(item, [(item, 0.1)])
+                total = sum(weight for _, weight in found)
+                wanted.append(sum(middles[other] * weight for other, weight in found) / total)
+                weights.append(total)
+            for item, place in zip(row, _apart(row, wanted, weights, widths), strict=True):
+                middles[item] = place
+    _straighten(grid, middles, widths)
+    return middles
+
+
+def _straighten(grid: Grid, middles: list[float], widths: list[float]) -> None:
+    """Let arrows that pass rows run upright for as many rows as their neighbours leave room."""
+    boxes = {item for hop in grid.hops for item in (hop[0], hop[-1])}
+
+    def room(item: int) -> tuple[float, float]:
+        row = grid.rows[grid.row_of[item]]
+        at = row.index(item)
+        low, high = -math.inf, math.inf
+        if at:
+            low = middles[row[at - 1]] + (widths[row[at - 1]] + widths[item]) / 2 + BOX_GAP
+        if at + 1 < len(row):
+            high = middles[row[at + 1]] - (widths[row[at + 1]] + widths[item]) / 2 - BOX_GAP
+        return low, high
+
+    for hop in sorted(grid.hops, key=len, reverse=True):
+        waiting = [item for item in hop if item not in boxes]
+        while waiting:
+            low, high, run = -math.inf, math.inf, []
+            for item in waiting:
+                least, most = room(item)
+                # Rounding must not leave no room at all: where it is now is fine.
+                least, most = min(least, middles[item]), max(most, middles[item])
+                if max(low, least) > min(high, most):
+                    break
+                low, high = max(low, least), min(high, most)
+                run.append(item)
+            place = min(max(sum(middles[item] for item in run) / len(run), low), high)
+            for item in run:
+                middles[item] = place
+            waiting = waiting[len(run) :]
+
+
+def _apart(row: list[int], wanted: list[float], weights: list[float], widths: list[float]) -> list[float]:
+    """The places nearest to those wanted at which nothing overlaps: neighbours that push each other move as one."""
+    offsets = [0.0]
+    for left, right in zip(row, row[1:], strict=False):
+        offsets.append(offsets[-1] + (widths[left] + widths[right]) / 2 + BOX_GAP)
+    blocks: list[tuple[float, float, int]] = []
+    for place, weight, offset in zip(wanted, weights, offsets, strict=True):
+        blocks.append((place - offset, weight, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (one, first, many), (two, second, more) = blocks[-2:]
+            blocks[-2:] = [((one * first + two * second) / (first + second), first + second, many + more)]
+    places = [place for place, _, count in blocks for _ in range(count)]
+    return [place + offset for place, offset in zip(places, offsets, strict=True)]

@@ -78,9 +78,7 @@ class Panel:
     def value(self, title: str, node: Node, *, band: int, note: str = "") -> int:
         """Add a box for something that is there, or that is a result."""
         tip = f"{title}, {note}" if note else title
-        return self.add(
-            Box(title=title, shape=sizes(node.row_shape), reads=note, band=band, look=Look.VALUE, tip=tip)
-        )
+        return self.add(Box(title=title, shape=sizes(node.row_shape), reads=note, band=band, look=Look.VALUE, tip=tip))
 
     def operator(self, node: Node, *, reads: list[str], band: int) -> int:
         """Add a box for an operator."""

@@ -122,7 +122,9 @@ class _Recorder(TorchDispatchMode):
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, torch.Tensor):
                 source = self.recording.of_tensor[id(tensor)]
-                cut = Node(self.name("detach"), torch.ops.aten.detach.default, (source,), {}, source.shape, source.dtype)
+                cut = Node(
+                    self.name("detach"), torch.ops.aten.detach.default, (source,), {}, source.shape, source.dtype
+                )
                 self.recording.of_tensor[id(tensor)] = cut
                 self.recording.nodes.append(cut)
 

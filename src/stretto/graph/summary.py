@@ -150,9 +150,7 @@ class Summary:
 def places(plan: Plan) -> dict[Node, Place]:
     """Where each operator is computed in the end: a loop takes in work that would cost more outside of it."""
     taken = {node for loop in plan.all_loops for node in loop.nodes}
-    return {
-        node: Place.LOOP if node in taken and place is Place.SUNK else place for node, place in plan.place.items()
-    }
+    return {node: Place.LOOP if node in taken and place is Place.SUNK else place for node, place in plan.place.items()}
 
 
 def sizes(shape: tuple[int, ...]) -> str:

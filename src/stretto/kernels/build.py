@@ -56,7 +56,6 @@ def build(
     x_dtype: torch.dtype,
     state: Any,
     kernel: KernelChoice = "auto",
-    save: SaveChoice = "auto",
     device: torch.device | None = None,
 ) -> Built:
     """Trace, analyse and compile one step of `cell`.
@@ -67,7 +66,6 @@ def build(
         x_dtype: Of the input.
         state: A state, for its structure, shapes and dtypes.
         kernel: "auto" takes generated code where it can be had; "cpp" insists on it; "eager" does without.
-        save: What is stored for the backward pass: "auto", or "states" alone.
         device: Where it will run; by default where the state is.
 
     Raises:
@@ -77,7 +75,7 @@ def build(
     try:
         graph = trace(cell, x_shape=x_shape, x_dtype=x_dtype, state=state)
         plan = analyse(graph)
-        bodies = [[derive(graph, loop, save=save) for loop in level] for level in plan.loops]
+        bodies = [[derive(graph, loop) for loop in level] for level in plan.loops]
     except Untraceable as reason:
         _insist(kernel, cell, str(reason))
         seconds = time.perf_counter() - start

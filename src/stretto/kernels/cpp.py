@@ -17,6 +17,7 @@ from stretto.kernels.compiler import compiled
 from stretto.kernels.generate import Generated, generate_backward, generate_forward, source_of
 from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
 from stretto.kernels.layout import Layout
+from stretto.kernels.memory import fresh
 
 
 class _Call(ctypes.Structure):
@@ -138,7 +139,7 @@ class CppKernel(AbstractKernel):
 
     def _empty(self, rows: int, node: Node) -> torch.Tensor:
         first = node.shape[0]
-        return torch.empty(first.each * rows, *node.shape[1:], dtype=self.dtype)  # type: ignore[union-attr]
+        return fresh(first.each * rows, *node.shape[1:], dtype=self.dtype)  # type: ignore[union-attr]
 
     def empty_outputs(self, layout: Layout, *, keep: bool) -> Outputs:
         """Room for what the loop makes; what nothing will need again gets one row for each sequence."""
@@ -158,7 +159,7 @@ class CppKernel(AbstractKernel):
         carried = []
         for state, last in zip(inputs.states, arriving.finals, strict=True):
             # Two, for a step reads one and writes the other; a sequence joins in at its last step with either.
-            carry = torch.empty(2, *state.shape, dtype=self.dtype)
+            carry = fresh(2, *state.shape, dtype=self.dtype)
             carried.append(carry.zero_() if last is None else carry.copy_(last.expand_as(carry)))
         ports = body.ports_of(Kind.STEP)
         steps = [None if port.gradient is None else self._empty(total, port.node) for port in ports]
@@ -226,10 +227,10 @@ class _Run:
     def prepare(self, *, team: int) -> _Call:
         """Memory to work in, and the call."""
         function, rows, real = self.function, self.layout.num_rows, self.kernel.dtype
-        self.packed = torch.empty(function.packed[-1], dtype=real)
-        self.scratch = torch.empty(rows * function.scratch, dtype=real)
-        self.own = torch.empty(team * rows * max(function.private, 1), dtype=real)
-        self.room = torch.empty(team * rows * function.room, dtype=real)
+        self.packed = fresh(function.packed[-1], dtype=real)
+        self.scratch = fresh(rows * function.scratch, dtype=real)
+        self.own = fresh(team * rows * max(function.private, 1), dtype=real)
+        self.room = fresh(team * rows * function.room, dtype=real)
         self.call = _Call(
             self.layout.num_steps,
             rows,

@@ -13,6 +13,7 @@ from stretto.graph.adjoint import Body
 from stretto.graph.analyse import Loop, Place, Plan
 from stretto.graph.interpret import run
 from stretto.graph.node import Node
+from stretto.kernels.folded import evaluate_folded
 from stretto.kernels.kernel import AbstractKernel, Inputs
 from stretto.kernels.layout import Layout
 from stretto.kernels.loops import LoopRequest, LoopResult, run_loops
@@ -70,8 +71,8 @@ class Program:
                 if node.op is None:
                     if node not in values:
                         values[node] = layout.shifted(values[after[node]], states[position[node]])
-                else:
-                    run([node], values, layout.total)
+                elif node not in values:
+                    values[node] = evaluate_folded(node, values, layout.total)
         for index, node in enumerate(graph.next_states):
             if index not in finals:
                 finals[index] = layout.last(self._value(node, values, layout, states), states[index])

@@ -39,8 +39,8 @@ class RNN(nn.Module):
         batch_first: Whether batches are (B, T, F), as by default, or (T, B, F).
         dropout: Share of each layer's outputs, but the last's, that is dropped in training.
         kernel: "auto" runs generated code where it can be had; "cpp" insists on it; "eager" does without.
-        save: What is stored for the backward pass: "auto" stores what is costly to compute again, "states" the states alone,
-            for long sequences.
+        save: What is stored for the backward pass: "auto" stores what is costly to compute again; "states" stores outputs
+            and a state now and then, and computes the rest again, for long sequences in little memory.
         solver: How to walk through time; "serial" is step after step.
 
     Example:
@@ -118,7 +118,9 @@ class RNN(nn.Module):
                 if number + 1 < self.num_layers:
                     out = output_shape(built, cell, features, initial)
                     features = (*out[:-1], out[-1] * directions)
-            result = run_stack(layers, rows.layout, rows.x_PF, dropout=self.dropout if self.training else 0.0)
+            result = run_stack(
+                layers, rows.layout, rows.x_PF, dropout=self.dropout if self.training else 0.0, save=self.save
+            )
             y = rows.output(result.y_PF)
             after = [
                 rows.restored(like(initial, final_state))
@@ -165,12 +167,10 @@ class RNN(nn.Module):
         self._last_features = self._last_features or features
         parts = flatten(initial)
         shapes = tuple((part.shape[1:], part.dtype, part.device.type) for part in parts)
-        key = (id(cell), features, dtype, shapes, self.kernel, self.save, fingerprint(cell))
+        key = (id(cell), features, dtype, shapes, self.kernel, fingerprint(cell))
         built = self._built.get(key)
         if built is None:
-            built = self._built[key] = build(
-                cell, x_shape=features, x_dtype=dtype, state=initial, kernel=self.kernel, save=self.save
-            )
+            built = self._built[key] = build(cell, x_shape=features, x_dtype=dtype, state=initial, kernel=self.kernel)
         return built
 
     def _states(self, state: Any, num_rows: int) -> list[Any]:

@@ -10,9 +10,11 @@ from typing import final
 import torch
 from torch.nn import functional
 
+from stretto.kernels.build import SaveChoice
 from stretto.kernels.layout import Layout
 from stretto.kernels.plain import PlainProgram
 from stretto.kernels.program import Program, run_together
+from stretto.nn.recompute import recomputed, stretches
 
 CHUNKS_OF_A_WAVE = 16
 SHORTEST_CHUNK = 32
@@ -38,28 +40,67 @@ class StackResult:
 
 
 def run_stack(
-    layers: Sequence[Sequence[Direction]], layout: Layout, x_PF: torch.Tensor, *, dropout: float = 0.0
+    layers: Sequence[Sequence[Direction]],
+    layout: Layout,
+    x_PF: torch.Tensor,
+    *,
+    dropout: float = 0.0,
+    save: SaveChoice = "auto",
 ) -> StackResult:
     """Run layers of one direction, or of two of which the second reads backwards.
 
     Few rows do not keep all threads busy: then the two directions run at once, and layers of one direction as a wave, in
     which a layer works on one stretch of time while the layer above works on the one before.
+
+    With `save` "states", stretches of time are computed again in the backward pass from the state at their start.
     """
-    if _makes_a_wave(layers, layout):
+    if save == "auto" and _makes_a_wave(layers, layout):
         return _wave([layer[0] for layer in layers], layout, x_PF, dropout=dropout)
     finals: list[list[torch.Tensor]] = []
     for number, layer in enumerate(layers):
         if number and dropout:
             x_PF = functional.dropout(x_PF, dropout)
-        walks = []
-        for reverse, direction in enumerate(layer):
-            rows_PF = reversed_rows(layout, x_PF) if reverse else x_PF
-            walks.append(direction.program.parts(layout, rows_PF, direction.states, direction.parameters))
-        results = run_together(walks)
+        inputs = [reversed_rows(layout, x_PF) if reverse else x_PF for reverse in range(len(layer))]
+        if save == "states" and torch.is_grad_enabled():
+            results = _in_stretches(layer, layout, inputs)
+        else:
+            walks = [
+                direction.program.parts(layout, rows_PF, direction.states, direction.parameters)
+                for direction, rows_PF in zip(layer, inputs, strict=True)
+            ]
+            results = run_together(walks)
         finals += [states for _, states in results]
         outputs = [reversed_rows(layout, y) if reverse else y for reverse, (y, _) in enumerate(results)]
         x_PF = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
     return StackResult(x_PF, finals)
+
+
+def _in_stretches(
+    layer: Sequence[Direction], layout: Layout, inputs: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    bounds = stretches(layout.num_steps, layout.num_rows)
+    states = [list(direction.states) for direction in layer]
+    outputs: list[list[torch.Tensor]] = [[] for _ in layer]
+    parameters = [tensor for direction in layer for tensor in direction.parameters.values()]
+    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        chunk = layout.chunk(first, last)
+        rows = slice(int(layout.starts_T[first]), int(layout.starts_T[last]))
+
+        def run(tensors: Sequence[torch.Tensor], chunk: Layout = chunk) -> list[torch.Tensor]:
+            remaining = iter(tensors)
+            walks = []
+            for direction in layer:
+                x_PF = next(remaining)
+                before = [next(remaining) for _ in direction.states]
+                walks.append(direction.program.parts(chunk, x_PF, before, direction.parameters))
+            return [tensor for y, after in run_together(walks) for tensor in (y, *after)]
+
+        given = [tensor for x_PF, before in zip(inputs, states, strict=True) for tensor in (x_PF[rows], *before)]
+        made = iter(recomputed(run, given, parameters))
+        for index, before in enumerate(states):
+            outputs[index].append(next(made))
+            states[index] = [next(made) for _ in before]
+    return [(torch.cat(parts), after) for parts, after in zip(outputs, states, strict=True)]
 
 
 def reversed_rows(layout: Layout, x_PF: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,205 @@
+"""How fast are the generated kernels? Training steps of our layer beside its peers', in interleaved runs."""
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from stretto.benchmarks.interleaved import Pace
+from stretto.benchmarks.kernel_comparison import (
+    Comparison,
+    Tell,
+    hidden_comparisons,
+    shape_comparisons,
+    thread_comparisons,
+)
+from stretto.benchmarks.kernel_compile import CompileRow, compile_rows
+from stretto.benchmarks.kernel_growth import Growth, growth
+from stretto.benchmarks.kernel_layers import bidirectional_comparisons, stack_comparisons
+from stretto.benchmarks.kernel_limits import LimitRow, limit_rows
+from stretto.benchmarks.kernel_memory import MemoryRow, memory_rows
+from stretto.benchmarks.kernel_ragged import RaggedRow, ragged_rows
+from stretto.benchmarks.machine import Machine, machine_with
+from stretto.errors import StrettoError
+from stretto.extras import optional
+from stretto.kernels.compiler import NoCompiler, find_compiler
+from stretto.storage import write_text_atomically
+
+PARTS: Final = (
+    "shapes",
+    "bidirectional",
+    "stack",
+    "ragged",
+    "hidden",
+    "threads",
+    "memory",
+    "compile",
+    "limits",
+    "growth",
+)
+PEERS: Final = ("jax",)
+QUICK_PACE: Final = Pace(rounds=1, budget=0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KernelsBenchSettings:
+    """What to compare.
+
+    Attributes:
+        only: Parts to run, separated by blanks or commas: shapes, bidirectional, stack, ragged, hidden, threads, memory,
+            compile, limits, growth; all of them if left out.
+        threads: Threads of torch; as many as it has by default.
+        thread_counts: Numbers of threads that the parts threads and limits compare.
+        repeats: Rounds of an interleaved run; in each, every contestant has one turn.
+        budget: Seconds after which a run of at least three rounds begins no further one.
+        json: JSON file for the result.
+        out: Folder for an HTML page with all tables.
+        quick: Tiny shapes and a single round: shows that it works, and no more; its times mean nothing.
+    """
+
+    only: tuple[str, ...] = ()
+    threads: int | None = None
+    thread_counts: tuple[int, ...] = (1, 2)
+    repeats: int = 10
+    budget: float = 10.0
+    json: Path | None = None
+    out: Path | None = None
+    quick: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "thread_counts", "repeats"):
+            given = getattr(self, name)
+            numbers = given if isinstance(given, tuple) else (given,)
+            if not numbers or any(number is not None and number < 1 for number in numbers):
+                raise StrettoError(f"{name}={given!r} is too little to compare with", fix="Give at least 1.")
+        for part in self.parts:
+            if part not in PARTS:
+                raise StrettoError(f"there is no part {part!r}", fix=f"Choose from {', '.join(PARTS)}.")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts to run."""
+        named = tuple(part for word in self.only for part in word.split(",") if part)
+        return named or PARTS
+
+    @property
+    def pace(self) -> Pace:
+        """How often everything is timed."""
+        return QUICK_PACE if self.quick else Pace(rounds=self.repeats, budget=self.budget)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KernelsBench:
+    """The result of one run; what was not asked for is empty.
+
+    Attributes:
+        comparisons: Our step beside a peer's: parts shapes, bidirectional, stack, hidden and threads.
+        ragged: Batches of unequal lengths.
+        memory: Peak memory of a step.
+        compiling: Time until a kernel is ready.
+        limits: Shares of what the machine can do.
+        growth: Time against length, batch and size.
+        threads: torch's, where nothing else is said.
+        quick: Whether it was only a smoke test.
+        machine: Where it ran.
+        missing: What was left out, each with the reason and the way to get it.
+        seconds: Time of the whole run.
+    """
+
+    comparisons: tuple[Comparison, ...]
+    ragged: tuple[RaggedRow, ...]
+    memory: tuple[MemoryRow, ...]
+    compiling: tuple[CompileRow, ...]
+    limits: tuple[LimitRow, ...]
+    growth: tuple[Growth, ...]
+    threads: int
+    quick: bool
+    machine: Machine
+    missing: tuple[str, ...]
+    seconds: float
+
+    def to_json(self) -> str:
+        """All of it as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False)
+
+
+def run_kernels_bench(settings: KernelsBenchSettings | None = None, *, tell: Tell | None = None) -> KernelsBench:
+    """Compare training steps; first the results, then the times.
+
+    Args:
+        settings: What to compare.
+        tell: Called with a line before each part.
+
+    Raises:
+        StrettoError: If contestants do not compute the same.
+    """
+    settings = settings or KernelsBenchSettings()
+    begin = time.perf_counter()
+    with _torch_threads(settings.threads) as threads:
+        bench = _run(settings, threads=threads, tell=tell or (lambda _: None))
+    bench = dataclasses.replace(bench, seconds=time.perf_counter() - begin)
+    if settings.json is not None:
+        write_text_atomically(settings.json, bench.to_json() + "\n")
+    return bench
+
+
+def _run(settings: KernelsBenchSettings, *, threads: int, tell: Tell) -> KernelsBench:
+    parts, pace, quick = settings.parts, settings.pace, settings.quick
+    missing = _missing(parts)
+    comparisons: dict[str, Callable[[], tuple[Comparison, ...]]] = {
+        "shapes": lambda: shape_comparisons(pace=pace, quick=quick, with_jax="JAX scan" not in missing, tell=tell),
+        "bidirectional": lambda: bidirectional_comparisons(pace=pace, quick=quick, tell=tell),
+        "stack": lambda: stack_comparisons(pace=pace, quick=quick, tell=tell),
+        "hidden": lambda: hidden_comparisons(pace=pace, quick=quick, tell=tell),
+        "threads": lambda: thread_comparisons(settings.thread_counts, pace=pace, quick=quick, tell=tell),
+    }
+    compiles = "compiled kernels" not in missing
+    return KernelsBench(
+        comparisons=tuple(row for part, rows in comparisons.items() if part in parts for row in rows()),
+        ragged=ragged_rows(pace=pace, quick=quick, tell=tell) if "ragged" in parts else (),
+        memory=memory_rows(threads=threads, quick=quick, tell=tell) if "memory" in parts else (),
+        compiling=compile_rows(threads=threads, quick=quick, tell=tell) if "compile" in parts and compiles else (),
+        limits=limit_rows(settings.thread_counts, pace=pace, quick=quick, compiles=compiles, tell=tell)
+        if "limits" in parts
+        else (),
+        growth=growth(pace=pace, quick=quick, tell=tell) if "growth" in parts else (),
+        threads=threads,
+        quick=quick,
+        machine=machine_with(PEERS),
+        missing=tuple(f"{name}: {reason}" for name, reason in missing.items()),
+        seconds=0.0,
+    )
+
+
+def _missing(parts: tuple[str, ...]) -> dict[str, str]:
+    """What cannot be run here, with the reason."""
+    found: dict[str, str] = {}
+    if "shapes" in parts:
+        try:
+            optional(PEERS[0])
+        except StrettoError as error:
+            found["JAX scan"] = str(error)
+        except (AttributeError, OSError, RuntimeError) as error:
+            found["JAX scan"] = f"its import fails ({error}). Mend it: pip install 'stretto[peers]'."
+    try:
+        find_compiler()
+    except NoCompiler as reason:
+        found["compiled kernels"] = f"{reason}, so our layer runs without. Install g++ or name a compiler in CXX."
+    return found
+
+
+@contextlib.contextmanager
+def _torch_threads(count: int | None) -> Iterator[int]:
+    """So many threads of torch's for a while."""
+    before = torch.get_num_threads()
+    try:
+        if count is not None:
+            torch.set_num_threads(count)
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,162 @@
+"""A cell run by `stretto.RNN` beside the same cell called step after step, for each sequence by itself.
+
+Shape legend: B sequences, T steps, F features of the input.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from fuzz_cell import FuzzCell, parts_of
+from fuzz_recipe import Case, Recipe
+
+import stretto
+
+TOLERANCE = 1e-9
+NUDGE = 1e-10
+"""By how much inputs are moved to find out whether a result means anything: a kink or chaos answers out of proportion."""
+
+
+@final
+@dataclass(slots=True)
+class Batch:
+    """Tensors of a case: the input, the initial state if it is given, and what the loss weighs results with."""
+
+    x_BTF: torch.Tensor
+    state: list[torch.Tensor] | None
+    lengths: tuple[int, ...]
+    loss_on: Any
+    seed: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, case: Case) -> "Batch":
+        """Random tensors."""
+        generator = torch.Generator().manual_seed(case.seed)
+        count = len(case.lengths)
+        x_BTF = torch.randn(count, case.num_steps, *recipe.x, dtype=torch.float64, generator=generator)
+        state = [torch.randn(count, *sizes, dtype=torch.float64, generator=generator) * 0.7 for sizes in recipe.states]
+        return cls(
+            x_BTF.requires_grad_(case.x_learns),
+            [part.requires_grad_() for part in state] if case.given_state else None,
+            case.lengths,
+            case.loss_on,
+            case.seed,
+        )
+
+    def inputs(self, cell: FuzzCell) -> dict[str, torch.Tensor]:
+        """Everything that has a gradient, by name."""
+        named = {"x": self.x_BTF, **{f"state{index}": part for index, part in enumerate(self.state or [])}}
+        return {name: tensor for name, tensor in {**named, **dict(cell.named_parameters())}.items() if tensor.requires_grad}
+
+
+@final
+@dataclass(slots=True)
+class Results:
+    """Values and gradients, by name."""
+
+    values: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+    @property
+    def all(self) -> dict[str, torch.Tensor]:
+        """Both."""
+        return {**self.values, **{f"gradient of {name}": tensor for name, tensor in self.gradients.items()}}
+
+
+def by_definition(cell: FuzzCell, batch: Batch) -> Results:
+    """Each sequence by itself, each step a call of the cell."""
+    count, steps = batch.x_BTF.shape[:2]
+    start = parts_of(cell.initial_state(count)) if batch.state is None else batch.state
+    with torch.no_grad():
+        y_like, _ = cell(batch.x_BTF[:1, 0], cell.nested([part[:1] for part in start]))
+    rows, last = [], []
+    for b in range(count):
+        state = cell.nested([part[b : b + 1] for part in start])
+        ys = []
+        for t in range(batch.lengths[b]):
+            y, state = cell(batch.x_BTF[b : b + 1, t], state)
+            ys.append(y)
+        rest = torch.zeros(steps - len(ys), *y_like.shape[1:], dtype=torch.float64)
+        rows.append(torch.cat([*ys, rest]))
+        last.append(parts_of(state))
+    states = [torch.cat([parts[index] for parts in last]) for index in range(len(start))]
+    return results_of(cell, batch, torch.stack(rows), states)
+
+
+def by_stretto(rnn: stretto.RNN, cell: FuzzCell, batch: Batch) -> Results:
+    """The same with the library."""
+    state = None if batch.state is None else cell.nested(batch.state)
+    y, after = rnn(batch.x_BTF, state, lengths=list(batch.lengths))
+    return results_of(cell, batch, y, parts_of(after))
+
+
+def results_of(cell: FuzzCell, batch: Batch, y: torch.Tensor, states: Sequence[torch.Tensor]) -> Results:
+    """Values, and the gradients of a random weighting of them."""
+    generator = torch.Generator().manual_seed(batch.seed + 1)
+    made = {"y": y, **{f"last state {index}": state for index, state in enumerate(states)}}
+    loss = torch.zeros((), dtype=torch.float64)
+    for position, (_, tensor) in enumerate(made.items()):
+        weight = torch.randn(tensor.shape, dtype=torch.float64, generator=generator)
+        counts = {"y": position == 0, "last": position > 0, "both": True}.get(batch.loss_on, position == 1)
+        if counts:
+            loss = loss + (tensor * weight).sum()
+    inputs = batch.inputs(cell)
+    gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)
+    if inputs and loss.requires_grad:
+        gradients = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
+    return Results(
+        {name: tensor.detach() for name, tensor in made.items()},
+        {
+            name: torch.zeros_like(tensor) if gradient is None else gradient
+            for (name, tensor), gradient in zip(inputs.items(), gradients, strict=True)
+        },
+    )
+
+
+def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference, relative to the largest magnitude; infinite for another shape or no number."""
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return float("inf")
+    if found.numel() == 0:
+        return 0.0
+    size = max(wanted.abs().max().item(), 1e-3)
+    gap = (found - wanted).abs().max().item()
+    return gap / size if gap == gap else float("inf")  # noqa: PLR0124 - not a number
+
+
+def is_meaningful(cell: FuzzCell, batch: Batch, results: Results) -> bool:
+    """Whether results are finite and follow the inputs smoothly, so that the last digits of a value cannot decide."""
+    if not all(bool(tensor.isfinite().all()) and tensor.abs().max() < 1e6 for tensor in results.all.values() if tensor.numel()):
+        return False
+    generator = torch.Generator().manual_seed(batch.seed + 2)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + NUDGE * torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
+
+    moved_batch = Batch(
+        moved(batch.x_BTF.detach()).requires_grad_(batch.x_BTF.requires_grad),
+        None if batch.state is None else [moved(part.detach()).requires_grad_() for part in batch.state],
+        batch.lengths,
+        batch.loss_on,
+        batch.seed,
+    )
+    before = [parameter.detach().clone() for parameter in cell.parameters()]
+    with torch.no_grad():
+        for parameter in cell.parameters():
+            parameter.copy_(moved(parameter))
+    try:
+        other = by_definition(cell, moved_batch)
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(cell.parameters(), before, strict=True):
+                parameter.copy_(value)
+    return all(difference(other.all[name], tensor) < 1e4 * NUDGE for name, tensor in results.all.items())
+
+
+def assert_same(found: Results, wanted: Results) -> None:
+    """All values and gradients agree."""
+    assert found.all.keys() == wanted.all.keys()
+    for name, tensor in wanted.all.items():
+        gap = difference(found.all[name], tensor)
+        assert gap <= TOLERANCE, f"{name} is off by {gap:.1e}: {found.all[name]} and not {tensor}"

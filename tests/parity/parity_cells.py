@@ -1,0 +1,87 @@
+"""Every cell of `stretto.cells` in every setting that changes what it computes, at any size, and batches for them."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from parity_oracle import Batch
+
+import stretto
+from stretto import cells
+from stretto.cells import Cell
+
+F: Final = 5
+"""Features of the input."""
+
+SETTINGS: Final[dict[str, Callable[[int], Cell]]] = {
+    "elman": lambda H: cells.Elman(F, H),
+    "elman-relu-bare": lambda H: cells.Elman(F, H, nonlinearity="relu", bias=False),
+    "gru": lambda H: cells.GRU(F, H),
+    "gru-bare": lambda H: cells.GRU(F, H, bias=False),
+    "gru-before": lambda H: cells.GRU(F, H, reset="before"),
+    "gru-before-bare": lambda H: cells.GRU(F, H, reset="before", bias=False),
+    "lstm": lambda H: cells.LSTM(F, H),
+    "lstm-bare": lambda H: cells.LSTM(F, H, bias=False),
+    "peephole": lambda H: cells.PeepholeLSTM(F, H),
+    "peephole-bare": lambda H: cells.PeepholeLSTM(F, H, bias=False),
+    "layer-norm-lstm": lambda H: cells.LayerNormLSTM(F, H),
+    "layer-norm-lstm-bare": lambda H: cells.LayerNormLSTM(F, H, bias=False, eps=1e-3),
+    "layer-norm-gru": lambda H: cells.LayerNormGRU(F, H),
+    "layer-norm-gru-bare": lambda H: cells.LayerNormGRU(F, H, bias=False),
+    "projected": lambda H: cells.ProjectedLSTM(F, H, proj_size=max(H // 2, 1)),
+    "projected-bare": lambda H: cells.ProjectedLSTM(F, H, proj_size=H - 1, bias=False),
+    "coupled": lambda H: cells.CoupledLSTM(F, H),
+    "multiplicative": lambda H: cells.MultiplicativeLSTM(F, H),
+    "ligru": lambda H: cells.LiGRU(F, H),
+    "ligru-bare": lambda H: cells.LiGRU(F, H, bias=False),
+    "ligru-plain": lambda H: cells.LiGRU(F, H, norm="none"),
+    "minimal": lambda H: cells.MinimalGatedUnit(F, H),
+    "minimal-bare": lambda H: cells.MinimalGatedUnit(F, H, bias=False),
+    "indrnn": lambda H: cells.IndRNN(F, H),
+    "indrnn-tanh-bare": lambda H: cells.IndRNN(F, H, nonlinearity="tanh", bias=False),
+    "clockwork": lambda H: cells.Clockwork(F, H, periods=_periods(H)),
+    "attention": lambda H: cells.AttentionCell(F, H, memory_size=3),
+    "attention-bare": lambda H: cells.AttentionCell(F, H, memory_size=1, bias=False),
+    "zoneout": lambda H: cells.Zoneout(cells.LSTM(F, H), p=(0.1, 0.5)),
+    "zoneout-gru": lambda H: cells.Zoneout(cells.GRU(F, H), p=0.3),
+    "recurrent-dropout": lambda H: cells.RecurrentDropout(cells.LSTM(F, H), p=0.4, masked=(0, 1)),
+    "recurrent-dropout-elman": lambda H: cells.RecurrentDropout(cells.Elman(F, H), p=0.4),
+    "nested": lambda H: cells.Zoneout(cells.RecurrentDropout(cells.PeepholeLSTM(F, H), p=0.2), p=0.2),
+}
+
+
+def _periods(H: int) -> tuple[int, ...]:
+    return next(periods for periods in ((1, 2, 5), (1, 3, 4, 8, 16, 32, 64), (1, 4), (2,)) if H % len(periods) == 0)
+
+
+def layer(
+    setting: str, H: int, *, dtype: torch.dtype = torch.float64, seed: int = 0, training: bool = False, **options: Any
+) -> stretto.RNN:
+    """A layer, or a stack of layers, of one of the cells."""
+    torch.manual_seed(seed)
+    rnn = stretto.RNN(SETTINGS[setting](H).to(dtype), **options).train(training)
+    with torch.no_grad():
+        for parameter in rnn.parameters():
+            # Gains of one and shifts of zero would hide a mix-up.
+            if bool((parameter == parameter.flatten()[0]).all()):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return rnn
+
+
+def drawn(
+    rnn: stretto.RNN, *, T: int, B: int, lengths: list[int] | None = None, given: bool = False, seed: int = 1
+) -> Batch:
+    """A random batch for a layer, with a random state if `given`."""
+    torch.manual_seed(seed)
+    dtype = next(rnn.parameters()).dtype
+    states = tuple(cell.initial_state(B) for cell in rnn.cells)  # type: ignore[operator]
+    state = _moved(states if len(states) > 1 else states[0]) if given else None
+    return Batch(x_BTF=torch.randn(B, T, F, dtype=dtype), lengths=lengths, state=state)
+
+
+def _moved(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        # A part of one unit may be a step counter, so that it is moved by whole numbers.
+        shift = torch.rand_like(state) if state.shape[-1] > 1 else torch.randint_like(state, 4)
+        return (state + shift).detach()
+    return tuple(_moved(part) for part in state)
