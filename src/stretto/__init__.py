@@ -26,7 +26,18 @@ HOMES: Final = {
     "train": "stretto.job",
 }
 
-__all__ = ["RNN", "BucketSampler", "Cell", "Graph", "StrettoError", "accelerate", "cells", "collate", "optimal_edges", "train"]
+__all__ = [
+    "RNN",
+    "BucketSampler",
+    "Cell",
+    "Graph",
+    "StrettoError",
+    "accelerate",
+    "cells",
+    "collate",
+    "optimal_edges",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

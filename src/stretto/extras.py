@@ -17,6 +17,7 @@ EXTRA_OF: Final = {
     "rapidfuzz.distance": "handwriting",
     "plotly.graph_objects": "report",
     "plotly.offline": "report",
+    "jax": "peers",
     "lhotse": "peers",
     "lhotse.dataset": "peers",
     "transformers.trainer_pt_utils": "peers",

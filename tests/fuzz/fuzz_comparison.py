@@ -91,6 +91,15 @@ def by_stretto(rnn: stretto.RNN, cell: FuzzCell, batch: Batch) -> Results:
     return results_of(cell, batch, y, parts_of(after))
 
 
+def without_gradients(rnn: stretto.RNN, cell: FuzzCell, batch: Batch) -> dict[str, torch.Tensor]:
+    """The values alone, as evaluation computes them."""
+    with torch.no_grad():
+        y, after = rnn(
+            batch.x_BTF, None if batch.state is None else cell.nested(batch.state), lengths=list(batch.lengths)
+        )
+    return {"y": y, **{f"last state {index}": state for index, state in enumerate(parts_of(after))}}
+
+
 def results_of(cell: FuzzCell, batch: Batch, y: torch.Tensor, states: Sequence[torch.Tensor]) -> Results:
     """Values, and the gradients of a random weighting of them."""
     generator = torch.Generator().manual_seed(batch.seed + 1)
@@ -160,3 +169,9 @@ def assert_same(found: Results, wanted: Results) -> None:
     for name, tensor in wanted.all.items():
         gap = difference(found.all[name], tensor)
         assert gap <= TOLERANCE, f"{name} is off by {gap:.1e}: {found.all[name]} and not {tensor}"
+
+
+def assert_identical(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """All tensors agree to the last bit."""
+    for name, tensor in found.items():
+        assert torch.equal(tensor, wanted[name]), f"{name} is {tensor} and not {wanted[name]}"

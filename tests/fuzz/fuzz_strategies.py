@@ -36,13 +36,13 @@ _sizes: st.SearchStrategy[Sizes] = st.one_of(_vectors, _vectors, _vectors, _matr
 
 
 @st.composite
-def recipes(draw: Draw, *, exotic: bool = False, longest: int = 12) -> Recipe:
-    """Cells of up to `longest` steps of writing, with operators that no code is generated for if `exotic`."""
+def recipes(draw: Draw, *, exotic: bool = False, shortest: int = 0, longest: int = 12) -> Recipe:
+    """Cells, with operators that no code is generated for if `exotic`; writing takes `shortest` to `longest` turns."""
     x: Sizes = draw(st.one_of(_vectors, _vectors, _matrices))
     states = tuple(draw(st.lists(_sizes, min_size=1, max_size=4)))
     w = Writer(draw, x, states, exotic=exotic)
     kinds = (*KINDS, *[shapes.exotic] * 4) if exotic else KINDS
-    for _ in range(draw(st.integers(0, longest))):
+    for _ in range(draw(st.integers(shortest, longest))):
         w.one_of(kinds)(w)
     after = tuple(_next_state(w, index) for index in range(1, 1 + len(states)))
     y = _output(w, after)

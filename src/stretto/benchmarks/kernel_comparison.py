@@ -108,9 +108,7 @@ def hidden_comparisons(*, pace: Pace, quick: bool, tell: Tell) -> tuple[Comparis
     return tuple(rows)
 
 
-def thread_comparisons(
-    counts: Sequence[int], *, pace: Pace, quick: bool, tell: Tell
-) -> tuple[Comparison, ...]:
+def thread_comparisons(counts: Sequence[int], *, pace: Pace, quick: bool, tell: Tell) -> tuple[Comparison, ...]:
     """The same step with several numbers of threads, all of them in one interleaved run."""
     rows: list[Comparison] = []
     for net in FIXED_NETS:
@@ -174,4 +172,3 @@ def compare(
 
 def _key(step: AbstractStep, threads: int) -> str:
     return f"{step.name} with {threads}"
-

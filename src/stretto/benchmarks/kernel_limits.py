@@ -131,4 +131,3 @@ def _machine(limit: Limit, net: Net, shape: StepShape, *, threads: int, quick: b
     if quick:
         return RepeatedRead(weight_bytes(net, shape), threads=threads, total_bytes=2**16)
     return RepeatedRead(weight_bytes(net, shape), threads=threads)
-

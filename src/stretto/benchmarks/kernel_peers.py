@@ -75,9 +75,7 @@ def our_step(rnn: RNN, *, batch: Batch, name: str = OURS) -> TorchStep:
 
 def torch_step(layer: nn.RNNBase, *, batch: Batch) -> TorchStep:
     """A step of torch's layer."""
-    return TorchStep(
-        f"nn.{layer.mode}", forward=lambda x_TBF: layer(x_TBF)[0], weights=weights_of(layer), batch=batch
-    )
+    return TorchStep(f"nn.{layer.mode}", forward=lambda x_TBF: layer(x_TBF)[0], weights=weights_of(layer), batch=batch)
 
 
 def loop_step(cell: Cell, *, batch: Batch) -> TorchStep:
@@ -125,8 +123,10 @@ class JaxStep(AbstractStep):
         super().__init__("JAX scan", note="jit of value_and_grad; uses every processor, whatever --threads says")
         jax = optional("jax")
         self._jax = jax
-        weights = {name: value.detach().numpy() for name, value in cell.named_parameters()}
-        self._weights = jax.device_put({name: value.T for name, value in weights.items()})
+        weights = {name: value.detach().numpy().T for name, value in cell.named_parameters()}
+        # JAX gives dictionaries back in another order.
+        self._names = tuple(weights)
+        self._weights = jax.device_put(weights)
         self._x, self._dy = jax.device_put((batch.x_TBF.numpy(), batch.weight_TBO.numpy()))
         self._step = min((_jax_gru(jax, unroll=unroll) for unroll in UNROLLS), key=self._seconds)
 
@@ -137,7 +137,7 @@ class JaxStep(AbstractStep):
     def results(self) -> dict[str, torch.Tensor]:
         """Outputs and gradients of one step."""
         (_, y_TBH), gradients = self._step(self._weights, self._x, self._dy)
-        found = {f"gradient of {name}": _as_torch(gradients[name].T) for name in self._weights}
+        found = {f"gradient of {name}": _as_torch(gradients[name].T) for name in self._names}
         return {"output": _as_torch(y_TBH), **found}
 
     def _seconds(self, step: Any) -> float:

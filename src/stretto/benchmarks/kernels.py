@@ -51,8 +51,8 @@ class KernelsBenchSettings:
     """What to compare.
 
     Attributes:
-        only: Parts to run, separated by blanks or commas: shapes, bidirectional, stack, ragged, hidden, threads, memory,
-            compile, limits, growth; all of them if left out.
+        only: Parts to run, separated by blanks or commas: shapes, bidirectional, stack, ragged, hidden, threads,
+            memory, compile, limits, growth; all of them if left out.
         threads: Threads of torch; as many as it has by default.
         thread_counts: Numbers of threads that the parts threads and limits compare.
         repeats: Rounds of an interleaved run; in each, every contestant has one turn.

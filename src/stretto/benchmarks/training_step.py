@@ -1,7 +1,7 @@
 """Contestants of the kernel benchmark: one training step each, forward and backward, of the same net on the same batch.
 
-The loss is the sum of the outputs, each times a fixed number. Its gradient goes to all weights and, as in a first layer,
-not to the input.
+The loss is the sum of the outputs, each times a fixed number. Its gradient goes to all weights and, as in a first
+layer, not to the input.
 
 Shape legend: T steps, B sequences, F features of the input, O of the output, H hidden units.
 """

@@ -3,11 +3,16 @@
 from rich.console import Console
 from rich.text import Text
 
+from stretto.benchmarks import buckets_tables, kernels_tables
 from stretto.benchmarks.buckets import BucketsBenchSettings, run_buckets_bench
-from stretto.benchmarks.buckets_tables import WIDE, tables
+from stretto.benchmarks.kernels import KernelsBenchSettings, run_kernels_bench
+from stretto.benchmarks.kernels_page import write_kernels_page
 from stretto.cli.parsing import choose, parse
 
-BENCHMARKS = {"buckets": "batches of our sampler beside Lhotse's, Hugging Face's and simpler edges"}
+BENCHMARKS = {
+    "buckets": "batches of our sampler beside Lhotse's, Hugging Face's and simpler edges",
+    "kernels": "training steps of our layers beside torch's, JAX's and the Python loop",
+}
 
 
 def run(words: list[str]) -> int:
@@ -15,18 +20,44 @@ def run(words: list[str]) -> int:
     choice = choose(words, BENCHMARKS, usage="stretto bench NAME [flags]")
     if choice is None:
         return 0
-    _, rest = choice
-    settings = parse(BucketsBenchSettings, rest, prog="stretto bench buckets")
-    console = Console()
-    if not console.is_terminal:
-        # A file or pipe has no width of its own; this one shows every column.
-        console = Console(width=max(console.width, WIDE + 2))
+    name, rest = choice
+    return _buckets(rest) if name == "buckets" else _kernels(rest)
+
+
+def _buckets(words: list[str]) -> int:
+    settings = parse(BucketsBenchSettings, words, prog="stretto bench buckets")
+    console = _console(buckets_tables.WIDE)
     with console.status("") as status:
         bench = run_buckets_bench(settings, tell=status.update)
-    for table in tables(bench, width=console.width):
+    for table in buckets_tables.tables(bench, width=console.width):
         console.print(table)
     for missing in bench.missing:
         console.print(Text(f"left out: {missing}"), soft_wrap=True)
     if settings.out is not None:
         console.print(Text(f"table  {settings.out}"), soft_wrap=True)
     return 0
+
+
+def _kernels(words: list[str]) -> int:
+    settings = parse(KernelsBenchSettings, words, prog="stretto bench kernels")
+    console = _console(kernels_tables.WIDE)
+    with console.status("") as status:
+        bench = run_kernels_bench(settings, tell=status.update)
+    for table in kernels_tables.tables(bench, width=console.width):
+        console.print(table, "")
+    for line in [*kernels_tables.slower_lines(bench), *(f"left out: {missing}" for missing in bench.missing)]:
+        console.print(Text(line), soft_wrap=True)
+    console.print(Text(kernels_tables.machine_line(bench)), soft_wrap=True)
+    if settings.json is not None:
+        console.print(Text(f"table  {settings.json}"), soft_wrap=True)
+    if settings.out is not None:
+        path = settings.out / "kernels.html"
+        write_kernels_page(bench, path)
+        console.print(Text(f"page   {path}"), soft_wrap=True)
+    return 0
+
+
+def _console(wide: int) -> Console:
+    console = Console()
+    # A file or pipe has no width of its own; this one shows every column.
+    return console if console.is_terminal else Console(width=max(console.width, wide + 2))

@@ -17,6 +17,7 @@ VERBS: Final = {
     "report": "the HTML page of a run",
     "bench": "side by side with peers, ratios from one run",
     "reproduce": "a paper's experiment: a table, a plot and a JSON file",
+    "explain": "what becomes of a cell: what leaves the time loop, and what a step costs",
     "doctor": "what Stretto will use on this machine, and why",
 }
 FAULT: Final = 2

@@ -1,5 +1,7 @@
 """`stretto reproduce PAPER`."""
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.text import Text
 
@@ -7,9 +9,15 @@ from stretto.cli.parsing import checked_flags, choose, parse
 from stretto.recipes.bucketing import BucketingSettings, reproduce_bucketing
 from stretto.recipes.bucketing_figure import write_bucketing_figure
 from stretto.recipes.bucketing_page import bucketing_table, write_bucketing_page
+from stretto.recipes.graph import GraphSettings, reproduce_graph
+from stretto.recipes.graph_figure import write_graph_figure
+from stretto.recipes.graph_page import graph_table, write_graph_page
 from stretto.training.loop import EpochRecord
 
-PAPERS = {"bucketing": "the same net to the same loss with ever more length buckets (Khomenko et al. 2016)"}
+PAPERS = {
+    "bucketing": "the same net to the same loss with ever more length buckets (Khomenko et al. 2016)",
+    "graph": "parallelism found in the graph, with one stream and many (Hwang and Sung 2015)",
+}
 
 
 def run(words: list[str]) -> int:
@@ -17,8 +25,12 @@ def run(words: list[str]) -> int:
     choice = choose(words, PAPERS, usage="stretto reproduce PAPER [flags]")
     if choice is None:
         return 0
-    _, rest = choice
-    settings = checked_flags(parse(BucketingSettings, rest, prog="stretto reproduce bucketing"))
+    name, rest = choice
+    return _bucketing(rest) if name == "bucketing" else _graph(rest)
+
+
+def _bucketing(words: list[str]) -> int:
+    settings = checked_flags(parse(BucketingSettings, words, prog="stretto reproduce bucketing"))
     console = Console()
 
     def watch(buckets: int, record: EpochRecord) -> None:
@@ -32,6 +44,24 @@ def run(words: list[str]) -> int:
     console.print(bucketing_table(result))
     write_bucketing_figure(result, settings.out / "bucketing.svg")
     write_bucketing_page(result, settings.out / "bucketing.html")
-    for what, ending in (("table", "json"), ("plot", "svg"), ("page", "html")):
-        console.print(Text(f"{what:<6} {settings.out / f'bucketing.{ending}'}"), soft_wrap=True)
+    _tell_files(console, settings.out, {"table": "bucketing.json", "plot": "bucketing.svg", "page": "bucketing.html"})
     return 0
+
+
+def _graph(words: list[str]) -> int:
+    settings = checked_flags(parse(GraphSettings, words, prog="stretto reproduce graph"))
+    console = Console()
+    result = reproduce_graph(settings, tell=lambda line: console.print(Text(line), soft_wrap=True))
+    console.print(graph_table(result))
+    if settings.quick:
+        console.print(Text("A smoke test: its times mean nothing."))
+    write_graph_figure(result, settings.out / "graph.svg")
+    write_graph_page(result, settings.out / "graph.html")
+    files = {"table": "graph.json", "rows": "graph.csv", "plot": "graph.svg", "page": "graph.html"}
+    _tell_files(console, settings.out, files)
+    return 0
+
+
+def _tell_files(console: Console, folder: Path, files: dict[str, str]) -> None:
+    for what, name in files.items():
+        console.print(Text(f"{what:<6} {folder / name}"), soft_wrap=True)

@@ -176,7 +176,6 @@ def _take_apart(
     for node in nodes:
         if node.op is not None and any(item in late for item in node.inputs):
             late.add(node)
-    early = needed_for([*next_states, *emits])
     stays = [port.gradient for port in ports if port.kind is not Kind.ONCE and port.gradient is not None]
     in_loop = needed_for(stays)
     sums = [port.gradient for port in ports if port.kind is Kind.ONCE and port.gradient is not None]
@@ -189,6 +188,7 @@ def _take_apart(
         if reason := _why_not_a_sum(node):
             raise Untraceable(reason)
     saved = _choose_saved(nodes, ports, next_states, emits, late, in_loop, deferred)
+    early = needed_for([*next_states, *emits, *saved])
     available = {port.node for port in ports} | set(saved) | set(next_states) | set(emits)
     again = _recomputed(in_loop, late, available)
     handed = {item for node in deferred for item in node.inputs if item in in_loop and item in late}
@@ -200,7 +200,7 @@ def _take_apart(
         emits=emits,
         state_gradients=state_gradients,
         emit_gradients=emit_gradients,
-        forward=[node for node in nodes if node.op is not None and node not in late and node in early],
+        forward=[node for node in nodes if node.op is not None and node in early],
         backward=[
             node for node in nodes if node.op is not None and (node in again or (node in in_loop and node in late))
         ],
@@ -210,12 +210,15 @@ def _take_apart(
     )
 
 
+_SAME_ELEMENTS = frozenset("t transpose permute getitem detach alias clone unsqueeze squeeze".split())
+
+
 def _why_not_a_sum(node: Node) -> str | None:
     """None if running the operator over the rows of all steps gives the sum, or the rows, of running it for each step.
 
     Behind the first sum over rows everything is linear, for a gradient is linear in the gradients it comes from.
     """
-    if why_not_rowwise(node) is None or node.label in {"t", "transpose", "permute", "getitem"}:
+    if why_not_rowwise(node) is None or node.label in _SAME_ELEMENTS:
         return None
     if node.label in {"mm", "sum", "embedding_dense_backward"} and not node.has_rows:
         return None

@@ -17,5 +17,5 @@ def draw(plan: Plan, bodies: list[Body], *, title: str, subtitle: str = "") -> s
         title: Stands above the picture.
         subtitle: Stands under the title.
     """
-    panels = [forward_panel(plan), backward_panel(plan, bodies)]
+    panels = [forward_panel(plan), backward_panel(bodies)]
     return document([(panel, lay_out(panel)) for panel in panels if panel.boxes], title=title, subtitle=subtitle)

@@ -1,27 +1,26 @@
 """The picture of the backward pass: the loops in reverse, and the gradients that wait until a loop has ended."""
 
 from stretto.graph.adjoint import Body, Kind
-from stretto.graph.analyse import Plan
 from stretto.graph.draw_panel import Band, Delayed, Panel, is_drawn, shown, sources
-from stretto.graph.node import Node
-from stretto.graph.summary import Operator
+from stretto.graph.node import Node, needed_for
+from stretto.graph.summary import SAME_VALUE_BACKWARD, Operator
 
 
-def backward_panel(plan: Plan, bodies: list[Body]) -> Panel:
+def backward_panel(bodies: list[Body]) -> Panel:
     """Boxes and arrows of the backward pass of each loop, the last loop first.
 
     Values of the forward pass are named in the boxes that read them.
     """
     panel = Panel("Backward")
     for index in reversed(range(len(bodies))):
-        _Backward(plan, bodies[index], panel, which=f" {index + 1}" if len(bodies) > 1 else "").add()
+        _Backward(bodies[index], panel, which=f" {index + 1}" if len(bodies) > 1 else "").add()
     return panel
 
 
 class _Backward:
     """Adds the bands of one loop."""
 
-    def __init__(self, plan: Plan, body: Body, panel: Panel, *, which: str) -> None:
+    def __init__(self, body: Body, panel: Panel, *, which: str) -> None:
         self.body, self.panel, self.which = body, panel, which
         self.in_loop: dict[Node, int] = {}
         self.once = {port.node for port in body.ports_of(Kind.ONCE)}
@@ -38,27 +37,28 @@ class _Backward:
     def add(self) -> None:
         """Add everything."""
         states = self.body.ports_of(Kind.STATE)
-        gradients = [shown(port.gradient) for port in self.body.ports if port.gradient is not None]
-        if not gradients:
+        if all(port.gradient is None for port in self.body.ports):
             return
         band = self._band(f"Backward loop{self.which}", "step after step, from the last to the first", "backward")
-        pills = [
-            self._pill(node, f"d {port.source.name}", band, "from the step after")
-            for node, port in zip(self.body.state_gradients, states, strict=True)
-        ]
-        for node in self.body.emit_gradients:
-            self._pill(node, node.name.replace("d_", "d ", 1), band, "arrives")
-        loop = [node for node in self.body.backward if is_drawn(node) and node not in self.once]
+        pills = []
+        for node, port in zip(self.body.state_gradients, states, strict=True):
+            same = port.gradient is not None and _shown(port.gradient) is node
+            pills.append(
+                self._pill(node, f"d {port.source.name}", band, "unchanged" if same else "from the step after")
+            )
+        for node, emitted in zip(self.body.emit_gradients, self.body.emits, strict=True):
+            self._pill(node, f"d {self._name(emitted)}", band, "arrives")
+        loop = [node for node in self.body.backward if _is_drawn(node) and node not in self.once]
         self._operators(loop, self.in_loop, band)
         for port, pill in zip(states, pills, strict=True):
-            source = None if port.gradient is None else self.in_loop.get(shown(port.gradient))
+            source = None if port.gradient is None else self.in_loop.get(_shown(port.gradient))
             if source is not None and source != pill:
                 self.panel.delayed.append(Delayed(source=source, target=pill))
         self._results({Kind.STEP: "for all steps", Kind.KEPT: "summed up"}, self.in_loop, band)
         self._deferred()
 
     def _deferred(self) -> None:
-        nodes = [node for node in self.body.deferred if is_drawn(node)]
+        nodes = [node for node in self.body.deferred if _is_drawn(node)]
         sums = [port.gradient for port in self.body.ports_of(Kind.ONCE) if port.gradient is not None]
         if not nodes and not sums:
             return
@@ -78,25 +78,22 @@ class _Backward:
     def _operators(self, nodes: list[Node], boxes: dict[Node, int], band: int) -> None:
         here = set(nodes)
         for node in nodes:
-            read = sources(node)
-            known = {
-                item: boxes[item] if item in here else self.in_loop[item]
-                for item in read
-                if item in boxes or (item in self.in_loop and item not in here)
-            }
-            reads = [self._name(item) for item in read if item not in known]
+            read = sources(node, hidden=SAME_VALUE_BACKWARD)
+            # What is computed again after the loop has a box in either band.
+            found = {item: (boxes if item in here else self.in_loop).get(item) for item in read}
+            reads = [self._name(item) for item in read if found[item] is None]
             boxes[node] = self.panel.operator(node, reads=reads, band=band)
-            self.panel.edges += [(source, boxes[node]) for source in known.values()]
+            self.panel.edges += [(source, boxes[node]) for source in found.values() if source is not None]
 
     def _results(self, notes: dict[Kind, str], boxes: dict[Node, int], band: int) -> None:
         for port in self.body.ports:
-            source = None if port.gradient is None else boxes.get(shown(port.gradient))
+            source = None if port.gradient is None else boxes.get(_shown(port.gradient))
             if port.kind in notes and source is not None:
                 pill = self.panel.value(f"d {self.names[port.node]}", port.node, band=band, note=notes[port.kind])
                 self.panel.edges.append((source, pill))
 
     def _name(self, node: Node) -> str:
-        return self.names.get(node, Operator.of(node).name)
+        return self.names.get(node, node.name if node.op is None else Operator.of(node).name)
 
 
 def _origin(source: Node) -> str:
@@ -105,10 +102,13 @@ def _origin(source: Node) -> str:
         return source.name
     if source.has_rows:
         return Operator.of(source).name
-    behind, waiting = [], [source]
-    while waiting:
-        node = waiting.pop(0)
-        if node.op is None:
-            behind.append(node.name)
-        waiting.extend(node.inputs)
-    return ", ".join(dict.fromkeys(behind)) or source.name
+    behind = sorted((node for node in needed_for([source]) if node.op is None), key=lambda node: node.name)
+    return ", ".join(node.name for node in behind) or source.name
+
+
+def _shown(node: Node) -> Node:
+    return shown(node, hidden=SAME_VALUE_BACKWARD)
+
+
+def _is_drawn(node: Node) -> bool:
+    return is_drawn(node, hidden=SAME_VALUE_BACKWARD)

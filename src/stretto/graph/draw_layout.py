@@ -1,15 +1,14 @@
-"""Where everything in a picture goes: sizes, positions that keep arrows straight, and lanes for arrows between steps."""
+"""Where everything in a picture goes: sizes of boxes, rows and bands, and lanes for arrows between steps."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Final, final
 
 from stretto.graph.draw_panel import Box, Delayed, Look, Panel
+from stretto.graph.draw_positions import middles_of
 from stretto.graph.draw_rows import Grid, arrange
 
 TITLE_SIZE: Final = 13.0
 LINE_SIZE: Final = 11.0
-BOX_GAP: Final = 18.0
 ROW_GAP: Final = 30.0
 TRACK: Final = 11.0
 BAND_TOP: Final = 36.0
@@ -19,7 +18,6 @@ BAND_SIDE: Final = 20.0
 LANE: Final = 14.0
 MOST_WIDTH: Final = 220.0
 LEAST_WIDTH: Final = 72.0
-ROUNDS: Final = 120
 
 Point = tuple[float, float]
 
@@ -94,7 +92,7 @@ class _LayingOut:
         self.grid: Grid = arrange(panel)
         self.sizes = [box_size(box) for box in panel.boxes]
         self.widths = [width for width, _ in self.sizes] + [4.0] * (len(self.grid.row_of) - len(self.sizes))
-        self.middles = _middles(self.grid, self.widths)
+        self.middles = middles_of(self.grid, self.widths)
         self.layout = Layout()
         self.above = [0] * len(self.grid.rows)
         self.below = [0] * len(self.grid.rows)
@@ -235,81 +233,3 @@ class _LayingOut:
             (target.middle, above),
             (target.middle, target.y),
         ]
-
-
-def _middles(grid: Grid, widths: list[float]) -> list[float]:
-    """Positions that bring neighbours close, under the order of each row: least squares, row by row, over and over."""
-    middles = [0.0] * len(widths)
-    for row in grid.rows:
-        x = 0.0
-        for item in row:
-            middles[item] = x + widths[item] / 2
-            x += widths[item] + BOX_GAP
-        for item in row:
-            middles[item] -= x / 2
-    ends = {item for hop in grid.hops for item in (hop[0], hop[-1])}
-    near: dict[int, list[tuple[int, float]]] = {}
-    for upper, lower in grid.links:
-        # What an arrow passes should lie in line; where it ends matters less.
-        weight = (1.0, 2.0, 12.0)[(upper not in ends) + (lower not in ends)]
-        near.setdefault(upper, []).append((lower, weight))
-        near.setdefault(lower, []).append((upper, weight))
-    for turn in range(ROUNDS):
-        for row in grid.rows if turn % 2 == 0 else reversed(grid.rows):
-            wanted, weights = [], []
-            for item in row:
-                found = near.get(item, [(item, 0.1)])
-                total = sum(weight for _, weight in found)
-                wanted.append(sum(middles[other] * weight for other, weight in found) / total)
-                weights.append(total)
-            for item, place in zip(row, _apart(row, wanted, weights, widths), strict=True):
-                middles[item] = place
-    _straighten(grid, middles, widths)
-    return middles
-
-
-def _straighten(grid: Grid, middles: list[float], widths: list[float]) -> None:
-    """Let arrows that pass rows run upright for as many rows as their neighbours leave room."""
-    boxes = {item for hop in grid.hops for item in (hop[0], hop[-1])}
-
-    def room(item: int) -> tuple[float, float]:
-        row = grid.rows[grid.row_of[item]]
-        at = row.index(item)
-        low, high = -math.inf, math.inf
-        if at:
-            low = middles[row[at - 1]] + (widths[row[at - 1]] + widths[item]) / 2 + BOX_GAP
-        if at + 1 < len(row):
-            high = middles[row[at + 1]] - (widths[row[at + 1]] + widths[item]) / 2 - BOX_GAP
-        return low, high
-
-    for hop in sorted(grid.hops, key=len, reverse=True):
-        waiting = [item for item in hop if item not in boxes]
-        while waiting:
-            low, high, run = -math.inf, math.inf, []
-            for item in waiting:
-                least, most = room(item)
-                # Rounding must not leave no room at all: where it is now is fine.
-                least, most = min(least, middles[item]), max(most, middles[item])
-                if max(low, least) > min(high, most):
-                    break
-                low, high = max(low, least), min(high, most)
-                run.append(item)
-            place = min(max(sum(middles[item] for item in run) / len(run), low), high)
-            for item in run:
-                middles[item] = place
-            waiting = waiting[len(run) :]
-
-
-def _apart(row: list[int], wanted: list[float], weights: list[float], widths: list[float]) -> list[float]:
-    """The places nearest to those wanted at which nothing overlaps: neighbours that push each other move as one."""
-    offsets = [0.0]
-    for left, right in zip(row, row[1:], strict=False):
-        offsets.append(offsets[-1] + (widths[left] + widths[right]) / 2 + BOX_GAP)
-    blocks: list[tuple[float, float, int]] = []
-    for place, weight, offset in zip(wanted, weights, offsets, strict=True):
-        blocks.append((place - offset, weight, 1))
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            (one, first, many), (two, second, more) = blocks[-2:]
-            blocks[-2:] = [((one * first + two * second) / (first + second), first + second, many + more)]
-    places = [place for place, _, count in blocks for _ in range(count)]
-    return [place + offset for place, offset in zip(places, offsets, strict=True)]

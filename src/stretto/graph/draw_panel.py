@@ -89,19 +89,19 @@ class Panel:
         return self.add(Box(title=told.name, shape=sizes(told.shape), reads=names, band=band, look=look, tip=tip))
 
 
-def shown(node: Node) -> Node:
+def shown(node: Node, *, hidden: frozenset[str] = SAME_VALUE) -> Node:
     """The node whose box stands for a value: bookkeeping operators have none."""
-    while node.label in SAME_VALUE:
+    while node.label in hidden:
         node = node.args[0]
     return node
 
 
-def sources(node: Node) -> list[Node]:
+def sources(node: Node, *, hidden: frozenset[str] = SAME_VALUE) -> list[Node]:
     """What a box reads; one of several results reads what the operator that made them reads."""
     read = node.args[0].inputs if node.label == "getitem" else node.inputs
-    return [shown(item) for item in read]
+    return [shown(item, hidden=hidden) for item in read]
 
 
-def is_drawn(node: Node) -> bool:
+def is_drawn(node: Node, *, hidden: frozenset[str] = SAME_VALUE) -> bool:
     """Whether an operator gets a box of its own."""
-    return node.op is not None and node.dtype is not None and node.label not in SAME_VALUE
+    return node.op is not None and node.dtype is not None and node.label not in hidden

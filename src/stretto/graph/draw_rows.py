@@ -6,6 +6,7 @@ A long arrow takes a place in every row that it passes.
 
 from bisect import bisect_right, insort
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final, final
 
 from stretto.graph.draw_panel import Panel
@@ -33,7 +34,7 @@ class Grid:
     @property
     def links(self) -> list[tuple[int, int]]:
         """Neighbours from one row to the next, each pair once."""
-        return list(dict.fromkeys(pair for hop in self.hops for pair in zip(hop, hop[1:], strict=False)))
+        return list(dict.fromkeys(pair for hop in self.hops for pair in pairwise(hop)))
 
 
 def arrange(panel: Panel) -> Grid:
@@ -103,7 +104,7 @@ def _order(grid: Grid) -> None:
             beside = number - 1 if down else number + 1
             places = _places(grid.rows[beside]) if 0 <= beside < len(grid.rows) else {}
             own = _places(row)
-            row.sort(key=lambda item: _mean([places[n] for n in neighbours.get(item, ())], own[item]))  # noqa: B023
+            row.sort(key=lambda item: _mean([places[n] for n in neighbours.get(item, ())], own[item]))
         _swap_neighbours(grid.rows, above, below)
         count = _crossings(grid.rows, below)
         if count < fewest:
@@ -141,7 +142,7 @@ def _swap_neighbours(rows: list[list[int]], above: dict[int, list[int]], below: 
 
 def _crossings(rows: list[list[int]], below: dict[int, list[int]]) -> int:
     total = 0
-    for upper, lower in zip(rows, rows[1:], strict=False):
+    for upper, lower in pairwise(rows):
         place = {item: position for position, item in enumerate(lower)}
         seen: list[int] = []
         for item in upper:

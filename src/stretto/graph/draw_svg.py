@@ -1,4 +1,4 @@
-"""Pictures of graphs as SVG: text that needs nothing but itself, on a ground of its own, the same for the same graph."""
+"""Pictures of graphs as SVG that needs nothing but itself, on a ground of its own, the same for the same graph."""
 
 import html
 import unicodedata

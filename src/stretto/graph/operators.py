@@ -20,19 +20,16 @@ EXPENSIVE: Final = frozenset(
 )
 """Operators worth keeping the result of, rather than computing it again in the backward pass."""
 
-_DIMENSION_ARGUMENT: Final = {"slice": 1, "select": 1, "cat": 1, "split": 2, "split_with_sizes": 2, "unbind": 1}
-_DIMENSION_ARGUMENT |= {"_softmax": 1, "_log_softmax": 1, "gather": 1, "index_select": 1, "cumsum": 1, "unsqueeze": 1}
-_DIMENSION_ARGUMENT |= {"slice_backward": 2, "select_backward": 2, "_softmax_backward_data": 2}
-_DIMENSION_ARGUMENT |= {
-    "_log_softmax_backward_data": 2,
-    "sum": 1,
-    "mean": 1,
-    "amax": 1,
-    "amin": 1,
-    "var": 1,
-    "logsumexp": 1,
-    "squeeze": 1,
-}
+_DIMENSION_ARGUMENT: Final = dict.fromkeys(
+    "slice select cat stack unbind unsqueeze squeeze gather index_select flip sum mean amax amin var std prod logsumexp "
+    "max min argmax argmin cumsum cumprod logcumsumexp sort glu _softmax _log_softmax".split(),
+    1,
+) | dict.fromkeys(
+    "split split_with_sizes roll topk linalg_vector_norm slice_backward select_backward _softmax_backward_data "
+    "_log_softmax_backward_data".split(),
+    2,
+)
+_USUAL: Final = {"sort": -1, "topk": -1, "glu": -1, "sum": [], "mean": [], "amax": [], "amin": [], "prod": []}
 _ANY_RANK: Final = {"view", "_unsafe_view", "expand", "alias", "detach", "clone", "_to_copy"}
 
 
@@ -96,9 +93,9 @@ def _reason(node: Node) -> str | None:  # noqa: PLR0911 - one line a kind of ope
     if name in _DIMENSION_ARGUMENT:
         rank = max(len(node.inputs[0].shape), len(node.shape))
         position = _DIMENSION_ARGUMENT[name]
-        given = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
-        dimensions = given if isinstance(given, (list, tuple)) else [given]
-        if name in {"sum", "mean", "amax", "amin", "var"} and not dimensions:
+        given = node.args[position] if len(node.args) > position else node.kwargs.get("dim", _USUAL.get(name, 0))
+        dimensions = list(given) if isinstance(given, (list, tuple)) else [given]
+        if not dimensions:
             return mixes
         return None if all(isinstance(d, int) and d % rank != 0 for d in dimensions) else mixes
     return f"{name} is not known to keep the rows of the batch apart"

@@ -13,8 +13,13 @@ from stretto.graph.operators import is_view
 PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 """Operators that multiply matrices."""
 
-SAME_VALUE: Final = frozenset({"alias", "detach"})
+SAME_VALUE: Final = frozenset({"alias"})
 """Operators that give back what they get: bookkeeping that nobody needs to see."""
+
+SAME_VALUE_BACKWARD: Final = SAME_VALUE | {"detach"}
+"""The same in a backward step, where autograd also cuts off values that it keeps; that is no work, and no news."""
+
+PLAIN_NAMES: Final = {"t": "transpose", "draw": "random", "filled": "constant"}
 
 
 @final
@@ -37,7 +42,7 @@ class Operator:
         """The operator of a node; one of several results is told as the operator that made them."""
         label = node.args[0].label if node.label == "getitem" else node.label
         name = label.strip("_").removeprefix("native_")
-        return cls(name="transpose" if name == "t" else name, shape=node.row_shape, is_view=is_view(node))
+        return cls(name=PLAIN_NAMES.get(name, name), shape=node.row_shape, is_view=is_view(node))
 
     def __str__(self) -> str:
         return f"{self.name} {sizes(self.shape)}"
@@ -138,7 +143,8 @@ class Summary:
         place = places(plan)
         nodes = {where: [node for node in plan.graph.nodes if place.get(node) is where] for where in Place}
         operators = {where.value: _operators(found) for where, found in nodes.items()}
-        operators["deferred"] = _operators([node for body in bodies for node in body.deferred])
+        deferred = [node for body in bodies for node in body.deferred]
+        operators["deferred"] = _operators(deferred, hidden=SAME_VALUE_BACKWARD)
         return cls(
             operators=operators,
             loops=tuple(LoopSummary.of(loop, body) for loop, body in zip(plan.all_loops, bodies, strict=True)),
@@ -163,8 +169,8 @@ def products_of(nodes: list[Node]) -> tuple[Product, ...]:
     return tuple(Product.of(node) for node in nodes if node.label in PRODUCTS)
 
 
-def _operators(nodes: list[Node]) -> tuple[Operator, ...]:
-    return tuple(Operator.of(node) for node in nodes if node.dtype is not None and node.label not in SAME_VALUE)
+def _operators(nodes: list[Node], *, hidden: frozenset[str] = SAME_VALUE) -> tuple[Operator, ...]:
+    return tuple(Operator.of(node) for node in nodes if node.dtype is not None and node.label not in hidden)
 
 
 def _passes(nodes: list[Node]) -> int:

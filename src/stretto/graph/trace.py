@@ -119,10 +119,9 @@ def _check_step(cell: nn.Module, y: torch.Tensor, after: Any, before: list[torch
     name = type(cell).__name__
     now = flatten(after)
     if [(part.shape, part.dtype) for part in now] != [(part.shape, part.dtype) for part in before]:
-        was = ", ".join(str(tuple(part.shape)) for part in before)
-        new = ", ".join(str(tuple(part.shape)) for part in now)
+        was, new = (", ".join(f"{tuple(p.shape[1:])} {p.dtype}" for p in parts) for parts in (before, now))
         raise StrettoError(
-            f"{name}.forward takes a state of shapes {was} and returns one of shapes {new}",
+            f"{name}.forward takes a state with rows of {was} and returns one with rows of {new}",
             fix="Return a state of the same shapes and dtypes as it was given.",
         )
     if y.dim() == 0 or (before and len(y) != len(before[0])):

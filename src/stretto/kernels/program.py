@@ -55,7 +55,9 @@ class Program:
         graph, plan = self.plan.graph, self.plan
         values: dict[Node, Any] = dict(graph.constants)
         values.update((node, parameters[name]) for name, node in graph.parameters.items())
-        values[graph.x] = x_PF
+        # The step was traced on rows that lie one after another.
+        values[graph.x] = x_PF.contiguous()
+        states = [state.contiguous() for state in states]
         run(plan.nodes_at(Place.ONCE), values, layout.total)
         finals: dict[int, torch.Tensor] = {index: states[index] for index in plan.kept}
         for index in plan.kept:
@@ -70,7 +72,8 @@ class Program:
             for node in maps:
                 if node.op is None:
                     if node not in values:
-                        values[node] = layout.shifted(values[after[node]], states[position[node]])
+                        earlier = self._value(after[node], values, layout, states)
+                        values[node] = layout.shifted(earlier, states[position[node]])
                 elif node not in values:
                     values[node] = evaluate_folded(node, values, layout.total)
         for index, node in enumerate(graph.next_states):

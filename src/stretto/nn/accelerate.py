@@ -12,9 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from stretto.cells import GRU as GRUCell
-from stretto.cells import LSTM as LSTMCell
-from stretto.cells import Cell, Elman, ProjectedLSTM
+from stretto import cells
 from stretto.errors import StrettoError
 from stretto.kernels.build import Built, build
 from stretto.nn.ragged import as_rows
@@ -26,27 +24,51 @@ DTYPES = (torch.float32, torch.float64)
 
 
 @lru_cache(maxsize=256)
-def _built(mode: str, input_size: int, hidden_size: int, proj_size: int, bias: bool, dtype: torch.dtype) -> Built:
+def layer_program(
+    mode: str, *, input_size: int, hidden_size: int, proj_size: int = 0, bias: bool = True, dtype: torch.dtype
+) -> Built:
     """The program of one layer and direction; weights are given when it runs, so that all alike share it."""
-    cell: Cell
+    cell: cells.Cell
     with torch.device("meta"):
         if mode == "GRU":
-            cell = GRUCell(input_size, hidden_size, bias=bias)
+            cell = cells.GRU(input_size, hidden_size, bias=bias)
         elif mode == "LSTM" and proj_size:
-            cell = ProjectedLSTM(input_size, hidden_size, proj_size=proj_size, bias=bias)
+            cell = cells.ProjectedLSTM(input_size, hidden_size, proj_size=proj_size, bias=bias)
         elif mode == "LSTM":
-            cell = LSTMCell(input_size, hidden_size, bias=bias)
+            cell = cells.LSTM(input_size, hidden_size, bias=bias)
         else:
-            cell = Elman(input_size, hidden_size, nonlinearity="relu" if mode == "RNN_RELU" else "tanh", bias=bias)
+            cell = cells.Elman(
+                input_size, hidden_size, nonlinearity="relu" if mode == "RNN_RELU" else "tanh", bias=bias
+            )
         cell = cell.to(dtype)
         state = cell.initial_state(1)
     return build(cell, x_shape=(input_size,), x_dtype=dtype, state=state, device=torch.device("cpu"))
+
+
+def layer_weights(module: nn.RNNBase, number: int, *, reverse: bool = False) -> dict[str, torch.Tensor]:
+    """The parameters of one layer and direction, by the names a cell gives them."""
+    suffix = f"_l{number}{'_reverse' if reverse else ''}"
+    names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if module.bias else [])]
+    if module.proj_size:
+        names.append("weight_hr")
+    return {name: getattr(module, name + suffix) for name in names}
 
 
 class _Accelerated(nn.RNNBase):
     """What the three layers share; each is torch's layer in everything but who computes it."""
 
     _choice: Choice = "auto"
+
+    def ragged(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
+        """Outputs for a padded batch of sequences of these lengths: only real steps are computed, the others are zero."""
+        if self._choice == "torch" or self._why_not(x, None):
+            y, _ = super().forward(x)
+            steps = torch.arange(x.shape[1 if self.batch_first else 0], device=x.device)
+            real_BT = steps < torch.as_tensor(lengths, device=x.device)[:, None]
+            masked: torch.Tensor = y * (real_BT if self.batch_first else real_BT.t())[..., None]
+            return masked
+        y, _ = self._run(x, None, lengths)
+        return y  # type: ignore[no-any-return]
 
     def forward(self, input: Any, hx: Any = None) -> Any:  # noqa: A002 - torch's name
         """As torch's layer."""
@@ -81,8 +103,18 @@ class _Accelerated(nn.RNNBase):
         if any(s.dtype != data.dtype or s.device.type != "cpu" for s in states):
             return "state"
         sizes = self._sizes()
-        made = [_built(self.mode, size, self.hidden_size, self.proj_size, self.bias, data.dtype) for size in sizes]
+        made = [self._program(size, data.dtype) for size in sizes]
         return next((item.reason for item in made if item.kernel != "cpp"), "")
+
+    def _program(self, input_size: int, dtype: torch.dtype) -> Built:
+        return layer_program(
+            self.mode,
+            input_size=input_size,
+            hidden_size=self.hidden_size,
+            proj_size=self.proj_size,
+            bias=self.bias,
+            dtype=dtype,
+        )
 
     def _sizes(self) -> list[int]:
         directions = 2 if self.bidirectional else 1
@@ -99,12 +131,12 @@ class _Accelerated(nn.RNNBase):
         shapes = [(count, rows, self.proj_size or self.hidden_size)]
         return [*shapes, (count, rows, self.hidden_size)] if self.mode == "LSTM" else shapes
 
-    def _run(self, x: Any, hx: Any) -> Any:
+    def _run(self, x: Any, hx: Any, lengths: Any = None) -> Any:
         alone = not isinstance(x, PackedSequence) and x.dim() == 2
         if alone:
             x = x.unsqueeze(0 if self.batch_first else 1)
             hx = None if hx is None else tuple(s.unsqueeze(1) for s in (hx if isinstance(hx, (tuple, list)) else [hx]))
-        rows = as_rows(x, None, batch_first=self.batch_first)
+        rows = as_rows(x, lengths, batch_first=self.batch_first)
         data = rows.x_PF
         shapes = self._state_shapes(rows.layout.num_rows)
         given = [data.new_zeros(shape) for shape in shapes] if hx is None else hx
@@ -115,11 +147,11 @@ class _Accelerated(nn.RNNBase):
         layers = []
         for number in range(self.num_layers):
             size = self.input_size if number == 0 else (self.proj_size or self.hidden_size) * directions
-            program = _built(self.mode, size, self.hidden_size, self.proj_size, self.bias, data.dtype).program
+            program = self._program(size, data.dtype).program
             layer = []
             for reverse in range(directions):
                 states = [state[number * directions + reverse] for state in states_LBH]
-                layer.append(Direction(program, self._weights(number, reverse), states))
+                layer.append(Direction(program, layer_weights(self, number, reverse=bool(reverse)), states))
             layers.append(layer)
         result = run_stack(layers, rows.layout, data, dropout=self.dropout if self.training else 0.0)
         y = rows.output(result.y_PF)
@@ -131,13 +163,6 @@ class _Accelerated(nn.RNNBase):
             y = y.squeeze(0 if self.batch_first else 1)  # type: ignore[union-attr]
             finals = [state.squeeze(1) for state in finals]
         return y, tuple(finals) if self.mode == "LSTM" else finals[0]
-
-    def _weights(self, number: int, reverse: int) -> dict[str, torch.Tensor]:
-        suffix = f"_l{number}{'_reverse' if reverse else ''}"
-        names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else [])]
-        if self.proj_size:
-            names.append("weight_hr")
-        return {name: getattr(self, name + suffix) for name in names}
 
     def _faster(self, x: Any, hx: Any) -> str:
         """Who is faster for this kind of batch: measured when the first one of it comes."""

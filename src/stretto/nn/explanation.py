@@ -1,17 +1,40 @@
 """What became of a cell: which operators are computed where, and what a step costs."""
 
-from dataclasses import dataclass
-from typing import final
+import html
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, final
 
-from stretto.graph.analyse import Place
 from stretto.graph.draw import draw
+from stretto.graph.draw_svg import document
+from stretto.graph.summary import LoopSummary, Operator, Product, Summary, sizes
 from stretto.kernels.build import Built
 from stretto.kernels.cpp import CppKernel
 from stretto.kernels.program import Program
 
+WIDTH: Final = 100
+INDENT: Final = 11
+JOINED: Final = "\u00a0"
+KN: Final = "K\u00a0×\u00a0N"  # noqa: RUF001 - a multiplication sign is meant
+KERNELS: Final = {
+    "cpp": "the loops run as generated C++",
+    "eager": "the loops run operator by operator",
+    "plain": "the cell is called step after step, as it is",
+}
+PLACES: Final = {
+    "once": "from weights alone",
+    "hoisted": "for all steps at once, before a loop",
+    "loop": "step after step",
+    "sunk": "for all steps at once, after the loops",
+    "deferred": "gradients for all steps at once, after the backward loop",
+}
+
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """What became of a cell. `str()` is a table, `svg()` a picture, `counts` the numbers.
 
@@ -19,46 +42,196 @@ class Explanation:
         name: Of the cell.
         kernel: "cpp", "eager" or "plain".
         reason: Why not the fastest; empty if it is.
-        counts: Operators at each place, and what a step costs: `once`, `hoisted`, `loop`, `sunk`, `deferred`, `loops`,
-            `forward_gemms`, `forward_passes`, `backward_gemms`, `backward_passes`, `saved` (elements a row and step).
-        operators: Names of the operators at each place.
+        counts: Operators at each place: `once`, `hoisted`, `loop`, `sunk`, `deferred`. How many `loops`. What a step
+            costs: `forward_gemms`, `forward_passes`, `backward_gemms`, `backward_passes`, and `saved` elements
+            (`saved_bytes`) a row besides the `state` elements. What is done for all steps at once: `hoisted_gemms`,
+            `sunk_gemms`, `deferred_gemms`. Empty for "plain", of which nothing is known.
+        operators: The operators at each place.
+        loops: The loops through time, in the order in which they run.
         rewrites: What was rewritten, in words.
+        analysis_seconds: Time to trace, analyse and derive.
+        compile_seconds: Time to generate and compile, or to find compiled code in the cache.
     """
 
     name: str
     kernel: str
     reason: str
     counts: dict[str, int]
-    operators: dict[str, list[str]]
-    rewrites: list[str]
-    built: Built
+    operators: dict[str, tuple[Operator, ...]]
+    loops: tuple[LoopSummary, ...]
+    rewrites: tuple[str, ...]
+    analysis_seconds: float
+    compile_seconds: float
+    _summary: Summary | None = field(repr=False)
+    _built: Built = field(repr=False, compare=False)
 
     @classmethod
     def of(cls, built: Built, name: str) -> "Explanation":
         """Explain what was built."""
-        counts: dict[str, int] = {}
-        operators: dict[str, list[str]] = {}
+        summary, counts = None, {}
         if built.plan is not None and isinstance(built.program, Program):
-            for place in Place:
-                nodes = [node for node in built.plan.nodes_at(place) if node.dtype is not None]
-                operators[place.value] = [node.label for node in nodes]
-            bodies = built.program.bodies
-            operators["deferred"] = [node.label for body in bodies for node in body.deferred if node.dtype is not None]
-            counts = {place: len(names) for place, names in operators.items()}
-            counts["loops"] = len(bodies)
-            gemms = {"mm", "addmm", "bmm", "baddbmm"}
-            counts["forward_gemms"] = sum(node.label in gemms for body in bodies for node in body.forward)
-            counts["backward_gemms"] = sum(node.label in gemms for body in bodies for node in body.backward)
-            kernels = [k for level in built.program.kernels for k in level if isinstance(k, CppKernel)]
-            counts["forward_passes"] = sum(kernel.ahead.passes for kernel in kernels)
-            counts["backward_passes"] = sum(kernel.back.passes for kernel in kernels)
-            counts["saved"] = sum(node.row_size for body in bodies for node in body.saved)
-        rewrites = built.plan.rewrites if built.plan is not None else []
-        return cls(name, built.kernel, built.reason, counts, operators, rewrites, built)
+            summary = Summary.of(built.plan, built.program.bodies)
+            counts = _counts(summary, built.program)
+        return cls(
+            name=name,
+            kernel=built.kernel,
+            reason=built.reason,
+            counts=counts,
+            operators={} if summary is None else summary.operators,
+            loops=() if summary is None else summary.loops,
+            rewrites=() if built.plan is None else tuple(built.plan.rewrites),
+            analysis_seconds=built.analysis_seconds,
+            compile_seconds=built.compile_seconds,
+            _summary=summary,
+            _built=built,
+        )
 
     def svg(self) -> str:
-        """The graph of a step as a picture."""
-        return draw(self)
+        """The graph of a step, forward and backward, as a picture that stands alone."""
+        title, told = f"One step of {self.name}", f"{self.kernel}: {KERNELS[self.kernel]}"
+        built = self._built
+        if built.plan is None or not isinstance(built.program, Program):
+            return document([], title=title, subtitle=told, words=f"There is no graph: {self.reason}.")
+        told += f", because {self.reason}" if self.reason else ""
+        note = "; sizes are of one row of the batch"
+        return draw(built.plan, built.program.bodies, title=title, subtitle=told + note)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        return {
+            "cell": self.name,
+            "kernel": self.kernel,
+            "reason": self.reason,
+            "counts": dict(self.counts),
+            "operators": {
+                place: [{"operator": item.name, "shape": list(item.shape)} for item in found]
+                for place, found in self.operators.items()
+            },
+            "loops": [
+                {
+                    "level": loop.level,
+                    "states": {name: list(shape) for name, shape in loop.states.items()},
+                    "forward_gemms": [[item.K, item.N] for item in loop.forward],
+                    "backward_gemms": [[item.K, item.N] for item in loop.backward],
+                    "deferred_gemms": [[item.K, item.N] for item in loop.deferred],
+                    "saved": [{"operator": item.name, "shape": list(item.shape)} for item in loop.saved],
+                }
+                for loop in self.loops
+            ],
+            "rewrites": list(self.rewrites),
+            "analysis_seconds": self.analysis_seconds,
+            "compile_seconds": self.compile_seconds,
+        }
 
     def __str__(self) -> str:
-        return self.name
+        return "\n".join(self._lines())
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>\n{self.svg()}"
+
+    def _lines(self) -> Iterator[str]:
+        yield from _row("cell", self.name)
+        yield from _row("kernel", f"{self.kernel}: {KERNELS[self.kernel]}")
+        if self.reason:
+            yield from _row("", f"not the fastest, because: {self.reason}")
+        seconds = f"analysis {_time(self.analysis_seconds)}"
+        if self.kernel == "cpp":
+            seconds += f"; generating and compiling, or finding it compiled, {_time(self.compile_seconds)}"
+        yield from _row("took", seconds)
+        if self._summary is None:
+            return
+        for rewrite in self.rewrites:
+            yield from _row("rewritten", rewrite)
+        yield ""
+        at_once = {
+            "hoisted": self._summary.hoisted,
+            "sunk": self._summary.sunk,
+            "deferred": [item for loop in self.loops for item in loop.deferred],
+        }
+        for place, found in self.operators.items():
+            told = [_counted(len(found), "operator")] if found else ["nothing"]
+            told += [_products(at_once[place])] if at_once.get(place) else []
+            yield from _row(place, f"{PLACES[place]}: {', '.join(told)}")
+            yield from _row("", _listed(found))
+        yield ""
+        if not self.loops:
+            yield from _row("loops", "none: nothing is recurrent")
+            return
+        for number, loop in enumerate(self.loops, start=1):
+            states = ", ".join(f"{name} ({sizes(shape)})" for name, shape in loop.states.items())
+            yield from _row(f"loop {number}", f"level {loop.level}, carries {states}")
+        yield ""
+        yield from self._costs()
+
+    def _costs(self) -> Iterator[str]:
+        for name, products in (
+            ("forward", [item for loop in self.loops for item in loop.forward]),
+            ("backward", [item for loop in self.loops for item in loop.backward]),
+        ):
+            passes = _counted(self.counts[f"{name}_passes"], "pass", "passes")
+            yield from _row(name, f"a step: {_products(products)}; {passes} over a row's elements")
+        saved, size, state = (self.counts[name] for name in ("saved", "saved_bytes", "state"))
+        yield from _row("stored", f"a row and step, for the backward pass: {saved} elements, {size} bytes")
+        yield from _row("", f"(besides the states, {state} elements)")
+        yield from _row("", _listed(item for loop in self.loops for item in loop.saved))
+
+
+def _counts(summary: Summary, program: Program) -> dict[str, int]:
+    loops = summary.loops
+    kernels = [kernel for level in program.kernels for kernel in level]
+    passes = [
+        (kernel.ahead.passes, kernel.back.passes)
+        if isinstance(kernel, CppKernel)
+        else (loop.forward_operators, loop.backward_operators)
+        for kernel, loop in zip(kernels, loops, strict=True)
+    ]
+    counts = {place: len(found) for place, found in summary.operators.items()}
+    return counts | {
+        "loops": len(loops),
+        "forward_gemms": sum(len(loop.forward) for loop in loops),
+        "forward_passes": sum(ahead for ahead, _ in passes),
+        "backward_gemms": sum(len(loop.backward) for loop in loops),
+        "backward_passes": sum(back for _, back in passes),
+        "saved": sum(math.prod(item.shape) for loop in loops for item in loop.saved),
+        "saved_bytes": sum(loop.saved_bytes for loop in loops),
+        "state": sum(math.prod(shape) for loop in loops for shape in loop.states.values()),
+        "hoisted_gemms": len(summary.hoisted),
+        "sunk_gemms": len(summary.sunk),
+        "deferred_gemms": sum(len(loop.deferred) for loop in loops),
+    }
+
+
+def _row(name: str, text: str) -> list[str]:
+    """A name in the margin, and beside it a text that is wrapped."""
+    wrapped = textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=name.ljust(INDENT),
+        subsequent_indent=" " * INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(JOINED, " ") for line in wrapped]
+
+
+def _listed(found: Iterable[Operator | Product]) -> str:
+    """What was found in order of appearance, what is alike counted, and none of it torn apart when wrapped."""
+    told = [f"{item} ({count} times)" if count > 1 else str(item) for item, count in Counter(found).items()]
+    return ", ".join(text.replace(" ", JOINED) for text in told)
+
+
+def _products(products: Sequence[Product]) -> str:
+    if not products:
+        return "no products"
+    return f"{_counted(len(products), 'product')} ({KN}: {_listed(products)})"
+
+
+def _counted(count: int, name: str, several: str = "") -> str:
+    return f"{count} {name if count == 1 else several or f'{name}s'}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

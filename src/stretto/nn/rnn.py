@@ -154,17 +154,20 @@ class RNN(nn.Module):
             )
         features = known if isinstance(known, tuple) else (int(known),)
         tensors = tensors_of(cell)
-        dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.get_default_dtype())
+        own = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.get_default_dtype())
+        dtype = self._last_dtype or own
         initial = _initial(cell, 1)
         return Explanation.of(self._build(cell, features, dtype, initial), type(cell).__name__)
 
     _last_features: tuple[int, ...] | None = None
+    _last_dtype: torch.dtype | None = None
 
     def _is_alone(self, x: torch.Tensor) -> bool:
         return x.dim() == 2
 
     def _build(self, cell: nn.Module, features: tuple[int, ...], dtype: torch.dtype, initial: Any) -> Built:
         self._last_features = self._last_features or features
+        self._last_dtype = self._last_dtype or dtype
         parts = flatten(initial)
         shapes = tuple((part.shape[1:], part.dtype, part.device.type) for part in parts)
         key = (id(cell), features, dtype, shapes, self.kernel, fingerprint(cell))

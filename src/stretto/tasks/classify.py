@@ -37,7 +37,11 @@ class ClassifyModel(nn.Module):
         super().__init__()
         self.standardise = standardise
         self.lstm = BidirectionalLSTM(
-            num_features, hidden_size=config.hidden_size, num_layers=config.num_layers, dropout=config.dropout
+            num_features,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+            dropout=config.dropout,
+            kernel=config.kernel,
         )
         self.classify = nn.Linear(2 * config.hidden_size, num_classes)
 

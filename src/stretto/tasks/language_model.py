@@ -15,6 +15,7 @@ from torch.nn import functional
 from stretto.batching.collate import Batch
 from stretto.data.sequences import SequenceSet
 from stretto.errors import StrettoError
+from stretto.nn.accelerate import accelerate
 from stretto.nn.bidirectional_lstm import remember_by_default
 from stretto.training.config import Count, Positive, TrainConfig
 from stretto.training.task import AbstractTask, LossSum, Reading, Score
@@ -50,12 +51,13 @@ class LanguageModel(nn.Module):
             config.embedding_size, config.hidden_size, config.num_layers, batch_first=True, dropout=between
         )
         remember_by_default(self.lstm)
+        accelerate(self.lstm, kernel="cpp" if config.kernel == "compiled" else "torch")
         self.dropout = nn.Dropout(config.dropout)
         self.predict = nn.Linear(config.hidden_size, num_characters)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Scores (B, U, C) of characters 1 to T - 1."""
-        hidden_BUH, _ = self.lstm(self.embed(batch.features_BTF[:, :-1, 0]))
+        hidden_BUH = self.lstm.ragged(self.embed(batch.features_BTF[:, :-1, 0]), batch.lengths - 1)
         scores_BUC: torch.Tensor = self.predict(self.dropout(hidden_BUH))
         return scores_BUC
 

@@ -43,6 +43,7 @@ class TrainConfig:
         weight_decay: Of AdamW.
         clip_norm: Largest norm of a gradient.
         seed: Everything random follows from it.
+        kernel: Who runs the recurrent layers: compiled computes real steps only; torch runs torch's own, on padded steps.
         threads: Cores to use; left out, what torch takes.
         device: Where to train, as torch names it.
         checkpoint_minutes: Also save this often within an epoch; every epoch is saved anyway.
@@ -64,6 +65,7 @@ class TrainConfig:
     weight_decay: NotNegative = 0.01
     clip_norm: Positive = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    kernel: Literal["compiled", "torch"] = "compiled"
     threads: Count | None = None
     device: str = "cpu"
     checkpoint_minutes: Positive = 5.0

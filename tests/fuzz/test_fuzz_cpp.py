@@ -1,0 +1,73 @@
+"""Random cells run by generated code."""
+
+import pytest
+import torch
+from fuzz_cell import FuzzCell
+from fuzz_comparison import (
+    Batch,
+    Results,
+    assert_identical,
+    assert_same,
+    by_definition,
+    by_stretto,
+    is_meaningful,
+    without_gradients,
+)
+from fuzz_recipe import Case, Recipe
+from fuzz_settings import fuzzed
+from fuzz_strategies import cases, recipes
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import stretto
+from stretto.kernels import generate
+from stretto.kernels.build import KernelChoice, SaveChoice
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+saves: st.SearchStrategy[SaveChoice] = st.sampled_from(("auto", "states"))
+
+
+def _with_two_threads(rnn: stretto.RNN, cell: FuzzCell, batch: Batch) -> Results:
+    torch.set_num_threads(2)
+    try:
+        return by_stretto(rnn, cell, batch)
+    finally:
+        torch.set_num_threads(1)
+
+
+def _check(recipe: Recipe, some: list[Case], kernel: KernelChoice, save: SaveChoice) -> None:
+    cell = FuzzCell(recipe, seed=some[0].seed)
+    rnn = stretto.RNN(cell, kernel=kernel, save=save)
+    for case in some:
+        batch = Batch.of(recipe, case)
+        wanted = by_definition(cell, batch)
+        assume(is_meaningful(cell, batch, wanted))
+        found = by_stretto(rnn, cell, batch)
+        assert_same(found, wanted)
+        assert_identical(without_gradients(rnn, cell, batch), found.values)
+        assert_identical(_with_two_threads(rnn, cell, batch).all, found.all)
+
+
+@fuzzed(100)
+@given(recipes(shortest=4), st.lists(cases(), min_size=1, max_size=2), saves)
+def test_random_cells_are_compiled_and_agree_with_their_definition(
+    recipe: Recipe, some: list[Case], save: SaveChoice
+) -> None:
+    _check(recipe, some, "cpp", save)
+
+
+@fuzzed(10)
+@given(recipes(exotic=True, shortest=4), st.lists(cases(), min_size=1, max_size=2), saves)
+def test_cells_of_rare_operators_run_and_agree_with_their_definition(
+    recipe: Recipe, some: list[Case], save: SaveChoice
+) -> None:
+    _check(recipe, some, "auto", save)
+
+
+@fuzzed(12)
+@given(recipes(shortest=4), cases(), saves)
+def test_threads_that_share_the_columns_of_few_rows_change_nothing(recipe: Recipe, case: Case, save: SaveChoice) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "LARGE_WEIGHTS", 1)
+        alone = Case(lengths=(max(case.lengths),), padding=case.padding, seed=case.seed)
+        _check(recipe, [alone], "cpp", save)

@@ -1,0 +1,48 @@
+"""Random cells run operator by operator: tracing, hoisting and sinking, the derived backward step, deferred gradients."""
+
+from fuzz_cell import FuzzCell
+from fuzz_comparison import (
+    Batch,
+    assert_identical,
+    assert_same,
+    by_definition,
+    by_stretto,
+    is_meaningful,
+    without_gradients,
+)
+from fuzz_recipe import Case, Recipe
+from fuzz_settings import fuzzed
+from fuzz_strategies import cases, recipes
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import stretto
+from stretto.kernels.build import SaveChoice
+
+saves: st.SearchStrategy[SaveChoice] = st.sampled_from(("auto", "states"))
+
+
+def _check(recipe: Recipe, case: Case, save: SaveChoice) -> stretto.RNN:
+    cell = FuzzCell(recipe, seed=case.seed)
+    batch = Batch.of(recipe, case)
+    wanted = by_definition(cell, batch)
+    assume(is_meaningful(cell, batch, wanted))
+    rnn = stretto.RNN(cell, kernel="eager", save=save)
+    found = by_stretto(rnn, cell, batch)
+    assert_same(found, wanted)
+    assert_identical(without_gradients(rnn, cell, batch), found.values)
+    return rnn
+
+
+@fuzzed(200)
+@given(recipes(), cases(), saves)
+def test_random_cells_agree_with_their_definition(recipe: Recipe, case: Case, save: SaveChoice) -> None:
+    rnn = _check(recipe, case, save)
+    explanation = rnn.explain()
+    assert explanation.kernel == "eager", explanation.reason
+
+
+@fuzzed(100)
+@given(recipes(exotic=True, shortest=3), cases(), saves)
+def test_cells_of_rare_operators_agree_with_their_definition(recipe: Recipe, case: Case, save: SaveChoice) -> None:
+    _check(recipe, case, save)
