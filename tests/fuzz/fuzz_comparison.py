@@ -27,6 +27,7 @@ class Batch:
     state: list[torch.Tensor] | None
     lengths: tuple[int, ...]
     loss_on: Any
+    weighted: bool
     seed: int
 
     @classmethod
@@ -41,6 +42,7 @@ class Batch:
             [part.requires_grad_() for part in state] if case.given_state else None,
             case.lengths,
             case.loss_on,
+            case.weighted,
             case.seed,
         )
 
@@ -101,7 +103,7 @@ def without_gradients(rnn: stretto.RNN, cell: FuzzCell, batch: Batch) -> dict[st
 
 
 def results_of(cell: FuzzCell, batch: Batch, y: torch.Tensor, states: Sequence[torch.Tensor]) -> Results:
-    """Values, and the gradients of a random weighting of them."""
+    """Values, and the gradients of a loss that reads them."""
     generator = torch.Generator().manual_seed(batch.seed + 1)
     made = {"y": y, **{f"last state {index}": state for index, state in enumerate(states)}}
     loss = torch.zeros((), dtype=torch.float64)
@@ -109,7 +111,7 @@ def results_of(cell: FuzzCell, batch: Batch, y: torch.Tensor, states: Sequence[t
         weight = torch.randn(tensor.shape, dtype=torch.float64, generator=generator)
         counts = {"y": position == 0, "last": position > 0, "both": True}.get(batch.loss_on, position == 1)
         if counts:
-            loss = loss + (tensor * weight).sum()
+            loss = loss + (tensor * weight if batch.weighted else tensor).sum()
     inputs = batch.inputs(cell)
     gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)
     if inputs and loss.requires_grad:
@@ -148,6 +150,7 @@ def is_meaningful(cell: FuzzCell, batch: Batch, results: Results) -> bool:
         None if batch.state is None else [moved(part.detach()).requires_grad_() for part in batch.state],
         batch.lengths,
         batch.loss_on,
+        batch.weighted,
         batch.seed,
     )
     before = [parameter.detach().clone() for parameter in cell.parameters()]

@@ -79,6 +79,7 @@ class Case:
         given_state: Whether the initial state is given, and has a gradient; otherwise it is the cell's own.
         x_learns: Whether the input has a gradient.
         loss_on: What the loss reads: "y", "last" states, or "both"; or the number of a single state.
+        weighted: Whether the loss weighs every element differently; otherwise it is a plain sum.
         seed: Of all random numbers.
     """
 
@@ -87,6 +88,7 @@ class Case:
     given_state: bool = True
     x_learns: bool = True
     loss_on: "Literal['y', 'last', 'both'] | int" = "both"
+    weighted: bool = True
     seed: int = 0
 
     @property

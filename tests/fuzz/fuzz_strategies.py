@@ -106,5 +106,6 @@ def cases(draw: Draw) -> Case:
         given_state=draw(st.booleans()),
         x_learns=draw(st.sampled_from((True, True, False))),
         loss_on=loss,
+        weighted=draw(st.sampled_from((True, True, False))),
         seed=draw(st.integers(0, 2**16)),
     )

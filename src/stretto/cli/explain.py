@@ -40,9 +40,9 @@ class ExplainSettings:
 
     For example:
 
-    stretto explain LSTM --hidden-size 256 --svg lstm.svg
-    stretto explain my_package.cells:MyCell --set "periods=(1, 2, 4)"
-    stretto explain path/to/file.py:make_cell --json
+    * stretto explain LSTM --hidden-size 256 --svg lstm.svg
+    * stretto explain my_package.cells:MyCell --set "periods=(1, 2, 4)"
+    * stretto explain path/to/file.py:make_cell --json
 
     Attributes:
         cell: A cell of Stretto's by its name, such as LSTM, or MODULE:NAME or FILE.py:NAME for your own: a class, a
@@ -75,7 +75,7 @@ def run(words: list[str]) -> int:
     if settings.dtype is not None:
         cell = cell.to(getattr(torch, settings.dtype))
     rnn = RNN(cell, kernel=settings.kernel)
-    size = settings.input_size or getattr(rnn.cells[0], "input_size", None) or INPUT_SIZE
+    size = settings.input_size or _input_size(rnn.cells[0]) or INPUT_SIZE
     fix = "Put the cell right, or give the --input-size that it takes."
     with _told(f"{settings.cell!r} could not do a step on {size} features", fix=fix):
         _try_step(rnn.cells[0], size)
@@ -236,6 +236,16 @@ def _parameters(maker: Any) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(maker).parameters
     except (TypeError, ValueError):
         return {}
+
+
+def _input_size(cell: nn.Module) -> int | None:
+    """The features that a cell says it takes, or was made for."""
+    args, kwargs = getattr(cell, "_made_with", ((), {}))
+    given: dict[str, Any] = {}
+    with contextlib.suppress(TypeError, ValueError):
+        given = inspect.signature(type(cell)).bind(*args, **kwargs).arguments
+    size = getattr(cell, "input_size", given.get("input_size"))
+    return size if isinstance(size, int) else None
 
 
 def _try_step(cell: nn.Module, input_size: int) -> None:

@@ -88,7 +88,10 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
     sources += [(Kind.ONCE, node, index) for index, node in enumerate(loop.once)]
     sources += [(Kind.KEPT, graph.states[index], index) for index in loop.kept]
     outputs = [*(graph.next_states[index] for index in loop.states), *loop.emits]
-    recordings = [_record(rows, sources, outputs, loop.nodes, graph) for rows in TWO_SIZES]
+    try:
+        recordings = [_record(rows, sources, outputs, loop.nodes, graph) for rows in TWO_SIZES]
+    except RuntimeError as error:
+        raise Untraceable(f"the loop could not be differentiated: {error}") from error
     (first, found), (second, _) = recordings
     nodes = merged(first, second)
     ports = [
@@ -180,7 +183,7 @@ def _take_apart(
     in_loop = needed_for(stays)
     sums = [port.gradient for port in ports if port.kind is Kind.ONCE and port.gradient is not None]
     after = needed_for(sums) - in_loop
-    deferred = {node for node in after if node in late}
+    deferred = {node for node in after if node in late and node.op is not None}
     for node in in_loop:
         if node.op is not None and node in late and (reason := why_not_rowwise(node)):
             raise Untraceable(reason)
@@ -191,8 +194,8 @@ def _take_apart(
     early = needed_for([*next_states, *emits, *saved])
     available = {port.node for port in ports} | set(saved) | set(next_states) | set(emits)
     again = _recomputed(in_loop, late, available)
-    handed = {item for node in deferred for item in node.inputs if item in in_loop and item in late}
-    handed |= {gradient for gradient in sums if gradient in in_loop and gradient in late}
+    handed = {item for node in deferred for item in node.inputs if item in late and item not in deferred}
+    handed |= {gradient for gradient in sums if gradient in late and gradient not in deferred}
     folded = _recomputed(deferred, late, available)
     return Body(
         ports=ports,

@@ -34,7 +34,8 @@ def native_layer_norm(
     y: torch.Tensor = _LayerNorm.apply(x, list(range(-len(shape), 0)), eps)  # type: ignore[no-untyped-call]
     if weight is not None:
         y = y * weight
-    return (y if bias is None else y + bias), None, None
+    # As the operator itself, it leaves its result in order in memory.
+    return (y if bias is None else y + bias).contiguous(), None, None
 
 
 DECOMPOSED: Final[dict[str, Callable[..., Any]]] = {"native_layer_norm": native_layer_norm}

@@ -29,6 +29,10 @@ _DIMENSION_ARGUMENT: Final = dict.fromkeys(
     "_log_softmax_backward_data".split(),
     2,
 )
+_POINTWISE_TOO: Final = frozenset(
+    f"{name}_backward"
+    for name in "elu leaky_relu hardtanh softplus gelu silu sigmoid tanh threshold hardswish hardsigmoid mish".split()
+)
 _USUAL: Final = {"sort": -1, "topk": -1, "glu": -1, "sum": [], "mean": [], "amax": [], "amin": [], "prod": []}
 _ANY_RANK: Final = {"view", "_unsafe_view", "expand", "alias", "detach", "clone", "_to_copy"}
 
@@ -42,7 +46,7 @@ def is_view(node: Node) -> bool:
 
 def is_pointwise(node: Node) -> bool:
     """Whether every element depends on the elements at its own place alone."""
-    return torch.Tag.pointwise in getattr(node.op, "tags", ())
+    return torch.Tag.pointwise in getattr(node.op, "tags", ()) or node.label in _POINTWISE_TOO
 
 
 def depends_on_chance(node: Node) -> bool:

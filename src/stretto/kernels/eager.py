@@ -9,7 +9,7 @@ import torch
 
 from stretto.graph.adjoint import Kind
 from stretto.graph.interpret import run
-from stretto.graph.node import Node
+from stretto.graph.node import Node, Rows
 from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
 from stretto.kernels.layout import Layout
 
@@ -61,11 +61,12 @@ class EagerKernel(AbstractKernel):
                 (body.emits, outputs.emits),
                 (body.saved, outputs.saved),
             ):
-                values.update((node, tensor[here]) for node, tensor in zip(nodes, tensors, strict=True))
+                values.update((node, tensor[_span(node, here)]) for node, tensor in zip(nodes, tensors, strict=True))
             for node, carry, arriving in zip(body.state_gradients, carried, cotangents.after, strict=True):
                 values[node] = carry[:count] if arriving is None else carry[:count] + arriving[here]
             for node, arriving, emitted in zip(body.emit_gradients, cotangents.emits, outputs.emits, strict=True):
-                values[node] = torch.zeros_like(emitted[here]) if arriving is None else arriving[here]
+                rows_here = _span(node, here)
+                values[node] = torch.zeros_like(emitted[rows_here]) if arriving is None else arriving[rows_here]
             run(body.backward, values, count)
             for node, rows in history.items():
                 rows.append(values[node])
@@ -90,13 +91,23 @@ class EagerKernel(AbstractKernel):
         values: dict[Node, Any] = {}
         tensors = {
             Kind.STATE: [state[:count] for state in states],
-            Kind.STEP: [tensor[start : start + count] for tensor in inputs.steps],
+            Kind.STEP: [
+                tensor[_span(port.node, slice(start, start + count))]
+                for port, tensor in zip(self.body.ports_of(Kind.STEP), inputs.steps, strict=True)
+            ],
             Kind.ONCE: inputs.once,
             Kind.KEPT: [tensor[:count] for tensor in inputs.kept],
         }
         for kind, given in tensors.items():
             values.update((port.node, tensor) for port, tensor in zip(self.body.ports_of(kind), given, strict=True))
         return values
+
+
+def _span(node: Node, rows: slice) -> slice:
+    """The rows of a value that has several for each row of the batch."""
+    first = node.shape[0]
+    assert isinstance(first, Rows)
+    return slice(rows.start * first.each, rows.stop * first.each)
 
 
 def _onto(going: torch.Tensor, all_rows: torch.Tensor) -> torch.Tensor:

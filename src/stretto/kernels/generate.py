@@ -170,7 +170,9 @@ class _Writer:
 
 
 def _check(node: Node) -> None:
-    if node.dtype not in REALS and node.dtype is not torch.bool:
+    # A number of true values is small enough to be exact as a real number.
+    counts = node.label == "sum" and node.dtype is torch.int64 and node.inputs[0].dtype is torch.bool
+    if node.dtype not in REALS and node.dtype is not torch.bool and not counts:
         raise Unsupported(f"the value {node.name} in the loop is of {node.dtype}")
 
 

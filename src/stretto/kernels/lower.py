@@ -223,12 +223,13 @@ class Lowering:
 
     def _slice_backward(self, node: Node) -> AbstractValue:
         gradient, _, dimension, start, _, step = node.args
-        if step != 1:
-            raise Unsupported("the gradient of a slice with a step")
         axis = self._axis(node, dimension)
         size = node.row_shape[axis]
         start = max(start + size, 0) if start < 0 else min(start, size)
-        return self._padded(node.row_shape, axis, start, self.value(gradient))
+        value = self.value(gradient)
+        return self._padded(
+            node.row_shape, axis, start, value if step == 1 else _apart(value, axis, step, size - start)
+        )
 
     def _select_backward(self, node: Node) -> AbstractValue:
         gradient, _, dimension, position = node.args
@@ -340,6 +341,17 @@ class Lowering:
         axes = (self._axis(node, node.args[2]),)
         total = self._reduced("sum", gradient, axes)
         return Map(gradient.dims, "{0} - exponential({1}) * {2}", (gradient, result, total), costly=True)
+
+
+def _apart(value: AbstractValue, axis: int, step: int, size: int) -> AbstractValue:
+    """Elements `step` apart along an axis of `size`, with zeros between them."""
+    before, count, behind = value.dims[:axis], value.dims[axis], value.dims[axis + 1 :]
+    thick = Reshape((*before, count, 1, *behind), value)
+    gaps = Constant((*before, count, step - 1, *behind), 0.0)
+    flat = Reshape((*before, count * step, *behind), Join((*before, count, step, *behind), (thick, gaps), axis + 1))
+    if count * step <= size:
+        return flat
+    return View((*before, size, *behind), flat, identity((*before, size, *behind)))
 
 
 def _unit(position: int, rank: int) -> Affine:
