@@ -196,6 +196,19 @@ def test_a_fall_back_is_told(quick: KernelsBench) -> None:
     assert told == [f"{slow.net} ran without generated code, eager: no compiler"]
 
 
+@pytest.mark.usefixtures("without_jax")
+def test_without_a_compiler_it_runs_and_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    bench = run_kernels_bench(KernelsBenchSettings(quick=True, only=("bidirectional", "compile", "limits")))
+    (line,) = bench.missing
+    assert line.startswith("compiled kernels: ")
+    assert "no-such-compiler" in line
+    assert bench.compiling == ()
+    assert {row.limit for row in bench.limits} == {"products"}
+    (told,) = slower_lines(bench)
+    assert told.startswith("2-layer BiGRU ran without generated code, eager: ")
+
+
 def test_every_net_has_a_goal_at_every_shape() -> None:
     nets = {("GRU", "nn.GRU"), ("GRU", "JAX scan"), ("LayerNormLSTM", "Python loop"), ("LSTM", "nn.LSTM")}
     assert len(SHAPES) == 5

@@ -74,7 +74,7 @@ EXOTIC_UNARY: Final[dict[str, Callable[..., Any]]] = {
     "nan_to_num": torch.nan_to_num,
     "in_place": lambda a: (0.5 * a).add_(0.2).mul_(0.9),
     "in_place_relu": lambda a: functional.relu(a + 0.1, inplace=True),
-    "sum_of_all_features": lambda a: 0.2 * a.flatten(1).sum(1).view(-1, *[1] * (a.dim() - 1)) + 0.5 * a,
+    "sum_of_all_features": lambda a: 0.2 * a.reshape(a.shape[0], -1).sum(1).view(-1, *[1] * (a.dim() - 1)) + 0.5 * a,
 }
 
 BINARY: Final[dict[str, Callable[..., Any]]] = {

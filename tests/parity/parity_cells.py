@@ -76,12 +76,15 @@ def drawn(
     dtype = next(rnn.parameters()).dtype
     states = tuple(cell.initial_state(B) for cell in rnn.cells)  # type: ignore[operator]
     state = _moved(states if len(states) > 1 else states[0]) if given else None
-    return Batch(x_BTF=torch.randn(B, T, F, dtype=dtype), lengths=lengths, state=state)
+    features = getattr(rnn.cells[0], "input_size", F)
+    return Batch(x_BTF=torch.randn(B, T, features, dtype=dtype), lengths=lengths, state=state)
 
 
 def _moved(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         # A part of one unit may be a step counter, so that it is moved by whole numbers.
+        if not state.is_floating_point():
+            return state
         shift = torch.rand_like(state) if state.shape[-1] > 1 else torch.randint_like(state, 4)
         return (state + shift).detach()
     return tuple(_moved(part) for part in state)

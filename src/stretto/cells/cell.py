@@ -70,7 +70,7 @@ class Cell(nn.Module, ABC):
             bound = None
         if bound is None or "input_size" not in bound.arguments:
             raise StrettoError(
-                f"{type(self).__name__} cannot be made again for another layer: its constructor has no argument 'input_size'",
+                f"{type(self).__name__} cannot be made again for another layer: it takes no argument 'input_size'",
                 fix="Name that argument 'input_size', or give one cell for each layer and direction as a list.",
             )
         bound.arguments["input_size"] = input_size

@@ -25,6 +25,7 @@ from stretto.cells.cell import Cell
 from stretto.cli.parsing import checked_flags, parse
 from stretto.errors import StrettoError
 from stretto.graph.network import Graph
+from stretto.graph.network_cell import GraphCell
 from stretto.graph.trace import stepped
 from stretto.nn.rnn import RNN
 from stretto.storage import write_text_atomically
@@ -240,6 +241,8 @@ def _parameters(maker: Any) -> Mapping[str, inspect.Parameter]:
 
 def _input_size(cell: nn.Module) -> int | None:
     """The features that a cell says it takes, or was made for."""
+    if isinstance(cell, GraphCell):
+        return cell.wiring.input_size
     args, kwargs = getattr(cell, "_made_with", ((), {}))
     given: dict[str, Any] = {}
     with contextlib.suppress(TypeError, ValueError):

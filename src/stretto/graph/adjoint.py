@@ -5,7 +5,8 @@ the loop read at each step. The gradients of weights, biases, peepholes and gain
 deferred, and computed once after the loop with the steps laid out as rows.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from stretto.graph.analyse import Loop
 from stretto.graph.decompose import DECOMPOSED
-from stretto.graph.node import Node, Rows, needed_for, replaced
+from stretto.graph.node import Node, Rows, needed_for, replaced, sized
 from stretto.graph.operators import EXPENSIVE, is_view, why_not_rowwise
 from stretto.graph.recorder import TWO_SIZES, Untraceable, merged, record
 from stretto.graph.trace import StepGraph
@@ -62,11 +63,11 @@ class Body:
     emits: list[Node]
     state_gradients: list[Node]
     emit_gradients: list[Node]
-    forward: list[Node]
-    backward: list[Node]
-    deferred: list[Node]
-    saved: list[Node]
-    handed: list[Node]
+    forward: list[Node] = field(default_factory=list)
+    backward: list[Node] = field(default_factory=list)
+    deferred: list[Node] = field(default_factory=list)
+    saved: list[Node] = field(default_factory=list)
+    handed: list[Node] = field(default_factory=list)
 
     def ports_of(self, kind: Kind) -> list[Port]:
         """The inputs of one kind."""
@@ -99,14 +100,14 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
         for (kind, source, index), node, gradient in zip(sources, found["inputs"], found["gradients"], strict=True)
     ]
     count = len(loop.states)
-    return _take_apart(
-        nodes,
-        ports,
+    body = Body(
+        ports=ports,
         next_states=found["outputs"][:count],
         emits=found["outputs"][count:],
         state_gradients=found["cotangents"][:count],
         emit_gradients=found["cotangents"][count:],
     )
+    return _take_apart(nodes, body)
 
 
 def _record(
@@ -115,8 +116,7 @@ def _record(
     device = _device(graph)
 
     def example(node: Node) -> torch.Tensor:
-        sizes = [size.each * rows if isinstance(size, Rows) else size for size in node.shape]
-        return torch.zeros(sizes, dtype=node.dtype, device=device)
+        return torch.zeros(sized(node.shape, rows), dtype=node.dtype, device=device)
 
     def run(recorder: Any) -> dict[str, Any]:
         inputs = [example(source) for _, source, _ in sources]
@@ -135,11 +135,7 @@ def _record(
             found["outputs"] = [recorder.look_up(tensor) for tensor in made]
             linked = [(t, d) for t, d in zip(made, cotangents, strict=True) if t.requires_grad]
             wanted = [tensor for tensor in inputs if tensor.requires_grad]
-            gradients = (
-                torch.autograd.grad([t for t, _ in linked], wanted, [d for _, d in linked], allow_unused=True)
-                if linked and wanted
-                else [None] * len(wanted)
-            )
+            gradients = _gradients([t for t, _ in linked], wanted, [d for _, d in linked])
             by_input = {id(tensor): gradient for tensor, gradient in zip(wanted, gradients, strict=True)}
             found["gradients"] = [
                 None if by_input.get(id(tensor)) is None else recorder.look_up(by_input[id(tensor)])
@@ -148,6 +144,21 @@ def _record(
         return found
 
     return record(run)
+
+
+def _gradients(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], cotangents: list[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    if not outputs or not inputs:
+        return [None] * len(inputs)
+    try:
+        from torch.autograd.graph import _engine_run_backward
+    except ImportError:
+        return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+    # What `torch.autograd.grad` comes down to; given cotangents, that one imports a computer algebra system first.
+    given = (tuple(outputs), tuple(cotangents), False, False, tuple(inputs))
+    found: Sequence[torch.Tensor | None] = _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=False)
+    return found
 
 
 def _run(nodes: list[Node], values: dict[Node, Any], rows: int) -> None:
@@ -166,51 +177,39 @@ def _device(graph: StepGraph) -> Any:
     return next((tensor.device for tensor in graph.constants.values()), torch.device("cpu"))
 
 
-def _take_apart(
-    nodes: list[Node],
-    ports: list[Port],
-    *,
-    next_states: list[Node],
-    emits: list[Node],
-    state_gradients: list[Node],
-    emit_gradients: list[Node],
-) -> Body:
-    late = set(state_gradients + emit_gradients)
+def _take_apart(nodes: list[Node], body: Body) -> Body:
+    """Sort the operators of both directions into those that stay in a loop and those that are deferred."""
+    outputs = [*body.next_states, *body.emits]
+    late = set(body.state_gradients + body.emit_gradients)
     for node in nodes:
         if node.op is not None and any(item in late for item in node.inputs):
             late.add(node)
-    stays = [port.gradient for port in ports if port.kind is not Kind.ONCE and port.gradient is not None]
-    in_loop = needed_for(stays)
-    sums = [port.gradient for port in ports if port.kind is Kind.ONCE and port.gradient is not None]
-    after = needed_for(sums) - in_loop
-    deferred = {node for node in after if node in late and node.op is not None}
+    in_loop = needed_for([p.gradient for p in body.ports if p.kind is not Kind.ONCE and p.gradient is not None])
+    sums = [port.gradient for port in body.ports if port.kind is Kind.ONCE and port.gradient is not None]
+    deferred = {node for node in needed_for(sums) - in_loop if node in late and node.op is not None}
     for node in in_loop:
         if node.op is not None and node in late and (reason := why_not_rowwise(node)):
             raise Untraceable(reason)
     for node in deferred:
         if reason := _why_not_a_sum(node):
             raise Untraceable(reason)
-    saved = _choose_saved(nodes, ports, next_states, emits, late, in_loop, deferred)
-    early = needed_for([*next_states, *emits, *saved])
-    available = {port.node for port in ports} | set(saved) | set(next_states) | set(emits)
+    free = {port.node for port in body.ports} | set(outputs)
+    read = {item for node in nodes if node in late and (node in in_loop or node in deferred) for item in node.inputs}
+    wanted = {node for node in read if node not in late and node not in free and node.dtype is not None}
+    forward = [node for node in nodes if node not in late and node.op is not None]
+    body.saved = _choose_saved(forward, wanted, free)
+    early = needed_for([*outputs, *body.saved])
+    available = free | set(body.saved)
     again = _recomputed(in_loop, late, available)
+    folded = _recomputed(deferred, late, available)
     handed = {item for node in deferred for item in node.inputs if item in late and item not in deferred}
     handed |= {gradient for gradient in sums if gradient in late and gradient not in deferred}
-    folded = _recomputed(deferred, late, available)
-    return Body(
-        ports=ports,
-        next_states=next_states,
-        emits=emits,
-        state_gradients=state_gradients,
-        emit_gradients=emit_gradients,
-        forward=[node for node in nodes if node.op is not None and node in early],
-        backward=[
-            node for node in nodes if node.op is not None and (node in again or (node in in_loop and node in late))
-        ],
-        deferred=[node for node in nodes if node.op is not None and (node in folded or node in deferred)],
-        saved=saved,
-        handed=[node for node in nodes if node in handed],
-    )
+    operators = [node for node in nodes if node.op is not None]
+    body.forward = [node for node in operators if node in early]
+    body.backward = [node for node in operators if node in again or (node in in_loop and node in late)]
+    body.deferred = [node for node in operators if node in folded or node in deferred]
+    body.handed = [node for node in nodes if node in handed]
+    return body
 
 
 _SAME_ELEMENTS = frozenset("t transpose permute getitem detach alias clone unsqueeze squeeze".split())
@@ -235,34 +234,20 @@ def _recomputed(wanted: set[Node], late: set[Node], available: set[Node]) -> set
     return {node for node in found if node not in available and node.op is not None}
 
 
-def _choose_saved(
-    nodes: list[Node],
-    ports: list[Port],
-    next_states: list[Node],
-    emits: list[Node],
-    late: set[Node],
-    in_loop: set[Node],
-    deferred: set[Node],
-) -> list[Node]:
+def _choose_saved(forward: list[Node], wanted: set[Node], free: set[Node]) -> list[Node]:
     """The smallest set of forward values from which the backward pass can get all it needs without costly work.
 
     A minimum cut between what is costly to compute and what the backward pass reads; cutting a value costs its size.
     """
-    free = {port.node for port in ports} | set(next_states) | set(emits)
-    wanted = {item for node in nodes if node in late and (node in in_loop or node in deferred) for item in node.inputs}
-    wanted = {node for node in wanted if node not in late and node not in free and node.dtype is not None}
-    if not wanted:
-        return []
-    forward = [node for node in nodes if node not in late and node.op is not None]
     network = nx.DiGraph()
     network.add_nodes_from(["costly", "backward"])
     for node in forward:
         if node in free:
             continue
-        size = node.row_size if node.dtype is not None and node.has_rows else None
-        network.add_edge(
-            (node, "in"), (node, "out"), **({} if size is None else {"capacity": size + 0.01 * is_view(node)})
-        )
+        fits = node.dtype is not None and node.has_rows
+        # Of two values of one size, the one that is no view of another is stored.
+        capacity = {"capacity": node.row_size + 0.01 * is_view(node)} if fits else {}
+        network.add_edge((node, "in"), (node, "out"), **capacity)
         if node.label in EXPENSIVE:
             network.add_edge("costly", (node, "in"))
         if node in wanted:
@@ -270,7 +255,7 @@ def _choose_saved(
         for item in node.inputs:
             if item not in free and item.op is not None and node.label not in EXPENSIVE:
                 network.add_edge((item, "out"), (node, "in"))
-    if not nx.has_path(network, "costly", "backward"):
+    if not wanted or not nx.has_path(network, "costly", "backward"):
         return []
     _, (near, _) = nx.minimum_cut(network, "costly", "backward")
     cut = {node for node in forward if (node, "in") in near and (node, "out") not in near and node not in free}

@@ -110,7 +110,7 @@ def analyse(graph: StepGraph) -> Plan:
         else:
             place[node] = Place.SUNK
     users = _users(graph)
-    loops = [_loop(graph, cycle, place, level, kept, users) for cycle in cycles]
+    loops = [_loop(graph, cycle, place=place, level=level, kept=kept, users=users) for cycle in cycles]
     depth = max([*level.values(), 0])
     by_level: list[list[Loop]] = [[] for _ in range(depth + 1)]
     for loop in sorted(loops, key=lambda loop: loop.states):
@@ -197,6 +197,7 @@ def _users(graph: StepGraph) -> dict[Node, list[Node]]:
 def _loop(
     graph: StepGraph,
     cycle: set[Node],
+    *,
     place: dict[Node, Place],
     level: dict[Node, int],
     kept: set[int],
@@ -206,7 +207,8 @@ def _loop(
     mine = level[graph.states[states[0]]]
     inside = {node for node in cycle if node.op is not None}
     outputs = {graph.y, *graph.next_states}
-    _absorb_results(graph, inside, place, level, mine, {graph.states[index] for index in states})
+    own = {graph.states[index] for index in states}
+    _absorb_results(graph, inside, place=place, level=level, mine=mine, states=own)
     _absorb_views(inside, place)
     nodes = [node for node in graph.nodes if node in inside]
     known = inside | {graph.states[index] for index in states}
@@ -253,7 +255,13 @@ def _still_rows(node: Node) -> bool:
 
 
 def _absorb_results(
-    graph: StepGraph, inside: set[Node], place: dict[Node, Place], level: dict[Node, int], mine: int, states: set[Node]
+    graph: StepGraph,
+    inside: set[Node],
+    *,
+    place: dict[Node, Place],
+    level: dict[Node, int],
+    mine: int,
+    states: set[Node],
 ) -> None:
     """Pointwise work on values of the loop that are no states stays in it: sinking it would store those values."""
     for node in graph.nodes:

@@ -87,6 +87,8 @@ def lay_out(panel: Panel) -> Layout:
 
 @final
 class _LayingOut:
+    """Finds places across first, then room for arrows between steps, then heights."""
+
     def __init__(self, panel: Panel) -> None:
         self.panel = panel
         self.grid: Grid = arrange(panel)
@@ -159,10 +161,9 @@ class _LayingOut:
     def _rows(self) -> None:
         """Heights of rows and bands."""
         y, number = 0.0, 0
-        band_of = [self.panel.boxes[item].band for item in range(len(self.panel.boxes))]
-        last = {band_of[item]: 0 for item in range(len(band_of))}
-        for item, band in enumerate(band_of):
-            last[band] = max(last[band], self.grid.row_of[item])
+        last: dict[int, int] = {}
+        for item, box in enumerate(self.panel.boxes):
+            last[box.band] = max(last.get(box.band, 0), self.grid.row_of[item])
         for band in range(len(self.panel.bands)):
             top = y
             y += BAND_TOP

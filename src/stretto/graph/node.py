@@ -39,6 +39,7 @@ class Node:
     kwargs: dict[str, Any] = field(default_factory=dict)
     shape: tuple[Size, ...] = ()
     dtype: torch.dtype | None = None
+    _inputs: tuple[tuple[Any, ...], list["Node"]] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return self.name
@@ -46,7 +47,10 @@ class Node:
     @property
     def inputs(self) -> list["Node"]:
         """The nodes it is computed from, in order of appearance."""
-        return list(nodes_in((self.args, self.kwargs)))
+        # Asked for often, and only rewrites change the arguments.
+        if self._inputs is None or self._inputs[0] is not self.args:
+            self._inputs = (self.args, list(nodes_in((self.args, self.kwargs))))
+        return self._inputs[1]
 
     @property
     def has_rows(self) -> bool:
@@ -120,3 +124,8 @@ def needed_for(outputs: list[Node], *, stop: "set[Node] | None" = None) -> set[N
         if stop is None or node not in stop:
             waiting.extend(node.inputs)
     return found
+
+
+def sized(shape: tuple[Size, ...], rows: int) -> list[int]:
+    """Sizes for a number of rows."""
+    return [size.each * rows if isinstance(size, Rows) else size for size in shape]

@@ -21,8 +21,8 @@ EXPENSIVE: Final = frozenset(
 """Operators worth keeping the result of, rather than computing it again in the backward pass."""
 
 _DIMENSION_ARGUMENT: Final = dict.fromkeys(
-    "slice select cat stack unbind unsqueeze squeeze gather index_select flip sum mean amax amin var std prod logsumexp "
-    "max min argmax argmin cumsum cumprod logcumsumexp sort glu _softmax _log_softmax".split(),
+    "slice select cat stack unbind unsqueeze squeeze gather index_select flip sum mean amax amin var std prod "
+    "logsumexp max min argmax argmin cumsum cumprod logcumsumexp sort glu _softmax _log_softmax".split(),
     1,
 ) | dict.fromkeys(
     "split split_with_sizes roll topk linalg_vector_norm slice_backward select_backward _softmax_backward_data "

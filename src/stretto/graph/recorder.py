@@ -18,6 +18,9 @@ TWO_SIZES: Final = (3, 5)
 """Batch sizes a function is recorded at."""
 
 _RANDOM_IN_PLACE: Final = {"bernoulli_", "uniform_", "normal_", "exponential_"}
+_FILLS: Final = dict.fromkeys("zeros zeros_like new_zeros empty_like".split(), 0.0) | dict.fromkeys(
+    "ones ones_like new_ones".split(), 1.0
+)
 _READS_VALUES: Final = {"_local_scalar_dense", "nonzero", "item", "masked_select", "unique", "is_nonzero"}
 
 
@@ -50,14 +53,15 @@ class Recording:
         return self.of_tensor[id(tensor)]
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording([], {}, {})
         self.alive: list[torch.Tensor] = []
         self.sharers: dict[int, set[int]] = {}
         self.given: set[int] = set()
         self.counts: dict[str, int] = {}
+        self.names: set[str] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -65,8 +69,12 @@ class _Recorder(TorchDispatchMode):
         return False
 
     def name(self, base: str) -> str:
-        count = self.counts[base] = self.counts.get(base, -1) + 1
-        return base if count == 0 else f"{base}_{count}"
+        while True:
+            count = self.counts[base] = self.counts.get(base, -1) + 1
+            name = base if count == 0 else f"{base}_{count}"
+            if name not in self.names:
+                self.names.add(name)
+                return name
 
     def enter(self, tensor: torch.Tensor, name: str) -> Node:
         node = Node(self.name(name), None, shape=tuple(tensor.shape), dtype=tensor.dtype)
@@ -147,15 +155,7 @@ class _Recorder(TorchDispatchMode):
         if not isinstance(result, torch.Tensor):
             return None
         shape, dtype = tuple(result.shape), result.dtype
-        values = {
-            "zeros_like": 0.0,
-            "ones_like": 1.0,
-            "new_zeros": 0.0,
-            "new_ones": 1.0,
-            "empty_like": 0.0,
-            "zeros": 0.0,
-        }
-        value = values.get(base)
+        value: Any = _FILLS.get(base)
         if base == "scalar_tensor":
             value = args[0]
         if base in {"full_like", "new_full", "full"}:
@@ -196,14 +196,15 @@ def refuse_own_gradients(recorder: "_Recorder", results: Sequence[torch.Tensor])
         Untraceable: If a function with a gradient of its own, or a hook, has a say in it.
     """
     seen: set[Any] = set()
-    waiting = [tensor.grad_fn for tensor in results]
+    waiting: list[Any] = [tensor.grad_fn for tensor in results]
     while waiting:
         step = waiting.pop()
         if step is None or step in seen:
             continue
         seen.add(step)
         if isinstance(step, torch.autograd.function.BackwardCFunction):
-            raise Untraceable(f"the step uses {step.name().removesuffix('Backward')}, which has a gradient of its own")
+            name = type(step).__name__.removesuffix("Backward")
+            raise Untraceable(f"the step uses {name}, which has a gradient of its own")
         waiting.extend(item for item, _ in step.next_functions)
     if any(tensor._backward_hooks for tensor in recorder.alive if id(tensor) not in recorder.given):
         raise Untraceable("the step hooks into its gradient")
@@ -237,7 +238,7 @@ def merged(one: Recording, other: Recording) -> list[Node]:
     return one.nodes
 
 
-def _size(first: int, second: int) -> Any:
+def _size(first: Any, second: Any) -> Any:
     if first == second:
         return first
     small, large = TWO_SIZES

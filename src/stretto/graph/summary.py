@@ -161,7 +161,7 @@ def places(plan: Plan) -> dict[Node, Place]:
 
 def sizes(shape: tuple[int, ...]) -> str:
     """A shape as a person writes it."""
-    return " × ".join(map(str, shape)) or "1"  # noqa: RUF001 - a multiplication sign is meant
+    return " \u00d7 ".join(map(str, shape)) or "1"
 
 
 def products_of(nodes: list[Node]) -> tuple[Product, ...]:

@@ -96,7 +96,7 @@ def _tried(cell: nn.Module, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, 
         return stepped(cell, x, state)
     except (Untraceable, StrettoError):
         raise
-    except Exception as error:  # noqa: BLE001 - if it is the cell's own, it comes again when the cell is run as it is
+    except Exception as error:  # if it is the cell's own, it comes again when the cell runs as it is
         raise Untraceable(f"the step failed when it was traced: {type(error).__name__}: {error}") from error
 
 

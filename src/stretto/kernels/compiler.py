@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import final
 
 from stretto.errors import StrettoError
-from stretto.storage import cache_folder, write_atomically
+from stretto.storage import cache_folder, disk_errors, write_atomically, write_text_atomically
 
 COMPILER_VARIABLE = "CXX"
 BASE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-w")
@@ -40,6 +41,9 @@ def _find(wanted: str | None, search_path: str | None) -> Compiler:
     path = next((found for name in names if (found := shutil.which(name, path=search_path))), None)
     if path is None:
         raise NoCompiler(f"no C++ compiler was found ({', '.join(map(str, names))})")
+    known = _remembered(path)
+    if known is not None:
+        return known
     version = _run([path, "--version"])
     if version is None:
         raise NoCompiler(f"the C++ compiler {path!r} does not run")
@@ -49,7 +53,31 @@ def _find(wanted: str | None, search_path: str | None) -> Compiler:
             continue
         if _accepts(path, [*flags, extra]):
             flags.append(extra)
-    return Compiler(path=path, version=version.splitlines()[0], flags=tuple(flags))
+    found = Compiler(path=path, version=version.splitlines()[0], flags=tuple(flags))
+    _remember(found)
+    return found
+
+
+def _identity(path: str) -> dict[str, object]:
+    """What changes when another compiler is installed, or this code asks for other flags."""
+    status = Path(path).stat()
+    return {"path": path, "changed": status.st_mtime_ns, "size": status.st_size, "base": list(BASE_FLAGS)}
+
+
+def _remembered(path: str) -> Compiler | None:
+    """What was found out about a compiler earlier, if it is still the same: asking it takes longer than a whole load."""
+    try:
+        known = json.loads((library_folder() / "compiler.json").read_text(encoding="utf-8"))
+        if known["identity"] != _identity(path):
+            return None
+        return Compiler(path=path, version=str(known["version"]), flags=tuple(map(str, known["flags"])))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _remember(found: Compiler) -> None:
+    facts = {"identity": _identity(found.path), "version": found.version, "flags": list(found.flags)}
+    write_text_atomically(library_folder() / "compiler.json", json.dumps(facts, indent=1))
 
 
 def find_compiler() -> Compiler:
@@ -96,8 +124,9 @@ def key_of(source: str, compiler: Compiler, torch_version: str) -> str:
 def library_folder() -> Path:
     """Where compiled libraries are kept: private, within the cache folder."""
     folder = cache_folder() / "kernels"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.stat()
+    with disk_errors(folder, doing="create the folder of compiled kernels"):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077):
         raise StrettoError(
             f"the folder of compiled kernels {str(folder)!r} can be reached by other users",

@@ -12,7 +12,7 @@ import torch
 
 from stretto.graph.adjoint import Body, Kind
 from stretto.graph.interpret import run
-from stretto.graph.node import Node
+from stretto.graph.node import Node, sized
 from stretto.kernels.compiler import compiled
 from stretto.kernels.generate import Generated, generate_backward, generate_forward, source_of
 from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
@@ -91,7 +91,7 @@ class CppKernel(AbstractKernel):
                 "saved": result.saved,
                 "final": result.finals,
             }
-            runs.append(_Run(kernel, kernel.ahead, kernel.ahead_once, "forward", tensors, given, layout, keep=keep))
+            runs.append(_Run(kernel, "forward", layout, tensors=tensors, once=given.once, keep=keep))
             made.append(result)
         _run_all(runs)
         return made
@@ -120,7 +120,7 @@ class CppKernel(AbstractKernel):
                 "emit": output.emits,
                 "saved": output.saved,
             }
-            runs.append(_Run(kernel, kernel.back, kernel.back_once, "backward", tensors, given, layout, keep=True))
+            runs.append(_Run(kernel, "backward", layout, tensors=tensors, once=given.once, keep=True))
             made.append(gradients)
         _run_all(runs)
         return made
@@ -138,8 +138,7 @@ class CppKernel(AbstractKernel):
         return tensor.detach().to(self.dtype).contiguous()
 
     def _empty(self, rows: int, node: Node) -> torch.Tensor:
-        first = node.shape[0]
-        return fresh(first.each * rows, *node.shape[1:], dtype=self.dtype)  # type: ignore[union-attr]
+        return fresh(*sized(node.shape, rows), dtype=self.dtype)
 
     def empty_outputs(self, layout: Layout, *, keep: bool) -> Outputs:
         """Room for what the loop makes; what nothing will need again gets one row for each sequence."""
@@ -195,22 +194,22 @@ class _Run:
     def __init__(
         self,
         kernel: CppKernel,
-        function: Generated,
-        once: list[Node],
         name: str,
-        tensors: dict[str, list[torch.Tensor]],
-        inputs: Inputs,
         layout: Layout,
         *,
+        tensors: dict[str, list[torch.Tensor]],
+        once: list[torch.Tensor],
         keep: bool,
     ) -> None:
+        function: Generated = kernel.ahead if name == "forward" else kernel.back
+        read_once = kernel.ahead_once if name == "forward" else kernel.back_once
         self.kernel, self.function, self.name = kernel, function, name
         values: dict[Node, Any] = dict(
-            zip((port.node for port in kernel.body.ports_of(Kind.ONCE)), (t.detach() for t in inputs.once), strict=True)
+            zip((port.node for port in kernel.body.ports_of(Kind.ONCE)), (t.detach() for t in once), strict=True)
         )
         run(function.prepared, values, layout.total)
         real = kernel.dtype
-        vectors = [values[node].to(real).contiguous() for node in once]
+        vectors = [values[node].to(real).contiguous() for node in read_once]
         matrices = [values[node].to(real) for node in function.weights]
         slots = function.slots
         count = len(slots) - len(vectors)

@@ -9,7 +9,7 @@ import torch
 
 from stretto.graph.adjoint import Kind
 from stretto.graph.interpret import run
-from stretto.graph.node import Node, Rows
+from stretto.graph.node import Node, Rows, sized
 from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
 from stretto.kernels.layout import Layout
 
@@ -119,4 +119,4 @@ def _stacked(rows: list[torch.Tensor], node: Node, inputs: Inputs) -> torch.Tens
     if rows:
         return torch.cat(rows)
     like = (inputs.states or inputs.steps)[0]
-    return torch.zeros(0, *node.shape[1:], dtype=node.dtype, device=like.device)
+    return torch.zeros(sized(node.shape, 0), dtype=node.dtype, device=like.device)

@@ -204,7 +204,7 @@ class LoopWriter:
         axes = self.axes or [(1, [len(self.group.dims) - 1])]
         summed = [axis for axis in axes if axis[1][0] in reduced]
         kept = [axis for axis in axes if axis[1][0] not in reduced]
-        across = bool(summed) and axes[-1] is summed[-1] or not kept
+        across = (bool(summed) and axes[-1] is summed[-1]) or not kept
         kinds = [item.value.kind for item in self.group.items]  # type: ignore[attr-defined]
         starts = [f"vec sum{n} = all({INITIAL[kind]});" for n, kind in enumerate(kinds)]
         if across:

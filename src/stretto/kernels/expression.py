@@ -73,7 +73,9 @@ class Resolver:
             self._made[key] = self._find(value, index, rank, fresh)
         return self._made[key]
 
-    def _find(self, value: AbstractValue, index: tuple[Affine, ...], rank: int, fresh: bool) -> AbstractExpression:
+    def _find(  # noqa: PLR0911 - one return a kind of value
+        self, value: AbstractValue, index: tuple[Affine, ...], rank: int, fresh: bool
+    ) -> AbstractExpression:
         if isinstance(value, Read):
             return self._load(value.buffer, index, rank)
         if value in self.homes and not fresh:
@@ -178,7 +180,7 @@ def starts_of(join: Join) -> list[tuple[AbstractValue, int]]:
 def _inside(index: Affine, size: int, sizes: tuple[int, ...]) -> bool:
     low = index.constant + sum(min(f * (n - 1), 0) for f, n in zip(index.factors, sizes, strict=True))
     high = index.constant + sum(max(f * (n - 1), 0) for f, n in zip(index.factors, sizes, strict=True))
-    return 0 <= low and high < size
+    return low >= 0 and high < size
 
 
 def can_reshape(reshape: Reshape) -> bool:

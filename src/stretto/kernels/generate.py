@@ -83,14 +83,15 @@ class _Writer:
         self.weights: dict[Node, Weight] = {}
         self.once: dict[Node, Buffer] = {}
         self.values: dict[Node, AbstractValue] = {}
-        self.still = {port.node for port in body.ports_of(Kind.ONCE)}
+        # In order: the code, which names the library in the cache, must be the same for the same body.
+        self.still = dict.fromkeys(port.node for port in body.ports_of(Kind.ONCE))
         self.prepared: list[Node] = []
         self.moving: list[Node] = []
         for node in nodes:
             if node.op is filled:
                 self.values[node] = Constant(node.row_shape, float(node.args[1]))
             elif not node.has_rows and node.inputs and all(item in self.still for item in node.inputs):
-                self.still.add(node)
+                self.still[node] = None
                 self.prepared.append(node)
             else:
                 self.moving.append(node)
@@ -135,7 +136,7 @@ class _Writer:
             schedule = scheduler()
         except NotImplementedError as reason:
             raise Unsupported(str(reason)) from reason
-        used_once = _buffers_read(schedule.homes, scheduler) & set(self.once.values())
+        used_once = {value.buffer for value in scheduler.order if isinstance(value, Read)}
         once = [node for node, buffer in self.once.items() if buffer in used_once]
         for node in once:
             self.slots.append(Slot("once", len(self.slots)))
@@ -174,11 +175,6 @@ def _check(node: Node) -> None:
     counts = node.label == "sum" and node.dtype is torch.int64 and node.inputs[0].dtype is torch.bool
     if node.dtype not in REALS and node.dtype is not torch.bool and not counts:
         raise Unsupported(f"the value {node.name} in the loop is of {node.dtype}")
-
-
-def _buffers_read(homes: dict[AbstractValue, Buffer], scheduler: Scheduler) -> set[Buffer]:
-    del homes
-    return {value.buffer for value in scheduler.order if isinstance(value, Read)}
 
 
 def generate_forward(body: Body) -> tuple[Generated, list[Node]]:
@@ -287,14 +283,14 @@ def _function(
             index = buffer.name.removeprefix("final")
             after = f"call.buffers[{names[f'after{index}']}] + (call.starts[steps - 1] + b) * {buffer.size}"
             source = f"steps ? {after} : initial{index} + b * {buffer.size}"
-            finals.append(
-                f"__builtin_memcpy({buffer.name} + b * {buffer.size}, {source}, {buffer.size} * sizeof(real));"
-            )
+            target = f"{buffer.name} + b * {buffer.size}"
+            finals.append(f"__builtin_memcpy({target}, {source}, {buffer.size} * sizeof(real));")
     walk = "int64_t t = call.num_steps - 1; t >= 0; t--" if backward else "int64_t t = 0; t < call.num_steps; t++"
     rest = "continue" if backward else "break"
     lines = [
         "template <bool TEAM>",
-        f"static void {name}_rows(const Call& call, int64_t first, int64_t last, int rank, int size, Barrier* barrier) {{",
+        f"static void {name}_rows(const Call& call, int64_t first, int64_t last, int rank, int size,",
+        "                         Barrier* barrier) {",
         f"  constexpr int64_t SCRATCH = {max(made.scratch, 1)}, PRIVATE = {max(made.private, 1)};",
         "  real* const own = call.own + (TEAM ? rank * call.num_rows * PRIVATE : 0);",
         f"  real* const room = call.room + ((TEAM ? rank * call.num_rows : 0) + first) * {made.room};",
@@ -319,19 +315,19 @@ def _function(
     lines += ["}"]
     call = "(*call, first, last, rank, size, barrier)"
     team = f"if (size > 1) return {name}_rows<true>{call};" if made.shares_columns else ""
+    arguments = "const Call* call, int64_t first, int64_t last, int rank, int size, Barrier* barrier"
     lines += [
-        f'extern "C" void {name}_work(const Call* call, int64_t first, int64_t last, int rank, int size, Barrier* barrier) {{',
+        f'extern "C" void {name}_work({arguments}) {{',
         f"  {team}",
         f"  {name}_rows<false>{call};",
         "}",
         f'extern "C" void {name}_pack(const Call* call) {{',
         "  (void)call;",
     ]
-    for index, weight in enumerate(weights):
-        strides = f"call->weight_strides[{2 * index}], call->weight_strides[{2 * index + 1}]"
-        lines.append(
-            f"  pack(call->weights[{index}], {strides}, {weight.K}, {weight.N}, call->packed + {made.packed[index]});"
-        )
+    for number, weight in enumerate(weights):
+        strides = f"call->weight_strides[{2 * number}], call->weight_strides[{2 * number + 1}]"
+        place = f"call->packed + {made.packed[number]}"
+        lines.append(f"  pack(call->weights[{number}], {strides}, {weight.K}, {weight.N}, {place});")
     return [*lines, "}"]
 
 
@@ -344,6 +340,5 @@ def source_of(functions: list[Generated], dtype: torch.dtype) -> str:
         parts.append(
             "\n".join(line for line in text.splitlines() if not line.startswith(("#pragma once", '#include "')))
         )
-    for function in functions:
-        parts.append("\n".join(function.lines))
+    parts += ["\n".join(function.lines) for function in functions]
     return "\n".join(parts) + "\n"

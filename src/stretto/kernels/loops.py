@@ -93,13 +93,13 @@ class _Loops(torch.autograd.Function):
             return None, None, *_again(kernels, layouts, tensors, cotangents, ctx.needs_input_grad[2:])
         given = taken_apart(kernels, tensors)
         made, arriving = _split(kernels, flat, ctx.saved), _split(kernels, cotangents, ctx.saved)
-        received = [Cotangents(item.after, item.emits, item.finals) for item in arriving]
+        received = [Cotangents([*item.after], [*item.emits], [*item.finals]) for item in arriving]
         found = kernels[0].backward_together(kernels, layouts, given, made, received)
         needed = iter(ctx.needs_input_grad[2:])
         gradients: list[torch.Tensor | None] = []
         for kernel, layout, item, output, gradient in zip(kernels, layouts, given, made, found, strict=True):
             wanted = {kind: [next(needed) for _ in kernel.body.ports_of(kind)] for kind in Kind}
-            weights = deferred(kernel.body, layout, item, output, gradient, wanted[Kind.ONCE])
+            weights = deferred(kernel.body, layout, item, output, found=gradient, wanted=wanted[Kind.ONCE])
             gradients += [*gradient.states, *gradient.steps, *weights, *gradient.kept]
         return None, None, *gradients
 
@@ -116,14 +116,14 @@ def _split(kernels: list[AbstractKernel], flat: Sequence[Any], saved: list[Any])
 
 
 def deferred(
-    body: Body, layout: Layout, inputs: Inputs, outputs: Outputs, gradients: Gradients, wanted: Sequence[bool]
+    body: Body, layout: Layout, inputs: Inputs, outputs: Outputs, *, found: Gradients, wanted: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """Gradients of what stays the same over all steps: one operation over the rows of all of them."""
     ports = body.ports_of(Kind.ONCE)
     asked = [port.gradient if needs else None for port, needs in zip(ports, wanted, strict=True)]
     if not any(node is not None for node in asked):
         return [None] * len(ports)
-    values: dict[Node, Any] = dict(zip(body.handed, gradients.handed, strict=True))
+    values: dict[Node, Any] = dict(zip(body.handed, found.handed, strict=True))
     for nodes, tensors in ((body.next_states, outputs.after), (body.emits, outputs.emits), (body.saved, outputs.saved)):
         values.update(zip(nodes, tensors, strict=True))
     values.update((port.node, tensor) for port, tensor in zip(ports, inputs.once, strict=True))
@@ -137,7 +137,7 @@ def deferred(
             values[port.node] = layout.spread(kept)
     run(body.deferred, values, layout.total)
     return [
-        None if node is None else values[node].reshape(port.source.shape)  # type: ignore[misc]
+        None if node is None else values[node].reshape(port.source.shape)
         for node, port in zip(asked, ports, strict=True)
     ]
 

@@ -14,7 +14,6 @@ from stretto.kernels.rows import (
     Join,
     Map,
     Product,
-    Read,
     Reduce,
     Reshape,
     View,
@@ -240,18 +239,18 @@ class Lowering:
 
     # Products and reductions
 
-    def _product(self, node: Node, left: Node, right: Node) -> AbstractValue:
+    def _product(self, left: Node, right: Node) -> AbstractValue:
         weight = self.weight(right)
         return Product((*self.value(left).dims[:-1], weight.N), self.value(left), weight)
 
     def _mm(self, node: Node) -> AbstractValue:
-        return self._product(node, *node.args)
+        return self._product(*node.args)
 
     def _addmm(self, node: Node) -> AbstractValue:
         if node.kwargs:
             raise Unsupported("addmm with factors")
         bias, left, right = node.args
-        total = self._product(node, left, right)
+        total = self._product(left, right)
         added = self.value(bias)
         if not bias.has_rows and len(added.dims) > len(node.row_shape):
             added = Reshape(added.dims[1:], added)
@@ -366,6 +365,3 @@ def _side_by_side(value: AbstractValue) -> bool:
         factors = tuple(moving)
         value = value.base
     return not factors or factors[-1] != 0
-
-
-__all__ = ["Lowering", "Read", "Unsupported"]

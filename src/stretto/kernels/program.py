@@ -68,7 +68,7 @@ class Program:
         for loops, kernels, maps in zip(plan.loops, self.kernels, plan.maps, strict=True):
             if loops:
                 results = yield self._requests(loops, kernels, layout, states, values)
-                self._take(loops, results, layout, states, values, finals)
+                self._take(loops, results, layout, states, values=values, finals=finals)
             for node in maps:
                 if node.op is None:
                     if node not in values:
@@ -126,6 +126,7 @@ class Program:
         results: Sequence[LoopResult],
         layout: Layout,
         states: Sequence[torch.Tensor],
+        *,
         values: dict[Node, Any],
         finals: dict[int, torch.Tensor],
     ) -> None:

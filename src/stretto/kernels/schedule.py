@@ -124,24 +124,30 @@ class Scheduler:
             for item in operands_of(value):
                 uses[item] = uses.get(item, 0) + 1
         for value in self.order:
-            if isinstance(value, Product):
-                self.homes[value] = self._scratch(value.dims, padded=True)
-                self._pointer(value.operand)
-            elif isinstance(value, Reduce):
-                self.homes[value] = self._scratch(value.dims, where=Where.PRIVATE)
-            elif isinstance(value, Map) and value.costly and uses.get(value, 0) > 1:
-                self._settle(value)
-            if isinstance(value, Reshape) and not can_reshape(value):
-                self._settle(value.base, contiguously=True)
-            for item in operands_of(value):
-                if isinstance(item, Join) and not (isinstance(value, View) and not join_needs_memory(value)):
-                    self._settle(item)
+            self._choose_home(value, often=uses.get(value, 0) > 1)
+            self._settle_joins(value)
         # What became a place in memory of its own may be read through a view of a join.
         for value in self.order:
-            if value in self.homes and isinstance(value, (View, Reshape)):
-                for item in operands_of(value):
-                    if isinstance(item, Join):
-                        self._settle(item)
+            if value in self.homes and isinstance(value, (View, Reshape)) and isinstance(value.base, Join):
+                self._settle(value.base)
+
+    def _choose_home(self, value: AbstractValue, *, often: bool) -> None:
+        if isinstance(value, Product):
+            self.homes[value] = self._scratch(value.dims, padded=True)
+            if self.pointer(value.operand) is None:
+                # A product reads its operand from memory, element after element.
+                self._settle(value.operand)
+        elif isinstance(value, Reduce):
+            self.homes[value] = self._scratch(value.dims, where=Where.PRIVATE)
+        elif isinstance(value, Map) and value.costly and often:
+            self._settle(value)
+        elif isinstance(value, Reshape) and not can_reshape(value):
+            self._settle(value.base, contiguously=True)
+
+    def _settle_joins(self, value: AbstractValue) -> None:
+        for item in operands_of(value):
+            if isinstance(item, Join) and not (isinstance(value, View) and not join_needs_memory(value)):
+                self._settle(item)
 
     def _settle(self, value: AbstractValue, *, contiguously: bool = False) -> None:
         if isinstance(value, (Read, Constant)):
@@ -150,11 +156,6 @@ class Scheduler:
             self.homes[value] = self._scratch(value.dims)
         elif contiguously and self.homes[value].strides != contiguous(value.dims):
             raise NotImplementedError("a reshape of padded memory")
-
-    def _pointer(self, value: AbstractValue) -> None:
-        """A product reads its operand from memory, element after element."""
-        if self.pointer(value) is None:
-            self._settle(value)
 
     def pointer(self, value: AbstractValue) -> tuple[Buffer, int] | None:
         """Where a value lies as a run of elements, if it does."""

@@ -60,7 +60,7 @@ class _Accelerated(nn.RNNBase):
     _choice: Choice = "auto"
 
     def ragged(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
-        """Outputs for a padded batch of sequences of these lengths: only real steps are computed, the others are zero."""
+        """Outputs for a padded batch of sequences of these lengths: real steps alone are computed, others are zero."""
         if self._choice == "torch" or self._why_not(x, None):
             y, _ = super().forward(x)
             steps = torch.arange(x.shape[1 if self.batch_first else 0], device=x.device)
@@ -73,22 +73,22 @@ class _Accelerated(nn.RNNBase):
     def forward(self, input: Any, hx: Any = None) -> Any:  # noqa: A002 - torch's name
         """As torch's layer."""
         if self._choice == "torch" or self._why_not(input, hx):
-            return super().forward(input, hx)  # type: ignore[misc]
+            return super().forward(input, hx)
         if self._choice == "cpp":
             return self._run(input, hx)
         faster = self._faster(input, hx)
-        return self._run(input, hx) if faster == "cpp" else super().forward(input, hx)  # type: ignore[misc]
+        return self._run(input, hx) if faster == "cpp" else super().forward(input, hx)
 
     def explain_choice(self) -> dict[str, Any]:
         """For each kind of batch seen, who was faster and by how much."""
         return {str(key): value for key, value in self.__dict__.get("_measured", {}).items()}
 
-    def _why_not(self, x: Any, hx: Any) -> str:
+    def _why_not(self, x: Any, hx: Any) -> str:  # noqa: PLR0911 - one line a reason
         """Why torch's own implementation has to run; empty if ours can."""
         data = x.data if isinstance(x, PackedSequence) else x
         if not isinstance(data, torch.Tensor) or data.device.type != "cpu" or data.dtype not in DTYPES:
             return "input"
-        if any(p.dtype != data.dtype or p.device.type != "cpu" for p in self.parameters()) or torch.jit.is_scripting():
+        if any(p.dtype != data.dtype or p.device.type != "cpu" for p in self.parameters()):
             return "weights"
         if torch.is_autocast_enabled("cpu"):
             return "autocast"
@@ -183,7 +183,7 @@ class _Accelerated(nn.RNNBase):
         return str(measured[kind]["faster"])
 
     def _measure(self, x: Any, hx: Any, *, training: bool) -> dict[str, Any]:
-        runs: dict[str, Callable[[Any, Any], Any]] = {"cpp": self._run, "torch": super().forward}  # type: ignore[misc]
+        runs: dict[str, Callable[[Any, Any], Any]] = {"cpp": self._run, "torch": super().forward}
         best = dict.fromkeys(runs, float("inf"))
         state = None if hx is None else tuple(s.detach() for s in hx) if isinstance(hx, (tuple, list)) else hx.detach()
         weights = [p for p in self.parameters() if p.requires_grad]
@@ -203,7 +203,8 @@ class _Accelerated(nn.RNNBase):
 
     def __getstate__(self) -> dict[str, Any]:
         """Measurements are of one machine and are not stored."""
-        return {key: value for key, value in super().__getstate__().items() if key != "_measured"}  # type: ignore[misc]
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {key: value for key, value in state.items() if key != "_measured"}
 
 
 def _detached(x: Any) -> Any:
@@ -238,9 +239,9 @@ def accelerate(model: Module, *, kernel: Choice = "auto") -> Module:
 
     Args:
         model: Any module; it is also returned.
-        kernel: "auto" measures, once for each kind of batch (sizes to the next power of two, training or not), whether the
-            generated kernel or torch's own is faster, and takes that one. "cpp" always takes the generated kernel where
-            there is one, which also makes runs repeatable to the last digit; "torch" always torch's.
+        kernel: "auto" measures, once for each kind of batch (sizes to the next power of two, training or not), whether
+            the generated kernel or torch's own is faster, and takes that one. "cpp" always takes the generated kernel
+            where there is one, which also makes runs repeatable to the last digit; "torch" always torch's.
 
     Example:
         >>> model = stretto.accelerate(torch.nn.Sequential(torch.nn.GRU(8, 32, batch_first=True)))

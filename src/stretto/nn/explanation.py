@@ -18,7 +18,7 @@ from stretto.kernels.program import Program
 WIDTH: Final = 100
 INDENT: Final = 11
 JOINED: Final = "\u00a0"
-KN: Final = "K\u00a0×\u00a0N"  # noqa: RUF001 - a multiplication sign is meant
+KN: Final = "K\u00a0\u00d7\u00a0N"
 KERNELS: Final = {
     "cpp": "the loops run as generated C++",
     "eager": "the loops run operator by operator",

@@ -40,7 +40,7 @@ class Rows:
         """A state of the batch in the order of the layout."""
         if self.order_B is None:
             return state
-        return mapped(state, lambda part: part.index_select(0, self._order(part)))  # type: ignore[arg-type]
+        return mapped(state, lambda part: part.index_select(0, self._order(part)))
 
     def restored(self, state: Any) -> Any:
         """A state in the order of the layout in that of the batch."""

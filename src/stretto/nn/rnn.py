@@ -27,20 +27,20 @@ TORCH_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
 class RNN(nn.Module):
     """Runs a cell over sequences; every cell as fast as if a kernel had been written for it.
 
-    One step of the cell is traced when the first batch comes. What does not depend on the state leaves the time loop, what
-    is left is compiled, and weight gradients are computed after the loop; see `explain`. Sequences of unequal length
-    cost their real steps only. Results are those of calling the cell step after step.
+    One step of the cell is traced when the first batch comes. What does not depend on the state leaves the time loop,
+    what is left is compiled, and weight gradients are computed after the loop; see `explain`. Sequences of unequal
+    length cost their real steps only. Results are those of calling the cell step after step.
 
     Args:
-        cell: A `stretto.Cell`, one of torch's cells, or a list of cells: one for each layer and direction, in the order of
-            torch's states (layer 0 forwards, layer 0 backwards, layer 1 forwards, ...).
+        cell: A `stretto.Cell`, one of torch's cells, or a list of cells: one for each layer and direction, in the order
+            of torch's states (layer 0 forwards, layer 0 backwards, layer 1 forwards, ...).
         num_layers: Layers. Those above the first are made of the same cell, with fresh parameters.
         bidirectional: Whether each layer also reads backwards, from each sequence's own end.
         batch_first: Whether batches are (B, T, F), as by default, or (T, B, F).
         dropout: Share of each layer's outputs, but the last's, that is dropped in training.
         kernel: "auto" runs generated code where it can be had; "cpp" insists on it; "eager" does without.
-        save: What is stored for the backward pass: "auto" stores what is costly to compute again; "states" stores outputs
-            and a state now and then, and computes the rest again, for long sequences in little memory.
+        save: What is stored for the backward pass: "auto" stores what is costly to compute again; "states" stores
+            outputs and a state now and then, and computes the rest again: long sequences in little memory.
         solver: How to walk through time; "serial" is step after step.
 
     Example:
@@ -83,9 +83,9 @@ class RNN(nn.Module):
             lengths: Steps of each sequence, in any order; all T by default.
 
         Returns:
-            Outputs of the same kind as `x`, zero behind each sequence's end, and the state after each sequence's last step.
-            For one layer of one direction that is the cell's state; otherwise a tuple with one for each layer and
-            direction, in the order of torch's.
+            Outputs of the same kind as `x`, zero behind each sequence's end, and the state after each sequence's last
+            step. For one layer of one direction that is the cell's state; otherwise a tuple with one for each layer
+            and direction, in the order of torch's.
         """
         alone = isinstance(x, torch.Tensor) and self._is_alone(x)
         if alone:
@@ -147,12 +147,7 @@ class RNN(nn.Module):
             StrettoError: If the input size is not known.
         """
         cell = self.cells[0]
-        known = input_size or getattr(cell, "input_size", None) or self._last_features
-        if known is None:
-            raise StrettoError(
-                f"the input size of {type(cell).__name__} is not known", fix="Give it: explain(input_size=...)."
-            )
-        features = known if isinstance(known, tuple) else (int(known),)
+        features = (input_size,) if input_size else self._last_features or (_input_size(cell),)
         tensors = tensors_of(cell)
         own = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.get_default_dtype())
         dtype = self._last_dtype or own
@@ -275,7 +270,8 @@ def _stacked(cell: nn.Module | Sequence[nn.Module], num_layers: int, directions:
 def _input_size(cell: nn.Module) -> int:
     size = getattr(cell, "input_size", None)
     if size is None:
-        args, kwargs = getattr(cell, "_made_with", ((), {}))
+        made_with: Any = getattr(cell, "_made_with", ((), {}))
+        args, kwargs = made_with
         size = kwargs.get("input_size", args[0] if args else None)
     if not isinstance(size, int):
         raise StrettoError(

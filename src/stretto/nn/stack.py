@@ -5,6 +5,7 @@ Shape legend: B sequences, P real steps of all sequences, F features.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import final
 
 import torch
@@ -49,8 +50,8 @@ def run_stack(
 ) -> StackResult:
     """Run layers of one direction, or of two of which the second reads backwards.
 
-    Few rows do not keep all threads busy: then the two directions run at once, and layers of one direction as a wave, in
-    which a layer works on one stretch of time while the layer above works on the one before.
+    Few rows do not keep all threads busy: then the two directions run at once, and layers of one direction as a wave,
+    in which a layer works on one stretch of time while the layer above works on the one before.
 
     With `save` "states", stretches of time are computed again in the backward pass from the state at their start.
     """
@@ -82,7 +83,7 @@ def _in_stretches(
     states = [list(direction.states) for direction in layer]
     outputs: list[list[torch.Tensor]] = [[] for _ in layer]
     parameters = [tensor for direction in layer for tensor in direction.parameters.values()]
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, last in pairwise(bounds):
         chunk = layout.chunk(first, last)
         rows = slice(int(layout.starts_T[first]), int(layout.starts_T[last]))
 
@@ -121,9 +122,9 @@ def _makes_a_wave(layers: Sequence[Sequence[Direction]], layout: Layout) -> bool
 def _wave(stack: Sequence[Direction], layout: Layout, x_PF: torch.Tensor, *, dropout: float) -> StackResult:
     count = min(CHUNKS_OF_A_WAVE, layout.num_steps // SHORTEST_CHUNK)
     bounds = [layout.num_steps * index // count for index in range(count + 1)]
-    chunks = [layout.chunk(first, last) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+    chunks = [layout.chunk(first, last) for first, last in pairwise(bounds)]
     rows = [int(layout.starts_T[bound]) for bound in bounds]
-    inputs = [x_PF[first:last] for first, last in zip(rows[:-1], rows[1:], strict=True)]
+    inputs = [x_PF[first:last] for first, last in pairwise(rows)]
     states = [list(direction.states) for direction in stack]
     for wave in range(count + len(stack) - 1):
         working = [(layer, wave - layer) for layer in range(len(stack)) if 0 <= wave - layer < count]

@@ -15,7 +15,7 @@ from torch.nn import functional
 from stretto.batching.collate import Batch
 from stretto.data.sequences import SequenceSet
 from stretto.errors import StrettoError
-from stretto.nn.accelerate import accelerate
+from stretto.nn import accelerate as accelerated
 from stretto.nn.bidirectional_lstm import remember_by_default
 from stretto.training.config import Count, Positive, TrainConfig
 from stretto.training.task import AbstractTask, LossSum, Reading, Score
@@ -47,11 +47,11 @@ class LanguageModel(nn.Module):
         self.embed = nn.Embedding(num_characters, config.embedding_size)
         # torch warns when a single layer is given a dropout that it would not use.
         between = config.dropout if config.num_layers > 1 else 0.0
-        self.lstm = nn.LSTM(
+        self.lstm = accelerated.LSTM(
             config.embedding_size, config.hidden_size, config.num_layers, batch_first=True, dropout=between
         )
         remember_by_default(self.lstm)
-        accelerate(self.lstm, kernel="cpp" if config.kernel == "compiled" else "torch")
+        accelerated.accelerate(self.lstm, kernel="cpp" if config.kernel == "compiled" else "torch")
         self.dropout = nn.Dropout(config.dropout)
         self.predict = nn.Linear(config.hidden_size, num_characters)
 

@@ -43,7 +43,7 @@ class TrainConfig:
         weight_decay: Of AdamW.
         clip_norm: Largest norm of a gradient.
         seed: Everything random follows from it.
-        kernel: Who runs the recurrent layers: compiled computes real steps only; torch runs torch's own, on padded steps.
+        kernel: Who runs the recurrent layers: compiled computes real steps only; torch is torch's own, padding and all.
         threads: Cores to use; left out, what torch takes.
         device: Where to train, as torch names it.
         checkpoint_minutes: Also save this often within an epoch; every epoch is saved anyway.

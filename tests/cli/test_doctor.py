@@ -1,0 +1,154 @@
+"""`stretto doctor`: what will be used, whether it works, and exit code 2 only for what would stop a user."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from stretto.cli import doctor
+from stretto.cli.main import main
+from stretto.kernels.compiler import Compiler, find_compiler
+from stretto.nn.rnn import RNN
+from stretto.storage import CACHE_VARIABLE
+
+Run = Callable[[], tuple[int, dict[str, str]]]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with mock.patch.dict(os.environ):
+        yield
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv(CACHE_VARIABLE, str(folder))
+    return folder
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call() -> tuple[int, dict[str, str]]:
+        capsys.readouterr()
+        code = main(["doctor"])
+        lines = [line.partition("  ") for line in capsys.readouterr().out.splitlines()]
+        return code, {name: value.strip() for name, _, value in lines}
+
+    return call
+
+
+@pytest.fixture
+def compiler() -> Compiler:
+    return find_compiler()
+
+
+def test_the_compiler_is_told_and_a_kernel_tried_cold_and_from_the_cache(
+    run: Run, cache: Path, compiler: Compiler
+) -> None:
+    code, told = run()
+    assert code == 0
+    assert compiler.path in told["compiler"]
+    assert compiler.version in told["compiler"]
+    assert told["flags"] == " ".join(compiler.flags)
+    assert told["OpenMP"].startswith("yes" if "-fopenmp" in compiler.flags else "no")
+    assert told["vectors"].endswith("bytes wide")
+    assert told["kernels"] == f"0 compiled, 0.0 MiB, in {cache / 'kernels'}, private"
+    assert told["self-test"].startswith("ok")
+    assert "compiled just now" in told["self-test"]
+    made = list((cache / "kernels").glob("*.so"))
+    code, told = run()
+    assert code == 0
+    assert told["kernels"].startswith(f"{len(made)} compiled, ")
+    assert "from the cache" in told["self-test"]
+    assert list((cache / "kernels").glob("*.so")) == made
+
+
+def test_without_a_compiler_it_is_slower_and_nothing_is_broken(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    code, told = run()
+    assert code == 0
+    assert "no-such-compiler" in told["compiler"]
+    assert "operator by operator" in told["compiler"]
+    assert "CXX" in told[""]
+    assert "self-test" not in told
+
+
+def test_a_compiler_that_cannot_compile_kernels_is_told(run: Run, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = cache.parent / "fake-c++"
+    fake.write_text('#!/bin/sh\ncase "$*" in *--version*) echo fake 1.0;; *) exit 1;; esac\n', encoding="utf-8")
+    fake.chmod(0o755)
+    monkeypatch.setenv("CXX", str(fake))
+    code, told = run()
+    assert code == 0
+    assert "fake 1.0" in told["compiler"]
+    assert told["vectors"] == "not known"
+    assert told["OpenMP"].startswith("no")
+    assert told["self-test"].startswith("no kernel could be made")
+    assert "operator by operator" in told["self-test"]
+
+
+def test_a_cache_that_others_can_reach_stops_a_user(run: Run, cache: Path, compiler: Compiler) -> None:
+    cache.chmod(0o755)
+    code, told = run()
+    assert code == 2
+    assert told["cache"].startswith("cannot be used: ")
+    assert "chmod 700" in told["cache"]
+    assert told["kernels"].startswith("cannot be kept: ")
+
+
+def test_a_folder_of_kernels_that_others_can_reach_stops_a_user(run: Run, cache: Path, compiler: Compiler) -> None:
+    (cache / "kernels").mkdir()
+    (cache / "kernels").chmod(0o777)
+    code, told = run()
+    assert code == 2
+    assert "private" in told["cache"]
+    assert "can be reached by other users" in told["kernels"]
+    (cache / "kernels").rmdir()
+    (cache / "kernels").touch()
+    assert run()[0] == 2
+
+
+def test_a_kernel_that_computes_something_else_stops_a_user(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = RNN.forward
+
+    def wrong(self: RNN, x: torch.Tensor) -> object:
+        y, state = honest(self, x)
+        return y * 1.01, state
+
+    monkeypatch.setattr(RNN, "forward", wrong)
+    code, told = run()
+    assert code == 2
+    assert told["self-test"].startswith("failed: ")
+    assert "disagree" in told["self-test"]
+
+
+@pytest.mark.parametrize(
+    ("macros", "told"),
+    [
+        ("__AVX512F__ __AVX2__ __AVX__ __SSE2__", "AVX-512, 64 bytes wide"),
+        ("__AVX2__ __AVX__ __SSE2__", "AVX2, 32 bytes wide"),
+        ("__ARM_NEON", "NEON, 16 bytes wide"),
+        ("__OTHER__", "none that is known"),
+    ],
+)
+def test_vectors_are_those_the_compiler_will_use(tmp_path: Path, macros: str, told: str) -> None:
+    fake = tmp_path / "c++"
+    fake.write_text("#!/bin/sh\n" + "".join(f"echo '#define {name} 1'\n" for name in macros.split()), encoding="utf-8")
+    fake.chmod(0o755)
+    assert doctor._vectors(Compiler(path=str(fake), version="1", flags=("-O3",))) == told
+
+
+def test_the_self_test_leaves_random_numbers_alone(compiler: Compiler) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    finding = doctor._self_test()
+    assert torch.equal(torch.rand(3), expected)
+    assert dataclasses.replace(finding, value="") == doctor.Finding(name="self-test", value="")

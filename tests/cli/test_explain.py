@@ -1,0 +1,276 @@
+"""`stretto explain`: finds cells wherever they are, and refuses whatever is none with a message and exit code 2."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from defusedxml import ElementTree
+
+from stretto.cli.explain import builtin_cells
+from stretto.cli.main import main
+
+Run = Callable[..., tuple[object, str, str]]
+
+MINE = """
+print("a module that talks")
+import torch
+from torch import nn
+import stretto
+
+
+class Leaky(stretto.Cell):
+    def __init__(self, input_size, hidden_size, rate=0.1, kind="tanh"):
+        super().__init__()
+        if rate > 1:
+            raise RuntimeError("too fast")
+        self.hidden_size, self.rate, self.squash = hidden_size, rate, getattr(torch, kind)
+        self.inward = nn.Linear(input_size, hidden_size)
+        self.around = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def initial_state(self, batch_size):
+        return self.zeros(batch_size, self.hidden_size)
+
+    def forward(self, x_t, state):
+        new = (1 - self.rate) * state + self.rate * self.squash(self.inward(x_t) + self.around(state))
+        return new, new
+
+    class Inner(stretto.cells.LSTM.__mro__[1]):
+        pass
+
+
+class Wrong(Leaky):
+    def forward(self, x_t, state):
+        return self.inward(x_t[:, :1]), state
+
+
+class Half(stretto.Cell):
+    def initial_state(self, batch_size):
+        return self.zeros(batch_size, 3)
+
+
+class Alone(nn.Module):
+    pass
+
+
+def made():
+    return Leaky(5, 7)
+
+
+def sized(hidden_size=3):
+    return stretto.cells.GRU(2, hidden_size)
+
+
+def drawn():
+    graph = stretto.Graph()
+    graph.input("x", 3)
+    graph.layer("h", 4)
+    graph.connect("x", "h")
+    graph.connect("h", "h", delay=1)
+    graph.output("h")
+    return graph
+
+
+def nothing():
+    return None
+
+
+def needy(secret):
+    return secret
+
+
+ready = Leaky(5, 7)
+graph = drawn()
+number = 3
+torch_cell = nn.GRUCell(2, 3)
+"""
+
+
+@pytest.fixture(autouse=True)
+def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = set(sys.modules)
+    Path("mine.py").write_text(MINE, encoding="utf-8")
+    Path("package").mkdir()
+    Path("package/__init__.py").touch()
+    Path("package/beside.py").write_text("SIZE = 6\n", encoding="utf-8")
+    Path("package/cells.py").write_text(
+        "from beside import SIZE\nimport stretto\ncell = stretto.cells.GRU(SIZE, 3)\n", encoding="utf-8"
+    )
+    for name, text in (
+        ("absent", "import not_to_be_had"),
+        ("broken", "1 / 0"),
+        ("grammar", "def f(:"),
+        ("leaves", "exit(3)"),
+    ):
+        Path(f"{name}.py").write_text(text, encoding="utf-8")
+    yield
+    for name in set(sys.modules) - known:
+        if name in {"mine", "absent", "broken", "grammar", "leaves", "beside"} or name.startswith(
+            ("package", "stretto_exp")
+        ):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*words: str) -> tuple[object, str, str]:
+        capsys.readouterr()
+        code: object
+        try:
+            code = main(["explain", *words])
+        except SystemExit as stop:
+            code = stop.code
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+def _counted(run: Run, *words: str) -> dict[str, object]:
+    code, out, _ = run(*words, "--kernel", "eager", "--json")
+    assert code == 0
+    told: dict[str, object] = json.loads(out)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("cell", "name", "states"),
+    [
+        ("LSTM", "LSTM", {"state0": [128], "state1": [128]}),
+        ("mine:Leaky", "Leaky", {"state0": [128]}),
+        ("mine.py:Leaky", "Leaky", {"state0": [128]}),
+        ("./mine.py:made", "Leaky", {"state0": [7]}),
+        ("mine:made", "Leaky", {"state0": [7]}),
+        ("mine:ready", "Leaky", {"state0": [7]}),
+        ("mine:sized", "GRU", {"state0": [3]}),
+        ("mine:drawn", "GraphCell", {"state0": [4]}),
+        ("mine:graph", "GraphCell", {"state0": [4]}),
+        ("mine:torch_cell", "GRU", {"state0": [3]}),
+        ("torch.nn:LSTMCell", "LSTM", {"state0": [128], "state1": [128]}),
+        ("package/cells.py:cell", "GRU", {"state0": [3]}),
+        ("stretto.graph.network_builders:gru", "GraphCell", {"state0": [128]}),
+    ],
+)
+def test_a_cell_is_found(run: Run, cell: str, name: str, states: dict[str, list[int]]) -> None:
+    told = _counted(run, cell)
+    assert told["cell"] == name
+    assert told["loops"][0]["states"] == states  # type: ignore[index]
+
+
+def test_every_cell_of_ours_is_found_by_its_name(run: Run) -> None:
+    names = builtin_cells()
+    assert {"LSTM", "GRU", "Zoneout"} <= set(names)
+    assert "Cell" not in names
+    for name in set(names) - {"Zoneout", "RecurrentDropout", "ProjectedLSTM"}:
+        assert _counted(run, name, "--hidden-size", "8")["cell"] == name
+
+
+def test_sizes_and_other_arguments_are_handed_over(run: Run) -> None:
+    told = _counted(run, "ProjectedLSTM", "--input-size", "3", "--hidden-size", "5", "--set", "proj_size=2")
+    assert told["loops"][0]["forward_gemms"][0] == [2, 20]  # type: ignore[index]
+    assert told["operators"]["hoisted"] == [{"operator": "addmm", "shape": [20]}]  # type: ignore[index]
+    told = _counted(run, "mine:Leaky", "--set", "rate=0.5", "--set", "kind='sigmoid'", "--hidden-size", "4")
+    assert "sigmoid" in [item["operator"] for item in told["operators"]["loop"]]  # type: ignore[index]
+    assert _counted(run, "mine:sized", "--hidden-size", "9")["loops"][0]["states"] == {"state0": [9]}  # type: ignore[index]
+    assert _counted(run, "mine:Leaky", "--set", "hidden_size=6")["loops"][0]["states"] == {"state0": [6]}  # type: ignore[index]
+
+
+def test_bytes_are_those_of_the_dtype(run: Run) -> None:
+    single, double = (_counted(run, "GRU", "--dtype", kind)["counts"] for kind in ("float32", "float64"))
+    assert double["saved_bytes"] == 2 * single["saved_bytes"] > 0  # type: ignore[index]
+
+
+def test_the_table_and_the_picture(run: Run) -> None:
+    code, out, err = run("mine:Leaky", "--kernel", "eager", "--svg", "deep/down/leaky.svg")
+    assert (code, err) == (0, "a module that talks\n")
+    lines = out.splitlines()
+    assert lines[0] == "cell       Leaky"
+    assert lines[-1] == f"picture    {Path('deep/down/leaky.svg')}"
+    assert "\x1b" not in out
+    root = ElementTree.fromstring(Path("deep/down/leaky.svg").read_text(encoding="utf-8"))
+    assert "One step of Leaky" in "".join(root.itertext())
+    assert list(Path("deep/down").iterdir()) == [Path("deep/down/leaky.svg")]
+
+
+def test_json_is_all_that_is_printed(run: Run) -> None:
+    code, out, err = run("mine:ready", "--kernel", "eager", "--json", "--svg", "x.svg")
+    assert (code, err) == (0, "a module that talks\n")
+    assert json.loads(out)["kernel"] == "eager"
+    assert Path("x.svg").exists()
+
+
+def test_help_has_examples(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    assert "stretto explain LSTM" in out
+    assert "file.py:" in out
+    for flag in ("--input-size", "--hidden-size", "--set NAME=VALUE", "--svg", "--json", "--kernel", "--dtype"):
+        assert flag in out
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("", "stretto explain --help"),
+        ("LSTN", "there is no cell called 'LSTN'"),
+        ("Cell", "there is no cell called 'Cell'"),
+        ("LSTN", "LSTM"),
+        (":LSTM", "':LSTM' names no cell"),
+        ("mine:", "'mine:' names no cell"),
+        ("nowhere:Cell", "there is no module 'nowhere'"),
+        ("mine.deeper:Cell", "there is no module 'mine.deeper'"),
+        ("nowhere.py:Cell", "there is no file 'nowhere.py'"),
+        ("package/:Cell", "there is no file 'package'"),
+        ("mine:Nobody", "'mine' has no 'Nobody'"),
+        ("mine:Nobody", "Leaky, Wrong, Half"),
+        ("mine:Leaky.nobody", "'mine' has no 'Leaky.nobody'"),
+        ("absent:Cell", "ModuleNotFoundError: No module named 'not_to_be_had'"),
+        ("absent.py:Cell", "absent.py, line 1"),
+        ("broken:Cell", "ZeroDivisionError"),
+        ("broken.py:Cell", "broken.py, line 1"),
+        ("grammar:Cell", "SyntaxError"),
+        ("leaves:Cell", "SystemExit"),
+        ("mine:number", "is no cell but of type int"),
+        ("mine:nothing", "is no cell but of type NoneType"),
+        ("mine:Alone", "is not a cell"),
+        ("mine:needy", "secret is missing"),
+        ("mine:needy --set secret=1", "is no cell but of type int"),
+        ("Zoneout", "cell is missing"),
+        ("mine:Half", "abstract"),
+        ("mine:Leaky --set rate=2", "RuntimeError: too fast"),
+        ("mine:Leaky --set kind='no_such'", "mine.py, line"),
+        ("mine:Wrong", "could not do a step on 64 features"),
+        ("mine:Wrong", "mine.py, line"),
+        ("mine:ready --input-size 6", "could not do a step on 6 features"),
+        ("mine:ready --hidden-size 3", "is made already"),
+        ("mine:ready --set rate=1", "--set rate cannot change it"),
+        ("mine:made --hidden-size 3", "takes no arguments, and --hidden-size"),
+        ("mine:Leaky --set rate", "--set 'rate' sets nothing"),
+        ("mine:Leaky --set 2=3", "sets nothing"),
+        ("mine:Leaky --set rate=fast", "no Python literal"),
+        ("mine:Leaky --set rate=__import__('os').getcwd()", "no Python literal"),
+        ("mine:Leaky --set rate=1 --set rate=2", "gives 'rate' twice"),
+        ("mine:Leaky --set speed=1", "takes input_size, hidden_size, rate, kind, and speed is none of them"),
+        ("mine:Leaky --input-size 3 --set input_size=3", "input_size is given by --input-size and by --set"),
+        ("Clockwork --hidden-size 7", "Clockwork cannot share 7 hidden units"),
+        ("LSTM --hidden-size 0", "hidden_size"),
+        ("LSTM --hidden-size many", "--hidden-size"),
+        ("LSTM --kernel best", "--kernel"),
+        ("LSTM --kernel eager --svg mine.py/x.svg", "mine.py/x.svg"),
+    ],
+)
+def test_what_cannot_be_explained_is_told_with_exit_code_2(run: Run, line: str, told: str) -> None:
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    code, out, err = run(*line.split())
+    assert code == 2
+    assert told in err
+    assert out == ""
+    assert "Traceback" not in err
+    after = {
+        path: path.read_bytes() for path in Path().rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert after == before

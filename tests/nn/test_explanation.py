@@ -1,0 +1,226 @@
+"""What is told about a cell: the numbers are those of its equations, and a reason is given where it is not fast."""
+
+import dataclasses
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from defusedxml import ElementTree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from stretto import RNN, cells
+from stretto.cells.cell import Cell, State
+from stretto.graph import network_builders
+from stretto.nn.explanation import KERNELS, PLACES, Explanation
+
+TIMES = "\u00d7"
+OLD_KEYS = set(
+    "once hoisted loop sunk deferred loops forward_gemms backward_gemms forward_passes backward_passes saved".split()
+)
+
+
+class Projecting(Cell):
+    """A simple cell whose output is a product, which can sink, and whose last gate nothing recurrent reads."""
+
+    def __init__(self, input_size: int, hidden_size: int, output_size: int) -> None:
+        super().__init__()
+        self.hidden_size, self.input_size = hidden_size, input_size
+        self.inward = nn.Linear(input_size, hidden_size)
+        self.around = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.outward = nn.Linear(hidden_size, output_size)
+
+    def initial_state(self, batch_size: int) -> State:
+        return self.zeros(batch_size, self.hidden_size)
+
+    def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        assert isinstance(state, torch.Tensor)
+        gates = self.around(state)
+        new = torch.tanh(self.inward(x_t) + gates)
+        return self.outward(new * torch.sigmoid(gates)), new
+
+
+class Deciding(Cell):
+    """Looks at values, so that no graph tells what it does."""
+
+    input_size = 2
+
+    def initial_state(self, batch_size: int) -> State:
+        return self.zeros(batch_size, 2)
+
+    def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        assert isinstance(state, torch.Tensor)
+        new = x_t + state
+        return (new, new * 2) if new.sum() > 0 else (new, new)
+
+
+def _explained(cell: nn.Module, input_size: int | None = None, **options: Any) -> Explanation:
+    return RNN(cell, **{"kernel": "eager"} | options).explain(input_size)
+
+
+def _gemms(explanation: Explanation, which: str) -> list[tuple[int, int]]:
+    return [(item.K, item.N) for loop in explanation.loops for item in getattr(loop, which)]
+
+
+@settings(deadline=None, max_examples=8)
+@given(F=st.integers(1, 9), H=st.integers(2, 9), double=st.booleans())
+def test_the_numbers_of_an_lstm_are_those_of_its_equations(F: int, H: int, double: bool) -> None:
+    told = _explained(cells.LSTM(F, H).to(torch.float64 if double else torch.float32))
+    counts = told.counts
+    assert _gemms(told, "forward") == [(H, 4 * H)]
+    assert _gemms(told, "backward") == [(4 * H, H)]
+    assert _gemms(told, "deferred") == [(H, 4 * H)]
+    assert (counts["once"], counts["hoisted"], counts["loop"], counts["sunk"], counts["loops"]) == (2, 1, 15, 0, 1)
+    # Four gates and the squashed cell are stored; the cell and the output are states anyway.
+    assert (counts["saved"], counts["saved_bytes"], counts["state"]) == (5 * H, 5 * H * (8 if double else 4), 2 * H)
+    assert told.loops[0].states == {"state0": (H,), "state1": (H,)}
+    assert str(told.operators["hoisted"][0]) == f"addmm {4 * H}"
+
+
+@pytest.mark.parametrize(
+    ("cell", "carried"),
+    [
+        (cells.GRU(3, 4), [1]),
+        (cells.AttentionCell(3, 4, memory_size=2), [2]),
+        (network_builders.two_loops(3, 4).cell(), [1, 1]),
+        (network_builders.delayed(3, 4, delays=(1, 3)).cell(), [3]),
+        (Projecting(3, 4, 2), [1]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_counts_are_flat_and_agree_with_what_is_listed(cell: Cell, carried: list[int]) -> None:
+    told = _explained(cell, 3)
+    assert set(told.counts) >= OLD_KEYS
+    assert all(type(count) is int and count >= 0 for count in told.counts.values())
+    assert {place: len(found) for place, found in told.operators.items()} == {
+        place: told.counts[place] for place in PLACES
+    }
+    assert [len(loop.states) for loop in told.loops] == carried
+    assert told.counts["saved"] == sum(math.prod(item.shape) for loop in told.loops for item in loop.saved)
+    for which in ("forward", "backward", "deferred"):
+        assert told.counts[f"{which}_gemms"] == len(_gemms(told, which))
+
+
+def test_loops_behind_each_other_have_levels() -> None:
+    told = _explained(network_builders.two_loops(3, 4).cell(), 3)
+    assert [(loop.level, list(loop.states)) for loop in told.loops] == [(1, ["state0"]), (2, ["state2"])]
+    assert "loop 2     level 2, carries state2 (4)" in str(told)
+
+
+def test_what_sinks_and_what_a_loop_takes_in_are_told_as_such() -> None:
+    told = _explained(Projecting(3, 4, 2))
+    assert [item.name for item in told.operators["sunk"]] == ["addmm"]
+    assert {"sigmoid", "tanh"} <= {item.name for item in told.operators["loop"]}
+    assert told.counts["sunk_gemms"] == 1
+    assert f"1 product (K {TIMES} N: 4 {TIMES} 2)" in str(told)
+
+
+def test_a_concatenation_that_was_split_is_told() -> None:
+    class Joined(Projecting):
+        def __init__(self) -> None:
+            super().__init__(3, 4, 2)
+            self.both = nn.Linear(7, 4)
+
+        def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+            assert isinstance(state, torch.Tensor)
+            new = torch.tanh(self.both(torch.cat([x_t, state], dim=1)))
+            return new, new
+
+    told = _explained(Joined())
+    assert (told.counts["hoisted_gemms"], _gemms(told, "forward")) == (1, [(4, 4)])
+    assert len(told.rewrites) == 1
+    assert f"rewritten  {told.rewrites[0]}"[:60] in str(told)
+
+
+def test_nothing_recurrent_is_told() -> None:
+    class Forgetful(Projecting):
+        def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+            del state
+            new = self.inward(x_t)
+            return new, new
+
+    told = _explained(Forgetful(3, 4, 2))
+    assert (told.counts["loops"], told.counts["loop"], told.counts["hoisted_gemms"]) == (0, 0, 1)
+    assert "nothing is recurrent" in str(told)
+    assert "nothing is recurrent" in told.svg()
+
+
+def test_generated_code_makes_fewer_passes_than_operators() -> None:
+    eager, compiled = _explained(cells.GRU(3, 4)), _explained(cells.GRU(3, 4), kernel="auto")
+    assert (compiled.kernel, compiled.reason) == ("cpp", "")
+    assert "because" not in str(compiled)
+    for name in ("forward_passes", "backward_passes"):
+        assert 0 < compiled.counts[name] < eager.counts[name]
+    same = set(compiled.counts) - {"forward_passes", "backward_passes"}
+    assert {name: compiled.counts[name] for name in same} == {name: eager.counts[name] for name in same}
+    assert compiled.compile_seconds > 0
+    assert "compiling" in str(compiled)
+    assert "compiling" not in str(eager)
+
+
+def test_a_reason_is_given_when_it_is_not_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _explained(cells.GRU(3, 4))
+    assert (asked.kernel, asked.reason) == ("eager", "asked for")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    without = _explained(cells.GRU(3, 4), kernel="auto")
+    assert without.kernel == "eager"
+    assert "no-such-compiler" in without.reason
+    for told in (asked, without):
+        assert f"because: {told.reason}" in " ".join(str(told).split())
+        assert KERNELS["eager"] in told.svg()
+
+
+def test_a_cell_without_a_graph_is_told_with_its_reason() -> None:
+    told = _explained(Deciding(), kernel="auto")
+    assert (told.kernel, told.counts, told.operators, told.loops) == ("plain", {}, {}, ())
+    assert "depends on the data" in " ".join(str(told).split())
+    root = ElementTree.fromstring(told.svg())
+    assert "depends on the data" in "".join(root.itertext())
+    assert json.loads(json.dumps(told.as_dict()))["reason"] == told.reason
+
+
+@pytest.mark.parametrize(
+    "cell", [cells.LSTM(3, 4), cells.AttentionCell(3, 4), Deciding()], ids=lambda c: type(c).__name__
+)
+def test_the_table_is_narrow_and_nothing_in_it_is_torn_apart(cell: Cell) -> None:
+    told = _explained(cell, kernel="auto" if isinstance(cell, Deciding) else "eager")
+    lines = str(told).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == f"cell       {type(cell).__name__}"
+    assert not any(line.endswith(TIMES) or re.search(r"\(\d+$", line) for line in lines)
+    assert "\u00a0" not in str(told)
+    for found in told.operators.values():
+        for item in found:
+            assert any(str(item) in line for line in lines)
+
+
+def test_everything_as_plain_values() -> None:
+    told = _explained(cells.LSTM(3, 4))
+    document = json.loads(json.dumps(told.as_dict()))
+    assert document["cell"] == "LSTM"
+    assert document["counts"] == told.counts
+    assert document["operators"]["hoisted"] == [{"operator": "addmm", "shape": [16]}]
+    assert document["loops"][0]["forward_gemms"] == [[4, 16]]
+    assert document["loops"][0]["states"] == {"state0": [4], "state1": [4]}
+
+
+def test_notebooks_get_escaped_text_and_the_picture() -> None:
+    told = _explained(type("<i>Cell", (cells.LSTM,), {})(3, 4))
+    page, picture = told._repr_html_(), told._repr_svg_()
+    assert picture == told.svg()
+    assert picture in page
+    assert "<i>" not in page
+    assert "&lt;i&gt;Cell" in page
+    ElementTree.fromstring(f"<div>{page}</div>")
+
+
+def test_it_is_a_value() -> None:
+    told = _explained(cells.GRU(3, 4))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        told.kernel = "cpp"  # type: ignore[misc]
+    assert "_built" not in repr(told)
+    assert repr(told).startswith("Explanation(name='GRU', kernel='eager'")

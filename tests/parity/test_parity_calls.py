@@ -1,0 +1,153 @@
+"""All ways to call a layer: layouts of the input, what is learned, which results the loss reads.
+
+Shape legend: B sequences, T steps, F features, H hidden units.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from parity_cells import F, drawn, layer
+from parity_oracle import assert_same_bits, by_hand, error_of, found, tensors_in
+
+import stretto
+
+H, T, B = 7, 11, 4
+LENGTHS = [5, 11, 0, 8]
+KERNELS = ["cpp", "eager"]
+Y_AND_STATES = tuple[torch.Tensor, list[torch.Tensor]]
+
+
+@pytest.fixture(params=KERNELS)
+def lstm(request: pytest.FixtureRequest) -> stretto.RNN:
+    return layer("lstm", H, kernel=request.param)
+
+
+def _hand(rnn: stretto.RNN, x_BTF: torch.Tensor, lengths: list[int] | None = None) -> Y_AND_STATES:
+    return by_hand(
+        list(rnn.cells), x_BTF, lengths=lengths, state=None, num_directions=2 if rnn.bidirectional else 1
+    )
+
+
+def _assert_close(ones: list[torch.Tensor | None], others: list[torch.Tensor | None]) -> None:
+    assert len(ones) == len(others)
+    for one, other in zip(ones, others, strict=True):
+        assert error_of(one, other) < 1e-10
+
+
+def _x(*shape: int) -> torch.Tensor:
+    torch.manual_seed(2)
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "steps-first-in-memory": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every-other-feature": lambda x: x.repeat_interleave(2, dim=2)[..., ::2],
+    "every-other-sequence": lambda x: x.repeat_interleave(2, dim=0)[::2],
+    "features-first-in-memory": lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    "one-row-for-all": lambda x: x[:1].expand(B, T, F),
+    "one-step-for-all": lambda x: x[:, :1].expand(B, T, F),
+    "beginning-elsewhere": lambda x: torch.cat([x.new_zeros(1, T, F), x])[1:],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_memory_layout_of_the_input(lstm: stretto.RNN, layout: str, lengths: list[int] | None) -> None:
+    leaf_BTF = _x(B, T, F).requires_grad_()
+    arranged_BTF = LAYOUTS[layout](leaf_BTF)
+    weights = list(lstm.parameters())
+    y_BTH, _ = lstm(arranged_BTF, lengths=lengths)
+    hand_BTH, _ = _hand(lstm, arranged_BTF.contiguous(), lengths)
+    factor_BTH = torch.randn_like(y_BTH)
+    ones = torch.autograd.grad((y_BTH * factor_BTH).sum(), [leaf_BTF, *weights], retain_graph=True)
+    others = torch.autograd.grad((hand_BTH * factor_BTH).sum(), [leaf_BTF, *weights])
+    _assert_close([y_BTH, *ones], [hand_BTH, *others])
+
+
+LOSSES: dict[str, Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]] = {
+    "sum-of-outputs": lambda y, _: y.sum(),
+    "mean-of-outputs": lambda y, _: y.mean(),
+    "squared-outputs": lambda y, _: y.square().sum(),
+    "transposed-outputs": lambda y, _: (y.transpose(0, 2) ** 3).sum(),
+    "last-step": lambda y, _: y[:, -1].square().sum(),
+    "first-step": lambda y, _: y[:, 0].sum(),
+    "one-unit": lambda y, _: y[..., 2].sum(),
+    "one-sequence": lambda y, _: y[1].square().sum(),
+    "final-h": lambda _, states: states[0].square().sum(),
+    "final-c": lambda _, states: states[1].sum(),
+    "one-final-unit": lambda _, states: states[1][1, 3],
+    "all": lambda y, states: y.sum() + states[0].sum() * states[1].square().sum(),
+    "output-twice": lambda y, _: (y * y.detach() + y.tanh()).sum(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_which_results_the_loss_reads(lstm: stretto.RNN, loss: str, lengths: list[int] | None) -> None:
+    x_BTF = _x(B, T, F).requires_grad_()
+    inputs = [x_BTF, *lstm.parameters()]
+    y_BTH, state = lstm(x_BTF, lengths=lengths)
+    ones = torch.autograd.grad(LOSSES[loss](y_BTH, tensors_in(state)), inputs, allow_unused=True)
+    others = torch.autograd.grad(LOSSES[loss](*_hand(lstm, x_BTF, lengths)), inputs, allow_unused=True)
+    _assert_close(list(ones), list(others))
+    assert any(gradient is not None and bool(gradient.any()) for gradient in ones)
+
+
+@pytest.mark.parametrize("learned", ["x", "weight_ih", "weight_hh", "bias_hh", "state"])
+def test_one_thing_alone_is_learned(lstm: stretto.RNN, learned: str) -> None:
+    lstm.requires_grad_(False)
+    cell = lstm.cells[0]
+    x_BTF, state = _x(B, T, F), (_x(B, H), _x(B, H))
+    leaf = {"x": x_BTF, "state": state[1]}.get(learned)
+    leaf = (getattr(cell, learned) if leaf is None else leaf).requires_grad_()
+    y_BTH, after = lstm(x_BTF, state, lengths=LENGTHS)
+    hand_BTH, ends = by_hand([cell], x_BTF, lengths=LENGTHS, state=state, num_directions=1)
+    (one,) = torch.autograd.grad(y_BTH.square().sum() + tensors_in(after)[1].sum(), [leaf])
+    (other,) = torch.autograd.grad(hand_BTH.square().sum() + ends[1].sum(), [leaf])
+    _assert_close([one], [other])
+
+
+def test_nothing_is_learned(lstm: stretto.RNN) -> None:
+    lstm.requires_grad_(False)
+    y_BTH, state = lstm(_x(B, T, F), lengths=LENGTHS)
+    assert not y_BTH.requires_grad
+    assert not any(part.requires_grad for part in tensors_in(state))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("setting", ["lstm", "layer-norm-gru", "attention"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_without_gradients_the_same_numbers(setting: str, kernel: str, mode: Callable[[], Iterator[None]]) -> None:
+    rnn = layer(setting, H, kernel=kernel, num_layers=2, bidirectional=True)
+    x_BTF = _x(B, T, F)
+    y_BTO, state = rnn(x_BTF, lengths=LENGTHS)
+    with mode():  # type: ignore[attr-defined]
+        bare_BTO, bare_state = rnn(x_BTF, lengths=LENGTHS)
+    assert not bare_BTO.requires_grad
+    assert torch.equal(y_BTO, bare_BTO)
+    assert all(torch.equal(one, two) for one, two in zip(tensors_in(state), tensors_in(bare_state), strict=True))
+
+
+def test_a_first_call_without_gradients_does_not_spoil_the_next(lstm: stretto.RNN) -> None:
+    batch = drawn(lstm, T=T, B=B, lengths=LENGTHS)
+    with torch.inference_mode():
+        lstm(batch.x_BTF, lengths=LENGTHS)
+    assert_same_bits(found(lstm, batch), found(layer("lstm", H, kernel=lstm.kernel), batch))
+
+
+def test_backward_twice(lstm: stretto.RNN) -> None:
+    x_BTF = _x(B, T, F).requires_grad_()
+    y_BTH, _ = lstm(x_BTF, lengths=LENGTHS)
+    inputs = [x_BTF, *lstm.parameters()]
+    first = torch.autograd.grad(y_BTH.sum(), inputs, retain_graph=True)
+    second = torch.autograd.grad(2 * y_BTH.sum(), inputs)
+    _assert_close([2 * gradient for gradient in first], list(second))
+
+
+def test_gradients_add_up_over_calls(lstm: stretto.RNN) -> None:
+    x_BTF = _x(B, T, F)
+    for _ in range(2):
+        lstm(x_BTF)[0].sum().backward()
+    once = torch.autograd.grad(lstm(x_BTF)[0].sum(), list(lstm.parameters()))
+    _assert_close([parameter.grad for parameter in lstm.parameters()], [2 * gradient for gradient in once])
