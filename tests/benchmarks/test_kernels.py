@@ -176,7 +176,13 @@ def test_json_round_trip(quick: KernelsBench) -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_tables_fit_and_no_number_is_cut_off(quick: KernelsBench, width: int) -> None:
-    text = _printed(quick, width=width)
+    slow = Timing(least=9.87654, median=9.9, rounds=10)
+    sizes = {"num_steps": 10_000, "batch": 1, "input_size": 8, "hidden_size": 32}
+    large = tuple(
+        dataclasses.replace(row, ours=slow, theirs=slow, ratio=172.34, ratio_of_medians=171.5, goal=150.0, **sizes)
+        for row in quick.comparisons
+    )
+    text = _printed(dataclasses.replace(quick, comparisons=large), width=width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
 

@@ -21,7 +21,7 @@ NUDGE = 1e-10
 @final
 @dataclass(slots=True)
 class Batch:
-    """Tensors of a case: the input, the initial state if it is given, and what the loss weighs results with."""
+    """Tensors of a case: the input, and the initial state if it is given; what the loss reads; gradients once or twice."""
 
     x_BTF: torch.Tensor
     state: list[torch.Tensor] | None
@@ -29,9 +29,10 @@ class Batch:
     loss_on: Any
     weighted: bool
     seed: int
+    twice: bool = False
 
     @classmethod
-    def of(cls, recipe: Recipe, case: Case) -> "Batch":
+    def of(cls, recipe: Recipe, case: Case, *, twice: bool = False) -> "Batch":
         """Random tensors."""
         generator = torch.Generator().manual_seed(case.seed)
         count = len(case.lengths)
@@ -44,6 +45,7 @@ class Batch:
             case.loss_on,
             case.weighted,
             case.seed,
+            twice,
         )
 
     def inputs(self, cell: FuzzCell) -> dict[str, torch.Tensor]:
@@ -113,16 +115,25 @@ def results_of(cell: FuzzCell, batch: Batch, y: torch.Tensor, states: Sequence[t
         if counts:
             loss = loss + (tensor * weight if batch.weighted else tensor).sum()
     inputs = batch.inputs(cell)
-    gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)
-    if inputs and loss.requires_grad:
-        gradients = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
-    return Results(
-        {name: tensor.detach() for name, tensor in made.items()},
-        {
-            name: torch.zeros_like(tensor) if gradient is None else gradient
-            for (name, tensor), gradient in zip(inputs.items(), gradients, strict=True)
-        },
-    )
+    gradients = _gradients(loss, inputs, again=batch.twice)
+    found = {name: tensor.detach() for name, tensor in gradients.items()}
+    if batch.twice:
+        size = torch.stack([tensor.square().sum() for tensor in gradients.values()]).sum() if gradients else loss.detach()
+        found.update((f"{name}, of its size", tensor) for name, tensor in _gradients(size, inputs).items())
+    return Results({name: tensor.detach() for name, tensor in made.items()}, found)
+
+
+def _gradients(
+    loss: torch.Tensor, inputs: dict[str, torch.Tensor], *, again: bool = False
+) -> dict[str, torch.Tensor]:
+    """The gradient of each input, zero where the loss does not depend on it."""
+    if not (inputs and loss.requires_grad):
+        return {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
+    found = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, create_graph=again)
+    return {
+        name: torch.zeros_like(tensor) if gradient is None else gradient
+        for (name, tensor), gradient in zip(inputs.items(), found, strict=True)
+    }
 
 
 def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -152,6 +163,7 @@ def is_meaningful(cell: FuzzCell, batch: Batch, results: Results) -> bool:
         batch.loss_on,
         batch.weighted,
         batch.seed,
+        batch.twice,
     )
     before = [parameter.detach().clone() for parameter in cell.parameters()]
     with torch.no_grad():

@@ -22,9 +22,9 @@ from stretto.kernels.build import SaveChoice
 saves: st.SearchStrategy[SaveChoice] = st.sampled_from(("auto", "states"))
 
 
-def _check(recipe: Recipe, case: Case, save: SaveChoice) -> stretto.RNN:
+def _check(recipe: Recipe, case: Case, save: SaveChoice, *, twice: bool = False) -> stretto.RNN:
     cell = FuzzCell(recipe, seed=case.seed)
-    batch = Batch.of(recipe, case)
+    batch = Batch.of(recipe, case, twice=twice)
     wanted = by_definition(cell, batch)
     assume(is_meaningful(cell, batch, wanted))
     rnn = stretto.RNN(cell, kernel="eager", save=save)
@@ -46,3 +46,9 @@ def test_random_cells_agree_with_their_definition(recipe: Recipe, case: Case, sa
 @given(recipes(exotic=True, shortest=3), cases(), saves)
 def test_cells_of_rare_operators_agree_with_their_definition(recipe: Recipe, case: Case, save: SaveChoice) -> None:
     _check(recipe, case, save)
+
+
+@fuzzed(60)
+@given(recipes(), cases(), saves)
+def test_gradients_can_be_differentiated_again(recipe: Recipe, case: Case, save: SaveChoice) -> None:
+    _check(recipe, case, save, twice=True)

@@ -18,7 +18,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest error of a tensor, as a share of its largest magnitude."""
 ROUNDING = 4.0
 """How much more than the definition itself a layer may lose to rounding, where that loses more than the tolerance."""
-SMALLEST = 1e-6
+SMALLEST = 1e-3
 """Magnitudes below count as this: what cancels to zero has no digits to compare."""
 
 

@@ -68,9 +68,7 @@ def torch_layer(cells: Sequence[Cell], net: Net, shape: StepShape, *, directions
 
 def our_step(rnn: RNN, *, batch: Batch, name: str = OURS) -> TorchStep:
     """A step of our layer."""
-    return TorchStep(
-        name, forward=lambda x_TBF: rnn(x_TBF)[0], weights=weights_of(rnn), batch=batch, note="stretto.RNN as it comes"
-    )
+    return TorchStep(name, forward=lambda x_TBF: rnn(x_TBF)[0], weights=weights_of(rnn), batch=batch)
 
 
 def torch_step(layer: nn.RNNBase, *, batch: Batch) -> TorchStep:
@@ -119,8 +117,10 @@ class JaxStep(AbstractStep):
         batch: What is trained on.
     """
 
+    title = "JAX scan"
+
     def __init__(self, cell: Cell, *, batch: Batch) -> None:
-        super().__init__("JAX scan", note="jit of value_and_grad; uses every processor, whatever --threads says")
+        super().__init__(self.title)
         jax = optional("jax")
         self._jax = jax
         weights = {name: value.detach().numpy().T for name, value in cell.named_parameters()}

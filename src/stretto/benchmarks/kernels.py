@@ -4,9 +4,9 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -23,6 +23,7 @@ from stretto.benchmarks.kernel_growth import Growth, growth
 from stretto.benchmarks.kernel_layers import bidirectional_comparisons, stack_comparisons
 from stretto.benchmarks.kernel_limits import LimitRow, limit_rows
 from stretto.benchmarks.kernel_memory import MemoryRow, memory_rows
+from stretto.benchmarks.kernel_peers import JaxStep
 from stretto.benchmarks.kernel_ragged import RaggedRow, ragged_rows
 from stretto.benchmarks.machine import Machine, machine_with
 from stretto.errors import StrettoError
@@ -43,6 +44,7 @@ PARTS: Final = (
     "growth",
 )
 PEERS: Final = ("jax",)
+COMPILED: Final = "compiled kernels"
 QUICK_PACE: Final = Pace(rounds=1, budget=0.0)
 
 
@@ -57,7 +59,7 @@ class KernelsBenchSettings:
         thread_counts: Numbers of threads that the parts threads and limits compare.
         repeats: Rounds of an interleaved run; in each, every contestant has one turn.
         budget: Seconds after which a run of at least three rounds begins no further one.
-        json: JSON file for the result.
+        json: JSON file for the result, written after each part.
         out: Folder for an HTML page with all tables.
         quick: Tiny shapes and a single round: shows that it works, and no more; its times mean nothing.
     """
@@ -139,37 +141,56 @@ def run_kernels_bench(settings: KernelsBenchSettings | None = None, *, tell: Tel
         StrettoError: If contestants do not compute the same.
     """
     settings = settings or KernelsBenchSettings()
+    tell = tell or (lambda _: None)
     begin = time.perf_counter()
     with _torch_threads(settings.threads) as threads:
-        bench = _run(settings, threads=threads, tell=tell or (lambda _: None))
-    bench = dataclasses.replace(bench, seconds=time.perf_counter() - begin)
-    if settings.json is not None:
-        write_text_atomically(settings.json, bench.to_json() + "\n")
+        missing = _missing(settings.parts)
+        bench = _nothing_yet(settings, threads=threads, missing=missing)
+        for part, (field, measure) in _measures(settings, threads=threads, missing=missing, tell=tell).items():
+            if part not in settings.parts:
+                continue
+            found: dict[str, Any] = {field: getattr(bench, field) + measure()}
+            bench = dataclasses.replace(bench, **found, seconds=time.perf_counter() - begin)
+            # After each part, so that a run that is stopped leaves what it has.
+            if settings.json is not None:
+                write_text_atomically(settings.json, bench.to_json() + "\n")
     return bench
 
 
-def _run(settings: KernelsBenchSettings, *, threads: int, tell: Tell) -> KernelsBench:
-    parts, pace, quick = settings.parts, settings.pace, settings.quick
-    missing = _missing(parts)
-    comparisons: dict[str, Callable[[], tuple[Comparison, ...]]] = {
-        "shapes": lambda: shape_comparisons(pace=pace, quick=quick, with_jax="JAX scan" not in missing, tell=tell),
-        "bidirectional": lambda: bidirectional_comparisons(pace=pace, quick=quick, tell=tell),
-        "stack": lambda: stack_comparisons(pace=pace, quick=quick, tell=tell),
-        "hidden": lambda: hidden_comparisons(pace=pace, quick=quick, tell=tell),
-        "threads": lambda: thread_comparisons(settings.thread_counts, pace=pace, quick=quick, tell=tell),
+def _measures(
+    settings: KernelsBenchSettings, *, threads: int, missing: Mapping[str, str], tell: Tell
+) -> dict[str, tuple[str, Callable[[], tuple[Any, ...]]]]:
+    """For each part the field that its rows belong to, and how to get them."""
+    quick, counts = settings.quick, settings.thread_counts
+    with_jax, compiles = JaxStep.title not in missing, COMPILED not in missing
+    timed: dict[str, Any] = {"pace": settings.pace, "quick": quick, "tell": tell}
+    return {
+        "shapes": ("comparisons", lambda: shape_comparisons(**timed, with_jax=with_jax)),
+        "bidirectional": ("comparisons", lambda: bidirectional_comparisons(**timed)),
+        "stack": ("comparisons", lambda: stack_comparisons(**timed)),
+        "ragged": ("ragged", lambda: ragged_rows(**timed)),
+        "hidden": ("comparisons", lambda: hidden_comparisons(**timed)),
+        "threads": ("comparisons", lambda: thread_comparisons(counts, **timed)),
+        "memory": ("memory", lambda: memory_rows(threads=threads, quick=quick, tell=tell)),
+        "compile": (
+            "compiling",
+            lambda: compile_rows(threads=threads, quick=quick, tell=tell) if compiles else (),
+        ),
+        "limits": ("limits", lambda: limit_rows(counts, **timed, compiles=compiles)),
+        "growth": ("growth", lambda: growth(**timed)),
     }
-    compiles = "compiled kernels" not in missing
+
+
+def _nothing_yet(settings: KernelsBenchSettings, *, threads: int, missing: Mapping[str, str]) -> KernelsBench:
     return KernelsBench(
-        comparisons=tuple(row for part, rows in comparisons.items() if part in parts for row in rows()),
-        ragged=ragged_rows(pace=pace, quick=quick, tell=tell) if "ragged" in parts else (),
-        memory=memory_rows(threads=threads, quick=quick, tell=tell) if "memory" in parts else (),
-        compiling=compile_rows(threads=threads, quick=quick, tell=tell) if "compile" in parts and compiles else (),
-        limits=limit_rows(settings.thread_counts, pace=pace, quick=quick, compiles=compiles, tell=tell)
-        if "limits" in parts
-        else (),
-        growth=growth(pace=pace, quick=quick, tell=tell) if "growth" in parts else (),
+        comparisons=(),
+        ragged=(),
+        memory=(),
+        compiling=(),
+        limits=(),
+        growth=(),
         threads=threads,
-        quick=quick,
+        quick=settings.quick,
         machine=machine_with(PEERS),
         missing=tuple(f"{name}: {reason}" for name, reason in missing.items()),
         seconds=0.0,
@@ -183,13 +204,13 @@ def _missing(parts: tuple[str, ...]) -> dict[str, str]:
         try:
             optional(PEERS[0])
         except StrettoError as error:
-            found["JAX scan"] = str(error)
+            found[JaxStep.title] = str(error)
         except (AttributeError, OSError, RuntimeError) as error:
-            found["JAX scan"] = f"its import fails ({error}). Mend it: pip install 'stretto[peers]'."
+            found[JaxStep.title] = f"its import fails ({error}). Mend it: pip install 'stretto[peers]'."
     try:
         find_compiler()
     except NoCompiler as reason:
-        found["compiled kernels"] = f"{reason}, so our layer runs without. Install g++ or name a compiler in CXX."
+        found[COMPILED] = f"{reason}, so our layer runs without. Install g++ or name a compiler in CXX."
     return found
 
 

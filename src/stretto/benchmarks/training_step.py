@@ -57,12 +57,10 @@ class AbstractStep(abc.ABC):
 
     Args:
         name: Shown in tables.
-        note: What a reader of its numbers should know.
     """
 
-    def __init__(self, name: str, *, note: str = "") -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.note = note
 
     @abc.abstractmethod
     def run(self) -> None:
@@ -82,13 +80,10 @@ class TorchStep(AbstractStep):
         forward: From the input to the outputs.
         weights: What gradients are wanted of, by name.
         batch: What is trained on.
-        note: What a reader of its numbers should know.
     """
 
-    def __init__(
-        self, name: str, *, forward: Forward, weights: Mapping[str, nn.Parameter], batch: Batch, note: str = ""
-    ) -> None:
-        super().__init__(name, note=note)
+    def __init__(self, name: str, *, forward: Forward, weights: Mapping[str, nn.Parameter], batch: Batch) -> None:
+        super().__init__(name)
         self._forward, self._weights, self._batch = forward, dict(weights), batch
 
     def run(self) -> None:

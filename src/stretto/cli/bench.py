@@ -42,7 +42,9 @@ def _kernels(words: list[str]) -> int:
     settings = parse(KernelsBenchSettings, words, prog="stretto bench kernels")
     console = _console(kernels_tables.WIDE)
     with console.status("") as status:
-        bench = run_kernels_bench(settings, tell=status.update)
+        # It takes minutes: where no status line can be shown, plain lines tell how far it is.
+        tell = status.update if console.is_terminal else lambda line: console.print(Text(line), soft_wrap=True)
+        bench = run_kernels_bench(settings, tell=tell)
     for table in kernels_tables.tables(bench, width=console.width):
         console.print(table, "")
     for line in [*kernels_tables.slower_lines(bench), *(f"left out: {missing}" for missing in bench.missing)]:

@@ -91,6 +91,11 @@ class GraphCell(Cell):
         following = tuple(_with_rows(values[name, delay - 1], rows=rows) for name, delay in kept)
         return _side_by_side(outputs), following
 
+    @property
+    def input_size(self) -> int:
+        """Features of a step."""
+        return self.wiring.input_size
+
     def resized(self, input_size: int) -> Cell:
         """A cell of the same graph with fresh parameters and an input of another size.
 

@@ -26,12 +26,13 @@ _DIMENSION_ARGUMENT: Final = dict.fromkeys(
     1,
 ) | dict.fromkeys(
     "split split_with_sizes roll topk linalg_vector_norm slice_backward select_backward _softmax_backward_data "
-    "_log_softmax_backward_data".split(),
+    "_log_softmax_backward_data glu_backward".split(),
     2,
 )
 _POINTWISE_TOO: Final = frozenset(
     f"{name}_backward"
-    for name in "elu leaky_relu hardtanh softplus gelu silu sigmoid tanh threshold hardswish hardsigmoid mish".split()
+    for name in "elu leaky_relu hardtanh softplus gelu silu sigmoid tanh threshold hardswish hardsigmoid mish hardshrink "
+    "log_sigmoid".split()
 )
 _USUAL: Final = {"sort": -1, "topk": -1, "glu": -1, "sum": [], "mean": [], "amax": [], "amin": [], "prod": []}
 _ANY_RANK: Final = {"view", "_unsafe_view", "expand", "alias", "detach", "clone", "_to_copy"}
@@ -94,6 +95,8 @@ def _reason(node: Node) -> str | None:  # noqa: PLR0911 - one line a kind of ope
         return None if node.has_rows and _first_stays(node) else mixes
     if name in _ANY_RANK:
         return None
+    if name == "repeat":
+        return None if len(node.args[1]) == len(node.args[0].shape) and node.args[1][0] == 1 else mixes
     if name in _DIMENSION_ARGUMENT:
         rank = max(len(node.inputs[0].shape), len(node.shape))
         position = _DIMENSION_ARGUMENT[name]

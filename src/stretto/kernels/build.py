@@ -73,9 +73,11 @@ def build(
     """
     start = time.perf_counter()
     try:
-        graph = trace(cell, x_shape=x_shape, x_dtype=x_dtype, state=state)
-        plan = analyse(graph)
-        bodies = [[derive(graph, loop) for loop in level] for level in plan.loops]
+        # Whoever calls first may be without gradients; what is built is for everybody.
+        with torch.inference_mode(mode=False):
+            graph = trace(cell, x_shape=x_shape, x_dtype=x_dtype, state=state)
+            plan = analyse(graph)
+            bodies = [[derive(graph, loop) for loop in level] for level in plan.loops]
     except Untraceable as reason:
         _insist(kernel, cell, str(reason))
         seconds = time.perf_counter() - start
@@ -110,7 +112,7 @@ def _compiled(body: Body, device: torch.device) -> CppKernel:
     kinds = {node.dtype for node in [*body.next_states, *body.emits]} | {port.node.dtype for port in body.ports}
     real = [kind for kind in kinds if kind is not torch.bool]
     if len(real) != 1 or real[0] not in REALS:
-        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in real))
+        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
         raise Unsupported(f"the loop's values are of {names}; code is generated for float32 or float64")
     return CppKernel(body, real[0])
 

@@ -38,7 +38,7 @@ class NoCompiler(Exception):  # noqa: N818 - not an error: the eager path runs i
 @lru_cache(maxsize=8)
 def _find(wanted: str | None, search_path: str | None) -> Compiler:
     names = [wanted] if wanted else ["g++", "clang++", "c++"]
-    path = next((found for name in names if (found := shutil.which(name, path=search_path))), None)
+    path = next((place for name in names if (place := shutil.which(name, path=search_path))), None)
     if path is None:
         raise NoCompiler(f"no C++ compiler was found ({', '.join(map(str, names))})")
     known = _remembered(path)

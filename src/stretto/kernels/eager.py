@@ -63,10 +63,13 @@ class EagerKernel(AbstractKernel):
             ):
                 values.update((node, tensor[_span(node, here)]) for node, tensor in zip(nodes, tensors, strict=True))
             for node, carry, arriving in zip(body.state_gradients, carried, cotangents.after, strict=True):
-                values[node] = carry[:count] if arriving is None else carry[:count] + arriving[here]
+                # The backward step was recorded on rows that lie one after another.
+                values[node] = (carry[:count] if arriving is None else carry[:count] + arriving[here]).contiguous()
             for node, arriving, emitted in zip(body.emit_gradients, cotangents.emits, outputs.emits, strict=True):
                 rows_here = _span(node, here)
-                values[node] = torch.zeros_like(emitted[rows_here]) if arriving is None else arriving[rows_here]
+                values[node] = (
+                    torch.zeros_like(emitted[rows_here]) if arriving is None else arriving[rows_here].contiguous()
+                )
             run(body.backward, values, count)
             for node, rows in history.items():
                 rows.append(values[node])

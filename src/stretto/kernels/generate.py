@@ -8,6 +8,7 @@ import torch
 
 from stretto.graph.adjoint import Body, Kind
 from stretto.graph.node import Node
+from stretto.graph.operators import is_view
 from stretto.graph.recorder import filled
 from stretto.kernels.emit import StepWriter
 from stretto.kernels.lower import Lowering, Unsupported
@@ -171,10 +172,15 @@ class _Writer:
 
 
 def _check(node: Node) -> None:
-    # A number of true values is small enough to be exact as a real number.
-    counts = node.label == "sum" and node.dtype is torch.int64 and node.inputs[0].dtype is torch.bool
-    if node.dtype not in REALS and node.dtype is not torch.bool and not counts:
+    if node.dtype not in REALS and node.dtype is not torch.bool and not _counts(node):
         raise Unsupported(f"the value {node.name} in the loop is of {node.dtype}")
+
+
+def _counts(node: Node) -> bool:
+    """Whether it is a number of true values, which is small enough to be exact as a real number."""
+    while is_view(node):
+        node = node.inputs[0]
+    return node.label == "sum" and node.dtype is torch.int64 and node.inputs[0].dtype is torch.bool
 
 
 def generate_forward(body: Body) -> tuple[Generated, list[Node]]:
@@ -331,14 +337,14 @@ def _function(
     return [*lines, "}"]
 
 
+def header_text(*names: str) -> str:
+    """Our headers, one after another, as part of one file."""
+    folder = Path(__file__).parent / "headers"
+    lines = [line for name in names for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+    return "\n".join(line for line in lines if not line.startswith(("#pragma once", '#include "')))
+
+
 def source_of(functions: list[Generated], dtype: torch.dtype) -> str:
     """A whole C++ file."""
-    folder = Path(__file__).parent / "headers"
-    parts = [f"#define REAL {REALS[dtype]}"]
-    for header in HEADERS:
-        text = (folder / header).read_text(encoding="utf-8")
-        parts.append(
-            "\n".join(line for line in text.splitlines() if not line.startswith(("#pragma once", '#include "')))
-        )
-    parts += ["\n".join(function.lines) for function in functions]
-    return "\n".join(parts) + "\n"
+    parts = [f"#define REAL {REALS[dtype]}", header_text(*HEADERS)]
+    return "\n".join([*parts, *("\n".join(function.lines) for function in functions), ""])

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from stretto.graph.adjoint import Body, Kind
-from stretto.graph.interpret import run
 from stretto.graph.node import Node
 from stretto.kernels.eager import EagerKernel
+from stretto.kernels.folded import run_deferred
 from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
 from stretto.kernels.layout import Layout
 
@@ -135,7 +135,7 @@ def deferred(
     for port, kept in zip(body.ports_of(Kind.KEPT), inputs.kept, strict=True):
         if port.node in read:
             values[port.node] = layout.spread(kept)
-    run(body.deferred, values, layout.total)
+    run_deferred(body.deferred, values, layout.total)
     return [
         None if node is None else values[node].reshape(port.source.shape)
         for node, port in zip(asked, ports, strict=True)

@@ -20,12 +20,15 @@ static void pack(const real* w, int64_t stride_k, int64_t stride_n, int64_t K, i
 }
 
 // Element k of row r is a[r * row + k * step].
-template <int ROWS, int PANELS, int CHAINS>
+// With ADD the result is added to what is there.
+template <int ROWS, int PANELS, int CHAINS, bool ADD = false>
 INLINE void tile(const real* a, int64_t row, int64_t step, const real* w, int64_t K, real* c, int64_t stride_c) {
   vec sum[CHAINS][ROWS][PANELS][2];
   for (int s = 0; s < CHAINS; s++)
     for (int r = 0; r < ROWS; r++)
-      for (int p = 0; p < PANELS; p++) sum[s][r][p][0] = sum[s][r][p][1] = all(0);
+      for (int p = 0; p < PANELS; p++)
+        for (int v = 0; v < 2; v++)
+          sum[s][r][p][v] = ADD && s == 0 ? load(c + r * stride_c + p * PANEL + v * LANES) : all(0);
   const int64_t panel = K * PANEL;
   int64_t k = 0;
   for (; k + CHAINS <= K; k += CHAINS)
@@ -74,10 +77,9 @@ static void interleave(const real* a, int64_t row, int64_t K, real* to) {
 }
 
 // c[rows, N] = a[rows, K] w[K, N] for the panels [first, last); c has room for whole panels, `room` for rows * K elements.
-template <int64_t K, int64_t N>
-static void product(const real* a, int64_t row, const real* w, real* c, int64_t stride_c, int64_t rows, int first, int last,
-                    real* room) {
-  constexpr int CHAINS = chains_of(N);
+template <int CHAINS>
+INLINE void product_with(const real* a, int64_t row, const real* w, real* c, int64_t stride_c, int64_t rows, int64_t K,
+                         int first, int last, real* room) {
   constexpr int FEW = CHAINS == 4 ? 1 : 3;
   if (CHAINS > 1 || rows <= FEW) {
     for (; rows > 0;) {
@@ -113,4 +115,20 @@ static void product(const real* a, int64_t row, const real* w, real* c, int64_t 
       else if (count == 4) tile<4, 1, 1>(ai, 1, 4, wp, K, ci, stride_c);
       else tile<3, 1, 1>(ai, 1, 3, wp, K, ci, stride_c);
     }
+}
+
+// The sizes known when the code is compiled.
+template <int64_t K, int64_t N>
+static void product(const real* a, int64_t row, const real* w, real* c, int64_t stride_c, int64_t rows, int first, int last,
+                    real* room) {
+  product_with<chains_of(N)>(a, row, w, c, stride_c, rows, K, first, last, room);
+}
+
+// The sizes known when it runs.
+static void product_of(const real* a, int64_t row, const real* w, real* c, int64_t stride_c, int64_t rows, int64_t K,
+                       int64_t N, int first, int last, real* room) {
+  const int chains = chains_of(N);
+  if (chains == 4) product_with<4>(a, row, w, c, stride_c, rows, K, first, last, room);
+  else if (chains == 2) product_with<2>(a, row, w, c, stride_c, rows, K, first, last, room);
+  else product_with<1>(a, row, w, c, stride_c, rows, K, first, last, room);
 }

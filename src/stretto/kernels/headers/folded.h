@@ -1,0 +1,109 @@
+// Products and sums over the rows of all steps. Threads share columns or rows out, never a sum: the result does not
+// depend on how many there are.
+#pragma once
+#include "team.h"
+
+constexpr int64_t ROW_BLOCK = 96;    // rows that pass over the weights together
+constexpr int64_t DEPTH_BLOCK = 256;  // rows that a gradient adds up before its sums go back to memory
+
+// Rows [first, last) of y[P, N] = x[P, K] w[K, N] + bias[N], w packed.
+static void product_rows(const real* x, int64_t stride_x, const real* w, const real* bias, real* y, int64_t P, int64_t K,
+                         int64_t N, int64_t first, int64_t last, real* room, real* wide) {
+  const int count = panels_of(N);
+  for (int64_t from = first; from < last; from += ROW_BLOCK) {
+    const int64_t rows = last - from < ROW_BLOCK ? last - from : ROW_BLOCK;
+    product_of(x + from * stride_x, stride_x, w, wide, int64_t(count) * PANEL, rows, K, N, 0, count, room);
+    for (int64_t r = 0; r < rows; r++) {
+      const real* source = wide + r * count * PANEL;
+      real* target = y + (from + r) * N;
+      int64_t j = 0;
+      for (; j + LANES <= N; j += LANES) store(target + j, bias ? load(source + j) + load(bias + j) : load(source + j));
+      for (; j < N; j++) target[j] = bias ? source[j] + bias[j] : source[j];
+    }
+  }
+}
+
+extern "C" void stretto_product(const real* x, int64_t stride_x, const real* w, int64_t stride_k, int64_t stride_n,
+                                const real* bias, real* y, int64_t P, int64_t K, int64_t N, real* memory,
+                                int64_t threads) {
+  const int64_t width = int64_t(panels_of(N)) * PANEL;
+  real* const packed = memory;
+  real* const rooms = memory + K * width;
+  Barrier barrier;
+  std::atomic<int64_t> next{0};
+  const int64_t blocks = (P + ROW_BLOCK - 1) / ROW_BLOCK;
+#pragma omp parallel num_threads(int(threads)) if (threads > 1)
+  {
+#if defined(_OPENMP)
+    const int rank = omp_get_thread_num(), size = omp_get_num_threads();
+#else
+    const int rank = 0, size = 1;
+#endif
+    for (int p = rank; p < panels_of(N); p += size)
+      pack(w + p * PANEL * stride_n, stride_k, stride_n, K, N - p * PANEL < PANEL ? N - p * PANEL : PANEL,
+           packed + p * K * PANEL);
+    if (size > 1) barrier.wait(size);
+    real* const room = rooms + rank * ROW_BLOCK * (K + width);
+    for (int64_t block; (block = next.fetch_add(1)) < blocks;) {
+      const int64_t first = block * ROW_BLOCK, last = first + ROW_BLOCK < P ? first + ROW_BLOCK : P;
+      product_rows(x, stride_x, packed, bias, y, P, K, N, first, last, room, room + ROW_BLOCK * K);
+    }
+  }
+}
+
+// out[K, N] = the sum over rows p of x[p, K] d[p, N].
+extern "C" void stretto_weight_gradient(const real* x, int64_t stride_x, const real* d, int64_t stride_d, real* out,
+                                        int64_t P, int64_t K, int64_t N, real* memory, int64_t threads) {
+  const int64_t all_panels = panels_of(N), width = all_panels * PANEL, blocks = (K + 5) / 6;
+#pragma omp parallel num_threads(int(threads)) if (threads > 1)
+  {
+#if defined(_OPENMP)
+    const int rank = omp_get_thread_num(), size = omp_get_num_threads();
+#else
+    const int rank = 0, size = 1;
+#endif
+    const int64_t first = all_panels * rank / size, last = all_panels * (rank + 1) / size;
+    real* const sums = memory + first * PANEL * blocks * 6;  // panel after panel, each with all rows of the result
+    real* const sides = memory + width * blocks * 6 + rank * DEPTH_BLOCK * (blocks * 6 + PANEL);
+    real* const panel = sides + DEPTH_BLOCK * blocks * 6;
+    for (int64_t i = 0; i < (last - first) * PANEL * blocks * 6; i++) sums[i] = 0;
+    for (int64_t from = 0; from < P && first < last; from += DEPTH_BLOCK) {
+      const int64_t depth = P - from < DEPTH_BLOCK ? P - from : DEPTH_BLOCK;
+      for (int64_t i = 0; i < blocks; i++)
+        for (int64_t p = 0; p < depth; p++)
+          for (int r = 0; r < 6; r++)
+            sides[(i * DEPTH_BLOCK + p) * 6 + r] = i * 6 + r < K ? x[(from + p) * stride_x + i * 6 + r] : real(0);
+      for (int64_t n = first; n < last; n++) {
+        pack(d + from * stride_d + n * PANEL, stride_d, 1, depth, N - n * PANEL < PANEL ? N - n * PANEL : PANEL, panel);
+        for (int64_t i = 0; i < blocks; i++)
+          tile<6, 1, 1, true>(sides + i * DEPTH_BLOCK * 6, 1, 6, panel, depth,
+                              sums + ((n - first) * blocks + i) * 6 * PANEL, PANEL);
+      }
+    }
+    for (int64_t n = first; n < last; n++)
+      for (int64_t k = 0; k < K; k++)
+        for (int64_t j = 0; j < PANEL && n * PANEL + j < N; j++)
+          out[k * N + n * PANEL + j] = sums[((n - first) * blocks + k / 6) * 6 * PANEL + (k % 6) * PANEL + j];
+  }
+}
+
+// out[N] = the sum over rows p of d[p, N].
+extern "C" void stretto_column_sums(const real* d, int64_t stride_d, real* out, int64_t P, int64_t N, int64_t threads) {
+#pragma omp parallel num_threads(int(threads)) if (threads > 1)
+  {
+#if defined(_OPENMP)
+    const int rank = omp_get_thread_num(), size = omp_get_num_threads();
+#else
+    const int rank = 0, size = 1;
+#endif
+    const int64_t whole = (N + LANES - 1) / LANES, first = whole * rank / size * LANES;
+    const int64_t last = whole * (rank + 1) / size * LANES < N ? whole * (rank + 1) / size * LANES : N;
+    for (int64_t j = first; j < last; j++) out[j] = 0;
+    for (int64_t p = 0; p < P; p++) {
+      const real* row = d + p * stride_d;
+      int64_t j = first;
+      for (; j + LANES <= last; j += LANES) store(out + j, load(out + j) + load(row + j));
+      for (; j < last; j++) out[j] += row[j];
+    }
+  }
+}

@@ -1,0 +1,226 @@
+"""Cells that somebody might write equal the definition, and are compiled.
+
+Shape legend: B sequences, T steps, F features, H hidden units.
+"""
+
+import pytest
+import torch
+from parity_cells import F, drawn
+from parity_oracle import Batch, assert_parity, assert_same_bits, error_of, errors_of, expected, found
+from parity_own_cells import (
+    BufferWeight,
+    ClearedState,
+    Concatenated,
+    ConstantOutput,
+    ConstantState,
+    ConstantTensor,
+    Deaf,
+    DelayLine,
+    Detached,
+    ForgottenState,
+    H,
+    InputAsOutput,
+    LearnedStart,
+    LoopBehindLoop,
+    Noisy,
+    OldState,
+    OneState,
+    PureDelay,
+    SeparateGates,
+    SharedWeight,
+    Stateless,
+    SwappedStates,
+    TwoLoops,
+    UnusedState,
+    WithoutGradient,
+    WritesInPlace,
+)
+from torch import nn
+
+import stretto
+from stretto.cells import LSTM, Cell
+
+OWN: list[type[Cell]] = [
+    BufferWeight,
+    ClearedState,
+    Concatenated,
+    ConstantOutput,
+    ConstantState,
+    ConstantTensor,
+    Deaf,
+    DelayLine,
+    Detached,
+    ForgottenState,
+    InputAsOutput,
+    LearnedStart,
+    LoopBehindLoop,
+    OldState,
+    PureDelay,
+    SeparateGates,
+    SharedWeight,
+    Stateless,
+    SwappedStates,
+    TwoLoops,
+    UnusedState,
+    WithoutGradient,
+    WritesInPlace,
+]
+
+
+def _layer(cell: type[Cell], **options: object) -> stretto.RNN:
+    torch.manual_seed(0)
+    return stretto.RNN(cell().double(), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cell", OWN)
+def test_own_cells_equal_the_definition_and_are_compiled(cell: type[Cell]) -> None:
+    rnn = _layer(cell)
+    for T, lengths, given in ((5, None, False), (6, [3, 0, 6, 2], True), (1, None, True), (2, [0, 0], True)):
+        B = 3 if lengths is None else len(lengths)
+        assert_parity(rnn, drawn(rnn, T=T, B=B, lengths=lengths, given=given), kernels=["cpp", "eager"])
+    rnn.kernel = "auto"
+    explanation = rnn.explain()
+    assert (explanation.kernel, explanation.reason) == ("cpp", "")
+
+
+@pytest.mark.parametrize("cell", [ConstantState, DelayLine, LoopBehindLoop, OldState, LearnedStart])
+def test_own_cells_both_ways_in_two_layers(cell: type[Cell]) -> None:
+    torch.manual_seed(0)
+    first, second = [cell(F).double() for _ in range(2)], []
+    width = 2 * first[0](torch.zeros(1, F, dtype=torch.float64), first[0].initial_state(1))[0].shape[-1]
+    if cell is not DelayLine:
+        second = [cell(width).double() for _ in range(2)]
+    rnn = stretto.RNN([*first, *second], num_layers=2 if second else 1, bidirectional=True)
+    assert_parity(rnn, drawn(rnn, T=6, B=4, lengths=[3, 0, 6, 2], given=True))
+
+
+@pytest.mark.parametrize("kernel", ["cpp", "eager"])
+def test_what_nothing_depends_on_gets_no_gradient(kernel: str) -> None:
+    """As when the cell is called by hand: None, not zeros."""
+    torch.manual_seed(0)
+
+    class UnusedParameter(OneState):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Linear(3, 3)
+
+    rnn = stretto.RNN(UnusedParameter().double(), kernel=kernel)  # type: ignore[arg-type]
+    y_BTH, _ = rnn(torch.randn(2, 3, F, dtype=torch.float64))
+    y_BTH.sum().backward()
+    graded = {name for name, parameter in rnn.cells[0].named_parameters() if parameter.grad is not None}
+    assert graded == {"inward.weight", "inward.bias", "around.weight", "around.bias"}
+
+
+@pytest.mark.parametrize("frozen", ["inward.weight", "around.weight", "around.bias"])
+def test_frozen_parameters(frozen: str) -> None:
+    rnn = _layer(OneState)
+    rnn.cells[0].get_parameter(frozen).requires_grad_(False)
+    batch = drawn(rnn, T=4, B=3, lengths=[4, 1, 2])
+    results = assert_parity(rnn, batch)
+    assert f"0.{frozen}" not in results["cpp"].gradients
+    y_BTH, _ = rnn(batch.x_BTF)
+    y_BTH.sum().backward()
+    assert rnn.cells[0].get_parameter(frozen).grad is None
+
+
+@pytest.mark.parametrize("both_ways", [True, False])
+def test_the_same_cell_twice(both_ways: bool) -> None:
+    """Tied layers, or tied directions: the gradient is the sum of both."""
+    torch.manual_seed(0)
+    cell = LSTM(F, F).double()
+    rnn = stretto.RNN([cell, cell], num_layers=1 if both_ways else 2, bidirectional=both_ways)
+    results = assert_parity(rnn, drawn(rnn, T=6, B=4, lengths=[3, 0, 6, 2], given=True))
+    assert len(results["cpp"].gradients) == 1 + 4 + 4
+
+
+def test_a_parameter_of_two_cells() -> None:
+    torch.manual_seed(0)
+    one, other = OneState(F).double(), OneState(H).double()
+    other.around.weight = one.around.weight
+    rnn = stretto.RNN([one, other], num_layers=2)
+    assert_parity(rnn, drawn(rnn, T=6, B=4, lengths=[3, 0, 6, 2]))
+
+
+def test_weights_changed_in_place_are_seen_at_the_next_call() -> None:
+    rnn = _layer(OneState)
+    batch = drawn(rnn, T=4, B=3)
+    before = found(rnn, batch)
+    optimiser = torch.optim.SGD(rnn.parameters(), lr=0.5)
+    rnn(batch.x_BTF)[0].square().sum().backward()
+    optimiser.step()
+    assert_parity(rnn, batch)
+    assert error_of(found(rnn, batch).values["y"], before.values["y"]) > 0.01
+
+
+def test_weights_changed_between_forward_and_backward_are_noticed() -> None:
+    rnn = _layer(OneState)
+    y_BTH, _ = rnn(torch.randn(2, 3, F, dtype=torch.float64))
+    with torch.no_grad():
+        rnn.cells[0].get_parameter("around.weight").add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y_BTH.sum().backward()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_random_numbers_of_a_step(training: bool) -> None:
+    rnn = _layer(Noisy, kernel="cpp").train(training)
+    batch = drawn(rnn, T=6, B=4, lengths=[3, 0, 6, 2])
+    compiled = found(rnn, batch, seed=5)
+    assert_same_bits(compiled, found(rnn, batch, seed=5))
+    assert error_of(found(rnn, batch, seed=6).values["y"], compiled.values["y"]) > 0.01
+    rnn.kernel = "eager"
+    errors = errors_of(compiled, found(rnn, batch, seed=5))
+    assert max(errors.values()) < 1e-10, errors
+
+
+def test_noise_is_drawn_anew_for_each_step_and_sequence() -> None:
+    class Noise(PureDelay):
+        def forward(self, x_t: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.gain_F + torch.randn_like(x_t), state
+
+    rnn = _layer(Noise)
+    with torch.no_grad():
+        rnn.cells[0].get_parameter("gain_F").zero_()
+    y_BTF, _ = rnn(torch.zeros(40, 50, F, dtype=torch.float64))
+    assert len(y_BTF.unique()) == 40 * 50 * F
+    # The mean of 10,000 normal numbers lies within 0.05 of zero but once in two million draws.
+    assert abs(y_BTF.mean().item()) < 0.05
+    assert abs(y_BTF.std().item() - 1) < 0.05
+
+
+@pytest.mark.parametrize("kernel", ["cpp", "eager"])
+def test_dropout_inside_a_step_drops_its_share(kernel: str) -> None:
+    class Dropping(OneState):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.25)
+
+        def forward(self, x_t: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            h_BH = self.drop(self.new(x_t, state))
+            return h_BH, h_BH
+
+    torch.manual_seed(0)
+    rnn = stretto.RNN(Dropping().double(), kernel=kernel)  # type: ignore[arg-type]
+    batch = Batch(x_BTF=torch.randn(30, 40, F, dtype=torch.float64))
+    share = (rnn(batch.x_BTF)[0] == 0).double().mean().item()
+    assert abs(share - 0.25) < 0.03
+    rnn.eval()
+    assert max(errors_of(found(rnn, batch), expected(rnn, batch)).values()) < 1e-10
+
+
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_torch_cells_are_taken_as_they_are(kind: type[nn.RNNCellBase]) -> None:
+    torch.manual_seed(0)
+    cell = kind(F, H).double()  # type: ignore[call-arg]
+    rnn = stretto.RNN(cell)
+    x_BTF = torch.randn(3, 4, F, dtype=torch.float64)
+    y_BTH, _ = rnn(x_BTF, lengths=[2, 4, 1])
+    y_BTH.sum().backward()
+    for row, length in enumerate([2, 4, 1]):
+        state, made = None, []
+        for x_F in x_BTF[row, :length]:
+            state = cell(x_F[None], state)
+            made.append(state[0] if kind is nn.LSTMCell else state)
+        assert error_of(y_BTH[row, :length], torch.cat(made)) < 1e-10
+        assert not y_BTH[row, length:].any()
+    assert cell.weight_hh.grad is not None
