@@ -22,7 +22,7 @@ from stretto.benchmarks.interleaved import Timing
 from stretto.benchmarks.kernel_comparison import SHAPES, Comparison
 from stretto.benchmarks.kernels import PARTS, KernelsBench, KernelsBenchSettings, run_kernels_bench
 from stretto.benchmarks.kernels_page import write_kernels_page
-from stretto.benchmarks.kernels_tables import bench_tables, slower_lines, tables
+from stretto.benchmarks.kernels_tables import bench_tables, shown, slower_lines, tables
 from stretto.cli.main import main
 from stretto.errors import StrettoError
 from stretto.kernels.compiler import NoCompiler, find_compiler
@@ -196,6 +196,10 @@ def test_goals_are_judged_in_the_table(quick: KernelsBench) -> None:
     assert [cells[judged] for cells in table.rows] == ["yes", "no", "-" if row.goal is None else "yes"]
 
 
+def test_numbers_have_three_digits_that_count() -> None:
+    assert [shown(value) for value in (0.004, 1.234, 12.34, 123.4, 12345.6)] == ["0.00", "1.23", "12.3", "123", "12346"]
+
+
 def test_a_fall_back_is_told(quick: KernelsBench) -> None:
     slow = dataclasses.replace(quick.comparisons[0], kernel="eager: no compiler")
     told = slower_lines(dataclasses.replace(_nothing(quick), comparisons=(slow, slow)))
@@ -228,7 +232,7 @@ def test_the_page_has_all_tables_and_escapes(quick: KernelsBench, tmp_path: Path
     assert "<b>JAX" not in text
     assert "left out: &lt;b&gt;JAX" in text
     for row in quick.comparisons:
-        assert f"{1e3 * row.ours.least:.2f}" in text
+        assert shown(1e3 * row.ours.least) in text
     assert all(f"plot-growth-{axis}" in text for axis in ("num-steps", "batch", "hidden-size"))
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Final
 
 from stretto.benchmarks.kernels import KernelsBench
-from stretto.benchmarks.kernels_tables import AXES, bench_tables, machine_line, slower_lines
+from stretto.benchmarks.kernels_tables import AXES, bench_tables, machine_line, shown, slower_lines
 from stretto.extras import optional
 from stretto.report.page import (
     BigNumber,
@@ -53,16 +53,18 @@ def write_kernels_page(bench: KernelsBench, path: Path) -> None:
 
 
 def _numbers(bench: KernelsBench) -> list[BigNumber]:
-    """The best ratio to each peer of the main shapes, and how many goals are met."""
-    shapes = [row for row in bench.comparisons if row.topic == "shapes"]
-    best = {(row.net, row.peer): row for row in sorted(shapes, key=lambda row: row.ratio)}
+    """The ratios to each peer of the main shapes, from the least to the largest, and how many goals are met."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for row in bench.comparisons:
+        if row.topic == "shapes":
+            ratios.setdefault((row.net, row.peer), []).append(row.ratio)
     numbers = [
         BigNumber(
-            label=f"{row.net} over {row.peer}",
-            value=f"{row.ratio:.1f} x",
-            detail=f"at best: T={row.num_steps}, B={row.batch}, H={row.hidden_size}",
+            label=f"{net} over {peer}",
+            value=f"{shown(min(found))} to {shown(max(found))} x",
+            detail=f"at {len(found)} shapes",
         )
-        for row in best.values()
+        for (net, peer), found in ratios.items()
     ]
     judged = [row.ratio >= row.goal for row in bench.comparisons if row.goal is not None]
     if judged:
@@ -85,7 +87,7 @@ def _growth_figures(bench: KernelsBench) -> list[Html]:
             [trace],
             name=f"growth-{item.axis.replace('_', '-')}",
             x={"title": axis, "type": "log"},
-            y={"title": "ms", "type": "log"},
+            y={"title": "ms", "type": "log", "dtick": "D2"},
             legend=False,
         )
         caption = f"Grows like {axis} to the power of {item.exponent:.2f}."

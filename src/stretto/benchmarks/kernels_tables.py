@@ -28,13 +28,12 @@ COMPARISON: Final = {
     "T, B, F, H": True,
     "peer": True,
     "us/step": False,
-    "ours ms": False,
+    "ours ms": True,
     "peer ms": True,
     "ratio": True,
     "goal": True,
     "met": True,
     "medians": False,
-    "rounds": False,
     "error": False,
 }
 RATIO: Final = (
@@ -87,10 +86,15 @@ def tables(bench: KernelsBench, *, width: int = WIDE) -> list[Table]:
     return [_drawn(table, wide=width >= WIDE) for table in bench_tables(bench)]
 
 
+def shown(value: float) -> str:
+    """A number with three digits that count, or all in front of the point."""
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
 def machine_line(bench: KernelsBench) -> str:
     """Where it ran, with how many threads, and what of it counts."""
     quick = " A smoke test: its times mean nothing." if bench.quick else ""
-    return f"{bench.machine}; {bench.threads} threads. Whole run: {bench.seconds:.0f} s.{quick}"
+    return f"{bench.machine}; threads: {bench.threads}. Whole run: {bench.seconds:.0f} s.{quick}"
 
 
 def slower_lines(bench: KernelsBench) -> list[str]:
@@ -126,20 +130,20 @@ def _comparison_table(title: str, rows: Sequence[Comparison]) -> BenchTable:
             row.net if row.topic != "threads" else f"{row.net}, {row.threads} threads",
             _sizes(row),
             row.peer,
-            f"{1e6 * row.ours.least / row.num_steps:.2f}",
-            f"{1e3 * row.ours.least:.2f}",
-            f"{1e3 * row.theirs.least:.2f}",
-            f"{row.ratio:.2f}",
-            _or_dash(row.goal, "{:g}"),
+            shown(1e6 * row.ours.least / row.num_steps),
+            shown(1e3 * row.ours.least),
+            shown(1e3 * row.theirs.least),
+            shown(row.ratio),
+            "-" if row.goal is None else f"{row.goal:g}",
             "-" if row.goal is None else _met(row.ratio >= row.goal),
-            f"{row.ratio_of_medians:.2f}",
-            str(row.ours.rounds),
+            shown(row.ratio_of_medians),
             f"{row.error:.0e}",
         )
         for row in rows
     )
-    peers = {row.peer for row in rows}
-    caption = "\n".join([RATIO, *(note for peer, note in CONTESTANTS.items() if peer in peers)])
+    peers, rounds = {row.peer for row in rows}, [row.ours.rounds for row in rows]
+    told = f"Rounds: {min(rounds, default=0)} to {max(rounds, default=0)}, equally many for all of a row."
+    caption = "\n".join([RATIO, told, *(note for peer, note in CONTESTANTS.items() if peer in peers)])
     return BenchTable(title=title, headings=COMPARISON, rows=cells, caption=caption)
 
 
@@ -162,10 +166,10 @@ def _ragged_table(bench: KernelsBench) -> BenchTable:
                 _sizes(row),
                 f"{row.real_steps:,}",
                 f"{row.slots:,}",
-                f"{1e3 * row.timing.least:.2f}",
-                f"{row.us_per_real_step:.3f}",
+                shown(1e3 * row.timing.least),
+                shown(row.us_per_real_step),
                 f"{row.over_full:.2f}",
-                f"{1e3 * row.timing.median:.2f}",
+                shown(1e3 * row.timing.median),
             )
             for row in bench.ragged
         ),
@@ -236,9 +240,9 @@ def _limits_table(bench: KernelsBench) -> BenchTable:
                 row.net,
                 _sizes(row),
                 str(row.threads),
-                f"{1e3 * row.timing.least:.2f}",
-                f"{row.rate / 1e9:.2f}",
-                f"{row.machine_rate / 1e9:.2f}",
+                shown(1e3 * row.timing.least),
+                shown(row.rate / 1e9),
+                shown(row.machine_rate / 1e9),
                 f"{row.share:.0%}",
             )
             for row in bench.limits
@@ -274,7 +278,3 @@ def _sizes(shape: StepShape) -> str:
 
 def _met(is_met: bool) -> str:
     return "yes" if is_met else "no"
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)

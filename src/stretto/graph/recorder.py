@@ -54,8 +54,9 @@ class Recording:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self) -> None:
+    def __init__(self, *, heeds_no_grad: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.heeds_no_grad = heeds_no_grad
         self.recording = Recording([], {}, {})
         self.alive: list[torch.Tensor] = []
         self.sharers: dict[int, set[int]] = {}
@@ -121,7 +122,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.bind(result, node)
         else:
             self.bind_several(func, base, result, noted_args, noted_kwargs)
-        if not torch.is_grad_enabled():
+        if self.heeds_no_grad and not torch.is_grad_enabled():
             self.block(result)
         return result
 
@@ -210,13 +211,15 @@ def refuse_own_gradients(recorder: "_Recorder", results: Sequence[torch.Tensor])
         raise Untraceable("the step hooks into its gradient")
 
 
-def record(run: "Callable[[_Recorder], Any]") -> tuple[Recording, Any]:
+def record(run: "Callable[[_Recorder], Any]", *, heeds_no_grad: bool = False) -> tuple[Recording, Any]:
     """Record one run; random numbers it draws do not disturb the caller's.
+
+    With `heeds_no_grad`, what runs where gradients are switched off is recorded as cut off from its inputs.
 
     `run` names its inputs with `recorder.enter(tensor, name)`, does its work inside `with recorder:`, and returns what
     it likes.
     """
-    recorder = _Recorder()
+    recorder = _Recorder(heeds_no_grad=heeds_no_grad)
     with torch.random.fork_rng(devices=[]):
         result = run(recorder)
     return recorder.recording, result

@@ -71,7 +71,7 @@ def trace(cell: nn.Module, *, x_shape: tuple[int, ...], x_dtype: torch.dtype, st
             return found
 
         with torch.enable_grad():
-            recordings.append(record(run))
+            recordings.append(record(run, heeds_no_grad=True))
     (first, found), (second, _) = recordings
     nodes = merged(first, second)
     return StepGraph(

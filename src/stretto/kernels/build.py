@@ -1,5 +1,6 @@
 """From a cell to something that runs, as fast as can be had, with the reasons where it is not the fastest."""
 
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
@@ -74,7 +75,7 @@ def build(
     start = time.perf_counter()
     try:
         # Whoever calls first may be without gradients; what is built is for everybody.
-        with torch.inference_mode(mode=False):
+        with torch.inference_mode(mode=False), _full_precision(cell, state):
             graph = trace(cell, x_shape=x_shape, x_dtype=x_dtype, state=state)
             plan = analyse(graph)
             bodies = [[derive(graph, loop) for loop in level] for level in plan.loops]
@@ -85,6 +86,11 @@ def build(
     middle = time.perf_counter()
     kernels, used, why = _kernels(bodies, kernel, cell, device or _device_of(cell, state))
     return Built(Program(plan, kernels), used, why, plan, middle - start, time.perf_counter() - middle)
+
+
+def _full_precision(cell: nn.Module, state: Any) -> contextlib.AbstractContextManager[Any]:
+    kind = _device_of(cell, state).type
+    return contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
 def _device_of(cell: nn.Module, state: Any) -> torch.device:
@@ -107,7 +113,7 @@ def _kernels(
 
 
 def _compiled(body: Body, device: torch.device) -> CppKernel:
-    if device.type not in {"cpu", "meta"}:
+    if device.type != "cpu":
         raise Unsupported(f"code is generated for the CPU, and this runs on {device.type}")
     kinds = {node.dtype for node in [*body.next_states, *body.emits]} | {port.node.dtype for port in body.ports}
     real = [kind for kind in kinds if kind is not torch.bool]

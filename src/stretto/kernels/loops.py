@@ -150,6 +150,8 @@ def _again(
     needed: Sequence[bool],
 ) -> list[torch.Tensor | None]:
     """The gradient as something that can itself be differentiated: the loops once more, under autograd."""
+    # Aliases: what leads from one of these tensors to another outside of the loops is not followed here.
+    tensors = [tensor.view_as(tensor) for tensor in tensors]
     given = taken_apart(kernels, tensors)
     flat: list[torch.Tensor] = []
     for kernel, layout, item in zip(kernels, layouts, given, strict=True):

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from stretto.graph.structure import flatten, like
 from stretto.graph.trace import stepped
@@ -31,13 +32,17 @@ class PlainProgram:
         states: Sequence[torch.Tensor],
         parameters: Mapping[str, torch.Tensor],
     ) -> Walk:
-        """Outputs of all rows and the final states; `parameters` are the cell's own."""
-        del parameters
+        """Outputs of all rows and the final states."""
+        own = {**dict(self.cell.named_parameters()), **dict(self.cell.named_buffers())}
+        replaced = any(parameters[name] is not tensor for name, tensor in own.items())
         now = list(states)
         outputs = []
         for step in range(layout.num_steps):
             start, count = int(layout.starts_T[step]), int(layout.rows_T[step])
-            y, after = stepped(self.cell, x_PF[start : start + count], like(self.structure, [s[:count] for s in now]))
+            x, before = x_PF[start : start + count], like(self.structure, [s[:count] for s in now])
+            y, after = (
+                functional_call(self.cell, parameters, (x, before)) if replaced else stepped(self.cell, x, before)
+            )
             outputs.append(y)
             fresh = flatten(after)
             now = [

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+Run: TypeAlias = "Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]"
 FEWEST_STEPS = 32
 FEWEST_ROWS = 1024
 
@@ -19,26 +20,26 @@ def stretches(num_steps: int, num_rows: int) -> list[int]:
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], given: int, *tensors: torch.Tensor
-    ) -> Any:
+    def forward(ctx: Any, run: Run, given: int, *tensors: torch.Tensor) -> Any:
         ctx.run, ctx.given = run, given
         ctx.chance = torch.get_rng_state()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        return tuple(run(tensors[:given]))
+        return tuple(run(tensors[:given], tensors[given:]))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         tensors: Sequence[torch.Tensor] = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
         twice = torch.is_grad_enabled()
-        if not twice:
-            inner = [t.detach().requires_grad_(n) for t, n in zip(tensors, needed[: ctx.given], strict=False)]
-            tensors = [*inner, *tensors[ctx.given :]]
+        if twice:
+            # Aliases: what leads from one of these tensors to another outside is not followed here.
+            tensors = [tensor.view_as(tensor) for tensor in tensors]
+        else:
+            tensors = [t.detach().requires_grad_(needs) for t, needs in zip(tensors, needed, strict=True)]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(ctx.chance)
-            made = ctx.run(tensors[: ctx.given])
+            made = ctx.run(tensors[: ctx.given], tensors[ctx.given :])
         linked = [(t, d) for t, d in zip(made, cotangents, strict=True) if d is not None and t.requires_grad]
         wanted = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
         found = iter(
@@ -51,15 +52,11 @@ class _Recomputed(torch.autograd.Function):
         return None, None, *(next(found) if needs else None for needs in needed)
 
 
-def recomputed(
-    run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
-    inputs: Sequence[torch.Tensor],
-    parameters: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
+def recomputed(run: Run, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What `run` makes of `inputs`, storing nothing else for the backward pass.
 
     Args:
-        run: Makes tensors of the inputs; it reaches `parameters` by itself, and draws random numbers as it likes.
+        run: Makes tensors of inputs and parameters; it draws random numbers as it likes.
         inputs: What it is given.
         parameters: What else gradients are wanted for.
     """

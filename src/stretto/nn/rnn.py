@@ -17,6 +17,7 @@ from stretto.graph.structure import flatten, like
 from stretto.graph.trace import stepped
 from stretto.kernels.build import Built, KernelChoice, SaveChoice, build
 from stretto.nn.explanation import Explanation
+from stretto.nn.fingerprint import fingerprint
 from stretto.nn.ragged import as_rows
 from stretto.nn.stack import Direction, run_stack
 
@@ -100,6 +101,7 @@ class RNN(nn.Module):
         ):
             shape = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
             raise StrettoError(f"the input is {shape}", fix="Give (batch, steps, features), or a PackedSequence.")
+        x, state = self._fitting(x, state)
         with torch.autocast(data.device.type, enabled=False):
             rows = as_rows(x, lengths, batch_first=self.batch_first)
             states = self._states(state, rows.layout.num_rows)
@@ -131,6 +133,32 @@ class RNN(nn.Module):
             y = y.squeeze(0 if self.batch_first else 1)
             after = [like(part, [tensor.squeeze(0) for tensor in flatten(part)]) for part in after]
         return y, after[0] if len(after) == 1 else tuple(after)
+
+    def _fitting(self, x: Any, state: Any) -> tuple[Any, Any]:
+        """The input and state in the dtype of the parameters: taken there under autocast, refused otherwise."""
+        cell = self.cells[0]
+        data = x.data if isinstance(x, PackedSequence) else x
+        own = next((p.dtype for p in cell.parameters() if p.is_floating_point()), None)
+        given = [data, *([] if state is None else flatten(state))]
+        if torch.is_autocast_enabled(data.device.type) and own is not None:
+            if isinstance(x, PackedSequence):
+                x = PackedSequence(data.to(own), x.batch_sizes, x.sorted_indices, x.unsorted_indices)
+            elif x.is_floating_point():
+                x = x.to(own)
+            return x, state if state is None else like(state, [part.to(own) for part in flatten(state)])
+        wrong = next((t.dtype for t in given if t.is_floating_point() and own is not None and t.dtype != own), None)
+        if wrong is not None:
+            raise StrettoError(
+                f"the input or state is of {wrong} and the parameters of {type(cell).__name__} are of {own}",
+                fix="Convert one to the other, with x.to(...) or rnn.to(...).",
+            )
+        size = getattr(cell, "input_size", None)
+        if isinstance(size, int) and data.is_floating_point() and data.shape[-1] != size:
+            raise StrettoError(
+                f"the input has {data.shape[-1]} features a step and {type(cell).__name__} takes {size}",
+                fix="Give (batch, steps, features) with that many features, or make the cell with another input_size.",
+            )
+        return x, state
 
     def initial_state(self, batch_size: int) -> Any:
         """The state that `forward` starts from when none is given."""
@@ -165,7 +193,7 @@ class RNN(nn.Module):
         self._last_dtype = self._last_dtype or dtype
         parts = flatten(initial)
         shapes = tuple((part.shape[1:], part.dtype, part.device.type) for part in parts)
-        key = (id(cell), features, dtype, shapes, self.kernel, fingerprint(cell))
+        key = (features, dtype, shapes, self.kernel, fingerprint(cell))
         built = self._built.get(key)
         if built is None:
             built = self._built[key] = build(cell, x_shape=features, x_dtype=dtype, state=initial, kernel=self.kernel)
@@ -212,20 +240,6 @@ class RNN(nn.Module):
 def tensors_of(cell: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name."""
     return {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
-
-
-def fingerprint(cell: nn.Module) -> tuple[Any, ...]:
-    """Settings that a trace depends on: when one changes, the step is traced anew."""
-    found: list[Any] = []
-    for module in cell.modules():
-        for name, value in module.__dict__.items():
-            if isinstance(value, (bool, int, float, str, type(None))):
-                found.append((name, value))
-            elif isinstance(value, torch.Tensor):
-                found.append((name, id(value)))
-            elif isinstance(value, (tuple, list)) and all(isinstance(item, (bool, int, float, str)) for item in value):
-                found.append((name, tuple(value)))
-    return tuple(found)
 
 
 def output_shape(built: Built, cell: nn.Module, features: tuple[int, ...], initial: Any) -> tuple[int, ...]:

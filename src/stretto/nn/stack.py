@@ -87,13 +87,16 @@ def _in_stretches(
         chunk = layout.chunk(first, last)
         rows = slice(int(layout.starts_T[first]), int(layout.starts_T[last]))
 
-        def run(tensors: Sequence[torch.Tensor], chunk: Layout = chunk) -> list[torch.Tensor]:
-            remaining = iter(tensors)
+        def run(
+            tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], chunk: Layout = chunk
+        ) -> list[torch.Tensor]:
+            remaining, named = iter(tensors), iter(weights)
             walks = []
             for direction in layer:
                 x_PF = next(remaining)
                 before = [next(remaining) for _ in direction.states]
-                walks.append(direction.program.parts(chunk, x_PF, before, direction.parameters))
+                own = {name: next(named) for name in direction.parameters}
+                walks.append(direction.program.parts(chunk, x_PF, before, own))
             return [tensor for y, after in run_together(walks) for tensor in (y, *after)]
 
         given = [tensor for x_PF, before in zip(inputs, states, strict=True) for tensor in (x_PF[rows], *before)]

@@ -59,7 +59,7 @@ class GraphSettings:
         hidden_size: Units of every layer.
         input_size: Features of the input.
         window: Steps of a training step.
-        loop_window: Steps of a training step of the baseline; its time a step does not depend on them.
+        loop_window: Steps of a training step of the baseline; its time a step hardly depends on them.
         rounds: Turns of every contender; the least time counts.
         budget: Seconds a network after which no new round begins once there are three.
         quick: A tiny net, 1 and 2 streams and one round: shows that it works, and no more; its times mean nothing.

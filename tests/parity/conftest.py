@@ -1,0 +1,25 @@
+"""What the parity tests share: any number of threads, and memory that comes full of NaN."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads; it is as before afterwards."""
+    earlier = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(earlier)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` gives NaN: what is read without being written shows."""
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    assert bool(torch.empty(3).isnan().all())
+    yield
+    torch.use_deterministic_algorithms(False)
