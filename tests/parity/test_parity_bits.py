@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from parity_cells import drawn, layer
-from parity_oracle import Result, assert_parity, assert_same_bits, found
+from parity_oracle import Batch, assert_parity, assert_same_bits, errors_of, found
 from parity_own_cells import TwoLoops
 
 import stretto
@@ -16,26 +16,39 @@ import stretto
 THREADS = (1, 2, 4)
 
 
-def _with_each(rnn: stretto.RNN, set_threads: Callable[[int], None], **batch: object) -> list[Result]:
-    given = drawn(rnn, **batch)  # type: ignore[arg-type]
-    results = []
+def _assert_the_same(
+    rnn: stretto.RNN, batch: Batch, set_threads: Callable[[int], None], *, but: Callable[[str], bool] = lambda _: False
+) -> None:
+    """Check that all threads and runs make the same bits, `but` for some gradients, which differ in the last digits."""
+    alone = None
     for threads in THREADS:
         set_threads(threads)
-        results += [found(rnn, given), found(rnn, given)]
-    return results
+        result = found(rnn, batch)
+        assert_same_bits(result, found(rnn, batch))
+        alone = alone or result
+        assert_same_bits(alone, result, but=but)
+        assert max(errors_of(alone, result).values()) < 1e-13 or batch.x_BTF.dtype != torch.float64
 
 
-def _assert_all_the_same(results: list[Result]) -> None:
-    for other in results[1:]:
-        assert_same_bits(results[0], other)
+def _is_a_weight(name: str) -> bool:
+    return name != "x" and not name.startswith("state")
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "eager"])
 @pytest.mark.parametrize("setting", ["lstm", "layer-norm-gru", "attention"])
-def test_threads_take_rows(setting: str, kernel: str, set_threads: Callable[[int], None]) -> None:
+def test_threads_take_rows(setting: str, set_threads: Callable[[int], None]) -> None:
+    """Gains of a norm on the input's side are left to torch's layer norm, which sums up thread by thread."""
     lengths = [9, 3, 0, 14, 14, 1, 2, 7, 5, 5, 11, 0, 6, 3, 14, 8, 2]
-    rnn = layer(setting, 7, kernel=kernel, num_layers=2, bidirectional=True)
-    _assert_all_the_same(_with_each(rnn, set_threads, T=14, B=17, lengths=lengths, given=True))
+    rnn = layer(setting, 7, kernel="cpp", num_layers=2, bidirectional=True)
+    batch = drawn(rnn, T=14, B=17, lengths=lengths, given=True)
+    _assert_the_same(rnn, batch, set_threads, but=lambda name: "norm_ih" in name)
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_without_compiled_code_runs_are_the_same(threads: int, set_threads: Callable[[int], None]) -> None:
+    rnn = layer("layer-norm-gru", 7, kernel="eager", num_layers=2, bidirectional=True)
+    batch = drawn(rnn, T=14, B=5, lengths=[9, 3, 0, 14, 14])
+    set_threads(threads)
+    assert_same_bits(found(rnn, batch), found(rnn, batch))
 
 
 @pytest.mark.parametrize("B", [1, 3])
@@ -43,7 +56,7 @@ def test_threads_take_rows(setting: str, kernel: str, set_threads: Callable[[int
 def test_threads_share_few_rows(B: int, both_ways: bool, set_threads: Callable[[int], None]) -> None:
     """Weights of a step this large are shared out by columns when there are more threads than rows."""
     rnn = layer("lstm", 100, kernel="cpp", bidirectional=both_ways)
-    _assert_all_the_same(_with_each(rnn, set_threads, T=20, B=B, given=True))
+    _assert_the_same(rnn, drawn(rnn, T=20, B=B, given=True), set_threads)
 
 
 @pytest.mark.parametrize("threads", [2, 4])
@@ -63,7 +76,7 @@ def test_shared_rows_of_other_cells(setting: str, set_threads: Callable[[int], N
     alone = found(rnn, batch)
     set_threads(4)
     results = assert_parity(rnn, batch, kernels=["cpp"])
-    assert_same_bits(results["cpp"], alone)
+    assert_same_bits(results["cpp"], alone, but=lambda name: "norm_ih" in name)
 
 
 @pytest.mark.parametrize("B", [1, 3])
@@ -78,26 +91,27 @@ def test_layers_as_a_wave_equal_the_definition(B: int, num_layers: int, set_thre
 
 @pytest.mark.parametrize("T", [63, 64, 65, 100, 600])
 def test_a_wave_makes_the_same_bits(T: int, set_threads: Callable[[int], None]) -> None:
+    """But for weight gradients, which are summed up stretch by stretch then."""
     rnn = layer("lstm", 7, kernel="cpp", num_layers=3)
-    _assert_all_the_same(_with_each(rnn, set_threads, T=T, B=1, given=True))
+    _assert_the_same(rnn, drawn(rnn, T=T, B=1, given=True), set_threads, but=_is_a_weight if T >= 64 else lambda _: False)
 
 
 def test_a_wave_over_ragged_rows_makes_the_same_bits(set_threads: Callable[[int], None]) -> None:
     rnn = layer("gru", 7, kernel="cpp", num_layers=2)
-    _assert_all_the_same(_with_each(rnn, set_threads, T=130, B=3, lengths=[40, 0, 130]))
+    _assert_the_same(rnn, drawn(rnn, T=130, B=3, lengths=[40, 0, 130]), set_threads, but=_is_a_weight)
 
 
 def test_independent_loops_make_the_same_bits(set_threads: Callable[[int], None]) -> None:
     torch.manual_seed(0)
     rnn = stretto.RNN(TwoLoops().double(), bidirectional=True)
-    _assert_all_the_same(_with_each(rnn, set_threads, T=20, B=2, lengths=[20, 3]))
+    _assert_the_same(rnn, drawn(rnn, T=20, B=2, lengths=[20, 3]), set_threads)
 
 
 @pytest.mark.parametrize("B", [1, 4, 32])
 def test_weight_gradients_in_single_precision(B: int, set_threads: Callable[[int], None]) -> None:
     """They are products over the rows of all steps, by torch, which shares large ones out to threads as it likes."""
     rnn = layer("lstm", 100, dtype=torch.float32, kernel="cpp")
-    _assert_all_the_same(_with_each(rnn, set_threads, T=100, B=B))
+    _assert_the_same(rnn, drawn(rnn, T=30, B=B), set_threads)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -31,8 +31,8 @@ _DIMENSION_ARGUMENT: Final = dict.fromkeys(
 )
 _POINTWISE_TOO: Final = frozenset(
     f"{name}_backward"
-    for name in "elu leaky_relu hardtanh softplus gelu silu sigmoid tanh threshold hardswish hardsigmoid mish hardshrink "
-    "log_sigmoid".split()
+    for name in "elu leaky_relu hardtanh softplus gelu silu sigmoid tanh threshold hardswish hardsigmoid mish "
+    "hardshrink log_sigmoid".split()
 )
 _USUAL: Final = {"sort": -1, "topk": -1, "glu": -1, "sum": [], "mean": [], "amax": [], "amin": [], "prod": []}
 _ANY_RANK: Final = {"view", "_unsafe_view", "expand", "alias", "detach", "clone", "_to_copy"}

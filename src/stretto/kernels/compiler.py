@@ -65,7 +65,7 @@ def _identity(path: str) -> dict[str, object]:
 
 
 def _remembered(path: str) -> Compiler | None:
-    """What was found out about a compiler earlier, if it is still the same: asking it takes longer than a whole load."""
+    """What was found out about a compiler earlier, if it is still the same: asking it takes longer than a load."""
     try:
         known = json.loads((library_folder() / "compiler.json").read_text(encoding="utf-8"))
         if known["identity"] != _identity(path):

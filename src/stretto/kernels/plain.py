@@ -41,7 +41,7 @@ class PlainProgram:
             start, count = int(layout.starts_T[step]), int(layout.rows_T[step])
             x, before = x_PF[start : start + count], like(self.structure, [s[:count] for s in now])
             y, after = (
-                functional_call(self.cell, parameters, (x, before)) if replaced else stepped(self.cell, x, before)
+                functional_call(self.cell, dict(parameters), (x, before)) if replaced else stepped(self.cell, x, before)
             )
             outputs.append(y)
             fresh = flatten(after)

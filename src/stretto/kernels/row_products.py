@@ -1,7 +1,7 @@
 """Products and sums over the rows of all steps, by code of our own.
 
-They take part in every training step, so they are as fast as can be had, and unlike those of a BLAS their results do not
-depend on the number of threads.
+They take part in every training step, so they are as fast as can be had, and unlike those of a BLAS their results do
+not depend on the number of threads.
 
 Shape legend: P rows of all steps together, K features in, N features out.
 """
