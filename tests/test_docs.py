@@ -24,10 +24,11 @@ def test_the_documentation_builds_strictly(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    kernels, batches = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     names: dict[str, object] = {}
-    exec(compile(example, "README.md", "exec"), names)
-    assert "padding" in capsys.readouterr().out
+    for example, said in ((kernels, "hoisted"), (batches, "padding")):
+        exec(compile(example, "README.md", "exec"), names)
+        assert said in capsys.readouterr().out
     assert names["batch"].features_BTF.shape[0] == len(names["batch"].lengths)  # type: ignore[attr-defined]
 
 

@@ -8,7 +8,18 @@ import pytest
 
 import stretto
 
-NAMES = ["BucketSampler", "StrettoError", "collate", "optimal_edges", "train"]
+NAMES = [
+    "RNN",
+    "BucketSampler",
+    "Cell",
+    "Graph",
+    "StrettoError",
+    "accelerate",
+    "cells",
+    "collate",
+    "optimal_edges",
+    "train",
+]
 HEAVY = ["torch", "numpy", "plotly", "pyarrow", "pydantic", "rich", "tyro", "safetensors"]
 
 
@@ -21,13 +32,16 @@ def _loaded_after(statement: str) -> set[str]:
 def test_the_names_are_exactly_these() -> None:
     assert stretto.__all__ == NAMES
     assert dir(stretto) == sorted(NAMES)
-    assert sorted(stretto.HOMES) == sorted(NAMES)
+    assert sorted([*stretto.HOMES, *stretto.FOLDERS]) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_what_its_module_has(name: str) -> None:
     found = getattr(stretto, name)
-    assert found is getattr(importlib.import_module(stretto.HOMES[name]), name)
+    if name in stretto.FOLDERS:
+        assert found is importlib.import_module(f"stretto.{name}")
+    else:
+        assert found is getattr(importlib.import_module(stretto.HOMES[name]), name)
     assert found.__doc__
 
 

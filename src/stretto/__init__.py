@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from stretto import cells as cells
     from stretto.batching.collate import collate as collate
     from stretto.batching.edges import optimal_edges as optimal_edges
     from stretto.batching.sampler import BucketSampler as BucketSampler
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from stretto.nn.accelerate import accelerate as accelerate
     from stretto.nn.rnn import RNN as RNN
 
+FOLDERS: Final = ("cells",)
 HOMES: Final = {
     "BucketSampler": "stretto.batching.sampler",
     "Cell": "stretto.cells.cell",
@@ -42,8 +44,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that `import stretto` costs next to nothing."""
-    if name == "cells":
-        return importlib.import_module("stretto.cells")
+    if name in FOLDERS:
+        return importlib.import_module(f"stretto.{name}")
     if name not in HOMES:
         raise AttributeError(f"module 'stretto' has no attribute {name!r}")
     return getattr(importlib.import_module(HOMES[name]), name)

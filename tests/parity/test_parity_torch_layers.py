@@ -1,0 +1,133 @@
+"""Layers of torch with the same weights: outputs, states and gradients, in stacks, both ways, padded and packed.
+
+Shape legend: B sequences, T steps, F features, H hidden units, P projected units.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parity_cells import F
+from parity_oracle import error_of
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import stretto
+from stretto import cells
+from stretto.cells import Cell, load_layer
+
+H, P = 7, 3
+KINDS: dict[str, tuple[Callable[..., nn.Module], Callable[[], Cell]]] = {
+    "rnn": (nn.RNN, lambda: cells.Elman(F, H)),
+    "rnn-relu": (lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k), lambda: cells.Elman(F, H, nonlinearity="relu")),
+    "gru": (nn.GRU, lambda: cells.GRU(F, H)),
+    "lstm": (nn.LSTM, lambda: cells.LSTM(F, H)),
+    "projected": (lambda *a, **k: nn.LSTM(*a, proj_size=P, **k), lambda: cells.ProjectedLSTM(F, H, proj_size=P)),
+}
+
+
+def _pair(kind: str, num_layers: int, both_ways: bool, *, batch_first: bool = True) -> tuple[nn.Module, stretto.RNN]:
+    torch.manual_seed(0)
+    make, cell = KINDS[kind]
+    theirs = make(F, H, num_layers=num_layers, bidirectional=both_ways, batch_first=batch_first).double()
+    ours = stretto.RNN(cell().double(), num_layers, both_ways, batch_first=batch_first, kernel="cpp")
+    for index, one in enumerate(ours.cells):
+        layer, reverse = divmod(index, 2) if both_ways else (index, 0)
+        load_layer(one, theirs, layer=layer, reverse=bool(reverse))  # type: ignore[arg-type]
+    return theirs, ours
+
+
+def _parts(state: Any, ours: stretto.RNN) -> list[torch.Tensor]:
+    """Our states as torch has them: all h, one on the other, then all c."""
+    each = [state] if len(ours.cells) == 1 else list(state)
+    parts = [part if isinstance(part, tuple) else (part,) for part in each]
+    return [torch.stack(group) for group in zip(*parts, strict=True)]
+
+
+def _gradients(module: nn.Module, total: torch.Tensor, x_BTF: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(total, [x_BTF, *module.parameters()]))
+
+
+def _total(y: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+    return (y * weights).sum() + sum((part**2).sum() * (1 + number) for number, part in enumerate(states))
+
+
+@pytest.mark.parametrize("both_ways", [True, False])
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_batches(kind: str, num_layers: int, both_ways: bool) -> None:
+    theirs, ours = _pair(kind, num_layers, both_ways)
+    x_BTF = torch.randn(3, 8, F, dtype=torch.float64, requires_grad=True)
+    one, state = ours(x_BTF)
+    other, expected = theirs(x_BTF)
+    states, expected = _parts(state, ours), list(expected) if isinstance(expected, tuple) else [expected]
+    for mine, their in zip([one, *states], [other, *expected], strict=True):
+        assert error_of(mine, their) < 1e-10
+    # Parameters of projected cells come in another order than torch's.
+    mine = dict(zip(["x", *_names(ours)], _gradients(ours, _total(one, states), x_BTF), strict=True))
+    their = dict(zip(["x", *_names(theirs)], _gradients(theirs, _total(other, expected), x_BTF), strict=True))
+    assert mine.keys() == their.keys()
+    for name, gradient in mine.items():
+        assert error_of(gradient, their[name]) < 1e-10, name
+
+
+def _names(module: nn.Module) -> list[str]:
+    """Names of parameters as torch has them."""
+    if not isinstance(module, stretto.RNN):
+        return [name for name, _ in module.named_parameters()]
+    names = []
+    for name, _ in module.cells.named_parameters():
+        index, _, kind = name.partition(".")
+        layer, reverse = divmod(int(index), 2) if module.bidirectional else (int(index), 0)
+        names.append(f"{kind}_l{layer}{'_reverse' if reverse else ''}")
+    return names
+
+
+@pytest.mark.parametrize("sort", [True, False])
+@pytest.mark.parametrize("both_ways", [True, False])
+@pytest.mark.parametrize("kind", ["rnn", "gru", "lstm", "projected"])
+def test_packed_batches(kind: str, both_ways: bool, sort: bool) -> None:
+    theirs, ours = _pair(kind, 2, both_ways)
+    lengths = torch.tensor([8, 8, 3, 1] if sort else [3, 8, 1, 8])
+    x_BTF = torch.randn(4, 8, F, dtype=torch.float64, requires_grad=True)
+    packed = pack_padded_sequence(x_BTF, lengths, batch_first=True, enforce_sorted=sort)
+    one, state = ours(packed)
+    other, expected = theirs(packed)
+    for field in ("batch_sizes", "sorted_indices", "unsorted_indices"):
+        mine, their = getattr(one, field), getattr(other, field)
+        assert mine is their is None or torch.equal(mine, their)
+    one, other = (pad_packed_sequence(y, batch_first=True)[0] for y in (one, other))
+    states, expected = _parts(state, ours), list(expected) if isinstance(expected, tuple) else [expected]
+    for mine, their in zip([one, *states], [other, *expected], strict=True):
+        assert error_of(mine, their) < 1e-10
+    mine = dict(zip(["x", *_names(ours)], _gradients(ours, _total(one, states), x_BTF), strict=True))
+    their = dict(zip(["x", *_names(theirs)], _gradients(theirs, _total(other, expected), x_BTF), strict=True))
+    for name, gradient in mine.items():
+        assert error_of(gradient, their[name]) < 1e-10, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_first_with_a_given_state(kind: str) -> None:
+    theirs, ours = _pair(kind, 2, True, batch_first=False)
+    x_TBF = torch.randn(8, 3, F, dtype=torch.float64)
+    _, state = ours(x_TBF)
+    given = [torch.randn_like(part) for part in _parts(state, ours)]
+    nested = tuple(tuple(part[index] for part in given) for index in range(4))
+    one, after = ours(x_TBF, nested if len(given) > 1 else tuple(part[0] for part in nested))
+    other, expected = theirs(x_TBF, tuple(given) if len(given) > 1 else given[0])
+    expected = list(expected) if isinstance(expected, tuple) else [expected]
+    for mine, their in zip([one, *_parts(after, ours)], [other, *expected], strict=True):
+        assert error_of(mine, their) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["gru", "lstm"])
+def test_carried_states_make_one_long_sequence(kind: str) -> None:
+    theirs, ours = _pair(kind, 2, False)
+    x_BTF = torch.randn(3, 30, F, dtype=torch.float64)
+    state, pieces = None, []
+    for piece_BTF in x_BTF.split([7, 1, 22], dim=1):
+        y_BTH, state = ours(piece_BTF, state)
+        pieces.append(y_BTH)
+    assert error_of(torch.cat(pieces, dim=1), theirs(x_BTF)[0]) < 1e-10
