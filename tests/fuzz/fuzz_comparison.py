@@ -3,25 +3,26 @@
 Shape legend: B sequences, T steps, F features of the input.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from fuzz_cell import FuzzCell, parts_of
 from fuzz_recipe import Case, Recipe
+from torch import nn
 
 import stretto
 
 TOLERANCE = 1e-9
 NUDGE = 1e-10
-"""By how much inputs are moved to find out whether a result means anything: a kink or chaos answers out of proportion."""
+"""How far inputs are moved to find out whether a result means anything: kinks and chaos answer out of proportion."""
 
 
 @final
 @dataclass(slots=True)
 class Batch:
-    """Tensors of a case: the input, and the initial state if it is given; what the loss reads; gradients once or twice."""
+    """Tensors of a case, what the loss reads, and whether gradients are differentiated again."""
 
     x_BTF: torch.Tensor
     state: list[torch.Tensor] | None
@@ -48,10 +49,14 @@ class Batch:
             twice,
         )
 
-    def inputs(self, cell: FuzzCell) -> dict[str, torch.Tensor]:
+    def inputs(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Everything that has a gradient, by name."""
         named = {"x": self.x_BTF, **{f"state{index}": part for index, part in enumerate(self.state or [])}}
-        return {name: tensor for name, tensor in {**named, **dict(cell.named_parameters())}.items() if tensor.requires_grad}
+        return {
+            name: tensor
+            for name, tensor in {**named, **dict(module.named_parameters())}.items()
+            if tensor.requires_grad
+        }
 
 
 @final
@@ -104,7 +109,7 @@ def without_gradients(rnn: stretto.RNN, cell: FuzzCell, batch: Batch) -> dict[st
     return {"y": y, **{f"last state {index}": state for index, state in enumerate(parts_of(after))}}
 
 
-def results_of(cell: FuzzCell, batch: Batch, y: torch.Tensor, states: Sequence[torch.Tensor]) -> Results:
+def results_of(module: nn.Module, batch: Batch, y: torch.Tensor, states: Sequence[torch.Tensor]) -> Results:
     """Values, and the gradients of a loss that reads them."""
     generator = torch.Generator().manual_seed(batch.seed + 1)
     made = {"y": y, **{f"last state {index}": state for index, state in enumerate(states)}}
@@ -114,18 +119,18 @@ def results_of(cell: FuzzCell, batch: Batch, y: torch.Tensor, states: Sequence[t
         counts = {"y": position == 0, "last": position > 0, "both": True}.get(batch.loss_on, position == 1)
         if counts:
             loss = loss + (tensor * weight if batch.weighted else tensor).sum()
-    inputs = batch.inputs(cell)
+    inputs = batch.inputs(module)
     gradients = _gradients(loss, inputs, again=batch.twice)
     found = {name: tensor.detach() for name, tensor in gradients.items()}
     if batch.twice:
-        size = torch.stack([tensor.square().sum() for tensor in gradients.values()]).sum() if gradients else loss.detach()
+        size = (
+            torch.stack([tensor.square().sum() for tensor in gradients.values()]).sum() if gradients else loss.detach()
+        )
         found.update((f"{name}, of its size", tensor) for name, tensor in _gradients(size, inputs).items())
     return Results({name: tensor.detach() for name, tensor in made.items()}, found)
 
 
-def _gradients(
-    loss: torch.Tensor, inputs: dict[str, torch.Tensor], *, again: bool = False
-) -> dict[str, torch.Tensor]:
+def _gradients(loss: torch.Tensor, inputs: dict[str, torch.Tensor], *, again: bool = False) -> dict[str, torch.Tensor]:
     """The gradient of each input, zero where the loss does not depend on it."""
     if not (inputs and loss.requires_grad):
         return {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
@@ -147,33 +152,39 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return gap / size if gap == gap else float("inf")  # noqa: PLR0124 - not a number
 
 
-def is_meaningful(cell: FuzzCell, batch: Batch, results: Results) -> bool:
-    """Whether results are finite and follow the inputs smoothly, so that the last digits of a value cannot decide."""
-    if not all(bool(tensor.isfinite().all()) and tensor.abs().max() < 1e6 for tensor in results.all.values() if tensor.numel()):
+def is_meaningful(
+    module: nn.Module, batch: Batch, results: Results, run: "Callable[[Batch], Results] | None" = None
+) -> bool:
+    """Whether results are finite and follow the inputs smoothly, so that the last digits of a value cannot decide.
+
+    `run` runs the module's definition; by default the module is a cell.
+    """
+    tensors = [tensor for tensor in results.all.values() if tensor.numel()]
+    if not all(bool(tensor.isfinite().all()) and tensor.abs().max() < 1e6 for tensor in tensors):
         return False
     generator = torch.Generator().manual_seed(batch.seed + 2)
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return tensor + NUDGE * torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
 
-    moved_batch = Batch(
-        moved(batch.x_BTF.detach()).requires_grad_(batch.x_BTF.requires_grad),
-        None if batch.state is None else [moved(part.detach()).requires_grad_() for part in batch.state],
-        batch.lengths,
-        batch.loss_on,
-        batch.weighted,
-        batch.seed,
-        batch.twice,
+    near = replace(
+        batch,
+        x_BTF=moved(batch.x_BTF.detach()).requires_grad_(batch.x_BTF.requires_grad),
+        state=None if batch.state is None else [moved(part.detach()).requires_grad_() for part in batch.state],
     )
-    before = [parameter.detach().clone() for parameter in cell.parameters()]
-    with torch.no_grad():
-        for parameter in cell.parameters():
-            parameter.copy_(moved(parameter))
+    before = [parameter.detach().clone() for parameter in module.parameters()]
     try:
-        other = by_definition(cell, moved_batch)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(moved(parameter))
+        if run is None:
+            assert isinstance(module, FuzzCell)
+            other = by_definition(module, near)
+        else:
+            other = run(near)
     finally:
         with torch.no_grad():
-            for parameter, value in zip(cell.parameters(), before, strict=True):
+            for parameter, value in zip(module.parameters(), before, strict=True):
                 parameter.copy_(value)
     return all(difference(other.all[name], tensor) < 1e4 * NUDGE for name, tensor in results.all.items())
 

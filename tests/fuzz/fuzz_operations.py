@@ -170,11 +170,9 @@ OVER: Final[dict[str, Callable[..., Any]]] = {
 }
 
 PRODUCT: Final[dict[str, Callable[..., Any]]] = {
-    "linear": lambda a, *weights: functional.linear(a, *weights),
+    "linear": functional.linear,
     "matmul": lambda a, weight: a @ weight,
-    "layer_norm": lambda a, *gains_and_eps: functional.layer_norm(
-        a, a.shape[-1:], *gains_and_eps[:-1], eps=gains_and_eps[-1]
-    ),
+    "layer_norm": lambda a, *gains_and_eps: functional.layer_norm(a, a.shape[-1:], *gains_and_eps),
     "bmm": torch.bmm,
     "attend": lambda keys, query: torch.bmm(keys, query.unsqueeze(-1)).squeeze(-1),
     "read_out": lambda weights, values: torch.bmm(weights.unsqueeze(1), values).squeeze(1),
@@ -192,7 +190,7 @@ EXOTIC_PRODUCT: Final[dict[str, Callable[..., Any]]] = {
 
 CHOICE: Final[dict[str, Callable[..., Any]]] = {
     "where": torch.where,
-    "where_number": lambda flag, a, c: torch.where(flag, a, c),
+    "where_number": torch.where,
     "masked_fill": lambda flag, a, c: a.masked_fill(flag, c),
     "masked": lambda flag, a: flag * a,
     "to_real": lambda flag: flag.to(torch.float64),

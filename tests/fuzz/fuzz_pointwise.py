@@ -1,6 +1,5 @@
 """Random pointwise operators, parameters and products: each function writes a few lines of a recipe."""
 
-import torch
 from fuzz_operations import (
     BINARY,
     COMPARISON,
@@ -10,7 +9,7 @@ from fuzz_operations import (
     UNARY,
     WITH_NUMBER,
 )
-from fuzz_writer import LARGEST, ROWS, Writer
+from fuzz_writer import LARGEST, ROWS, Writer, go_together
 
 WIDTHS = (3, 1, 2, 4, 5, 7, 8, 9, 17, 35)
 NUMBERS = (0.5, -0.3, 1.0, 2.0, 0.0, 0.1)
@@ -75,7 +74,7 @@ def choice(w: Writer) -> None:
         w.add(name, flag, flag if other is None else other)
     elif (other := w.beside(one)) is not None:
         shapes = [w[index].example.shape for index in (flag, one, other)]
-        if _together(*shapes):
+        if go_together(*shapes):
             w.add(name, flag, one, other)
 
 
@@ -85,7 +84,7 @@ def three(w: Writer) -> None:
     second, third = w.beside(one), w.beside(one)
     if second is not None and third is not None:
         shapes = [w[index].example.shape for index in (one, second, third)]
-        if _together(*shapes):
+        if go_together(*shapes):
             w.add(w.one_of(("lerp", "addcmul")), one, second, third)
 
 
@@ -122,10 +121,3 @@ def constant_rows(w: Writer) -> None:
         w.add("each_row", 0, w.add("parameter", settings=sizes), settings=sizes)
     else:
         w.add("new_full", 0, settings=(w.one_of(NUMBERS), *sizes))
-
-
-def _together(*shapes: torch.Size) -> bool:
-    try:
-        return torch.broadcast_shapes(*shapes).numel() <= LARGEST * ROWS
-    except RuntimeError:
-        return False

@@ -63,7 +63,8 @@ class Recipe:
         place = {register: register for register in range(self.first)}
         place |= {index + self.first: position + self.first for position, index in enumerate(kept)}
         code = tuple(
-            replace(self.code[index], reads=tuple(place[register] for register in self.code[index].reads)) for index in kept
+            replace(self.code[index], reads=tuple(place[register] for register in self.code[index].reads))
+            for index in kept
         )
         return replace(self, code=code, after=tuple(place[register] for register in self.after), y=place[self.y])
 

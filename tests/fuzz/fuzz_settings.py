@@ -1,4 +1,4 @@
-"""How many random cells are tried: a fixed few by default, and as many new ones as `STRETTO_FUZZ` says in a long run."""
+"""How many random cells are tried: always the same few, or as many new ones as `STRETTO_FUZZ` says."""
 
 import os
 from typing import Final

@@ -168,7 +168,9 @@ def exotic(w: Writer) -> None:
     """An operator that no code is generated for, or not yet."""
     one = _shaped(w)
     width = w[one].sizes[-1]
-    kind = w.one_of(("flip", "roll", "index", "repeat", "repeat_interleave", "pad", "cumsum", "rms_norm", "glu", "normalize"))
+    kind = w.one_of(
+        ("flip", "roll", "index", "repeat", "repeat_interleave", "pad", "cumsum", "rms_norm", "glu", "normalize")
+    )
     if kind in {"repeat", "repeat_interleave", "pad"} and w[one].example.numel() * 3 > LARGEST * ROWS:
         return
     if kind == "glu" and width % 2:

@@ -36,9 +36,14 @@ _sizes: st.SearchStrategy[Sizes] = st.one_of(_vectors, _vectors, _vectors, _matr
 
 
 @st.composite
-def recipes(draw: Draw, *, exotic: bool = False, shortest: int = 0, longest: int = 12) -> Recipe:
-    """Cells, with operators that no code is generated for if `exotic`; writing takes `shortest` to `longest` turns."""
-    x: Sizes = draw(st.one_of(_vectors, _vectors, _matrices))
+def recipes(
+    draw: Draw, *, exotic: bool = False, shortest: int = 0, longest: int = 12, width: int | None = None
+) -> Recipe:
+    """Cells, with operators that no code is generated for if `exotic`; writing takes `shortest` to `longest` turns.
+
+    With a `width`, input and output are vectors, and the input has that many features.
+    """
+    x: Sizes = draw(st.one_of(_vectors, _vectors, _matrices)) if width is None else (width,)
     states = tuple(draw(st.lists(_sizes, min_size=1, max_size=4)))
     w = Writer(draw, x, states, exotic=exotic)
     kinds = (*KINDS, *[shapes.exotic] * 4) if exotic else KINDS
@@ -46,6 +51,8 @@ def recipes(draw: Draw, *, exotic: bool = False, shortest: int = 0, longest: int
         w.one_of(kinds)(w)
     after = tuple(_next_state(w, index) for index in range(1, 1 + len(states)))
     y = _output(w, after)
+    if width is not None and len(w[y].sizes) != 1:
+        y = w.add("view", y, settings=(w[y].example[0].numel(),))
     nesting = draw(st.sampled_from(("flat", *(("bare",) if len(states) == 1 else ("nested",)))))
     initial = draw(st.sampled_from(("zeros", "learnt")))
     return Recipe(x=x, states=states, code=tuple(w.code), after=after, y=y, nesting=nesting, initial=initial).pruned()

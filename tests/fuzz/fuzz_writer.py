@@ -126,9 +126,15 @@ class Writer:
                 return False
             if rows != other.has_rows and (rank > len(shape) if rows else len(shape) > rank):
                 return False
-            try:
-                return torch.broadcast_shapes(shape, other.example.shape).numel() <= LARGEST * ROWS
-            except RuntimeError:
-                return False
+            return go_together(shape, other.example.shape)
 
         return self.pick(fits)
+
+
+def go_together(*shapes: torch.Size) -> bool:
+    """Whether shapes can be broadcast to one that is not too large."""
+    try:
+        size: int = torch.broadcast_shapes(*shapes).numel()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return size <= LARGEST * ROWS

@@ -65,7 +65,9 @@ def test_cells_of_rare_operators_run_and_agree_with_their_definition(
 
 @fuzzed(12)
 @given(recipes(shortest=4), cases(), saves)
-def test_threads_that_share_the_columns_of_few_rows_change_nothing(recipe: Recipe, case: Case, save: SaveChoice) -> None:
+def test_threads_that_share_the_columns_of_few_rows_change_nothing(
+    recipe: Recipe, case: Case, save: SaveChoice
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "LARGE_WEIGHTS", 1)
         alone = Case(lengths=(max(case.lengths),), padding=case.padding, seed=case.seed)

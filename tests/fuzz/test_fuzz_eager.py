@@ -1,4 +1,4 @@
-"""Random cells run operator by operator: tracing, hoisting and sinking, the derived backward step, deferred gradients."""
+"""Random cells run operator by operator: what is traced, hoisted, sunk, derived and deferred."""
 
 from fuzz_cell import FuzzCell
 from fuzz_comparison import (

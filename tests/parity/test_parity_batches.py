@@ -116,7 +116,7 @@ def test_what_lies_behind_the_end_does_not_matter(lstm: stretto.RNN) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("setting", ["lstm", "gru-before", "clockwork"])
 def test_no_steps(setting: str, kernel: str, both_ways: bool) -> None:
-    rnn = layer(setting, H if setting != "clockwork" else 6, kernel=kernel, num_layers=2, bidirectional=both_ways)
+    rnn = layer(setting, H, kernel=kernel, num_layers=2, bidirectional=both_ways)
     states = tuple(cell.initial_state(B) for cell in rnn.cells)  # type: ignore[operator]
     given = [(part + torch.arange(B)[:, None]).requires_grad_() for part in tensors_in(states)]
     remaining = iter(given)

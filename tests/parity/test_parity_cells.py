@@ -46,9 +46,9 @@ def _three_of(settings: list[str]) -> list[tuple[str, str]]:
     ]
 
 
-def _check(setting: str, H: int, shape: Shape, *, dtype: torch.dtype, save: str = "auto") -> None:
+def _check(setting: str, H: int, shape: Shape, *, dtype: torch.dtype) -> None:
     rnn = layer(
-        setting, H, dtype=dtype, num_layers=shape.layers, bidirectional=shape.both_ways, save=save, kernel="cpp"
+        setting, H, dtype=dtype, num_layers=shape.layers, bidirectional=shape.both_ways, kernel="cpp"
     )
     batch = drawn(rnn, T=shape.T, B=shape.B, lengths=shape.lengths, given=shape.given)
     assert_parity(rnn, batch)
@@ -65,14 +65,6 @@ SINGLE: Final = [name for name in SETTINGS if not name.endswith("-bare")]
 @pytest.mark.parametrize(("setting", "shape"), _three_of(SINGLE))
 def test_every_cell_equals_the_definition_in_single_precision(setting: str, shape: str) -> None:
     _check(setting, 33, SHAPES[shape], dtype=torch.float32)
-
-
-SAVING: Final = ["lstm", "gru-before", "layer-norm-lstm", "attention", "clockwork", "recurrent-dropout"]
-
-
-@pytest.mark.parametrize(("setting", "shape"), _three_of(SAVING))
-def test_storing_states_alone_changes_nothing(setting: str, shape: str) -> None:
-    _check(setting, 7, SHAPES[shape], dtype=torch.float64, save="states")
 
 
 @pytest.mark.parametrize("setting", ["recurrent-dropout", "recurrent-dropout-elman"])

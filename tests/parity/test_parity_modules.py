@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from parity_cells import F, drawn, layer
+from parity_odd_cells import Counting
 from parity_oracle import assert_parity, assert_same_bits, by_hand, error_of, found
+from parity_own_cells import H
 from torch import nn
 
 import stretto
@@ -76,7 +78,7 @@ def double_by_default() -> Iterator[None]:
 @pytest.mark.usefixtures("double_by_default")
 @pytest.mark.parametrize("setting", ["clockwork", "layer-norm-gru", "recurrent-dropout"])
 def test_double_precision_by_default(setting: str) -> None:
-    rnn = layer(setting, 7 if setting != "clockwork" else 6)
+    rnn = layer(setting, 7)
     batch = drawn(rnn, T=5, B=3, lengths=[2, 5, 0])
     assert batch.x_BTF.dtype == torch.float64
     assert assert_parity(rnn, batch)["cpp"].values["y"].dtype == torch.float64
@@ -133,6 +135,15 @@ def test_autocast_hands_on_half_precision() -> None:
         y_BTH, _ = rnn(half_BTF)
     full_BTH, _ = rnn(half_BTF.float())
     assert error_of(y_BTH, full_BTH) < 0.01
+
+
+def test_autocast_leaves_whole_numbers_alone() -> None:
+    rnn = stretto.RNN(Counting())
+    x_BTF, given = torch.randn(2, 3, F), (torch.zeros(2, H), torch.tensor([1, 2]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, (_, count_B) = rnn(x_BTF, given)
+    assert count_B.dtype == torch.int64
+    assert count_B.tolist() == [4, 5]
 
 
 def test_a_plan_asked_for_under_autocast_is_the_same() -> None:

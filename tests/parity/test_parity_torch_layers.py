@@ -92,9 +92,8 @@ def test_packed_batches(kind: str, both_ways: bool, sort: bool) -> None:
     theirs, ours = _pair(kind, 2, both_ways)
     lengths = torch.tensor([8, 8, 3, 1] if sort else [3, 8, 1, 8])
     x_BTF = torch.randn(4, 8, F, dtype=torch.float64, requires_grad=True)
-    packed = pack_padded_sequence(x_BTF, lengths, batch_first=True, enforce_sorted=sort)
-    one, state = ours(packed)
-    other, expected = theirs(packed)
+    one, state = ours(pack_padded_sequence(x_BTF, lengths, batch_first=True, enforce_sorted=sort))
+    other, expected = theirs(pack_padded_sequence(x_BTF, lengths, batch_first=True, enforce_sorted=sort))
     for field in ("batch_sizes", "sorted_indices", "unsorted_indices"):
         mine, their = getattr(one, field), getattr(other, field)
         assert mine is their is None or torch.equal(mine, their)

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import torch
 
 from stretto.benchmarks.kernel_peers import Net, drawn_cell, our_step, torch_layer, torch_step
-from stretto.benchmarks.training_step import StepShape, TorchStep, drawn_batch
+from stretto.benchmarks.training_step import Batch, StepShape, TorchStep, drawn_batch
 from stretto.errors import StrettoError
 from stretto.nn.rnn import RNN
 from stretto.storage import CACHE_VARIABLE
@@ -37,7 +37,7 @@ class Request:
     """What a fresh process is to measure.
 
     Attributes:
-        kind: Peak memory of a training step, or the time of a first forward.
+        kind: Peak memory of a training step, or the time of a first one.
         net: Which net.
         way: Whose, for memory.
         shape: Sizes of the step.
@@ -118,23 +118,27 @@ def _status_bytes(name: str) -> float:
 
 
 def _compile(request: Request) -> dict[str, float]:
-    """Seconds of a first forward beyond a later one, and of its parts; torch is warm and everything is imported."""
+    """Seconds of a first forward and backward beyond later ones; torch is warm and everything is imported."""
     cell, batch = drawn_cell(request.net, request.shape), drawn_batch(request.shape)
     torch_step(torch_layer([drawn_cell("GRU", request.shape)], "GRU", request.shape), batch=batch).run()
     rnn = RNN(cell, batch_first=False)
-    first, *later = (_seconds(rnn, batch.x_TBF) for _ in range(1 + LATER_RUNS))
+    first, *later = (_seconds(rnn, batch) for _ in range(1 + LATER_RUNS))
     told = rnn.explain()
     return {
-        "first_seconds": first - min(later),
+        "forward_seconds": first[0] - min(forward for forward, _ in later),
+        "backward_seconds": first[1] - min(backward for _, backward in later),
         "analysis_seconds": told.analysis_seconds,
         "compile_seconds": told.compile_seconds,
     }
 
 
-def _seconds(rnn: RNN, x_TBF: torch.Tensor) -> float:
+def _seconds(rnn: RNN, batch: Batch) -> tuple[float, float]:
+    """Of a forward and of a backward."""
     begin = time.perf_counter()
-    rnn(x_TBF)
-    return time.perf_counter() - begin
+    loss = (rnn(batch.x_TBF)[0] * batch.weight_TBO).sum()
+    middle = time.perf_counter()
+    loss.backward()
+    return middle - begin, time.perf_counter() - middle
 
 
 if __name__ == "__main__":

@@ -191,33 +191,36 @@ def _memory_table(bench: KernelsBench) -> BenchTable:
 
 def _compile_table(bench: KernelsBench) -> BenchTable:
     return BenchTable(
-        title="The first forward in a fresh process, less a later one",
+        title="The first training step in a fresh process, less a later one",
         headings={
             "net": True,
             "cache": True,
-            "first s": True,
-            "analysis s": True,
-            "compile, load s": True,
-            "judged s": True,
+            "forward s": True,
+            "backward s": True,
+            "wait s": True,
             "goal": True,
             "met": True,
+            "analysis s": False,
+            "building s": False,
             "processes": False,
         },
         rows=tuple(
             (
                 row.net,
                 "compiled before" if row.cached else "empty",
-                f"{row.first_seconds:.3f}",
+                f"{row.forward_seconds:.3f}",
+                f"{row.backward_seconds:.3f}",
+                f"{row.wait_seconds:.3f}",
+                f"{row.goal:g}",
+                _met(row.wait_seconds <= row.goal),
                 f"{row.analysis_seconds:.3f}",
                 f"{row.compile_seconds:.3f}",
-                f"{row.judged_seconds:.3f}",
-                f"{row.goal:g}",
-                _met(row.judged_seconds <= row.goal),
                 str(row.processes),
             )
             for row in bench.compiling
         ),
-        caption="After all imports. Judged: the whole of it with an empty cache, else analysis and load.",
+        caption="After all imports. wait: forward and backward. building: code generated, compiled or found, and "
+        "loaded when the layer is built; what is left to the first step is in forward and backward alone.",
     )
 
 

@@ -1,6 +1,7 @@
 """From a cell to something that runs, as fast as can be had, with the reasons where it is not the fastest."""
 
 import contextlib
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
@@ -22,6 +23,7 @@ from stretto.kernels.kernel import AbstractKernel
 from stretto.kernels.lower import Unsupported
 from stretto.kernels.plain import PlainProgram
 from stretto.kernels.program import Program
+from stretto.kernels.row_products import warm_up
 
 KernelChoice: TypeAlias = Literal["auto", "eager", "cpp"]
 SaveChoice: TypeAlias = Literal["auto", "states"]
@@ -104,12 +106,24 @@ def _kernels(
     eager: list[list[AbstractKernel]] = [[EagerKernel(body) for body in level] for level in bodies]
     if kernel == "eager":
         return eager, "eager", "asked for"
+    products = threading.Thread(target=warm_up, args=(_real_of(bodies),), daemon=True)
     try:
+        if device.type == "cpu":
+            products.start()
         made: list[list[AbstractKernel]] = [[_compiled(body, device) for body in level] for level in bodies]
     except (Unsupported, NoCompiler) as reason:
         _insist(kernel, cell, str(reason))
         return eager, "eager", str(reason)
+    finally:
+        # Compiled side by side, for the first batch needs both.
+        if products.ident is not None:
+            products.join()
     return made, "cpp", ""
+
+
+def _real_of(bodies: list[list[Body]]) -> torch.dtype:
+    kinds = [node.dtype for level in bodies for body in level for node in body.next_states]
+    return next((kind for kind in kinds if kind in REALS), torch.float32)
 
 
 def _compiled(body: Body, device: torch.device) -> CppKernel:

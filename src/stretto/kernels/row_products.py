@@ -32,6 +32,11 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
 
 
+def warm_up(dtype: torch.dtype) -> None:
+    """Compile, or find in the cache, what will be needed."""
+    _library(dtype)
+
+
 def can_run(*tensors: torch.Tensor) -> bool:
     """Whether the code here takes these: matrices on the CPU of one real dtype, and a compiler is there."""
     first = tensors[0]

@@ -1,0 +1,139 @@
+"""Numbers that others have published for cells so small that they can be worked out by hand, and sizes others check at.
+
+Shape legend: B sequences, T steps, F features, H hidden units.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from parity_oracle import ROUNDING, TOLERANCE, error_of
+from torch import nn
+
+import stretto
+from stretto import cells
+from stretto.cells import Cell
+
+KERNELS = ["cpp", "eager"]
+
+
+class OneState(Cell):
+    """h' = x K + h R with all weights one, the test cell of Keras: every unit is sum(x) + H h."""
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.kernel = nn.Parameter(torch.ones(input_size, hidden_size))
+        self.recurrent_kernel = nn.Parameter(torch.ones(hidden_size, hidden_size))
+
+    def initial_state(self, batch_size: int) -> Any:
+        return self.zeros(batch_size, self.hidden_size)
+
+    def forward(self, x_t: torch.Tensor, state: Any) -> Any:
+        h_BH = x_t @ self.kernel + state @ self.recurrent_kernel
+        return h_BH, h_BH
+
+
+class TwoStates(OneState):
+    """Two states of the same kind; the output is their sum."""
+
+    def initial_state(self, batch_size: int) -> Any:
+        return self.zeros(batch_size, self.hidden_size), self.zeros(batch_size, self.hidden_size)
+
+    def forward(self, x_t: torch.Tensor, state: Any) -> Any:
+        one_BH, two_BH = (x_t @ self.kernel + part @ self.recurrent_kernel for part in state)
+        return one_BH + two_BH, (one_BH, two_BH)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_state_of_ones(kernel: str) -> None:
+    """Ones of 3 features, 2 units: 3 + 2 * 0 = 3, then 3 + 2 * 3 = 9."""
+    rnn = stretto.RNN(OneState(3, 2), kernel=kernel)  # type: ignore[arg-type]
+    y_BTH, h_BH = rnn(torch.ones(1, 2, 3))
+    assert y_BTH.tolist() == [[[3, 3], [9, 9]]]
+    assert h_BH.tolist() == [[9, 9]]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_state_carried_on(kernel: str) -> None:
+    """From 9 on: 3 + 2 * 9 = 21, then 3 + 2 * 21 = 45."""
+    rnn = stretto.RNN(OneState(3, 2), kernel=kernel)  # type: ignore[arg-type]
+    _, state = rnn(torch.ones(1, 2, 3))
+    y_BTH, h_BH = rnn(torch.ones(1, 2, 3), state)
+    assert y_BTH.tolist() == [[[21, 21], [45, 45]]]
+    assert h_BH.tolist() == [[45, 45]]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_state_from_one(kernel: str) -> None:
+    """Ones of 2 features from a state of 1: 2 + 2 * 1 = 4, 2 + 2 * 4 = 10, 2 + 2 * 10 = 22."""
+    rnn = stretto.RNN(OneState(2, 2), kernel=kernel)  # type: ignore[arg-type]
+    y_BTH, h_BH = rnn(torch.ones(2, 3, 2), torch.ones(2, 2))
+    assert y_BTH[..., 0].tolist() == [[4, 10, 22]] * 2
+    assert h_BH.tolist() == [[22, 22]] * 2
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_two_states_of_ones(kernel: str) -> None:
+    """Twice what one state gives: 6 and 18, then 42 and 90; from a state of 1 with 2 features 44."""
+    rnn = stretto.RNN(TwoStates(3, 2), kernel=kernel)  # type: ignore[arg-type]
+    y_BTH, state = rnn(torch.ones(1, 2, 3))
+    assert y_BTH.tolist() == [[[6, 6], [18, 18]]]
+    assert [part.tolist() for part in state] == [[[9, 9]]] * 2
+    assert rnn(torch.ones(1, 2, 3), state)[0].tolist() == [[[42, 42], [90, 90]]]
+    narrow = stretto.RNN(TwoStates(2, 2), kernel=kernel)  # type: ignore[arg-type]
+    y_BTH, _ = narrow(torch.ones(2, 3, 2), (torch.ones(2, 2), torch.ones(2, 2)))
+    assert y_BTH[:, -1].tolist() == [[44, 44]] * 2
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradients_of_ones(kernel: str) -> None:
+    """y = 9 is 3 k + 3 k r + 3 k r in one weight k of the kernel and r of the recurrent kernel, all of them one.
+
+    With h1 = sum_f k_f and h2_u = sum_f k_fu + sum_v r_vu h1_v, the sum of h2 grows by 1 + 2 with each k_fu and by
+    h1_v = 3 with each r_vu; and by 2 with each feature of x at step 2 and by 2 * 2 at step 1.
+    """
+    rnn = stretto.RNN(OneState(3, 2), kernel=kernel)  # type: ignore[arg-type]
+    x_BTF = torch.ones(1, 2, 3, requires_grad=True)
+    _, h_BH = rnn(x_BTF)
+    h_BH.sum().backward()
+    cell = rnn.cells[0]
+    assert cell.get_parameter("kernel").grad.tolist() == [[3, 3]] * 3  # type: ignore[union-attr]
+    assert cell.get_parameter("recurrent_kernel").grad.tolist() == [[3, 3]] * 2  # type: ignore[union-attr]
+    assert x_BTF.grad is not None
+    assert x_BTF.grad.tolist() == [[[4, 4, 4], [2, 2, 2]]]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_ragged_ones_backwards(kernel: str) -> None:
+    """One step of ones gives 3 either way; of two, the backward direction has 9 at the first and 3 at the second."""
+    rnn = stretto.RNN([OneState(3, 2), OneState(3, 2)], bidirectional=True, kernel=kernel)  # type: ignore[arg-type]
+    y_BTH, (ahead_BH, back_BH) = rnn(torch.ones(3, 2, 3), lengths=[1, 2, 0])
+    assert y_BTH[..., [0, 2]].tolist() == [[[3, 3], [0, 0]], [[3, 9], [9, 3]], [[0, 0], [0, 0]]]
+    assert ahead_BH[:, 0].tolist() == back_BH[:, 0].tolist() == [3, 9, 0]
+
+
+@pytest.mark.parametrize("make", [cells.LayerNormLSTM, cells.IndRNN])
+def test_the_sizes_that_fused_kernels_are_checked_at(make: Any) -> None:
+    """T = 250, B = 32, F = 128, H = 256 in single precision, against the cell in a loop in double precision."""
+    torch.manual_seed(0)
+    cell = make(128, 256)
+    rnn = stretto.RNN(cell, kernel="cpp")
+    x_BTF = torch.randn(32, 250, 128)
+    factor_BTH = torch.randn(32, 250, 256)
+
+    def looped(dtype: torch.dtype) -> list[torch.Tensor]:
+        cell.to(dtype)
+        x, state, made = x_BTF.to(dtype).requires_grad_(), cell.initial_state(32), []
+        for x_BF in x.unbind(1):
+            y_BH, state = cell(x_BF, state)
+            made.append(y_BH)
+        y = torch.stack(made, dim=1)
+        return [y.detach(), *torch.autograd.grad((y * factor_BTH.to(dtype)).sum(), [x, *cell.parameters()])]
+
+    truth, rounded = looped(torch.float64), looped(torch.float32)
+    x = x_BTF.clone().requires_grad_()
+    y, _ = rnn(x)
+    ours = [y.detach(), *torch.autograd.grad((y * factor_BTH).sum(), [x, *cell.parameters()])]
+    allowed = max(TOLERANCE[torch.float32], ROUNDING * max(map(error_of, rounded, truth)))
+    assert max(map(error_of, ours, truth)) <= allowed

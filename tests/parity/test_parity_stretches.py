@@ -1,0 +1,127 @@
+"""Storing states alone: stretches of time are computed again in the backward pass, and nothing else changes.
+
+Shape legend: B sequences, T steps, F features, H hidden units.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from parity_cells import F, drawn, layer
+from parity_odd_cells import Counting, OverwritesState
+from parity_oracle import Batch, assert_parity, assert_same_bits, by_hand, error_of, found, tensors_in
+from parity_own_cells import ConstantState, DelayLine, LearnedStart, Noisy, Stateless
+
+import stretto
+from stretto.cells import Cell
+
+LENGTHS = [70, 1, 33, 64, 0, 32, *[1] * 28, *[2] * 6]
+"""Forty rows make stretches of 32 steps and more."""
+
+
+@pytest.mark.parametrize(
+    "setting", ["lstm", "gru-before", "layer-norm-lstm", "attention", "clockwork", "recurrent-dropout", "indrnn"]
+)
+def test_stretches_equal_the_definition(setting: str) -> None:
+    rnn = layer(setting, 7, save="states")
+    assert_parity(rnn, drawn(rnn, T=100, B=len(LENGTHS), lengths=LENGTHS, given=True))
+
+
+@pytest.mark.parametrize("lengths", [None, [5, 0, 8], [0, 0, 0]])
+def test_one_stretch_both_ways_in_layers(lengths: list[int] | None) -> None:
+    rnn = layer("lstm", 7, save="states", num_layers=3, bidirectional=True)
+    assert_parity(rnn, drawn(rnn, T=8, B=3, lengths=lengths, given=True))
+
+
+def test_stretches_both_ways_in_layers() -> None:
+    rnn = layer("gru", 7, save="states", num_layers=2, bidirectional=True)
+    assert_parity(rnn, drawn(rnn, T=100, B=len(LENGTHS), lengths=LENGTHS, given=True), kernels=["cpp"])
+
+
+@pytest.mark.parametrize("cell", [ConstantState, Counting, DelayLine, LearnedStart, OverwritesState, Stateless])
+def test_stretches_of_own_cells(cell: type[Cell]) -> None:
+    torch.manual_seed(0)
+    rnn = stretto.RNN(cell().double(), save="states")
+    assert_parity(rnn, drawn(rnn, T=100, B=len(LENGTHS), lengths=LENGTHS, given=True), kernels=["auto"])
+
+
+@pytest.mark.parametrize("kernel", ["cpp", "eager"])
+def test_random_numbers_are_the_same_when_computed_again(kernel: str) -> None:
+    """The slope along a line is that of the values on it, which are drawn with the same seed."""
+    torch.manual_seed(0)
+    cell = Noisy().double()
+    rnn = stretto.RNN(cell, save="states", kernel=kernel)  # type: ignore[arg-type]
+    x_BTF = torch.randn(40, 70, F, dtype=torch.float64)
+    around_HH = cell.around.weight
+    line_HH, start_HH = torch.randn_like(around_HH), around_HH.detach().clone()
+
+    def total(place: float) -> torch.Tensor:
+        with torch.no_grad():
+            around_HH.copy_(start_HH + place * line_HH)
+        torch.manual_seed(3)
+        return rnn(x_BTF)[0].sum()
+
+    (slope_HH,) = torch.autograd.grad(total(0.0), [around_HH])
+    between = (total(1e-6) - total(-1e-6)).item() / 2e-6
+    assert (slope_HH * line_HH).sum().item() == pytest.approx(between, rel=1e-6)
+
+
+def test_random_numbers_afterwards_are_those_that_would_have_come() -> None:
+    rnn = layer("zoneout", 7, save="states", training=True)
+    x_BTF = torch.randn(40, 70, F, dtype=torch.float64)
+    torch.manual_seed(3)
+    y_BTH, _ = rnn(x_BTF)
+    after_forward = torch.get_rng_state()
+    y_BTH.sum().backward()
+    assert torch.equal(torch.get_rng_state(), after_forward)
+
+
+def test_second_derivatives_through_stretches() -> None:
+    rnn = layer("lstm", 7, save="states")
+    x_BTF = torch.randn(40, 70, F, dtype=torch.float64)[:, :, :].requires_grad_()
+    lengths = [70, 40, *[1] * 38]
+    results = []
+    for y_BTO in (
+        rnn(x_BTF, lengths=lengths)[0],
+        by_hand(list(rnn.cells), x_BTF, lengths=lengths, state=None, num_directions=1)[0],
+    ):
+        (slope_BTF,) = torch.autograd.grad(y_BTO.square().sum(), [x_BTF], create_graph=True)
+        results.append(torch.autograd.grad(slope_BTF.square().sum(), [x_BTF, *rnn.parameters()]))
+    for one, other in zip(*results, strict=True):
+        assert error_of(one, other) < 1e-10
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight_hh", "all"])
+def test_stretches_where_not_all_is_learned(frozen: str) -> None:
+    rnn = layer("lstm", 7, save="states")
+    x_BTF = torch.randn(40, 70, F, dtype=torch.float64, requires_grad=frozen == "weight_hh")
+    if frozen == "all":
+        rnn.requires_grad_(False)
+    if frozen == "weight_hh":
+        rnn.cells[0].get_parameter("weight_hh").requires_grad_(False)
+    y_BTH, state = rnn(x_BTF, lengths=LENGTHS)
+    assert y_BTH.requires_grad == (frozen != "all")
+    hand_BTH, ends = by_hand(list(rnn.cells), x_BTF, lengths=LENGTHS, state=None, num_directions=1)
+    for one, other in zip([y_BTH, *tensors_in(state)], [hand_BTH, *ends], strict=True):
+        assert error_of(one, other) < 1e-10
+    inputs = [tensor for tensor in (x_BTF, *rnn.parameters()) if tensor.requires_grad]
+    if inputs:
+        ones, others = (torch.autograd.grad(y.square().sum(), inputs) for y in (y_BTH, hand_BTH))
+        assert all(error_of(one, other) < 1e-10 for one, other in zip(ones, others, strict=True))
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_stretches_read_nothing_unwritten() -> None:
+    rnn = layer("lstm", 7, save="states")
+    assert_parity(rnn, drawn(rnn, T=100, B=len(LENGTHS), lengths=LENGTHS, given=True), kernels=["cpp"])
+
+
+def test_stretches_make_the_same_bits(set_threads: Callable[[int], None]) -> None:
+    rnn = layer("lstm", 7, save="states", kernel="cpp", num_layers=2)
+    batch = Batch(x_BTF=drawn(rnn, T=100, B=len(LENGTHS)).x_BTF, lengths=LENGTHS)
+    results = []
+    for threads in (1, 2, 4):
+        set_threads(threads)
+        results += [found(rnn, batch), found(rnn, batch)]
+    for other in results[1:]:
+        assert_same_bits(results[0], other)
