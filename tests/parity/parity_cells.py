@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from parity_oracle import Batch
+from parity_oracle import Batch, changed
 
 import stretto
 from stretto import cells
@@ -75,16 +75,14 @@ def drawn(
     torch.manual_seed(seed)
     dtype = next(rnn.parameters()).dtype
     states = tuple(cell.initial_state(B) for cell in rnn.cells)  # type: ignore[operator]
-    state = _moved(states if len(states) > 1 else states[0]) if given else None
+    state = changed(states if len(states) > 1 else states[0], _moved) if given else None
     features = getattr(rnn.cells[0], "input_size", F)
     return Batch(x_BTF=torch.randn(B, T, features, dtype=dtype), lengths=lengths, state=state)
 
 
-def _moved(state: Any) -> Any:
-    if isinstance(state, torch.Tensor):
-        # A part of one unit may be a step counter, so that it is moved by whole numbers.
-        if not state.is_floating_point():
-            return state
-        shift = torch.rand_like(state) if state.shape[-1] > 1 else torch.randint_like(state, 4)
-        return (state + shift).detach()
-    return tuple(_moved(part) for part in state)
+def _moved(part: torch.Tensor) -> torch.Tensor:
+    if not part.is_floating_point():
+        return part
+    # A part of one unit may be a step counter, so that it is moved by whole numbers.
+    shift = torch.rand_like(part) if part.shape[-1] > 1 else torch.randint_like(part, 4)
+    return (part + shift).detach()

@@ -54,11 +54,12 @@ def tensors_in(state: Any) -> list[torch.Tensor]:
     return [tensor for part in state for tensor in tensors_in(part)]
 
 
-def row_of(state: Any, row: int) -> Any:
-    """The state of one sequence, still as a batch."""
+def changed(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nested tuples, named or not, with every tensor passed through `change`."""
     if isinstance(state, torch.Tensor):
-        return state[row : row + 1]
-    return tuple(row_of(part, row) for part in state)
+        return change(state)
+    parts = [changed(part, change) for part in state]
+    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
 def step(cell: nn.Module, x_BF: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
@@ -89,7 +90,7 @@ def by_hand(
         for first in range(0, len(cells), num_directions):
             both = []
             for backwards in range(num_directions):
-                now, made = row_of(states[first + backwards], row), []
+                now, made = changed(states[first + backwards], lambda part, row=row: part[row : row + 1]), []
                 for x_BF in reversed(inputs) if backwards else inputs:
                     y_BO, now = step(cells[first + backwards], x_BF, now)
                     made.append(y_BO)
@@ -140,10 +141,7 @@ def _leaves_of(batch: Batch, dtype: torch.dtype) -> Batch:
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(dtype, copy=True).requires_grad_() if tensor.is_floating_point() else tensor
 
-    def leaves(state: Any) -> Any:
-        return leaf(state) if isinstance(state, torch.Tensor) else tuple(leaves(part) for part in state)
-
-    state = None if batch.state is None else leaves(batch.state)
+    state = None if batch.state is None else changed(batch.state, leaf)
     return Batch(x_BTF=leaf(batch.x_BTF), lengths=batch.lengths, state=state)
 
 

@@ -49,9 +49,7 @@ def test_packed_batches(kernel: str, sort: bool, both_ways: bool) -> None:
     assert back.tolist() == lengths
     padded_BTO, padded_state = rnn(x_BTF, lengths=lengths)
     _assert_close([y_BTO, *tensors_in(state)], [padded_BTO, *tensors_in(padded_state)])
-    hand_BTO, ends = by_hand(
-        list(rnn.cells), x_BTF, lengths=lengths, state=None, num_directions=1 + both_ways
-    )
+    hand_BTO, ends = by_hand(list(rnn.cells), x_BTF, lengths=lengths, state=None, num_directions=1 + both_ways)
     _assert_close([y_BTO, *tensors_in(state)], [hand_BTO, *ends])
     inputs = [x_BTF, *rnn.parameters()]
     ones = torch.autograd.grad(y_BTO.square().sum() + tensors_in(state)[1].sum(), inputs)

@@ -93,7 +93,9 @@ def test_layers_as_a_wave_equal_the_definition(B: int, num_layers: int, set_thre
 def test_a_wave_makes_the_same_bits(T: int, set_threads: Callable[[int], None]) -> None:
     """But for weight gradients, which are summed up stretch by stretch then."""
     rnn = layer("lstm", 7, kernel="cpp", num_layers=3)
-    _assert_the_same(rnn, drawn(rnn, T=T, B=1, given=True), set_threads, but=_is_a_weight if T >= 64 else lambda _: False)
+    _assert_the_same(
+        rnn, drawn(rnn, T=T, B=1, given=True), set_threads, but=_is_a_weight if T >= 64 else lambda _: False
+    )
 
 
 def test_a_wave_over_ragged_rows_makes_the_same_bits(set_threads: Callable[[int], None]) -> None:

@@ -24,9 +24,7 @@ def lstm(request: pytest.FixtureRequest) -> stretto.RNN:
 
 
 def _hand(rnn: stretto.RNN, x_BTF: torch.Tensor, lengths: list[int] | None = None) -> Y_AND_STATES:
-    return by_hand(
-        list(rnn.cells), x_BTF, lengths=lengths, state=None, num_directions=2 if rnn.bidirectional else 1
-    )
+    return by_hand(list(rnn.cells), x_BTF, lengths=lengths, state=None, num_directions=2 if rnn.bidirectional else 1)
 
 
 def _assert_close(ones: list[torch.Tensor | None], others: list[torch.Tensor | None]) -> None:

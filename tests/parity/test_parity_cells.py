@@ -42,14 +42,14 @@ SHAPES: Final = {
 def _three_of(settings: list[str]) -> list[tuple[str, str]]:
     names = list(SHAPES)
     return [
-        (setting, names[(number + shift) % len(names)]) for number, setting in enumerate(settings) for shift in (0, 3, 7)
+        (setting, names[(number + shift) % len(names)])
+        for number, setting in enumerate(settings)
+        for shift in (0, 3, 7)
     ]
 
 
 def _check(setting: str, H: int, shape: Shape, *, dtype: torch.dtype) -> None:
-    rnn = layer(
-        setting, H, dtype=dtype, num_layers=shape.layers, bidirectional=shape.both_ways, kernel="cpp"
-    )
+    rnn = layer(setting, H, dtype=dtype, num_layers=shape.layers, bidirectional=shape.both_ways, kernel="cpp")
     batch = drawn(rnn, T=shape.T, B=shape.B, lengths=shape.lengths, given=shape.given)
     assert_parity(rnn, batch)
 

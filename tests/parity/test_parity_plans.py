@@ -99,7 +99,8 @@ def test_what_reads_the_state_alone_is_sunk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "loops"), [(TwoLoops, 2), (LoopBehindLoop, 2), (DelayLine, 1), (PureDelay, 0), (UnusedState, 1), (OldState, 1)]
+    ("cell", "loops"),
+    [(TwoLoops, 2), (LoopBehindLoop, 2), (DelayLine, 1), (PureDelay, 0), (UnusedState, 1), (OldState, 1)],
 )
 def test_loops(cell: type[Cell], loops: int) -> None:
     assert _plan(cell)["loops"] == loops

@@ -88,10 +88,10 @@ def test_two_states_of_ones(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gradients_of_ones(kernel: str) -> None:
-    """y = 9 is 3 k + 3 k r + 3 k r in one weight k of the kernel and r of the recurrent kernel, all of them one.
+    """The sum of h2 over units u is sum k_fu x2_f + sum r_vu h1_v, where h1_v = sum k_fv x1_f = 3.
 
-    With h1 = sum_f k_f and h2_u = sum_f k_fu + sum_v r_vu h1_v, the sum of h2 grows by 1 + 2 with each k_fu and by
-    h1_v = 3 with each r_vu; and by 2 with each feature of x at step 2 and by 2 * 2 at step 1.
+    So a weight k counts once at step 2 and, through two r, twice at step 1: 3. A weight r counts h1 = 3. A feature of x
+    reaches two units at step 2, and two times two by way of step 1.
     """
     rnn = stretto.RNN(OneState(3, 2), kernel=kernel)  # type: ignore[arg-type]
     x_BTF = torch.ones(1, 2, 3, requires_grad=True)

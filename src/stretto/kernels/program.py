@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 
+from stretto.errors import StrettoError
 from stretto.graph.adjoint import Body
 from stretto.graph.analyse import Loop, Place, Plan
 from stretto.graph.interpret import run
@@ -55,6 +56,11 @@ class Program:
         graph, plan = self.plan.graph, self.plan
         values: dict[Node, Any] = dict(graph.constants)
         values.update((node, parameters[name]) for name, node in graph.parameters.items())
+        if tuple(x_PF.shape[1:]) != graph.x.row_shape:
+            raise StrettoError(
+                f"a step's input has the shape {tuple(x_PF.shape[1:])} and was traced as {graph.x.row_shape}",
+                fix="Give inputs of one shape to one layer.",
+            )
         # The step was traced on rows that lie one after another.
         values[graph.x] = x_PF.contiguous()
         states = [state.contiguous() for state in states]

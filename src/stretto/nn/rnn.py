@@ -108,7 +108,7 @@ class RNN(nn.Module):
             layers, features = [], tuple(rows.x_PF.shape[1:])
             directions = 2 if self.bidirectional else 1
             for number in range(self.num_layers):
-                layer = []
+                layer, outputs = [], []
                 for cell, initial in zip(
                     self.cells[number * directions :][:directions],
                     states[number * directions :][:directions],
@@ -116,10 +116,11 @@ class RNN(nn.Module):
                 ):
                     built = self._build(cell, features, rows.x_PF.dtype, initial)
                     layer.append(Direction(built.program, tensors_of(cell), flatten(rows.sorted(initial))))
+                    if number + 1 < self.num_layers:
+                        outputs.append(output_shape(built, cell, features, initial))
                 layers.append(layer)
-                if number + 1 < self.num_layers:
-                    out = output_shape(built, cell, features, initial)
-                    features = (*out[:-1], out[-1] * directions)
+                if outputs:
+                    features = (*outputs[0][:-1], sum(shape[-1] for shape in outputs))
             result = run_stack(
                 layers, rows.layout, rows.x_PF, dropout=self.dropout if self.training else 0.0, save=self.save
             )
