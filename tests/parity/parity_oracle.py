@@ -41,7 +41,7 @@ class Batch:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of it: every output, final state and gradient by name. A gradient is None where nothing depends on it."""
+    """What came of it: outputs, final states and gradients by name; None is the gradient of what does not matter."""
 
     values: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor | None]
@@ -60,6 +60,10 @@ def changed(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return change(state)
     parts = [changed(part, change) for part in state]
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+
+
+def _row_of(state: Any, row: int) -> Any:
+    return changed(state, lambda part: part[row : row + 1])
 
 
 def step(cell: nn.Module, x_BF: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
@@ -90,7 +94,7 @@ def by_hand(
         for first in range(0, len(cells), num_directions):
             both = []
             for backwards in range(num_directions):
-                now, made = changed(states[first + backwards], lambda part, row=row: part[row : row + 1]), []
+                now, made = _row_of(states[first + backwards], row), []
                 for x_BF in reversed(inputs) if backwards else inputs:
                     y_BO, now = step(cells[first + backwards], x_BF, now)
                     made.append(y_BO)

@@ -68,6 +68,8 @@ class LearnedStart(OneState):
 class BufferWeight(OneState):
     """The recurrent matrix is a buffer, as in an echo state network."""
 
+    weight_HH: torch.Tensor
+
     def __init__(self, input_size: int = F) -> None:
         super().__init__(input_size)
         del self.around
@@ -150,10 +152,10 @@ class PureDelay(Cell):
 class Stateless(PureDelay):
     """No state either."""
 
-    def initial_state(self, batch_size: int) -> Any:
+    def initial_state(self, batch_size: int) -> Any:  # noqa: ARG002
         return ()
 
-    def forward(self, x_t: torch.Tensor, state: Any) -> Any:
+    def forward(self, x_t: torch.Tensor, state: Any) -> Any:  # noqa: ARG002
         return torch.tanh(self.gain_F * x_t), ()
 
 
@@ -181,7 +183,7 @@ class LoopBehindLoop(TwoStates):
 class Deaf(OneState):
     """Nothing depends on the input."""
 
-    def forward(self, x_t: torch.Tensor, state: Any) -> Any:
+    def forward(self, x_t: torch.Tensor, state: Any) -> Any:  # noqa: ARG002
         h_BH = torch.tanh(self.around(state + self.inward.bias))
         return h_BH, h_BH
 
@@ -238,7 +240,7 @@ class WritesInPlace(OneState):
     """Values of the step's own are written in place."""
 
     def new(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> torch.Tensor:
-        sum_BH = self.inward(x_BF)
+        sum_BH: torch.Tensor = self.inward(x_BF)
         sum_BH += self.around(h_BH)
         return sum_BH.mul_(0.5).tanh_()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from parity_cells import F, layer
-from parity_oracle import by_hand, error_of, tensors_in
+from parity_oracle import by_hand, changed, error_of, tensors_in
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import stretto
@@ -118,8 +118,7 @@ def test_no_steps(setting: str, kernel: str, both_ways: bool) -> None:
     states = tuple(cell.initial_state(B) for cell in rnn.cells)  # type: ignore[operator]
     given = [(part + torch.arange(B)[:, None]).requires_grad_() for part in tensors_in(states)]
     remaining = iter(given)
-    state = tuple(tuple(next(remaining) for _ in tensors_in(part)) for part in states)
-    state = tuple(part[0] if len(part) == 1 else part for part in state)
+    state = changed(states, lambda _: next(remaining))
     x_BTF = _x(B, 0, F).requires_grad_()
     y_BTO, after = rnn(x_BTF, state)
     assert y_BTO.shape[:2] == (B, 0)

@@ -60,7 +60,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "forward": lambda cell: setattr(cell, "forward", types.MethodType(Subtracting.forward, cell)),
     "no-bias": lambda cell: setattr(cell, "around", nn.Linear(H, H, bias=False).double()),
     "parametrisation": lambda cell: parametrizations.weight_norm(cell.around),
-    "hook": lambda cell: cell.around.register_forward_hook(lambda module, given, made: 2 * made),
+    "hook": lambda cell: cell.around.register_forward_hook(lambda *given: 2 * given[-1]),
 }
 
 

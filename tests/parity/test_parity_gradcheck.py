@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_cells import F, SETTINGS
+from parity_cells import SETTINGS, F
 from parity_oracle import by_hand, error_of, tensors_in
 from parity_own_cells import ConstantState, Detached, LoopBehindLoop
 

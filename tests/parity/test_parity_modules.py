@@ -64,7 +64,7 @@ def test_weights_go_round_by_state_dict() -> None:
 def test_a_copied_cell_can_be_made_again_for_further_layers() -> None:
     cell = pickle.loads(pickle.dumps(copy.deepcopy(cells.GRU(F, 7, reset="before"))))
     rnn = stretto.RNN(cell.double(), num_layers=2)
-    assert [one.reset for one in rnn.cells] == ["before", "before"]  # type: ignore[union-attr]
+    assert [one.reset for one in rnn.cells] == ["before", "before"]
     assert_parity(rnn, drawn(rnn, T=5, B=3))
 
 

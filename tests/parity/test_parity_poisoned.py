@@ -69,7 +69,7 @@ def test_nothing_unwritten_is_read_when_the_loss_reads_one_result(read: str) -> 
     T, lengths = BATCHES["ragged"]
     x_BTF = drawn(rnn, T=T, B=len(lengths)).x_BTF.requires_grad_()
     for kernel in ("cpp", "eager"):
-        rnn.kernel = kernel  # type: ignore[assignment]
+        rnn.kernel = kernel
         y_BTH, (h_BH, c_BH) = rnn(x_BTF, lengths=lengths)
         total = {"y": y_BTH, "h": h_BH, "c": c_BH}[read].sum()
         for gradient in torch.autograd.grad(total, [x_BTF, *rnn.parameters()], allow_unused=True):

@@ -59,7 +59,8 @@ def test_random_numbers_are_the_same_when_computed_again(kernel: str) -> None:
         with torch.no_grad():
             around_HH.copy_(start_HH + place * line_HH)
         torch.manual_seed(3)
-        return rnn(x_BTF)[0].sum()
+        y_BTH: torch.Tensor = rnn(x_BTF)[0]
+        return y_BTH.sum()
 
     (slope_HH,) = torch.autograd.grad(total(0.0), [around_HH])
     between = (total(1e-6) - total(-1e-6)).item() / 2e-6

@@ -169,10 +169,10 @@ def test_whole_numbers_as_input(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_an_initial_state_of_another_number_of_rows_is_refused(kernel: str, rows: int) -> None:
     class Stubborn(OneState):
-        def initial_state(self, batch_size: int) -> Any:
+        def initial_state(self, batch_size: int) -> Any:  # noqa: ARG002
             return self.zeros(rows, H)
 
-    with pytest.raises(StrettoError, match="initial_state|rows"):
+    with pytest.raises(StrettoError, match="rows"):
         _layer(Stubborn, kernel=kernel)(_x(2, 3, F))
 
 

@@ -126,7 +126,7 @@ def test_carried_states_make_one_long_sequence(kind: str) -> None:
     theirs, ours = _pair(kind, 2, False)
     x_BTF = torch.randn(3, 30, F, dtype=torch.float64)
     state, pieces = None, []
-    for piece_BTF in x_BTF.split([7, 1, 22], dim=1):
+    for piece_BTF in torch.split(x_BTF, [7, 1, 22], dim=1):
         y_BTH, state = ours(piece_BTF, state)
         pieces.append(y_BTH)
     assert error_of(torch.cat(pieces, dim=1), theirs(x_BTF)[0]) < 1e-10

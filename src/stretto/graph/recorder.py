@@ -159,7 +159,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value: Any = _FILLS.get(base)
         if base == "scalar_tensor":
             value = args[0]
-        if base in {"full_like", "new_full", "full"}:
+        if base in {"full_like", "new_full", "full", "fill"}:
             value = args[1] if base != "new_full" else args[2]
         if value is not None and not isinstance(value, Node):
             arguments = (list(shape), value, dtype, result.device)

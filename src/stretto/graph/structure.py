@@ -28,7 +28,8 @@ def like(state: Any, values: Sequence[Item]) -> Any:
 
     def fill(part: Any) -> Any:
         if isinstance(part, (tuple, list)):
-            return tuple(fill(item) for item in part)
+            items = [fill(item) for item in part]
+            return type(part)(*items) if hasattr(part, "_fields") else tuple(items)
         return next(remaining)
 
     return fill(state)

@@ -241,7 +241,10 @@ class Lowering:
 
     def _product(self, left: Node, right: Node) -> AbstractValue:
         weight = self.weight(right)
-        return Product((*self.value(left).dims[:-1], weight.N), self.value(left), weight)
+        dims = (*self.value(left).dims[:-1], weight.N)
+        made = Product(dims, self.value(left), weight)
+        # Several vectors a row lie apart in memory; what needs them in one piece can copy this.
+        return made if len(dims) == 1 else Map(dims, "{0}", (made,))
 
     def _mm(self, node: Node) -> AbstractValue:
         return self._product(*node.args)

@@ -161,6 +161,7 @@ POINTWISE: Final[dict[str, Rule]] = {
     "clamp_min": _simple("maximum({0}, {1})"),
     "clamp_max": _simple("minimum({0}, {1})"),
     "hardtanh": _with_settings(lambda low=-1, high=1: f"minimum(maximum({{0}}, {number(low)}), {number(high)})", 1),
+    "hardsigmoid": _simple("minimum(maximum({0} + all(3), all(0)), all(6)) / all(6)"),
     "leaky_relu": _with_settings(lambda slope=0.01: f"choose({{0}} > all(0), {{0}}, {{0}} * {number(slope)})", 1),
     "silu": _simple("{0} * sigmoid({0})", costly=True),
     "gelu": _with_settings(_gelu, 1, costly=True),
@@ -190,6 +191,7 @@ POINTWISE: Final[dict[str, Rule]] = {
     "leaky_relu_backward": _with_settings(
         lambda slope, _is_result: f"choose({{1}} > all(0), {{0}}, {{0}} * {number(slope)})", 2
     ),
+    "hardsigmoid_backward": _simple("choose(({1} > all(-3)) & ({1} < all(3)), {0} / all(6), all(0))"),
     "hardtanh_backward": _with_settings(
         lambda low, high: f"choose(({{1}} <= {number(low)}) | ({{1}} >= {number(high)}), all(0), {{0}})", 2
     ),

@@ -202,6 +202,13 @@ class RNN(nn.Module):
 
     def _states(self, state: Any, num_rows: int) -> list[Any]:
         made = [_initial(cell, num_rows) for cell in self.cells]
+        for cell, own in zip(self.cells, made, strict=True):
+            if any(part.dim() == 0 or len(part) != num_rows for part in flatten(own)):
+                shapes = [tuple(part.shape) for part in flatten(own)]
+                raise StrettoError(
+                    f"{type(cell).__name__}.initial_state({num_rows}) returned the shapes {shapes}",
+                    fix="Return a row for each sequence in every tensor, with expand if they are alike.",
+                )
         if state is None:
             return made
         given = [state] if len(made) == 1 else list(state) if isinstance(state, (tuple, list)) else [state]

@@ -72,6 +72,8 @@ def run_stack(
             results = run_together(walks)
         finals += [states for _, states in results]
         outputs = [reversed_rows(layout, y) if reverse else y for reverse, (y, _) in enumerate(results)]
+        if len(outputs) > 1:
+            outputs = [y if y.dim() > 1 else y[:, None] for y in outputs]
         x_PF = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
     return StackResult(x_PF, finals)
 
