@@ -11,6 +11,7 @@ import torch
 from fuzz_cell import FuzzCell, parts_of
 from fuzz_recipe import Case, Recipe
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import stretto
 
@@ -30,6 +31,7 @@ class Batch:
     loss_on: Any
     weighted: bool
     seed: int
+    packed: bool = False
     twice: bool = False
 
     @classmethod
@@ -37,8 +39,13 @@ class Batch:
         """Random tensors."""
         generator = torch.Generator().manual_seed(case.seed)
         count = len(case.lengths)
-        x_BTF = torch.randn(count, case.num_steps, *recipe.x, dtype=torch.float64, generator=generator)
-        state = [torch.randn(count, *sizes, dtype=torch.float64, generator=generator) * 0.7 for sizes in recipe.states]
+
+        def drawn(*sizes: int) -> torch.Tensor:
+            pairs = 0.8 * torch.randn(*sizes, 2, dtype=torch.float64, generator=generator)
+            return pairs[..., 0] if case.strided else pairs[..., 0].contiguous()
+
+        x_BTF = drawn(count, case.num_steps, *recipe.x)
+        state = [drawn(count, *sizes) for sizes in recipe.states]
         return cls(
             x_BTF.requires_grad_(case.x_learns),
             [part.requires_grad_() for part in state] if case.given_state else None,
@@ -46,7 +53,8 @@ class Batch:
             case.loss_on,
             case.weighted,
             case.seed,
-            twice,
+            packed=case.packed and min(case.lengths) > 0,
+            twice=twice,
         )
 
     def inputs(self, module: nn.Module) -> dict[str, torch.Tensor]:
@@ -95,17 +103,25 @@ def by_definition(cell: FuzzCell, batch: Batch) -> Results:
 
 def by_stretto(rnn: stretto.RNN, cell: FuzzCell, batch: Batch) -> Results:
     """The same with the library."""
-    state = None if batch.state is None else cell.nested(batch.state)
-    y, after = rnn(batch.x_BTF, state, lengths=list(batch.lengths))
+    y, after = called(rnn, batch, None if batch.state is None else cell.nested(batch.state))
     return results_of(cell, batch, y, parts_of(after))
+
+
+def called(rnn: stretto.RNN, batch: Batch, state: Any) -> tuple[torch.Tensor, Any]:
+    """Outputs, padded with zeros, and the state after each sequence."""
+    if not batch.packed:
+        y, after = rnn(batch.x_BTF, state, lengths=list(batch.lengths))
+        return y, after
+    packed = pack_padded_sequence(batch.x_BTF, torch.tensor(batch.lengths), batch_first=True, enforce_sorted=False)
+    made, after = rnn(packed, state)
+    y, _ = pad_packed_sequence(made, batch_first=True, total_length=batch.x_BTF.shape[1])
+    return y, after
 
 
 def without_gradients(rnn: stretto.RNN, cell: FuzzCell, batch: Batch) -> dict[str, torch.Tensor]:
     """The values alone, as evaluation computes them."""
     with torch.no_grad():
-        y, after = rnn(
-            batch.x_BTF, None if batch.state is None else cell.nested(batch.state), lengths=list(batch.lengths)
-        )
+        y, after = called(rnn, batch, None if batch.state is None else cell.nested(batch.state))
     return {"y": y, **{f"last state {index}": state for index, state in enumerate(parts_of(after))}}
 
 

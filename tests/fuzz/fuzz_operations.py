@@ -51,6 +51,30 @@ UNARY: Final[dict[str, Callable[..., Any]]] = {
     "ones_like": lambda a: a * 0.5 + 0.1 * torch.ones_like(a),
 }
 
+
+class Spike(torch.autograd.Function):
+    """A step with a gradient of its own, as spiking networks use."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
+        """One where positive."""
+        ctx.save_for_backward(a)
+        return (a > 0).to(a.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """As if it had been soft."""
+        a: torch.Tensor = ctx.saved_tensors[0]
+        return gradients[0] / (1 + a * a)
+
+
+def without_gradient(a: torch.Tensor) -> torch.Tensor:
+    """A gate that gradients do not pass."""
+    with torch.no_grad():
+        gate = torch.sigmoid(a)
+    return a * gate
+
+
 EXOTIC_UNARY: Final[dict[str, Callable[..., Any]]] = {
     "selu": functional.selu,
     "celu": lambda a: functional.celu(a, 0.8),
@@ -72,6 +96,8 @@ EXOTIC_UNARY: Final[dict[str, Callable[..., Any]]] = {
     "round": lambda a: a + (torch.round(2 * a) - a).detach(),
     "frac": lambda a: torch.frac(a + 5.0),
     "nan_to_num": torch.nan_to_num,
+    "no_grad": without_gradient,
+    "spike": lambda a: a + Spike.apply(a),  # type: ignore[no-untyped-call]
     "in_place": lambda a: (0.5 * a).add_(0.2).mul_(0.9),
     "in_place_relu": lambda a: functional.relu(a + 0.1, inplace=True),
     "sum_of_all_features": lambda a: 0.2 * a.reshape(a.shape[0], -1).sum(1).view(-1, *[1] * (a.dim() - 1)) + 0.5 * a,
@@ -201,6 +227,12 @@ CHOICE: Final[dict[str, Callable[..., Any]]] = {
     "addcmul": lambda a, b, c: torch.addcmul(a, b, c, value=0.5),
 }
 
+EXOTIC_CHOICE: Final[dict[str, Callable[..., Any]]] = {
+    "both": lambda one, other: one & other,
+    "either": lambda one, other: one | other,
+    "neither": lambda one, other: ~(one | other),
+}
+
 ROWS: Final[dict[str, Callable[..., Any]]] = {
     "new_full": lambda a, value, *sizes: a.new_full((a.shape[0], *sizes), value),
     "each_row": lambda a, still, *sizes: still.expand(a.shape[0], *sizes),
@@ -212,6 +244,7 @@ EXOTIC: Final = {
     **EXOTIC_SHAPE,
     **EXOTIC_REDUCTION,
     **EXOTIC_PRODUCT,
+    **EXOTIC_CHOICE,
 }
 
 RUN: Final[dict[str, Callable[..., Any]]] = {

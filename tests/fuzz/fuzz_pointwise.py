@@ -4,6 +4,7 @@ from fuzz_operations import (
     BINARY,
     COMPARISON,
     EXOTIC_BINARY,
+    EXOTIC_CHOICE,
     EXOTIC_UNARY,
     LEAVES,
     UNARY,
@@ -60,7 +61,19 @@ def choice(w: Writer) -> None:
     flag = w.beside(one, flags=True)
     if flag is None:
         flag = w.add("gt", one, settings=(w.one_of(NUMBERS),))
-    name = w.one_of(("where_number", "where", "masked_fill", "masked", "to_real", "not", "and", "or"))
+    name = w.one_of(
+        (
+            "where_number",
+            "where",
+            "masked_fill",
+            "masked",
+            "to_real",
+            "not",
+            "and",
+            "or",
+            *(EXOTIC_CHOICE if w.exotic else ()),
+        )
+    )
     if name in {"where_number", "masked_fill"}:
         if name == "masked_fill" and w[flag].example.dim() > w[one].example.dim():
             return
@@ -69,7 +82,7 @@ def choice(w: Writer) -> None:
         w.add(name, flag)
     elif name == "masked":
         w.add(name, flag, one)
-    elif name in {"and", "or"}:
+    elif name in {"and", "or", *EXOTIC_CHOICE}:
         other = w.beside(flag, flags=True)
         w.add(name, flag, flag if other is None else other)
     elif (other := w.beside(one)) is not None:

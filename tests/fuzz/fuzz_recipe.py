@@ -80,6 +80,8 @@ class Case:
         given_state: Whether the initial state is given, and has a gradient; otherwise it is the cell's own.
         x_learns: Whether the input has a gradient.
         loss_on: What the loss reads: "y", "last" states, or "both"; or the number of a single state.
+        strided: Whether the input and the given state lie scattered in memory.
+        packed: Whether the batch is given as a PackedSequence, if no sequence is empty.
         weighted: Whether the loss weighs every element differently; otherwise it is a plain sum.
         seed: Of all random numbers.
     """
@@ -89,6 +91,8 @@ class Case:
     given_state: bool = True
     x_learns: bool = True
     loss_on: "Literal['y', 'last', 'both'] | int" = "both"
+    strided: bool = False
+    packed: bool = False
     weighted: bool = True
     seed: int = 0
 

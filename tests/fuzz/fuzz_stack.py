@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 from fuzz_cell import FuzzCell, parts_of
-from fuzz_comparison import Batch, Results, results_of
+from fuzz_comparison import Batch, Results, called, results_of
 from fuzz_recipe import Recipe
 from fuzz_strategies import recipes
 from fuzz_writer import Draw
@@ -62,7 +62,7 @@ class FuzzStack(nn.Module):
 
     def by_stretto(self, rnn: stretto.RNN, batch: Batch) -> Results:
         """The same with the library."""
-        y, after = rnn(batch.x_BTF, lengths=list(batch.lengths))
+        y, after = called(rnn, batch, None)
         return results_of(self, batch, y, parts_of(after))
 
 

@@ -113,6 +113,8 @@ def cases(draw: Draw) -> Case:
         given_state=draw(st.booleans()),
         x_learns=draw(st.sampled_from((True, True, False))),
         loss_on=loss,
+        strided=draw(st.sampled_from((False, False, True))),
+        packed=draw(st.sampled_from((False, False, True))),
         weighted=draw(st.sampled_from((True, True, False))),
         seed=draw(st.integers(0, 2**16)),
     )

@@ -45,6 +45,9 @@ def _check(recipe: Recipe, some: list[Case], kernel: KernelChoice, save: SaveCho
         assert_same(found, wanted)
         assert_identical(without_gradients(rnn, cell, batch), found.values)
         assert_identical(_with_two_threads(rnn, cell, batch).all, found.all)
+        with torch.no_grad():
+            for parameter in cell.parameters():
+                parameter.mul_(0.9)  # the next batch must see new weights
 
 
 @fuzzed(100)

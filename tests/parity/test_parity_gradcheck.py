@@ -16,11 +16,11 @@ import stretto
 from stretto.cells import Cell
 
 CELLS: dict[str, Callable[[], Cell]] = {
-    "lstm": lambda: SETTINGS["lstm"](2),
-    "gru-before": lambda: SETTINGS["gru-before"](2),
-    "layer-norm-lstm": lambda: SETTINGS["layer-norm-lstm"](3),
-    "attention": lambda: SETTINGS["attention"](2),
-    "indrnn": lambda: SETTINGS["indrnn-tanh-bare"](2),
+    "lstm": lambda: SETTINGS["lstm"](7),
+    "gru-before": lambda: SETTINGS["gru-before"](7),
+    "layer-norm-lstm": lambda: SETTINGS["layer-norm-lstm"](7),
+    "attention": lambda: SETTINGS["attention"](7),
+    "indrnn": lambda: SETTINGS["indrnn-tanh-bare"](7),
     "constant-state": ConstantState,
     "loop-behind-loop": LoopBehindLoop,
 }
@@ -62,7 +62,7 @@ def test_second_derivatives(cell: str, lengths: list[int] | None) -> None:
 
 def test_every_entry_of_the_first_derivative() -> None:
     torch.manual_seed(0)
-    rnn = stretto.RNN(SETTINGS["lstm"](2).double(), kernel="cpp")
+    rnn = stretto.RNN(SETTINGS["indrnn-tanh-bare"](7).double(), kernel="cpp")
     assert torch.autograd.gradcheck(*_function(rnn, [2, 3]))
 
 
@@ -70,7 +70,7 @@ def test_every_entry_of_the_first_derivative() -> None:
 @pytest.mark.parametrize("kernel", ["cpp", "eager"])
 def test_a_penalty_on_the_gradient_equals_the_definition_s(kernel: str, both_ways: bool) -> None:
     torch.manual_seed(0)
-    rnn = stretto.RNN(SETTINGS["lstm"](2).double(), 2, both_ways, kernel=kernel)  # type: ignore[arg-type]
+    rnn = stretto.RNN(SETTINGS["lstm"](7).double(), 2, both_ways, kernel=kernel)  # type: ignore[arg-type]
     x_BTF = torch.randn(3, 4, F, dtype=torch.float64, requires_grad=True)
     lengths = [2, 0, 4]
     penalties = []
@@ -87,7 +87,7 @@ def test_a_penalty_on_the_gradient_equals_the_definition_s(kernel: str, both_way
 
 def test_a_third_derivative() -> None:
     torch.manual_seed(0)
-    rnn = stretto.RNN(SETTINGS["indrnn-tanh-bare"](2).double(), kernel="cpp")
+    rnn = stretto.RNN(SETTINGS["indrnn-tanh-bare"](7).double(), kernel="cpp")
     x_BTF = torch.randn(1, 3, F, dtype=torch.float64, requires_grad=True)
     results = []
     for y_BTO in (rnn(x_BTF)[0], by_hand(list(rnn.cells), x_BTF, lengths=None, state=None, num_directions=1)[0]):

@@ -172,7 +172,7 @@ def test_an_initial_state_of_another_number_of_rows_is_refused(kernel: str, rows
         def initial_state(self, batch_size: int) -> Any:  # noqa: ARG002
             return self.zeros(rows, H)
 
-    with pytest.raises(StrettoError, match="rows"):
+    with pytest.raises(StrettoError, match="initial_state"):
         _layer(Stubborn, kernel=kernel)(_x(2, 3, F))
 
 
