@@ -1,7 +1,9 @@
 """Random cells and batches."""
 
+import math
 from typing import Any, Final
 
+import fuzz_idioms as idioms
 import fuzz_pointwise as pointwise
 import fuzz_shapes as shapes
 from fuzz_recipe import Case, Recipe, Sizes
@@ -11,7 +13,13 @@ from hypothesis import strategies as st
 KINDS: Final = (
     *[pointwise.unary] * 4,
     *[pointwise.binary] * 5,
-    *[pointwise.linear] * 5,
+    *[pointwise.linear] * 3,
+    *[idioms.gates] * 2,
+    *[idioms.sum_of_products] * 2,
+    idioms.several_products,
+    idioms.attention,
+    idioms.delay_line,
+    idioms.normalised,
     *[pointwise.with_number] * 2,
     *[pointwise.with_leaf] * 3,
     *[pointwise.choice] * 2,
@@ -59,41 +67,50 @@ def recipes(
 
 
 def _next_state(w: Writer, state: int) -> int:
-    """What becomes of a state: usually something computed, sometimes another state, or itself."""
+    """What becomes of a state: usually a product of what was computed, sometimes another state, or itself."""
     sizes = w[state].sizes
-    kind = w.one_of(("found", "found", "found", "made", "made", "kept", "moved"))
+    kind = w.one_of(("made", "made", "made", "made", "found", "found", "kept", "moved"))
     if kind == "kept":
         return state
     if kind == "moved":
-        others = [index for index in range(len(w.registers)) if w[index].is_real and w[index].has_rows]
-        same = [index for index in others[:5] if w[index].sizes == sizes]
-        return int(w.one_of(same)) if same else state
+        return int(w.one_of([index for index in range(w.num_inputs) if w[index].sizes == sizes]))
     found = w.pick_rows(sizes=sizes) if kind == "found" else None
     if found is None:
-        found = _fitted(w, w.any_rows(), sizes)
+        found = _fitted(w, _side_by_side(w), sizes)
     if w.yes():
-        other = w.beside(found)
-        if other is not None:
-            mixed = w.add(w.one_of(("mix", "mul", "add", "gate")), found, other)
-            found = mixed if w[mixed].sizes == sizes else found
+        mixed = w.add(w.one_of(("mix", "mul", "add", "gate")), found, state)
+        found = mixed if w[mixed].sizes == sizes else found
     return w.add(w.one_of(("tanh", "sigmoid", "tanh", "atan")), found) if w.one_of((True, True, False)) else found
 
 
-def _fitted(w: Writer, index: int, sizes: Sizes) -> int:
-    """A value brought to some sizes by a product."""
-    flat = w.add("view", index, settings=(w[index].example[0].numel(),))
-    count = 1
-    for size in sizes:
-        count *= size
-    made = w.add("linear", flat, w.add("parameter", settings=(count, w[flat].sizes[0])))
+def _side_by_side(w: Writer) -> int:
+    """A vector of some values that nothing has read yet; of any value if there are none."""
+    fresh = [
+        index
+        for index, register in enumerate(w.registers)
+        if register.is_real and register.has_rows and index not in w.used
+    ]
+    chosen = [w.one_of(fresh) for _ in range(w.number(1, 3))] if fresh else [w.any_rows()]
+    flat = []
+    for index in dict.fromkeys(chosen):
+        length = w[index].example[0].numel()
+        flat.append(index if w[index].sizes == (length,) else w.add("view", index, settings=(length,)))
+    return flat[0] if len(flat) == 1 else w.add("cat", *flat, settings=(1,))
+
+
+def _fitted(w: Writer, vector: int, sizes: Sizes) -> int:
+    """A vector brought to some sizes by a product."""
+    count = math.prod(sizes)
+    made = w.add("linear", vector, w.add("parameter", settings=(count, w[vector].sizes[0])))
     return made if sizes == (count,) else w.add("view", made, settings=sizes)
 
 
 def _output(w: Writer, after: tuple[int, ...]) -> int:
-    """The output: a next state, or anything else with rows."""
-    if w.yes():
-        return w.any_rows()
-    return int(w.one_of(after))
+    """The output: a next state, what nothing has read yet, or anything with rows."""
+    kind = w.one_of(("state", "rest", "any"))
+    if kind == "state":
+        return int(w.one_of(after))
+    return _side_by_side(w) if kind == "rest" else w.any_rows()
 
 
 @st.composite

@@ -56,6 +56,8 @@ class Writer:
         self.draw = draw
         self.exotic = exotic
         self.code: list[Op] = []
+        self.used: set[int] = set()
+        self.num_inputs = 1 + len(states)
         self.registers = [Register(torch.zeros(ROWS, *sizes, dtype=torch.float64), True) for sizes in (x, *states)]
 
     def __getitem__(self, index: int) -> Register:
@@ -69,6 +71,7 @@ class Writer:
         else:
             example = RUN[name](*(register.example for register in given), *settings)
             made = Register(example, any(register.has_rows for register in given))
+        self.used.update(reads)
         self.code.append(Op(name, reads, settings))
         self.registers.append(made)
         return len(self.registers) - 1
@@ -86,9 +89,10 @@ class Writer:
         return int(self.draw(st.integers(low, high)))
 
     def pick(self, fits: Callable[[Register], bool]) -> int | None:
-        """A register that fits, more often a late one."""
+        """A register that fits, more often one that nothing has read yet."""
         found = [index for index, register in enumerate(self.registers) if register.is_tensor and fits(register)]
-        return self.one_of(found + found[-4:] * 2) if found else None
+        fresh = [index for index in found if index not in self.used]
+        return self.one_of(found + fresh * 3) if found else None
 
     def pick_rows(self, rank: int | None = None, *, sizes: Sizes | None = None) -> int | None:
         """Numbers of each row, of some rank or sizes."""

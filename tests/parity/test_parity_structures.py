@@ -130,10 +130,14 @@ def test_inputs_states_and_outputs_of_other_ranks(cell: type[Cell], kernel: str)
         assert error_of(one, other) < 1e-10
 
 
-def test_numbers_cannot_be_joined_from_both_ways() -> None:
-    rnn = stretto.RNN([Sums().double(), Sums().double()], bidirectional=True)
-    with pytest.raises(StrettoError):
-        rnn(_x(3, 5, 3, 4))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_numbers_from_both_ways_lie_side_by_side(kernel: str) -> None:
+    ahead, back = Sums().double(), Sums().double()
+    x_BT34 = _x(3, 5, 3, 4)
+    y_BT2, _ = stretto.RNN([ahead, back], bidirectional=True, kernel=kernel)(x_BT34)  # type: ignore[arg-type]
+    ahead_BT, _ = stretto.RNN(ahead, kernel="eager")(x_BT34)
+    back_BT, _ = stretto.RNN(back, kernel="eager")(x_BT34.flip(1))
+    assert error_of(y_BT2, torch.stack([ahead_BT, back_BT.flip(1)], dim=-1)) < 1e-10
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
