@@ -5,6 +5,7 @@ graph is a loop through time (Hwang & Sung 2015); all else can be computed for a
 feeds or after the loops it reads. A node's level is the number of loops one behind the other that lead up to it.
 """
 
+import operator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -140,6 +141,11 @@ def _cycles(graph: StepGraph) -> tuple[set[int], list[set[Node]]]:
         if index not in kept:
             network.add_edge(new, old)
     cycles = [set(part) for part in nx.strongly_connected_components(network) if len(part) > 1]
+    cycle_of = {node: cycle for cycle in cycles for node in cycle}
+    for node in graph.nodes:
+        # The parts of an operator with several outputs stay with it, also those that nothing in the loop reads.
+        if node.op is operator.getitem and node.args[0] in cycle_of:
+            cycle_of[node.args[0]].add(node)
     return kept, cycles
 
 

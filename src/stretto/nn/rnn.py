@@ -146,7 +146,9 @@ class RNN(nn.Module):
                 x = PackedSequence(data.to(own), x.batch_sizes, x.sorted_indices, x.unsorted_indices)
             elif x.is_floating_point():
                 x = x.to(own)
-            return x, state if state is None else like(state, [part.to(own) for part in flatten(state)])
+            if state is not None:
+                state = like(state, [part.to(own) if part.is_floating_point() else part for part in flatten(state)])
+            return x, state
         wrong = next((t.dtype for t in given if t.is_floating_point() and own is not None and t.dtype != own), None)
         if wrong is not None:
             raise StrettoError(
