@@ -237,6 +237,15 @@ class Lowering:
         thick = Reshape((*base.dims[:axis], 1, *base.dims[axis:]), base)
         return self._padded(node.row_shape, axis, position % node.row_shape[axis], thick)
 
+    def _fill(self, node: Node) -> AbstractValue:
+        number = node.args[1]
+        if not isinstance(number, Node):
+            return Constant(node.row_shape, float(number))
+        value = self.value(number)
+        if value.dims:
+            raise Unsupported("a fill with more than one number a row")
+        return View(node.row_shape, value, ())
+
     # Products and reductions
 
     def _product(self, left: Node, right: Node) -> AbstractValue:
