@@ -174,6 +174,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def rebind(self, func: Any, tensor: torch.Tensor, node: Node) -> None:
         """An operator that writes in place makes a new value, if nobody else sees the memory."""
         others = self.sharers.get(tensor.untyped_storage().data_ptr(), set()) - {id(tensor)}
+        if self.heeds_no_grad and tensor.requires_grad and not torch.is_grad_enabled():
+            raise Untraceable(f"the step writes in place with {func} behind the back of its gradient")
         if tensor.device.type == "meta" or id(tensor) in self.given or others:
             raise Untraceable(f"the step writes in place with {func} into memory that something else reads")
         node.shape, node.dtype = tuple(tensor.shape), tensor.dtype

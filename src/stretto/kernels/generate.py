@@ -133,10 +133,7 @@ class _Writer:
 
     def finish(self, name: str, roots: list[Root], *, backward: bool) -> Generated:
         scheduler = Scheduler(roots)
-        try:
-            schedule = scheduler()
-        except NotImplementedError as reason:
-            raise Unsupported(str(reason)) from reason
+        schedule = scheduler()
         used_once = {value.buffer for value in scheduler.order if isinstance(value, Read)}
         once = [node for node, buffer in self.once.items() if buffer in used_once]
         for node in once:

@@ -59,6 +59,13 @@ def run_loops(requests: Sequence[LoopRequest]) -> list[LoopResult]:
     return results
 
 
+def truth(tensor: torch.Tensor, node: Node) -> torch.Tensor:
+    """A value as the node has it: generated code stores truth values and counts as real numbers."""
+    if node.dtype is None or tensor.dtype == node.dtype:
+        return tensor
+    return tensor != 0 if node.dtype is torch.bool else tensor.to(node.dtype)
+
+
 def taken_apart(kernels: Sequence[AbstractKernel], tensors: Sequence[torch.Tensor]) -> list[Inputs]:
     """Inputs of each loop from one row of tensors."""
     remaining = iter(tensors)
@@ -125,7 +132,7 @@ def deferred(
         return [None] * len(ports)
     values: dict[Node, Any] = dict(zip(body.handed, found.handed, strict=True))
     for nodes, tensors in ((body.next_states, outputs.after), (body.emits, outputs.emits), (body.saved, outputs.saved)):
-        values.update(zip(nodes, tensors, strict=True))
+        values.update((node, truth(tensor, node)) for node, tensor in zip(nodes, tensors, strict=True))
     values.update((port.node, tensor) for port, tensor in zip(ports, inputs.once, strict=True))
     values.update((port.node, tensor) for port, tensor in zip(body.ports_of(Kind.STEP), inputs.steps, strict=True))
     read = {item for node in body.deferred for item in node.inputs} | {node for node in asked if node is not None}

@@ -82,7 +82,11 @@ class Lowering:
                 return Constant((), float(item))
             raise Unsupported(f"{node.label} with an argument of type {type(item).__name__}")
 
-        template, operands, costly = POINTWISE[node.label](node, operand)
+        try:
+            template, operands, costly = POINTWISE[node.label](node, operand)
+        except TypeError as unknown:
+            # A setting that the rule does not know, such as a rounding mode.
+            raise Unsupported(f"no code is generated for {node.label} with these settings") from unknown
         return Map(node.row_shape, template, operands, costly)
 
     def _axis(self, node: Node, dimension: int, *, rank: int | None = None) -> int:

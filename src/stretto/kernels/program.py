@@ -17,7 +17,7 @@ from stretto.graph.node import Node
 from stretto.kernels.folded import evaluate_folded
 from stretto.kernels.kernel import AbstractKernel, Inputs
 from stretto.kernels.layout import Layout
-from stretto.kernels.loops import LoopRequest, LoopResult, run_loops
+from stretto.kernels.loops import LoopRequest, LoopResult, run_loops, truth
 
 Walk: TypeAlias = "Generator[list[LoopRequest], list[LoopResult], tuple[torch.Tensor, list[torch.Tensor]]]"
 
@@ -138,7 +138,7 @@ class Program:
     ) -> None:
         graph = self.plan.graph
         for loop, result in zip(loops, results, strict=True):
-            values.update(zip(loop.emits, result.emits, strict=True))
+            values.update((node, truth(t, node)) for node, t in zip(loop.emits, result.emits, strict=True))
             for index, after, final_state in zip(loop.states, result.after, result.finals, strict=True):
                 values[graph.next_states[index]] = after
                 finals[index] = final_state

@@ -13,6 +13,7 @@ from stretto.kernels.expression import (
     join_needs_memory,
     starts_of,
 )
+from stretto.kernels.lower import Unsupported
 from stretto.kernels.rows import (
     AbstractValue,
     Affine,
@@ -155,7 +156,7 @@ class Scheduler:
         if value not in self.homes:
             self.homes[value] = self._scratch(value.dims)
         elif contiguously and self.homes[value].strides != contiguous(value.dims):
-            raise NotImplementedError("a reshape of padded memory")
+            raise Unsupported("a reshape of padded memory")
 
     def pointer(self, value: AbstractValue) -> tuple[Buffer, int] | None:
         """Where a value lies as a run of elements, if it does."""
