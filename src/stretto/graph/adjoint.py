@@ -69,9 +69,13 @@ class Body:
     saved: list[Node] = field(default_factory=list)
     handed: list[Node] = field(default_factory=list)
 
+    _by_kind: dict[Kind, list[Port]] = field(default_factory=dict, repr=False)
+
     def ports_of(self, kind: Kind) -> list[Port]:
         """The inputs of one kind."""
-        return [port for port in self.ports if port.kind is kind]
+        if not self._by_kind:
+            self._by_kind = {each: [port for port in self.ports if port.kind is each] for each in Kind}
+        return self._by_kind[kind]
 
 
 def derive(graph: StepGraph, loop: Loop) -> Body:

@@ -15,6 +15,8 @@ def evaluate(node: Node, values: dict[Node, Any], rows: int) -> Any:
         return value.each * rows if isinstance(value, Rows) else value
 
     assert node.op is not None
+    if not node.kwargs and all(isinstance(item, Node) for item in node.args):
+        return node.op(*(values[item] for item in node.args))
     return node.op(*replaced(node.args, known), **replaced(node.kwargs, known))
 
 

@@ -4,10 +4,10 @@ Shape legend: B sequences, P rows of all steps together.
 """
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from typing import Any, final
 
-import numpy as np
 import torch
 
 from stretto.graph.adjoint import Body, Kind
@@ -18,6 +18,10 @@ from stretto.kernels.generate import Generated, generate_backward, generate_forw
 from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
 from stretto.kernels.layout import Layout
 from stretto.kernels.memory import fresh
+
+
+APART = 64
+"""Elements that pieces of one memory begin at multiples of, so that no two threads write to one cache line."""
 
 
 class _Call(ctypes.Structure):
@@ -58,6 +62,8 @@ class CppKernel(AbstractKernel):
         self.back, self.back_once = generate_backward(body)
         self.source = source_of([self.ahead, self.back], dtype)
         self.library = compiled(self.source, torch_version=torch.__version__)
+        names = ("forward_pack", "forward_work", "backward_pack", "backward_work")
+        self.addresses = {name: ctypes.cast(getattr(self.library, name), ctypes.c_void_p).value for name in names}
 
     def forward(self, layout: Layout, inputs: Inputs, *, keep: bool) -> Outputs:
         """Run all steps."""
@@ -135,7 +141,9 @@ class CppKernel(AbstractKernel):
         )
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self.dtype).contiguous()
+        if tensor.dtype is self.dtype and tensor.is_contiguous():
+            return tensor
+        return tensor.to(self.dtype).contiguous()
 
     def _empty(self, rows: int, node: Node) -> torch.Tensor:
         return fresh(*sized(node.shape, rows), dtype=self.dtype)
@@ -204,39 +212,43 @@ class _Run:
         function: Generated = kernel.ahead if name == "forward" else kernel.back
         read_once = kernel.ahead_once if name == "forward" else kernel.back_once
         self.kernel, self.function, self.name = kernel, function, name
-        values: dict[Node, Any] = dict(
-            zip((port.node for port in kernel.body.ports_of(Kind.ONCE)), (t.detach() for t in once), strict=True)
-        )
+        self.layout, self.keep, self.tensors = layout, keep, tensors
+        values: dict[Node, Any] = {}
+        for port, tensor in zip(kernel.body.ports_of(Kind.ONCE), once, strict=True):
+            values[port.node] = tensor.detach()
         run(function.prepared, values, layout.total)
         real = kernel.dtype
-        vectors = [values[node].to(real).contiguous() for node in read_once]
-        matrices = [values[node].to(real) for node in function.weights]
         slots = function.slots
-        count = len(slots) - len(vectors)
-        pointed = [tensors[slot.role][slot.index] for slot in slots[:count]] + vectors
-        strides = [tensor.stride(0) if tensor.dim() else 0 for tensor in pointed]
-        self.pointers = np.array([tensor.data_ptr() for tensor in pointed] or [0], dtype=np.int64)
-        self.strides = np.array([*strides, 0], dtype=np.int64)
-        self.weights = np.array([tensor.data_ptr() for tensor in matrices] or [0], dtype=np.int64)
-        self.weight_strides = np.array([s for tensor in matrices for s in tensor.stride()] or [0], dtype=np.int64)
-        self.alive = (pointed, matrices, tensors)
-        self.layout = layout
-        self.keep = keep
+        pointed = [tensors[slot.role][slot.index] for slot in slots[: len(slots) - len(read_once)]]
+        pointed += [values[node].to(real).contiguous() for node in read_once]
+        matrices = [values[node].to(real) for node in function.weights]
+        self.pointers = array("q", [tensor.data_ptr() for tensor in pointed] or [0])
+        self.strides = array("q", [tensor.stride(0) if tensor.dim() else 0 for tensor in pointed] or [0])
+        self.weights = array("q", [tensor.data_ptr() for tensor in matrices] or [0])
+        self.weight_strides = array("q", [stride for tensor in matrices for stride in tensor.stride()] or [0])
+        self.alive = (pointed, matrices)
 
     def prepare(self, *, team: int) -> _Call:
         """Memory to work in, and the call."""
-        function, rows, real = self.function, self.layout.num_rows, self.kernel.dtype
-        self.packed = fresh(function.packed[-1], dtype=real)
-        self.scratch = fresh(rows * function.scratch, dtype=real)
-        self.own = fresh(team * rows * max(function.private, 1), dtype=real)
-        self.room = fresh(team * rows * function.room, dtype=real)
+        function, rows = self.function, self.layout.num_rows
+        sizes = (
+            function.packed[-1],
+            rows * function.scratch,
+            team * rows * max(function.private, 1),
+            team * rows * function.room,
+        )
+        places = [0]
+        for size in sizes:
+            places.append(places[-1] + -(-size // APART) * APART)
+        self.memory = fresh(places[-1], dtype=self.kernel.dtype)
+        start, each = self.memory.data_ptr(), self.memory.element_size()
         self.call = _Call(
             self.layout.num_steps,
             rows,
             int(self.keep),
-            *(array.ctypes.data for array in (self.layout.rows_T, self.layout.starts_T, self.layout.lengths_B)),
-            *(array.ctypes.data for array in (self.strides, self.weight_strides, self.pointers, self.weights)),
-            *(tensor.data_ptr() for tensor in (self.packed, self.scratch, self.own, self.room)),
+            *self.layout.addresses,
+            *(item.buffer_info()[0] for item in (self.strides, self.weight_strides, self.pointers, self.weights)),
+            *(start + place * each for place in places[:-1]),
         )
         return self.call
 
@@ -254,32 +266,17 @@ def _run_all(runs: Sequence[_Run]) -> None:
     alone = len(runs) == 1 and rows < threads and runs[0].function.shares_columns
     team = threads if alone else 1
     jobs = (_Job * len(runs))()
-    shares = []
     for job, item in zip(jobs, runs, strict=True):
         pieces = 0 if alone else 1 if len(runs) % threads == 0 else min(threads, item.layout.num_going)
-        shares.append(_bounds(item.layout, max(pieces, 1)))
-        library = item.kernel.library
-        job.pack = _address(library, f"{item.name}_pack")
-        job.work = _address(library, f"{item.name}_work")
+        job.pack = item.kernel.addresses[f"{item.name}_pack"]
+        job.work = item.kernel.addresses[f"{item.name}_work"]
         job.call = ctypes.addressof(item.prepare(team=team))
-        job.bounds = shares[-1].ctypes.data
+        job.bounds = item.layout.bounds(max(pieces, 1)).buffer_info()[0]
         job.pieces = pieces
     busy = min(threads, max(sum(job.pieces for job in jobs), team))
     runs[0].kernel.library.stretto_run(jobs, ctypes.c_int64(len(runs)), ctypes.c_int64(busy))
 
 
-def _bounds(layout: Layout, pieces: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """First row of each piece, so that all have about as many steps; all rows, empty ones too, are in one."""
-    done = np.cumsum(layout.lengths_B)
-    inner = np.searchsorted(done, done[-1] * np.arange(1, pieces) / pieces, side="left") + 1
-    return np.concatenate([[0], np.minimum(inner, layout.num_rows), [layout.num_rows]]).astype(np.int64)
-
-
-def _address(library: ctypes.CDLL, name: str) -> int | None:
-    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-
-
 def _copy_finals(item: _Run) -> None:
-    tensors: dict[str, list[torch.Tensor]] = item.alive[2]
-    for final_state, initial in zip(tensors.get("final", []), tensors["initial"], strict=False):
+    for final_state, initial in zip(item.tensors.get("final", []), item.tensors["initial"], strict=False):
         final_state.copy_(initial)

@@ -6,8 +6,9 @@ sequences that are still going are a prefix, so that no step does any work for o
 Shape legend: B sequences, T steps, P rows of all steps together.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
+from array import array
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any, final
 
 import numpy as np
@@ -24,11 +25,12 @@ class Layout:
     """
 
     lengths_B: np.ndarray[Any, np.dtype[np.int64]]
+    _bounds: dict[int, "array[int]"] = field(default_factory=dict, repr=False)
 
-    @classmethod
-    def even(cls, *, num_steps: int, num_rows: int) -> "Layout":
+    @staticmethod
+    def even(*, num_steps: int, num_rows: int) -> "Layout":
         """Sequences of one length."""
-        return cls(np.full(num_rows, num_steps, dtype=np.int64))
+        return _even(num_steps, num_rows)
 
     @property
     def num_rows(self) -> int:
@@ -98,7 +100,21 @@ class Layout:
         rest_P = self._steps_P[self.num_going :] - 1
         return torch.from_numpy(self.starts_T[rest_P]) + self.sequence_P[self.num_going :]
 
-    @property
+    @cached_property
+    def addresses(self) -> tuple[int, int, int]:
+        """Where `rows_T`, `starts_T` and `lengths_B` lie, for compiled code."""
+        return self.rows_T.ctypes.data, self.starts_T.ctypes.data, self.lengths_B.ctypes.data
+
+    def bounds(self, pieces: int) -> "array[int]":
+        """First row of each piece, so that all have about as many steps; all rows, empty ones too, are in one."""
+        if pieces not in self._bounds:
+            done = np.cumsum(self.lengths_B)
+            inner = np.searchsorted(done, done[-1] * np.arange(1, pieces) / pieces, side="left") + 1
+            inner = np.minimum(inner, self.num_rows)
+            self._bounds[pieces] = array("q", [0, *inner.tolist(), self.num_rows])
+        return self._bounds[pieces]
+
+    @cached_property
     def num_going(self) -> int:
         """Sequences that are not empty."""
         return int(self.rows_T[0]) if self.num_steps else 0
@@ -126,3 +142,8 @@ class Layout:
         if self.is_even:
             return kept.repeat(self.num_steps, *[1] * (kept.dim() - 1))
         return kept.index_select(0, self.sequence_P.to(kept.device))
+
+
+@lru_cache(maxsize=64)
+def _even(num_steps: int, num_rows: int) -> Layout:
+    return Layout(np.full(num_rows, num_steps, dtype=np.int64))

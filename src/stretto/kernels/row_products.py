@@ -8,7 +8,7 @@ Shape legend: P rows of all steps together, K features in, N features out.
 
 import ctypes
 from functools import lru_cache
-from typing import Any
+from typing import Final
 
 import torch
 
@@ -23,13 +23,24 @@ WORTH_A_THREAD = 1 << 17
 """Multiplications that a thread must have to do to be worth waking."""
 
 
+_SIGNATURES: Final = {
+    "stretto_product": "pipiippiiipi",
+    "stretto_weight_gradient": "pipipiiipi",
+    "stretto_column_sums": "pipiii",
+}
+"""Arguments of each function: pointers and integers."""
+
+
 @lru_cache(maxsize=4)
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     try:
         source = f"#define REAL {REALS[dtype]}\n" + header_text("vector.h", "product.h", "team.h", "folded.h")
-        return compiled(source, torch_version=torch.__version__)
+        library = compiled(source, torch_version=torch.__version__)
     except NoCompiler:
         return None
+    for name, kinds in _SIGNATURES.items():
+        getattr(library, name).argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in kinds]
+    return library
 
 
 def warm_up(dtype: torch.dtype) -> None:
@@ -51,14 +62,10 @@ def _threads(work: int) -> int:
     return max(1, min(torch.get_num_threads(), work // WORTH_A_THREAD))
 
 
-def _call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
+def _run(dtype: torch.dtype) -> ctypes.CDLL:
     library = _library(dtype)
     assert library is not None
-    given = [
-        None if item is None else ctypes.c_int64(item) if isinstance(item, int) else ctypes.c_void_p(item.data_ptr())
-        for item in arguments
-    ]
-    getattr(library, name)(*given)
+    return library
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,10 +89,9 @@ def product(x_PK: torch.Tensor, weight_KN: torch.Tensor, bias_N: torch.Tensor | 
     memory = fresh(inner * width + threads * ROW_BLOCK * (inner + width), dtype=x_PK.dtype)
     bias = None if bias_N is None else bias_N.expand(columns).contiguous()
     strides = weight_KN.stride()
-    _call(
-        "stretto_product",
-        x_PK.dtype,
-        *(x_PK, x_PK.stride(0), weight_KN, *strides, bias, y_PN, rows, inner, columns, memory, threads),
+    _run(x_PK.dtype).stretto_product(
+        *(x_PK.data_ptr(), x_PK.stride(0), weight_KN.data_ptr(), *strides, None if bias is None else bias.data_ptr()),
+        *(y_PN.data_ptr(), rows, inner, columns, memory.data_ptr(), threads),
     )
     return y_PN
 
@@ -100,10 +106,9 @@ def weight_gradient(x_PK: torch.Tensor, d_PN: torch.Tensor) -> torch.Tensor:
     threads = _threads(rows * inner * columns)
     sides = -(-inner // 6) * 6
     memory = fresh(_width(columns) * sides + threads * DEPTH_BLOCK * (sides + WIDEST), dtype=x_PK.dtype)
-    _call(
-        "stretto_weight_gradient",
-        x_PK.dtype,
-        *(x_PK, x_PK.stride(0), d_PN, d_PN.stride(0), made_KN, rows, inner, columns, memory, threads),
+    _run(x_PK.dtype).stretto_weight_gradient(
+        *(x_PK.data_ptr(), x_PK.stride(0), d_PN.data_ptr(), d_PN.stride(0), made_KN.data_ptr()),
+        *(rows, inner, columns, memory.data_ptr(), threads),
     )
     return made_KN
 
@@ -113,5 +118,6 @@ def column_sums(d_PN: torch.Tensor) -> torch.Tensor:
     d_PN = _rows(d_PN)
     rows, columns = d_PN.shape
     made_N = fresh(columns, dtype=d_PN.dtype)
-    _call("stretto_column_sums", d_PN.dtype, d_PN, d_PN.stride(0), made_N, rows, columns, _threads(rows * columns))
+    threads = _threads(rows * columns)
+    _run(d_PN.dtype).stretto_column_sums(d_PN.data_ptr(), d_PN.stride(0), made_N.data_ptr(), rows, columns, threads)
     return made_N

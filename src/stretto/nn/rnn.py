@@ -107,13 +107,11 @@ class RNN(nn.Module):
             states = self._states(state, rows.layout.num_rows)
             layers, features = [], tuple(rows.x_PF.shape[1:])
             directions = 2 if self.bidirectional else 1
+            cells = list(self.cells)
             for number in range(self.num_layers):
                 layer, outputs = [], []
-                for cell, initial in zip(
-                    self.cells[number * directions :][:directions],
-                    states[number * directions :][:directions],
-                    strict=True,
-                ):
+                those = slice(number * directions, (number + 1) * directions)
+                for cell, initial in zip(cells[those], states[those], strict=True):
                     built = self._build(cell, features, rows.x_PF.dtype, initial)
                     layer.append(Direction(built.program, tensors_of(cell), flatten(rows.sorted(initial))))
                     if number + 1 < self.num_layers:

@@ -69,7 +69,10 @@ extern "C" void stretto_weight_gradient(const real* x, int64_t stride_x, const r
     for (int64_t i = 0; i < (last - first) * PANEL * blocks * 6; i++) sums[i] = 0;
     for (int64_t from = 0; from < P && first < last; from += DEPTH_BLOCK) {
       const int64_t depth = P - from < DEPTH_BLOCK ? P - from : DEPTH_BLOCK;
-      for (int64_t i = 0; i < blocks; i++)
+      for (int64_t i = 0; i < K / 6; i++)
+        for (int64_t p = 0; p < depth; p++)
+          __builtin_memcpy(sides + (i * DEPTH_BLOCK + p) * 6, x + (from + p) * stride_x + i * 6, 6 * sizeof(real));
+      for (int64_t i = K / 6; i < blocks; i++)
         for (int64_t p = 0; p < depth; p++)
           for (int r = 0; r < 6; r++)
             sides[(i * DEPTH_BLOCK + p) * 6 + r] = i * 6 + r < K ? x[(from + p) * stride_x + i * 6 + r] : real(0);
@@ -87,6 +90,16 @@ extern "C" void stretto_weight_gradient(const real* x, int64_t stride_x, const r
   }
 }
 
+template <int VECTORS>
+static void column_sums_of(const real* d, int64_t stride_d, int64_t P, real* out) {
+  vec sum[VECTORS];
+  for (int v = 0; v < VECTORS; v++) sum[v] = all(0);
+  for (int64_t p = 0; p < P; p++)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) sum[v] += load(d + p * stride_d + v * LANES);
+  for (int v = 0; v < VECTORS; v++) store(out + v * LANES, sum[v]);
+}
+
 // out[N] = the sum over rows p of d[p, N].
 extern "C" void stretto_column_sums(const real* d, int64_t stride_d, real* out, int64_t P, int64_t N, int64_t threads) {
 #pragma omp parallel num_threads(int(threads)) if (threads > 1)
@@ -98,12 +111,17 @@ extern "C" void stretto_column_sums(const real* d, int64_t stride_d, real* out, 
 #endif
     const int64_t whole = (N + LANES - 1) / LANES, first = whole * rank / size * LANES;
     const int64_t last = whole * (rank + 1) / size * LANES < N ? whole * (rank + 1) / size * LANES : N;
-    for (int64_t j = first; j < last; j++) out[j] = 0;
-    for (int64_t p = 0; p < P; p++) {
-      const real* row = d + p * stride_d;
-      int64_t j = first;
-      for (; j + LANES <= last; j += LANES) store(out + j, load(out + j) + load(row + j));
-      for (; j < last; j++) out[j] += row[j];
+    int64_t j = first;
+    while (j < last) {
+      const int64_t left = (last - j) / LANES;
+      if (left >= 8) column_sums_of<8>(d + j, stride_d, P, out + j), j += 8 * LANES;
+      else if (left >= 3) column_sums_of<3>(d + j, stride_d, P, out + j), j += 3 * LANES;
+      else if (left >= 1) column_sums_of<1>(d + j, stride_d, P, out + j), j += LANES;
+      else {
+        real sum = 0;
+        for (int64_t p = 0; p < P; p++) sum += d[p * stride_d + j];
+        out[j++] = sum;
+      }
     }
   }
 }

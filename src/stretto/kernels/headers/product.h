@@ -11,12 +11,24 @@ constexpr int panels_of(int64_t N) { return int((N + PANEL - 1) / PANEL); }
 constexpr int chains_of(int64_t N) { return panels_of(N) == 1 ? 4 : panels_of(N) == 2 ? 2 : 1; }
 
 static void pack(const real* w, int64_t stride_k, int64_t stride_n, int64_t K, int64_t N, real* packed) {
-  for (int p = 0; p < panels_of(N); p++)
-    for (int64_t k = 0; k < K; k++)
-      for (int j = 0; j < PANEL; j++) {
-        int64_t n = int64_t(p) * PANEL + j;
-        *packed++ = n < N ? w[k * stride_k + n * stride_n] : real(0);
-      }
+  for (int64_t n = 0; n < N; n += PANEL, packed += K * PANEL) {
+    const int64_t count = N - n < PANEL ? N - n : PANEL;
+    const real* from = w + n * stride_n;
+    if (count == PANEL && stride_n == 1) {
+      for (int64_t k = 0; k < K; k++)
+        store(packed + k * PANEL, load(from + k * stride_k)),
+            store(packed + k * PANEL + LANES, load(from + k * stride_k + LANES));
+      continue;
+    }
+    // Of a transposed matrix a few rows at a time, so that what one cache line holds is used while it is there.
+    for (int64_t k0 = 0; k0 < K; k0 += LANES) {
+      const int64_t end = K - k0 < LANES ? K : k0 + LANES;
+      for (int64_t j = 0; j < count; j++)
+        for (int64_t k = k0; k < end; k++) packed[k * PANEL + j] = from[k * stride_k + j * stride_n];
+      for (int64_t k = k0; k < end; k++)
+        for (int64_t j = count; j < PANEL; j++) packed[k * PANEL + j] = 0;
+    }
+  }
 }
 
 // Element k of row r is a[r * row + k * step].
@@ -60,14 +72,28 @@ INLINE void tile(const real* a, int64_t row, int64_t step, const real* w, int64_
       }
 }
 
+// As many panels at once as there are registers for their sums, and equally many each time: a product of few columns
+// waits for each addition, so that one panel alone takes as long as four.
 template <int ROWS, int CHAINS>
 INLINE void few_rows(const real* a, int64_t row, const real* w, int64_t K, real* c, int64_t stride_c, int first, int last) {
   constexpr int AT_ONCE = ROWS * CHAINS == 1 ? 6 : ROWS * CHAINS == 2 ? 3 : ROWS * CHAINS == 3 ? 2 : 1;
-  int64_t p = first;
-  for (; p + AT_ONCE <= last; p += AT_ONCE)
-    tile<ROWS, AT_ONCE, CHAINS>(a, row, 1, w + p * K * PANEL, K, c + p * PANEL, stride_c);
-  if constexpr (AT_ONCE > 1)
-    for (; p < last; p++) tile<ROWS, 1, CHAINS>(a, row, 1, w + p * K * PANEL, K, c + p * PANEL, stride_c);
+  const int rounds = (last - first + AT_ONCE - 1) / AT_ONCE;
+  for (int i = 0; i < rounds; i++) {
+    const int64_t p = first + (last - first) * i / rounds;
+    const int count = int(first + (last - first) * (i + 1) / rounds - p);
+    const real* wp = w + p * K * PANEL;
+    real* cp = c + p * PANEL;
+    if (count == AT_ONCE) { tile<ROWS, AT_ONCE, CHAINS>(a, row, 1, wp, K, cp, stride_c); continue; }
+    if constexpr (AT_ONCE > 5)
+      if (count == 5) { tile<ROWS, 5, CHAINS>(a, row, 1, wp, K, cp, stride_c); continue; }
+    if constexpr (AT_ONCE > 4)
+      if (count == 4) { tile<ROWS, 4, CHAINS>(a, row, 1, wp, K, cp, stride_c); continue; }
+    if constexpr (AT_ONCE > 3)
+      if (count == 3) { tile<ROWS, 3, CHAINS>(a, row, 1, wp, K, cp, stride_c); continue; }
+    if constexpr (AT_ONCE > 2)
+      if (count == 2) { tile<ROWS, 2, CHAINS>(a, row, 1, wp, K, cp, stride_c); continue; }
+    tile<ROWS, 1, CHAINS>(a, row, 1, wp, K, cp, stride_c);
+  }
 }
 
 template <int ROWS>
