@@ -126,3 +126,24 @@ def test_a_sequence_does_not_depend_on_its_neighbours(threads: int, set_threads:
         alone_BTH, (alone_BH, _) = rnn(batch.x_BTF[row : row + 1, :length])
         torch.testing.assert_close(alone_BTH[0], y_BTH[row, :length], rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(alone_BH[0], h_BH[row], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("setting", ["gru", "lstm", "layer-norm-lstm", "gru-before"])
+@pytest.mark.parametrize("H", [64, 96, 128])
+def test_gates_shared_in_whole_panels(setting: str, H: int, set_threads: Callable[[int], None]) -> None:
+    """Sizes at which a thread's share of a product is its share of the pointwise work, and nobody waits in between."""
+    rnn = layer(setting, H, kernel="cpp")
+    batch = drawn(rnn, T=11, B=2, lengths=[11, 6], given=True)
+    set_threads(4)
+    results = assert_parity(rnn, batch, kernels=["cpp"])
+    set_threads(1)
+    assert_same_bits(results["cpp"], found(rnn, batch), but=lambda name: "norm_ih" in name)
+
+
+@pytest.mark.parametrize("setting", ["gru", "layer-norm-lstm"])
+@pytest.mark.parametrize("H", [64, 70])
+def test_walks_long_enough_to_try_both_ways(setting: str, H: int, set_threads: Callable[[int], None]) -> None:
+    """Some stretches are walked by all threads and some by one; which, the clock decides."""
+    rnn = layer(setting, H, kernel="cpp")
+    batch = drawn(rnn, T=700, B=1)
+    _assert_the_same(rnn, batch, set_threads, but=lambda name: "norm_ih" in name)

@@ -19,7 +19,6 @@ from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs
 from stretto.kernels.layout import Layout
 from stretto.kernels.memory import fresh
 
-
 APART = 64
 """Elements that pieces of one memory begin at multiples of, so that no two threads write to one cache line."""
 

@@ -6,10 +6,14 @@ from stretto.kernels.expression import AbstractExpression, Apply, Load, Number
 from stretto.kernels.pointwise import number
 from stretto.kernels.rows import Affine, Buffer, Product, Where, size_of
 from stretto.kernels.schedule import Group, Item, Schedule, Scheduler, loads_in
+from stretto.kernels.sharing import Sharing
 
 INITIAL = {"sum": "0", "max": "-INFINITY", "min": "INFINITY"}
 COMBINED = {"sum": "{0} + {1}", "max": "maximum({1}, {0})", "min": "minimum({1}, {0})"}
 FINISHED = {"sum": "sum_of", "max": "maximum_of", "min": "minimum_of"}
+
+
+WAIT = "if (TEAM) barrier->wait(rank, size);"
 
 
 @final
@@ -26,48 +30,34 @@ class StepWriter:
         self.scheduler = scheduler
         self.schedule = schedule
         self.weights = weights
-        self.dirty: dict[Buffer, Item] = {}
+        self.sharing = Sharing(scheduler, schedule.groups)
 
     def lines(self) -> list[str]:
         """The code, with the barriers that threads sharing a row need."""
+        for group in self.schedule.groups:
+            if group.kind == "product":
+                self._lay_out(group.items[0])
         out: list[str] = []
         waiting: list[Group] = []
         for group in self.schedule.groups:
-            if group.kind == "product":
-                out += self._rows(waiting)
+            wait = self.sharing.must_wait(group)
+            if wait or group.kind == "product":
+                out += self._row_loop(waiting)
                 waiting = []
+            if wait:
+                out.append(WAIT)
+            if group.kind == "product":
                 out += self._product(group)
             else:
                 waiting.append(group)
-        out += self._rows(waiting)
-        out.append("if (TEAM) barrier->wait(size);")
-        return out
+        out += self._row_loop(waiting)
+        return [*out, WAIT] if self.sharing.must_wait_at_end() else out
 
-    def _rows(self, groups: list[Group]) -> list[str]:
-        """Groups that run one after another for each row; a barrier splits them."""
-        out: list[str] = []
-        batch: list[Group] = []
-        for group in groups:
-            if self._must_wait(group):
-                out += self._row_loop(batch)
-                batch = []
-                out.append("if (TEAM) barrier->wait(size);")
-                self.dirty = {}
-            batch.append(group)
-            for item in group.items:
-                self.dirty[item.buffer] = item
-        return out + self._row_loop(batch)
-
-    def _must_wait(self, group: Group) -> bool:
-        for item in group.items:
-            for load in loads_in(item.expression):
-                maker = self.dirty.get(load.buffer)
-                if maker is None or maker in group.items or load.buffer.where is Where.PRIVATE:
-                    continue
-                same = maker.kind == item.kind == "store" and maker.dims == item.dims and _flat(item.dims)
-                if not (same and _key(maker.target) == _key(load.address)):
-                    return True
-        return False
+    def _lay_out(self, item: Item) -> None:
+        """Let the panels of a product's blocks alternate: each thread's share of all blocks lies in one piece."""
+        assert isinstance(item.value, Product)
+        weight, block = item.value.weight, self.sharing.block_of(item.value)
+        weight.parts = item.buffer.parts = weight.N // block
 
     def _row_loop(self, groups: list[Group]) -> list[str]:
         if not groups:
@@ -89,12 +79,11 @@ class StepWriter:
         source, offset = place
         weight = item.value.weight
         many = size_of(item.value.dims[:-1])
-        out: list[str] = []
-        if source in self.dirty:
-            out.append("if (TEAM) barrier->wait(size);")
-            self.dirty = {}
-        panels = f"panels_of({weight.N})"
-        share = f"TEAM ? {panels} * rank / size : 0, TEAM ? {panels} * (rank + 1) / size : {panels}"
+        parts, panels = weight.parts, f"panels_of({weight.N // weight.parts})"
+        share = (
+            f"TEAM ? {parts} * ({panels} * rank / size) : 0, "
+            f"TEAM ? {parts} * ({panels} * (rank + 1) / size) : {parts} * {panels}"
+        )
         target = item.buffer
         call = f"product<{weight.K}, {weight.N}>"
         packed = f"call.packed + {self.weights[weight.name]}"
@@ -102,20 +91,13 @@ class StepWriter:
             start = f"{row_pointer(source, 'first')} + {offset}"
             stride = row_stride(source)
             result = f"{row_pointer(target, 'first')}, {row_stride(target)}"
-            out.append(f"{call}({start}, {stride}, {packed}, {result}, end - first, {share}, room);")
-        else:
-            width = target.strides[-2]
-            inner = (
-                f"{call}({row_pointer(source, 'b')} + {offset}, {weight.K}, {packed}, "
-                f"{row_pointer(target, 'b')}, {width}, {many}, {share}, room);"
-            )
-            out += ["for (int64_t b = first; b < end; b++)", f"  {inner}"]
-        self.dirty[target] = item
-        return out
-
-
-def _flat(dims: tuple[int, ...]) -> bool:
-    return sum(size != 1 for size in dims) <= 1
+            return [f"{call}({start}, {stride}, {packed}, {result}, end - first, {share}, room);"]
+        width = target.strides[-2]
+        inner = (
+            f"{call}({row_pointer(source, 'b')} + {offset}, {weight.K}, {packed}, "
+            f"{row_pointer(target, 'b')}, {width}, {many}, {share}, room);"
+        )
+        return ["for (int64_t b = first; b < end; b++)", f"  {inner}"]
 
 
 def _key(place: Affine) -> tuple[int, tuple[int, ...]]:
@@ -271,6 +253,9 @@ class LoopWriter:
                 factor = expression.address.factors[inner[-1]] if inner else 0
                 pointer = f"{expression.buffer.name}_b"
                 place = self._place(expression.address, outer, inner)
+                if expression.buffer.parts > 1:
+                    part = expression.address.constant // self.axes[-1][0]
+                    place = f"apart<{expression.buffer.parts}>(j) + {part} * PANEL"
                 if factor == 0:
                     text = f"all({pointer}[{place}])"
                 elif factor == 1:

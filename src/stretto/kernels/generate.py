@@ -29,8 +29,9 @@ from stretto.kernels.schedule import Scheduler
 
 HEADERS = ("vector.h", "product.h", "team.h")
 REALS = {torch.float32: "float", torch.float64: "double"}
+WORTH_TRYING = 8192
 LARGE_WEIGHTS = 32768
-"""Elements of the weights of a step from which on threads may share the columns of few rows."""
+"""Elements of the weights of a step from which on threads may, and usually do, share the columns of few rows."""
 
 
 @final
@@ -57,7 +58,8 @@ class Generated:
         room: Elements a row that products need to lay rows side by side.
         products: Products of a step.
         passes: Loops over a row's elements of a step.
-        shares_columns: Whether threads can share few rows.
+        shares_columns: Whether threads may share few rows, if it turns out to be faster.
+        usually_shares_columns: Whether they do in a walk too short to try.
         lines: The code.
     """
 
@@ -71,6 +73,7 @@ class Generated:
     products: int
     passes: int
     shares_columns: bool
+    usually_shares_columns: bool
     lines: list[str]
 
 
@@ -149,7 +152,7 @@ class _Writer:
         step = writer.lines()
         products = [value for value in scheduler.order if isinstance(value, Product)]
         room = max((product.weight.K for product in products), default=0)
-        large = sum(weight.K * weight.N for weight in self.weights.values()) >= LARGE_WEIGHTS
+        elements = sum(weight.K * weight.N for weight in self.weights.values())
         made = Generated(
             slots=self.slots,
             prepared=[*self.prepared],
@@ -160,7 +163,8 @@ class _Writer:
             room=room,
             products=len(products),
             passes=len(schedule.groups) - len(products),
-            shares_columns=large,
+            shares_columns=elements >= WORTH_TRYING,
+            usually_shares_columns=elements >= LARGE_WEIGHTS,
             lines=[],
         )
         made.lines = _function(name, self.buffers, made, step, list(self.weights.values()), backward=backward)
@@ -261,7 +265,6 @@ def _function(
     """The function around a step: pointers, the walk through time, and final states."""
     steady: list[str] = []
     each: list[str] = []
-    finals: list[str] = []
     for position, buffer in enumerate(buffers):
         base = f"call.buffers[{position}]"
         if buffer.where in {Where.ROW, Where.ONCE}:
@@ -280,49 +283,33 @@ def _function(
             each.append(f"real* const {buffer.name} = {base} + ((t + 1) & 1) * call.num_rows * {buffer.size};")
         elif buffer.where is Where.CARRY_OUT:
             each.append(f"real* const {buffer.name} = {base} + (t & 1) * call.num_rows * {buffer.size};")
-    names = {buffer.name: position for position, buffer in enumerate(buffers)}
-    for buffer in buffers:
-        if buffer.name.startswith("final"):
-            index = buffer.name.removeprefix("final")
-            after = f"call.buffers[{names[f'after{index}']}] + (call.starts[steps - 1] + b) * {buffer.size}"
-            source = f"steps ? {after} : initial{index} + b * {buffer.size}"
-            target = f"{buffer.name} + b * {buffer.size}"
-            finals.append(f"__builtin_memcpy({target}, {source}, {buffer.size} * sizeof(real));")
-    walk = "int64_t t = call.num_steps - 1; t >= 0; t--" if backward else "int64_t t = 0; t < call.num_steps; t++"
     rest = "continue" if backward else "break"
+    arguments = "const Call& call, int64_t first, int64_t last, int64_t from, int64_t to, int rank, int size"
     lines = [
         "template <bool TEAM>",
-        f"static void {name}_rows(const Call& call, int64_t first, int64_t last, int rank, int size,",
-        "                         Barrier* barrier) {",
+        f"static void {name}_steps({arguments}, Barrier* barrier) {{",
         f"  constexpr int64_t SCRATCH = {max(made.scratch, 1)}, PRIVATE = {max(made.private, 1)};",
         "  real* const own = call.own + (TEAM ? rank * call.num_rows * PRIVATE : 0);",
         f"  real* const room = call.room + ((TEAM ? rank * call.num_rows : 0) + first) * {made.room};",
         "  (void)SCRATCH, (void)own, (void)room, (void)rank, (void)size, (void)barrier;",
         *(f"  {line}" for line in steady),
-        f"  for ({walk}) {{",
+        "  for (int64_t i = from; i < to; i++) {",
+        f"    const int64_t t = {'call.num_steps - 1 - i' if backward else 'i'};",
         "    const int64_t end = call.rows[t] < last ? call.rows[t] : last, start = call.starts[t];",
         f"    if (end <= first) {rest};",
         "    (void)start;",
         *(f"    {line}" for line in each),
         *(f"    {line}" for line in step),
         "  }",
+        "}",
     ]
-    if finals:
-        lines += [
-            "  if (!TEAM || rank == 0)",
-            "    for (int64_t b = first; b < last; b++) {",
-            "      const int64_t steps = call.lengths[b];",
-            *(f"      {line}" for line in finals),
-            "    }",
-        ]
-    lines += ["}"]
-    call = "(*call, first, last, rank, size, barrier)"
-    team = f"if (size > 1) return {name}_rows<true>{call};" if made.shares_columns else ""
-    arguments = "const Call* call, int64_t first, int64_t last, int rank, int size, Barrier* barrier"
+    team = f"{name}_steps<true>" if made.shares_columns else "nullptr"
+    usually = "true" if made.usually_shares_columns else "false"
     lines += [
-        f'extern "C" void {name}_work({arguments}) {{',
-        f"  {team}",
-        f"  {name}_rows<false>{call};",
+        f'extern "C" void {name}_work(const Call* call, int64_t first, int64_t last, int rank, int size,',
+        "                              Barrier* barrier) {",
+        f"  walk(*call, first, last, rank, size, barrier, {team}, {name}_steps<false>, {usually});",
+        *(f"  {line}" for line in _final_lines(buffers)),
         "}",
         f'extern "C" void {name}_pack(const Call* call) {{',
         "  (void)call;",
@@ -330,8 +317,32 @@ def _function(
     for number, weight in enumerate(weights):
         strides = f"call->weight_strides[{2 * number}], call->weight_strides[{2 * number + 1}]"
         place = f"call->packed + {made.packed[number]}"
-        lines.append(f"  pack(call->weights[{number}], {strides}, {weight.K}, {weight.N}, {place});")
+        lines.append(
+            f"  pack_parts<{weight.parts}>(call->weights[{number}], {strides}, {weight.K}, {weight.N}, {place});"
+        )
     return [*lines, "}"]
+
+
+def _final_lines(buffers: list[Buffer]) -> list[str]:
+    """Copies of each sequence's last state, or of its first if it has no steps."""
+    places = {buffer.name: f"call->buffers[{position}]" for position, buffer in enumerate(buffers)}
+    copies = []
+    for buffer in buffers:
+        if buffer.name.startswith("final"):
+            index, size = buffer.name.removeprefix("final"), buffer.size
+            after = f"{places[f'after{index}']} + (call->starts[steps - 1] + b) * {size}"
+            source = f"steps ? {after} : {places[f'initial{index}']} + b * {size}"
+            copies.append(f"__builtin_memcpy({places[buffer.name]} + b * {size}, {source}, {size} * sizeof(real));")
+    if not copies:
+        return []
+    return [
+        "if (size > 1) barrier->wait(rank, size);",
+        "if (rank > 0) return;",
+        "for (int64_t b = first; b < last; b++) {",
+        "  const int64_t steps = call->lengths[b];",
+        *(f"  {line}" for line in copies),
+        "}",
+    ]
 
 
 def header_text(*names: str) -> str:

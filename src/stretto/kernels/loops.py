@@ -86,20 +86,22 @@ class _Loops(torch.autograd.Function):
         flat = [tensor for item in made for tensor in (*item.after, *item.emits, *item.finals)]
         ctx.kernels, ctx.layouts = kernels, layouts
         if keep:
-            ctx.save_for_backward(*tensors, *flat)
-            ctx.saved = [item.saved for item in made]
+            ctx.save_for_backward(*tensors, *flat, *(tensor for item in made for tensor in item.saved))
         return tuple(flat)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         kernels: list[AbstractKernel] = ctx.kernels
         layouts: list[Layout] = ctx.layouts
+        # Taken out once: what is stored elsewhere, or computed again, is brought back once only.
+        stored = ctx.saved_tensors
         count = sum(len(kernel.body.ports) for kernel in kernels)
-        tensors, flat = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        tensors, flat = stored[:count], stored[count : count + len(cotangents)]
+        saved = stored[count + len(cotangents) :]
         if torch.is_grad_enabled():
             return None, None, *_again(kernels, layouts, tensors, cotangents, ctx.needs_input_grad[2:])
         given = taken_apart(kernels, tensors)
-        made, arriving = _split(kernels, flat, ctx.saved), _split(kernels, cotangents, ctx.saved)
+        made, arriving = _split(kernels, flat, saved), _split(kernels, cotangents, saved)
         received = [Cotangents([*item.after], [*item.emits], [*item.finals]) for item in arriving]
         found = kernels[0].backward_together(kernels, layouts, given, made, received)
         needed = iter(ctx.needs_input_grad[2:])
@@ -111,14 +113,16 @@ class _Loops(torch.autograd.Function):
         return None, None, *gradients
 
 
-def _split(kernels: list[AbstractKernel], flat: Sequence[Any], saved: list[Any]) -> list[Outputs]:
-    remaining = iter(flat)
+def _split(kernels: list[AbstractKernel], flat: Sequence[Any], saved: Sequence[torch.Tensor]) -> list[Outputs]:
+    remaining, stored = iter(flat), iter(saved)
     found = []
-    for kernel, stored in zip(kernels, saved, strict=True):
+    for kernel in kernels:
         count, emitted = len(kernel.body.next_states), len(kernel.body.emits)
         after = [next(remaining) for _ in range(count)]
         emits = [next(remaining) for _ in range(emitted)]
-        found.append(Outputs(after, emits, [next(remaining) for _ in range(count)], stored))
+        found.append(
+            Outputs(after, emits, [next(remaining) for _ in range(count)], [next(stored) for _ in kernel.body.saved])
+        )
     return found
 
 

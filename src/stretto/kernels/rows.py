@@ -35,6 +35,7 @@ class Buffer:
         strides: Of its dimensions within a row.
         offset: Of the row's start, in scratch memory.
         size: Elements of a row.
+        parts: Blocks of equal size, such as gates, whose panels alternate.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Buffer:
     strides: tuple[int, ...]
     offset: int = 0
     size: int = 0
+    parts: int = 1
 
 
 @final
@@ -116,11 +118,12 @@ class Reduce(AbstractValue):
 @final
 @dataclass(eq=False, slots=True)
 class Weight:
-    """A matrix that stays the same over all steps: K rows, N columns, packed once."""
+    """A matrix that stays the same over all steps: K rows, N columns, packed once; see `Buffer` for `parts`."""
 
     name: str
     K: int
     N: int
+    parts: int = 1
 
 
 @final

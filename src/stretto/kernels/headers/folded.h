@@ -42,7 +42,7 @@ extern "C" void stretto_product(const real* x, int64_t stride_x, const real* w, 
     for (int p = rank; p < panels_of(N); p += size)
       pack(w + p * PANEL * stride_n, stride_k, stride_n, K, N - p * PANEL < PANEL ? N - p * PANEL : PANEL,
            packed + p * K * PANEL);
-    if (size > 1) barrier.wait(size);
+    if (size > 1) barrier.wait(rank, size);
     real* const room = rooms + rank * ROW_BLOCK * (K + width);
     for (int64_t block; (block = next.fetch_add(1)) < blocks;) {
       const int64_t first = block * ROW_BLOCK, last = first + ROW_BLOCK < P ? first + ROW_BLOCK : P;

@@ -31,6 +31,19 @@ static void pack(const real* w, int64_t stride_k, int64_t stride_n, int64_t K, i
   }
 }
 
+// The panels of PARTS blocks of equal size, such as gates, alternate: each is a whole number of panels.
+template <int PARTS>
+static void pack_parts(const real* w, int64_t stride_k, int64_t stride_n, int64_t K, int64_t N, real* packed) {
+  const int64_t block = N / PARTS;
+  if (PARTS == 1) return pack(w, stride_k, stride_n, K, N, packed);
+  for (int64_t n = 0; n < block; n += PANEL)
+    for (int part = 0; part < PARTS; part++, packed += K * PANEL)
+      pack(w + (part * block + n) * stride_n, stride_k, stride_n, K, PANEL, packed);
+}
+// Where element j of the first block lies.
+template <int PARTS>
+constexpr int64_t apart(int64_t j) { return j / PANEL * (PARTS * PANEL) + j % PANEL; }
+
 // Element k of row r is a[r * row + k * step].
 // With ADD the result is added to what is there.
 template <int ROWS, int PANELS, int CHAINS, bool ADD = false>

@@ -1,6 +1,7 @@
 // Who does what: threads take rows of their own through the whole sequence, or share the columns of few rows.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <utility>
 #include "product.h"
 #if defined(_OPENMP)
@@ -22,31 +23,82 @@ struct Call {
   real *packed, *scratch, *own, *room;
 };
 
+// Each thread says how often it has arrived in a cache line of its own, and reads those of the others: a step waits for
+// one line to travel, where a common counter would travel to and fro.
 struct Barrier {
-  alignas(64) std::atomic<int> arrived{0};
-  alignas(64) std::atomic<int> phase{0};
-  void wait(int size) {
-    const int now = phase.load(std::memory_order_relaxed);
-    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
-      arrived.store(0, std::memory_order_relaxed);
-      phase.store(now + 1, std::memory_order_release);
-      return;
-    }
-    for (int spins = 0; phase.load(std::memory_order_acquire) == now; spins++) {
-      PAUSE();
+  static constexpr int MOST = 16;
+  struct alignas(64) Line { std::atomic<int> value{0}; };
+  Line arrived[MOST], together, phase;
+  bool together_is_faster = false;  // written by the first thread, read behind a barrier
+
+  static void until(const std::atomic<int>& value, int wanted) {
+    for (int spins = 0; value.load(std::memory_order_acquire) - wanted < 0; spins++) {
+      if (spins > 64) PAUSE();
       if (spins > 20000) sched_yield();  // somebody else has the other core
     }
   }
+
+  void wait(int rank, int size) {
+    if (size <= MOST) {
+      const int mine = arrived[rank].value.load(std::memory_order_relaxed) + 1;
+      arrived[rank].value.store(mine, std::memory_order_release);
+      for (int other = 0; other < size; other++)
+        if (other != rank) until(arrived[other].value, mine);
+      return;
+    }
+    const int now = phase.value.load(std::memory_order_relaxed);
+    if (together.value.fetch_add(1, std::memory_order_acq_rel) + 1 < size) return until(phase.value, now + 1);
+    together.value.store(0, std::memory_order_relaxed);
+    phase.value.store(now + 1, std::memory_order_release);
+  }
 };
 
-// Whole vectors are shared out; what is left at the end goes to the last thread.
+// Whole panels are shared out, as those of products are, or whole vectors; what is left goes to the last thread.
 template <int64_t N, bool TEAM, class Body>
 INLINE void sweep(Body body, int rank, int size) {
-  constexpr int64_t WHOLE = N / LANES;
-  const int64_t from = TEAM ? WHOLE * rank / size : 0, to = TEAM ? WHOLE * (rank + 1) / size : WHOLE;
+  constexpr int64_t WHOLE = N / LANES, UNIT = N % 32 == 0 ? PANEL / LANES : 1;
+  const int64_t from = TEAM ? WHOLE / UNIT * rank / size * UNIT : 0;
+  const int64_t to = TEAM ? WHOLE / UNIT * (rank + 1) / size * UNIT : WHOLE;
   for (int64_t i = from; i < to; i++) body(std::integral_constant<int, LANES>{}, i * LANES);
   if constexpr (N % LANES != 0)
     if (!TEAM || rank == size - 1) body(std::integral_constant<int, N % LANES>{}, WHOLE * LANES);
+}
+
+// Walks through steps [from, to), counted in the order of the walk.
+typedef void (*Steps)(const Call& call, int64_t first, int64_t last, int64_t from, int64_t to, int rank, int size,
+                      Barrier* barrier);
+
+// How long a barrier takes depends on where the threads' cores lie, which is not ours to choose and changes. So a walk
+// begins with a stretch by all threads and one by the first alone, and goes on in the way that took less time: the
+// results are the same to the last digit.
+static void walk(const Call& call, int64_t first, int64_t last, int rank, int size, Barrier* barrier, Steps team,
+                 Steps alone, bool usually_team) {
+  constexpr int64_t TRIAL = 64;
+  const int64_t steps = call.num_steps;
+  if (size == 1) return alone(call, first, last, 0, steps, 0, 1, barrier);
+  bool together = usually_team;
+  int64_t done = 0;
+  if (steps >= 8 * TRIAL) {
+    using clock = std::chrono::steady_clock;
+    clock::time_point times[4];
+    // The first half of each stretch brings the weights into the cache.
+    for (int half = 0; half < 2; half++, done += TRIAL / 2) {
+      times[half] = clock::now();
+      team(call, first, last, done, done + TRIAL / 2, rank, size, barrier);
+      barrier->wait(rank, size);
+    }
+    times[2] = clock::now();
+    const auto by_all = times[2] - times[1];
+    for (int half = 0; half < 2; half++, done += TRIAL / 2) {
+      times[2 + half] = clock::now();
+      if (rank == 0) alone(call, first, last, done, done + TRIAL / 2, 0, 1, barrier);
+    }
+    if (rank == 0) barrier->together_is_faster = by_all < clock::now() - times[3];
+    barrier->wait(rank, size);
+    together = barrier->together_is_faster;
+  }
+  if (together) team(call, first, last, done, steps, rank, size, barrier);
+  else if (rank == 0) alone(call, first, last, done, steps, 0, 1, barrier);
 }
 
 typedef void (*Work)(const Call*, int64_t first, int64_t last, int rank, int size, Barrier*);
@@ -72,7 +124,7 @@ extern "C" void stretto_run(const Job* jobs, int64_t count, int64_t threads) {
     const int rank = 0, size = 1;
 #endif
     for (int64_t i = rank; i < count; i += size) jobs[i].pack(jobs[i].call);
-    if (size > 1) barrier.wait(size);
+    if (size > 1) barrier.wait(rank, size);
     if (total == 0) {
       for (int64_t i = 0; i < count; i++) jobs[i].work(jobs[i].call, 0, jobs[i].call->num_rows, rank, size, &barrier);
     } else {

@@ -1,0 +1,155 @@
+"""Which thread does what when several share the elements of few rows, and where they must wait for each other.
+
+Threads share the elements of a loop over a row out, and the columns of a product. Where the shares of two accesses are
+the same, nobody has to wait: a gate's product and the pointwise work on it need no barrier in between.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+from stretto.kernels.rows import Affine, Buffer, Product, Weight, Where
+from stretto.kernels.schedule import Group, Item, Scheduler, loads_in
+
+WHOLE_PANELS = 32
+"""Elements of a panel of the widest vectors: sizes that are multiples are shared out in panels on any machine."""
+
+Owner: TypeAlias = "tuple[int, int] | str | None"
+"""Accesses with the same owner touch the same elements from the same thread; None is every thread, any element."""
+
+
+@final
+@dataclass(slots=True)
+class Accesses:
+    """The memory that a group reads and writes, by name, with whose share of it."""
+
+    reads: list[tuple[str, Owner]]
+    writes: list[tuple[str, Owner]]
+
+
+@final
+class Sharing:
+    """Finds barriers for the groups of a step, which come in order.
+
+    Args:
+        scheduler: Where values lie.
+        groups: All groups of the step.
+    """
+
+    def __init__(self, scheduler: Scheduler, groups: list[Group]) -> None:
+        self.scheduler = scheduler
+        self.loads = [
+            (group, load)
+            for group in groups
+            if group.kind != "product"
+            for item in group.items
+            for load in loads_in(item.expression)
+        ]
+        self.operands = {place[0] for group in groups if (place := self._operand(group)) is not None}
+        self.blocks: dict[Weight, int] = {}
+        for item in (group.items[0] for group in groups if group.kind == "product"):
+            assert isinstance(item.value, Product)
+            weight, block = item.value.weight, self._block(item, item.value)
+            self.blocks[weight] = weight.N if self.blocks.get(weight, block) != block else block
+        self.since: list[Accesses] = []
+        self.head: list[Accesses] | None = None
+
+    def _operand(self, group: Group) -> tuple[Buffer, int] | None:
+        value = group.items[0].value
+        if group.kind != "product" or not isinstance(value, Product):
+            return None
+        return self.scheduler.pointer(value.operand)
+
+    def _block(self, item: Item, product: Product) -> int:
+        columns = product.weight.N
+        if item.buffer in self.operands or sum(size != 1 for size in product.dims) > 1:
+            return columns
+        sizes = set()
+        for group, load in self.loads:
+            if load.buffer is item.buffer:
+                moved = _moved(group.dims, load.address)
+                if moved is None or columns % moved[0] or moved[1] or moved[0] % WHOLE_PANELS:
+                    return columns
+                sizes.add(moved[0])
+        return sizes.pop() if len(sizes) == 1 else columns
+
+    def block_of(self, product: Product) -> int:
+        """Elements of the blocks, such as gates, that a product's result is read in: all of it, if it is read whole."""
+        return self.blocks[product.weight]
+
+    def must_wait(self, group: Group) -> bool:
+        """Whether the group reads or overwrites what another thread made or reads since the last barrier."""
+        wanted = self._accesses(group)
+        if any(_clash(earlier, wanted) for earlier in self.since):
+            self.head = self.head or self.since
+            self.since = [wanted]
+            return True
+        self.since.append(wanted)
+        return False
+
+    def must_wait_at_end(self) -> bool:
+        """Whether the first groups of the next step must wait for the last ones of this."""
+        return any(_clash(_in_next_step(tail), head) for tail in self.since for head in self.head or self.since)
+
+    def _accesses(self, group: Group) -> Accesses:
+        place = self._operand(group)
+        if place is not None:
+            (item,) = group.items
+            assert isinstance(item.value, Product)
+            block = self.block_of(item.value)
+            owner: Owner = (block, 0) if block % WHOLE_PANELS == 0 else "panels"
+            return Accesses(reads=[(place[0].name, None)], writes=[(item.buffer.name, owner)])
+        found = Accesses([], [])
+        for item in group.items:
+            for load in loads_in(item.expression):
+                if load.buffer.where is not Where.PRIVATE:
+                    found.reads.append((load.buffer.name, _owner(group, load.address)))
+            if item.buffer.where is not Where.PRIVATE:
+                found.writes.append((item.buffer.name, _owner(group, item.target)))
+        return found
+
+
+def _moved(dims: tuple[int, ...], place: Affine) -> tuple[int, int] | None:
+    """Elements that a loop of one dimension passes over one by one, and how far off a multiple of them it begins."""
+    long = [d for d, size in enumerate(dims) if size != 1]
+    if len(long) != 1 or place.factors[long[0]] != 1:
+        return None
+    size = dims[long[0]]
+    return size, place.constant % size
+
+
+def _owner(group: Group, place: Affine) -> Owner:
+    if group.kind == "reduce":
+        return None
+    if sum(size != 1 for size in group.dims) > 1:
+        return "first"
+    if all(size == 1 for size in group.dims):
+        return "last"
+    return _moved(group.dims, place)
+
+
+def _clash(earlier: Accesses, later: Accesses) -> bool:
+    pairs = ((earlier.writes, later.reads), (earlier.reads, later.writes), (earlier.writes, later.writes))
+    return any(
+        name == other and (mine is None or mine != theirs)
+        for one, two in pairs
+        for name, mine in one
+        for other, theirs in two
+    )
+
+
+def _in_next_step(accesses: Accesses) -> Accesses:
+    """The same memory by the names it has in the next step."""
+    return Accesses(
+        reads=[(later, owner) for name, owner in accesses.reads if (later := _later(name))],
+        writes=[(later, owner) for name, owner in accesses.writes if (later := _later(name))],
+    )
+
+
+def _later(name: str) -> str | None:
+    """A state becomes the state before; gradients of states swap places; of other things each step has its own."""
+    role = name.rstrip("0123456789")
+    number = name[len(role) :]
+    swapped = {"after": "before", "carry_out": "carry_in", "carry_in": "carry_out"}
+    if role in swapped:
+        return swapped[role] + number
+    return name if role in {Where.SCRATCH.value, "saved", "d_kept"} else None
