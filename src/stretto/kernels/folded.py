@@ -3,8 +3,10 @@
 Shape legend: P rows of all steps together, K features in, N features out.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 
@@ -48,24 +50,65 @@ def evaluate_folded(node: Node, values: dict[Node, Any], rows: int) -> Any:
     return evaluate(node, values, rows)
 
 
-def run_deferred(nodes: Iterable[Node], values: dict[Node, Any], rows: int) -> None:
+@final
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A state before each step of sequences of one length: the initial one, then those after all steps but the last."""
+
+    initial: torch.Tensor
+    after: torch.Tensor
+
+    def whole(self) -> torch.Tensor:
+        """As one tensor."""
+        return torch.cat([self.initial, self.after[: len(self.after) - len(self.initial)]])
+
+
+def run_deferred(nodes: Sequence[Node], values: dict[Node, Any], rows: int) -> None:
     """Add the values of operators that come after a backward loop, which come in order, to `values`."""
+    readers = Counter(item for node in nodes for item in node.inputs)
+    summed = {node.args[0] for node in nodes if _is_column_sum(node) and readers[node.args[0]] == 1}
     for node in nodes:
-        if node in values:
-            continue
-        made = _deferred(node, values)
-        values[node] = evaluate(node, values, rows) if made is None else made
+        put_off = (node in summed and _is_product_of_rows(node)) or (node.label == "t" and node.args[0].has_rows)
+        if node not in values and not put_off:
+            made = _deferred(node, values, rows)
+            values[node] = evaluate(node, _at_hand(node, values, rows), rows) if made is None else made
 
 
-def _deferred(node: Node, values: dict[Node, Any]) -> torch.Tensor | None:
+def _at_hand(node: Node, values: dict[Node, Any], rows: int) -> dict[Node, Any]:
+    """The values, with those the node reads made if that was put off."""
+    for item in node.inputs:
+        if item not in values:
+            values[item] = evaluate(item, _at_hand(item, values, rows), rows)
+        elif isinstance(values[item], Earlier):
+            values[item] = values[item].whole()
+    return values
+
+
+def _is_column_sum(node: Node) -> bool:
+    return node.label == "sum" and len(node.args) > 1 and list(node.args[1]) == [0] and node.args[0].has_rows
+
+
+def _is_product_of_rows(node: Node) -> bool:
+    return node.label == "mul" and all(isinstance(item, Node) and item.shape == node.shape for item in node.args)
+
+
+def _deferred(node: Node, values: dict[Node, Any], rows: int) -> torch.Tensor | None:
     if node.label == "mm" and not node.has_rows and not node.kwargs:
         left, right = node.args
         if left.label == "t" and left.args[0].has_rows and right.has_rows:
-            x_PK, d_PN = values[left.args[0]], values[right]
-            return weight_gradient(x_PK, d_PN) if can_run(x_PK, d_PN) else None
-    if node.label == "sum" and len(node.args) > 1 and list(node.args[1]) == [0] and node.args[0].has_rows:
-        d_PN = values[node.args[0]]
-        if can_run(d_PN) and node.dtype == d_PN.dtype:
-            sums = column_sums(d_PN)
+            return _weight_gradient(values[left.args[0]], values[right])
+    if _is_column_sum(node):
+        source = node.args[0]
+        factors, reader = ([source], node) if source in values else (source.args, source)
+        tensors = [_at_hand(reader, values, rows)[item] for item in factors]
+        if can_run(*tensors) and node.dtype == tensors[0].dtype:
+            sums = column_sums(*tensors)
             return sums[None] if len(node.shape) == 2 else sums
     return None
+
+
+def _weight_gradient(x: torch.Tensor | Earlier, d_PN: torch.Tensor) -> torch.Tensor | None:
+    if isinstance(x, Earlier):
+        both = x.initial, x.after
+        return weight_gradient(x.after, d_PN, head_BK=x.initial) if can_run(*both, d_PN) else None
+    return weight_gradient(x, d_PN) if can_run(x, d_PN) else None

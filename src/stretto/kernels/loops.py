@@ -12,7 +12,7 @@ import torch
 from stretto.graph.adjoint import Body, Kind
 from stretto.graph.node import Node
 from stretto.kernels.eager import EagerKernel
-from stretto.kernels.folded import run_deferred
+from stretto.kernels.folded import Earlier, run_deferred
 from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
 from stretto.kernels.layout import Layout
 
@@ -142,7 +142,8 @@ def deferred(
     read = {item for node in body.deferred for item in node.inputs} | {node for node in asked if node is not None}
     for port, after, initial in zip(body.ports_of(Kind.STATE), outputs.after, inputs.states, strict=True):
         if port.node in read and port.node not in values:
-            values[port.node] = layout.shifted(after, initial)
+            even = layout.is_even and layout.num_steps > 1
+            values[port.node] = Earlier(initial, after) if even else layout.shifted(after, initial)
     for port, kept in zip(body.ports_of(Kind.KEPT), inputs.kept, strict=True):
         if port.node in read:
             values[port.node] = layout.spread(kept)

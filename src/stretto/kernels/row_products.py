@@ -25,8 +25,8 @@ WORTH_A_THREAD = 1 << 17
 
 _SIGNATURES: Final = {
     "stretto_product": "pipiippiiipi",
-    "stretto_weight_gradient": "pipipiiipi",
-    "stretto_column_sums": "pipiii",
+    "stretto_weight_gradient": "piipipipiiipi",
+    "stretto_column_sums": "pipipiii",
 }
 """Arguments of each function: pointers and integers."""
 
@@ -96,10 +96,17 @@ def product(x_PK: torch.Tensor, weight_KN: torch.Tensor, bias_N: torch.Tensor | 
     return y_PN
 
 
-def weight_gradient(x_PK: torch.Tensor, d_PN: torch.Tensor) -> torch.Tensor:
-    """The transpose of x, times d: a sum over all rows."""
+def weight_gradient(x_PK: torch.Tensor, d_PN: torch.Tensor, *, head_BK: torch.Tensor | None = None) -> torch.Tensor:
+    """The transpose of x, times d: a sum over all rows.
+
+    Args:
+        x_PK: Rows.
+        d_PN: Rows.
+        head_BK: Rows that come before those of x, of which as many are left out at the end.
+    """
     x_PK, d_PN = _rows(x_PK), _rows(d_PN)
-    (rows, inner), columns = x_PK.shape, d_PN.shape[1]
+    head_BK = x_PK[:0] if head_BK is None else _rows(head_BK)
+    rows, (inner, columns) = len(d_PN), (x_PK.shape[1], d_PN.shape[1])
     made_KN = fresh(inner, columns, dtype=x_PK.dtype)
     if made_KN.numel() == 0:
         return made_KN
@@ -107,17 +114,21 @@ def weight_gradient(x_PK: torch.Tensor, d_PN: torch.Tensor) -> torch.Tensor:
     sides = -(-inner // 6) * 6
     memory = fresh(_width(columns) * sides + threads * DEPTH_BLOCK * (sides + WIDEST), dtype=x_PK.dtype)
     _run(x_PK.dtype).stretto_weight_gradient(
-        *(x_PK.data_ptr(), x_PK.stride(0), d_PN.data_ptr(), d_PN.stride(0), made_KN.data_ptr()),
-        *(rows, inner, columns, memory.data_ptr(), threads),
+        *(head_BK.data_ptr(), head_BK.stride(0), len(head_BK), x_PK.data_ptr(), x_PK.stride(0)),
+        *(d_PN.data_ptr(), d_PN.stride(0), made_KN.data_ptr(), rows, inner, columns, memory.data_ptr(), threads),
     )
     return made_KN
 
 
-def column_sums(d_PN: torch.Tensor) -> torch.Tensor:
-    """The sum of all rows."""
+def column_sums(d_PN: torch.Tensor, times_PN: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of all rows, of those of a product of two if there are two."""
     d_PN = _rows(d_PN)
     rows, columns = d_PN.shape
     made_N = fresh(columns, dtype=d_PN.dtype)
-    threads = _threads(rows * columns)
-    _run(d_PN.dtype).stretto_column_sums(d_PN.data_ptr(), d_PN.stride(0), made_N.data_ptr(), rows, columns, threads)
+    other = None if times_PN is None else _rows(times_PN)
+    _run(d_PN.dtype).stretto_column_sums(
+        *(d_PN.data_ptr(), d_PN.stride(0)),
+        *((None, 0) if other is None else (other.data_ptr(), other.stride(0))),
+        *(made_N.data_ptr(), rows, columns, _threads(rows * columns)),
+    )
     return made_N

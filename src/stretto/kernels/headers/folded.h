@@ -51,9 +51,12 @@ extern "C" void stretto_product(const real* x, int64_t stride_x, const real* w, 
   }
 }
 
-// out[K, N] = the sum over rows p of x[p, K] d[p, N].
-extern "C" void stretto_weight_gradient(const real* x, int64_t stride_x, const real* d, int64_t stride_d, real* out,
-                                        int64_t P, int64_t K, int64_t N, real* memory, int64_t threads) {
+// out[K, N] = the sum over rows p of x[p, K] d[p, N]. The first rows of x may lie elsewhere: a state before each step is
+// the initial state, then the states after all steps but the last.
+extern "C" void stretto_weight_gradient(const real* head, int64_t stride_head, int64_t head_rows, const real* x,
+                                        int64_t stride_x, const real* d, int64_t stride_d, real* out, int64_t P,
+                                        int64_t K, int64_t N, real* memory, int64_t threads) {
+  const auto row = [=](int64_t p) { return p < head_rows ? head + p * stride_head : x + (p - head_rows) * stride_x; };
   const int64_t all_panels = panels_of(N), width = all_panels * PANEL, blocks = (K + 5) / 6;
 #pragma omp parallel num_threads(int(threads)) if (threads > 1)
   {
@@ -71,11 +74,11 @@ extern "C" void stretto_weight_gradient(const real* x, int64_t stride_x, const r
       const int64_t depth = P - from < DEPTH_BLOCK ? P - from : DEPTH_BLOCK;
       for (int64_t i = 0; i < K / 6; i++)
         for (int64_t p = 0; p < depth; p++)
-          __builtin_memcpy(sides + (i * DEPTH_BLOCK + p) * 6, x + (from + p) * stride_x + i * 6, 6 * sizeof(real));
+          __builtin_memcpy(sides + (i * DEPTH_BLOCK + p) * 6, row(from + p) + i * 6, 6 * sizeof(real));
       for (int64_t i = K / 6; i < blocks; i++)
         for (int64_t p = 0; p < depth; p++)
           for (int r = 0; r < 6; r++)
-            sides[(i * DEPTH_BLOCK + p) * 6 + r] = i * 6 + r < K ? x[(from + p) * stride_x + i * 6 + r] : real(0);
+            sides[(i * DEPTH_BLOCK + p) * 6 + r] = i * 6 + r < K ? row(from + p)[i * 6 + r] : real(0);
       for (int64_t n = first; n < last; n++) {
         pack(d + from * stride_d + n * PANEL, stride_d, 1, depth, N - n * PANEL < PANEL ? N - n * PANEL : PANEL, panel);
         for (int64_t i = 0; i < blocks; i++)
@@ -90,18 +93,40 @@ extern "C" void stretto_weight_gradient(const real* x, int64_t stride_x, const r
   }
 }
 
-template <int VECTORS>
-static void column_sums_of(const real* d, int64_t stride_d, int64_t P, real* out) {
+// The sums of VECTORS vectors of columns of d, each row times that of e if there is one.
+template <int VECTORS, bool TIMES>
+static void column_sums_of(const real* d, int64_t stride_d, const real* e, int64_t stride_e, int64_t P, real* out) {
   vec sum[VECTORS];
   for (int v = 0; v < VECTORS; v++) sum[v] = all(0);
   for (int64_t p = 0; p < P; p++)
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) sum[v] += load(d + p * stride_d + v * LANES);
+    for (int v = 0; v < VECTORS; v++) {
+      const vec value = load(d + p * stride_d + v * LANES);
+      sum[v] += TIMES ? value * load(e + p * stride_e + v * LANES) : value;
+    }
   for (int v = 0; v < VECTORS; v++) store(out + v * LANES, sum[v]);
 }
 
-// out[N] = the sum over rows p of d[p, N].
-extern "C" void stretto_column_sums(const real* d, int64_t stride_d, real* out, int64_t P, int64_t N, int64_t threads) {
+template <bool TIMES>
+static void column_sums_between(const real* d, int64_t stride_d, const real* e, int64_t stride_e, real* out, int64_t P,
+                                int64_t first, int64_t last) {
+  for (int64_t j = first; j < last;) {
+    const int64_t left = (last - j) / LANES;
+    const real* ej = TIMES ? e + j : e;
+    if (left >= 8) column_sums_of<8, TIMES>(d + j, stride_d, ej, stride_e, P, out + j), j += 8 * LANES;
+    else if (left >= 3) column_sums_of<3, TIMES>(d + j, stride_d, ej, stride_e, P, out + j), j += 3 * LANES;
+    else if (left >= 1) column_sums_of<1, TIMES>(d + j, stride_d, ej, stride_e, P, out + j), j += LANES;
+    else {
+      real sum = 0;
+      for (int64_t p = 0; p < P; p++) sum += TIMES ? d[p * stride_d + j] * ej[p * stride_e] : d[p * stride_d + j];
+      out[j++] = sum;
+    }
+  }
+}
+
+// out[N] = the sum over rows p of d[p, N], or of d[p, N] e[p, N].
+extern "C" void stretto_column_sums(const real* d, int64_t stride_d, const real* e, int64_t stride_e, real* out, int64_t P,
+                                    int64_t N, int64_t threads) {
 #pragma omp parallel num_threads(int(threads)) if (threads > 1)
   {
 #if defined(_OPENMP)
@@ -111,17 +136,7 @@ extern "C" void stretto_column_sums(const real* d, int64_t stride_d, real* out, 
 #endif
     const int64_t whole = (N + LANES - 1) / LANES, first = whole * rank / size * LANES;
     const int64_t last = whole * (rank + 1) / size * LANES < N ? whole * (rank + 1) / size * LANES : N;
-    int64_t j = first;
-    while (j < last) {
-      const int64_t left = (last - j) / LANES;
-      if (left >= 8) column_sums_of<8>(d + j, stride_d, P, out + j), j += 8 * LANES;
-      else if (left >= 3) column_sums_of<3>(d + j, stride_d, P, out + j), j += 3 * LANES;
-      else if (left >= 1) column_sums_of<1>(d + j, stride_d, P, out + j), j += LANES;
-      else {
-        real sum = 0;
-        for (int64_t p = 0; p < P; p++) sum += d[p * stride_d + j];
-        out[j++] = sum;
-      }
-    }
+    if (e) column_sums_between<true>(d, stride_d, e, stride_e, out, P, first, last);
+    else column_sums_between<false>(d, stride_d, e, stride_e, out, P, first, last);
   }
 }
