@@ -33,6 +33,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(earlier)
 
 
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads; it is as before afterwards."""
+    earlier = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(earlier)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     chosen = os.environ.get(DATA_VARIABLE)

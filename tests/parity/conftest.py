@@ -1,17 +1,9 @@
 """What the parity tests share: any number of threads, and memory that comes full of NaN."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
-
-
-@pytest.fixture
-def set_threads() -> Iterator[Callable[[int], None]]:
-    """Sets the number of threads; it is as before afterwards."""
-    earlier = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(earlier)
 
 
 @pytest.fixture

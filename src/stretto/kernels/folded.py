@@ -12,6 +12,7 @@ import torch
 
 from stretto.graph.interpret import evaluate
 from stretto.graph.node import Node
+from stretto.kernels.row_norm import can_norm, norm
 from stretto.kernels.row_products import can_run, column_sums, product, weight_gradient
 
 
@@ -47,6 +48,11 @@ def evaluate_folded(node: Node, values: dict[Node, Any], rows: int) -> Any:
         *bias, x, weight = (values[item] for item in node.args)
         if can_run(x, weight) and all(item.dim() <= 1 and item.dtype == x.dtype for item in bias):
             return _Product.apply(bias[0] if bias else None, x, weight)  # type: ignore[no-untyped-call]
+    if node.label == "native_layer_norm" and not node.kwargs:
+        x, shape, gain, bias, eps = (values[item] if isinstance(item, Node) else item for item in node.args)
+        if can_norm(x, shape, gain, bias):
+            # Mean and deviation are given out by no module of torch's.
+            return norm(x, gain, bias, eps), None, None
     return evaluate(node, values, rows)
 
 

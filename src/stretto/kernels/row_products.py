@@ -27,19 +27,23 @@ _SIGNATURES: Final = {
     "stretto_product": "pipiippiiipi",
     "stretto_weight_gradient": "piipipipiiipi",
     "stretto_column_sums": "pipipiii",
+    "stretto_norm": "pipppppiidi",
+    "stretto_norm_gradient": "pipippppiii",
+    "stretto_norm_sums": "pipippppiii",
 }
-"""Arguments of each function: pointers and integers."""
+"""Arguments of each function: pointers, integers and reals."""
+_KINDS: Final = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
 
 
 @lru_cache(maxsize=4)
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     try:
-        source = f"#define REAL {REALS[dtype]}\n" + header_text("vector.h", "product.h", "team.h", "folded.h")
+        source = f"#define REAL {REALS[dtype]}\n" + header_text("vector.h", "product.h", "team.h", "folded.h", "norm.h")
         library = compiled(source, torch_version=torch.__version__)
     except NoCompiler:
         return None
     for name, kinds in _SIGNATURES.items():
-        getattr(library, name).argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in kinds]
+        getattr(library, name).argtypes = [_KINDS[kind] for kind in kinds]
     return library
 
 
@@ -58,17 +62,19 @@ def can_run(*tensors: torch.Tensor) -> bool:
     return _library(first.dtype) is not None
 
 
-def _threads(work: int) -> int:
+def threads_for(work: int) -> int:
+    """Threads worth waking for a number of multiplications."""
     return max(1, min(torch.get_num_threads(), work // WORTH_A_THREAD))
 
 
-def _run(dtype: torch.dtype) -> ctypes.CDLL:
+def library_of(dtype: torch.dtype) -> ctypes.CDLL:
+    """The compiled functions; see `can_run`."""
     library = _library(dtype)
     assert library is not None
     return library
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def in_rows(tensor: torch.Tensor) -> torch.Tensor:
     """A matrix whose rows each lie in one piece."""
     return tensor if tensor.stride(1) == 1 or tensor.shape[1] <= 1 else tensor.contiguous()
 
@@ -79,17 +85,17 @@ def _width(columns: int) -> int:
 
 def product(x_PK: torch.Tensor, weight_KN: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
     """x w + bias, into memory that is cheap to touch."""
-    x_PK = _rows(x_PK)
+    x_PK = in_rows(x_PK)
     (rows, inner), columns = x_PK.shape, weight_KN.shape[1]
     y_PN = fresh(rows, columns, dtype=x_PK.dtype)
     if y_PN.numel() == 0:
         return y_PN
-    threads = _threads(rows * inner * columns)
+    threads = threads_for(rows * inner * columns)
     width = _width(columns)
     memory = fresh(inner * width + threads * ROW_BLOCK * (inner + width), dtype=x_PK.dtype)
     bias = None if bias_N is None else bias_N.expand(columns).contiguous()
     strides = weight_KN.stride()
-    _run(x_PK.dtype).stretto_product(
+    library_of(x_PK.dtype).stretto_product(
         *(x_PK.data_ptr(), x_PK.stride(0), weight_KN.data_ptr(), *strides, None if bias is None else bias.data_ptr()),
         *(y_PN.data_ptr(), rows, inner, columns, memory.data_ptr(), threads),
     )
@@ -104,16 +110,16 @@ def weight_gradient(x_PK: torch.Tensor, d_PN: torch.Tensor, *, head_BK: torch.Te
         d_PN: Rows.
         head_BK: Rows that come before those of x, of which as many are left out at the end.
     """
-    x_PK, d_PN = _rows(x_PK), _rows(d_PN)
-    head_BK = x_PK[:0] if head_BK is None else _rows(head_BK)
+    x_PK, d_PN = in_rows(x_PK), in_rows(d_PN)
+    head_BK = x_PK[:0] if head_BK is None else in_rows(head_BK)
     rows, (inner, columns) = len(d_PN), (x_PK.shape[1], d_PN.shape[1])
     made_KN = fresh(inner, columns, dtype=x_PK.dtype)
     if made_KN.numel() == 0:
         return made_KN
-    threads = _threads(rows * inner * columns)
+    threads = threads_for(rows * inner * columns)
     sides = -(-inner // 6) * 6
     memory = fresh(_width(columns) * sides + threads * DEPTH_BLOCK * (sides + WIDEST), dtype=x_PK.dtype)
-    _run(x_PK.dtype).stretto_weight_gradient(
+    library_of(x_PK.dtype).stretto_weight_gradient(
         *(head_BK.data_ptr(), head_BK.stride(0), len(head_BK), x_PK.data_ptr(), x_PK.stride(0)),
         *(d_PN.data_ptr(), d_PN.stride(0), made_KN.data_ptr(), rows, inner, columns, memory.data_ptr(), threads),
     )
@@ -122,13 +128,13 @@ def weight_gradient(x_PK: torch.Tensor, d_PN: torch.Tensor, *, head_BK: torch.Te
 
 def column_sums(d_PN: torch.Tensor, times_PN: torch.Tensor | None = None) -> torch.Tensor:
     """The sum of all rows, of those of a product of two if there are two."""
-    d_PN = _rows(d_PN)
+    d_PN = in_rows(d_PN)
     rows, columns = d_PN.shape
     made_N = fresh(columns, dtype=d_PN.dtype)
-    other = None if times_PN is None else _rows(times_PN)
-    _run(d_PN.dtype).stretto_column_sums(
+    other = None if times_PN is None else in_rows(times_PN)
+    library_of(d_PN.dtype).stretto_column_sums(
         *(d_PN.data_ptr(), d_PN.stride(0)),
         *((None, 0) if other is None else (other.data_ptr(), other.stride(0))),
-        *(made_N.data_ptr(), rows, columns, _threads(rows * columns)),
+        *(made_N.data_ptr(), rows, columns, threads_for(rows * columns)),
     )
     return made_N

@@ -1,0 +1,102 @@
+// Layer norm of the rows of all steps, forward and backward. Threads share rows out, and columns where rows are added up.
+#pragma once
+#include "team.h"
+
+template <class Body>
+INLINE void each_row(int64_t P, int64_t threads, Body body) {
+#pragma omp parallel num_threads(int(threads)) if (threads > 1)
+  {
+#if defined(_OPENMP)
+    const int rank = omp_get_thread_num(), size = omp_get_num_threads();
+#else
+    const int rank = 0, size = 1;
+#endif
+    for (int64_t p = P * rank / size; p < P * (rank + 1) / size; p++) body(p);
+  }
+}
+
+// The sum of value(j) for j < N, where value(j, count) is a vector of `count` lanes.
+template <class Value>
+INLINE real row_sum(int64_t N, Value value) {
+  vec sums[2] = {all(0), all(0)};
+  int64_t j = 0;
+  for (; j + PANEL <= N; j += PANEL) sums[0] += value(j), sums[1] += value(j + LANES);
+  for (; j + LANES <= N; j += LANES) sums[0] += value(j);
+  real total = sum_of(sums[0] + sums[1]);
+  for (; j < N; j++) total += value(j)[0];
+  return total;
+}
+
+// One lane beyond the whole vectors, a whole vector before.
+INLINE vec part(const real* p, int64_t j, int64_t N) { return j + LANES <= N ? load(p + j) : all(p[j]); }
+
+INLINE void put(real* p, int64_t j, int64_t N, vec value) {
+  if (j + LANES <= N) store(p + j, value);
+  else p[j] = value[0];
+}
+
+INLINE int64_t after(int64_t j, int64_t N) { return j + LANES <= N ? j + LANES : j + 1; }
+
+// y = (x - mean) * scale * gain + bias, with mean and scale of each row, which are stored.
+extern "C" void stretto_norm(const real* x, int64_t stride_x, const real* gain, const real* bias, real* y, real* means,
+                             real* scales, int64_t P, int64_t N, double eps, int64_t threads) {
+  each_row(P, threads, [=](int64_t p) {
+    const real *row = x + p * stride_x;
+    real* out = y + p * N;
+    const real mean = row_sum(N, [=](int64_t j) { return part(row, j, N); }) / real(N);
+    const real variance = row_sum(N, [=](int64_t j) {
+      const vec off = part(row, j, N) - all(mean);
+      return off * off;
+    }) / real(N);
+    const real scale = real(1) / std::sqrt(variance + real(eps));
+    for (int64_t j = 0; j < N; j = after(j, N)) {
+      vec value = (part(row, j, N) - all(mean)) * all(scale);
+      if (gain) value = value * part(gain, j, N);
+      if (bias) value = value + part(bias, j, N);
+      put(out, j, N, value);
+    }
+    means[p] = mean, scales[p] = scale;
+  });
+}
+
+extern "C" void stretto_norm_gradient(const real* x, int64_t stride_x, const real* d, int64_t stride_d, const real* gain,
+                                      const real* means, const real* scales, real* d_x, int64_t P, int64_t N,
+                                      int64_t threads) {
+  each_row(P, threads, [=](int64_t p) {
+    const real *row = x + p * stride_x, *from = d + p * stride_d;
+    real* out = d_x + p * N;
+    const vec mean = all(means[p]), scale = all(scales[p]);
+    const auto arriving = [=](int64_t j) { return gain ? part(from, j, N) * part(gain, j, N) : part(from, j, N); };
+    const auto normal = [=](int64_t j) { return (part(row, j, N) - mean) * scale; };
+    const vec level = all(row_sum(N, arriving) / real(N));
+    const vec along = all(row_sum(N, [=](int64_t j) { return arriving(j) * normal(j); }) / real(N));
+    for (int64_t j = 0; j < N; j = after(j, N))
+      put(out, j, N, (arriving(j) - level - normal(j) * along) * scale);
+  });
+}
+
+// d_gain[N] = the sum over rows of d times the row's norm, d_bias[N] that of d.
+extern "C" void stretto_norm_sums(const real* x, int64_t stride_x, const real* d, int64_t stride_d, const real* means,
+                                  const real* scales, real* d_gain, real* d_bias, int64_t P, int64_t N,
+                                  int64_t threads) {
+#pragma omp parallel num_threads(int(threads)) if (threads > 1)
+  {
+#if defined(_OPENMP)
+    const int rank = omp_get_thread_num(), size = omp_get_num_threads();
+#else
+    const int rank = 0, size = 1;
+#endif
+    const int64_t whole = (N + PANEL - 1) / PANEL, first = whole * rank / size * PANEL;
+    const int64_t last = whole * (rank + 1) / size * PANEL < N ? whole * (rank + 1) / size * PANEL : N;
+    for (int64_t j = first; j < last; j++) d_gain[j] = d_bias[j] = 0;
+    for (int64_t p = 0; p < P; p++) {
+      const real *row = x + p * stride_x, *from = d + p * stride_d;
+      const vec mean = all(means[p]), scale = all(scales[p]);
+      for (int64_t j = first; j < last; j = after(j, last)) {
+        const vec arriving = part(from, j, last);
+        put(d_gain, j, last, part(d_gain, j, last) + arriving * ((part(row, j, last) - mean) * scale));
+        put(d_bias, j, last, part(d_bias, j, last) + arriving);
+      }
+    }
+  }
+}
