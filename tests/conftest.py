@@ -10,6 +10,7 @@ import torch
 
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import Labels
+from stretto.kernels import row_products
 from stretto.storage import CACHE_VARIABLE
 
 DATA_VARIABLE = "STRETTO_DATA"
@@ -34,8 +35,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def set_threads() -> Iterator[Callable[[int], None]]:
-    """Sets the number of threads; it is as before afterwards."""
+def set_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads, which then all work however little there is to do; it is as before afterwards."""
+    monkeypatch.setattr(row_products, "WORTH_A_THREAD", 1)
     earlier = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(earlier)

@@ -18,6 +18,7 @@ from stretto.kernels.generate import Generated, generate_backward, generate_forw
 from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
 from stretto.kernels.layout import Layout
 from stretto.kernels.memory import fresh
+from stretto.kernels.row_products import threads_for
 
 APART = 64
 """Elements that pieces of one memory begin at multiples of, so that no two threads write to one cache line."""
@@ -260,7 +261,7 @@ def _run_all(runs: Sequence[_Run]) -> None:
     runs = [item for item in runs if item.layout.total]
     if not runs:
         return
-    threads = torch.get_num_threads()
+    threads = threads_for(sum(item.layout.total * item.function.work for item in runs))
     rows = sum(item.layout.num_going for item in runs)
     alone = len(runs) == 1 and rows < threads and runs[0].function.shares_columns
     team = threads if alone else 1

@@ -69,15 +69,30 @@ class Earlier:
         return torch.cat([self.initial, self.after[: len(self.after) - len(self.initial)]])
 
 
-def run_deferred(nodes: Sequence[Node], values: dict[Node, Any], rows: int) -> None:
-    """Add the values of operators that come after a backward loop, which come in order, to `values`."""
-    readers = Counter(item for node in nodes for item in node.inputs)
-    summed = {node.args[0] for node in nodes if _is_column_sum(node) and readers[node.args[0]] == 1}
-    for node in nodes:
-        put_off = (node in summed and _is_product_of_rows(node)) or (node.label == "t" and node.args[0].has_rows)
-        if node not in values and not put_off:
-            made = _deferred(node, values, rows)
-            values[node] = evaluate(node, _at_hand(node, values, rows), rows) if made is None else made
+@final
+class Deferral:
+    """The operators that come after a backward loop, and which of them are better done together with their reader.
+
+    Args:
+        nodes: The operators, in order.
+    """
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        readers = Counter(item for node in nodes for item in node.inputs)
+        summed = {node.args[0] for node in nodes if _is_column_sum(node) and readers[node.args[0]] == 1}
+        self.read = frozenset(readers)
+        self.nodes = [
+            node
+            for node in nodes
+            if not (node in summed and _is_product_of_rows(node)) and not (node.label == "t" and node.args[0].has_rows)
+        ]
+
+    def run(self, values: dict[Node, Any], rows: int) -> None:
+        """Add the values of the operators to `values`."""
+        for node in self.nodes:
+            if node not in values:
+                made = _deferred(node, values, rows)
+                values[node] = evaluate(node, _at_hand(node, values, rows), rows) if made is None else made
 
 
 def _at_hand(node: Node, values: dict[Node, Any], rows: int) -> dict[Node, Any]:

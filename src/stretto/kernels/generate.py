@@ -34,6 +34,10 @@ LARGE_WEIGHTS = 32768
 """Elements of the weights of a step from which on threads may, and usually do, share the columns of few rows."""
 
 
+POINTWISE_WORK = 16
+"""Multiplications that an element of a loop over a row takes as long as, about."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -58,6 +62,7 @@ class Generated:
         room: Elements a row that products need to lay rows side by side.
         products: Products of a step.
         passes: Loops over a row's elements of a step.
+        work: Multiplications of a row's step; an element of a loop counts as several.
         shares_columns: Whether threads may share few rows, if it turns out to be faster.
         usually_shares_columns: Whether they do in a walk too short to try.
         lines: The code.
@@ -72,6 +77,7 @@ class Generated:
     room: int
     products: int
     passes: int
+    work: int
     shares_columns: bool
     usually_shares_columns: bool
     lines: list[str]
@@ -163,6 +169,7 @@ class _Writer:
             room=room,
             products=len(products),
             passes=len(schedule.groups) - len(products),
+            work=elements + POINTWISE_WORK * sum(size_of(g.dims) for g in schedule.groups if g.kind != "product"),
             shares_columns=elements >= WORTH_TRYING,
             usually_shares_columns=elements >= LARGE_WEIGHTS,
             lines=[],

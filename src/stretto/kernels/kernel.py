@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from stretto.graph.adjoint import Body
+from stretto.kernels.folded import Deferral
 from stretto.kernels.layout import Layout
 
 
@@ -57,6 +58,7 @@ class AbstractKernel(ABC):
 
     def __init__(self, body: Body) -> None:
         self.body = body
+        self.deferral = Deferral(body.deferred)
 
     @abstractmethod
     def forward(self, layout: Layout, inputs: Inputs, *, keep: bool) -> Outputs:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from stretto.graph.adjoint import Body, Kind
+from stretto.graph.adjoint import Kind
 from stretto.graph.node import Node
 from stretto.kernels.eager import EagerKernel
-from stretto.kernels.folded import Earlier, run_deferred
+from stretto.kernels.folded import Earlier
 from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
 from stretto.kernels.layout import Layout
 
@@ -108,7 +108,7 @@ class _Loops(torch.autograd.Function):
         gradients: list[torch.Tensor | None] = []
         for kernel, layout, item, output, gradient in zip(kernels, layouts, given, made, found, strict=True):
             wanted = {kind: [next(needed) for _ in kernel.body.ports_of(kind)] for kind in Kind}
-            weights = deferred(kernel.body, layout, item, output, found=gradient, wanted=wanted[Kind.ONCE])
+            weights = deferred(kernel, layout, item, output, found=gradient, wanted=wanted[Kind.ONCE])
             gradients += [*gradient.states, *gradient.steps, *weights, *gradient.kept]
         return None, None, *gradients
 
@@ -127,9 +127,16 @@ def _split(kernels: list[AbstractKernel], flat: Sequence[Any], saved: Sequence[t
 
 
 def deferred(
-    body: Body, layout: Layout, inputs: Inputs, outputs: Outputs, *, found: Gradients, wanted: Sequence[bool]
+    kernel: AbstractKernel,
+    layout: Layout,
+    inputs: Inputs,
+    outputs: Outputs,
+    *,
+    found: Gradients,
+    wanted: Sequence[bool],
 ) -> list[torch.Tensor | None]:
     """Gradients of what stays the same over all steps: one operation over the rows of all of them."""
+    body = kernel.body
     ports = body.ports_of(Kind.ONCE)
     asked = [port.gradient if needs else None for port, needs in zip(ports, wanted, strict=True)]
     if not any(node is not None for node in asked):
@@ -139,7 +146,7 @@ def deferred(
         values.update((node, truth(tensor, node)) for node, tensor in zip(nodes, tensors, strict=True))
     values.update((port.node, tensor) for port, tensor in zip(ports, inputs.once, strict=True))
     values.update((port.node, tensor) for port, tensor in zip(body.ports_of(Kind.STEP), inputs.steps, strict=True))
-    read = {item for node in body.deferred for item in node.inputs} | {node for node in asked if node is not None}
+    read = kernel.deferral.read | {node for node in asked if node is not None}
     for port, after, initial in zip(body.ports_of(Kind.STATE), outputs.after, inputs.states, strict=True):
         if port.node in read and port.node not in values:
             even = layout.is_even and layout.num_steps > 1
@@ -147,7 +154,7 @@ def deferred(
     for port, kept in zip(body.ports_of(Kind.KEPT), inputs.kept, strict=True):
         if port.node in read:
             values[port.node] = layout.spread(kept)
-    run_deferred(body.deferred, values, layout.total)
+    kernel.deferral.run(values, layout.total)
     return [
         None if node is None else values[node].reshape(port.source.shape)
         for node, port in zip(asked, ports, strict=True)
