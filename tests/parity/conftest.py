@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from stretto.nn import stack
+
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
@@ -15,3 +17,11 @@ def poisoned_memory() -> Iterator[None]:
     assert bool(torch.empty(3).isnan().all())
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def waves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers run as a wave wherever they can, whether or not that is expected to be faster."""
+    monkeypatch.setattr(stack, "CHUNK_COST", 0)
+    monkeypatch.setattr(stack, "TEAM_GAIN", 1.0)
+    monkeypatch.setattr(stack, "WORTH_IT", 1.0)

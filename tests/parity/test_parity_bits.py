@@ -12,6 +12,8 @@ from parity_oracle import Batch, assert_parity, assert_same_bits, errors_of, fou
 from parity_own_cells import TwoLoops
 
 import stretto
+from stretto.kernels.layout import Layout
+from stretto.nn import stack
 
 THREADS = (1, 2, 4)
 
@@ -79,28 +81,43 @@ def test_shared_rows_of_other_cells(setting: str, set_threads: Callable[[int], N
     assert_same_bits(results["cpp"], alone)
 
 
+@pytest.mark.usefixtures("waves")
 @pytest.mark.parametrize("B", [1, 3])
 @pytest.mark.parametrize("num_layers", [2, 3])
 def test_layers_as_a_wave_equal_the_definition(B: int, num_layers: int, set_threads: Callable[[int], None]) -> None:
-    """Few rows and many steps: layers work on different stretches of time at once."""
+    """Layers work on different chunks of time at once."""
     rnn = layer("lstm", 7, kernel="cpp", num_layers=num_layers)
     set_threads(4)
     lengths = None if B == 1 else [100, 37, 64]
     assert_parity(rnn, drawn(rnn, T=100, B=B, lengths=lengths, given=True))
 
 
-@pytest.mark.parametrize("T", [63, 64, 65, 100, 600])
+@pytest.mark.usefixtures("waves")
+@pytest.mark.parametrize("T", [1, 2, 5, 64, 65, 600])
 def test_a_wave_makes_the_same_bits(T: int, set_threads: Callable[[int], None]) -> None:
-    """But for weight gradients, which are summed up stretch by stretch then."""
+    """But for weight gradients, which are summed up chunk by chunk then."""
     rnn = layer("lstm", 7, kernel="cpp", num_layers=3)
-    _assert_the_same(
-        rnn, drawn(rnn, T=T, B=1, given=True), set_threads, but=_is_a_weight if T >= 64 else lambda _: False
-    )
+    _assert_the_same(rnn, drawn(rnn, T=T, B=1, given=True), set_threads, but=_is_a_weight)
 
 
+@pytest.mark.usefixtures("waves")
 def test_a_wave_over_ragged_rows_makes_the_same_bits(set_threads: Callable[[int], None]) -> None:
     rnn = layer("gru", 7, kernel="cpp", num_layers=2)
     _assert_the_same(rnn, drawn(rnn, T=130, B=3, lengths=[40, 0, 130]), set_threads, but=_is_a_weight)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "T", "threads", "some"), [(7, 100, 4, False), (24, 200_000, 4, True), (24, 200_000, 1, False)]
+)
+def test_a_wave_is_made_where_it_pays(
+    hidden: int, T: int, threads: int, some: bool, set_threads: Callable[[int], None]
+) -> None:
+    """Long walks through small layers, and more threads than sequences."""
+    rnn = layer("lstm", hidden, kernel="cpp", num_layers=4, dtype=torch.float32)
+    rnn(torch.zeros(1, 2, rnn.cells[0].input_size))
+    layers = [[stack.Direction(built.program, {}, [])] for built in rnn._built.values()]
+    set_threads(threads)
+    assert (stack.chunks_of_a_wave(layers, Layout.even(num_steps=T, num_rows=1)) > 1) == some
 
 
 def test_independent_loops_make_the_same_bits(set_threads: Callable[[int], None]) -> None:

@@ -4,11 +4,13 @@ Shape legend: B sequences, T steps, F features, H hidden units.
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from parity_cells import F, drawn, layer
 from parity_oracle import assert_same_bits, by_hand, error_of, found, tensors_in
+from torch.utils.checkpoint import checkpoint
 
 import stretto
 
@@ -149,3 +151,50 @@ def test_gradients_add_up_over_calls(lstm: stretto.RNN) -> None:
         lstm(x_BTF)[0].sum().backward()
     once = torch.autograd.grad(lstm(x_BTF)[0].sum(), list(lstm.parameters()))
     _assert_close([parameter.grad for parameter in lstm.parameters()], [2 * gradient for gradient in once])
+
+
+def test_checkpointing(lstm: stretto.RNN) -> None:
+    x_BTF = _x(B, T, F).requires_grad_()
+    inputs = [x_BTF, *lstm.parameters()]
+    ones = torch.autograd.grad(lstm(x_BTF, lengths=LENGTHS)[0].square().sum(), inputs)
+
+    def run(x_BTF: torch.Tensor) -> torch.Tensor:
+        y_BTH: torch.Tensor = lstm(x_BTF, lengths=LENGTHS)[0]
+        return y_BTH
+
+    y_BTH = checkpoint(run, x_BTF, use_reentrant=False)
+    assert isinstance(y_BTH, torch.Tensor)
+    others = torch.autograd.grad(y_BTH.square().sum(), inputs)
+    assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_writing_into_a_result_is_right_or_refused(lstm: stretto.RNN, lengths: list[int] | None, place: int) -> None:
+    x_BTF = _x(B, T, F).requires_grad_()
+    inputs = [x_BTF, *lstm.parameters()]
+
+    def results() -> list[torch.Tensor]:
+        y_BTH, (h_BH, c_BH) = lstm(x_BTF, lengths=lengths)
+        return [y_BTH, h_BH, c_BH]
+
+    changed = results()
+    changed[place] = 2 * changed[place]
+    others = torch.autograd.grad(sum(part.square().sum() for part in changed), inputs)  # type: ignore[arg-type]
+    written = results()
+    try:
+        written[place].mul_(2)
+        ones = torch.autograd.grad(sum(part.square().sum() for part in written), inputs)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        assert "inplace" in str(error).replace("-", "")  # noqa: PT017 - either is right
+    else:
+        _assert_close(list(ones), list(others))
+
+
+def test_python_threads_do_not_disturb_each_other() -> None:
+    rnn = layer("lstm", H, kernel="cpp")
+    batches = [drawn(rnn, T=20 + number, B=1 + number, seed=number) for number in range(6)]
+    alone = [rnn(batch.x_BTF)[0] for batch in batches]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda batch: rnn(batch.x_BTF)[0], batches * 5))
+    assert all(torch.equal(one, other) for one, other in zip(alone * 5, together, strict=True))

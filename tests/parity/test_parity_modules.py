@@ -182,3 +182,18 @@ def test_functional_call(kernel: str) -> None:
     twin(x_BTF)[0].square().sum().backward()
     for gradient, parameter in zip(gradients, twin.parameters(), strict=True):
         assert error_of(gradient, parameter.grad) < 1e-10
+
+
+@pytest.mark.parametrize("kernel", ["cpp", "eager"])
+def test_dropout_between_layers(kernel: str) -> None:
+    rnn = layer("lstm", 7, kernel=kernel, num_layers=2, dropout=0.5)
+    batch = drawn(rnn, T=5, B=3, lengths=[2, 5, 0])
+    assert_parity(rnn, batch, kernels=[kernel])
+    rnn.train()
+    one, two = found(rnn, batch, seed=1), found(rnn, batch, seed=1)
+    assert_same_bits(one, two)
+    assert error_of(found(rnn, batch, seed=2).values["y"], one.values["y"]) > 0.01
+    rnn.dropout = 1.0
+    above = stretto.RNN(rnn.cells[1], kernel="eager")
+    expected_BTH, _ = above(torch.zeros(3, 5, 7, dtype=torch.float64), lengths=batch.lengths)
+    assert error_of(found(rnn, batch).values["y"], expected_BTH) < 1e-10

@@ -84,7 +84,7 @@ def test_threads_that_share_a_row_read_nothing_unwritten(rows: int, set_threads:
     assert_parity(rnn, drawn(rnn, T=6, B=rows, given=True), kernels=["cpp"])
 
 
-@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.usefixtures("poisoned_memory", "waves")
 def test_layers_as_a_wave_read_nothing_unwritten(set_threads: Callable[[int], None]) -> None:
     rnn = layer("lstm", 7, num_layers=3, kernel="cpp")
     batch = drawn(rnn, T=100, B=2, lengths=[70, 100], given=True)

@@ -79,7 +79,7 @@ def test_random_numbers_afterwards_are_those_that_would_have_come() -> None:
 
 def test_second_derivatives_through_stretches() -> None:
     rnn = layer("lstm", 7, save="states")
-    x_BTF = torch.randn(40, 70, F, dtype=torch.float64)[:, :, :].requires_grad_()
+    x_BTF = torch.randn(40, 70, F, dtype=torch.float64, requires_grad=True)
     lengths = [70, 40, *[1] * 38]
     results = []
     for y_BTO in (

@@ -46,7 +46,7 @@ def bidirectional_comparisons(*, pace: Pace, quick: bool, tell: Tell) -> tuple[C
 
 
 def stack_comparisons(*, pace: Pace, quick: bool, tell: Tell) -> tuple[Comparison, ...]:
-    """Three layers at once, as a wave through time, beside the same layers one after another, and torch's."""
+    """Three layers, as a wave through time where that pays, beside the same one after another, and torch's."""
     shape = dataclasses.replace(TINY, num_steps=64, batch=1) if quick else STACKED
     tell(f"stack: {shape}")
     rnn = _gru(shape, num_layers=NUM_STACKED, bidirectional=False)

@@ -16,7 +16,7 @@ WIDE: Final = 118
 TITLES: Final = {
     "shapes": "Training step, forward and backward with the gradients of all weights",
     "bidirectional": "Both directions in two layers",
-    "stack": "Three layers as a wave through time, beside the same layers one after another",
+    "stack": "Three layers, beside the same layers one after another and torch's",
     "hidden": "Large layers",
     "threads": "Threads",
 }

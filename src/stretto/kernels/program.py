@@ -33,7 +33,12 @@ class Program:
     @property
     def bodies(self) -> list[Body]:
         """The loops' bodies."""
-        return [kernel.body for level in self.kernels for kernel in level]
+        return [kernel.body for kernel in self.loops]
+
+    @property
+    def loops(self) -> list[AbstractKernel]:
+        """What runs the loops."""
+        return [kernel for level in self.kernels for kernel in level]
 
     def parts(
         self,

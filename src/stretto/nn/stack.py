@@ -12,13 +12,19 @@ import torch
 from torch.nn import functional
 
 from stretto.kernels.build import SaveChoice
+from stretto.kernels.cpp import CppKernel
 from stretto.kernels.layout import Layout
 from stretto.kernels.plain import PlainProgram
 from stretto.kernels.program import Program, run_together
 from stretto.nn.recompute import recomputed, stretches
 
-CHUNKS_OF_A_WAVE = 16
-SHORTEST_CHUNK = 32
+MOST_CHUNKS = 16
+CHUNK_COST = 1 << 24
+"""Multiplications that could be done in the time it takes to prepare a chunk of a wave, forward and backward."""
+TEAM_GAIN = 1.9
+"""How much faster a layer of large weights is by two threads or more than by one."""
+WORTH_IT = 0.75
+"""The share of the time of layers one after another that a wave must be expected to take, at most."""
 
 
 @final
@@ -55,8 +61,9 @@ def run_stack(
 
     With `save` "states", stretches of time are computed again in the backward pass from the state at their start.
     """
-    if save == "auto" and _makes_a_wave(layers, layout):
-        return _wave([layer[0] for layer in layers], layout, x_PF, dropout=dropout)
+    chunks = chunks_of_a_wave(layers, layout) if save == "auto" else 1
+    if chunks > 1:
+        return _wave([layer[0] for layer in layers], layout, x_PF, dropout=dropout, count=chunks)
     finals: list[list[torch.Tensor]] = []
     for number, layer in enumerate(layers):
         if number and dropout:
@@ -117,15 +124,36 @@ def reversed_rows(layout: Layout, x_PF: torch.Tensor) -> torch.Tensor:
     return x_PF.index_select(0, layout.reversed_P.to(x_PF.device))
 
 
-def _makes_a_wave(layers: Sequence[Sequence[Direction]], layout: Layout) -> bool:
-    if len(layers) < 2 or any(len(layer) > 1 or isinstance(layer[0].program, PlainProgram) for layer in layers):
-        return False
-    few = layout.num_going < torch.get_num_threads()
-    return few and layout.num_steps >= 2 * SHORTEST_CHUNK
+def chunks_of_a_wave(layers: Sequence[Sequence[Direction]], layout: Layout) -> int:
+    """Chunks of time that are expected to be fastest; 1 where layers had better run one after another.
+
+    It depends on sizes alone, never on a clock: weight gradients are summed up chunk by chunk.
+    """
+    threads = torch.get_num_threads()
+    if len(layers) < 2 or any(len(layer) > 1 for layer in layers) or layout.num_going >= threads:
+        return 1
+    programs = [layer[0].program for layer in layers]
+    kernels = [kernel for program in programs if isinstance(program, Program) for kernel in program.loops]
+    if not all(isinstance(program, Program) for program in programs) or not all(
+        isinstance(kernel, CppKernel) for kernel in kernels
+    ):
+        return 1
+    shared = [kernel for kernel in kernels if isinstance(kernel, CppKernel) and kernel.ahead.usually_shares_columns]
+    work = sum((kernel.ahead.work + kernel.back.work) for kernel in kernels if isinstance(kernel, CppKernel))
+    total = work * layout.total
+    best, chosen = WORTH_IT * total / (TEAM_GAIN if shared else 1.0), 1
+    for count in range(2, min(MOST_CHUNKS, layout.num_steps) + 1):
+        each = total / len(layers) / count + CHUNK_COST
+        rounds = sum(
+            -(-min(wave + 1, len(layers), count + len(layers) - 1 - wave) // threads)
+            for wave in range(count + len(layers) - 1)
+        )
+        if rounds * each < best:
+            best, chosen = rounds * each, count
+    return chosen
 
 
-def _wave(stack: Sequence[Direction], layout: Layout, x_PF: torch.Tensor, *, dropout: float) -> StackResult:
-    count = min(CHUNKS_OF_A_WAVE, layout.num_steps // SHORTEST_CHUNK)
+def _wave(stack: Sequence[Direction], layout: Layout, x_PF: torch.Tensor, *, dropout: float, count: int) -> StackResult:
     bounds = [layout.num_steps * index // count for index in range(count + 1)]
     chunks = [layout.chunk(first, last) for first, last in pairwise(bounds)]
     rows = [int(layout.starts_T[bound]) for bound in bounds]
