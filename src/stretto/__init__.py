@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from stretto.batching.sampler import BucketSampler as BucketSampler
     from stretto.cells.cell import Cell as Cell
     from stretto.errors import StrettoError as StrettoError
-    from stretto.graph.network import Graph as Graph
+    from stretto.graph.network.graph import Graph as Graph
     from stretto.job import train as train
     from stretto.nn.accelerate import accelerate as accelerate
     from stretto.nn.rnn import RNN as RNN
@@ -19,7 +19,7 @@ FOLDERS: Final = ("cells",)
 HOMES: Final = {
     "BucketSampler": "stretto.batching.sampler",
     "Cell": "stretto.cells.cell",
-    "Graph": "stretto.graph.network",
+    "Graph": "stretto.graph.network.graph",
     "RNN": "stretto.nn.rnn",
     "StrettoError": "stretto.errors",
     "accelerate": "stretto.nn.accelerate",

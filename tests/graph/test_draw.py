@@ -12,17 +12,17 @@ from torch import nn
 
 from stretto import cells
 from stretto.cells.cell import Cell, State
-from stretto.graph import network_builders
 from stretto.graph.adjoint import Body, derive
 from stretto.graph.analyse import Place, Plan, analyse
-from stretto.graph.draw import draw
-from stretto.graph.draw_backward import backward_panel
-from stretto.graph.draw_forward import forward_panel
-from stretto.graph.draw_layout import Layout, Rectangle, lay_out
-from stretto.graph.draw_panel import Band, Box, Delayed, Look, Panel, is_drawn
-from stretto.graph.draw_rows import arrange
-from stretto.graph.draw_svg import document, escaped
-from stretto.graph.network import Graph
+from stretto.graph.drawing.backward import backward_panel
+from stretto.graph.drawing.draw import draw
+from stretto.graph.drawing.forward import forward_panel
+from stretto.graph.drawing.layout import Layout, Rectangle, lay_out
+from stretto.graph.drawing.panel import Band, Box, Delayed, Look, Panel, is_drawn
+from stretto.graph.drawing.rows import arrange
+from stretto.graph.drawing.svg import document, escaped
+from stretto.graph.network import builders
+from stretto.graph.network.graph import Graph
 from stretto.graph.summary import SAME_VALUE_BACKWARD, Operator
 from stretto.graph.trace import trace
 
@@ -67,8 +67,8 @@ CELLS: dict[str, Callable[[], Cell]] = {
     "LayerNormLSTM": lambda: cells.LayerNormLSTM(F, H),
     "AttentionCell": lambda: cells.AttentionCell(F, H, memory_size=2),
     "Clockwork": lambda: cells.Clockwork(F, H, periods=(1, 2)),
-    "two loops": lambda: network_builders.two_loops(F, H).cell(),
-    "delays": lambda: network_builders.delayed(F, H, delays=(1, 3)).cell(),
+    "two loops": lambda: builders.two_loops(F, H).cell(),
+    "delays": lambda: builders.delayed(F, H, delays=(1, 3)).cell(),
     "delay line": _delay_line,
     "everything": Everything,
 }
@@ -173,12 +173,12 @@ def _linked(panel: Panel) -> list[tuple[str, str, str]]:
 def test_next_states_become_states() -> None:
     panel = forward_panel(_taken_apart(cells.LSTM(F, H))[0])
     assert _linked(panel) == [("mul", "state0", ""), ("add", "state1", "")]
-    panel = forward_panel(_taken_apart(network_builders.two_loops(F, H).cell())[0])
+    panel = forward_panel(_taken_apart(builders.two_loops(F, H).cell())[0])
     assert _linked(panel) == [("tanh", "state0", ""), ("state0", "state1", ""), ("tanh", "state2", "")]
 
 
 def test_what_is_only_passed_on_is_told_as_a_number_of_steps() -> None:
-    panel = forward_panel(_taken_apart(network_builders.delayed(F, H, delays=(1, 30)).cell())[0])
+    panel = forward_panel(_taken_apart(builders.delayed(F, H, delays=(1, 30)).cell())[0])
     assert _linked(panel) == [("tanh", "state0", ""), ("state0", "state29", "29 steps")]
     assert [box.title for box in panel.boxes if box.title.startswith("state")] == ["state0", "state29"]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from stretto.cells.cell import Cell
-from stretto.graph.network import Graph
-from stretto.graph.network_builders import delayed, gru, lstm, peephole_lstm, two_loops
+from stretto.graph.network.builders import delayed, gru, lstm, peephole_lstm, two_loops
+from stretto.graph.network.graph import Graph
 
 BUILDERS = [lstm, peephole_lstm, gru, delayed, two_loops]
 

@@ -11,9 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from stretto.cells.cell import Cell
 from stretto.errors import StrettoError
-from stretto.graph.network import Graph
-from stretto.graph.network_builders import delayed, gru, lstm, peephole_lstm, two_loops
-from stretto.graph.network_cell import GraphCell
+from stretto.graph.network.builders import delayed, gru, lstm, peephole_lstm, two_loops
+from stretto.graph.network.cell import GraphCell
+from stretto.graph.network.graph import Graph
 
 
 def _rich() -> Graph:

@@ -1,12 +1,12 @@
 """`stretto bench NAME`."""
 
-from rich.console import Console
 from rich.text import Text
 
 from stretto.benchmarks import buckets_tables, kernels_tables
 from stretto.benchmarks.buckets import BucketsBenchSettings, run_buckets_bench
 from stretto.benchmarks.kernels import KernelsBenchSettings, run_kernels_bench
 from stretto.benchmarks.kernels_page import write_kernels_page
+from stretto.cli.console import console_for
 from stretto.cli.parsing import choose, parse
 
 BENCHMARKS = {
@@ -26,7 +26,7 @@ def run(words: list[str]) -> int:
 
 def _buckets(words: list[str]) -> int:
     settings = parse(BucketsBenchSettings, words, prog="stretto bench buckets")
-    console = _console(buckets_tables.WIDE)
+    console = console_for(buckets_tables.WIDE + 2)
     with console.status("") as status:
         bench = run_buckets_bench(settings, tell=status.update)
     for table in buckets_tables.tables(bench, width=console.width):
@@ -40,7 +40,7 @@ def _buckets(words: list[str]) -> int:
 
 def _kernels(words: list[str]) -> int:
     settings = parse(KernelsBenchSettings, words, prog="stretto bench kernels")
-    console = _console(kernels_tables.WIDE)
+    console = console_for(kernels_tables.WIDE + 2)
     with console.status("") as status:
         # It takes minutes: where no status line can be shown, plain lines tell how far it is.
         tell = status.update if console.is_terminal else lambda line: console.print(Text(line), soft_wrap=True)
@@ -57,9 +57,3 @@ def _kernels(words: list[str]) -> int:
         write_kernels_page(bench, path)
         console.print(Text(f"page   {path}"), soft_wrap=True)
     return 0
-
-
-def _console(wide: int) -> Console:
-    console = Console()
-    # A file or pipe has no width of its own; this one shows every column.
-    return console if console.is_terminal else Console(width=max(console.width, wide + 2))

@@ -24,8 +24,8 @@ import stretto.cells
 from stretto.cells.cell import Cell
 from stretto.cli.parsing import checked_flags, parse
 from stretto.errors import StrettoError
-from stretto.graph.network import Graph
-from stretto.graph.network_cell import GraphCell
+from stretto.graph.network.cell import GraphCell
+from stretto.graph.network.graph import Graph
 from stretto.graph.trace import stepped
 from stretto.nn.rnn import RNN
 from stretto.storage import write_text_atomically

@@ -5,6 +5,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from stretto.cli.console import console_for
 from stretto.cli.parsing import checked_flags, choose, parse
 from stretto.recipes.bucketing import BucketingSettings, reproduce_bucketing
 from stretto.recipes.bucketing_figure import write_bucketing_figure
@@ -14,6 +15,7 @@ from stretto.recipes.graph_figure import write_graph_figure
 from stretto.recipes.graph_page import graph_table, write_graph_page
 from stretto.training.loop import EpochRecord
 
+WIDE_TABLE = 110
 PAPERS = {
     "bucketing": "the same net to the same loss with ever more length buckets (Khomenko et al. 2016)",
     "graph": "parallelism found in the graph, with one stream and many (Hwang and Sung 2015)",
@@ -50,7 +52,7 @@ def _bucketing(words: list[str]) -> int:
 
 def _graph(words: list[str]) -> int:
     settings = checked_flags(parse(GraphSettings, words, prog="stretto reproduce graph"))
-    console = Console()
+    console = console_for(WIDE_TABLE)
     result = reproduce_graph(settings, tell=lambda line: console.print(Text(line), soft_wrap=True))
     console.print(graph_table(result))
     if settings.quick:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from stretto.graph.draw import draw
-from stretto.graph.draw_svg import document
+from stretto.graph.drawing.draw import draw
+from stretto.graph.drawing.svg import document
 from stretto.graph.summary import LoopSummary, Operator, Product, Summary, sizes
 from stretto.kernels.build import Built
 from stretto.kernels.cpp import CppKernel

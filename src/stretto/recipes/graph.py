@@ -24,19 +24,19 @@ from stretto.benchmarks.kernel_gate import pass_gate
 from stretto.benchmarks.machine import Machine, machine_with
 from stretto.benchmarks.training_step import Forward, StepShape, TorchStep, drawn_batch, step_after_step
 from stretto.errors import StrettoError
-from stretto.graph import network_builders
-from stretto.graph.network import Graph
-from stretto.graph.network_cell import GraphCell
+from stretto.graph.network import builders
+from stretto.graph.network.cell import GraphCell
+from stretto.graph.network.graph import Graph
 from stretto.kernels.compiler import NoCompiler, find_compiler
 from stretto.nn.rnn import RNN
 from stretto.storage import write_text_atomically
 from stretto.training.config import Count
 
 NETWORKS: Final[Mapping[str, Callable[[int, int], Graph]]] = {
-    "LSTM": network_builders.lstm,
-    "peephole LSTM": network_builders.peephole_lstm,
-    "delays": network_builders.delayed,
-    "two loops": network_builders.two_loops,
+    "LSTM": builders.lstm,
+    "peephole LSTM": builders.peephole_lstm,
+    "delays": builders.delayed,
+    "two loops": builders.two_loops,
 }
 LOOP: Final = "step by step"
 ANALYSIS: Final = "graph analysis"

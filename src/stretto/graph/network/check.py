@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from stretto.errors import StrettoError
-from stretto.graph.network_connection import Connection, Range
-from stretto.graph.network_layer import Layer
-from stretto.graph.network_order import reached
+from stretto.graph.network.connection import Connection, Range
+from stretto.graph.network.layer import Layer
+from stretto.graph.network.order import reached
 
 
 def check_network(layers: Mapping[str, Layer], *, connections: Sequence[Connection], outputs: Sequence[str]) -> None:

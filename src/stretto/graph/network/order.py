@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 
 from stretto.errors import StrettoError
-from stretto.graph.network_connection import Connection
+from stretto.graph.network.connection import Connection
 
 
 def step_order(names: Iterable[str], *, connections: Sequence[Connection]) -> tuple[str, ...]:

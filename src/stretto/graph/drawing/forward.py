@@ -3,7 +3,7 @@
 from typing import Any, TypeAlias
 
 from stretto.graph.analyse import Place, Plan
-from stretto.graph.draw_panel import Band, Delayed, Panel, is_drawn, shown, sources
+from stretto.graph.drawing.panel import Band, Delayed, Panel, is_drawn, shown, sources
 from stretto.graph.node import Node
 from stretto.graph.summary import places
 

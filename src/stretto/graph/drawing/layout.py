@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Final, final
 
-from stretto.graph.draw_panel import Box, Delayed, Look, Panel
-from stretto.graph.draw_positions import middles_of
-from stretto.graph.draw_rows import Grid, arrange
+from stretto.graph.drawing.panel import Box, Delayed, Look, Panel
+from stretto.graph.drawing.positions import middles_of
+from stretto.graph.drawing.rows import Grid, arrange
 
 TITLE_SIZE: Final = 13.0
 LINE_SIZE: Final = 11.0

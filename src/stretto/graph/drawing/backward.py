@@ -1,7 +1,7 @@
 """The picture of the backward pass: the loops in reverse, and the gradients that wait until a loop has ended."""
 
 from stretto.graph.adjoint import Body, Kind
-from stretto.graph.draw_panel import Band, Delayed, Panel, is_drawn, shown, sources
+from stretto.graph.drawing.panel import Band, Delayed, Panel, is_drawn, shown, sources
 from stretto.graph.node import Node, needed_for
 from stretto.graph.summary import SAME_VALUE_BACKWARD, Operator
 

@@ -5,8 +5,8 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from stretto.graph.draw_layout import LINE_SIZE, TITLE_SIZE, Layout, Point, Rectangle, text_width
-from stretto.graph.draw_panel import Box, Look, Panel
+from stretto.graph.drawing.layout import LINE_SIZE, TITLE_SIZE, Layout, Point, Rectangle, text_width
+from stretto.graph.drawing.panel import Box, Look, Panel
 
 INK: Final = "#22303f"
 SOFT: Final = "#5c6976"

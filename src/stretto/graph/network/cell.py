@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from stretto.cells.cell import Cell, State
 from stretto.errors import StrettoError
-from stretto.graph.network_activation import ACTIVATIONS
-from stretto.graph.network_connection import Range
-from stretto.graph.network_layer import Layer
-from stretto.graph.network_wiring import Wire, Wiring
+from stretto.graph.network.activation import ACTIVATIONS
+from stretto.graph.network.connection import Range
+from stretto.graph.network.layer import Layer
+from stretto.graph.network.wiring import Wire, Wiring
 
 
 @final

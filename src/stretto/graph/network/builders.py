@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from stretto.errors import StrettoError
-from stretto.graph.network import Graph
-from stretto.graph.network_argument import checked_count
+from stretto.graph.network.argument import checked_count
+from stretto.graph.network.graph import Graph
 
 SKIPPED_STEPS = 2
 

@@ -2,10 +2,10 @@
 
 from stretto.graph.adjoint import Body
 from stretto.graph.analyse import Plan
-from stretto.graph.draw_backward import backward_panel
-from stretto.graph.draw_forward import forward_panel
-from stretto.graph.draw_layout import lay_out
-from stretto.graph.draw_svg import document
+from stretto.graph.drawing.backward import backward_panel
+from stretto.graph.drawing.forward import forward_panel
+from stretto.graph.drawing.layout import lay_out
+from stretto.graph.drawing.svg import document
 
 
 def draw(plan: Plan, bodies: list[Body], *, title: str, subtitle: str = "") -> str:

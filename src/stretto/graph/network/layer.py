@@ -4,8 +4,8 @@ import dataclasses
 from typing import Final, Literal, TypeAlias, final
 
 from stretto.errors import StrettoError
-from stretto.graph.network_activation import ACTIVATIONS
-from stretto.graph.network_argument import check_choice, checked_count, checked_flag, checked_name, checked_number
+from stretto.graph.network.activation import ACTIVATIONS
+from stretto.graph.network.argument import check_choice, checked_count, checked_flag, checked_name, checked_number
 
 Role: TypeAlias = Literal["hidden", "input", "constant"]
 Aggregation: TypeAlias = Literal["sum", "multiply"]

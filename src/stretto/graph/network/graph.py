@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any, Final, final
 
 from stretto.errors import StrettoError
-from stretto.graph.network_argument import checked_name
-from stretto.graph.network_cell import GraphCell
-from stretto.graph.network_connection import Connection, Kind, Range, checked_range
-from stretto.graph.network_layer import Aggregation, Layer
-from stretto.graph.network_wiring import Wiring, lay_out
+from stretto.graph.network.argument import checked_name
+from stretto.graph.network.cell import GraphCell
+from stretto.graph.network.connection import Connection, Kind, Range, checked_range
+from stretto.graph.network.layer import Aggregation, Layer
+from stretto.graph.network.wiring import Wiring, lay_out
 
 FORMAT: Final = "stretto.Graph 1"
 
@@ -94,7 +94,7 @@ class Graph:
             size: Its units.
             aggregation: "sum" or "multiply": what happens to all that arrives.
             activation: What is then applied: "linear", "sigmoid", "tanh", "relu", "softplus", "softmax",
-                "one_minus", "negate" or another of `stretto.graph.network_activation.ACTIVATIONS`.
+                "one_minus", "negate" or another of `stretto.graph.network.activation.ACTIVATIONS`.
             bias: Whether to add a vector of parameters to the sum.
             initial_bias: Where that vector starts.
             initial: The value before the first step, for connections with a delay.

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Final, Literal, TypeAlias, final
 
 from stretto.errors import StrettoError
-from stretto.graph.network_argument import check_choice, checked_count, checked_name
+from stretto.graph.network.argument import check_choice, checked_count, checked_name
 
 Kind: TypeAlias = Literal["full", "identity", "broadcast", "diagonal"]
 Range: TypeAlias = tuple[int, int]

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 from stretto.errors import StrettoError
-from stretto.graph.network_check import check_network, units
-from stretto.graph.network_connection import Connection, Kind, Range
-from stretto.graph.network_layer import Layer
-from stretto.graph.network_order import loops, reached, step_order
+from stretto.graph.network.check import check_network, units
+from stretto.graph.network.connection import Connection, Kind, Range
+from stretto.graph.network.layer import Layer
+from stretto.graph.network.order import loops, reached, step_order
 
 
 @final

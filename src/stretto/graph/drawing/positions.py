@@ -4,7 +4,7 @@ import math
 from itertools import pairwise
 from typing import Final
 
-from stretto.graph.draw_rows import Grid
+from stretto.graph.drawing.rows import Grid
 
 BOX_GAP: Final = 18.0
 ROUNDS: Final = 120

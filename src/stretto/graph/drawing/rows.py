@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, final
 
-from stretto.graph.draw_panel import Panel
+from stretto.graph.drawing.panel import Panel
 
 SWEEPS: Final = 16
 

@@ -1,0 +1,1 @@
+"""A cell's graph as a picture."""

@@ -1,0 +1,1 @@
+"""A network drawn as layers and connections with delays, as a cell."""
