@@ -24,7 +24,7 @@ from stretto.report.page import (
     page,
     paragraph,
 )
-from stretto.report.plot import AMBER, BLUE, GREY, TEAL, plot
+from stretto.report.plot import AMBER, BLUE, GREY, TEAL, log_axis, plot
 from stretto.storage import write_text_atomically
 
 HEADER: Final = ("network", "streams", "step by step", "analysis", "fusion", "analysis x", "fusion x", "over loop")
@@ -137,7 +137,7 @@ def _overview_figure(result: GraphResult, networks: Sequence[str]) -> Html:
         traces,
         name="overview",
         x=_streams_axis(result),
-        y={"title": "times the baseline", "type": "log", "dtick": "D2"},
+        y=log_axis("times the baseline", [row.speed_up for row in fused]),
         height=360,
     )
     caption = "Over step by step with one stream; both axes logarithmic."
@@ -149,7 +149,7 @@ def _throughput_figure(result: GraphResult, network: str) -> Html:
         _traces(result, network, "steps_per_second"),
         name=f"throughput-{_slug(network)}",
         x=_streams_axis(result),
-        y={"title": "real steps a second", "type": "log", "dtick": "D2"},
+        y=log_axis("real steps a second", _values(result, network, "steps_per_second")),
     )
     return figure(drawn, title=f"{network}: throughput", caption="Both axes logarithmic.")
 
@@ -159,9 +159,13 @@ def _speed_figure(result: GraphResult, network: str) -> Html:
         _traces(result, network, "speed_up"),
         name=f"speed-{_slug(network)}",
         x=_streams_axis(result),
-        y={"title": "times the baseline", "type": "log", "dtick": "D2"},
+        y=log_axis("times the baseline", _values(result, network, "speed_up")),
     )
     return figure(drawn, title=f"{network}: speed-up", caption="Over step by step with one stream.")
+
+
+def _values(result: GraphResult, network: str, value: str) -> list[float]:
+    return [getattr(row, value) for row in result.rows if row.network == network]
 
 
 def _traces(result: GraphResult, network: str, value: str) -> list[object]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from stretto.batching.edges import bucket_of
 from stretto.extras import optional
 from stretto.report.page import Html, escaped, figure, sentence
-from stretto.report.plot import AMBER, BLUE, BY_BUCKET, GREY, PALE, TEAL, plot
+from stretto.report.plot import AMBER, BLUE, BY_BUCKET, GREY, PALE, TEAL, log_axis, plot
 from stretto.report.record import Numbers, RunRecord
 
 MOST_POINTS = 3000
@@ -62,7 +62,7 @@ def loss_figure(record: RunRecord) -> Html:
         traces,
         name="loss",
         x={"title": "step"},
-        y=_log_axis("loss (log scale)", shown) if log else {"title": "loss"},
+        y=log_axis("loss (log scale)", shown.tolist()) if log else {"title": "loss"},
         height=360,
     )
     text = "The mean of an epoch is drawn at its middle, validation at its end." if record.epochs else ""
@@ -190,13 +190,6 @@ def running_mean(values_S: Numbers, *, window: int) -> Numbers:
     begins_S = np.maximum(np.arange(1, len(values_S) + 1) - window, 0)
     totals_S, nums_S = sums[1:] - sums[begins_S], counts[1:] - counts[begins_S]
     return np.where(nums_S > 0, totals_S / np.maximum(nums_S, 1), np.nan)
-
-
-def _log_axis(title: str, values: Numbers) -> dict[str, Any]:
-    """Ticks at 1, 2 and 5 times the powers of ten; plotly's own show bare digits between them."""
-    powers = 10.0 ** np.arange(np.floor(np.log10(values.min())), np.ceil(np.log10(values.max())) + 1)
-    ticks = np.outer(powers, (1, 2, 5)).ravel()
-    return {"title": title, "type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
 def _line(colour: str, width: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """One plot in the style of the page, as a piece of HTML without the plotting library itself."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -67,3 +68,11 @@ def plot(
 
 def _axis(settings: dict[str, Any]) -> dict[str, Any]:
     return AXIS | settings | {"title": {"text": settings["title"], "font": FONT, "standoff": 10}}
+
+
+def log_axis(title: str, values: Sequence[float]) -> dict[str, Any]:
+    """Ticks at 1, 2 and 5 times the powers of ten; plotly's own show bare digits between them."""
+    low, high = (math.log10(value) for value in (min(values), max(values)))
+    powers = [10.0**power for power in range(math.floor(low), math.ceil(high) + 1)]
+    ticks = [power * digit for power in powers for digit in (1, 2, 5)]
+    return {"title": title, "type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
