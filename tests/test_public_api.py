@@ -17,6 +17,7 @@ NAMES = [
     "accelerate",
     "cells",
     "collate",
+    "distributed",
     "optimal_edges",
     "train",
 ]

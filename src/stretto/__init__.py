@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from stretto import cells as cells
+    from stretto import distributed as distributed
     from stretto.batching.collate import collate as collate
     from stretto.batching.edges import optimal_edges as optimal_edges
     from stretto.batching.sampler import BucketSampler as BucketSampler
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from stretto.nn.accelerate import accelerate as accelerate
     from stretto.nn.rnn import RNN as RNN
 
-FOLDERS: Final = ("cells",)
+FOLDERS: Final = ("cells", "distributed")
 HOMES: Final = {
     "BucketSampler": "stretto.batching.sampler",
     "Cell": "stretto.cells.cell",
@@ -37,6 +38,7 @@ __all__ = [
     "accelerate",
     "cells",
     "collate",
+    "distributed",
     "optimal_edges",
     "train",
 ]

@@ -5,7 +5,9 @@ import dataclasses
 import importlib.metadata
 import itertools
 import json
+import os
 import platform
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -16,15 +18,17 @@ from torch import nn
 from stretto.batching.shuffled import shuffled_slots
 from stretto.data.opening import open_sequences
 from stretto.data.sequences import PARTS, SequenceSet
+from stretto.distributed.joining import joined, lost_worker
+from stretto.distributed.world import World
 from stretto.errors import StrettoError
 from stretto.report.console import console_view
 from stretto.report.length_histogram import length_histogram
 from stretto.report.run_report import write_run_report
-from stretto.storage import disk_errors, write_text_atomically
+from stretto.storage import disk_errors, locked, write_text_atomically
 from stretto.tasks.registry import CONFIGS, task_named
 from stretto.training.checkpoint import FOLDER
 from stretto.training.config import TrainConfig, checked
-from stretto.training.events import EVENTS_FILE, EventLog, Subscriber, read_events
+from stretto.training.events import EVENTS_FILE, AbstractLog, EventLog, SilentLog, Subscriber, read_events
 from stretto.training.loop import Trainer
 from stretto.training.task import AbstractTask
 
@@ -106,31 +110,82 @@ def run_job(name: str, config: TrainConfig, *, subscribers: list[Subscriber]) ->
         config: Its settings; to resume, those of `stored_settings`, and what differs from them is refused.
         subscribers: Called with every event.
     """
-    with disk_errors(config.out or RUNS, doing="use the run folder"):
-        run = _run_folder(name, config)
+    _check_device(config.device)
+    with joined(device=config.device, minutes=config.lost_after) as world, lost_worker():
+        config = _resumed_after_a_loss(config, world)
+        world.refuse_differences(
+            "a setting", json.dumps(config.recorded()), fix="Start all workers with the same settings."
+        )
+        with contextlib.ExitStack() as stack:
+
+            def claim() -> str:
+                with disk_errors(config.out or RUNS, doing="use the run folder"):
+                    run = _run_folder(name, config)
+                if config.out is None or not run.exists():
+                    stack.callback(_remove_if_empty, run)
+                stack.enter_context(locked(run))
+                return str(run)
+
+            run = Path(world.by_first(claim))
+            return _run(name, config, run=run, world=world, subscribers=subscribers)
+
+
+def _resumed_after_a_loss(config: TrainConfig, world: World) -> TrainConfig:
+    """Workers that were started again go on from the last checkpoint, or from the start if there is none yet."""
+    if world.restarts == 0 or config.resume:
+        return config
+    if config.out is None:
+        raise StrettoError(
+            "workers that may be started again need a run folder that stays the same",
+            fix="Name one with --out, or let torchrun start them once with --max-restarts 0.",
+        )
+    out = config.out
+
+    def look() -> str:
+        if any((out / FOLDER).glob("step-*")):
+            return "saved"
+        # Nothing but the record of steps that are lost.
+        with disk_errors(out, doing="use the run folder"):
+            (out / EVENTS_FILE).unlink(missing_ok=True)
+            shutil.rmtree(out / FOLDER, ignore_errors=True)
+        return "nothing"
+
+    return dataclasses.replace(config, resume=True) if world.by_first(look) == "saved" else config
+
+
+def _run(name: str, config: TrainConfig, *, run: Path, world: World, subscribers: list[Subscriber]) -> TrainResult:
     if config.resume:
         _refuse_changes(config, stored_settings(name, config))
     kind = task_named(name)
-    log = EventLog(run / EVENTS_FILE, subscribers=subscribers)
+    log: AbstractLog = EventLog(run / EVENTS_FILE, subscribers=subscribers) if world.is_first else SilentLog()
     try:
-        _check_device(config.device)
-        with _threads(config.threads), _memory_errors():
+        with _threads(config.threads or _fair_share(world)), _memory_errors():
             data = kind.embedded_data() if config.data is None else open_sequences(config.data)
-            return _train(kind(config, data), config, run=run, log=log)
+            return _train(kind(config, data), config, run=run, log=log, world=world)
     finally:
         log.close()
-        if config.out is None:
-            with contextlib.suppress(OSError):
-                # Only what is empty can be removed so: a claimed folder in which nothing was recorded.
-                run.rmdir()
-                RUNS.rmdir()
 
 
-def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: EventLog) -> TrainResult:
-    trainer = Trainer(task, run=run, log=log, resume=config.resume)
+def _remove_if_empty(run: Path) -> None:
+    with contextlib.suppress(OSError):
+        # Only what is empty can be removed so: a claimed folder in which nothing was recorded.
+        run.rmdir()
+        if run.parent == RUNS:
+            RUNS.rmdir()
+
+
+def _fair_share(world: World) -> int | None:
+    """Cores of each worker of this machine, so that they do not fight for them."""
+    return None if world.local_size == 1 else max(1, (os.cpu_count() or 1) // world.local_size)
+
+
+def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: AbstractLog, world: World) -> TrainResult:
+    trainer = Trainer(task, run=run, log=log, resume=config.resume, world=world)
     if not config.resume:
-        log.emit("started", **_description(task, config, trainer))
+        log.emit("started", **_description(task, config, trainer), workers=world.size)
     ended = trainer.run()
+    # The first worker records; another one may look before it has begun to.
+    world.wait_for_all()
     slot_ratio = next(e["slot_ratio"] for e in read_events(run) if e["event"] == "started")
     result = TrainResult(
         metrics=ended.metrics,
@@ -144,6 +199,8 @@ def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: Even
         report=None,
         model=ended.model,
     )
+    if not world.is_first:
+        return result
     write_text_atomically(run / RESULT_FILE, result.to_json())
     log.emit(
         "finished",
@@ -158,7 +215,7 @@ def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: Even
     return dataclasses.replace(result, report=_report(run, log))
 
 
-def _report(run: Path, log: EventLog) -> Path | None:
+def _report(run: Path, log: AbstractLog) -> Path | None:
     """Write the page; a trained model is not lost to a missing plotting library or a full disk."""
     try:
         return write_run_report(run)
@@ -251,6 +308,12 @@ def _run_folder(name: str, config: TrainConfig) -> Path:
     if config.out.exists() and not config.out.is_dir():
         raise StrettoError(f"{str(config.out)!r} is a file", fix="Choose a folder for --out.")
     return config.out
+
+
+def next_run(name: str) -> Path:
+    """The next free folder under runs/."""
+    numbers = [int(tail) for path in RUNS.glob(f"{name}-*") if (tail := path.name[len(name) + 1 :]).isdecimal()]
+    return RUNS / f"{name}-{max(numbers, default=0) + 1:03d}"
 
 
 def _claim(name: str, *, first: int) -> Path:

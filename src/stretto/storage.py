@@ -10,6 +10,7 @@ from pathlib import Path
 from stretto.errors import StrettoError
 
 CACHE_VARIABLE = "STRETTO_CACHE"
+LOCK_FILE = ".lock"
 
 
 @contextlib.contextmanager
@@ -58,6 +59,35 @@ def write_text_atomically(path: Path, text: str) -> None:
         target.write_text(text, encoding="utf-8")
 
     write_atomically(path, write)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep `folder` to ourselves; the lock goes when the process does, however it ends.
+
+    Raises:
+        StrettoError: If another process has it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # pragma: no cover - not on this system
+        yield
+        return
+    path = folder / LOCK_FILE
+    with disk_errors(path, doing="lock"):
+        folder.mkdir(parents=True, exist_ok=True)
+        stream = path.open("a")
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StrettoError(
+                f"another run is writing to {str(folder)!r}", fix="Wait for it to end, or choose another --out."
+            ) from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def cache_folder() -> Path:

@@ -6,9 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from rich.console import Console
-from rich.text import Text
-
+from stretto.cli.fault import FAULT, show_error
 from stretto.errors import StrettoError
 
 VERBS: Final = {
@@ -20,7 +18,6 @@ VERBS: Final = {
     "explain": "what becomes of a cell: what leaves the time loop, and what a step costs",
     "doctor": "what Stretto will use on this machine, and why",
 }
-FAULT: Final = 2
 INTERRUPTED: Final = 130
 
 
@@ -36,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _verb(words[0])(words[1:])
     except StrettoError as error:
-        return _fail(error)
+        return show_error(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -57,8 +54,3 @@ def usage() -> str:
     lines = ["usage: stretto VERB ...", "", "Recurrent networks that train fast.", ""]
     lines += [f"  {verb:<11}{summary}" for verb, summary in VERBS.items()]
     return "\n".join([*lines, "", "stretto VERB --help tells more."])
-
-
-def _fail(error: StrettoError) -> int:
-    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
-    return FAULT

@@ -1,12 +1,17 @@
 """`stretto train TASK`."""
 
+import contextlib
 import shlex
 
 from rich.console import Console
 from rich.text import Text
 
+from stretto.cli.fault import show_error
 from stretto.cli.parsing import checked_flags, choose, parse, take_option
-from stretto.job import run_job, stored_settings
+from stretto.distributed.joining import LostWorker, is_first, is_worker
+from stretto.distributed.launching import leave_exit, start_workers
+from stretto.errors import StrettoError
+from stretto.job import next_run, run_job, stored_settings
 from stretto.report.console import console_view
 from stretto.tasks.registry import CONFIGS, TASKS
 from stretto.training.config import TrainConfig, checked, read_toml
@@ -23,21 +28,44 @@ def run(words: list[str]) -> int:
         return 0
     name, rest = choice
     config = _config(name, rest)
+    if config.workers > 1 and not is_worker():
+        return _with_workers(name, rest, config)
+    try:
+        return _train(name, config)
+    except StrettoError as error:
+        if not is_worker():
+            raise
+        code = show_error(error)
+        # With a failure of its own, torchrun starts all workers again.
+        return code if isinstance(error, LostWorker) else leave_exit(code)
+
+
+def _train(name: str, config: TrainConfig) -> int:
     console = Console()
     try:
-        with console_view(console) as view:
-            result = run_job(name, config, subscribers=[view])
+        with console_view(console) if is_first() else contextlib.nullcontext() as view:
+            result = run_job(name, config, subscribers=[] if view is None else [view])
     except Interrupted as stop:
         again = ["stretto", "train", name, "--out", str(stop.run), "--resume"]
-        console.print(
-            Text(f"Stopped at step {stop.step}; everything is saved. Go on with:\n  {shlex.join(again)}"),
-            soft_wrap=True,
-        )
-        return INTERRUPTED
-    console.print(Text(f"run     {result.run}"), soft_wrap=True)
-    if result.report is not None:
-        console.print(Text(f"report  {result.report}"), soft_wrap=True)
+        if is_first():
+            console.print(
+                Text(f"Stopped at step {stop.step}; everything is saved. Go on with:\n  {shlex.join(again)}"),
+                soft_wrap=True,
+            )
+        return leave_exit(INTERRUPTED)
+    if is_first():
+        console.print(Text(f"run     {result.run}"), soft_wrap=True)
+        if result.report is not None:
+            console.print(Text(f"report  {result.report}"), soft_wrap=True)
     return 0
+
+
+def _with_workers(name: str, words: list[str], config: TrainConfig) -> int:
+    """Start this command as several workers, all with one run folder."""
+    words = ["train", name, *words]
+    if config.out is None and not config.resume:
+        words += ["--out", str(next_run(name))]
+    return start_workers(words, workers=config.workers, threads=config.threads, restarts=config.restarts)
 
 
 def _config(name: str, words: list[str]) -> TrainConfig:

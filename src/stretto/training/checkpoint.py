@@ -25,7 +25,7 @@ from stretto.storage import disk_errors, sync_folder
 FOLDER: Final = "checkpoints"
 TENSORS: Final = "tensors.safetensors"
 STATE: Final = "state.json"
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,11 @@ class TrainConfig:
         device: Where to train, as torch names it.
         checkpoint_minutes: Also save this often within an epoch; every epoch is saved anyway.
         keep_checkpoints: How many to keep.
+        accumulate: Batches that make one update, from different buckets.
+        on_nan: When a loss or gradient is no number: stop, or skip that update and go on.
+        workers: Processes to train with on this machine; each takes batches of the size given.
+        restarts: How often to start all workers again when one is lost.
+        lost_after: Minutes without an answer after which a worker counts as lost.
     """
 
     data: Path | None = None
@@ -70,13 +75,18 @@ class TrainConfig:
     device: str = "cpu"
     checkpoint_minutes: Positive = 5.0
     keep_checkpoints: Count = 2
+    accumulate: Count = 1
+    on_nan: Literal["stop", "skip"] = "stop"
+    workers: Count = 1
+    restarts: Annotated[int, Field(ge=0, lt=2**31)] = 3
+    lost_after: Positive = 10.0
 
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = pydantic.ConfigDict(extra="forbid")
 
     def recorded(self) -> dict[str, Any]:
         """The settings that shape the result, as JSON-ready values; where and how it runs is left out."""
         values = dataclasses.asdict(self)
-        for key in ("out", "resume"):
+        for key in ("out", "resume", "workers", "restarts", "lost_after"):
             values.pop(key)
         values["data"] = None if self.data is None else str(self.data)
         return values

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO, final
@@ -16,8 +17,31 @@ Subscriber = Callable[[Event], None]
 EVENTS_FILE: Final = "events.jsonl"
 
 
+class AbstractLog(ABC):
+    """Where events go."""
+
+    @abstractmethod
+    def emit(self, kind: str, **values: Any) -> None:
+        """Record one event."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what is held."""
+
+
 @final
-class EventLog:
+class SilentLog(AbstractLog):
+    """Keeps nothing: of several workers, the first records for all."""
+
+    def emit(self, kind: str, **values: Any) -> None:
+        """Pass over an event."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@final
+class EventLog(AbstractLog):
     """Appends events to a file, created with the first of them, and hands each to its subscribers.
 
     Args:

@@ -17,15 +17,16 @@ from torch.utils.data import DataLoader
 from stretto.batching.collate import Batch, collate
 from stretto.batching.sampler import BucketSampler
 from stretto.data.sequences import SequenceSet
+from stretto.distributed.world import World
 from stretto.errors import StrettoError
 from stretto.storage import write_atomically
 from stretto.training.checkpoint import load_newest, save_checkpoint, save_tensors
-from stretto.training.divergence import diverged
 from stretto.training.evaluate import Evaluation, evaluate, show_readings
-from stretto.training.events import EventLog
+from stretto.training.events import AbstractLog
 from stretto.training.state import EpochTotals, TrainState
 from stretto.training.stopping import stop_on_signals
 from stretto.training.task import AbstractTask
+from stretto.training.update import Updater
 
 MODEL_FILE: Final = "model.safetensors"
 
@@ -88,10 +89,14 @@ class Trainer:
         run: The run folder; checkpoints go there.
         log: Where events go.
         resume: Continue from the newest whole checkpoint in `run`.
+        world: The workers that train together; one alone by default.
     """
 
-    def __init__(self, task: AbstractTask[Any], *, run: Path, log: EventLog, resume: bool) -> None:
+    def __init__(
+        self, task: AbstractTask[Any], *, run: Path, log: AbstractLog, resume: bool, world: World | None = None
+    ) -> None:
         self._task, self._run, self._log = task, run, log
+        self._world = world or World()
         self._config = task.config
         _refuse_too_long(task.data, max_steps=self._config.max_steps)
         self._train = task.data.part("train")
@@ -102,17 +107,26 @@ class Trainer:
             max_steps=self._config.max_steps,
             num_buckets=self._config.num_buckets,
             seed=self._config.seed,
+            rank=self._world.rank,
+            world_size=self._world.size,
+        )
+        self._world.refuse_differences(
+            "the data", task.data.digest(), fix="Give every worker the same data, and the same --seed and sizes."
         )
         self._stop = threading.Event()
         self._begun = time.perf_counter()
-        self._last: dict[str, float] = {}
         self._random = torch.get_rng_state()
         with self._own_randomness():
             torch.manual_seed(self._config.seed)
             model = task.build_model().to(self._config.device)
-            self.state = TrainState(model, config=self._config, steps_per_epoch=len(self.sampler))
+            self.state = TrainState(model, config=self._config, steps_per_epoch=self._updates(len(self.sampler)))
             if resume:
                 self._restore()
+        self._updater = Updater(task, self.state, world=self._world, stop=self._stop)
+
+    def _updates(self, steps: int) -> int:
+        each: int = self._config.accumulate
+        return math.ceil(steps / each)
 
     def run(self) -> LoopResult:
         """Train to the last epoch and measure the test part."""
@@ -141,63 +155,59 @@ class Trainer:
         num_batches = len(self.sampler)
         state.model.train()
         for batch in loader:
-            self._update(batch.to(self._config.device))
+            if state.used % self._config.accumulate == 0:
+                self._updater.begin()
+            is_last = (state.used + 1) % self._config.accumulate == 0 or state.used + 1 == num_batches
+            self._updater.add(batch.to(self._config.device), is_last=is_last)
+            state.used += 1
             begun, ended = ended, time.perf_counter()
             state.totals.seconds += ended - begun
             state.train_seconds += ended - begun
+            if not is_last:
+                continue
+            self._count()
             self._emit_step(batch)
             if state.used == num_batches:
                 continue
-            if self._stop.is_set():
+            if self._updater.taken.stop or (self._world.size == 1 and self._stop.is_set()):
+                # Several workers stop at the step in which all hear of it.
                 self._interrupt()
             if ended - saved >= 60 * self._config.checkpoint_minutes:
                 self._save()
                 saved = ended = time.perf_counter()
         record = self._end_epoch()
-        if self._stop.is_set() and state.epoch < self._config.epochs:
+        asked_to_stop = bool(self._world.total([float(self._stop.is_set())])[0])
+        if asked_to_stop and state.epoch < self._config.epochs:
             self._interrupt()
         return record
 
-    def _update(self, batch: Batch) -> None:
-        state = self.state
-        loss = self._task.loss(state.model(batch), batch)
-        total = float(loss.total.detach())
-        if not math.isfinite(total):
-            raise diverged(batch, total, where=f"at step {state.step + 1}, on training sequences")
-        state.optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss.total / max(1, loss.count))
-        norm = float(nn.utils.clip_grad_norm_(state.model.parameters(), self._config.clip_norm))
-        if not math.isfinite(norm):
-            raise diverged(batch, norm, where=f"at step {state.step + 1}, on training sequences")
-        self._last = {
-            "loss": total / max(1, loss.count),
-            "gradient_norm": norm,
-            "rate": float(state.schedule.get_last_lr()[0]),
-        }
-        state.optimizer.step()
-        state.schedule.step()
+    def _count(self) -> None:
+        state, taken = self.state, self._updater.taken
         state.step += 1
-        state.used += 1
-        state.totals.loss += total
-        state.totals.count += loss.count
+        state.totals.loss += taken.loss
+        state.totals.count += int(taken.count)
         for sums in (state.totals, state):
-            sums.steps_real += batch.num_steps
-            sums.slots += batch.num_slots
+            sums.steps_real += int(taken.steps_real)
+            sums.slots += int(taken.slots)
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._begun
 
     def _emit_step(self, batch: Batch) -> None:
+        taken = self._updater.taken
+        if taken.bad:
+            self._log.emit("warning", message=f"step {self.state.step} was skipped: its loss or gradient is no number")
+            return
         self._log.emit(
             "step",
             step=self.state.step,
             epoch=self.state.epoch,
-            rows=len(batch),
+            rows=int(taken.rows),
             length=batch.features_BTF.shape[1],
-            steps_real=batch.num_steps,
-            slots=batch.num_slots,
+            steps_real=int(taken.steps_real),
+            slots=int(taken.slots),
             seconds=round(self._elapsed(), 4),
-            **self._last,
+            **self._updater.last,
         )
 
     def _end_epoch(self) -> EpochRecord:
@@ -218,19 +228,33 @@ class Trainer:
             padding=1.0 - totals.steps_real / max(1, totals.slots),
         )
         self._log.emit("epoch", **dataclasses.asdict(record))
+        self._tell_ranks(totals)
         self._save()
         return record
 
+    def _tell_ranks(self, totals: EpochTotals) -> None:
+        """How each worker fared in the epoch: its own real steps, and the time it waited for the slowest."""
+        waited, self._updater.waited = self._updater.waited, 0.0
+        mine, self._updater.own_steps = self._updater.own_steps, 0
+        found = self._world.gathered([float(mine), waited, totals.seconds])
+        if self._world.size > 1:
+            self._log.emit(
+                "ranks",
+                epoch=self.state.epoch,
+                step=self.state.step,
+                steps_real=[int(row[0]) for row in found],
+                waited=[round(row[1], 4) for row in found],
+                seconds=[round(row[2], 4) for row in found],
+            )
+
     def _evaluate(self, part: SequenceSet, *, final: bool = False) -> Evaluation:
-        return evaluate(self._task, self.state.model, part, device=self._config.device, final=final)
+        return evaluate(self._task, self.state.model, part, device=self._config.device, final=final, world=self._world)
 
     def _finish(self) -> LoopResult:
         state, test = self.state, self._task.data.part("test")
         evaluation = self._evaluate(test, final=True)
-        shown = np.random.default_rng(self._config.seed).permutation(len(test))[:12]
-        readings = show_readings(self._task, state.model, test.subset(shown), device=self._config.device)
-        self._log.emit("samples", items=[dataclasses.asdict(reading) for reading in readings])
-        write_atomically(self._run / MODEL_FILE, lambda path: save_tensors(state.model.state_dict(), path))
+        if self._world.is_first:
+            self._show(test)
         return LoopResult(
             metrics={**evaluation.metrics, "loss": evaluation.loss},
             epochs=state.epoch,
@@ -240,14 +264,24 @@ class Trainer:
             model=state.model,
         )
 
+    def _show(self, test: SequenceSet) -> None:
+        state = self.state
+        shown = np.random.default_rng(self._config.seed).permutation(len(test))[:12]
+        readings = show_readings(self._task, state.model, test.subset(shown), device=self._config.device)
+        self._log.emit("samples", items=[dataclasses.asdict(reading) for reading in readings])
+        write_atomically(self._run / MODEL_FILE, lambda path: save_tensors(state.model.state_dict(), path))
+
     def _save(self) -> None:
         state = self.state
         state.seconds = self._elapsed()
+        if not self._world.is_first:
+            return
         path = save_checkpoint(
             self._run,
             state.to_checkpoint(
                 sampler=self.sampler.state_dict(epoch=state.epoch, used=state.used),
                 data_digest=self._task.data.digest(),
+                world_size=self._world.size,
             ),
             step=state.step,
             keep=self._config.keep_checkpoints,
@@ -270,7 +304,14 @@ class Trainer:
                 f"the checkpoint {str(found.path)!r} is of another model",
                 fix="Resume with the data and settings that the run was started with.",
             ) from error
+        self._world.refuse_differences(
+            "the checkpoint to go on from",
+            f"{found.path.name} {found.checkpoint.state['position']}",
+            fix="Put the run folder where all workers see the same.",
+        )
         self.sampler.load_state_dict(found.checkpoint.state["sampler"])
+        if found.checkpoint.state["world_size"] != self._world.size:
+            self._go_on_with_other_workers()
         self._log.emit(
             "resumed",
             step=self.state.step,
@@ -279,8 +320,27 @@ class Trainer:
             epochs=self._config.epochs,
         )
 
+    def _go_on_with_other_workers(self) -> None:
+        """What is left of the epoch was dealt anew; the schedule keeps its place, counted in the new, other updates."""
+        state, epochs = self.state, self._config.epochs
+        state.used = 0
+        left = len(self.sampler.plan.unused(0)) / max(1, len(self._train))
+        fresh = BucketSampler(
+            self._train.lengths_N,
+            batch_size=self._config.batch_size,
+            max_steps=self._config.max_steps,
+            num_buckets=self._config.num_buckets,
+            seed=self._config.seed,
+            rank=self._world.rank,
+            world_size=self._world.size,
+        )
+        remaining = self._updates(len(self.sampler)) + (epochs - state.epoch - 1) * self._updates(len(fresh))
+        progress = (state.epoch + 1 - left) / epochs
+        state.reschedule(self._config, done=round(remaining * progress / (1 - progress)), remaining=remaining)
+
     def _interrupt(self) -> None:
         self._save()
+        self._world.wait_for_all()
         self._log.emit("interrupted", step=self.state.step)
         raise Interrupted(self._run, step=self.state.step)
 

@@ -1,6 +1,7 @@
 """All that training carries from one step to the next, and its way into a checkpoint and back."""
 
 import dataclasses
+import warnings
 from typing import Any, Final, final
 
 import torch
@@ -51,7 +52,19 @@ class TrainState:
         self.steps_real = 0
         self.totals = EpochTotals()
 
-    def to_checkpoint(self, *, sampler: dict[str, Any], data_digest: str) -> Checkpoint:
+    def reschedule(self, config: TrainConfig, *, done: int, remaining: int) -> None:
+        """Go on with a schedule of `remaining` updates after `done` of them."""
+        for group in self.optimizer.param_groups:
+            group.pop("initial_lr", None)
+            group["lr"] = config.learning_rate
+        with warnings.catch_warnings():
+            # torch warns when a schedule moves before the optimiser does; it did move, under another schedule.
+            warnings.simplefilter("ignore", UserWarning)
+            self.schedule = _schedule(self.optimizer, config=config, total_steps=done + remaining)
+            for _ in range(done):
+                self.schedule.step()
+
+    def to_checkpoint(self, *, sampler: dict[str, Any], data_digest: str, world_size: int = 1) -> Checkpoint:
         """Everything that the next step depends on."""
         optimizer = self.optimizer.state_dict()
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
@@ -69,6 +82,7 @@ class TrainState:
                 "schedule": self.schedule.state_dict(),
                 "sampler": sampler,
                 "data_digest": data_digest,
+                "world_size": world_size,
             },
         )
 
