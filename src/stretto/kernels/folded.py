@@ -117,7 +117,9 @@ def _deferred(node: Node, values: dict[Node, Any], rows: int) -> torch.Tensor | 
     if node.label == "mm" and not node.has_rows and not node.kwargs:
         left, right = node.args
         if left.label == "t" and left.args[0].has_rows and right.has_rows:
-            return _weight_gradient(values[left.args[0]], values[right])
+            d_PN = values[right]
+            # The gradient of a single unit's weight comes transposed, with the state on the right.
+            return _weight_gradient(values[left.args[0]], d_PN.whole() if isinstance(d_PN, Earlier) else d_PN)
     if _is_column_sum(node):
         source = node.args[0]
         factors, reader = ([source], node) if source in values else (source.args, source)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from stretto import cells
 from stretto.errors import StrettoError
@@ -62,13 +62,25 @@ class _Accelerated(nn.RNNBase):
     def ragged(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
         """Outputs for a padded batch of sequences of these lengths: real steps alone are computed, others are zero."""
         if self._choice == "torch" or self._why_not(x, None):
-            y, _ = super().forward(x)
-            steps = torch.arange(x.shape[1 if self.batch_first else 0], device=x.device)
-            real_BT = steps < torch.as_tensor(lengths, device=x.device)[:, None]
-            masked: torch.Tensor = y * (real_BT if self.batch_first else real_BT.t())[..., None]
-            return masked
+            return self._packed(x, torch.as_tensor(lengths).cpu())
         y, _ = self._run(x, None, lengths)
         return y  # type: ignore[no-any-return]
+
+    def _packed(self, x: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+        """Torch's own layer, on what is left without padding: a backward direction must begin at the real end."""
+        rows_M = lengths_B.nonzero().flatten()
+        batch_dim, steps = (0, x.shape[1]) if self.batch_first else (1, x.shape[0])
+        width = (self.proj_size or self.hidden_size) * (2 if self.bidirectional else 1)
+        shape = (len(lengths_B), steps, width) if self.batch_first else (steps, len(lengths_B), width)
+        if not len(rows_M):
+            return x.new_zeros(shape)
+        there_M = rows_M.to(x.device)
+        packed = pack_padded_sequence(
+            x.index_select(batch_dim, there_M), lengths_B[rows_M], batch_first=self.batch_first, enforce_sorted=False
+        )
+        y, _ = super().forward(packed)
+        padded, _ = pad_packed_sequence(y, batch_first=self.batch_first, total_length=steps)
+        return padded.new_zeros(shape).index_copy(batch_dim, there_M, padded)
 
     def forward(self, input: Any, hx: Any = None) -> Any:  # noqa: A002 - torch's name
         """As torch's layer."""
