@@ -57,6 +57,13 @@ def test_every_setting_equals_the_definition(setting: str, shape: str) -> None:
     _check(setting, 7, SHAPES[shape], dtype=torch.float64)
 
 
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if not name.startswith(("projected", "layer-norm"))])
+def test_one_unit_equals_the_definition(setting: str) -> None:
+    """Weights of one row and one column, whose gradients come in forms of their own."""
+    rnn = layer(setting, 1, num_layers=2, kernel="eager")
+    assert_parity(rnn, drawn(rnn, T=5, B=3, given=True), kernels=["eager"])
+
+
 SINGLE: Final = (
     "elman gru gru-before lstm peephole layer-norm-lstm layer-norm-gru projected coupled multiplicative ligru minimal "
     "indrnn clockwork attention"

@@ -1,0 +1,63 @@
+"""Sums, messages and refusals among real processes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import run_world
+
+from stretto.distributed.world import World
+from stretto.errors import StrettoError
+
+
+def _talk(world: World) -> dict[str, Any]:
+    return {
+        "total": world.total([world.rank + 1.0, 0.5]),
+        "gathered": world.gathered([float(world.rank)]),
+        "told": world.told("grüße" if world.is_first else "nobody hears this"),
+        "empty": world.told(""),
+        "first": world.by_first(lambda: "claimed"),
+        "local": world.local_size,
+    }
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_hear_the_same(size: int, tmp_path: Path) -> None:
+    told = {
+        "total": [size * (size + 1) / 2, size / 2],
+        "gathered": [[float(rank)] for rank in range(size)],
+        "told": "grüße",
+        "empty": "",
+        "first": "claimed",
+        "local": size,
+    }
+    assert run_world(size, _talk, tmp_path) == [told] * size
+
+
+def test_one_alone_needs_no_others() -> None:
+    world = World()
+    assert world.total([2.0]) == [2.0]
+    assert world.gathered([2.0]) == [[2.0]]
+    assert world.told("a") == "a"
+    assert world.by_first(lambda: "b") == "b"
+    world.refuse_differences("anything", "a", fix="nothing")
+
+
+def _differ(world: World) -> None:
+    world.refuse_differences("the data", "other" if world.rank == 1 else "same", fix="Give all the same.")
+
+
+def _refuse(world: World) -> str:
+    def work() -> str:
+        raise StrettoError("the folder is taken", fix="Choose another.")
+
+    return world.by_first(work)
+
+
+def test_differences_are_refused_on_every_rank(tmp_path: Path) -> None:
+    said = run_world(3, _differ, tmp_path)
+    assert said == ["StrettoError: the data of rank 1 differs from that of rank 0. Give all the same."] * 3
+
+
+def test_the_first_worker_s_error_is_everybody_s(tmp_path: Path) -> None:
+    assert run_world(2, _refuse, tmp_path) == ["StrettoError: the folder is taken. Choose another."] * 2
