@@ -6,59 +6,20 @@ Shape legend: N sequences.
 import dataclasses
 import threading
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from tiny_tasks import tiny_task
 from worlds import run_world
 
 from stretto.batching.collate import Batch, collate
 from stretto.batching.sampler import BucketSampler
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels, Transcripts
 from stretto.distributed.world import World
-from stretto.tasks.registry import CONFIGS, TASKS
-from stretto.training.config import checked
 from stretto.training.state import TrainState
-from stretto.training.task import AbstractTask
 from stretto.training.update import Updater
 
 TASK_NAMES = ["classify", "language-model", "handwriting"]
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
-
-
-def _data(name: str) -> SequenceSet:
-    rng = np.random.default_rng(3)
-    count = 17
-    lengths_N = np.where(np.arange(count) % 5 == 0, rng.integers(8, 13, count), rng.integers(3, 6, count))
-    common: dict[str, Any] = {"offsets": np.cumsum([0, *lengths_N]), "split_N": np.repeat([0, 1, 2], [11, 3, 3])}
-    if name == "language-model":
-        return SequenceSet.from_flat(rng.integers(0, 5, lengths_N.sum()), alphabet="abcde", **common)
-    features_SF = rng.normal(size=(lengths_N.sum(), 3)).astype(np.float32)
-    if name == "classify":
-        labels = Labels.check(np.arange(count) % 3, names=None, source="")
-        return SequenceSet.from_flat(features_SF, targets=labels, **common)
-    return SequenceSet.from_flat(
-        features_SF, targets=Transcripts.of(["ab" if n > 5 else "b" for n in lengths_N]), **common
-    )
-
-
-def _task(name: str, *, accumulate: int) -> AbstractTask[Any]:
-    values = {
-        "epochs": 1,
-        "batch_size": 2,
-        "hidden_size": 4,
-        "num_buckets": 2,
-        "dropout": 0.0,
-        "accumulate": accumulate,
-        "learning_rate": 1e-30,
-        "weight_decay": 0.0,
-        "clip_norm": 1e30,
-        "kernel": "torch",
-        **({"stack": 1} if name == "handwriting" else {}),
-    }
-    return TASKS[name](checked(CONFIGS[name], values, source="the test"), _data(name))
 
 
 def _as(batch: Batch, dtype: torch.dtype) -> Batch:
@@ -70,7 +31,7 @@ def _as(batch: Batch, dtype: torch.dtype) -> Batch:
 def _largest_error(world: World, name: str, dtype_name: str, accumulate: int) -> dict[str, float]:
     """Of every update of an epoch, against the mean over the same sequences by one worker, relative to the largest."""
     dtype: torch.dtype = getattr(torch, dtype_name)
-    task = _task(name, accumulate=accumulate)
+    task = tiny_task(name, accumulate=accumulate)
     train = task.data.part("train")
     torch.manual_seed(0)
     model = task.build_model().to(dtype)

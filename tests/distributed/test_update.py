@@ -1,0 +1,64 @@
+"""A loss that is no number on one worker alone."""
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_tasks import tiny_task
+from worlds import run_world
+
+from stretto.batching.collate import Batch, collate
+from stretto.batching.sampler import BucketSampler
+from stretto.distributed.world import World
+from stretto.training.state import TrainState
+from stretto.training.task import LossSum
+from stretto.training.update import Updater
+
+BAD = 3
+
+
+def _train(world: World, on_nan: str) -> dict[str, Any]:
+    """An epoch in which one sequence has no loss; what was taken of it, and the weights before and after."""
+    task = tiny_task("classify", accumulate=1)
+    object.__setattr__(task.config, "on_nan", on_nan)
+    object.__setattr__(task.config, "learning_rate", 0.1)
+    honest = task.loss
+
+    def loss(output: torch.Tensor, batch: Batch) -> LossSum:
+        found = honest(output, batch)
+        assert batch.indices is not None
+        return LossSum(total=found.total * (torch.nan if BAD in batch.indices.tolist() else 1.0), count=found.count)
+
+    task.loss = loss  # type: ignore[method-assign]
+    train = task.data.part("train")
+    torch.manual_seed(0)
+    model = task.build_model()
+    sampler = BucketSampler(train.lengths_N, batch_size=2, num_buckets=2, rank=world.rank, world_size=world.size)
+    state = TrainState(model, config=task.config, steps_per_epoch=len(sampler))
+    updater = Updater(task, state, world=world, stop=threading.Event())
+    skipped = []
+    for indices in sampler:
+        before = [parameter.clone() for parameter in model.parameters()]
+        updater.begin()
+        updater.add(collate([train[int(index)] for index in indices], num_features=3), is_last=True)
+        same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert same == bool(updater.taken.bad)
+        skipped.append(same)
+    total = sum(float(parameter.detach().sum()) for parameter in model.parameters())
+    return {"skipped": skipped, "sum": total, "finite": math.isfinite(total)}
+
+
+def test_it_stops_all_workers_with_the_sequences_named(tmp_path: Path) -> None:
+    said = run_world(2, _train, tmp_path, "stop")
+    assert said[0] == said[1]
+    assert said[0].startswith("StrettoError: the loss or gradient is nan at step 1, on training sequences ")
+    assert str(BAD) in said[0].partition("sequences ")[2]
+
+
+def test_or_all_skip_the_same_update(tmp_path: Path) -> None:
+    first, second = run_world(2, _train, tmp_path, "skip")
+    assert first == second
+    assert first["skipped"].count(True) == 1
+    assert first["finite"]

@@ -1,0 +1,45 @@
+"""Every task on a few made sequences, two buckets of them, one with fewer sequences than some worlds have ranks."""
+
+from typing import Any
+
+import numpy as np
+
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import Labels, Transcripts
+from stretto.tasks.registry import CONFIGS, TASKS
+from stretto.training.config import checked
+from stretto.training.task import AbstractTask
+
+
+def _data(name: str) -> SequenceSet:
+    rng = np.random.default_rng(3)
+    count = 17
+    lengths_N = np.where(np.arange(count) % 5 == 0, rng.integers(8, 13, count), rng.integers(3, 6, count))
+    common: dict[str, Any] = {"offsets": np.cumsum([0, *lengths_N]), "split_N": np.repeat([0, 1, 2], [11, 3, 3])}
+    if name == "language-model":
+        return SequenceSet.from_flat(rng.integers(0, 5, lengths_N.sum()), alphabet="abcde", **common)
+    features_SF = rng.normal(size=(lengths_N.sum(), 3)).astype(np.float32)
+    if name == "classify":
+        labels = Labels.check(np.arange(count) % 3, names=None, source="")
+        return SequenceSet.from_flat(features_SF, targets=labels, **common)
+    return SequenceSet.from_flat(
+        features_SF, targets=Transcripts.of(["ab" if n > 5 else "b" for n in lengths_N]), **common
+    )
+
+
+def tiny_task(name: str, *, accumulate: int) -> AbstractTask[Any]:
+    """The task, with a rate that leaves the weights as they are, and gradients that are not clipped."""
+    values = {
+        "epochs": 1,
+        "batch_size": 2,
+        "hidden_size": 4,
+        "num_buckets": 2,
+        "dropout": 0.0,
+        "accumulate": accumulate,
+        "learning_rate": 1e-30,
+        "weight_decay": 0.0,
+        "clip_norm": 1e30,
+        "kernel": "torch",
+        **({"stack": 1} if name == "handwriting" else {}),
+    }
+    return TASKS[name](checked(CONFIGS[name], values, source="the test"), _data(name))

@@ -1,0 +1,184 @@
+"""Whole runs with several workers on this machine, some of them killed or stopped on the way.
+
+Shape legend: N sequences.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from stretto.data.npz import write_npz
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import Labels
+from stretto.training.events import EVENTS_FILE, read_events
+from stretto.training.loop import MODEL_FILE
+
+PATIENCE = 150.0
+SETTINGS = ["--batch-size", "4", "--hidden-size", "4", "--num-buckets", "2", "--kernel", "torch"]
+
+
+@pytest.fixture(scope="module")
+def signs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_signs(tmp_path_factory.mktemp("data") / "signs.npz")
+
+
+def write_signs(path: Path) -> Path:
+    """Two kinds of noise, told apart by their mean."""
+    rng = np.random.default_rng(0)
+    labels_N, lengths_N = np.arange(60) % 2, rng.integers(2, 12, 60)
+    features_SF = rng.normal(size=(lengths_N.sum(), 2)) + 3.0 * np.repeat(labels_N, lengths_N)[:, None]
+    data = SequenceSet.from_flat(
+        features_SF.astype(np.float32),
+        offsets=np.cumsum([0, *lengths_N]),
+        targets=Labels.check(labels_N, names=["still", "moving"], source="here"),
+        split_N=np.repeat([0, 1, 2], [40, 10, 10]),
+    )
+    write_npz(path, data)
+    return path
+
+
+def start(data: Path, out: Path, *words: str) -> "subprocess.Popen[str]":
+    """`stretto train` in a process of its own."""
+    command = [sys.executable, "-m", "stretto", "train", "classify", "--data", str(data), "--out", str(out)]
+    return subprocess.Popen([*command, *SETTINGS, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: "subprocess.Popen[str]") -> str:
+    """All that a run has said."""
+    try:
+        said, _ = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        said, _ = process.communicate()
+        raise AssertionError(f"it hangs:\n{said}") from None
+    return said
+
+
+def steps_of(run: Path) -> int:
+    """Updates that a run has recorded."""
+    return sum(event["event"] == "step" for event in read_events(run)) if (run / EVENTS_FILE).exists() else 0
+
+
+def wait_for_steps(run: Path, number: int) -> None:
+    """Until a run has come so far."""
+    ends = time.monotonic() + PATIENCE
+    while steps_of(run) < number:
+        assert time.monotonic() < ends, "it does not begin"
+        time.sleep(0.05)
+
+
+def workers_of(launcher: int) -> Iterator[tuple[int, int]]:
+    """Process and rank of every worker below a launcher."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int(re.findall(r"PPid:\s+(\d+)", (folder / "status").read_text())[0])
+            above = int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{parent}/status").read_text())[0])
+            variables = dict(
+                item.partition("=")[::2] for item in (folder / "environ").read_bytes().decode().split("\0") if item
+            )
+        except (OSError, IndexError):
+            continue
+        if above == launcher and "RANK" in variables:
+            yield int(folder.name), int(variables["RANK"])
+
+
+def tensors_of(run: Path) -> dict[str, torch.Tensor]:
+    """The trained weights."""
+    return safetensors.torch.load_file(run / MODEL_FILE)
+
+
+def seen_in_order(run: Path) -> list[dict[str, Any]]:
+    """Steps as they count in the end."""
+    return [event for event in read_events(run) if event["event"] == "step"]
+
+
+def test_two_workers_train_and_leave_one_record(signs: Path, tmp_path: Path) -> None:
+    said = finish(start(signs, tmp_path / "run", "--workers", "2", "--epochs", "2"))
+    assert said.count("epoch   1") == 1, said
+    events = read_events(tmp_path / "run")
+    assert [event["event"] for event in events].count("finished") == 1
+    assert sum(event["rows"] for event in events if event["event"] == "step") == 2 * 40
+    ranks = [event for event in events if event["event"] == "ranks"]
+    assert len(ranks) == 2
+    assert all(len(event["steps_real"]) == 2 and sum(event["steps_real"]) > 0 for event in ranks)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["epochs"] == 2
+
+
+def test_a_killed_worker_is_started_again_and_the_result_is_the_same(signs: Path, tmp_path: Path) -> None:
+    words = ["--workers", "2", "--epochs", "60", "--checkpoint-minutes", "0.0005"]
+    undisturbed = start(signs, tmp_path / "whole", *words)
+    assert undisturbed.wait(PATIENCE) == 0, finish(undisturbed)
+    process = start(signs, tmp_path / "hit", *words)
+    wait_for_steps(tmp_path / "hit", 25)
+    victim = next(number for number, rank in workers_of(process.pid) if rank == 1)
+    os.kill(victim, signal.SIGKILL)
+    said = finish(process)
+    assert process.returncode == 0, said
+    events = read_events(tmp_path / "hit")
+    assert any(event["event"] == "resumed" for event in events), said
+    whole, hit = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "hit")
+    assert all(torch.equal(whole[name], hit[name]) for name in whole)
+    for epoch in range(60):
+        rows = [event["rows"] for event in seen_in_order(tmp_path / "hit") if event["epoch"] == epoch]
+        assert sum(rows) == 40, epoch
+
+
+def test_asked_to_stop_they_save_and_go_on_alone(signs: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(signs, run, "--workers", "2", "--epochs", "40")
+    wait_for_steps(run, 12)
+    process.send_signal(signal.SIGTERM)
+    said = finish(process)
+    assert process.returncode == 130, said
+    assert "everything is saved" in said
+    again = subprocess.run(
+        [sys.executable, "-m", "stretto", "train", "classify", "--out", str(run), "--resume"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    for epoch in range(40):
+        assert sum(event["rows"] for event in seen_in_order(run) if event["epoch"] == epoch) == 40, epoch
+
+
+def test_a_gradient_that_is_no_number_stops_all_in_the_same_step(signs: Path, tmp_path: Path) -> None:
+    process = start(signs, tmp_path / "run", "--workers", "2", "--epochs", "4", "--learning-rate", "1e38")
+    said = finish(process)
+    assert process.returncode == 2, said
+    told = re.findall(r"error: the loss or gradient is \S+ at step (\d+), on training sequences (.*)", said)
+    assert len(told) == 2, said
+    assert told[0] == told[1]
+
+
+def test_a_folder_in_use_is_refused(signs: Path, tmp_path: Path) -> None:
+    process = start(signs, tmp_path / "run", "--epochs", "2000")
+    try:
+        wait_for_steps(tmp_path / "run", 2)
+        other = start(signs, tmp_path / "run", "--resume", "--epochs", "2000")
+        said = finish(other)
+        assert other.returncode == 2, said
+        assert "another run is writing to" in said
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_more_workers_than_the_machine_has_cores_are_refused(signs: Path, tmp_path: Path) -> None:
+    process = start(signs, tmp_path / "run", "--workers", "5000")
+    assert "5000 workers" in finish(process)
+    assert process.returncode == 2
+    assert not (tmp_path / "run").exists()
