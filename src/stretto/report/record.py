@@ -72,6 +72,7 @@ class RunRecord:
         resumed_at: The steps at which it was taken up again.
         checkpoints: Checkpoints, as recorded.
         warnings: Their messages.
+        ranks: What each of several workers did in each epoch; empty for one alone.
     """
 
     state: State
@@ -84,6 +85,7 @@ class RunRecord:
     resumed_at: Sequence[int]
     checkpoints: Sequence[Event]
     warnings: Sequence[str]
+    ranks: Sequence[Event] = ()
 
     @classmethod
     def read(cls, run: Path) -> "RunRecord":
@@ -105,6 +107,7 @@ class RunRecord:
             resumed_at=[int(event["step"]) for event in _kind(events, "resumed")],
             checkpoints=_kind(events, "checkpoint"),
             warnings=[str(event["message"]) for event in _kind(events, "warning")],
+            ranks=_kind(events, "ranks"),
         )
 
     @property

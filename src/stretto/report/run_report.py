@@ -27,6 +27,7 @@ from stretto.report.page import (
 )
 from stretto.report.record import RunRecord
 from stretto.report.samples import samples_html
+from stretto.report.workers import workers_html
 from stretto.storage import write_text_atomically
 
 PAGE_NAME: Final = "report.html"
@@ -83,6 +84,8 @@ def _page(record: RunRecord, *, run: Path) -> str:
 def _sections(record: RunRecord) -> Iterator[Section]:
     yield Section(title="Training", body=_training(record))
     yield Section(title="Batches", body=_batches(record))
+    if record.ranks:
+        yield Section(title="Workers", body=workers_html(record.ranks))
     samples = samples_html(record.samples, metric=record.metric) if record.samples else None
     yield Section(title="Samples", body=samples or paragraph("No test sequence has been recorded with its output yet."))
     yield Section(title="Results", body=_results(record))

@@ -5,6 +5,7 @@ and the folder gets its name by one rename when both are on disk.
 """
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import json
@@ -34,6 +35,11 @@ class Checkpoint:
 
     tensors: dict[str, torch.Tensor]
     state: dict[str, Any]
+
+    def copied(self) -> "Checkpoint":
+        """The same, in memory of its own: training can go on while it is written."""
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
+        return Checkpoint(tensors=tensors, state=copy.deepcopy(self.state))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

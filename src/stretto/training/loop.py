@@ -20,6 +20,7 @@ from stretto.data.sequences import SequenceSet
 from stretto.distributed.world import World
 from stretto.errors import StrettoError
 from stretto.storage import write_atomically
+from stretto.training.background import BackgroundWriter
 from stretto.training.checkpoint import load_newest, save_checkpoint, save_tensors
 from stretto.training.evaluate import Evaluation, evaluate, show_readings
 from stretto.training.events import AbstractLog
@@ -114,6 +115,8 @@ class Trainer:
             "the data", task.data.digest(), fix="Give every worker the same data, and the same --seed and sizes."
         )
         self._stop = threading.Event()
+        self._writer = BackgroundWriter()
+        self._saving = 0.0
         self._begun = time.perf_counter()
         self._random = torch.get_rng_state()
         with self._own_randomness():
@@ -131,10 +134,14 @@ class Trainer:
     def run(self) -> LoopResult:
         """Train to the last epoch and measure the test part."""
         self._begun = time.perf_counter() - self.state.seconds
-        with stop_on_signals(self._stop):
-            while self.state.epoch < self._config.epochs:
-                self.train_epoch()
-        return self._finish()
+        try:
+            with stop_on_signals(self._stop):
+                while self.state.epoch < self._config.epochs:
+                    self.train_epoch()
+            return self._finish()
+        finally:
+            # Whatever ends it: a checkpoint that was begun is finished.
+            self._writer.wait()
 
     def train_epoch(self) -> EpochRecord:
         """Train to the end of the epoch under way, measure the validation part, and save."""
@@ -167,6 +174,7 @@ class Trainer:
                 continue
             self._count()
             self._emit_step(batch)
+            self._tell_saved(self._writer.poll())
             if state.used == num_batches:
                 continue
             if self._updater.taken.stop or (self._world.size == 1 and self._stop.is_set()):
@@ -229,7 +237,7 @@ class Trainer:
         )
         self._log.emit("epoch", **dataclasses.asdict(record))
         self._tell_ranks(totals)
-        self._save()
+        self._save(wait=state.epoch == self._config.epochs)
         return record
 
     def _tell_ranks(self, totals: EpochTotals) -> None:
@@ -271,22 +279,28 @@ class Trainer:
         self._log.emit("samples", items=[dataclasses.asdict(reading) for reading in readings])
         write_atomically(self._run / MODEL_FILE, lambda path: save_tensors(state.model.state_dict(), path))
 
-    def _save(self) -> None:
+    def _save(self, *, wait: bool = False) -> None:
+        """Save what there is; it is on disk when `wait` is over, or soon."""
         state = self.state
         state.seconds = self._elapsed()
         if not self._world.is_first:
             return
-        path = save_checkpoint(
-            self._run,
-            state.to_checkpoint(
-                sampler=self.sampler.state_dict(epoch=state.epoch, used=state.used),
-                data_digest=self._task.data.digest(),
-                world_size=self._world.size,
-            ),
-            step=state.step,
-            keep=self._config.keep_checkpoints,
-        )
-        self._log.emit("checkpoint", step=state.step, path=str(path.relative_to(self._run)))
+        begun = time.perf_counter()
+        taken = state.to_checkpoint(
+            sampler=self.sampler.state_dict(epoch=state.epoch, used=state.used),
+            data_digest=self._task.data.digest(),
+            world_size=self._world.size,
+        ).copied()
+        step, keep = state.step, self._config.keep_checkpoints
+        self._tell_saved(self._writer.begin(lambda: save_checkpoint(self._run, taken, step=step, keep=keep)))
+        self._saving += time.perf_counter() - begun
+        if wait:
+            self._tell_saved(self._writer.wait())
+
+    def _tell_saved(self, path: Path | None) -> None:
+        if path is not None:
+            step = int(path.name.rpartition("-")[2])
+            self._log.emit("checkpoint", step=step, path=str(path.relative_to(self._run)))
 
     def _restore(self) -> None:
         found = load_newest(self._run)
@@ -339,7 +353,7 @@ class Trainer:
         state.reschedule(self._config, done=round(remaining * progress / (1 - progress)), remaining=remaining)
 
     def _interrupt(self) -> None:
-        self._save()
+        self._save(wait=True)
         self._world.wait_for_all()
         self._log.emit("interrupted", step=self.state.step)
         raise Interrupted(self._run, step=self.state.step)
