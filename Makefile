@@ -12,7 +12,7 @@ run: install
 	$(BIN)/stretto train handwriting
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 install: $(STAMP)
 

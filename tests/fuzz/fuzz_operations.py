@@ -80,7 +80,8 @@ EXOTIC_UNARY: Final[dict[str, Callable[..., Any]]] = {
     "celu": lambda a: functional.celu(a, 0.8),
     "mish": functional.mish,
     "relu6": lambda a: functional.relu6(a + 3.0),
-    "hardsigmoid": functional.hardsigmoid,
+    # Torch's own derivative has a sixth in single precision, whatever the numbers are in.
+    "hardsigmoid": lambda a: functional.relu6(a + 3.0) / 6.0,
     "hardswish": functional.hardswish,
     "softsign": functional.softsign,
     "logsigmoid": functional.logsigmoid,
@@ -94,6 +95,10 @@ EXOTIC_UNARY: Final[dict[str, Callable[..., Any]]] = {
     "log2": lambda a: torch.log2(a.abs() + 0.5),
     "floor": lambda a: a + 0.1 * torch.floor(3 * a),
     "round": lambda a: a + (torch.round(2 * a) - a).detach(),
+    "round_to": lambda a: a + 0.1 * torch.round(a, decimals=1),
+    "floor_division": lambda a: a + 0.1 * torch.div(3 * a, 2.0, rounding_mode="floor"),
+    "whole_numbers": lambda a: a * torch.where(a > 0, 1, 2),
+    "not_a_number": lambda a: torch.where(torch.isnan(a), 0.0, a),
     "frac": lambda a: torch.frac(a + 5.0),
     "nan_to_num": torch.nan_to_num,
     "no_grad": without_gradient,
@@ -171,6 +176,8 @@ EXOTIC_SHAPE: Final[dict[str, Callable[..., Any]]] = {
     "pad": lambda a, left, right: functional.pad(a, (left, right), value=0.3),
     "index": lambda a, *order: a[..., list(order)],
     "cumsum": lambda a: 0.3 * a.cumsum(-1),
+    "sort": lambda a: a.sort(-1).values,
+    "positions": lambda a: a * torch.arange(a.shape[-1]) / a.shape[-1],
 }
 
 REDUCTION: Final[dict[str, Callable[..., Any]]] = {
@@ -184,6 +191,7 @@ EXOTIC_REDUCTION: Final[dict[str, Callable[..., Any]]] = {
     "logsumexp": lambda a, dim, keep: a.logsumexp(dim, keepdim=keep),
     "norm": lambda a, dim, keep: (a + 0.1).norm(dim=dim, keepdim=keep),
     "var": lambda a, dim, keep: a.var(dim, correction=0, keepdim=keep),
+    "std": lambda a, dim, keep: torch.cat([a, a + 1.0], dim).std(dim, keepdim=keep),
     "prod": lambda a, dim, keep: torch.tanh(a + 1.0).prod(dim, keepdim=keep),
     "max": lambda a, dim, keep: a.max(dim, keepdim=keep).values,
 }
@@ -211,6 +219,7 @@ EXOTIC_PRODUCT: Final[dict[str, Callable[..., Any]]] = {
     "batched": lambda keys, query: (keys @ query.unsqueeze(-1)).squeeze(-1),
     "rms_norm": lambda a: functional.rms_norm(a, a.shape[-1:], eps=0.1),
     "glu": lambda a: functional.glu(a, -1),
+    "cosine": lambda a, b: functional.cosine_similarity(a, b + 0.1, dim=-1).unsqueeze(-1),
     "normalize": lambda a: functional.normalize(a + 0.1, dim=-1),
 }
 

@@ -6,14 +6,15 @@ from typing import Final
 from hypothesis import HealthCheck, settings
 
 VARIABLE: Final = "STRETTO_FUZZ"
+LONG_RUN: Final = int(os.environ.get(VARIABLE) or 0)
+"""Examples of each test in a long run; none by default."""
 
 
 def fuzzed(usual: int) -> settings:
     """Settings for a test of `usual` examples, always the same ones unless a long run is asked for."""
-    asked = os.environ.get(VARIABLE)
     return settings(
-        max_examples=int(asked) if asked else usual,
-        derandomize=not asked,
+        max_examples=LONG_RUN or usual,
+        derandomize=not LONG_RUN,
         deadline=None,
         print_blob=False,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -1,6 +1,6 @@
 """Random views, reductions and products of rows: each function writes a few lines of a recipe."""
 
-from fuzz_operations import EXOTIC_REDUCTION, OVER, REDUCTION
+from fuzz_operations import EXOTIC_REDUCTION, EXOTIC_SHAPE, OVER, REDUCTION
 from fuzz_writer import LARGEST, ROWS, Register, Writer
 
 
@@ -168,9 +168,10 @@ def exotic(w: Writer) -> None:
     """An operator that no code is generated for, or not yet."""
     one = _shaped(w)
     width = w[one].sizes[-1]
-    kind = w.one_of(
-        ("flip", "roll", "index", "repeat", "repeat_interleave", "pad", "cumsum", "rms_norm", "glu", "normalize")
-    )
+    if w.yes() and (other := w.pick_rows(sizes=w[one].sizes)) is not None:
+        w.add("cosine", one, other)
+        return
+    kind = w.one_of((*EXOTIC_SHAPE, "rms_norm", "glu", "normalize"))
     if kind in {"repeat", "repeat_interleave", "pad"} and w[one].example.numel() * 3 > LARGEST * ROWS:
         return
     if kind == "glu" and width % 2:

@@ -22,7 +22,7 @@ KINDS: Final = (
     idioms.normalised,
     *[pointwise.with_number] * 2,
     *[pointwise.with_leaf] * 3,
-    *[pointwise.choice] * 2,
+    *[pointwise.choice] * 4,
     *[shapes.window] * 2,
     *[shapes.parts] * 2,
     *[shapes.turned] * 2,
@@ -77,7 +77,7 @@ def _next_state(w: Writer, state: int) -> int:
     found = w.pick_rows(sizes=sizes) if kind == "found" else None
     if found is None:
         found = _fitted(w, _side_by_side(w), sizes)
-    if w.yes():
+    if w.one_of((False, True, True)):
         mixed = w.add(w.one_of(("mix", "mul", "add", "gate")), found, state)
         found = mixed if w[mixed].sizes == sizes else found
     return w.add(w.one_of(("tanh", "sigmoid", "tanh", "atan")), found) if w.one_of((True, True, False)) else found
