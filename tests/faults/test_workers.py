@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from stretto.benchmarks.faults import workers_below
 from stretto.data.npz import write_npz
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import Labels
@@ -79,21 +79,6 @@ def wait_for_steps(run: Path, number: int) -> None:
         time.sleep(0.05)
 
 
-def workers_of(launcher: int) -> Iterator[tuple[int, int]]:
-    """Process and rank of every worker below a launcher."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int(re.findall(r"PPid:\s+(\d+)", (folder / "status").read_text())[0])
-            above = int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{parent}/status").read_text())[0])
-            variables = dict(
-                item.partition("=")[::2] for item in (folder / "environ").read_bytes().decode().split("\0") if item
-            )
-        except (OSError, IndexError):
-            continue
-        if above == launcher and "RANK" in variables:
-            yield int(folder.name), int(variables["RANK"])
-
-
 def tensors_of(run: Path) -> dict[str, torch.Tensor]:
     """The trained weights."""
     return safetensors.torch.load_file(run / MODEL_FILE)
@@ -122,7 +107,7 @@ def test_a_killed_worker_is_started_again_and_the_result_is_the_same(signs: Path
     assert undisturbed.wait(PATIENCE) == 0, finish(undisturbed)
     process = start(signs, tmp_path / "hit", *words)
     wait_for_steps(tmp_path / "hit", 25)
-    victim = next(number for number, rank in workers_of(process.pid) if rank == 1)
+    victim = next(number for number, rank in workers_below(process.pid) if rank == 1)
     os.kill(victim, signal.SIGKILL)
     said = finish(process)
     assert process.returncode == 0, said

@@ -1,16 +1,20 @@
 """`stretto bench NAME`."""
 
+from rich import box
+from rich.table import Table
 from rich.text import Text
 
 from stretto.benchmarks import buckets_tables, kernels_tables
 from stretto.benchmarks.buckets import BucketsBenchSettings, run_buckets_bench
+from stretto.benchmarks.faults import KINDS, FaultsBenchSettings, run_faults_bench
 from stretto.benchmarks.kernels import KernelsBenchSettings, run_kernels_bench
 from stretto.benchmarks.kernels_page import write_kernels_page
 from stretto.cli.console import console_for
-from stretto.cli.parsing import choose, parse
+from stretto.cli.parsing import checked_flags, choose, parse
 
 BENCHMARKS = {
     "buckets": "batches of our sampler beside Lhotse's, Hugging Face's and simpler edges",
+    "faults": "workers killed and stopped while they train, and what is lost",
     "kernels": "training steps of our layers beside torch's, JAX's and the Python loop",
 }
 
@@ -21,7 +25,7 @@ def run(words: list[str]) -> int:
     if choice is None:
         return 0
     name, rest = choice
-    return _buckets(rest) if name == "buckets" else _kernels(rest)
+    return {"buckets": _buckets, "faults": _faults, "kernels": _kernels}[name](rest)
 
 
 def _buckets(words: list[str]) -> int:
@@ -35,6 +39,32 @@ def _buckets(words: list[str]) -> int:
         console.print(Text(f"left out: {missing}"), soft_wrap=True)
     if settings.out is not None:
         console.print(Text(f"table  {settings.out}"), soft_wrap=True)
+    return 0
+
+
+def _faults(words: list[str]) -> int:
+    settings = checked_flags(parse(FaultsBenchSettings, words, prog="stretto bench faults"))
+    console = console_for(80)
+    with console.status("") as status:
+        tell = status.update if console.is_terminal else lambda line: console.print(Text(line), soft_wrap=True)
+        bench = run_faults_bench(settings, tell=tell)
+    table = Table(title="Workers struck while they train", box=box.SIMPLE_HEAD, show_header=False)
+    struck = ", ".join(f"{sum(strike.kind == kind for strike in bench.strikes)} {what}" for kind, what in KINDS.items())
+    for name, value in (
+        ("workers", bench.workers),
+        ("strikes", f"{len(bench.strikes)}: {struck}"),
+        ("survived", bench.survived),
+        ("resumed from a checkpoint", bench.resumed),
+        ("epochs", bench.epochs),
+        ("sequences lost", bench.lost),
+        ("sequences repeated", bench.repeated),
+        ("final weights equal the undisturbed run's", "yes, to the last bit" if bench.same_weights else "no"),
+        ("seconds, both runs", f"{bench.seconds:.0f}"),
+    ):
+        table.add_row(name, str(value))
+    console.print(table)
+    if settings.json is not None:
+        console.print(Text(f"table  {settings.json}"), soft_wrap=True)
     return 0
 
 
