@@ -4,7 +4,6 @@ Shape legend: N sequences.
 """
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -15,15 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
-import torch
 
-from stretto.benchmarks.faults import workers_below
+from stretto.benchmarks.faults import FaultsBenchSettings, run_faults_bench
 from stretto.data.npz import write_npz
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import Labels
 from stretto.training.events import EVENTS_FILE, read_events
-from stretto.training.loop import MODEL_FILE
 
 PATIENCE = 150.0
 SETTINGS = ["--batch-size", "4", "--hidden-size", "4", "--num-buckets", "2", "--kernel", "torch"]
@@ -79,11 +75,6 @@ def wait_for_steps(run: Path, number: int) -> None:
         time.sleep(0.05)
 
 
-def tensors_of(run: Path) -> dict[str, torch.Tensor]:
-    """The trained weights."""
-    return safetensors.torch.load_file(run / MODEL_FILE)
-
-
 def seen_in_order(run: Path) -> list[dict[str, Any]]:
     """Steps as they count in the end."""
     return [event for event in read_events(run) if event["event"] == "step"]
@@ -101,23 +92,13 @@ def test_two_workers_train_and_leave_one_record(signs: Path, tmp_path: Path) -> 
     assert json.loads((tmp_path / "run" / "result.json").read_text())["epochs"] == 2
 
 
-def test_a_killed_worker_is_started_again_and_the_result_is_the_same(signs: Path, tmp_path: Path) -> None:
-    words = ["--workers", "2", "--epochs", "60", "--checkpoint-minutes", "0.0005"]
-    undisturbed = start(signs, tmp_path / "whole", *words)
-    assert undisturbed.wait(PATIENCE) == 0, finish(undisturbed)
-    process = start(signs, tmp_path / "hit", *words)
-    wait_for_steps(tmp_path / "hit", 25)
-    victim = next(number for number, rank in workers_below(process.pid) if rank == 1)
-    os.kill(victim, signal.SIGKILL)
-    said = finish(process)
-    assert process.returncode == 0, said
-    events = read_events(tmp_path / "hit")
-    assert any(event["event"] == "resumed" for event in events), said
-    whole, hit = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "hit")
-    assert all(torch.equal(whole[name], hit[name]) for name in whole)
-    for epoch in range(60):
-        rows = [event["rows"] for event in seen_in_order(tmp_path / "hit") if event["epoch"] == epoch]
-        assert sum(rows) == 40, epoch
+def test_a_killed_worker_is_started_again_and_the_result_is_the_same(tmp_path: Path) -> None:
+    bench = run_faults_bench(FaultsBenchSettings(kills=1, stops=False, json=tmp_path / "faults.json"))
+    assert (len(bench.strikes), bench.survived, bench.exit_code) == (1, 1, 0)
+    assert bench.resumed >= 1
+    assert (bench.lost, bench.repeated) == (0, 0)
+    assert bench.same_weights
+    assert json.loads((tmp_path / "faults.json").read_text())["survived"] == 1
 
 
 def test_asked_to_stop_they_save_and_go_on_alone(signs: Path, tmp_path: Path) -> None:
