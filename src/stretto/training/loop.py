@@ -102,15 +102,7 @@ class Trainer:
         _refuse_too_long(task.data, max_steps=self._config.max_steps)
         self._train = task.data.part("train")
         self._valid = task.data.part("valid")
-        self.sampler = BucketSampler(
-            self._train.lengths_N,
-            batch_size=self._config.batch_size,
-            max_steps=self._config.max_steps,
-            num_buckets=self._config.num_buckets,
-            seed=self._config.seed,
-            rank=self._world.rank,
-            world_size=self._world.size,
-        )
+        self.sampler = self._fresh_sampler()
         self._world.refuse_differences(
             "the data", task.data.digest(), fix="Give every worker the same data, and the same --seed and sizes."
         )
@@ -126,6 +118,17 @@ class Trainer:
             if resume:
                 self._restore()
         self._updater = Updater(task, self.state, world=self._world, stop=self._stop)
+
+    def _fresh_sampler(self) -> BucketSampler:
+        return BucketSampler(
+            self._train.lengths_N,
+            batch_size=self._config.batch_size,
+            max_steps=self._config.max_steps,
+            num_buckets=self._config.num_buckets,
+            seed=self._config.seed,
+            rank=self._world.rank,
+            world_size=self._world.size,
+        )
 
     def _updates(self, steps: int) -> int:
         each: int = self._config.accumulate
@@ -339,16 +342,9 @@ class Trainer:
         state, epochs = self.state, self._config.epochs
         state.used = 0
         left = len(self.sampler.plan.unused(0)) / max(1, len(self._train))
-        fresh = BucketSampler(
-            self._train.lengths_N,
-            batch_size=self._config.batch_size,
-            max_steps=self._config.max_steps,
-            num_buckets=self._config.num_buckets,
-            seed=self._config.seed,
-            rank=self._world.rank,
-            world_size=self._world.size,
+        remaining = self._updates(len(self.sampler)) + (epochs - state.epoch - 1) * self._updates(
+            len(self._fresh_sampler())
         )
-        remaining = self._updates(len(self.sampler)) + (epochs - state.epoch - 1) * self._updates(len(fresh))
         progress = (state.epoch + 1 - left) / epochs
         state.reschedule(self._config, done=round(remaining * progress / (1 - progress)), remaining=remaining)
 

@@ -32,13 +32,7 @@ extern "C" void stretto_product(const real* x, int64_t stride_x, const real* w, 
   Barrier barrier;
   std::atomic<int64_t> next{0};
   const int64_t blocks = (P + ROW_BLOCK - 1) / ROW_BLOCK;
-#pragma omp parallel num_threads(int(threads)) if (threads > 1)
-  {
-#if defined(_OPENMP)
-    const int rank = omp_get_thread_num(), size = omp_get_num_threads();
-#else
-    const int rank = 0, size = 1;
-#endif
+  by_threads(threads, [&](int rank, int size) {
     for (int p = rank; p < panels_of(N); p += size)
       pack(w + p * PANEL * stride_n, stride_k, stride_n, K, N - p * PANEL < PANEL ? N - p * PANEL : PANEL,
            packed + p * K * PANEL);
@@ -48,7 +42,7 @@ extern "C" void stretto_product(const real* x, int64_t stride_x, const real* w, 
       const int64_t first = block * ROW_BLOCK, last = first + ROW_BLOCK < P ? first + ROW_BLOCK : P;
       product_rows(x, stride_x, packed, bias, y, P, K, N, first, last, room, room + ROW_BLOCK * K);
     }
-  }
+  });
 }
 
 // out[K, N] = the sum over rows p of x[p, K] d[p, N]. The first rows of x may lie elsewhere: a state before each step is
@@ -58,13 +52,7 @@ extern "C" void stretto_weight_gradient(const real* head, int64_t stride_head, i
                                         int64_t K, int64_t N, real* memory, int64_t threads) {
   const auto row = [=](int64_t p) { return p < head_rows ? head + p * stride_head : x + (p - head_rows) * stride_x; };
   const int64_t all_panels = panels_of(N), width = all_panels * PANEL, blocks = (K + 5) / 6;
-#pragma omp parallel num_threads(int(threads)) if (threads > 1)
-  {
-#if defined(_OPENMP)
-    const int rank = omp_get_thread_num(), size = omp_get_num_threads();
-#else
-    const int rank = 0, size = 1;
-#endif
+  by_threads(threads, [&](int rank, int size) {
     const int64_t first = all_panels * rank / size, last = all_panels * (rank + 1) / size;
     real* const sums = memory + first * PANEL * blocks * 6;  // panel after panel, each with all rows of the result
     real* const sides = memory + width * blocks * 6 + rank * DEPTH_BLOCK * (blocks * 6 + PANEL);
@@ -90,7 +78,7 @@ extern "C" void stretto_weight_gradient(const real* head, int64_t stride_head, i
       for (int64_t k = 0; k < K; k++)
         for (int64_t j = 0; j < PANEL && n * PANEL + j < N; j++)
           out[k * N + n * PANEL + j] = sums[((n - first) * blocks + k / 6) * 6 * PANEL + (k % 6) * PANEL + j];
-  }
+  });
 }
 
 // The sums of VECTORS vectors of columns of d, each row times that of e if there is one.
@@ -127,16 +115,10 @@ static void column_sums_between(const real* d, int64_t stride_d, const real* e, 
 // out[N] = the sum over rows p of d[p, N], or of d[p, N] e[p, N].
 extern "C" void stretto_column_sums(const real* d, int64_t stride_d, const real* e, int64_t stride_e, real* out, int64_t P,
                                     int64_t N, int64_t threads) {
-#pragma omp parallel num_threads(int(threads)) if (threads > 1)
-  {
-#if defined(_OPENMP)
-    const int rank = omp_get_thread_num(), size = omp_get_num_threads();
-#else
-    const int rank = 0, size = 1;
-#endif
+  by_threads(threads, [&](int rank, int size) {
     const int64_t whole = (N + LANES - 1) / LANES, first = whole * rank / size * LANES;
     const int64_t last = whole * (rank + 1) / size * LANES < N ? whole * (rank + 1) / size * LANES : N;
     if (e) column_sums_between<true>(d, stride_d, e, stride_e, out, P, first, last);
     else column_sums_between<false>(d, stride_d, e, stride_e, out, P, first, last);
-  }
+  });
 }

@@ -4,15 +4,9 @@
 
 template <class Body>
 INLINE void each_row(int64_t P, int64_t threads, Body body) {
-#pragma omp parallel num_threads(int(threads)) if (threads > 1)
-  {
-#if defined(_OPENMP)
-    const int rank = omp_get_thread_num(), size = omp_get_num_threads();
-#else
-    const int rank = 0, size = 1;
-#endif
+  by_threads(threads, [&](int rank, int size) {
     for (int64_t p = P * rank / size; p < P * (rank + 1) / size; p++) body(p);
-  }
+  });
 }
 
 // The sum of value(j) for j < N, where value(j, count) is a vector of `count` lanes.
@@ -79,13 +73,7 @@ extern "C" void stretto_norm_gradient(const real* x, int64_t stride_x, const rea
 extern "C" void stretto_norm_sums(const real* x, int64_t stride_x, const real* d, int64_t stride_d, const real* means,
                                   const real* scales, real* d_gain, real* d_bias, int64_t P, int64_t N,
                                   int64_t threads) {
-#pragma omp parallel num_threads(int(threads)) if (threads > 1)
-  {
-#if defined(_OPENMP)
-    const int rank = omp_get_thread_num(), size = omp_get_num_threads();
-#else
-    const int rank = 0, size = 1;
-#endif
+  by_threads(threads, [&](int rank, int size) {
     const int64_t whole = (N + PANEL - 1) / PANEL, first = whole * rank / size * PANEL;
     const int64_t last = whole * (rank + 1) / size * PANEL < N ? whole * (rank + 1) / size * PANEL : N;
     for (int64_t j = first; j < last; j++) d_gain[j] = d_bias[j] = 0;
@@ -98,5 +86,5 @@ extern "C" void stretto_norm_sums(const real* x, int64_t stride_x, const real* d
         put(d_bias, j, last, part(d_bias, j, last) + arriving);
       }
     }
-  }
+  });
 }

@@ -16,6 +16,17 @@
 #endif
 #include <sched.h>
 
+// Run body(rank, size) on each of so many threads.
+template <class Body>
+INLINE void by_threads(int64_t threads, Body body) {
+#if defined(_OPENMP)
+#pragma omp parallel num_threads(int(threads)) if (threads > 1)
+  body(omp_get_thread_num(), omp_get_num_threads());
+#else
+  body(0, 1);
+#endif
+}
+
 struct Call {
   int64_t num_steps, num_rows, keep;
   const int64_t *rows, *starts, *lengths, *strides, *weight_strides;
@@ -116,13 +127,7 @@ extern "C" void stretto_run(const Job* jobs, int64_t count, int64_t threads) {
   Barrier barrier;
   int64_t total = 0;
   for (int64_t i = 0; i < count; i++) total += jobs[i].pieces;
-#pragma omp parallel num_threads(int(threads)) if (threads > 1)
-  {
-#if defined(_OPENMP)
-    const int rank = omp_get_thread_num(), size = omp_get_num_threads();
-#else
-    const int rank = 0, size = 1;
-#endif
+  by_threads(threads, [&](int rank, int size) {
     for (int64_t i = rank; i < count; i += size) jobs[i].pack(jobs[i].call);
     if (size > 1) barrier.wait(rank, size);
     if (total == 0) {
@@ -135,5 +140,5 @@ extern "C" void stretto_run(const Job* jobs, int64_t count, int64_t threads) {
         if (first < last) jobs[i].work(jobs[i].call, first, last, 0, 1, &barrier);
       }
     }
-  }
+  });
 }
