@@ -140,7 +140,7 @@ class Trainer:
         try:
             with stop_on_signals(self._stop):
                 while self.state.epoch < self._config.epochs:
-                    self.train_epoch()
+                    self._train_epoch()
             return self._finish()
         finally:
             # Whatever ends it: a checkpoint that was begun is finished.
@@ -148,10 +148,15 @@ class Trainer:
 
     def train_epoch(self) -> EpochRecord:
         """Train to the end of the epoch under way, measure the validation part, and save."""
-        with self._own_randomness():
-            return self._train_epoch()
+        record = self._train_epoch()
+        self._tell_saved(self._writer.wait())
+        return record
 
     def _train_epoch(self) -> EpochRecord:
+        with self._own_randomness():
+            return self._epoch()
+
+    def _epoch(self) -> EpochRecord:
         state = self.state
         self.sampler.set_epoch(state.epoch)
         saved = ended = time.perf_counter()
