@@ -4,11 +4,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from stretto.benchmarks import buckets_tables, kernels_tables
+from stretto.benchmarks import buckets_tables, kernels_tables, workers_tables
 from stretto.benchmarks.buckets import BucketsBenchSettings, run_buckets_bench
 from stretto.benchmarks.faults import KINDS, FaultsBenchSettings, run_faults_bench
 from stretto.benchmarks.kernels import KernelsBenchSettings, run_kernels_bench
 from stretto.benchmarks.kernels_page import write_kernels_page
+from stretto.benchmarks.workers import WorkersBenchSettings, run_workers_bench
 from stretto.cli.console import console_for
 from stretto.cli.parsing import checked_flags, choose, parse
 
@@ -16,6 +17,7 @@ BENCHMARKS = {
     "buckets": "batches of our sampler beside Lhotse's, Hugging Face's and simpler edges",
     "faults": "workers killed and stopped while they train, and what is lost",
     "kernels": "training steps of our layers beside torch's, JAX's and the Python loop",
+    "workers": "two workers beside one, and what more of them would reach",
 }
 
 
@@ -25,7 +27,7 @@ def run(words: list[str]) -> int:
     if choice is None:
         return 0
     name, rest = choice
-    return {"buckets": _buckets, "faults": _faults, "kernels": _kernels}[name](rest)
+    return {"buckets": _buckets, "faults": _faults, "kernels": _kernels, "workers": _workers}[name](rest)
 
 
 def _buckets(words: list[str]) -> int:
@@ -86,4 +88,17 @@ def _kernels(words: list[str]) -> int:
         path = settings.out / "kernels.html"
         write_kernels_page(bench, path)
         console.print(Text(f"page   {path}"), soft_wrap=True)
+    return 0
+
+
+def _workers(words: list[str]) -> int:
+    settings = checked_flags(parse(WorkersBenchSettings, words, prog="stretto bench workers"))
+    console = console_for(90)
+    with console.status("") as status:
+        tell = status.update if console.is_terminal else lambda line: console.print(Text(line), soft_wrap=True)
+        bench = run_workers_bench(settings, tell=tell)
+    for table in workers_tables.tables(bench):
+        console.print(table)
+    if settings.json is not None:
+        console.print(Text(f"table  {settings.json}"), soft_wrap=True)
     return 0

@@ -16,7 +16,9 @@ from stretto.errors import StrettoError
 MOST_PER_CORE: Final = 4
 
 
-def start_workers(words: Sequence[str], *, workers: int, threads: int | None, restarts: int) -> int:
+def start_workers(
+    words: Sequence[str], *, workers: int, threads: int | None, restarts: int, module: str = "stretto"
+) -> int:
     """Run `stretto` with `words` as several workers, and start them again when one is lost.
 
     Args:
@@ -24,6 +26,7 @@ def start_workers(words: Sequence[str], *, workers: int, threads: int | None, re
         workers: How many.
         threads: Of each worker; by default the cores are shared out.
         restarts: How often to start all again, at most.
+        module: What to run instead.
 
     Returns:
         The exit code that the workers agreed on.
@@ -46,7 +49,7 @@ def start_workers(words: Sequence[str], *, workers: int, threads: int | None, re
                 "--rdzv-id=stretto",
                 "--local-addr=127.0.0.1",
                 "-m",
-                "stretto",
+                module,
                 *words,
             ),
         ]
