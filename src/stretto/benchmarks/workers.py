@@ -81,6 +81,8 @@ class WorkersBench:
 
 def run_workers_bench(settings: WorkersBenchSettings, *, tell: Callable[[str], None]) -> WorkersBench:
     """Time updates of each way in turn, and predict."""
+    # Here too, so that data which cannot be used are told of at once.
+    data = TASKS[settings.task].embedded_data() if settings.data is None else open_sequences(settings.data)
     answers: dict[str, list[list[dict[str, Any]]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory(prefix="stretto-") as place:
         for turn in range(settings.rounds):
@@ -91,7 +93,6 @@ def run_workers_bench(settings: WorkersBenchSettings, *, tell: Callable[[str], N
     middle = {way: statistics.median(values) for way, values in speeds.items()}
     two = "2 workers, 1 thread each"
     alone, pair = answers["1 worker, 1 thread"], answers[two]
-    data = TASKS[settings.task].embedded_data() if settings.data is None else open_sequences(settings.data)
     kind = TASKS[settings.task](checked(CONFIGS[settings.task], {}, source="the benchmark"), data)
     num_bytes = sum(4 * parameter.numel() for parameter in kind.build_model().parameters())
     exchanges = [
