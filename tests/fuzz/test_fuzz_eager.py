@@ -33,7 +33,7 @@ def _check(recipe: Recipe, case: Case, save: SaveChoice, *, twice: bool = False)
     return rnn
 
 
-@fuzzed(150)
+@fuzzed(200)
 @given(recipes(), cases(), saves)
 def test_random_cells_agree_with_their_definition(recipe: Recipe, case: Case, save: SaveChoice) -> None:
     rnn = _check(recipe, case, save)
@@ -41,13 +41,13 @@ def test_random_cells_agree_with_their_definition(recipe: Recipe, case: Case, sa
     assert explanation.kernel == "eager", explanation.reason
 
 
-@fuzzed(80)
+@fuzzed(100)
 @given(recipes(exotic=True, shortest=3), cases(), saves)
 def test_cells_of_rare_operators_agree_with_their_definition(recipe: Recipe, case: Case, save: SaveChoice) -> None:
     _check(recipe, case, save)
 
 
-@fuzzed(50)
+@fuzzed(60)
 @given(recipes(), cases(), saves)
 def test_gradients_can_be_differentiated_again(recipe: Recipe, case: Case, save: SaveChoice) -> None:
     _check(recipe, case, save, twice=True)

@@ -13,6 +13,7 @@ from fuzz_strategies import cases
 from hypothesis import assume, given
 
 import stretto
+from stretto.kernels import row_products
 from stretto.kernels.build import KernelChoice, SaveChoice
 from stretto.kernels.layout import Layout
 from stretto.kernels.program import Program
@@ -62,4 +63,5 @@ def test_stretches_of_time_agree_with_their_definition(layers: list[list[Recipe]
 def test_compiled_loops_of_several_cells_run_at_once(layers: list[list[Recipe]], case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 2)
+        patch.setattr(row_products, "WORTH_A_THREAD", 1)
         _check(layers, case, "auto")

@@ -245,7 +245,7 @@ class Trainer:
         )
         self._log.emit("epoch", **dataclasses.asdict(record))
         self._tell_ranks(totals)
-        self._save(wait=state.epoch == self._config.epochs)
+        self._save(wait=True)
         return record
 
     def _tell_ranks(self, totals: EpochTotals) -> None:
