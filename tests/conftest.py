@@ -10,7 +10,7 @@ import torch
 
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import Labels
-from stretto.kernels import row_products
+from stretto.kernels import compiler, row_products
 from stretto.storage import CACHE_VARIABLE
 
 DATA_VARIABLE = "STRETTO_DATA"
@@ -41,6 +41,17 @@ def set_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Non
     earlier = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(earlier)
+
+
+@pytest.fixture(scope="session")
+def quick_compiler() -> Iterator[None]:
+    """A compiler that is quick rather than good, for cells that are many, small, and run once."""
+    with pytest.MonkeyPatch.context() as patch:
+        flags = tuple("-O0" if flag == "-O3" else flag for flag in compiler.BASE_FLAGS)
+        patch.setattr(compiler, "BASE_FLAGS", flags)
+        compiler._find.cache_clear()
+        yield
+    compiler._find.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -112,10 +112,9 @@ def run_job(name: str, config: TrainConfig, *, subscribers: list[Subscriber]) ->
     """
     _check_device(config.device)
     with joined(device=config.device, minutes=config.lost_after) as world, lost_worker():
+        settings = {**config.recorded(), "resume": config.resume, "record_sequences": config.record_sequences}
+        world.refuse_differences("a setting", json.dumps(settings), fix="Start all workers with the same settings.")
         config = _resumed_after_a_loss(config, world)
-        world.refuse_differences(
-            "a setting", json.dumps(config.recorded()), fix="Start all workers with the same settings."
-        )
         with contextlib.ExitStack() as stack:
 
             def claim() -> str:
@@ -131,17 +130,26 @@ def run_job(name: str, config: TrainConfig, *, subscribers: list[Subscriber]) ->
 
 
 def _resumed_after_a_loss(config: TrainConfig, world: World) -> TrainConfig:
-    """Workers that were started again go on from the last checkpoint, or from the start if there is none yet."""
-    if world.restarts == 0 or config.resume:
+    """Workers that were started again go on from the last checkpoint, or from the start if there is none yet.
+
+    torchrun counts a start after a loss, each node for itself, and does not count one after nodes came or went; then
+    the name of the launch tells that the run in the folder is this one.
+    """
+    restarted = max(row[0] for row in world.gathered([float(world.restarts)])) > 0
+    if config.resume:
         return config
-    if config.out is None:
-        raise StrettoError(
-            "workers that may be started again need a run folder that stays the same",
-            fix="Name one with --out, or let torchrun start them once with --max-restarts 0.",
-        )
     out = config.out
+    if out is None:
+        if restarted:
+            raise StrettoError(
+                "workers that may be started again need a run folder that stays the same",
+                fix="Name one with --out, or let torchrun start them once with --max-restarts 0.",
+            )
+        return config
 
     def look() -> str:
+        if not (restarted or (world.launch and _launch_of(out) == world.launch)):
+            return "another"
         if any((out / FOLDER).glob("step-*")):
             return "saved"
         # Nothing but the record of steps that are lost.
@@ -151,6 +159,13 @@ def _resumed_after_a_loss(config: TrainConfig, world: World) -> TrainConfig:
         return "nothing"
 
     return dataclasses.replace(config, resume=True) if world.by_first(look) == "saved" else config
+
+
+def _launch_of(run: Path) -> str | None:
+    """The name of the launch that a run was started by, if there is one."""
+    with contextlib.suppress(StrettoError):
+        return next((event.get("launch") for event in read_events(run) if event["event"] == "started"), None)
+    return None
 
 
 def _run(name: str, config: TrainConfig, *, run: Path, world: World, subscribers: list[Subscriber]) -> TrainResult:
@@ -182,7 +197,7 @@ def _fair_share(world: World) -> int | None:
 def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: AbstractLog, world: World) -> TrainResult:
     trainer = Trainer(task, run=run, log=log, resume=config.resume, world=world)
     if not config.resume:
-        log.emit("started", **_description(task, config, trainer), workers=world.size)
+        log.emit("started", **_description(task, config, trainer), workers=world.size, launch=world.launch)
     ended = trainer.run()
     # The first worker records; another one may look before it has begun to.
     world.wait_for_all()

@@ -81,7 +81,7 @@ EXOTIC_UNARY: Final[dict[str, Callable[..., Any]]] = {
     "mish": functional.mish,
     "relu6": lambda a: functional.relu6(a + 3.0),
     # Torch's own derivative has a sixth in single precision, whatever the numbers are in.
-    "hardsigmoid": lambda a: functional.relu6(a + 3.0) / 6.0,
+    "hardsigmoid": functional.hardsigmoid,
     "hardswish": functional.hardswish,
     "softsign": functional.softsign,
     "logsigmoid": functional.logsigmoid,

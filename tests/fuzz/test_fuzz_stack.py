@@ -29,7 +29,7 @@ def _check(layers: list[list[Recipe]], case: Case, kernel: KernelChoice, save: S
     assert_same(net.by_stretto(rnn, batch), wanted)
 
 
-@fuzzed(25)
+@fuzzed(40)
 @given(stacks(), cases())
 def test_layers_and_directions_agree_with_their_definition(layers: list[list[Recipe]], case: Case) -> None:
     _check(layers, case, "eager")
@@ -40,7 +40,7 @@ def _three_where_it_can_be(layers: Sequence[Sequence[stack.Direction]], layout: 
     return 1 if alone else max(1, min(3, layout.num_steps))
 
 
-@fuzzed(25)
+@fuzzed(40)
 @given(stacks(), cases())
 def test_layers_that_run_as_a_wave_agree_with_their_definition(layers: list[list[Recipe]], case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -48,7 +48,7 @@ def test_layers_that_run_as_a_wave_agree_with_their_definition(layers: list[list
         _check(layers, case, "eager")
 
 
-@fuzzed(25)
+@fuzzed(40)
 @given(stacks(), cases())
 def test_stretches_of_time_agree_with_their_definition(layers: list[list[Recipe]], case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -58,7 +58,7 @@ def test_stretches_of_time_agree_with_their_definition(layers: list[list[Recipe]
 
 
 @pytest.mark.usefixtures("quick_compiler")
-@fuzzed(4)
+@fuzzed(8)
 @given(stacks(), cases())
 def test_compiled_loops_of_several_cells_run_at_once(layers: list[list[Recipe]], case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:

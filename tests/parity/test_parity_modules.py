@@ -46,8 +46,8 @@ def test_copies_make_the_same_numbers_and_are_apart(way: str, after_a_call: bool
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(1.5)
-    assert_parity(rnn, batch, kernels=["cpp"])
-    assert_parity(twin, batch, kernels=["cpp"])
+    assert_parity(rnn, batch)
+    assert_parity(twin, batch)
     assert error_of(found(twin, batch).values["y"], found(rnn, batch).values["y"]) > 0.01
 
 

@@ -38,7 +38,7 @@ def test_no_cell_reads_what_was_not_written(setting: str) -> None:
 def test_no_batch_reads_what_was_not_written(setting: str, batch: str) -> None:
     rnn = layer(setting, 7)
     T, lengths = BATCHES[batch]
-    assert_parity(rnn, drawn(rnn, T=T, B=len(lengths), lengths=lengths), kernels=["cpp"])
+    assert_parity(rnn, drawn(rnn, T=T, B=len(lengths), lengths=lengths))
 
 
 @pytest.mark.usefixtures("poisoned_memory")

@@ -19,6 +19,8 @@ from stretto.errors import StrettoError
 STORE_VARIABLE: Final = "STRETTO_STORE"
 """Where workers on one machine meet: the beginning of file names in a private folder; nothing listens for it."""
 INTERFACE_VARIABLES: Final = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
+UNNAMED: Final = "none"
+"""What torchrun calls a launch without --rdzv-id."""
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -47,8 +49,10 @@ def joined(*, device: str = "cpu", minutes: float = 10.0) -> Iterator[World]:
     Raises:
         StrettoError: If the others cannot be reached, or run other versions.
     """
+    restarts, launch = _number("TORCHELASTIC_RESTART_COUNT", 0), os.environ.get("TORCHELASTIC_RUN_ID", "")
+    launch = "" if launch == UNNAMED else launch
     if not is_worker():
-        yield World()
+        yield World(restarts=restarts, launch=launch)
         return
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     backend = "nccl" if device.startswith("cuda") else "gloo"
@@ -70,7 +74,8 @@ def joined(*, device: str = "cpu", minutes: float = 10.0) -> Iterator[World]:
             rank=rank,
             size=size,
             local_size=_number("LOCAL_WORLD_SIZE", size),
-            restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
+            restarts=restarts,
+            launch=launch,
             device=device if backend == "nccl" else "cpu",
         )
         versions = f"stretto {importlib.metadata.version('stretto')}, torch {torch.__version__}"

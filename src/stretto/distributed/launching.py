@@ -1,6 +1,7 @@
 """Starting several workers on this machine: torchrun, with a meeting place in a private folder instead of a port."""
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def start_workers(
             *(f"--max-restarts={restarts}", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file"),
             *(
                 f"--rdzv-endpoint={folder}/agents",
-                "--rdzv-id=stretto",
+                f"--rdzv-id={secrets.token_hex(8)}",
                 "--local-addr=127.0.0.1",
                 "-m",
                 module,

@@ -28,6 +28,7 @@ class World:
         size: How many there are.
         local_size: How many of them are on this machine.
         restarts: How often all were started again after one was lost.
+        launch: The name that torchrun knows all of them by, across restarts and changes of their number; may be empty.
         device: Where tensors that are sent must lie.
     """
 
@@ -35,6 +36,7 @@ class World:
     size: int = 1
     local_size: int = 1
     restarts: int = 0
+    launch: str = ""
     device: str = "cpu"
 
     @property

@@ -191,7 +191,8 @@ POINTWISE: Final[dict[str, Rule]] = {
     "leaky_relu_backward": _with_settings(
         lambda slope, _is_result: f"choose({{1}} > all(0), {{0}}, {{0}} * {number(slope)})", 2
     ),
-    "hardsigmoid_backward": _simple("choose(({1} > all(-3)) & ({1} < all(3)), {0} / all(6), all(0))"),
+    # A sixth in single precision, whatever the numbers are: torch has it so.
+    "hardsigmoid_backward": _simple("choose(({1} > all(-3)) & ({1} < all(3)), {0} * all(1.0f / 6.0f), all(0))"),
     "hardtanh_backward": _with_settings(
         lambda low, high: f"choose(({{1}} <= {number(low)}) | ({{1}} >= {number(high)}), all(0), {{0}})", 2
     ),

@@ -111,7 +111,7 @@ class Sharing:
 def _moved(dims: tuple[int, ...], place: Affine) -> tuple[int, int] | None:
     """Elements that a loop of one dimension passes over one by one, and how far off a multiple of them it begins."""
     long = [d for d, size in enumerate(dims) if size != 1]
-    if len(long) != 1 or place.factors[long[0]] != 1:
+    if len(long) != 1 or dims[long[0]] == 0 or place.factors[long[0]] != 1:
         return None
     size = dims[long[0]]
     return size, place.constant % size

@@ -53,6 +53,7 @@ class TrainConfig:
         workers: Processes to train with on this machine; each takes batches of the size given.
         restarts: How often to start all workers again when one is lost.
         lost_after: Minutes without an answer after which a worker counts as lost.
+        record_sequences: Also record which sequences each update was made of, for an audit.
     """
 
     data: Path | None = None
@@ -80,13 +81,14 @@ class TrainConfig:
     workers: Count = 1
     restarts: Annotated[int, Field(ge=0, lt=2**31)] = 3
     lost_after: Positive = 10.0
+    record_sequences: bool = False
 
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = pydantic.ConfigDict(extra="forbid")
 
     def recorded(self) -> dict[str, Any]:
         """The settings that shape the result, as JSON-ready values; where and how it runs is left out."""
         values = dataclasses.asdict(self)
-        for key in ("out", "resume", "workers", "restarts", "lost_after"):
+        for key in ("out", "resume", "workers", "restarts", "lost_after", "record_sequences"):
             values.pop(key)
         values["data"] = None if self.data is None else str(self.data)
         return values

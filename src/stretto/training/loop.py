@@ -181,15 +181,18 @@ class Trainer:
             if not is_last:
                 continue
             self._count()
-            self._emit_step(batch)
-            self._tell_saved(self._writer.poll())
+            sequences = self._sequences()
+            with self._updater.told_to_all():
+                self._emit_step(batch, sequences)
+                self._tell_saved(self._writer.poll())
             if state.used == num_batches:
                 continue
             if self._updater.taken.stop or (self._world.size == 1 and self._stop.is_set()):
                 # Several workers stop at the step in which all hear of it.
                 self._interrupt()
             if ended - saved >= 60 * self._config.checkpoint_minutes:
-                self._save()
+                with self._updater.told_to_all():
+                    self._save()
                 saved = ended = time.perf_counter()
         record = self._end_epoch()
         asked_to_stop = bool(self._world.total([float(self._stop.is_set())])[0])
@@ -209,7 +212,16 @@ class Trainer:
     def _elapsed(self) -> float:
         return time.perf_counter() - self._begun
 
-    def _emit_step(self, batch: Batch) -> None:
+    def _sequences(self) -> dict[str, list[int]]:
+        """The sequences of the update, over all workers, if they are to be recorded."""
+        if not self._config.record_sequences:
+            return {}
+        numbers = self._updater.numbers
+        room = self._config.batch_size * self._config.accumulate - len(numbers)
+        found = self._world.gathered([*map(float, numbers), *[-1.0] * room])
+        return {"sequences": [int(number) for row in found for number in row if number >= 0]}
+
+    def _emit_step(self, batch: Batch, sequences: dict[str, list[int]]) -> None:
         taken = self._updater.taken
         if taken.bad:
             self._log.emit("warning", message=f"step {self.state.step} was skipped: its loss or gradient is no number")
@@ -224,6 +236,7 @@ class Trainer:
             slots=int(taken.slots),
             seconds=round(self._elapsed(), 4),
             **self._updater.last,
+            **sequences,
         )
 
     def _end_epoch(self) -> EpochRecord:
@@ -243,25 +256,27 @@ class Trainer:
             steps_per_second=totals.steps_real / max(1e-9, totals.seconds),
             padding=1.0 - totals.steps_real / max(1, totals.slots),
         )
-        self._log.emit("epoch", **dataclasses.asdict(record))
-        self._tell_ranks(totals)
-        self._save(wait=True)
+        ranks = self._ranks(totals)
+        with self._updater.told_to_all():
+            self._log.emit("epoch", **dataclasses.asdict(record))
+            if ranks:
+                self._log.emit("ranks", epoch=state.epoch, step=state.step, **ranks)
+            self._save(wait=True)
+        self._updater.agree()
         return record
 
-    def _tell_ranks(self, totals: EpochTotals) -> None:
-        """How each worker fared in the epoch: its own real steps, and the time it waited for the slowest."""
+    def _ranks(self, totals: EpochTotals) -> dict[str, list[float]]:
+        """How each of several workers fared: its own real steps, and the time it waited for the slowest."""
         waited, self._updater.waited = self._updater.waited, 0.0
         mine, self._updater.own_steps = self._updater.own_steps, 0
         found = self._world.gathered([float(mine), waited, totals.seconds])
-        if self._world.size > 1:
-            self._log.emit(
-                "ranks",
-                epoch=self.state.epoch,
-                step=self.state.step,
-                steps_real=[int(row[0]) for row in found],
-                waited=[round(row[1], 4) for row in found],
-                seconds=[round(row[2], 4) for row in found],
-            )
+        if self._world.size == 1:
+            return {}
+        return {
+            "steps_real": [int(row[0]) for row in found],
+            "waited": [round(row[1], 4) for row in found],
+            "seconds": [round(row[2], 4) for row in found],
+        }
 
     def _evaluate(self, part: SequenceSet, *, final: bool = False) -> Evaluation:
         return evaluate(self._task, self.state.model, part, device=self._config.device, final=final, world=self._world)
@@ -269,8 +284,10 @@ class Trainer:
     def _finish(self) -> LoopResult:
         state, test = self.state, self._task.data.part("test")
         evaluation = self._evaluate(test, final=True)
-        if self._world.is_first:
-            self._show(test)
+        with self._updater.told_to_all():
+            if self._world.is_first:
+                self._show(test)
+        self._updater.agree()
         return LoopResult(
             metrics={**evaluation.metrics, "loss": evaluation.loss},
             epochs=state.epoch,
@@ -354,8 +371,9 @@ class Trainer:
         state.reschedule(self._config, done=round(remaining * progress / (1 - progress)), remaining=remaining)
 
     def _interrupt(self) -> None:
-        self._save(wait=True)
-        self._world.wait_for_all()
+        with self._updater.told_to_all():
+            self._save(wait=True)
+        self._updater.agree()
         self._log.emit("interrupted", step=self.state.step)
         raise Interrupted(self._run, step=self.state.step)
 

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, Final, final
 
 import numpy as np
@@ -15,11 +16,12 @@ from stretto.batching.collate import Batch
 from stretto.distributed.joining import lost_worker
 from stretto.distributed.replica import replicated
 from stretto.distributed.world import World
+from stretto.errors import StrettoError
 from stretto.training.divergence import MOST_NAMED, diverged
 from stretto.training.state import TrainState
 from stretto.training.task import AbstractTask, LossSum
 
-PARTS: Final = ("count", "loss", "bad", "steps_real", "slots", "rows", "stop")
+PARTS: Final = ("count", "loss", "bad", "steps_real", "slots", "rows", "stop", "fault")
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class Taken:
         slots: Slots, padding included.
         rows: Sequences.
         stop: Workers that were asked to stop.
+        fault: Workers that met a fault, such as a full disk, since the step before.
     """
 
     count: float = 0.0
@@ -43,6 +46,7 @@ class Taken:
     slots: float = 0.0
     rows: float = 0.0
     stop: float = 0.0
+    fault: float = 0.0
 
     def add(self, sums: list[float]) -> None:
         """Add the sums of one step, in the order of `PARTS`."""
@@ -69,17 +73,19 @@ class Updater:
         self._config = task.config
         self._replica = replicated(state.model, world)
         self.taken = Taken()
-        self._numbers: list[int] = []
+        self.numbers: list[int] = []
         self.waited = 0.0
         self.own_steps = 0
         self.last: dict[str, float] = {}
         self.skipped = 0
+        self._fault: StrettoError | None = None
 
     def add(self, batch: Batch, *, is_last: bool) -> None:
         """Add a step's batch; with the last of an update, change the weights.
 
         Raises:
-            StrettoError: On all workers at once, if the loss of any is no number and such updates are not skipped.
+            StrettoError: On all workers at once, if the loss of any is no number and such updates are not skipped, or
+                if the first one met a fault.
         """
         together = getattr(self._replica, "no_sync", None)
         with contextlib.nullcontext() if is_last or together is None else together(), lost_worker():
@@ -90,8 +96,28 @@ class Updater:
     def begin(self) -> None:
         """Forget what the last update was made of."""
         self.taken = Taken()
-        self._numbers = []
+        self.numbers = []
         self._state.optimizer.zero_grad(set_to_none=True)
+
+    @contextlib.contextmanager
+    def told_to_all(self) -> Iterator[None]:
+        """What the first worker does alone; of several, all hear of its fault at the next exchange, and in one step."""
+        try:
+            yield
+        except StrettoError as error:
+            if self._world.size == 1:
+                raise
+            self._fault = self._fault or error
+
+    def agree(self) -> None:
+        """Go on, on all workers, or raise the first one's fault, on all of them."""
+
+        def look() -> str:
+            if self._fault is not None:
+                raise self._fault
+            return ""
+
+        self._world.by_first(look)
 
     def _add(self, batch: Batch) -> None:
         state, world = self._state, self._world
@@ -111,14 +137,17 @@ class Updater:
             batch.num_slots,
             len(batch),
             self._stop.is_set(),
+            self._fault is not None,
         ]
         begun = time.perf_counter()
         sums = world.total([float(value) for value in own])
         self.waited += time.perf_counter() - begun
         self.taken.add(sums)
+        if sums[PARTS.index("fault")]:
+            self.agree()
         self.own_steps += batch.num_steps
         own_numbers = [] if batch.indices is None else batch.indices.tolist()
-        self._numbers += own_numbers
+        self.numbers += own_numbers
         if sums[PARTS.index("bad")]:
             self._refuse(own_numbers if bad else [], total if bad else None)
         if not self.taken.bad:
@@ -135,7 +164,7 @@ class Updater:
             norm = float(nn.utils.clip_grad_norm_(state.model.parameters(), self._config.clip_norm))
             if not math.isfinite(norm):
                 # The gradient is the same on all workers, so all come here.
-                self._refuse(self._numbers, norm)
+                self._refuse(self.numbers, norm)
             else:
                 self.last = {
                     "loss": taken.loss / max(1.0, taken.count),

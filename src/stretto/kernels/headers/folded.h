@@ -4,7 +4,7 @@
 #include "team.h"
 
 constexpr int64_t ROW_BLOCK = 96;    // rows that pass over the weights together
-constexpr int64_t DEPTH_BLOCK = 256;  // rows that a gradient adds up before its sums go back to memory
+constexpr int64_t DEPTH_BLOCK = 256;  // rows that are added up before their sum is added to the others: digits are kept
 
 // Rows [first, last) of y[P, N] = x[P, K] w[K, N] + bias[N], w packed.
 static void product_rows(const real* x, int64_t stride_x, const real* w, const real* bias, real* y, int64_t P, int64_t K,
@@ -84,15 +84,18 @@ extern "C" void stretto_weight_gradient(const real* head, int64_t stride_head, i
 // The sums of VECTORS vectors of columns of d, each row times that of e if there is one.
 template <int VECTORS, bool TIMES>
 static void column_sums_of(const real* d, int64_t stride_d, const real* e, int64_t stride_e, int64_t P, real* out) {
-  vec sum[VECTORS];
-  for (int v = 0; v < VECTORS; v++) sum[v] = all(0);
-  for (int64_t p = 0; p < P; p++)
+  for (int v = 0; v < VECTORS; v++) store(out + v * LANES, all(0));
+  for (int64_t from = 0; from < P; from += DEPTH_BLOCK) {
+    vec sum[VECTORS];
+    for (int v = 0; v < VECTORS; v++) sum[v] = all(0);
+    for (int64_t p = from; p < P && p < from + DEPTH_BLOCK; p++)
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) {
-      const vec value = load(d + p * stride_d + v * LANES);
-      sum[v] += TIMES ? value * load(e + p * stride_e + v * LANES) : value;
-    }
-  for (int v = 0; v < VECTORS; v++) store(out + v * LANES, sum[v]);
+      for (int v = 0; v < VECTORS; v++) {
+        const vec value = load(d + p * stride_d + v * LANES);
+        sum[v] += TIMES ? value * load(e + p * stride_e + v * LANES) : value;
+      }
+    for (int v = 0; v < VECTORS; v++) store(out + v * LANES, load(out + v * LANES) + sum[v]);
+  }
 }
 
 template <bool TIMES>
@@ -105,9 +108,14 @@ static void column_sums_between(const real* d, int64_t stride_d, const real* e, 
     else if (left >= 3) column_sums_of<3, TIMES>(d + j, stride_d, ej, stride_e, P, out + j), j += 3 * LANES;
     else if (left >= 1) column_sums_of<1, TIMES>(d + j, stride_d, ej, stride_e, P, out + j), j += LANES;
     else {
-      real sum = 0;
-      for (int64_t p = 0; p < P; p++) sum += TIMES ? d[p * stride_d + j] * ej[p * stride_e] : d[p * stride_d + j];
-      out[j++] = sum;
+      real total = 0;
+      for (int64_t from = 0; from < P; from += DEPTH_BLOCK) {
+        real sum = 0;
+        for (int64_t p = from; p < P && p < from + DEPTH_BLOCK; p++)
+          sum += TIMES ? d[p * stride_d + j] * ej[p * stride_e] : d[p * stride_d + j];
+        total += sum;
+      }
+      out[j++] = total;
     }
   }
 }

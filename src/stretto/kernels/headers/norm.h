@@ -1,6 +1,6 @@
 // Layer norm of the rows of all steps, forward and backward. Threads share rows out, and columns where rows are added up.
 #pragma once
-#include "team.h"
+#include "folded.h"
 
 template <class Body>
 INLINE void each_row(int64_t P, int64_t threads, Body body) {
@@ -69,6 +69,8 @@ extern "C" void stretto_norm_gradient(const real* x, int64_t stride_x, const rea
   });
 }
 
+constexpr int64_t SUMMED = 16 * PANEL;  // columns that are added up at once
+
 // d_gain[N] = the sum over rows of d times the row's norm, d_bias[N] that of d.
 extern "C" void stretto_norm_sums(const real* x, int64_t stride_x, const real* d, int64_t stride_d, const real* means,
                                   const real* scales, real* d_gain, real* d_bias, int64_t P, int64_t N,
@@ -77,13 +79,21 @@ extern "C" void stretto_norm_sums(const real* x, int64_t stride_x, const real* d
     const int64_t whole = (N + PANEL - 1) / PANEL, first = whole * rank / size * PANEL;
     const int64_t last = whole * (rank + 1) / size * PANEL < N ? whole * (rank + 1) / size * PANEL : N;
     for (int64_t j = first; j < last; j++) d_gain[j] = d_bias[j] = 0;
-    for (int64_t p = 0; p < P; p++) {
-      const real *row = x + p * stride_x, *from = d + p * stride_d;
-      const vec mean = all(means[p]), scale = all(scales[p]);
-      for (int64_t j = first; j < last; j = after(j, last)) {
-        const vec arriving = part(from, j, last);
-        put(d_gain, j, last, part(d_gain, j, last) + arriving * ((part(row, j, last) - mean) * scale));
-        put(d_bias, j, last, part(d_bias, j, last) + arriving);
+    for (int64_t begin = first; begin < last; begin += SUMMED) {
+      const int64_t end = begin + SUMMED < last ? begin + SUMMED : last;
+      real gains[SUMMED], biases[SUMMED];
+      for (int64_t from = 0; from < P; from += DEPTH_BLOCK) {
+        for (int64_t j = begin; j < end; j++) gains[j - begin] = biases[j - begin] = 0;
+        for (int64_t p = from; p < P && p < from + DEPTH_BLOCK; p++) {
+          const real *row = x + p * stride_x, *came = d + p * stride_d;
+          const vec mean = all(means[p]), scale = all(scales[p]);
+          for (int64_t j = begin; j < end; j = after(j, end)) {
+            const vec arriving = part(came, j, end), normal = (part(row, j, end) - mean) * scale;
+            put(gains, j - begin, end - begin, part(gains, j - begin, end - begin) + arriving * normal);
+            put(biases, j - begin, end - begin, part(biases, j - begin, end - begin) + arriving);
+          }
+        }
+        for (int64_t j = begin; j < end; j++) d_gain[j] += gains[j - begin], d_bias[j] += biases[j - begin];
       }
     }
   });

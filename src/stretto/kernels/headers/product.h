@@ -53,7 +53,7 @@ INLINE void tile(const real* a, int64_t row, int64_t step, const real* w, int64_
     for (int r = 0; r < ROWS; r++)
       for (int p = 0; p < PANELS; p++)
         for (int v = 0; v < 2; v++)
-          sum[s][r][p][v] = ADD && s == 0 ? load(c + r * stride_c + p * PANEL + v * LANES) : all(0);
+          sum[s][r][p][v] = all(0);
   const int64_t panel = K * PANEL;
   int64_t k = 0;
   for (; k + CHAINS <= K; k += CHAINS)
@@ -81,6 +81,8 @@ INLINE void tile(const real* a, int64_t row, int64_t step, const real* w, int64_
       for (int v = 0; v < 2; v++) {
         vec total = sum[0][r][p][v];
         for (int s = 1; s < CHAINS; s++) total += sum[s][r][p][v];
+        // Added to the rest at the end: sums of sums lose fewer digits than one long sum.
+        if (ADD) total += load(c + r * stride_c + p * PANEL + v * LANES);
         store(c + r * stride_c + p * PANEL + v * LANES, total);
       }
 }
