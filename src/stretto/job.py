@@ -114,51 +114,55 @@ def run_job(name: str, config: TrainConfig, *, subscribers: list[Subscriber]) ->
     with joined(device=config.device, minutes=config.lost_after) as world, lost_worker():
         settings = {**config.recorded(), "resume": config.resume, "record_sequences": config.record_sequences}
         world.refuse_differences("a setting", json.dumps(settings), fix="Start all workers with the same settings.")
-        config = _resumed_after_a_loss(config, world)
+        again = _is_again(config, world)
         with contextlib.ExitStack() as stack:
 
             def claim() -> str:
+                resume = config.resume
+                if again and config.out is not None:
+                    # Workers of the same launch that were told to end may still be saving.
+                    stack.enter_context(locked(config.out, patience=60.0 * config.lost_after))
+                    resume = resume or _can_go_on(config.out)
                 with disk_errors(config.out or RUNS, doing="use the run folder"):
-                    run = _run_folder(name, config)
+                    run = _run_folder(name, dataclasses.replace(config, resume=resume))
                 if config.out is None or not run.exists():
                     stack.callback(_remove_if_empty, run)
-                stack.enter_context(locked(run))
-                return str(run)
+                if not (again and config.out is not None):
+                    stack.enter_context(locked(run))
+                return json.dumps([str(run), resume])
 
-            run = Path(world.by_first(claim))
-            return _run(name, config, run=run, world=world, subscribers=subscribers)
+            run, resume = json.loads(world.by_first(claim))
+            config = dataclasses.replace(config, resume=resume)
+            return _run(name, config, run=Path(run), world=world, subscribers=subscribers)
 
 
-def _resumed_after_a_loss(config: TrainConfig, world: World) -> TrainConfig:
-    """Workers that were started again go on from the last checkpoint, or from the start if there is none yet.
+def _is_again(config: TrainConfig, world: World) -> bool:
+    """Whether workers of this launch have trained before, in the same run folder.
 
     torchrun counts a start after a loss, each node for itself, and does not count one after nodes came or went; then
     the name of the launch tells that the run in the folder is this one.
     """
     restarted = max(row[0] for row in world.gathered([float(world.restarts)])) > 0
-    if config.resume:
-        return config
     out = config.out
     if out is None:
-        if restarted:
+        if restarted and not config.resume:
             raise StrettoError(
                 "workers that may be started again need a run folder that stays the same",
                 fix="Name one with --out, or let torchrun start them once with --max-restarts 0.",
             )
-        return config
+        return restarted
+    known = world.by_first(lambda: str(world.launch != "" and _launch_of(out) == world.launch))
+    return restarted or known == str(True)
 
-    def look() -> str:
-        if not (restarted or (world.launch and _launch_of(out) == world.launch)):
-            return "another"
-        if any((out / FOLDER).glob("step-*")):
-            return "saved"
-        # Nothing but the record of steps that are lost.
-        with disk_errors(out, doing="use the run folder"):
-            (out / EVENTS_FILE).unlink(missing_ok=True)
-            shutil.rmtree(out / FOLDER, ignore_errors=True)
-        return "nothing"
 
-    return dataclasses.replace(config, resume=True) if world.by_first(look) == "saved" else config
+def _can_go_on(run: Path) -> bool:
+    """Whether there is a checkpoint; if there is none yet, what was recorded is lost, and makes room for a start."""
+    if any((run / FOLDER).glob("step-*")):
+        return True
+    with disk_errors(run, doing="use the run folder"):
+        (run / EVENTS_FILE).unlink(missing_ok=True)
+        shutil.rmtree(run / FOLDER, ignore_errors=True)
+    return False
 
 
 def _launch_of(run: Path) -> str | None:

@@ -4,13 +4,17 @@ import contextlib
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from stretto.errors import StrettoError
 
 CACHE_VARIABLE = "STRETTO_CACHE"
 LOCK_FILE = ".lock"
+LOOK_AGAIN = 0.1
+"""Seconds."""
 
 
 @contextlib.contextmanager
@@ -62,32 +66,51 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, *, patience: float = 0.0) -> Iterator[None]:
     """Keep `folder` to ourselves; the lock goes when the process does, however it ends.
+
+    Args:
+        folder: Made if it is not there.
+        patience: Seconds to wait for another process that has it.
 
     Raises:
         StrettoError: If another process has it.
     """
-    try:
-        import fcntl
-    except ImportError:  # pragma: no cover - not on this system
-        yield
-        return
     path = folder / LOCK_FILE
     with disk_errors(path, doing="lock"):
         folder.mkdir(parents=True, exist_ok=True)
-        stream = path.open("a")
+        ends = time.monotonic() + patience
+        while (stream := _taken(path)) is None and time.monotonic() < ends:
+            time.sleep(LOOK_AGAIN)
+    if stream is None:
+        raise StrettoError(
+            f"another run is writing to {str(folder)!r}", fix="Wait for it to end, or choose another --out."
+        )
     with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StrettoError(
-                f"another run is writing to {str(folder)!r}", fix="Wait for it to end, or choose another --out."
-            ) from None
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def _taken(path: Path) -> TextIO | None:
+    """The file, locked; None if another process has it."""
+    stream = path.open("a")
+    try:
+        import fcntl
+
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # pragma: no cover - not on this system
+        return stream
+    except BlockingIOError:
+        stream.close()
+        return None
+    # Its last owner may have removed it since it was opened, and another made a new one.
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(stream.fileno()), path.stat()):
+            return stream
+    stream.close()
+    return None
 
 
 def cache_folder() -> Path:

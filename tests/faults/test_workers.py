@@ -96,7 +96,7 @@ def test_a_killed_worker_is_started_again_and_the_result_is_the_same(tmp_path: P
     bench = run_faults_bench(FaultsBenchSettings(kills=1, stops=False, json=tmp_path / "faults.json"))
     assert (len(bench.strikes), bench.survived, bench.exit_code) == (1, 1, 0)
     assert bench.resumed >= 1
-    assert (bench.lost, bench.repeated) == (0, 0)
+    assert (bench.dealt.lost, bench.dealt.repeated) == (0, 0)
     assert bench.same_weights
     assert json.loads((tmp_path / "faults.json").read_text())["survived"] == 1
 

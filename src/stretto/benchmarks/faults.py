@@ -1,45 +1,33 @@
-"""Workers that are killed, stopped and killed again while they train: what is lost, and whether the result is the same.
-
-Shape legend: N sequences, S steps of all of them, F features.
-"""
+"""Workers that are killed and stopped again and again while they train: what is lost, and is the result the same."""
 
 import dataclasses
 import json
-import os
-import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import numpy as np
-import safetensors.torch
-import torch
 from pydantic import Field
 
-from stretto.data.npz import write_npz
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels
+from stretto.benchmarks.fault_data import Dealt, num_lines, same_weights, training_words, write_signs
+from stretto.benchmarks.fault_nodes import NodesOutcome, run_two_nodes
+from stretto.benchmarks.fault_strikes import KINDS, Strike, strike
 from stretto.errors import StrettoError
 from stretto.storage import write_text_atomically
 from stretto.training.config import Count
-from stretto.training.events import EVENTS_FILE, read_events
+from stretto.training.events import read_events
 from stretto.training.loop import MODEL_FILE
 
-KINDS: Final[dict[str, str]] = {
-    "one": "SIGKILL of a random worker",
-    "all": "SIGKILL of all workers",
-    "stopped": "SIGSTOP of a random worker, past the time-out",
-}
-NUM_TRAINED: Final = 200
 EPOCHS_A_KILL: Final = 60
 PATIENCE: Final = 180.0
+LONGEST_RUN: Final = 3600.0
 LOST_AFTER: Final = 0.1
 """Minutes."""
+REFUSED: Final = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +39,7 @@ class FaultsBenchSettings:
         workers: Processes that train.
         seed: Of who is struck, how and when.
         stops: Whether to stop workers too, not only to kill them; each takes as long as the time-out.
+        nodes: Whether to drop one of two nodes, and let it come back, too.
         json: JSON file for the result.
     """
 
@@ -58,16 +47,8 @@ class FaultsBenchSettings:
     workers: Annotated[int, Field(ge=2, le=64)] = 2
     seed: Annotated[int, Field(ge=0)] = 0
     stops: bool = True
+    nodes: bool = True
     json: Path | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Strike:
-    """One of them: how, on which ranks, and after how many recorded updates."""
-
-    kind: str
-    ranks: tuple[int, ...]
-    step: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,31 +56,39 @@ class FaultsBench:
     """What came of it.
 
     Attributes:
+        asked: Strikes that were asked for.
         strikes: All strikes, in order.
         resumed: How often training went on from a checkpoint.
-        epochs: Epochs trained.
-        lost: Sequences that an epoch should have had and had not, over all epochs.
-        repeated: Sequences that an epoch had too often, over all epochs.
+        dealt: How often the sequences of all epochs were used.
         same_weights: Whether the final weights equal those of the undisturbed run to the last bit.
         exit_code: Of the disturbed run.
         seconds: Of both runs.
         workers: Processes that trained.
+        nodes: What came of two nodes; None if they were left out.
+        missing: What was left out, and why.
     """
 
+    asked: int
     strikes: tuple[Strike, ...]
     resumed: int
-    epochs: int
-    lost: int
-    repeated: int
+    dealt: Dealt
     same_weights: bool
     exit_code: int
     seconds: float
     workers: int
+    nodes: NodesOutcome | None
+    missing: tuple[str, ...]
 
     @property
     def survived(self) -> int:
         """Strikes after which the run came to its end all the same."""
         return len(self.strikes) if self.exit_code == 0 else 0
+
+    @property
+    def kept_all(self) -> bool:
+        """Whether every strike was survived and nothing was lost."""
+        nodes = self.nodes is None or (self.nodes.dealt.is_exact and not any(self.nodes.exit_codes))
+        return nodes and self.survived == self.asked and self.same_weights and self.dealt.is_exact
 
     def to_json(self) -> str:
         """The content of the JSON file."""
@@ -114,31 +103,31 @@ def run_faults_bench(settings: FaultsBenchSettings, *, tell: Callable[[str], Non
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="stretto-") as place:
         folder = Path(place)
-        data = _write_data(folder / "signs.npz")
+        data, peace, disturbed = write_signs(folder / "signs.npz"), folder / "peace", folder / "disturbed"
         tell("training in peace")
-        peace = _start(data, folder / "peace", settings)
-        _end(peace)
-        disturbed = _start(data, folder / "disturbed", settings)
+        _end(_start(_words(data, peace, settings)))
+        strikes, exit_code = _disturb(_words(data, disturbed, settings), disturbed, settings, tell)
+        events = read_events(disturbed)
+        found = Dealt.counted(events)
+        same = exit_code == 0 and same_weights(peace / MODEL_FILE, disturbed / MODEL_FILE)
+    nodes, missing = None, []
+    if settings.nodes:
         try:
-            strikes = tuple(_strikes(disturbed, folder / "disturbed", settings, tell))
-            tell("training to the end")
-            _end(disturbed)
-        finally:
-            disturbed.kill()
-        events = read_events(folder / "disturbed")
-        rows = _rows_by_epoch(events)
-        same = disturbed.returncode == 0 and _same(folder / "peace" / MODEL_FILE, folder / "disturbed" / MODEL_FILE)
-        bench = FaultsBench(
-            strikes=strikes,
-            resumed=sum(event["event"] == "resumed" for event in events),
-            epochs=len(rows),
-            lost=sum(max(0, NUM_TRAINED - count) for count in rows.values()),
-            repeated=sum(max(0, count - NUM_TRAINED) for count in rows.values()),
-            same_weights=same,
-            exit_code=int(disturbed.returncode),
-            seconds=time.perf_counter() - begun,
-            workers=settings.workers,
-        )
+            nodes = run_two_nodes(tell=tell)
+        except StrettoError as error:
+            missing.append(str(error))
+    bench = FaultsBench(
+        asked=settings.kills,
+        strikes=tuple(strikes),
+        resumed=sum(event["event"] == "resumed" for event in events),
+        same_weights=same,
+        exit_code=exit_code,
+        seconds=time.perf_counter() - begun,
+        workers=settings.workers,
+        nodes=nodes,
+        missing=tuple(missing),
+        dealt=found,
+    )
     if settings.json is not None:
         write_text_atomically(settings.json, bench.to_json())
     return bench
@@ -148,108 +137,73 @@ def _silence(line: str) -> None:
     """Pass over a line."""
 
 
-def workers_below(launcher: int) -> Iterator[tuple[int, int]]:
-    """Process and rank of every worker that a launcher has started."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = _parent(int(folder.name))
-            above = _parent(parent)
-            variables = dict(
-                item.partition("=")[::2] for item in (folder / "environ").read_bytes().decode().split("\0") if item
-            )
-        except (OSError, IndexError, UnicodeDecodeError):
-            continue
-        if above == launcher and "RANK" in variables:
-            yield int(folder.name), int(variables["RANK"])
+def _words(data: Path, out: Path, settings: FaultsBenchSettings) -> list[str]:
+    words = training_words(data, out, epochs=EPOCHS_A_KILL * (settings.kills + 1), lost_after=LOST_AFTER)
+    return [*words, "--workers", str(settings.workers), "--restarts", str(2 * settings.kills + 2)]
 
 
-def _parent(process: int) -> int:
-    return int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{process}/status").read_text(encoding="utf-8"))[0])
-
-
-def _write_data(path: Path) -> Path:
-    rng = np.random.default_rng(0)
-    count = NUM_TRAINED + 20
-    labels_N, lengths_N = np.arange(count) % 2, rng.integers(2, 30, count)
-    features_SF = rng.normal(size=(lengths_N.sum(), 2)) + 2.0 * np.repeat(labels_N, lengths_N)[:, None]
-    data = SequenceSet.from_flat(
-        features_SF.astype(np.float32),
-        offsets=np.cumsum([0, *lengths_N]),
-        targets=Labels.check(labels_N, names=["still", "moving"], source="made"),
-        split_N=np.repeat([0, 1, 2], [NUM_TRAINED, 10, 10]),
-    )
-    write_npz(path, data)
-    return path
-
-
-def _start(data: Path, out: Path, settings: FaultsBenchSettings) -> "subprocess.Popen[bytes]":
-    epochs = EPOCHS_A_KILL * (settings.kills + 1)
-    words = {
-        "--data": data,
-        "--out": out,
-        "--epochs": epochs,
-        "--batch-size": 8,
-        "--hidden-size": 16,
-        "--workers": settings.workers,
-        "--restarts": 2 * settings.kills + 2,
-        "--lost-after": LOST_AFTER,
-        "--checkpoint-minutes": 0.002,
-        "--kernel": "torch",
-        "--num-buckets": 3,
-    }
-    command = [sys.executable, "-m", "stretto", "train", "classify"]
-    command += [str(word) for pair in words.items() for word in pair]
+def _start(words: list[str]) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "stretto", *words]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end(process: "subprocess.Popen[bytes]") -> int:
     try:
-        process.wait(timeout=20 * PATIENCE)
+        return process.wait(timeout=LONGEST_RUN)
     except subprocess.TimeoutExpired:
-        process.kill()
         raise StrettoError(
             "the run does not come to its end", fix="Run with fewer --kills, on a machine at rest."
         ) from None
+    finally:
+        _stop(process)
 
 
-def _strikes(
-    process: "subprocess.Popen[bytes]", run: Path, settings: FaultsBenchSettings, tell: Callable[[str], None]
-) -> Iterator[Strike]:
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    """Not by SIGKILL at once: the launcher takes its workers with it."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _disturb(
+    words: list[str], run: Path, settings: FaultsBenchSettings, tell: Callable[[str], None]
+) -> tuple[list[Strike], int]:
+    """Strike a run until it was struck often enough, and let it end; returns the strikes and its exit code."""
     chance = np.random.default_rng(settings.seed)
-    kinds = ["one", "one", "all", *(["stopped"] if settings.stops else [])]
-    for number in range(settings.kills):
-        before = _num_lines(run)
-        ends = time.monotonic() + PATIENCE
-        while _num_lines(run) < before + 20:
-            if process.poll() is not None or time.monotonic() > ends:
-                return
-            time.sleep(0.05)
-        time.sleep(chance.uniform(0.0, 2.0))
-        workers = sorted(workers_below(process.pid), key=lambda worker: worker[1])
-        if not workers:
-            continue
-        kind = kinds[chance.integers(len(kinds))]
-        struck = workers if kind == "all" else [workers[chance.integers(len(workers))]]
-        strike = Strike(kind=kind, ranks=tuple(rank for _, rank in struck), step=_num_lines(run))
-        tell(f"{number + 1} of {settings.kills}: {KINDS[kind]}")
-        for worker, _ in struck:
-            os.kill(worker, signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
-        yield strike
+    kinds = [kind for kind in KINDS if settings.stops or kind != "stopped"]
+    # Every kind once before any comes again.
+    order = [kind for _ in range(0, settings.kills, len(kinds)) for kind in chance.permutation(kinds).tolist()]
+    strikes: list[Strike] = []
+    process = _start(words)
+    try:
+        while len(strikes) < settings.kills and _goes_on(process, run):
+            time.sleep(chance.uniform(0.0, 2.0))
+            kind, after = order[len(strikes)], num_lines(run)
+            ranks = strike(kind, process.pid, run, chance=chance)
+            if not ranks:
+                continue
+            strikes.append(Strike(kind=kind, ranks=ranks, after=after))
+            tell(f"{len(strikes)} of {settings.kills}: {KINDS[kind]}")
+            if kind == "full":
+                code = _end(process)
+                if code != REFUSED:
+                    return strikes, code
+                # All workers have said so and ended; with room again, the run goes on.
+                process = _start([*words, "--resume"])
+        tell("training to the end")
+        return strikes, _end(process)
+    finally:
+        _stop(process)
 
 
-def _num_lines(run: Path) -> int:
-    path = run / EVENTS_FILE
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def _rows_by_epoch(events: list[dict[str, Any]]) -> dict[int, int]:
-    rows: dict[int, int] = {}
-    for event in events:
-        if event["event"] == "step":
-            rows[event["epoch"]] = rows.get(event["epoch"], 0) + event["rows"]
-    return rows
-
-
-def _same(one: Path, other: Path) -> bool:
-    first, second = safetensors.torch.load_file(one), safetensors.torch.load_file(other)
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+def _goes_on(process: "subprocess.Popen[bytes]", run: Path) -> bool:
+    """Whether there is progress, some of it since now."""
+    before, ends = num_lines(run), time.monotonic() + PATIENCE
+    while num_lines(run) < before + 20:
+        if process.poll() is not None or time.monotonic() > ends:
+            return False
+        time.sleep(0.02)
+    return True

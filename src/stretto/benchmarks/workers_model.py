@@ -2,6 +2,8 @@
 
 A worker's share of an update takes a + b times its real steps. An update takes as long as the slowest share, and the
 sum of gradients over N workers in a ring, of which each of 2 (N - 1) exchanges takes c + d times its bytes.
+
+Shape legend: N sequences, G updates, W workers.
 """
 
 import dataclasses
@@ -90,26 +92,41 @@ def predict(model: CostModel, lengths_N: npt.NDArray[Any], *, batch_size: int) -
     found: list[Prediction] = []
     for size in WORLDS:
         probe = BucketSampler(lengths_N, batch_size=batch_size, rank=0, world_size=1)
-        wanted = UPDATES_A_BUCKET * len(probe.edges) * batch_size * size
-        many_N = np.tile(lengths_N, -(-wanted // len(lengths_N)))
-        sampler = BucketSampler(many_N, batch_size=batch_size, edges=probe.edges, rank=0, world_size=size)
-        plan = sampler.plan
-        work = total = waiting = 0.0
-        for step in range(plan.num_steps):
-            shares = [plan.share(step, rank=rank, world_size=size) for rank in range(size)]
-            seconds = np.array([model.fixed + model.a_step * int(many_N[share].sum()) for share in shares])
-            work += sum(int(many_N[share].sum()) for share in shares)
-            total += float(seconds.max()) + model.summing(size)
-            waiting += float(seconds.max() - seconds.mean())
-        speed = work / total
-        alone = found[0].steps_per_second if found else speed
-        found.append(
-            Prediction(
-                workers=size,
-                steps_per_second=speed,
-                efficiency=speed / (size * alone),
-                stragglers=waiting / total,
-                summing=plan.num_steps * model.summing(size) / total,
-            )
+        many_N = enough(lengths_N, UPDATES_A_BUCKET * len(probe.edges) * batch_size * size)
+        plan = BucketSampler(many_N, batch_size=batch_size, edges=probe.edges, rank=0, world_size=size).plan
+        steps_GW = np.array(
+            [
+                [int(many_N[plan.share(step, rank=rank, world_size=size)].sum()) for rank in range(size)]
+                for step in range(plan.num_steps)
+            ]
         )
+        alone = found[0].steps_per_second if found else None
+        found.append(simulated(model, steps_GW, alone=alone))
     return found
+
+
+def simulated(model: CostModel, steps_GW: npt.NDArray[Any], *, alone: float | None = None) -> Prediction:
+    """What workers would do whose shares have so many real steps, update after update.
+
+    Args:
+        model: Seconds of an update.
+        steps_GW: Real steps of each update and worker.
+        alone: Real steps a second of one worker; by default what is found here.
+    """
+    size = steps_GW.shape[1]
+    seconds_GW = model.fixed + model.a_step * steps_GW
+    slowest_G, summing = seconds_GW.max(axis=1), model.summing(size)
+    total = float(slowest_G.sum()) + len(steps_GW) * summing
+    speed = float(steps_GW.sum()) / total
+    return Prediction(
+        workers=size,
+        steps_per_second=speed,
+        efficiency=speed / (size * (alone or speed)),
+        stragglers=float((slowest_G - seconds_GW.mean(axis=1)).sum()) / total,
+        summing=len(steps_GW) * summing / total,
+    )
+
+
+def enough(lengths_N: npt.NDArray[Any], wanted: int) -> npt.NDArray[Any]:
+    """The lengths, over and over, until there are at least so many."""
+    return np.tile(lengths_N, -(-wanted // len(lengths_N)))

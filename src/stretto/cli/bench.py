@@ -1,17 +1,17 @@
 """`stretto bench NAME`."""
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
-from stretto.benchmarks import buckets_tables, kernels_tables, workers_tables
+from stretto.benchmarks import buckets_tables, faults_tables, kernels_tables, workers_tables
 from stretto.benchmarks.buckets import BucketsBenchSettings, run_buckets_bench
-from stretto.benchmarks.faults import KINDS, FaultsBenchSettings, run_faults_bench
+from stretto.benchmarks.faults import FaultsBenchSettings, run_faults_bench
 from stretto.benchmarks.kernels import KernelsBenchSettings, run_kernels_bench
 from stretto.benchmarks.kernels_page import write_kernels_page
 from stretto.benchmarks.workers import WorkersBenchSettings, run_workers_bench
+from stretto.benchmarks.workers_page import write_workers_figure, write_workers_page
 from stretto.cli.console import console_for
 from stretto.cli.parsing import checked_flags, choose, parse
+from stretto.storage import write_text_atomically
 
 BENCHMARKS = {
     "buckets": "batches of our sampler beside Lhotse's, Hugging Face's and simpler edges",
@@ -50,24 +50,13 @@ def _faults(words: list[str]) -> int:
     with console.status("") as status:
         tell = status.update if console.is_terminal else lambda line: console.print(Text(line), soft_wrap=True)
         bench = run_faults_bench(settings, tell=tell)
-    table = Table(title="Workers struck while they train", box=box.SIMPLE_HEAD, show_header=False)
-    struck = ", ".join(f"{sum(strike.kind == kind for strike in bench.strikes)} {what}" for kind, what in KINDS.items())
-    for name, value in (
-        ("workers", bench.workers),
-        ("strikes", f"{len(bench.strikes)}: {struck}"),
-        ("survived", bench.survived),
-        ("resumed from a checkpoint", bench.resumed),
-        ("epochs", bench.epochs),
-        ("sequences lost", bench.lost),
-        ("sequences repeated", bench.repeated),
-        ("final weights equal the undisturbed run's", "yes, to the last bit" if bench.same_weights else "no"),
-        ("seconds, both runs", f"{bench.seconds:.0f}"),
-    ):
-        table.add_row(name, str(value))
-    console.print(table)
+    for table in faults_tables.tables(bench):
+        console.print(table)
+    for missing in bench.missing:
+        console.print(Text(f"left out: {missing}"), soft_wrap=True)
     if settings.json is not None:
         console.print(Text(f"table  {settings.json}"), soft_wrap=True)
-    return 0
+    return 0 if bench.kept_all else 1
 
 
 def _kernels(words: list[str]) -> int:
@@ -99,6 +88,14 @@ def _workers(words: list[str]) -> int:
         bench = run_workers_bench(settings, tell=tell)
     for table in workers_tables.tables(bench):
         console.print(table)
+    for missing in bench.missing:
+        console.print(Text(f"left out: {missing}"), soft_wrap=True)
     if settings.json is not None:
         console.print(Text(f"table  {settings.json}"), soft_wrap=True)
+    if settings.out is not None:
+        write_workers_page(bench, settings.out / "workers.html")
+        write_workers_figure(bench, settings.out / "workers.svg")
+        write_text_atomically(settings.out / "workers.json", bench.to_json())
+        for what, name in (("page", "workers.html"), ("plot", "workers.svg"), ("table", "workers.json")):
+            console.print(Text(f"{what:<6} {settings.out / name}"), soft_wrap=True)
     return 0

@@ -30,6 +30,7 @@ class World:
         restarts: How often all were started again after one was lost.
         launch: The name that torchrun knows all of them by, across restarts and changes of their number; may be empty.
         device: Where tensors that are sent must lie.
+        group: Torch's name for them; None is all that it knows of.
     """
 
     rank: int = 0
@@ -38,6 +39,7 @@ class World:
     restarts: int = 0
     launch: str = ""
     device: str = "cpu"
+    group: "distributed.ProcessGroup | None" = None
 
     @property
     def is_first(self) -> bool:
@@ -46,11 +48,21 @@ class World:
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Sums over all workers, each worker with equally many values."""
+        return self.begin_total(values)()
+
+    def begin_total(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin to sum over all workers, each with equally many values; what is returned waits and gives the sums."""
         if self.size == 1:
-            return list(values)
+            return lambda: list(values)
         sums = torch.tensor(values, dtype=torch.float64, device=self.device)
-        distributed.all_reduce(sums)
-        return [float(value) for value in sums.tolist()]
+        work = distributed.all_reduce(sums, async_op=True, group=self.group)
+
+        def finish() -> list[float]:
+            if work is not None:
+                work.wait()
+            return [float(value) for value in sums.tolist()]
+
+        return finish
 
     def gathered(self, values: Sequence[float]) -> list[list[float]]:
         """The values of every worker, by rank."""
@@ -58,7 +70,7 @@ class World:
             return [list(values)]
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
         found = [torch.empty_like(own) for _ in range(self.size)]
-        distributed.all_gather(found, own)
+        distributed.all_gather(found, own, group=self.group)
         return [item.tolist() for item in found]
 
     def told(self, text: str) -> str:
@@ -67,11 +79,11 @@ class World:
             return text
         encoded = text.encode() if self.is_first else b""
         length = torch.tensor([len(encoded)], device=self.device)
-        distributed.broadcast(length, src=0)
+        distributed.broadcast(length, src=0, group=self.group)
         content = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
         if self.is_first and encoded:
             content.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
-        distributed.broadcast(content, src=0)
+        distributed.broadcast(content, src=0, group=self.group)
         return bytes(content.tolist()).decode()
 
     def by_first(self, work: Callable[[], str]) -> str:

@@ -353,6 +353,7 @@ class Trainer:
             self._go_on_with_other_workers()
         self._log.emit(
             "resumed",
+            workers=self._world.size,
             step=self.state.step,
             epoch=self.state.epoch,
             batches=len(self.sampler),

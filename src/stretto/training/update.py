@@ -5,7 +5,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
 import numpy as np
@@ -21,22 +21,20 @@ from stretto.training.divergence import MOST_NAMED, diverged
 from stretto.training.state import TrainState
 from stretto.training.task import AbstractTask, LossSum
 
-PARTS: Final = ("count", "loss", "bad", "steps_real", "slots", "rows", "stop", "fault")
-
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Taken:
-    """What went into an update so far, over all workers.
+    """What went into an update: of one worker, or summed over all.
 
     Attributes:
         count: Elements that the loss is a sum over.
         loss: Their summed loss.
-        bad: Workers whose loss is no number.
+        bad: Batches whose loss is no number.
         steps_real: Real time steps.
         slots: Slots, padding included.
         rows: Sequences.
         stop: Workers that were asked to stop.
-        fault: Workers that met a fault, such as a full disk, since the step before.
+        fault: Workers that met a fault, such as a full disk, since the update before.
     """
 
     count: float = 0.0
@@ -48,10 +46,14 @@ class Taken:
     stop: float = 0.0
     fault: float = 0.0
 
-    def add(self, sums: list[float]) -> None:
-        """Add the sums of one step, in the order of `PARTS`."""
-        for name, value in zip(PARTS, sums, strict=True):
-            setattr(self, name, getattr(self, name) + value)
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Bad:
+    """The sequences of a batch, and the loss or gradient that is no number."""
+
+    numbers: list[int]
+    value: float
 
 
 @final
@@ -66,22 +68,38 @@ class Updater:
         state: What is trained.
         world: The workers.
         stop: Set when this worker is asked to stop.
+
+    Attributes:
+        taken: What went into the last update, over all workers.
+        numbers: The sequences of this worker in the update under way, or the last one.
+        waited: Seconds that this worker has waited for others, sums of gradients included.
+        own_steps: Real time steps of this worker.
+        last: Loss, norm and rate of the last update.
+        skipped: Updates that were left out.
     """
 
     def __init__(self, task: AbstractTask[Any], state: TrainState, *, world: World, stop: threading.Event) -> None:
         self._task, self._state, self._world, self._stop = task, state, world, stop
         self._config = task.config
         self._replica = replicated(state.model, world)
-        self.taken = Taken()
+        self.taken, self._own = Taken(), Taken()
         self.numbers: list[int] = []
+        self._bad: _Bad | None = None
         self.waited = 0.0
         self.own_steps = 0
         self.last: dict[str, float] = {}
         self.skipped = 0
         self._fault: StrettoError | None = None
+        self._computed = 0.0
+        if world.size > 1:
+            for parameter in state.model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._note_time)  # type: ignore[no-untyped-call]
 
     def add(self, batch: Batch, *, is_last: bool) -> None:
         """Add a step's batch; with the last of an update, change the weights.
+
+        Workers wait for each other once an update: while gradients are summed.
 
         Raises:
             StrettoError: On all workers at once, if the loss of any is no number and such updates are not skipped, or
@@ -89,14 +107,25 @@ class Updater:
         """
         together = getattr(self._replica, "no_sync", None)
         with contextlib.nullcontext() if is_last or together is None else together(), lost_worker():
-            self._add(batch)
-            if is_last:
-                self._change()
+            loss = self._loss(batch)
+            sums = self._begin_exchange() if is_last else None
+            if is_last or not self._bad:
+                self._computed = time.perf_counter()
+                torch.autograd.backward(loss)
+            if sums is None:
+                return
+            self.taken = Taken(**dict(zip(PARTS, sums(), strict=True)))
+            if self._world.size > 1:
+                # What is left when the last gradient is there is the sum over workers, and the slowest of them.
+                self.waited += time.perf_counter() - self._computed
+            if self.taken.fault:
+                self.agree()
+            self._change()
 
     def begin(self) -> None:
         """Forget what the last update was made of."""
-        self.taken = Taken()
-        self.numbers = []
+        self.taken, self._own = Taken(), Taken()
+        self.numbers, self._bad = [], None
         self._state.optimizer.zero_grad(set_to_none=True)
 
     @contextlib.contextmanager
@@ -119,8 +148,8 @@ class Updater:
 
         self._world.by_first(look)
 
-    def _add(self, batch: Batch) -> None:
-        state, world = self._state, self._world
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        state, world, own = self._state, self._world, self._own
         if world.size > 1:
             # Each worker's own, and the same again when a run resumes at this step.
             seeds = np.random.SeedSequence([self._config.seed, state.epoch, state.used, world.rank])
@@ -128,43 +157,41 @@ class Updater:
         output = self._replica(batch if len(batch) else None)
         loss = self._task.loss(output, batch) if len(batch) else LossSum(total=output, count=0)
         total = float(loss.total.detach())
-        bad = not math.isfinite(total)
-        own = [
-            loss.count,
-            0.0 if bad else total,
-            bad,
-            batch.num_steps,
-            batch.num_slots,
-            len(batch),
-            self._stop.is_set(),
-            self._fault is not None,
-        ]
-        begun = time.perf_counter()
-        sums = world.total([float(value) for value in own])
-        self.waited += time.perf_counter() - begun
-        self.taken.add(sums)
-        if sums[PARTS.index("fault")]:
-            self.agree()
+        numbers = [] if batch.indices is None else batch.indices.tolist()
+        if math.isfinite(total):
+            own.loss += total
+        else:
+            own.bad += 1
+            self._bad = self._bad or _Bad(numbers=numbers, value=total)
+        own.count += loss.count
+        own.steps_real += batch.num_steps
+        own.slots += batch.num_slots
+        own.rows += len(batch)
+        self.numbers += numbers
         self.own_steps += batch.num_steps
-        own_numbers = [] if batch.indices is None else batch.indices.tolist()
-        self.numbers += own_numbers
-        if sums[PARTS.index("bad")]:
-            self._refuse(own_numbers if bad else [], total if bad else None)
-        if not self.taken.bad:
-            torch.autograd.backward(loss.total)
+        return loss.total
+
+    def _begin_exchange(self) -> Callable[[], list[float]]:
+        """Begin to sum what workers have taken, which goes on while gradients are computed."""
+        self._own.stop, self._own.fault = float(self._stop.is_set()), float(self._fault is not None)
+        return self._world.begin_total([float(getattr(self._own, name)) for name in PARTS])
+
+    def _note_time(self, parameter: torch.Tensor) -> None:  # noqa: ARG002
+        self._computed = time.perf_counter()
 
     def _change(self) -> None:
         state, taken = self._state, self.taken
-        gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
         if taken.bad:
-            state.optimizer.zero_grad(set_to_none=True)
+            self._refuse(self._bad)
         else:
-            for gradient in gradients:
-                gradient.mul_(self._world.size / max(1.0, taken.count))
+            for parameter in state.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self._world.size / max(1.0, taken.count))
             norm = float(nn.utils.clip_grad_norm_(state.model.parameters(), self._config.clip_norm))
             if not math.isfinite(norm):
                 # The gradient is the same on all workers, so all come here.
-                self._refuse(self.numbers, norm)
+                taken.bad += 1
+                self._refuse(_Bad(numbers=self.numbers, value=norm))
             else:
                 self.last = {
                     "loss": taken.loss / max(1.0, taken.count),
@@ -174,13 +201,16 @@ class Updater:
                 state.optimizer.step()
         state.schedule.step()
 
-    def _refuse(self, numbers: list[int], value: float | None) -> None:
-        """Stop all workers in the same step and with the same words, or note that the update is left out."""
-        named = numbers[:MOST_NAMED]
-        own = [math.nan if value is None else value, value is not None, *named, *[-1] * (MOST_NAMED - len(named))]
+    def _refuse(self, bad: _Bad | None) -> None:
+        """Stop all workers in the same step and with the same words, or leave the update out."""
+        named = [] if bad is None else bad.numbers[:MOST_NAMED]
+        own = [math.nan if bad is None else bad.value, bad is not None, *named, *[-1] * (MOST_NAMED - len(named))]
         found = [row for row in self._world.gathered([float(item) for item in own]) if row[1]]
         if self._config.on_nan == "stop":
             sequences = [int(number) for row in found for number in row[2:] if number >= 0]
             raise diverged(sequences, found[0][0], where=f"at step {self._state.step + 1}, on training sequences")
-        self.taken.bad += 1
         self.skipped += 1
+        self._state.optimizer.zero_grad(set_to_none=True)
+
+
+PARTS: Final = tuple(field.name for field in dataclasses.fields(Taken))
