@@ -79,12 +79,13 @@ def main(folder: Path) -> None:
     """Be the network of two nodes: run both, and leave the outcome in the folder."""
     _raise_loopback()
     run, data = folder / "run", write_signs(folder / "signs.npz")
-    nodes = [_start(data, run), _start(data, run)]
+    # The node that holds the meeting point must stay, as torchrun has it.
+    nodes = [_start(data, run, holds=True), _start(data, run, holds=False)]
     try:
         _wait(run, nodes, workers=2)
         _drop(nodes.pop())
         _wait(run, nodes, workers=1)
-        nodes.append(_start(data, run))
+        nodes.append(_start(data, run, holds=False))
         _wait(run, nodes, workers=2)
         exit_codes = tuple(node.wait(timeout=PATIENCE) for node in nodes)
     finally:
@@ -106,12 +107,14 @@ def _raise_loopback() -> None:
         fcntl.ioctl(any_socket, set_flags, struct.pack("16sh22x", b"lo", up))
 
 
-def _start(data: Path, run: Path) -> "subprocess.Popen[bytes]":
+def _start(data: Path, run: Path, *, holds: bool) -> "subprocess.Popen[bytes]":
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"]
     launcher += ["--max-restarts=9", "--rdzv-backend=c10d", f"--rdzv-endpoint={ENDPOINT}", "--rdzv-id=two-nodes"]
-    launcher += ["--rdzv-conf=last_call_timeout=2,keep_alive_interval=1", "--local-addr=127.0.0.1", "-m", "stretto"]
+    launcher += [f"--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,is_host={int(holds)}"]
+    launcher += ["--local-addr=127.0.0.1", "-m", "stretto"]
     words = training_words(data, run, epochs=EPOCHS, lost_after=LOST_AFTER)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # With a store that launchers share, a node that came later is not told where it is (torch 2.13).
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.Popen([*launcher, *words], env=environment)  # noqa: S603
 
 

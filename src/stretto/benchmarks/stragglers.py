@@ -4,6 +4,7 @@ Shape legend: N sequences, G updates, W workers.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -29,6 +30,40 @@ CONTESTANTS: Final[dict[str, type[AbstractContestant]]] = {
     LhotseContestant.name: LhotseContestant,
     ShuffledContestant.name: ShuffledContestant,
 }
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """What workers lost by waiting for each other, as shares of the time.
+
+    Attributes:
+        total: All of it.
+        summing: Summing gradients: what even the slowest worker of an update waits.
+        shares: Because shares are not equally large.
+    """
+
+    total: float
+    summing: float
+    shares: float
+
+    @property
+    def uneven(self) -> float:
+        """The rest: cores that are not equally fast from one update to the next."""
+        return max(0.0, self.total - self.summing - self.shares)
+
+    @classmethod
+    def of(cls, turns: Sequence[Sequence[dict[str, Any]]], *, a_step: float) -> "Waiting":
+        """From the updates of all workers, turn after turn, and what a real step costs."""
+        total = summing = shares = seconds = 0.0
+        for ranks in turns:
+            for updates in zip(*(rank["updates"] for rank in ranks), strict=True):
+                waits, steps = [u["waited"] for u in updates], [u["steps_real"] for u in updates]
+                total += sum(waits) / len(waits)
+                summing += min(waits)
+                shares += a_step * (max(steps) - sum(steps) / len(steps))
+                seconds += sum(u["seconds"] for u in updates) / len(updates)
+        return cls(total=total / seconds, summing=summing / seconds, shares=shares / seconds)
 
 
 @final

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any, Final, Literal, final
 
 from stretto.benchmarks.machine import Machine, machine_with
-from stretto.benchmarks.stragglers import NUM_BUCKETS, Straggling, simulated_waiting, straggling_contestants
+from stretto.benchmarks.stragglers import (
+    NUM_BUCKETS,
+    Straggling,
+    Waiting,
+    simulated_waiting,
+    straggling_contestants,
+)
 from stretto.benchmarks.workers_model import CostModel, Prediction, predict
 from stretto.data.opening import open_sequences
 from stretto.distributed.launching import start_workers
@@ -83,7 +89,7 @@ class WorkersBench:
     Attributes:
         speeds: Real steps a second of each way, a number a round.
         ratios: Two workers over each other way: of medians.
-        waiting: Share of the time that two workers waited for each other, sums of gradients included.
+        waiting: What two workers lost by waiting for each other.
         stragglers: How two workers fare with batches of ours, of Lhotse's and without a thought of length.
         model: Seconds of an update.
         predictions: For ever more workers.
@@ -96,7 +102,7 @@ class WorkersBench:
 
     speeds: dict[str, list[float]]
     ratios: dict[str, float]
-    waiting: float
+    waiting: Waiting
     stragglers: tuple[Straggling, ...]
     model: CostModel
     predictions: tuple[Prediction, ...]
@@ -143,7 +149,7 @@ def run_workers_bench(settings: WorkersBenchSettings, *, tell: Callable[[str], N
     stragglers = [
         Straggling(
             sampler=name,
-            waiting=_waiting(answers[name]),
+            waiting=Waiting.of(answers[name], a_step=model.a_step).total,
             steps_per_second=middle[name],
             simulated=simulated_waiting(name, model, lengths_N, batch_size=settings.batch_size),
         )
@@ -152,7 +158,7 @@ def run_workers_bench(settings: WorkersBenchSettings, *, tell: Callable[[str], N
     bench = WorkersBench(
         speeds={way: speeds[way] for way in WAYS},
         ratios={way: middle[TWO] / middle[way] for way in WAYS if way != TWO},
-        waiting=_waiting(pair),
+        waiting=Waiting.of(pair, a_step=model.a_step),
         stragglers=tuple(stragglers),
         model=model,
         predictions=tuple(predictions),
@@ -165,12 +171,6 @@ def run_workers_bench(settings: WorkersBenchSettings, *, tell: Callable[[str], N
     if settings.json is not None:
         write_text_atomically(settings.json, bench.to_json())
     return bench
-
-
-def _waiting(turns: Sequence[Sequence[dict[str, Any]]]) -> float:
-    """Share of the time that workers waited."""
-    taken = [update for ranks in turns for rank in ranks for update in rank["updates"]]
-    return float(sum(update["waited"] for update in taken) / sum(update["seconds"] for update in taken))
 
 
 def _speed(ranks: Sequence[dict[str, Any]]) -> float:

@@ -43,7 +43,7 @@ def _shown(table: BenchTable) -> Table:
 
 
 def _measured(bench: WorkersBench) -> BenchTable:
-    rows = []
+    rows, waiting = [], bench.waiting
     for way, values in bench.speeds.items():
         ratio, goal = bench.ratios.get(way), GOALS.get(way)
         speeds = (f"{value:,.0f}" for value in (statistics.median(values), min(values), max(values)))
@@ -52,9 +52,10 @@ def _measured(bench: WorkersBench) -> BenchTable:
         title=f"Training {bench.settings['task']}, real steps a second",
         headings=("way", "median", "least", "most", "2 workers over it", "goal"),
         rows=tuple(rows),
-        caption=f"Medians of {bench.settings['rounds']} interleaved turns. Two workers spent {bench.waiting:.1%} of "
-        f"the time waiting for each other and summing gradients. {APART.capitalize()} show what two cores of this "
-        f"machine give: {TWO} reach {bench.ratios[APART]:.0%} of it.",
+        caption=f"Medians of {bench.settings['rounds']} interleaved turns. {APART.capitalize()} show what two cores of "
+        f"this machine give: {TWO} reach {bench.ratios[APART]:.0%} of it. Waiting took {waiting.total:.1%} of their "
+        f"time: {waiting.summing:.1%} summing gradients, {waiting.shares:.1%} by shares of unequal size and "
+        f"{waiting.uneven:.1%} by cores that are not equally fast from one update to the next.",
     )
 
 

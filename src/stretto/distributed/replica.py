@@ -39,4 +39,4 @@ def replicated(model: nn.Module, world: World) -> nn.Module:
     # Buffers are the same at the start, and nothing of ours changes them; newer releases of torch call it otherwise.
     names = inspect.signature(DistributedDataParallel).parameters
     quiet: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
-    return DistributedDataParallel(replica, process_group=world.group, **quiet)
+    return DistributedDataParallel(replica, process_group=world.group, gradient_as_bucket_view=True, **quiet)
