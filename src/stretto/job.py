@@ -46,6 +46,7 @@ class TrainResult:
         seconds: Wall clock, resumed parts included, the building of the data not.
         padding: Share of slots that were padding.
         steps_per_second: Real time steps trained a second.
+        saving: Share of the time in which training stood still for checkpoints, since it was last resumed.
         slot_ratio: How many times more slots shuffled batches would have had.
         settings: As they were used.
         run: The folder with the events, the model, checkpoints and `result.json`.
@@ -58,6 +59,7 @@ class TrainResult:
     seconds: float
     padding: float
     steps_per_second: float
+    saving: float
     slot_ratio: float
     settings: dict[str, Any]
     run: Path
@@ -72,6 +74,7 @@ class TrainResult:
             "seconds": round(self.seconds, 3),
             "padding": self.padding,
             "steps_per_second": round(self.steps_per_second, 1),
+            "saving": round(self.saving, 6),
             "slot_ratio": self.slot_ratio,
             "settings": self.settings,
         }
@@ -212,6 +215,7 @@ def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: Abst
         seconds=ended.seconds,
         padding=ended.padding,
         steps_per_second=ended.steps_per_second,
+        saving=ended.saving,
         slot_ratio=slot_ratio,
         settings={"task": task.name, **config.recorded()},
         run=run,

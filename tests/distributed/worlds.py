@@ -1,5 +1,6 @@
 """Real processes that form a world, for tests: each runs one function and leaves what it returns in a file."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -15,14 +16,29 @@ from stretto.distributed.world import World
 from stretto.errors import StrettoError
 
 LONGEST = 120
+Prepare = Callable[[int], None]
 
 
-def run_world(size: int, work: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
-    """What `work(world, *arguments)` returns on each of `size` ranks, as JSON has it; errors by their text."""
+def run_world(
+    size: int, work: Callable[..., Any], folder: Path, *arguments: Any, prepare: Prepare | None = None
+) -> list[Any]:
+    """What `work(world, *arguments)` returns on each of `size` ranks, as JSON has it; errors by their text.
+
+    Args:
+        size: How many processes.
+        work: A function of a module, which each process calls.
+        folder: Where they meet and leave what they return.
+        *arguments: Given to `work` after the world.
+        prepare: Called with the rank before the others are met.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     workers = [
-        context.Process(target=_worker, args=(rank, size, work, str(folder), arguments), daemon=True)
+        context.Process(
+            target=_worker,
+            args=(rank, size, str(folder), prepare, functools.partial(_called, work, arguments)),
+            daemon=True,
+        )
         for rank in range(size)
     ]
     for worker in workers:
@@ -33,20 +49,21 @@ def run_world(size: int, work: Callable[..., Any], folder: Path, *arguments: Any
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
-def _worker(rank: int, size: int, work: Callable[..., Any], folder: str, arguments: tuple[Any, ...]) -> None:
+def _called(work: Callable[..., Any], arguments: tuple[Any, ...], world: World) -> Any:
+    return work(world, *arguments)
+
+
+def _worker(rank: int, size: int, folder: str, prepare: Prepare | None, work: Callable[[World], Any]) -> None:
     torch.set_num_threads(1)
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size), STORE_VARIABLE: f"{folder}/store"})
     answer: Any
     try:
+        if prepare is not None:
+            prepare(rank)
         with joined(minutes=1.0) as world:
-            answer = work(world, *arguments)
+            answer = work(world)
     except StrettoError as error:
         answer = f"StrettoError: {error}"
     except Exception:  # noqa: BLE001 - the test shows it
         answer = traceback.format_exc()
     (Path(folder) / f"{rank}.json").write_text(json.dumps(answer))
-
-
-def alone(world: World) -> bool:
-    """Whether there is one worker only."""
-    return world.size == 1

@@ -30,7 +30,7 @@ class LostWorker(StrettoError):  # noqa: N818
 
 def is_worker() -> bool:
     """Whether torchrun, or `--workers`, started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return _number("WORLD_SIZE", 1) > 1
 
 
 def is_first() -> bool:

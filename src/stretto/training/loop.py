@@ -71,13 +71,14 @@ class EpochRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoopResult:
-    """How training ended."""
+    """How training ended; `saving` is the share of the time in which it stood still for checkpoints."""
 
     metrics: dict[str, float]
     epochs: int
     seconds: float
     padding: float
     steps_per_second: float
+    saving: float
     model: nn.Module
 
 
@@ -91,6 +92,11 @@ class Trainer:
         log: Where events go.
         resume: Continue from the newest whole checkpoint in `run`.
         world: The workers that train together; one alone by default.
+
+    Attributes:
+        sampler: Deals the batches.
+        state: What is trained.
+        saving: Seconds in which training stood still for checkpoints.
     """
 
     def __init__(
@@ -103,13 +109,15 @@ class Trainer:
         self._train = task.data.part("train")
         self._valid = task.data.part("valid")
         self.sampler = self._fresh_sampler()
+        # Once: it reads all the data, and a checkpoint should not have to.
+        self._digest = task.data.digest()
         self._world.refuse_differences(
-            "the data", task.data.digest(), fix="Give every worker the same data, and the same --seed and sizes."
+            "the data", self._digest, fix="Give every worker the same data, and the same --seed and sizes."
         )
         self._stop = threading.Event()
         self._writer = BackgroundWriter()
-        self._saving = 0.0
-        self._begun = time.perf_counter()
+        self.saving = 0.0
+        self._begun = self._started = time.perf_counter()
         self._random = torch.get_rng_state()
         with self._own_randomness():
             torch.manual_seed(self._config.seed)
@@ -136,7 +144,8 @@ class Trainer:
 
     def run(self) -> LoopResult:
         """Train to the last epoch and measure the test part."""
-        self._begun = time.perf_counter() - self.state.seconds
+        self._started = time.perf_counter()
+        self._begun = self._started - self.state.seconds
         try:
             with stop_on_signals(self._stop):
                 while self.state.epoch < self._config.epochs:
@@ -149,7 +158,7 @@ class Trainer:
     def train_epoch(self) -> EpochRecord:
         """Train to the end of the epoch under way, measure the validation part, and save."""
         record = self._train_epoch()
-        self._tell_saved(self._writer.wait())
+        self._wait_for_writer()
         return record
 
     def _train_epoch(self) -> EpochRecord:
@@ -261,7 +270,7 @@ class Trainer:
             self._log.emit("epoch", **dataclasses.asdict(record))
             if ranks:
                 self._log.emit("ranks", epoch=state.epoch, step=state.step, **ranks)
-            self._save(wait=True)
+            self._save()
         self._updater.agree()
         return record
 
@@ -285,6 +294,7 @@ class Trainer:
         state, test = self.state, self._task.data.part("test")
         evaluation = self._evaluate(test, final=True)
         with self._updater.told_to_all():
+            self._wait_for_writer()
             if self._world.is_first:
                 self._show(test)
         self._updater.agree()
@@ -294,6 +304,7 @@ class Trainer:
             seconds=self._elapsed(),
             padding=1.0 - state.steps_real / max(1, state.slots),
             steps_per_second=state.steps_real / max(1e-9, state.train_seconds),
+            saving=self.saving / max(1e-9, time.perf_counter() - self._started),
             model=state.model,
         )
 
@@ -304,8 +315,8 @@ class Trainer:
         self._log.emit("samples", items=[dataclasses.asdict(reading) for reading in readings])
         write_atomically(self._run / MODEL_FILE, lambda path: save_tensors(state.model.state_dict(), path))
 
-    def _save(self, *, wait: bool = False) -> None:
-        """Save what there is; it is on disk when `wait` is over, or soon."""
+    def _save(self) -> None:
+        """Save what there is; it is written in the background."""
         state = self.state
         state.seconds = self._elapsed()
         if not self._world.is_first:
@@ -313,14 +324,18 @@ class Trainer:
         begun = time.perf_counter()
         taken = state.to_checkpoint(
             sampler=self.sampler.state_dict(epoch=state.epoch, used=state.used),
-            data_digest=self._task.data.digest(),
+            data_digest=self._digest,
             world_size=self._world.size,
         ).copied()
         step, keep = state.step, self._config.keep_checkpoints
         self._tell_saved(self._writer.begin(lambda: save_checkpoint(self._run, taken, step=step, keep=keep)))
-        self._saving += time.perf_counter() - begun
-        if wait:
-            self._tell_saved(self._writer.wait())
+        self.saving += time.perf_counter() - begun
+
+    def _wait_for_writer(self) -> None:
+        """Until the last checkpoint is on disk."""
+        begun = time.perf_counter()
+        self._tell_saved(self._writer.wait())
+        self.saving += time.perf_counter() - begun
 
     def _tell_saved(self, path: Path | None) -> None:
         if path is not None:
@@ -331,7 +346,7 @@ class Trainer:
         found = load_newest(self._run)
         for message in found.refused:
             self._log.emit("warning", message=message)
-        if found.checkpoint.state["data_digest"] != self._task.data.digest():
+        if found.checkpoint.state["data_digest"] != self._digest:
             raise StrettoError(
                 f"the data {self._task.data.name!r} is not what the run in {str(self._run)!r} was trained on",
                 fix="Resume with the same data, or start a new run.",
@@ -373,7 +388,8 @@ class Trainer:
 
     def _interrupt(self) -> None:
         with self._updater.told_to_all():
-            self._save(wait=True)
+            self._save()
+            self._wait_for_writer()
         self._updater.agree()
         self._log.emit("interrupted", step=self.state.step)
         raise Interrupted(self._run, step=self.state.step)

@@ -1,0 +1,183 @@
+"""The training loop on several workers: what is recorded, refused, resumed, and what one worker's trouble does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_tasks import tiny_task
+from worlds import run_world
+
+from stretto.data.sequences import SequenceSet
+from stretto.distributed.world import World
+from stretto.errors import StrettoError
+from stretto.training.checkpoint import FOLDER
+from stretto.training.events import EVENTS_FILE, AbstractLog, EventLog, SilentLog, read_events
+from stretto.training.loop import Trainer
+
+
+def _log(world: World, run: Path) -> AbstractLog:
+    return EventLog(run / EVENTS_FILE) if world.is_first else SilentLog()
+
+
+def _trainer(
+    world: World, run: str, *, resume: bool = False, log: AbstractLog | None = None, **changes: Any
+) -> Trainer:
+    task = tiny_task("classify", accumulate=1)
+    for name, value in {"epochs": 2, "learning_rate": 0.01, "record_sequences": True, **changes}.items():
+        object.__setattr__(task.config, name, value)
+    return Trainer(task, run=Path(run), log=log or _log(world, Path(run)), resume=resume, world=world)
+
+
+def _sum_of(trainer: Trainer) -> float:
+    return sum(float(parameter.detach().double().sum()) for parameter in trainer.state.model.parameters())
+
+
+def _train(world: World, run: str, resume: bool, changes: dict[str, Any]) -> float:
+    trainer = _trainer(world, run, resume=resume, **changes)
+    trainer.run()
+    return _sum_of(trainer)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_every_sequence_of_every_epoch_is_recorded_once(tmp_path: Path, accumulate: int) -> None:
+    sums = run_world(2, _train, tmp_path / "world", str(tmp_path / "run"), False, {"accumulate": accumulate})
+    assert sums[0] == sums[1]
+    events = read_events(tmp_path / "run")
+    for epoch in range(2):
+        steps = [event for event in events if event["event"] == "step" and event["epoch"] == epoch]
+        assert sorted(number for event in steps for number in event["sequences"]) == list(range(11))
+        assert [len(event["sequences"]) for event in steps] == [event["rows"] for event in steps]
+
+
+class _Full(AbstractLog):
+    """Finds no room from the third step on."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def emit(self, kind: str, **values: Any) -> None:  # noqa: ARG002
+        self.steps += kind == "step"
+        if self.steps >= 3:
+            raise StrettoError("could not write to 'events.jsonl': no space left", fix="Free space.")
+
+    def close(self) -> None:
+        pass
+
+
+def _train_without_room(world: World, run: str) -> float:
+    trainer = _trainer(world, run, log=_Full() if world.is_first else None)
+    trainer.run()
+    return _sum_of(trainer)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_fault_of_the_first_worker_stops_all_with_the_same_words(tmp_path: Path, size: int) -> None:
+    said = run_world(size, _train_without_room, tmp_path / "world", str(tmp_path / "run"))
+    assert said == ["StrettoError: could not write to 'events.jsonl': no space left. Free space."] * size
+
+
+def _train_on_other_data(world: World, run: str) -> None:
+    if world.rank == 1:
+        honest = SequenceSet.digest
+        SequenceSet.digest = lambda self: honest(self)[::-1]  # type: ignore[method-assign]
+    _trainer(world, run)
+
+
+def test_other_data_are_refused_on_every_rank(tmp_path: Path) -> None:
+    said = run_world(2, _train_on_other_data, tmp_path / "world", str(tmp_path / "run"))
+    assert len(set(said)) == 1
+    assert said[0].startswith(
+        "StrettoError: the data of rank 1 differs from that of rank 0. Give every worker the same"
+    )
+
+
+def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    run_world(2, _train, tmp_path / "first", run, False, {})
+    said = run_world(2, _train, tmp_path / "second", run, True, {"hidden_size": 5})
+    assert len(set(said)) == 1
+    assert "is of another model" in said[0]
+
+
+def test_a_checkpoint_of_another_data_set_is_refused_on_every_rank(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_world(2, _train, tmp_path / "first", str(run), False, {})
+    for path in (run / FOLDER).glob("step-*/state.json"):
+        state = json.loads(path.read_text())
+        assert "data_digest" in state
+    said = run_world(2, _resume_other_data, tmp_path / "second", str(run))
+    assert len(set(said)) == 1
+    assert "is not what the run in" in said[0]
+
+
+def _resume_other_data(world: World, run: str) -> None:
+    SequenceSet.digest = lambda self: "another"  # type: ignore[method-assign] # noqa: ARG005
+    _trainer(world, run, resume=True)
+
+
+def _begin(world: World, run: str, epochs: int) -> float:
+    """The first epochs of a longer run."""
+    trainer = _trainer(world, run, epochs=4)
+    for _ in range(epochs):
+        trainer.train_epoch()
+    return _sum_of(trainer)
+
+
+def test_a_torn_checkpoint_is_told_of_and_the_one_before_is_used(tmp_path: Path) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    expected = run_world(2, _train, tmp_path / "first", str(whole), False, {"epochs": 4})
+    run_world(2, _begin, tmp_path / "second", str(run), 2)
+    newest = max((run / FOLDER).glob("step-*"))
+    torn = newest / "tensors.safetensors"
+    torn.write_bytes(torn.read_bytes()[: torn.stat().st_size // 2])
+    assert run_world(2, _train, tmp_path / "third", str(run), True, {"epochs": 4}) == expected
+    warnings = [event["message"] for event in read_events(run) if event["event"] == "warning"]
+    assert any(str(newest) in message for message in warnings)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (3, 2)])
+def test_another_number_of_workers_deals_the_rest_of_the_epoch_once(tmp_path: Path, before: int, after: int) -> None:
+    """Stopped in the middle of an epoch, with checkpoints after every update."""
+    run = tmp_path / "run"
+    run_world(before, _train_a_part, tmp_path / "first", str(run))
+    sums = run_world(after, _train, tmp_path / "second", str(run), True, {})
+    assert len(set(sums)) == 1
+    assert np.isfinite(sums[0])
+    events = read_events(run)
+    (resumed,) = [event for event in events if event["event"] == "resumed"]
+    assert resumed["workers"] == after
+    assert resumed["step"] == 2
+    for epoch in range(2):
+        numbers = [
+            n for event in events if event["event"] == "step" and event["epoch"] == epoch for n in event["sequences"]
+        ]
+        assert sorted(numbers) == list(range(11))
+
+
+def _train_a_part(world: World, run: str) -> str:
+    trainer = _trainer(world, run)
+    if world.is_first:
+        trainer._log = _StopAfterTwo(trainer, trainer._log)
+    try:
+        trainer.run()
+    except Exception as stopped:  # noqa: BLE001 - of several kinds
+        return type(stopped).__name__
+    return "it ran to its end"
+
+
+class _StopAfterTwo(AbstractLog):
+    """Asks to stop in the first step, which all workers hear of in the second."""
+
+    def __init__(self, trainer: Trainer, log: AbstractLog) -> None:
+        self._trainer, self._log = trainer, log
+
+    def emit(self, kind: str, **values: Any) -> None:
+        self._log.emit(kind, **values)
+        stop_at = 1 if self._trainer._world.size > 1 else 2
+        if kind == "step" and values["step"] == stop_at:
+            self._trainer._stop.set()
+
+    def close(self) -> None:
+        self._log.close()
