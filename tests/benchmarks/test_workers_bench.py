@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 
+from stretto.benchmarks.stragglers import Waiting, simulated_waiting
 from stretto.benchmarks.workers import WAYS, WorkersBenchSettings, run_workers_bench
-from stretto.benchmarks.workers_model import WORLDS, CostModel, predict
+from stretto.benchmarks.workers_model import WORLDS, CostModel, predict, simulated
+from stretto.benchmarks.workers_page import write_workers_figure, write_workers_page
+from stretto.benchmarks.workers_tables import bench_tables
 from stretto.data.npz import write_npz
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import Labels
@@ -48,6 +52,33 @@ def test_what_costs_more_helps_less() -> None:
     assert dear[-1].summing > dear[1].summing
 
 
+def test_shares_of_unequal_size_make_workers_wait() -> None:
+    row = simulated(_model(), np.array([[1000, 3000], [2000, 2000]]))
+    # The first update takes 4 ms, of which one waits 2 ms and the other none; the second 3 ms.
+    assert row.stragglers == pytest.approx(1e-3 / 7e-3)
+    assert row.steps_per_second == pytest.approx(8000 / 7e-3)
+    assert row.summing == 0.0
+
+
+def test_the_same_bucket_on_all_workers_makes_them_wait_less() -> None:
+    lengths_N = np.random.default_rng(1).integers(5, 200, 500)
+    ours, shuffled = (simulated_waiting(name, _model(), lengths_N, batch_size=4) for name in ("stretto", "shuffled"))
+    assert ours.keys() == shuffled.keys()
+    assert all(0.0 < ours[size] < shuffled[size] / 2 for size in ours)
+
+
+def test_what_was_waited_for_is_told_apart() -> None:
+    ranks = [
+        {"updates": [{"waited": 0.1, "steps_real": 1000, "seconds": 1.0}]},
+        {"updates": [{"waited": 0.3, "steps_real": 2000, "seconds": 1.0}]},
+    ]
+    found = Waiting.of([ranks], a_step=1e-4)
+    assert found.total == pytest.approx(0.2)
+    assert found.summing == pytest.approx(0.1)
+    assert found.shares == pytest.approx(0.05)
+    assert found.uneven == pytest.approx(0.05)
+
+
 def test_a_whole_run(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     lengths_N = rng.integers(3, 12, 60)
@@ -65,7 +96,16 @@ def test_a_whole_run(tmp_path: Path) -> None:
     bench = run_workers_bench(settings, tell=said.append)
     assert set(bench.speeds) == set(WAYS)
     assert all(speed > 0 for speeds in bench.speeds.values() for speed in speeds)
-    assert 0.0 <= bench.waiting < 1.0
+    assert 0.0 < bench.waiting.summing <= bench.waiting.total < 1.0
+    compared = [row.sampler for row in bench.stragglers]
+    assert {"stretto", "shuffled"} <= set(compared)
+    assert ("lhotse" in compared) != any(line.startswith("lhotse") for line in bench.missing)
     assert len(bench.predictions) == len(WORLDS)
     assert json.loads((tmp_path / "workers.json").read_text())["settings"]["task"] == "classify"
-    assert len(said) == len(WAYS) + 1
+    assert len(said) == len(WAYS) + len(compared) + 1
+    write_workers_page(bench, tmp_path / "workers.html")
+    page = (tmp_path / "workers.html").read_text()
+    assert all(table.title in page for table in bench_tables(bench))
+    write_workers_figure(bench, tmp_path / "workers.svg")
+    drawn = ET.parse(tmp_path / "workers.svg").getroot()
+    assert "1,024" in "".join(drawn.itertext())

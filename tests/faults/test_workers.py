@@ -15,13 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.benchmarks.faults import FaultsBenchSettings, run_faults_bench
+from stretto.benchmarks import faults
+from stretto.benchmarks.fault_nodes import EPOCHS, run_two_nodes
 from stretto.data.npz import write_npz
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import Labels
+from stretto.errors import StrettoError
 from stretto.training.events import EVENTS_FILE, read_events
 
 PATIENCE = 150.0
+WITHIN = 30.0
+"""Seconds after SIGTERM in which all has to be saved: torchrun gives its workers as many."""
 SETTINGS = ["--batch-size", "4", "--hidden-size", "4", "--num-buckets", "2", "--kernel", "torch"]
 
 
@@ -51,10 +55,10 @@ def start(data: Path, out: Path, *words: str) -> "subprocess.Popen[str]":
     return subprocess.Popen([*command, *SETTINGS, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(process: "subprocess.Popen[str]") -> str:
+def finish(process: "subprocess.Popen[str]", *, patience: float = PATIENCE) -> str:
     """All that a run has said."""
     try:
-        said, _ = process.communicate(timeout=PATIENCE)
+        said, _ = process.communicate(timeout=patience)
     except subprocess.TimeoutExpired:
         process.kill()
         said, _ = process.communicate()
@@ -92,13 +96,32 @@ def test_two_workers_train_and_leave_one_record(signs: Path, tmp_path: Path) -> 
     assert json.loads((tmp_path / "run" / "result.json").read_text())["epochs"] == 2
 
 
-def test_a_killed_worker_is_started_again_and_the_result_is_the_same(tmp_path: Path) -> None:
-    bench = run_faults_bench(FaultsBenchSettings(kills=1, stops=False, json=tmp_path / "faults.json"))
-    assert (len(bench.strikes), bench.survived, bench.exit_code) == (1, 1, 0)
-    assert bench.resumed >= 1
-    assert (bench.dealt.lost, bench.dealt.repeated) == (0, 0)
+def test_workers_that_are_struck_are_started_again_and_the_result_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One killed, all killed, killed while saving, and a full disk."""
+    monkeypatch.setattr(faults, "EPOCHS_A_KILL", 30)
+    settings = faults.FaultsBenchSettings(kills=4, stops=False, nodes=False, json=tmp_path / "faults.json")
+    bench = faults.run_faults_bench(settings)
+    assert {strike.kind for strike in bench.strikes} == {"one", "all", "saving", "full"}
+    assert (bench.survived, bench.exit_code) == (4, 0)
+    assert bench.resumed >= 4
+    assert (bench.dealt.epochs, bench.dealt.lost, bench.dealt.repeated) == (150, 0, 0)
     assert bench.same_weights
-    assert json.loads((tmp_path / "faults.json").read_text())["survived"] == 1
+    assert bench.kept_all
+    assert json.loads((tmp_path / "faults.json").read_text())["survived"] == 4
+
+
+def test_a_node_is_dropped_and_comes_back() -> None:
+    try:
+        outcome = run_two_nodes(tell=lambda _: None)
+    except StrettoError as error:
+        if "unshare" not in str(error):
+            raise
+        pytest.skip(str(error))
+    assert outcome.workers == (2, 1, 2)
+    assert (outcome.dealt.epochs, outcome.dealt.lost, outcome.dealt.repeated) == (EPOCHS, 0, 0)
+    assert outcome.exit_codes == (0, 0)
 
 
 def test_asked_to_stop_they_save_and_go_on_alone(signs: Path, tmp_path: Path) -> None:
@@ -106,7 +129,7 @@ def test_asked_to_stop_they_save_and_go_on_alone(signs: Path, tmp_path: Path) ->
     process = start(signs, run, "--workers", "2", "--epochs", "40")
     wait_for_steps(run, 12)
     process.send_signal(signal.SIGTERM)
-    said = finish(process)
+    said = finish(process, patience=WITHIN)
     assert process.returncode == 130, said
     assert "everything is saved" in said
     again = subprocess.run(

@@ -6,6 +6,8 @@ Shape legend: S steps of all sequences, N sequences.
 import io
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,7 @@ def _run(data: Path, watched: list[tuple[int, EpochRecord]] | None = None, **cha
         "batch_size": 8,
         "hidden_size": 4,
     }
-    watch = None if watched is None else lambda count, record: watched.append((count, record))
+    watch = None if watched is None else lambda count, record: watched.append((count.buckets, record))
     return reproduce_bucketing(BucketingSettings(**(settings | changes)), watch=watch)
 
 
@@ -172,3 +174,36 @@ def test_data_without_targets_are_refused() -> None:
 def test_data_without_a_validation_part_are_refused() -> None:
     with pytest.raises(StrettoError, match="no sequence is in the valid split"):
         _run(_write("whole.npz", split=np.zeros(60, dtype=np.int64)))
+
+
+def test_workers_are_the_second_axis() -> None:
+    data = _write("signs.npz")
+    words = ["--data", str(data), "--out", "out", "--buckets", "2", "--epochs", "2", "--batch-size", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "stretto",
+        "reproduce",
+        "bucketing",
+        *words,
+        "--hidden-size",
+        "4",
+        "--workers",
+        "3",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(Path("out/bucketing.json").read_text())
+    assert [(row["workers"], row["buckets"]) for row in result["rows"]] == [
+        (workers, buckets) for workers in (1, 2, 3) for buckets in (1, 2)
+    ]
+    losses = {(row["workers"], row["buckets"]): row["losses"][0] for row in result["rows"]}
+    assert len(set(losses.values())) == len(losses)
+    assert done.stdout.count("3 workers      2 buckets  epoch  1") == 1
+    assert "3 workers, 2 buckets" in Path("out/bucketing.html").read_text()
+    assert Path("out/bucketing.svg").read_text().count('stroke-dasharray="6 4"') == 4
+
+
+def test_workers_must_be_as_many_as_were_asked_for() -> None:
+    with pytest.raises(StrettoError, match="workers=2 was started as 1"):
+        _run(_write("signs.npz"), workers=2)

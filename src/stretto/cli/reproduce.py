@@ -1,13 +1,20 @@
 """`stretto reproduce PAPER`."""
 
+import os
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
 from stretto.cli.console import console_for
+from stretto.cli.fault import show_error
 from stretto.cli.parsing import checked_flags, choose, parse
-from stretto.recipes.bucketing import BucketingSettings, reproduce_bucketing
+from stretto.distributed.joining import is_worker, joined, lost_worker
+from stretto.distributed.launching import leave_exit, start_workers
+from stretto.distributed.world import World
+from stretto.errors import StrettoError
+from stretto.recipes.bucketing import BucketingSettings, Contender, reproduce_bucketing
 from stretto.recipes.bucketing_figure import write_bucketing_figure
 from stretto.recipes.bucketing_page import bucketing_table, write_bucketing_page
 from stretto.recipes.graph import GraphSettings, reproduce_graph
@@ -16,6 +23,8 @@ from stretto.recipes.graph_page import graph_table, write_graph_page
 from stretto.training.loop import EpochRecord
 
 WIDE_TABLE = 110
+LONGEST_EPOCH = 120.0
+"""Minutes that workers wait for those that train without them."""
 PAPERS = {
     "bucketing": "the same net to the same loss with ever more length buckets (Khomenko et al. 2016)",
     "graph": "parallelism found in the graph, with one stream and many (Hwang and Sung 2015)",
@@ -33,20 +42,38 @@ def run(words: list[str]) -> int:
 
 def _bucketing(words: list[str]) -> int:
     settings = checked_flags(parse(BucketingSettings, words, prog="stretto reproduce bucketing"))
-    console = Console()
+    if settings.workers > 1 and not is_worker():
+        words = ["reproduce", "bucketing", *words]
+        return start_workers(words, workers=settings.workers, threads=None, restarts=0)
+    try:
+        with joined(minutes=LONGEST_EPOCH) as world, lost_worker():
+            return _compare_buckets(settings, world)
+    except StrettoError as error:
+        if not is_worker():
+            raise
+        return leave_exit(show_error(error))
 
-    def watch(buckets: int, record: EpochRecord) -> None:
+
+def _compare_buckets(settings: BucketingSettings, world: World) -> int:
+    console = Console(quiet=not world.is_first)
+
+    def watch(contender: Contender, record: EpochRecord) -> None:
+        workers = "" if settings.workers == 1 else f"{contender.workers} workers  "
         console.print(
-            f"{'none' if buckets == 1 else buckets:>5} buckets  epoch {record.epoch:>2}  "
+            f"{workers}{'none' if contender.buckets == 1 else contender.buckets:>5} buckets  epoch {record.epoch:>2}  "
             f"valid {record.valid_loss:.4f}  {record.seconds:6.2f} s  padding {record.padding:.1%}",
             highlight=False,
         )
 
-    result = reproduce_bucketing(settings, watch=watch)
-    console.print(bucketing_table(result))
-    write_bucketing_figure(result, settings.out / "bucketing.svg")
-    write_bucketing_page(result, settings.out / "bucketing.html")
-    _tell_files(console, settings.out, {"table": "bucketing.json", "plot": "bucketing.svg", "page": "bucketing.html"})
+    if world.size > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.size))
+    result = reproduce_bucketing(settings, watch=watch, world=world)
+    if world.is_first:
+        console.print(bucketing_table(result))
+        write_bucketing_figure(result, settings.out / "bucketing.svg")
+        write_bucketing_page(result, settings.out / "bucketing.html")
+        files = {"table": "bucketing.json", "plot": "bucketing.svg", "page": "bucketing.html"}
+        _tell_files(console, settings.out, files)
     return 0
 
 

@@ -1,8 +1,8 @@
 """The bucketing experiment: the same net to the same validation loss, with ever more buckets.
 
 After Khomenko et al., "Accelerating recurrent neural network training using sequence bucketing and multi-GPU data
-parallelization" (2016). Contenders differ in the number of buckets alone. They train an epoch each in turn, so that a
-change of the machine's load hits all of them.
+parallelization" (2016). Contenders differ in the number of buckets, and of workers, alone. They train an epoch each in
+turn, so that a change of the machine's load hits all of them.
 """
 
 import dataclasses
@@ -11,20 +11,22 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, final
 
 import numpy as np
 from pydantic import Field
+from torch import distributed
 
 from stretto.data.handwriting import HandwritingSettings, load_handwriting
 from stretto.data.opening import open_sequences
 from stretto.data.sequences import PARTS, SequenceSet
 from stretto.data.targets import Labels, Transcripts
+from stretto.distributed.world import World
 from stretto.errors import StrettoError
 from stretto.storage import write_text_atomically
 from stretto.tasks.registry import CONFIGS, TASKS
 from stretto.training.config import Count, checked
-from stretto.training.events import EventLog
+from stretto.training.events import EventLog, SilentLog
 from stretto.training.loop import EpochRecord, Trainer
 
 FULL_TRAIN: Final = 12_000
@@ -44,6 +46,7 @@ class BucketingSettings:
         num_train: Training sequences to use at most.
         hidden_size: Units of the recurrent layer.
         seed: Of weights, data and batches.
+        workers: Also train with 2, 4, ... up to so many workers, each with batches of that size and as many threads.
         full: The long version: all data, or 12,000 lines of the embedded, and twice the epochs.
     """
 
@@ -55,7 +58,20 @@ class BucketingSettings:
     num_train: Count = 2400
     hidden_size: Count = 96
     seed: Annotated[int, Field(ge=0)] = 0
+    workers: Count = 1
     full: bool = False
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Contender:
+    """Who trains: so many workers with so many buckets, of which 1 is none."""
+
+    workers: int
+    buckets: int
+
+
+BASELINE: Final = Contender(workers=1, buckets=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +79,7 @@ class BucketingRow:
     """One contender.
 
     Attributes:
+        workers: How many train together.
         buckets: How many; 1 is none.
         epochs: Until the target loss was reached, or all there were.
         reached: Whether it was.
@@ -71,11 +88,12 @@ class BucketingRow:
         valid_loss: The best.
         padding: Share of slots.
         speed_up: Epoch time of the baseline over this one's: median of the ratios of interleaved epochs.
-        slot_ratio: Slots of the baseline over this one's: the speed-up if time followed slots.
+        slot_ratio: Slots of the baseline over this one's: the speed-up of each worker if time followed slots.
         losses: Validation loss after each epoch.
         seconds: Wall clock of each epoch.
     """
 
+    workers: int
     buckets: int
     epochs: int
     reached: bool
@@ -106,63 +124,101 @@ class BucketingResult:
 
 
 def reproduce_bucketing(
-    settings: BucketingSettings, *, watch: Callable[[int, EpochRecord], None] | None = None
+    settings: BucketingSettings,
+    *,
+    watch: Callable[[Contender, EpochRecord], None] | None = None,
+    world: World | None = None,
 ) -> BucketingResult:
     """Run the experiment and write `bucketing.json`.
 
     Args:
         settings: What to run.
-        watch: If given, called after every epoch with the number of buckets and the epoch's record.
+        watch: If given, called after every epoch with the contender and the epoch's record.
+        world: The workers, `settings.workers` of them; of each contender the first so many take part.
     """
+    world = world or World()
+    if world.size != settings.workers:
+        raise StrettoError(
+            f"the experiment with workers={settings.workers} was started as {world.size}",
+            fix=f"Run stretto reproduce bucketing --workers {settings.workers}, which starts them.",
+        )
     data = _data(settings)
     name = _task_of(data)
     num_epochs = settings.epochs * (2 if settings.full else 1)
-    counts = sorted({1, *settings.buckets})
+    contenders = [
+        Contender(workers=workers, buckets=buckets)
+        for workers in _worker_counts(settings.workers)
+        for buckets in sorted({1, *settings.buckets})
+    ]
     with tempfile.TemporaryDirectory(prefix="stretto-") as scratch:
-        trainers = {
-            count: _trainer(name, data, settings, num_buckets=count, run=Path(scratch) / str(count)) for count in counts
-        }
-        records = _race(trainers, num_epochs=num_epochs, watch=watch)
-    target = min(record.valid_loss for record in records[1])
+        trainers: dict[Contender, Trainer | None] = {}
+        worlds = {workers: _first_workers(world, workers) for workers in _worker_counts(settings.workers)}
+        for number, contender in enumerate(contenders):
+            own = worlds[contender.workers]
+            run = Path(scratch) / str(number)
+            trainers[contender] = own and _trainer(name, data, settings, contender, run=run, world=own)
+        records = _race(trainers, num_epochs=num_epochs, watch=watch, world=world)
+    target = min(record.valid_loss for record in records[BASELINE])
     result = BucketingResult(
         task=name,
         data=data.name,
         num_train=int((data.split_N == 0).sum()),
         target=target,
-        rows=tuple(_row(count, records, target=target) for count in counts),
+        rows=tuple(_row(contender, records, target=target) for contender in contenders),
         settings={key: str(v) if isinstance(v, Path) else v for key, v in dataclasses.asdict(settings).items()},
     )
-    write_text_atomically(settings.out / "bucketing.json", result.to_json())
+    if world.is_first:
+        write_text_atomically(settings.out / "bucketing.json", result.to_json())
     return result
 
 
+def _worker_counts(most: int) -> list[int]:
+    """1, 2, 4, ... and the most."""
+    return sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most})
+
+
+def _first_workers(world: World, count: int) -> World | None:
+    """The first so many workers as a world of their own; None on those that are left out. All must ask."""
+    if count == world.size:
+        return world
+    group = distributed.new_group(list(range(count))) if count > 1 else None
+    return World(rank=world.rank, size=count, group=group) if world.rank < count else None
+
+
 def _race(
-    trainers: dict[int, Trainer], *, num_epochs: int, watch: Callable[[int, EpochRecord], None] | None
-) -> dict[int, list[EpochRecord]]:
+    trainers: dict[Contender, Trainer | None],
+    *,
+    num_epochs: int,
+    watch: Callable[[Contender, EpochRecord], None] | None,
+    world: World,
+) -> dict[Contender, list[EpochRecord]]:
     """An epoch of each in turn; who has not reached the baseline's best loss by then gets as many epochs again."""
-    records: dict[int, list[EpochRecord]] = {count: [] for count in trainers}
+    records: dict[Contender, list[EpochRecord]] = {contender: [] for contender in trainers}
     for done in range(PATIENCE * num_epochs):
-        for count, trainer in trainers.items():
+        for contender, trainer in trainers.items():
             if done >= num_epochs:
-                target = min(record.valid_loss for record in records[1])
-                if min(record.valid_loss for record in records[count]) <= target:
+                target = min(record.valid_loss for record in records[BASELINE])
+                if min(record.valid_loss for record in records[contender]) <= target:
                     continue
-            record = trainer.train_epoch()
-            records[count].append(record)
+            own = None if trainer is None else dataclasses.asdict(trainer.train_epoch())
+            # All hear of it, those too that wait while fewer workers train.
+            record = EpochRecord(**json.loads(world.told(json.dumps(own))))
+            records[contender].append(record)
             if watch is not None:
-                watch(count, record)
+                watch(contender, record)
     return records
 
 
-def _row(count: int, records: dict[int, list[EpochRecord]], *, target: float) -> BucketingRow:
-    own, baseline = records[count], records[1]
+def _row(contender: Contender, records: dict[Contender, list[EpochRecord]], *, target: float) -> BucketingRow:
+    own, baseline = records[contender], records[BASELINE]
     losses = [record.valid_loss for record in own]
     reached = min(losses) <= target
     epochs = next((n + 1 for n, loss in enumerate(losses) if loss <= target), len(losses))
     seconds = [record.seconds for record in own]
     ratios = [base.seconds / record.seconds for base, record in zip(baseline, own, strict=False)]
     return BucketingRow(
-        buckets=count,
+        workers=contender.workers,
+        buckets=contender.buckets,
         epochs=epochs,
         reached=reached,
         epoch_seconds=statistics.median(seconds),
@@ -176,13 +232,15 @@ def _row(count: int, records: dict[int, list[EpochRecord]], *, target: float) ->
     )
 
 
-def _trainer(name: str, data: SequenceSet, settings: BucketingSettings, *, num_buckets: int, run: Path) -> Trainer:
+def _trainer(
+    name: str, data: SequenceSet, settings: BucketingSettings, contender: Contender, *, run: Path, world: World
+) -> Trainer:
     values = {
         "epochs": settings.epochs,
         "batch_size": settings.batch_size,
         "hidden_size": settings.hidden_size,
         "seed": settings.seed,
-        "num_buckets": num_buckets,
+        "num_buckets": contender.buckets,
         # With a rate that does not depend on the length of the run, epochs to the target can be compared.
         "schedule": "constant",
         "learning_rate": 3e-3,
@@ -190,7 +248,8 @@ def _trainer(name: str, data: SequenceSet, settings: BucketingSettings, *, num_b
         "kernel": "torch",
     }
     task = TASKS[name](checked(CONFIGS[name], values, source="the experiment"), data)
-    return Trainer(task, run=run, log=EventLog(run / "events.jsonl"), resume=False)
+    log = EventLog(run / "events.jsonl") if world.is_first else SilentLog()
+    return Trainer(task, run=run, log=log, resume=False, world=world)
 
 
 def _data(settings: BucketingSettings) -> SequenceSet:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Final
 
 from stretto.recipes.bucketing import BucketingResult, BucketingRow
+from stretto.recipes.bucketing_page import name_of
 from stretto.storage import write_text_atomically
 
 WIDTH: Final = 760
 HEIGHT: Final = 340
-LEFT, RIGHT, TOP, BOTTOM = 64, 96, 24, 48
+LEFT, RIGHT, TOP, BOTTOM = 64, 150, 24, 48
 ROOM: Final = 0.08
 BASELINE: Final = "#cf8a35"
 SHADES: Final = ("#b9cbdc", "#8fb0cb", "#6690b5", "#2f5d8a", "#1d3c5c")
@@ -32,13 +33,14 @@ def write_bucketing_figure(result: BucketingResult, path: Path) -> None:
     (left, level), (right, _) = place(0.0, result.target), place(longest, result.target)
     reached = f'x1="{left:.1f}" x2="{right:.1f}" y1="{level:.1f}" y2="{level:.1f}"'
     parts = [_axes(longest, low=low, high=high), f'<line {reached} stroke="#8a94a0" stroke-dasharray="4 4"/>']
-    bucketed = [row for row in result.rows if row.buckets > 1]
-    for number, row in enumerate([*bucketed, *(row for row in result.rows if row.buckets == 1)]):
-        colour = BASELINE if row.buckets == 1 else SHADES[min(number, len(SHADES) - 1)]
+    counts = sorted({row.buckets for row in result.rows} - {1})
+    for row in sorted(result.rows, key=lambda row: row.buckets == 1):
+        colour = BASELINE if row.buckets == 1 else SHADES[min(counts.index(row.buckets), len(SHADES) - 1)]
         points = [place(at, loss) for at, loss in zip(itertools.accumulate(row.seconds), row.losses, strict=True)]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.2"/>')
-        if row.buckets == 1 or row is bucketed[-1]:
+        dashes = "" if row.workers == 1 else ' stroke-dasharray="6 4"'
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.2"{dashes}/>')
+        if row.buckets in {1, *counts[-1:]}:
             parts.append(_label(row, *points[-1], colour=colour))
     frame = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
     style = 'font-family="system-ui, sans-serif" font-size="13" fill="#55606c"'
@@ -47,7 +49,7 @@ def write_bucketing_figure(result: BucketingResult, path: Path) -> None:
 
 
 def _label(row: BucketingRow, x: float, y: float, *, colour: str) -> str:
-    words = "no buckets" if row.buckets == 1 else f"{row.buckets} buckets"
+    words = name_of(row)
     return f'<text x="{x + 8:.1f}" y="{y + 14:.1f}" fill="{colour}">{html.escape(words)}</text>'
 
 

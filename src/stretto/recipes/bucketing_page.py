@@ -1,5 +1,6 @@
 """The bucketing experiment as a table for the terminal and a page with plots."""
 
+import itertools
 from pathlib import Path
 
 from rich import box
@@ -12,11 +13,23 @@ from stretto.report.page import BigNumber, Html, Section, columns, figure, grid,
 from stretto.report.plot import BLUE, PALE, plot
 from stretto.storage import write_text_atomically
 
-HEADER = ("buckets", "s/epoch", "epochs", "total s", "loss", "padding", "faster", "slots", "share")
+HEADER = ("workers", "buckets", "s/epoch", "epochs", "total s", "loss", "padding", "faster", "slots", "share")
 MEANING = (
     "s/epoch: median; total s: until the loss was reached; loss: the best; faster: epochs, median of the ratios of "
-    "interleaved ones; slots: how many times fewer; share: of the speed-up that slots allow"
+    "interleaved ones; slots: how many times fewer; share: of the speed-up that slots and workers allow"
 )
+
+
+PARALLEL = (
+    " Every worker has batches of that size and as many threads as the worker that trains alone; the batch of an "
+    "update grows with their number, and so may the epochs until the loss is reached."
+)
+
+
+def name_of(row: BucketingRow) -> str:
+    """A contender in words."""
+    buckets = "no buckets" if row.buckets == 1 else f"{row.buckets} buckets"
+    return buckets if row.workers == 1 else f"{row.workers} workers, {buckets}"
 
 
 def bucketing_table(result: BucketingResult) -> Table:
@@ -44,10 +57,11 @@ def write_bucketing_page(result: BucketingResult, path: Path) -> None:
     """Table and plots on one self-contained page."""
     best = min(result.rows, key=lambda row: row.total_seconds if row.reached else float("inf"))
     baseline = result.rows[0]
+    most = max(row.workers for row in result.rows)
     gain = baseline.total_seconds / best.total_seconds
     top = headline(
         [
-            BigNumber(label="Sooner to the same loss", value=f"{gain:.1f} x", detail=f"with {best.buckets} buckets"),
+            BigNumber(label="Sooner to the same loss", value=f"{gain:.1f} x", detail=f"with {name_of(best)}"),
             BigNumber(
                 label="Faster epochs", value=f"{best.speed_up:.1f} x", detail=f"slots allow {best.slot_ratio:.1f} x"
             ),
@@ -68,6 +82,7 @@ def write_bucketing_page(result: BucketingResult, path: Path) -> None:
                 body=paragraph(
                     f"{MEANING}. Contenders train an epoch each in turn. Seconds are those of the updates; measuring "
                     "the validation part is left out. The target is the best validation loss of the baseline."
+                    + (PARALLEL if most > 1 else "")
                 ),
             ),
         ],
@@ -78,6 +93,7 @@ def write_bucketing_page(result: BucketingResult, path: Path) -> None:
 
 def _cells(row: BucketingRow) -> tuple[str, ...]:
     return (
+        str(row.workers),
         "none" if row.buckets == 1 else str(row.buckets),
         f"{row.epoch_seconds:.2f}",
         f"{row.epochs}" if row.reached else f"> {row.epochs}",
@@ -86,39 +102,45 @@ def _cells(row: BucketingRow) -> tuple[str, ...]:
         f"{row.padding:.1%}",
         f"{row.speed_up:.2f}",
         f"{row.slot_ratio:.2f}",
-        f"{row.speed_up / row.slot_ratio:.2f}",
+        f"{row.speed_up / (row.slot_ratio * row.workers):.2f}",
     )
 
 
 def _loss_figure(result: BucketingResult) -> Html:
     graph_objects = optional("plotly.graph_objects")
     shades = ("#cf8a35", "#c3d2e0", "#94b3cd", "#6690b5", "#2f5d8a", "#1d3c5c", "#2b2350")
-    traces = []
-    for number, row in enumerate(result.rows):
-        elapsed, seconds = [], 0.0
-        for taken in row.seconds:
-            seconds += taken
-            elapsed.append(seconds)
-        traces.append(
-            graph_objects.Scatter(
-                x=elapsed,
-                y=list(row.losses),
-                name="none" if row.buckets == 1 else str(row.buckets),
-                line={"color": shades[min(number, len(shades) - 1)], "width": 2},
-            )
+    counts = sorted({row.buckets for row in result.rows})
+    traces = [
+        graph_objects.Scatter(
+            x=list(itertools.accumulate(row.seconds)),
+            y=list(row.losses),
+            name=name_of(row),
+            line={
+                "color": shades[min(counts.index(row.buckets), len(shades) - 1)],
+                "width": 2,
+                "dash": "solid" if row.workers == 1 else "dash",
+            },
         )
+        for row in result.rows
+    ]
     drawn = plot(traces, name="loss", x={"title": "seconds of training"}, y={"title": "validation loss", "type": "log"})
-    return figure(drawn, title="Validation loss against time", caption="One line a number of buckets; left is sooner.")
+    caption = "One line a contender; left is sooner."
+    if any(row.workers > 1 for row in result.rows):
+        caption += " Dashed: several workers."
+    return figure(drawn, title="Validation loss against time", caption=caption)
 
 
 def _speed_figure(result: BucketingResult) -> Html:
     graph_objects = optional("plotly.graph_objects")
-    names = ["none" if row.buckets == 1 else str(row.buckets) for row in result.rows]
+    names = [name_of(row) for row in result.rows]
     traces = [
         graph_objects.Bar(
-            x=names, y=[row.slot_ratio for row in result.rows], name="slots allow", marker={"color": PALE}
+            x=names,
+            y=[row.slot_ratio * row.workers for row in result.rows],
+            name="slots and workers allow",
+            marker={"color": PALE},
         ),
         graph_objects.Bar(x=names, y=[row.speed_up for row in result.rows], name="measured", marker={"color": BLUE}),
     ]
-    drawn = plot(traces, name="speed", x={"title": "buckets", "type": "category"}, y={"title": "times faster an epoch"})
-    return figure(drawn, title="Speed-up of an epoch", caption="Measured beside what the number of slots allows.")
+    drawn = plot(traces, name="speed", x={"title": "", "type": "category"}, y={"title": "times faster an epoch"})
+    return figure(drawn, title="Speed-up of an epoch", caption="Measured beside what slots and workers allow.")
