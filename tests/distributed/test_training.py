@@ -51,6 +51,23 @@ def test_every_sequence_of_every_epoch_is_recorded_once(tmp_path: Path, accumula
         assert [len(event["sequences"]) for event in steps] == [event["rows"] for event in steps]
 
 
+def _train_on_two(world: World, run: str) -> float:
+    task = tiny_task("classify", accumulate=1)
+    object.__setattr__(task.config, "record_sequences", True)
+    object.__setattr__(task, "data", task.data.subset(np.array([0, 5, 12, 15])))
+    trainer = Trainer(task, run=Path(run), log=_log(world, Path(run)), resume=False, world=world)
+    trainer.run()
+    return _sum_of(trainer)
+
+
+def test_more_workers_than_sequences(tmp_path: Path) -> None:
+    """Two to train on, one to validate and one to test with, and four workers."""
+    sums = run_world(4, _train_on_two, tmp_path / "world", str(tmp_path / "run"))
+    assert len(set(sums)) == 1
+    steps = [event for event in read_events(tmp_path / "run") if event["event"] == "step"]
+    assert sorted(number for event in steps for number in event["sequences"]) == [0, 5]
+
+
 class _Full(AbstractLog):
     """Finds no room from the third step on."""
 

@@ -17,6 +17,7 @@ import pytest
 
 from stretto.benchmarks import faults
 from stretto.benchmarks.fault_nodes import EPOCHS, run_two_nodes
+from stretto.benchmarks.fault_strikes import workers_below
 from stretto.data.npz import write_npz
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import Labels
@@ -142,6 +143,35 @@ def test_asked_to_stop_they_save_and_go_on_alone(signs: Path, tmp_path: Path) ->
     assert again.returncode == 0, again.stdout + again.stderr
     for epoch in range(40):
         assert sum(event["rows"] for event in seen_in_order(run) if event["epoch"] == epoch) == 40, epoch
+
+
+def listening(processes: list[int]) -> set[str]:
+    """Addresses, as Linux writes them, on which these processes wait for connections."""
+    found = set()
+    for process in processes:
+        links = [str(link.readlink()) for link in Path(f"/proc/{process}/fd").iterdir() if link.is_symlink()]
+        sockets = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and fields[9] in sockets:
+                    found.add(fields[1].partition(":")[0])
+    return found
+
+
+def test_workers_of_one_machine_listen_on_loopback_alone(signs: Path, tmp_path: Path) -> None:
+    process = start(signs, tmp_path / "run", "--workers", "2", "--epochs", "2000")
+    try:
+        wait_for_steps(tmp_path / "run", 2)
+        workers = [worker for worker, _ in workers_below(process.pid)]
+        launcher = {int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{w}/status").read_text())[0]) for w in workers}
+        assert len(workers) == 2
+        addresses = listening([process.pid, *launcher, *workers])
+        assert addresses <= {"0100007F", "00000000000000000000000001000000"}
+        assert addresses, "gloo listens, so there is something to see"
+    finally:
+        process.terminate()
+        finish(process)
 
 
 def test_a_gradient_that_is_no_number_stops_all_in_the_same_step(signs: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def workers_html(epochs: Sequence[Event]) -> Html:
         figure(
             plot(waits, name="rank-wait", x={"title": "epoch"}, y={"title": "share of time", "tickformat": ".0%"}),
             title="Waiting for the slowest",
-            caption="Time between a worker's own loss and that of the last.",
+            caption="Time between a worker's own gradients and their sum over all of them.",
         ),
     ]
     return joined([told, *([paragraph(note)] if note else []), grid(pictures)])
