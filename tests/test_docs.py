@@ -32,6 +32,14 @@ def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert names["batch"].features_BTF.shape[0] == len(names["batch"].lengths)  # type: ignore[attr-defined]
 
 
+def test_the_examples_of_the_page_on_time_run(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "parallel-in-time.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    for example in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(compile(example, "parallel-in-time.md", "exec"), names)
+    assert "iterations=" in capsys.readouterr().out
+
+
 def test_the_tree_of_the_readme_is_the_tree() -> None:
     tree = README.partition("src/stretto/\n")[2].partition("```")[0]
     named = {line.split()[0].rstrip("/") for line in tree.splitlines() if line.startswith("  ")}

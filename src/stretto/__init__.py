@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from stretto.job import train as train
     from stretto.nn.accelerate import accelerate as accelerate
     from stretto.nn.rnn import RNN as RNN
+    from stretto.solvers.shooting import Shooting as Shooting
+    from stretto.solvers.trajectory_cache import TrajectoryCache as TrajectoryCache
 
 FOLDERS: Final = ("cells", "distributed")
 HOMES: Final = {
@@ -22,7 +24,9 @@ HOMES: Final = {
     "Cell": "stretto.cells.cell",
     "Graph": "stretto.graph.network.graph",
     "RNN": "stretto.nn.rnn",
+    "Shooting": "stretto.solvers.shooting",
     "StrettoError": "stretto.errors",
+    "TrajectoryCache": "stretto.solvers.trajectory_cache",
     "accelerate": "stretto.nn.accelerate",
     "collate": "stretto.batching.collate",
     "optimal_edges": "stretto.batching.edges",
@@ -34,7 +38,9 @@ __all__ = [
     "BucketSampler",
     "Cell",
     "Graph",
+    "Shooting",
     "StrettoError",
+    "TrajectoryCache",
     "accelerate",
     "cells",
     "collate",

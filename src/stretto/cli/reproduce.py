@@ -55,7 +55,7 @@ def _bucketing(words: list[str]) -> int:
 
 
 def _compare_buckets(settings: BucketingSettings, world: World) -> int:
-    console = Console(quiet=not world.is_first)
+    console = console_for(WIDE_TABLE) if world.is_first else Console(quiet=True)
 
     def watch(contender: Contender, record: EpochRecord) -> None:
         workers = "" if settings.workers == 1 else f"{contender.workers} workers  "

@@ -5,7 +5,7 @@ Shape legend: B sequences, T steps, F features of the input, O of the output, P 
 
 import copy
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
@@ -18,8 +18,9 @@ from stretto.graph.trace import stepped
 from stretto.kernels.build import Built, KernelChoice, SaveChoice, build
 from stretto.nn.explanation import Explanation
 from stretto.nn.fingerprint import fingerprint
-from stretto.nn.ragged import as_rows
-from stretto.nn.stack import Direction, run_stack
+from stretto.nn.ragged import Rows, as_rows
+from stretto.nn.stack import Direction, Way, run_stack
+from stretto.solvers.solver import AbstractSolver, Solution
 
 TORCH_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
 
@@ -42,7 +43,8 @@ class RNN(nn.Module):
         kernel: "auto" runs generated code where it can be had; "cpp" insists on it; "eager" does without.
         save: What is stored for the backward pass: "auto" stores what is costly to compute again; "states" stores
             outputs and a state now and then, and computes the rest again: long sequences in little memory.
-        solver: How to walk through time; "serial" is step after step.
+        solver: How to walk through time: "serial" is step after step; or a solver, such as `stretto.Shooting`, that
+            walks many stretches of time at once. `rnn.solution` tells how the last call went.
 
     Example:
         >>> rnn = stretto.RNN(stretto.cells.GRU(8, 32), num_layers=2)
@@ -61,7 +63,7 @@ class RNN(nn.Module):
         dropout: float = 0.0,
         kernel: KernelChoice = "auto",
         save: SaveChoice = "auto",
-        solver: str = "serial",
+        solver: AbstractSolver | Literal["serial", "auto"] = "serial",
     ) -> None:
         super().__init__()
         _check(num_layers, dropout, kernel, save, solver)
@@ -74,14 +76,30 @@ class RNN(nn.Module):
         self.solver = solver
         self.cells = nn.ModuleList(_stacked(cell, num_layers, 2 if bidirectional else 1))
         self._built: dict[Any, Built] = {}
+        self.solutions: tuple[Solution, ...] = ()
 
-    def forward(self, x: torch.Tensor | PackedSequence, state: Any = None, lengths: Any = None) -> tuple[Any, Any]:
+    @property
+    def solution(self) -> Solution:
+        """How the last call went: of several layers and directions, that with the largest residual."""
+        if not self.solutions:
+            return Solution(solver="serial", reason="nothing else is tried" if self.solver == "auto" else "")
+        return max(self.solutions, key=lambda solution: (solution.residual, solution.fell_back, solution.iterations))
+
+    def forward(
+        self,
+        x: torch.Tensor | PackedSequence,
+        state: Any = None,
+        lengths: Any = None,
+        *,
+        sample_ids: Sequence[int] | torch.Tensor | None = None,
+    ) -> tuple[Any, Any]:
         """Run all sequences.
 
         Args:
             x: (B, T, F), or (T, B, F) unless `batch_first`; a single sequence (T, F); or a PackedSequence.
             state: The state before the first step, as it is returned; by default the cells' own.
             lengths: Steps of each sequence, in any order; all T by default.
+            sample_ids: A whole number for each sequence, by which a solver knows it again.
 
         Returns:
             Outputs of the same kind as `x`, zero behind each sequence's end, and the state after each sequence's last
@@ -120,8 +138,14 @@ class RNN(nn.Module):
                 if outputs:
                     features = (*outputs[0][:-1], sum(shape[-1] for shape in outputs))
             result = run_stack(
-                layers, rows.layout, rows.x_PF, dropout=self.dropout if self.training else 0.0, save=self.save
+                layers,
+                rows.layout,
+                rows.x_PF,
+                dropout=self.dropout if self.training else 0.0,
+                save=self.save,
+                way=self._way(rows, sample_ids),
             )
+            self.solutions = tuple(result.solutions)
             y = rows.output(result.y_PF)
             after = [
                 rows.restored(like(initial, final_state))
@@ -132,6 +156,21 @@ class RNN(nn.Module):
             y = y.squeeze(0 if self.batch_first else 1)
             after = [like(part, [tensor.squeeze(0) for tensor in flatten(part)]) for part in after]
         return y, after[0] if len(after) == 1 else tuple(after)
+
+    def _way(self, rows: Rows, sample_ids: Sequence[int] | torch.Tensor | None) -> Way | None:
+        """The solver and what it knows sequences by; None for walking step after step."""
+        if not isinstance(self.solver, AbstractSolver):
+            return None
+        if sample_ids is None:
+            return Way(self.solver)
+        ids = [int(number) for number in sample_ids]
+        if len(ids) != rows.layout.num_rows:
+            raise StrettoError(
+                f"{len(ids)} sample_ids were given for {rows.layout.num_rows} sequences",
+                fix="Give one whole number for each sequence.",
+            )
+        order = range(len(ids)) if rows.order_B is None else rows.order_B.tolist()
+        return Way(self.solver, tuple(ids[number] for number in order))
 
     def _fitting(self, x: Any, state: Any) -> tuple[Any, Any]:
         """The input and state in the dtype of the parameters: taken there under autocast, refused otherwise."""
@@ -312,7 +351,7 @@ def _output_size(cell: nn.Module) -> int:
     return int(y.shape[-1])
 
 
-def _check(num_layers: int, dropout: float, kernel: str, save: str, solver: str) -> None:
+def _check(num_layers: int, dropout: float, kernel: str, save: str, solver: Any) -> None:
     if not isinstance(num_layers, int) or num_layers < 1:
         raise StrettoError(f"num_layers is {num_layers!r}", fix="Give a whole number from 1 on.")
     if not 0 <= dropout <= 1:
@@ -320,7 +359,12 @@ def _check(num_layers: int, dropout: float, kernel: str, save: str, solver: str)
     for name, value, choices in (
         ("kernel", kernel, ("auto", "eager", "cpp")),
         ("save", save, ("auto", "states")),
-        ("solver", solver, ("serial", "auto")),
+        ("solver", "serial" if isinstance(solver, AbstractSolver) else solver, ("serial", "auto")),
     ):
         if value not in choices:
             raise StrettoError(f"{name} is {value!r}", fix=f"Choose one of {', '.join(map(repr, choices))}.")
+    if isinstance(solver, AbstractSolver) and save != "auto":
+        raise StrettoError(
+            f"save={save!r} was given with {solver!r}, which stores what its chunks need",
+            fix='Choose one of the two: save="auto", or solver="serial".',
+        )

@@ -4,7 +4,7 @@ Shape legend: B sequences, P real steps of all sequences, F features.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import final
 
@@ -17,6 +17,7 @@ from stretto.kernels.layout import Layout
 from stretto.kernels.plain import PlainProgram
 from stretto.kernels.program import Program, run_together
 from stretto.nn.recompute import recomputed, stretches
+from stretto.solvers.solver import AbstractSolver, Chain, Solution
 
 MOST_CHUNKS = 16
 CHUNK_COST = 1 << 24
@@ -38,12 +39,25 @@ class Direction:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How to walk through time, and what sequences are known by, sorted as in the layout."""
+
+    solver: AbstractSolver
+    sample_ids: tuple[int, ...] | None = None
+
+
+@final
 @dataclass(slots=True)
 class StackResult:
-    """Outputs of the last layer (P, ...), and the final states of each layer and direction (B, ...)."""
+    """Outputs of the last layer (P, ...), and the final states of each layer and direction (B, ...).
+
+    How these were found is there for each layer and direction, unless all were walked step after step.
+    """
 
     y_PF: torch.Tensor
     states: list[list[torch.Tensor]]
+    solutions: list[Solution] = field(default_factory=list)
 
 
 def run_stack(
@@ -53,23 +67,33 @@ def run_stack(
     *,
     dropout: float = 0.0,
     save: SaveChoice = "auto",
+    way: Way | None = None,
 ) -> StackResult:
     """Run layers of one direction, or of two of which the second reads backwards.
 
     Few rows do not keep all threads busy: then the two directions run at once, and layers of one direction as a wave,
     in which a layer works on one stretch of time while the layer above works on the one before.
 
-    With `save` "states", stretches of time are computed again in the backward pass from the state at their start.
+    With `save` "states", stretches of time are computed again in the backward pass from the state at their start. With
+    a `way`, its solver walks through time, one layer and direction after the other.
     """
-    chunks = chunks_of_a_wave(layers, layout) if save == "auto" else 1
+    chunks = chunks_of_a_wave(layers, layout) if save == "auto" and way is None else 1
     if chunks > 1:
         return _wave([layer[0] for layer in layers], layout, x_PF, dropout=dropout, count=chunks)
     finals: list[list[torch.Tensor]] = []
+    solutions: list[Solution] = []
     for number, layer in enumerate(layers):
         if number and dropout:
             x_PF = functional.dropout(x_PF, dropout)
         inputs = [reversed_rows(layout, x_PF) if reverse else x_PF for reverse in range(len(layer))]
-        if save == "states" and torch.is_grad_enabled():
+        if way is not None:
+            solved = [
+                way.solver.solve(_chain(direction, layout, rows_PF, way, name=f"{number}.{reverse}"))
+                for reverse, (direction, rows_PF) in enumerate(zip(layer, inputs, strict=True))
+            ]
+            results = [(item.walked.y_PF, item.walked.states) for item in solved]
+            solutions += [item.solution for item in solved]
+        elif save == "states" and torch.is_grad_enabled():
             results = _in_stretches(layer, layout, inputs)
         else:
             walks = [
@@ -82,7 +106,19 @@ def run_stack(
         if len(outputs) > 1:
             outputs = [y if y.dim() > 1 else y[:, None] for y in outputs]
         x_PF = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-    return StackResult(x_PF, finals)
+    return StackResult(x_PF, finals, solutions)
+
+
+def _chain(direction: Direction, layout: Layout, x_PF: torch.Tensor, way: Way, *, name: str) -> Chain:
+    return Chain(
+        program=direction.program,
+        layout=layout,
+        x_PF=x_PF,
+        states=direction.states,
+        parameters=direction.parameters,
+        sample_ids=way.sample_ids,
+        name=name,
+    )
 
 
 def _in_stretches(

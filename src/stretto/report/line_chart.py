@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Final, final
 
-WIDTH: Final = 640
+WIDTH: Final = 680
 HEIGHT: Final = 320
-LEFT, RIGHT, TOP, BOTTOM = 64, 150, 20, 48
+LEFT, RIGHT, TOP, BOTTOM = 64, 176, 20, 48
 COLOURS: Final = ("#2f5d8a", "#cf8a35", "#3f8f86", "#8a94a0")
 
 

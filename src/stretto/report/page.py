@@ -38,7 +38,7 @@ p { margin: 12px 0; max-width: 75ch; overflow-wrap: anywhere; }
 .number .value { font-size: 23px; font-weight: 650; line-height: 1.45; color: var(--blue); overflow-wrap: anywhere;
   font-variant-numeric: tabular-nums; }
 .number .detail { font-size: 13.5px; line-height: 1.4; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(470px, 100%), 1fr)); gap: 36px 32px; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(470px, 100%), 1fr)); gap: 36px 32px; }
 .grid > * { min-width: 0; }
 .grid + table { margin-top: 32px; }
 figure { margin: 0; break-inside: avoid; }
@@ -52,6 +52,7 @@ td { overflow-wrap: anywhere; }
 .columns th:first-child, .columns td:first-child { text-align: left; padding-left: 0; }
 .scroll { overflow-x: auto; }
 figure + .scroll { margin-top: 20px; }
+.scroll + .grid { margin-top: 28px; }
 ul { margin: 0; padding-left: 20px; }
 li { margin: 4px 0; max-width: 85ch; overflow-wrap: anywhere; }
 .samples { display: flex; flex-wrap: wrap; gap: 16px; align-items: stretch; }
