@@ -32,7 +32,9 @@ def run_world(
         prepare: Called with the rank before the others are met.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("spawn")
+    # A server that has imported what takes long, and runs nothing: each process is a fresh copy of it.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["stretto.training.loop", "stretto.tasks.registry", "stretto.kernels.build"])
     workers = [
         context.Process(
             target=_worker,

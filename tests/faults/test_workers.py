@@ -101,13 +101,14 @@ def test_workers_that_are_struck_are_started_again_and_the_result_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One killed, all killed, killed while saving, and a full disk."""
-    monkeypatch.setattr(faults, "EPOCHS_A_KILL", 30)
+    monkeypatch.setattr(faults, "EPOCHS_A_KILL", 15)
+    monkeypatch.setattr(faults, "LONGEST_PAUSE", 0.3)
     settings = faults.FaultsBenchSettings(kills=4, stops=False, nodes=False, json=tmp_path / "faults.json")
     bench = faults.run_faults_bench(settings)
     assert {strike.kind for strike in bench.strikes} == {"one", "all", "saving", "full"}
     assert (bench.survived, bench.exit_code) == (4, 0)
     assert bench.resumed >= 4
-    assert (bench.dealt.epochs, bench.dealt.lost, bench.dealt.repeated) == (150, 0, 0)
+    assert (bench.dealt.epochs, bench.dealt.lost, bench.dealt.repeated) == (75, 0, 0)
     assert bench.same_weights
     assert bench.kept_all
     assert json.loads((tmp_path / "faults.json").read_text())["survived"] == 4
@@ -127,7 +128,7 @@ def test_a_node_is_dropped_and_comes_back() -> None:
 
 def test_asked_to_stop_they_save_and_go_on_alone(signs: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(signs, run, "--workers", "2", "--epochs", "40")
+    process = start(signs, run, "--workers", "2", "--epochs", "20")
     wait_for_steps(run, 12)
     process.send_signal(signal.SIGTERM)
     said = finish(process, patience=WITHIN)
@@ -141,7 +142,7 @@ def test_asked_to_stop_they_save_and_go_on_alone(signs: Path, tmp_path: Path) ->
         check=False,
     )
     assert again.returncode == 0, again.stdout + again.stderr
-    for epoch in range(40):
+    for epoch in range(20):
         assert sum(event["rows"] for event in seen_in_order(run) if event["epoch"] == epoch) == 40, epoch
 
 

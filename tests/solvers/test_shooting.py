@@ -186,6 +186,17 @@ def test_without_gradients_and_with_frozen_parameters() -> None:
     assert torch.allclose(parallel.cells[0].weight_hh.grad, serial.cells[0].weight_hh.grad, atol=1e-10)
 
 
+def test_gradients_can_be_asked_for_again() -> None:
+    serial, parallel = _pair(CELLS["gru"](), stretto.Shooting(num_chunks=4, tolerance=1e-13))
+    x_BTF = torch.randn(2, 60, F, dtype=torch.float64)
+    loss = parallel(x_BTF)[0].square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    (2 * serial(x_BTF)[0].square().sum()).backward()
+    for one, other in zip(parallel.parameters(), serial.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-10)  # type: ignore[arg-type]
+
+
 def test_boundaries_are_carried_from_visit_to_visit() -> None:
     """The same sequence again: each chunk begins where the one before ended; after enough visits it is exact."""
     torch.manual_seed(0)

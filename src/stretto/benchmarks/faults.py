@@ -23,6 +23,7 @@ from stretto.training.events import read_events
 from stretto.training.loop import MODEL_FILE
 
 EPOCHS_A_KILL: Final = 60
+LONGEST_PAUSE: Final = 2.0
 PATIENCE: Final = 180.0
 LONGEST_RUN: Final = 3600.0
 LOST_AFTER: Final = 0.1
@@ -180,7 +181,7 @@ def _disturb(
     process = _start(words)
     try:
         while len(strikes) < settings.kills and _goes_on(process, run):
-            time.sleep(chance.uniform(0.0, 2.0))
+            time.sleep(chance.uniform(0.0, LONGEST_PAUSE))
             kind, after = order[len(strikes)], num_lines(run)
             ranks = strike(kind, process.pid, run, chance=chance)
             if not ranks:

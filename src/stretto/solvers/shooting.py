@@ -6,6 +6,7 @@ inside a chunk every step is the cell's own. After k sweeps the first k chunks a
 Shape legend: B sequences, C chunks of all sequences.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Final, Literal, final
@@ -23,6 +24,15 @@ MOST_ROWS: Final = 32
 SHORTEST: Final = 64
 TRIED: Final = 3
 """Sweeps before a net that does not forget is given up."""
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """How many sequences were seen before, and how to say so."""
+
+    count: int = 0
+    told: str = ""
 
 
 @final
@@ -61,33 +71,34 @@ class Shooting(AbstractSolver):
         self.cache = cache
 
     def solve(self, chain: Chain) -> Solved:
-        """Sweep until chunks agree, then walk once more with gradients."""
+        """Sweep until chunks agree; gradients flow through the last sweep."""
         chunks = Chunks.cut(chain.layout, self._count(chain))
         if chunks.most <= 1:
-            return self._serially(chain, Swept(), work=0.0, reason="there is but one chunk")
-        swept, given_up = Swept(residual=math.inf), ""
-        with torch.no_grad():
-            boundaries, known = self._assumed(chain, chunks)
-            x_PF = chunks.side_by_side(chain.x_PF)
-            while not given_up and self._goes_on(swept, chunks):
-                starts = [chunks.begun(s, b) for s, b in zip(chain.states, boundaries, strict=True)]
-                arrived = [chunks.arrived(ends) for ends in chain.run(chunks.layout, x_PF, starts).states]
-                before, swept.residual = swept.residual, mismatch(arrived, boundaries, ~chunks.is_first_C)
-                boundaries, swept.sweeps = arrived, swept.sweeps + 1
-                given_up = self._given_up(swept, before, chunks)
-        if given_up:
-            return self._serially(chain, swept, work=float(swept.sweeps), reason=given_up)
-        solution = Solution(solver="shooting", reason=f"{chunks.most} chunks of {chunks.length} steps{known}")
+            return self._serially(chain, Swept(), reason="there is but one chunk")
+        most = min(chunks.most, self.max_sweeps or chunks.most)
+        boundaries, known = self._assumed(chain, chunks)
+        solution = Solution(solver="shooting", reason=f"{chunks.most} chunks of {chunks.length} steps{known.told}")
 
         def report(back: Swept) -> None:
             solution.backward_iterations, solution.backward_residual = back.sweeps, back.residual
 
-        backward = Limits(tolerance=self.tolerance, most=min(chunks.most, self.max_sweeps or chunks.most))
-        walked, ends = walk_chunks(chain, chunks, boundaries, backward=backward, report=report)
-        arrived = [chunks.arrived(end) for end in ends]
-        solution.iterations = swept.sweeps + 1
-        solution.residual = mismatch(arrived, boundaries, ~chunks.is_first_C)
-        solution.work = float(solution.iterations)
+        swept = Swept(residual=math.inf)
+        while True:
+            # A first sweep from nothing known does not agree: what its gradients would need is not stored.
+            futile = swept.sweeps == 0 and known.count == 0 and most > 1
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not futile):
+                walked, ends = walk_chunks(
+                    chain, chunks, boundaries, backward=Limits(tolerance=self.tolerance, most=most), report=report
+                )
+            arrived = [chunks.arrived(end) for end in ends]
+            before, swept.residual = swept.residual, mismatch(arrived, boundaries, ~chunks.is_first_C)
+            swept.sweeps += 1
+            if swept.sweeps == most or (swept.residual <= self.tolerance and not futile):
+                break
+            boundaries, given_up = arrived, self._given_up(swept, before, chunks)
+            if given_up:
+                return self._serially(chain, swept, reason=given_up)
+        solution.iterations, solution.residual, solution.work = swept.sweeps, swept.residual, float(swept.sweeps)
         self._remember(chain, chunks, arrived)
         return Solved(walked=walked, solution=solution)
 
@@ -95,11 +106,6 @@ class Shooting(AbstractSolver):
         if self.num_chunks != "auto":
             return int(self.num_chunks)
         return max(1, min(MOST_ROWS // max(1, chain.layout.num_rows), chain.layout.num_steps // SHORTEST))
-
-    def _goes_on(self, swept: Swept, chunks: Chunks) -> bool:
-        """Whether to sweep again before the sweep that gradients flow through."""
-        enough = min(chunks.most, self.max_sweeps or chunks.most) - 1
-        return swept.sweeps < enough and not swept.residual <= self.tolerance
 
     def _given_up(self, swept: Swept, before: float, chunks: Chunks) -> str:
         """Why to walk step after step instead; empty if sweeps are worth while."""
@@ -114,18 +120,22 @@ class Shooting(AbstractSolver):
         left = f"each sweep leaves {rate:.2f} of the gap"
         return f"chunks of {chunks.length} steps are shorter than the net's memory: {left}"
 
-    def _serially(self, chain: Chain, swept: Swept, *, work: float, reason: str) -> Solved:
+    def _serially(self, chain: Chain, swept: Swept, *, reason: str) -> Solved:
         walked = Serial().solve(chain).walked
         solution = Solution(
-            solver="shooting", iterations=swept.sweeps + 1, fell_back=True, reason=reason, work=work + 1.0
+            solver="shooting",
+            iterations=swept.sweeps + 1,
+            fell_back=True,
+            reason=reason,
+            work=swept.sweeps + 1.0,
         )
         return Solved(walked=walked, solution=solution)
 
-    def _assumed(self, chain: Chain, chunks: Chunks) -> tuple[list[torch.Tensor], str]:
+    def _assumed(self, chain: Chain, chunks: Chunks) -> tuple[list[torch.Tensor], "_Known"]:
         """States before each chunk: where the sequence was last time, or where it began."""
-        boundaries = [state.index_select(0, chunks.sequence_C.to(state.device)) for state in chain.states]
+        boundaries = [state.detach().index_select(0, chunks.sequence_C.to(state.device)) for state in chain.states]
         if self.cache is None:
-            return boundaries, ""
+            return boundaries, _Known()
         if chain.sample_ids is None:
             raise StrettoError(
                 "a cache of trajectories was given and sequences are not known by any number",
@@ -141,7 +151,8 @@ class Shooting(AbstractSolver):
             known += 1
             for boundary, part in zip(boundaries, held, strict=True):
                 boundary[places_D] = part.to(boundary)
-        return boundaries, f", {known} of {chain.layout.num_going} sequences from where they were last time"
+        told = f", {known} of {chain.layout.num_going} sequences from where they were last time"
+        return boundaries, _Known(count=known, told=told)
 
     def _remember(self, chain: Chain, chunks: Chunks, arrived: Sequence[torch.Tensor]) -> None:
         if self.cache is not None:

@@ -75,7 +75,7 @@ def walk_chunks(
     """
     names = list(chain.parameters)
     made = _Chunked.apply(  # type: ignore[no-untyped-call]
-        _Walk(chain, chunks, [part.detach() for part in boundaries], names, backward, report),
+        _Walk(chain, chunks, [part.detach() for part in boundaries], names, backward, report, torch.is_grad_enabled()),
         chain.x_PF,
         *chain.states,
         *(chain.parameters[name] for name in names),
@@ -93,13 +93,15 @@ class _Walk:
     names: list[str]
     backward: Limits
     report: Callable[[Swept], None]
+    keeps: bool
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, walk: _Walk, *given: torch.Tensor) -> Any:
         chain, chunks = walk.chain, walk.chunks
-        needs = ctx.needs_input_grad[1:]
+        # Asked outside: in here, gradients are always off.
+        needs = [needed and walk.keeps for needed in ctx.needs_input_grad[1:]]
         leaves = [t.detach().requires_grad_(needed) for t, needed in zip(given, needs, strict=True)]
         with torch.set_grad_enabled(any(needs)):
             x_PF, initial = leaves[0], leaves[1 : 1 + len(chain.states)]
@@ -136,8 +138,7 @@ class _Chunked(torch.autograd.Function):
         cotangents = [d for _, d in outside] + adjoints
         if not wanted or not outputs:
             return None, *[None] * len(ctx.leaves)
-        found = iter(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))
-        ctx.made = ctx.leaves = ctx.walk = None
+        found = iter(torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True, allow_unused=True))
         return None, *[next(found) if needed else None for needed in ctx.needs_input_grad[1:]]
 
 
