@@ -1,5 +1,10 @@
 """`stretto bench NAME`."""
 
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from rich.console import Console
 from rich.text import Text
 
 from stretto.benchmarks import buckets_tables, faults_tables, kernels_tables, workers_tables
@@ -30,6 +35,20 @@ def run(words: list[str]) -> int:
     return {"buckets": _buckets, "faults": _faults, "kernels": _kernels, "workers": _workers}[name](rest)
 
 
+@contextlib.contextmanager
+def _telling(console: Console) -> Iterator[Callable[[str], None]]:
+    """Where a benchmark says how far it is: a status line, or plain lines where none can be shown."""
+    with console.status("") as status:
+        yield status.update if console.is_terminal else lambda line: console.print(Text(line), soft_wrap=True)
+
+
+def _tell_rest(console: Console, lines: Iterable[str], files: Iterable[tuple[str, Path | None]]) -> None:
+    """What else there is to say, and the files that were asked for."""
+    written = [f"{what:<6} {path}" for what, path in files if path is not None]
+    for line in [*lines, *written]:
+        console.print(Text(line), soft_wrap=True)
+
+
 def _buckets(words: list[str]) -> int:
     settings = parse(BucketsBenchSettings, words, prog="stretto bench buckets")
     console = console_for(buckets_tables.WIDE + 2)
@@ -37,65 +56,53 @@ def _buckets(words: list[str]) -> int:
         bench = run_buckets_bench(settings, tell=status.update)
     for table in buckets_tables.tables(bench, width=console.width):
         console.print(table)
-    for missing in bench.missing:
-        console.print(Text(f"left out: {missing}"), soft_wrap=True)
-    if settings.out is not None:
-        console.print(Text(f"table  {settings.out}"), soft_wrap=True)
+    _tell_rest(console, _left_out(bench.missing), [("table", settings.out)])
     return 0
 
 
 def _faults(words: list[str]) -> int:
     settings = checked_flags(parse(FaultsBenchSettings, words, prog="stretto bench faults"))
     console = console_for(80)
-    with console.status("") as status:
-        tell = status.update if console.is_terminal else lambda line: console.print(Text(line), soft_wrap=True)
+    with _telling(console) as tell:
         bench = run_faults_bench(settings, tell=tell)
     for table in faults_tables.tables(bench):
         console.print(table)
-    for missing in bench.missing:
-        console.print(Text(f"left out: {missing}"), soft_wrap=True)
-    if settings.json is not None:
-        console.print(Text(f"table  {settings.json}"), soft_wrap=True)
+    _tell_rest(console, _left_out(bench.missing), [("table", settings.json)])
     return 0 if bench.kept_all else 1
 
 
 def _kernels(words: list[str]) -> int:
     settings = parse(KernelsBenchSettings, words, prog="stretto bench kernels")
     console = console_for(kernels_tables.WIDE + 2)
-    with console.status("") as status:
-        # It takes minutes: where no status line can be shown, plain lines tell how far it is.
-        tell = status.update if console.is_terminal else lambda line: console.print(Text(line), soft_wrap=True)
+    with _telling(console) as tell:
         bench = run_kernels_bench(settings, tell=tell)
     for table in kernels_tables.tables(bench, width=console.width):
         console.print(table, "")
-    for line in [*kernels_tables.slower_lines(bench), *(f"left out: {missing}" for missing in bench.missing)]:
-        console.print(Text(line), soft_wrap=True)
-    console.print(Text(kernels_tables.machine_line(bench)), soft_wrap=True)
-    if settings.json is not None:
-        console.print(Text(f"table  {settings.json}"), soft_wrap=True)
-    if settings.out is not None:
-        path = settings.out / "kernels.html"
-        write_kernels_page(bench, path)
-        console.print(Text(f"page   {path}"), soft_wrap=True)
+    page = None if settings.out is None else settings.out / "kernels.html"
+    if page is not None:
+        write_kernels_page(bench, page)
+    lines = [*kernels_tables.slower_lines(bench), *_left_out(bench.missing), kernels_tables.machine_line(bench)]
+    _tell_rest(console, lines, [("table", settings.json), ("page", page)])
     return 0
 
 
 def _workers(words: list[str]) -> int:
     settings = checked_flags(parse(WorkersBenchSettings, words, prog="stretto bench workers"))
-    console = console_for(90)
-    with console.status("") as status:
-        tell = status.update if console.is_terminal else lambda line: console.print(Text(line), soft_wrap=True)
+    console = console_for(110)
+    with _telling(console) as tell:
         bench = run_workers_bench(settings, tell=tell)
     for table in workers_tables.tables(bench):
         console.print(table)
-    for missing in bench.missing:
-        console.print(Text(f"left out: {missing}"), soft_wrap=True)
-    if settings.json is not None:
-        console.print(Text(f"table  {settings.json}"), soft_wrap=True)
+    files = [("table", settings.json)]
     if settings.out is not None:
-        write_workers_page(bench, settings.out / "workers.html")
-        write_workers_figure(bench, settings.out / "workers.svg")
-        write_text_atomically(settings.out / "workers.json", bench.to_json())
-        for what, name in (("page", "workers.html"), ("plot", "workers.svg"), ("table", "workers.json")):
-            console.print(Text(f"{what:<6} {settings.out / name}"), soft_wrap=True)
+        page, picture, numbers = (settings.out / f"workers.{kind}" for kind in ("html", "svg", "json"))
+        write_workers_page(bench, page)
+        write_workers_figure(bench, picture)
+        write_text_atomically(numbers, bench.to_json())
+        files += [("page", page), ("plot", picture), ("table", numbers)]
+    _tell_rest(console, _left_out(bench.missing), files)
     return 0
+
+
+def _left_out(missing: Iterable[str]) -> list[str]:
+    return [f"left out: {what}" for what in missing]
