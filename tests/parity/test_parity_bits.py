@@ -4,14 +4,17 @@ Shape legend: B sequences, T steps, H hidden units.
 """
 
 from collections.abc import Callable
+from typing import final
 
 import pytest
 import torch
 from parity_cells import drawn, layer
 from parity_oracle import Batch, assert_parity, assert_same_bits, errors_of, found
 from parity_own_cells import TwoLoops
+from torch.nn import functional
 
 import stretto
+from stretto.kernels import generate
 from stretto.kernels.layout import Layout
 from stretto.nn import stack
 
@@ -164,3 +167,35 @@ def test_walks_long_enough_to_try_both_ways(setting: str, H: int, set_threads: C
     rnn = layer(setting, H, kernel="cpp")
     batch = drawn(rnn, T=700, B=1)
     _assert_the_same(rnn, batch, set_threads)
+
+
+@final
+class Table(stretto.Cell):
+    """A state of two rows, which a product takes row by row and another all at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = torch.nn.Parameter(torch.randn(3, 3))
+        self.across = torch.nn.Parameter(torch.randn(6, 6))
+
+    def initial_state(self, batch_size: int) -> torch.Tensor:
+        """Zeros."""
+        return torch.zeros(batch_size, 2, 3, dtype=torch.float64)
+
+    def forward(self, x_t: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002
+        """One step."""
+        mixed = functional.linear(functional.linear(state, self.inside).reshape(-1, 6), self.across)
+        state = torch.tanh(mixed.reshape(-1, 2, 3))
+        return state, state
+
+
+def test_shared_tables_make_the_same_bits(set_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops over tables are shared or not, depending on how they lie in memory; all threads wait for them."""
+    monkeypatch.setattr(generate, "WORTH_TRYING", 1)
+    monkeypatch.setattr(generate, "LARGE_WEIGHTS", 1)
+    torch.manual_seed(0)
+    rnn = stretto.RNN(Table().double(), kernel="cpp")
+    # Short walks, often: a thread that comes late to the first steps finds what others have already overwritten.
+    for T in (2, 3) * 20:
+        x_BTF, state = torch.zeros(1, T, 3, dtype=torch.float64), torch.randn(1, 2, 3, dtype=torch.float64)
+        _assert_the_same(rnn, Batch(x_BTF=x_BTF, state=state), set_threads)

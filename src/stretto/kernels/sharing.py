@@ -121,7 +121,8 @@ def _owner(group: Group, place: Affine) -> Owner:
     if group.kind == "reduce":
         return None
     if sum(size != 1 for size in group.dims) > 1:
-        return "first"
+        # Such a loop may be written as one over all elements at once, which threads share, or as the first thread's.
+        return None
     if all(size == 1 for size in group.dims):
         return "last"
     return _moved(group.dims, place)
