@@ -128,7 +128,7 @@ def test_a_node_is_dropped_and_comes_back() -> None:
 
 def test_asked_to_stop_they_save_and_go_on_alone(signs: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(signs, run, "--workers", "2", "--epochs", "20")
+    process = start(signs, run, "--workers", "2", "--epochs", "40")
     wait_for_steps(run, 12)
     process.send_signal(signal.SIGTERM)
     said = finish(process, patience=WITHIN)
@@ -142,7 +142,7 @@ def test_asked_to_stop_they_save_and_go_on_alone(signs: Path, tmp_path: Path) ->
         check=False,
     )
     assert again.returncode == 0, again.stdout + again.stderr
-    for epoch in range(20):
+    for epoch in range(40):
         assert sum(event["rows"] for event in seen_in_order(run) if event["epoch"] == epoch) == 40, epoch
 
 
