@@ -193,7 +193,8 @@ class CppKernel(AbstractKernel):
         if tensor is None:
             # One row for all: the distance between rows is zero.
             return torch.zeros(1, node.row_size, dtype=self.dtype).expand(2, -1)
-        return self._rows(tensor)
+        # A row of the batch may be several of the tensor's.
+        return self._rows(tensor).reshape(tensor.numel() // max(1, node.row_size), node.row_size)
 
 
 class _Run:

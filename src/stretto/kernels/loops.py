@@ -3,9 +3,11 @@
 Shape legend: B sequences, P rows of all steps together.
 """
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -15,6 +17,24 @@ from stretto.kernels.eager import EagerKernel
 from stretto.kernels.folded import Earlier
 from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
 from stretto.kernels.layout import Layout
+
+
+@final
+class _Asked(threading.local):
+    weights: bool = True
+
+
+_asked = _Asked()
+
+
+@contextlib.contextmanager
+def without_weights() -> Iterator[None]:
+    """Backward passes inside leave out the gradients of weights: autograd does not tell a loop that nobody asked."""
+    before, _asked.weights = _asked.weights, False
+    try:
+        yield
+    finally:
+        _asked.weights = before
 
 
 @dataclass(slots=True)
@@ -108,7 +128,8 @@ class _Loops(torch.autograd.Function):
         gradients: list[torch.Tensor | None] = []
         for kernel, layout, item, output, gradient in zip(kernels, layouts, given, made, found, strict=True):
             wanted = {kind: [next(needed) for _ in kernel.body.ports_of(kind)] for kind in Kind}
-            weights = deferred(kernel, layout, item, output, found=gradient, wanted=wanted[Kind.ONCE])
+            once = [needs and _asked.weights for needs in wanted[Kind.ONCE]]
+            weights = deferred(kernel, layout, item, output, found=gradient, wanted=once)
             gradients += [*gradient.states, *gradient.steps, *weights, *gradient.kept]
         return None, None, *gradients
 

@@ -1,15 +1,147 @@
-"""Large buffers on huge pages: the first touch of an ordinary page costs as much as filling it many times."""
+"""Large buffers that are kept for the next one who needs them, on huge pages.
+
+The first touch of a page costs many times what filling it again does: it is fetched, from the system and on a virtual
+machine from the host behind it, and cleared. A training step makes the same buffers as the one before, so they are
+kept when nobody uses them any more.
+"""
 
 import ctypes
+import math
+import os
 import sys
+import threading
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 
 HUGE_PAGE: Final = 1 << 21
 WORTH_IT: Final = 1 << 22
+"""Bytes from which on a buffer is kept; the C library keeps smaller ones by itself."""
+FINENESS: Final = 8
+"""Sizes are rounded up to so many steps between powers of two, so that batches of similar sizes share buffers."""
+LOOSEST: Final = 1.5
+"""How much larger than what is needed a buffer may be."""
+SPARE: Final = 1.5
+"""How much more than was in use at once may be held."""
+FADING: Final = 0.999
+MOST_OF_MEMORY: Final = 0.25
 _MADV_HUGEPAGE: Final = 14
+_USE_COUNT: Final = getattr(torch._C, "_storage_Use_Count", None)
+ALONE: Final = 3
+"""References to a storage that nobody else has: the buffer's, and two of the question itself."""
+
+
+@final
+class _Buffer:
+    """Memory, and whether somebody uses it."""
+
+    __slots__ = ("size", "storage", "unused")
+
+    def __init__(self, size: int) -> None:
+        self.storage: torch.UntypedStorage = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
+        self.size = size
+        assert _USE_COUNT is not None
+        self.unused = _USE_COUNT(self.storage._cdata)
+        _wish_for_huge_pages(self.storage.data_ptr(), size)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no tensor has it: none that a user holds, and none that waits for a backward pass."""
+        assert _USE_COUNT is not None
+        storage = self.storage
+        return bool(_USE_COUNT(storage._cdata) == self.unused) and sys.getrefcount(storage) <= ALONE
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it is still what it was: one may resize a storage, or share it with another process."""
+        return self.storage.nbytes() == self.size and not self.storage.is_shared()
+
+
+@final
+class Keep:
+    """Buffers by the order of their last use."""
+
+    def __init__(self) -> None:
+        self._buffers: list[_Buffer] = []
+        self._lock = threading.Lock()
+        self._most_used = 0.0
+        self._process = os.getpid()
+
+    def take(self, size: int) -> torch.UntypedStorage:
+        """Memory of at least so many bytes that nobody uses."""
+        with self._lock:
+            if self._process != os.getpid():
+                # A child's first touch would copy what its parent keeps.
+                self._process, self._buffers = os.getpid(), []
+            for at, buffer in enumerate(self._buffers):
+                if size <= buffer.size <= LOOSEST * size and buffer.is_free and buffer.is_sound:
+                    self._buffers.append(self._buffers.pop(at))
+                    return buffer.storage
+            made = _Buffer(_rounded(size))
+            self._buffers.append(made)
+            self._let_go()
+            return made.storage
+
+    @property
+    def size(self) -> int:
+        """Bytes that are held, in use or not."""
+        with self._lock:
+            return sum(buffer.size for buffer in self._buffers)
+
+    def clear(self) -> None:
+        """Let go of all that nobody uses."""
+        with self._lock:
+            self._buffers = [buffer for buffer in self._buffers if not buffer.is_free]
+
+    def _let_go(self) -> None:
+        """Forget what was not used for longest, of more than is needed at once, and what is no longer whole."""
+        self._buffers = [buffer for buffer in self._buffers if buffer.is_sound]
+        # The new one, the last, has no tensor yet.
+        free = [buffer for buffer in self._buffers[:-1] if buffer.is_free]
+        held = sum(buffer.size for buffer in self._buffers)
+        self._most_used = max(FADING * self._most_used, held - sum(buffer.size for buffer in free))
+        allowed = min(SPARE * self._most_used, MOST_OF_MEMORY * _memory())
+        gone = set()
+        for buffer in free:
+            if held <= allowed:
+                break
+            held -= buffer.size
+            gone.add(id(buffer))
+        self._buffers = [buffer for buffer in self._buffers if id(buffer) not in gone]
+
+
+KEPT: Final = Keep()
+
+
+def fresh(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor on the CPU."""
+    size = math.prod(sizes) * dtype.itemsize
+    if size < WORTH_IT:
+        return torch.empty(sizes, dtype=dtype)
+    if _USE_COUNT is None:
+        # A release of torch that does not tell who has a storage.
+        made = torch.empty(sizes, dtype=dtype)
+        _wish_for_huge_pages(made.data_ptr(), size)
+        return made
+    strides = [1] * len(sizes)
+    for at in range(len(sizes) - 1, 0, -1):
+        strides[at - 1] = strides[at] * sizes[at]
+    return torch.empty(0, dtype=dtype).set_(KEPT.take(size), 0, sizes, strides)
+
+
+def _rounded(size: int) -> int:
+    step = 1 << max(0, size.bit_length() - 1 - (FINENESS.bit_length() - 1))
+    return -(-size // step) * step
+
+
+@lru_cache(maxsize=1)
+def _memory() -> float:
+    """Bytes of memory that the machine has."""
+    try:
+        return float(os.sysconf("SC_PHYS_PAGES")) * float(os.sysconf("SC_PAGE_SIZE"))
+    except (ValueError, OSError, AttributeError):
+        return float(1 << 32)
 
 
 @lru_cache(maxsize=1)
@@ -24,13 +156,8 @@ def _madvise() -> Any:
     return function
 
 
-def fresh(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor on the CPU."""
-    made = torch.empty(sizes, dtype=dtype)
-    size = made.numel() * made.element_size()
-    if size >= WORTH_IT and (advise := _madvise()) is not None:
-        start = -(-made.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-        end = (made.data_ptr() + size) // HUGE_PAGE * HUGE_PAGE
-        if end > start:
-            advise(start, end - start, _MADV_HUGEPAGE)  # a wish: refusal changes nothing but the speed
-    return made
+def _wish_for_huge_pages(address: int, size: int) -> None:
+    advise = _madvise()
+    start, end = -(-address // HUGE_PAGE) * HUGE_PAGE, (address + size) // HUGE_PAGE * HUGE_PAGE
+    if advise is not None and end > start:
+        advise(start, end - start, _MADV_HUGEPAGE)  # a wish: refusal changes nothing but the speed
