@@ -17,6 +17,8 @@ MAKERS: dict[str, Callable[[], Cell]] = {
     "gru": lambda: cells.GRU(F, H),
     "gru-before": lambda: cells.GRU(F, H, reset="before"),
     "gru-before-bare": lambda: cells.GRU(F, H, reset="before", bias=False),
+    "implicit-gru": lambda: cells.ImplicitGRU(F, H),
+    "implicit-gru-bare": lambda: cells.ImplicitGRU(F, H, bias=False),
     "lstm": lambda: cells.LSTM(F, H),
     "lstm-bare": lambda: cells.LSTM(F, H, bias=False),
     "peephole": lambda: cells.PeepholeLSTM(F, H),

@@ -191,7 +191,7 @@ def test_a_state_of_another_make_up_is_refused(cell: Cell) -> None:
 def test_the_package_exports_what_it_lists() -> None:
     assert all(getattr(cells, name) is not None for name in cells.__all__)
     made = {name for name in cells.__all__ if isinstance(getattr(cells, name), type)} - {"Cell"}
-    assert len(made) == 16
+    assert len(made) == 17
     assert all(issubclass(getattr(cells, name), Cell) for name in made)
 
 

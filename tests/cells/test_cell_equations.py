@@ -63,6 +63,17 @@ def _gru_before(w: Weights, x: Vector, state: list[Any]) -> list[Any]:
     return [after]
 
 
+def _implicit_gru(w: Weights, x: Vector, state: list[Any]) -> list[Any]:
+    (h,) = state
+    after = []
+    for u in range(H):
+        r, z = _sigmoid(w.both(0, u, x, h)), _sigmoid(w.both(1, u, x, h))
+        n = math.tanh(w.inward(2, u, x) + r * w.around(2, u, h))
+        # Implicit in the trailing h alone: h' = h + (1 - z) (n - h').
+        after.append((h[u] + (1 - z) * n) / (2 - z))
+    return [after]
+
+
 def _lstm_like(w: Weights, x: Vector, h: Vector, c: Vector, *, peep: tuple[Vector, Vector, Vector]) -> list[Any]:
     new_h, new_c = [], []
     for u in range(H):
@@ -164,6 +175,7 @@ def _attention(w: Weights, x: Vector, state: list[Any]) -> list[Any]:
 
 CASES: dict[str, tuple[Callable[[bool], Cell], Reference]] = {
     "gru-before": (lambda bias: cells.GRU(F, H, reset="before", bias=bias), _gru_before),
+    "implicit-gru": (lambda bias: cells.ImplicitGRU(F, H, bias=bias), _implicit_gru),
     "peephole": (lambda bias: cells.PeepholeLSTM(F, H, bias=bias), _peephole),
     "multiplicative": (lambda bias: cells.MultiplicativeLSTM(F, H, bias=bias), _multiplicative),
     "coupled": (lambda bias: cells.CoupledLSTM(F, H, bias=bias), _coupled),
@@ -209,6 +221,7 @@ def test_cells_have_as_many_parameters_as_their_equations() -> None:
     block, bias = H * (F + H), 2 * H
     assert _count(cells.Elman(F, H)) == block + bias
     assert _count(cells.GRU(F, H)) == _count(cells.GRU(F, H, reset="before")) == 3 * (block + bias)
+    assert _count(cells.ImplicitGRU(F, H)) == 3 * (block + bias)
     assert _count(cells.LSTM(F, H)) == 4 * (block + bias)
     assert _count(cells.LSTM(F, H, bias=False)) == 4 * block
     assert _count(cells.PeepholeLSTM(F, H)) == 4 * (block + bias) + 3 * H

@@ -63,6 +63,7 @@ def _train_on_two(world: World, run: str) -> float:
 def test_more_workers_than_sequences(tmp_path: Path) -> None:
     """Two to train on, one to validate and one to test with, and four workers."""
     sums = run_world(4, _train_on_two, tmp_path / "world", str(tmp_path / "run"))
+    assert all(isinstance(total, float) and np.isfinite(total) for total in sums)
     assert len(set(sums)) == 1
     steps = [event for event in read_events(tmp_path / "run") if event["event"] == "step"]
     assert sorted(number for event in steps for number in event["sequences"]) == [0, 5]
@@ -160,6 +161,7 @@ def test_another_number_of_workers_deals_the_rest_of_the_epoch_once(tmp_path: Pa
     run = tmp_path / "run"
     run_world(before, _train_a_part, tmp_path / "first", str(run))
     sums = run_world(after, _train, tmp_path / "second", str(run), True, {})
+    assert all(isinstance(total, float) and np.isfinite(total) for total in sums)
     assert len(set(sums)) == 1
     assert np.isfinite(sums[0])
     events = read_events(run)

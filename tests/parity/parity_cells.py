@@ -47,6 +47,7 @@ SETTINGS: Final[dict[str, Callable[[int], Cell]]] = {
     "recurrent-dropout": lambda H: cells.RecurrentDropout(cells.LSTM(F, H), p=0.4, masked=(0, 1)),
     "recurrent-dropout-elman": lambda H: cells.RecurrentDropout(cells.Elman(F, H), p=0.4),
     "nested": lambda H: cells.Zoneout(cells.RecurrentDropout(cells.PeepholeLSTM(F, H), p=0.2), p=0.2),
+    "implicit-gru": lambda H: cells.ImplicitGRU(F, H),
 }
 
 

@@ -194,12 +194,13 @@ def errors_of(one: Result, other: Result) -> dict[str, float]:
 
 
 def assert_parity(
-    rnn: stretto.RNN, batch: Batch, *, kernels: Sequence[str] = ("cpp", "eager"), seed: int = 0
+    rnn: stretto.RNN, batch: Batch, *, kernels: Sequence[str] = ("cpp", "eager"), seed: int = 0, cancels: bool = False
 ) -> dict[str, Result]:
     """Check a layer against the definition with each kernel, and return what each made.
 
-    Long chains lose digits by themselves, most of all through layer norms: a layer may be as far from the truth as
-    rounding takes the definition, times `ROUNDING`.
+    In single precision long chains lose digits by themselves, most of all through layer norms: a layer may be as far
+    from the truth as rounding takes the definition, times `ROUNDING`. In double precision the tolerance stands, but
+    where the definition `cancels` to nothing but its own rounding (a layer norm over one unit).
     """
     truth, results = expected(rnn, batch, seed=seed), {}
     for kernel in kernels:
@@ -207,7 +208,7 @@ def assert_parity(
         results[kernel] = found(rnn, batch, seed=seed)
         errors, dtype = errors_of(results[kernel], truth), batch.x_BTF.dtype
         allowed = TOLERANCE[dtype]
-        if max(errors.values()) > allowed:
+        if max(errors.values()) > allowed and (cancels or dtype == torch.float32):
             allowed = max(allowed, ROUNDING * _by_rounding(rnn, batch, truth, seed=seed))
         wrong = {name: f"{error:.1e}" for name, error in errors.items() if error > allowed}
         assert not wrong, f"{kernel} is beyond {allowed:.1e}: {wrong}"

@@ -44,4 +44,5 @@ def test_every_setting_at_every_size(setting: str, H: int, dtype: torch.dtype) -
         lengths = choice.choice(
             [None, [choice.randint(0, T) for _ in range(B)], [choice.choice([0, 1, T]) for _ in range(B)], [0] * B]
         )
-        assert_parity(rnn, drawn(rnn, T=T, B=B, lengths=lengths, given=choice.random() < 0.5))
+        batch = drawn(rnn, T=T, B=B, lengths=lengths, given=choice.random() < 0.5)
+        assert_parity(rnn, batch, cancels=H == 1 and setting.startswith(("layer-norm", "ligru")))

@@ -3,65 +3,24 @@
 Shape legend: B sequences, T steps, F features, H hidden units.
 """
 
-import copy
+import math
+import re
 from typing import Any
+from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from solver_oracle import TOLERANCE, assert_equal, pair, results
 
 import stretto
 from stretto.errors import StrettoError
-from stretto.graph.structure import flatten
+from stretto.solvers.shooting.escalation import Escalation
+from stretto.solvers.shooting.memory import PROBED
+from stretto.solvers.sweep import mismatch
 
 F, H = 3, 7
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-
-
-def _forgetful(rnn: stretto.RNN) -> stretto.RNN:
-    """Weights small enough for states to be forgotten within a few steps."""
-    with torch.no_grad():
-        for name, parameter in rnn.named_parameters():
-            if "hh" in name:
-                parameter.mul_(0.3)
-    return rnn
-
-
-def _results(rnn: stretto.RNN, x_BTF: torch.Tensor, **words: Any) -> dict[str, torch.Tensor]:
-    """Outputs, final states and every gradient."""
-    x_BTF = x_BTF.detach().clone().requires_grad_()
-    state = rnn.initial_state(len(x_BTF))
-    given_state = [part.detach().clone().normal_(generator=torch.Generator().manual_seed(3)) for part in flatten(state)]
-    for part in given_state:
-        part.requires_grad_()
-    nested = given_state[0] if isinstance(state, torch.Tensor) else tuple(given_state)
-    y, after = rnn(x_BTF, nested if len(rnn.cells) == 1 else None, **words)
-    generator = torch.Generator().manual_seed(5)
-    results = {"y": y, **{f"final {n}": part for n, part in enumerate(flatten(after))}}
-    loss = sum((t * torch.randn(t.shape, generator=generator, dtype=t.dtype)).sum() for t in results.values())
-    inputs = {"x": x_BTF, **dict(rnn.named_parameters())}
-    if len(rnn.cells) == 1:
-        inputs |= {f"state {n}": part for n, part in enumerate(given_state)}
-    gradients = torch.autograd.grad(loss, list(inputs.values()))  # type: ignore[arg-type]
-    found = {name: tensor.detach() for name, tensor in results.items()}
-    return found | {f"d {name}": g for name, g in zip(inputs, gradients, strict=True)}
-
-
-def _assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float) -> None:
-    for name, value in one.items():
-        scale = max(1e-3, float(other[name].abs().max())) if value.numel() else 1.0
-        worst = float((value - other[name]).abs().max()) / scale if value.numel() else 0.0
-        assert worst <= tolerance, (name, worst)
-
-
-def _pair(cell: stretto.Cell, solver: Any, dtype: torch.dtype = torch.float64, **words: Any) -> list[stretto.RNN]:
-    serial = _forgetful(stretto.RNN(cell, **words).to(dtype))
-    parallel = copy.deepcopy(serial)
-    parallel.solver = solver
-    return [serial, parallel]
-
 
 CELLS = {
     "gru": lambda: stretto.cells.GRU(F, H),
@@ -74,17 +33,20 @@ CELLS = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_it_equals_step_after_step(cell: str, dtype: torch.dtype) -> None:
+    """States at the boundaries are found by burning in; one sweep verifies them, in reverse too."""
     torch.manual_seed(0)
-    tolerance = 1e-13 if dtype == torch.float64 else 1e-7
-    serial, parallel = _pair(CELLS[cell](), stretto.Shooting(num_chunks=5, tolerance=tolerance), dtype)
-    x_BTF = torch.randn(2, 300, F, dtype=dtype)
-    _assert_equal(_results(parallel, x_BTF), _results(serial, x_BTF), TOLERANCE[dtype])
-    assert not parallel.solution.fell_back
-    assert parallel.solution.residual <= tolerance
-    assert 2 <= parallel.solution.iterations < 5
-    assert parallel.solution.backward_iterations is not None
-    assert parallel.solution.backward_residual is not None
-    assert parallel.solution.work == parallel.solution.iterations
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-6
+    serial, parallel = pair(CELLS[cell](), stretto.Shooting(num_chunks=5, tolerance=tolerance), dtype)
+    x_BTF = torch.randn(2, 700, F, dtype=dtype)
+    assert_equal(results(parallel, x_BTF), results(serial, x_BTF), TOLERANCE[dtype])
+    solution = parallel.solution
+    assert not solution.fell_back
+    assert solution.residual <= tolerance
+    assert solution.iterations == 1
+    assert solution.backward_iterations == 2
+    assert solution.backward_residual is not None
+    assert solution.backward_residual <= tolerance
+    assert 1 < solution.work < 2.5
 
 
 @settings(max_examples=40, deadline=None)
@@ -94,55 +56,126 @@ def test_it_equals_step_after_step(cell: str, dtype: torch.dtype) -> None:
     lengths=st.lists(st.integers(0, 25), min_size=1, max_size=4),
     padding=st.integers(0, 2),
     kernel=st.sampled_from(["eager", "auto"]),
+    persist=st.booleans(),
 )
 def test_it_equals_step_after_step_for_any_sizes(
-    cell: str, num_chunks: int, lengths: list[int], padding: int, kernel: str
+    *, cell: str, num_chunks: int, lengths: list[int], padding: int, kernel: str, persist: bool
 ) -> None:
     torch.manual_seed(1)
-    solver = stretto.Shooting(num_chunks=num_chunks, tolerance=1e-13)
-    serial, parallel = _pair(CELLS[cell](), solver, kernel=kernel)
+    solver = stretto.Shooting(num_chunks=num_chunks, tolerance=1e-13, persist=persist)
+    serial, parallel = pair(CELLS[cell](), solver, kernel=kernel)
     x_BTF = torch.randn(len(lengths), max(1, max(lengths) + padding), F, dtype=torch.float64)
-    _assert_equal(_results(parallel, x_BTF, lengths=lengths), _results(serial, x_BTF, lengths=lengths), 1e-10)
+    assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-10)
 
 
 @pytest.mark.parametrize(("layers", "both_ways"), [(2, False), (1, True), (2, True)])
 def test_layers_and_directions(layers: int, both_ways: bool) -> None:
     torch.manual_seed(2)
     solver = stretto.Shooting(num_chunks=4, tolerance=1e-13)
-    serial, parallel = _pair(CELLS["gru"](), solver, num_layers=layers, bidirectional=both_ways)
-    x_BTF = torch.randn(3, 90, F, dtype=torch.float64)
-    lengths = [90, 13, 70]
-    _assert_equal(_results(parallel, x_BTF, lengths=lengths), _results(serial, x_BTF, lengths=lengths), 1e-10)
+    serial, parallel = pair(CELLS["gru"](), solver, num_layers=layers, bidirectional=both_ways)
+    x_BTF = torch.randn(3, 400, F, dtype=torch.float64)
+    lengths = [400, 13, 370]
+    assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-10)
     assert len(parallel.solutions) == layers * (2 if both_ways else 1)
 
 
-def test_a_net_that_does_not_forget_is_walked_step_after_step_and_told() -> None:
+def test_a_chaotic_net_is_walked_step_after_step_and_told() -> None:
+    """What differs a little differs altogether soon; a short probe is all that it costs."""
     torch.manual_seed(0)
-    serial = stretto.RNN(stretto.cells.GRU(F, 32).double())
-    with torch.no_grad():
-        for name, parameter in serial.named_parameters():
-            if "hh" in name:
-                parameter.mul_(8.0)  # chaotic: what differs a little differs altogether soon
-    parallel = copy.deepcopy(serial)
-    parallel.solver = stretto.Shooting(num_chunks=16)
+    serial, parallel = pair(stretto.cells.GRU(F, 32), stretto.Shooting(num_chunks=16), scale=8.0)
     x_BTF = torch.randn(1, 400, F, dtype=torch.float64)
-    _assert_equal(_results(parallel, x_BTF), _results(serial, x_BTF), 1e-12)
+    assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-12)
+    solution = parallel.solution
+    assert solution.fell_back
+    assert "does not forget" in solution.reason
+    assert 1 < solution.work < 1.5
+    with torch.no_grad():
+        parallel(x_BTF)
+    assert parallel.solution.work == 1.0
+    assert "not tried again for 8 calls: the net does not forget" in parallel.solution.reason
+
+
+def test_a_net_that_has_learnt_to_remember_is_noticed() -> None:
+    """It forgot when it was probed; now the sweep that is to verify does not, and the rest goes step after step."""
+    torch.manual_seed(0)
+    serial, parallel = pair(CELLS["gru"](), stretto.Shooting(num_chunks=6, tolerance=1e-13))
+    x_BTF = torch.randn(2, 600, F, dtype=torch.float64)
+    assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-10)
+    assert not parallel.solution.fell_back
+    with torch.no_grad():
+        for rnn in (serial, parallel):
+            rnn.cells[0].bias_hh[H : 2 * H] += 6.0  # type: ignore[index]
+    lengths = [600, 310]
+    assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-10)
     assert parallel.solution.fell_back
-    assert "shorter than the net's memory" in parallel.solution.reason
-    assert parallel.solution.iterations <= 5
+    assert "after one sweep chunks of 100 steps differ by" in parallel.solution.reason
+    assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-10)
+    assert "the net does not forget within a chunk of 100 steps" in parallel.solution.reason
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm", "indrnn"])
+def test_it_persists_if_asked(cell: str) -> None:
+    """A net that remembers longer than its chunks, by sweeps alone."""
+    torch.manual_seed(0)
+    solver = stretto.Shooting(num_chunks=12, tolerance=1e-12, persist=True)
+    serial, parallel = pair(CELLS[cell](), solver, scale=1.0)
+    with torch.no_grad():
+        for rnn in (serial, parallel):
+            if cell == "gru":
+                rnn.cells[0].bias_hh[H : 2 * H] += 4.0  # type: ignore[index]
+            if cell == "lstm":
+                rnn.cells[0].bias_hh[H : 2 * H] += 4.0  # type: ignore[index]
+    x_BTF = torch.randn(2, 240, F, dtype=torch.float64)
+    lengths = [240, 130]
+    assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-10)
+    assert not parallel.solution.fell_back
+    assert 2 <= parallel.solution.iterations <= 12
+
+
+def _starts_of(scale: float, keep: float, *, seed: int) -> tuple[dict[str, float], float]:
+    """The largest mismatch after a first sweep from each start, and that of the one which was taken."""
+    torch.manual_seed(seed)
+    _, rnn = pair(CELLS["gru"](), stretto.Shooting(num_chunks=8, tolerance=1e-12, persist=True), scale=scale)
+    with torch.no_grad():
+        rnn.cells[0].bias_hh[H : 2 * H] += keep  # type: ignore[index]
+        x_BTF = torch.randn(1, 160, F, dtype=torch.float64)
+        step = stretto.RNN(rnn.cells[0])
+        found = {}
+        for name, burnt in (("burnt in", 20 // PROBED), ("initial", 0)):
+            gaps, end_BH = [], step(x_BTF[:, :20])[1]
+            for first in range(20, 160, 20):
+                state_BH = step(x_BTF[:, first - burnt : first])[1] if burnt else None
+                start_BH = rnn.initial_state(1) if state_BH is None else state_BH
+                gaps.append(float((end_BH - start_BH).abs().max()))
+                end_BH = step(x_BTF[:, first : first + 20], start_BH)[1]
+            found[name] = max(gaps)
+        asked = mock.patch.object(Escalation, "next_boundaries", autospec=True, side_effect=_ToldError)
+        with asked as told, pytest.raises(_ToldError):
+            rnn(x_BTF)
+        return found, float(told.call_args.args[3])
+
+
+class _ToldError(Exception):
+    """Raised where the start was taken: how it goes on is of no interest."""
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from([0.3, 2.0, 6.0]), st.sampled_from([-2.0, 0.0, 4.0]), st.integers(0, 99))
+def test_it_begins_where_a_sweep_leaves_least(scale: float, keep: float, seed: int) -> None:
+    found, taken = _starts_of(scale, keep, seed=seed)
+    assert taken == pytest.approx(min(found.values()), rel=1e-6)
+
+
+def test_either_start_may_be_the_nearer() -> None:
+    nearer = {min(found, key=found.__getitem__) for found, _ in (_starts_of(6.0, 0.0, seed=n) for n in range(12))}
+    assert nearer == {"burnt in", "initial"}
 
 
 def test_as_many_sweeps_as_chunks_are_exact_whatever_the_net() -> None:
     torch.manual_seed(0)
-    serial = stretto.RNN(stretto.cells.GRU(F, 16).double())
-    with torch.no_grad():
-        for name, parameter in serial.named_parameters():
-            if "hh" in name:
-                parameter.mul_(3.0)
-    parallel = copy.deepcopy(serial)
-    parallel.solver = stretto.Shooting(num_chunks=4, max_sweeps=4)
+    serial, parallel = pair(stretto.cells.GRU(F, 16), stretto.Shooting(num_chunks=4, max_sweeps=4), scale=3.0)
     x_BTF = torch.randn(2, 30, F, dtype=torch.float64)
-    _assert_equal(_results(parallel, x_BTF, lengths=[30, 17]), _results(serial, x_BTF, lengths=[30, 17]), 1e-11)
+    assert_equal(results(parallel, x_BTF, lengths=[30, 17]), results(serial, x_BTF, lengths=[30, 17]), 1e-11)
     assert parallel.solution.residual < 1e-12
     assert parallel.solution.backward_iterations == 4
 
@@ -156,26 +189,48 @@ def test_fewer_sweeps_are_told_by_what_is_left() -> None:
     assert not rnn.solution.fell_back
 
 
-def test_states_that_are_no_numbers_are_walked_step_after_step() -> None:
-    rnn = stretto.RNN(stretto.cells.GRU(F, H), solver=stretto.Shooting(num_chunks=4))
-    x_BTF = torch.randn(1, 40, F)
-    x_BTF[0, 3] = torch.nan
-    y_BTH, _ = rnn(x_BTF)
-    assert rnn.solution.fell_back
-    assert rnn.solution.reason == "a state is no number"
-    assert bool(y_BTH[0, :3].isfinite().all())
-    assert bool(y_BTH[0, 3:].isnan().all())
+@pytest.mark.parametrize("words", [{}, {"max_sweeps": 2}, {"persist": True}])
+def test_states_that_are_no_numbers_are_those_of_step_after_step(words: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    _, rnn = pair(CELLS["gru"](), stretto.Shooting(num_chunks=4, **words))
+    x_BTF = torch.randn(1, 400, F, dtype=torch.float64)
+    x_BTF[0, 130] = torch.nan
+    for _ in range(2):
+        y_BTH, _ = rnn(x_BTF)
+        assert bool(y_BTH[0, :130].isfinite().all())
+        assert bool(y_BTH[0, 130:].isnan().all())
+    assert rnn.solution.fell_back or words.get("persist")
+    assert re.search("no number|does not forget", rnn.solution.reason)
+
+
+def test_one_sweep_says_that_a_state_is_no_number() -> None:
+    torch.manual_seed(0)
+    _, rnn = pair(CELLS["gru"](), stretto.Shooting(num_chunks=4, max_sweeps=1))
+    x_BTF = torch.randn(1, 40, F, dtype=torch.float64)
+    rnn(x_BTF)
+    assert "no number" not in rnn.solution.reason
+    x_BTF[0, 13] = torch.nan
+    rnn(x_BTF)
+    assert math.isnan(rnn.solution.residual)
+    assert rnn.solution.reason.endswith("; a state is no number")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_state_without_bound_is_no_agreement(value: float) -> None:
+    states_CH = torch.tensor([[1.0], [value]])
+    assert math.isnan(mismatch([states_CH], [torch.ones(2, 1)], torch.ones(2, dtype=torch.bool)))
+    assert mismatch([states_CH[:1]], [torch.ones(1, 1)], torch.ones(1, dtype=torch.bool)) == 0.0
 
 
 @pytest.mark.parametrize(("T", "num_chunks"), [(1, 4), (3, 100), (5, 1)])
 def test_few_steps(T: int, num_chunks: int) -> None:
-    serial, parallel = _pair(CELLS["lstm"](), stretto.Shooting(num_chunks=num_chunks, tolerance=1e-13))
+    serial, parallel = pair(CELLS["lstm"](), stretto.Shooting(num_chunks=num_chunks, tolerance=1e-13))
     x_BTF = torch.randn(2, T, F, dtype=torch.float64)
-    _assert_equal(_results(parallel, x_BTF), _results(serial, x_BTF), 1e-10)
+    assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-10)
 
 
 def test_without_gradients_and_with_frozen_parameters() -> None:
-    serial, parallel = _pair(CELLS["gru"](), stretto.Shooting(num_chunks=4, tolerance=1e-13))
+    serial, parallel = pair(CELLS["gru"](), stretto.Shooting(num_chunks=4, tolerance=1e-13))
     x_BTF = torch.randn(2, 60, F, dtype=torch.float64)
     with torch.no_grad():
         assert torch.allclose(parallel(x_BTF)[0], serial(x_BTF)[0], atol=1e-12)
@@ -186,8 +241,18 @@ def test_without_gradients_and_with_frozen_parameters() -> None:
     assert torch.allclose(parallel.cells[0].weight_hh.grad, serial.cells[0].weight_hh.grad, atol=1e-10)
 
 
+def test_tables_made_without_gradients_serve_with_them() -> None:
+    """Those of batches of one shape are kept from call to call."""
+    for T in (60, 61):
+        serial, parallel = pair(CELLS["gru"](), stretto.Shooting(num_chunks=4, tolerance=1e-13))
+        x_BTF = torch.randn(2, T, F, dtype=torch.float64)
+        with torch.inference_mode():
+            parallel(x_BTF)
+        assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-10)
+
+
 def test_gradients_can_be_asked_for_again() -> None:
-    serial, parallel = _pair(CELLS["gru"](), stretto.Shooting(num_chunks=4, tolerance=1e-13))
+    serial, parallel = pair(CELLS["gru"](), stretto.Shooting(num_chunks=4, tolerance=1e-13))
     x_BTF = torch.randn(2, 60, F, dtype=torch.float64)
     loss = parallel(x_BTF)[0].square().sum()
     loss.backward(retain_graph=True)
@@ -197,46 +262,15 @@ def test_gradients_can_be_asked_for_again() -> None:
         assert torch.allclose(one.grad, other.grad, atol=1e-10)  # type: ignore[arg-type]
 
 
-def test_boundaries_are_carried_from_visit_to_visit() -> None:
-    """The same sequence again: each chunk begins where the one before ended; after enough visits it is exact."""
-    torch.manual_seed(0)
-    cache = stretto.TrajectoryCache()
-    rnn = stretto.RNN(
-        stretto.cells.GRU(F, H).double(), solver=stretto.Shooting(num_chunks=5, max_sweeps=1, cache=cache)
-    )
-    serial = stretto.RNN(rnn.cells[0])
-    x_BTF = torch.randn(3, 50, F, dtype=torch.float64)
-    lengths = [50, 21, 0]
-    residuals = []
-    for visit in range(5):
-        order = np.random.default_rng(visit).permutation(3).tolist()
-        y_BTH, _ = rnn(x_BTF[order], lengths=[lengths[n] for n in order], sample_ids=[100 + n for n in order])
-        residuals.append(rnn.solution.residual)
-    expected_BTH, _ = serial(x_BTF[order], lengths=[lengths[n] for n in order])
-    assert residuals[0] > 1e-3
-    assert residuals[-1] < 1e-12
-    assert torch.allclose(y_BTH, expected_BTH, atol=1e-12)
-    assert "2 of 2 sequences from where they were last time" in rnn.solution.reason
-    assert len(cache) == 2
-    assert cache.num_bytes == (4 + 2) * H * 8
-
-
-def test_a_cache_is_saved_bounded_and_cleared() -> None:
-    cache = stretto.TrajectoryCache(most_bytes=3 * 4 * H * 8)
-    rnn = stretto.RNN(
-        stretto.cells.GRU(F, H).double(), solver=stretto.Shooting(num_chunks=5, max_sweeps=1, cache=cache)
-    )
-    x_BTF = torch.randn(5, 50, F, dtype=torch.float64)
-    rnn(x_BTF, sample_ids=torch.arange(5))
-    assert len(cache) == 3
-    twin = stretto.TrajectoryCache()
-    twin.load_state_dict(cache.state_dict())
-    assert twin.num_bytes == cache.num_bytes
-    rnn.solver.cache = twin  # type: ignore[union-attr]
-    rnn(x_BTF, sample_ids=torch.arange(5))
-    assert "3 of 5" in rnn.solution.reason
-    cache.clear()
-    assert (len(cache), cache.num_bytes) == (0, 0)
+def test_gradients_can_be_differentiated() -> None:
+    serial, parallel = pair(CELLS["gru"](), stretto.Shooting(num_chunks=4, tolerance=1e-13))
+    found = []
+    for rnn in (serial, parallel):
+        x_BTF = torch.randn(1, 200, F, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        (d_x,) = torch.autograd.grad(rnn(x_BTF)[0].square().sum(), x_BTF, create_graph=True)
+        found.append(torch.autograd.grad(d_x.square().sum(), [x_BTF, *rnn.parameters()]))
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +280,7 @@ def test_a_cache_is_saved_bounded_and_cleared() -> None:
         ({"num_chunks": "many"}, "num_chunks is 'many'"),
         ({"tolerance": 0.0}, "tolerance is 0.0"),
         ({"tolerance": float("nan")}, "tolerance is nan"),
+        ({"tolerance": True}, "tolerance is True"),
         ({"max_sweeps": 0}, "max_sweeps is 0"),
     ],
 )
@@ -262,7 +297,7 @@ def test_calls_that_make_no_sense() -> None:
         rnn(x_BTF)
     with pytest.raises(StrettoError, match="3 sample_ids were given for 2 sequences"):
         rnn(x_BTF, sample_ids=[1, 2, 3])
-    with pytest.raises(StrettoError, match="save='states' was given with Shooting"):
+    with pytest.raises(StrettoError, match=r"save='states' was given with solver=Shooting"):
         stretto.RNN(cell, save="states", solver=stretto.Shooting())
     with pytest.raises(StrettoError, match="most_bytes is 0"):
         stretto.TrajectoryCache(most_bytes=0)

@@ -6,6 +6,7 @@ from stretto.cells.clockwork import Clockwork
 from stretto.cells.coupled_lstm import CoupledLSTM
 from stretto.cells.elman import Elman
 from stretto.cells.gru import GRU
+from stretto.cells.implicit_gru import ImplicitGRU
 from stretto.cells.indrnn import IndRNN
 from stretto.cells.layer_norm_gru import LayerNormGRU
 from stretto.cells.layer_norm_lstm import LayerNormLSTM
@@ -27,6 +28,7 @@ __all__ = [
     "Clockwork",
     "CoupledLSTM",
     "Elman",
+    "ImplicitGRU",
     "IndRNN",
     "LayerNormGRU",
     "LayerNormLSTM",

@@ -19,6 +19,14 @@ class Cell(nn.Module, ABC):
     The step must treat the rows of the batch (dimension 0) alike and apart. What does not depend on the state is taken
     out of the time loop, the rest is compiled; see `stretto.RNN.explain`.
 
+    A cell may have a method `coarse_step(x_t, state, dt)`, which `stretto.Multigrid` takes on its coarse grids: one
+    step that does about what `dt` steps do, `dt` a number above 1, and reads the first of their inputs alone. It
+    returns the next state, in the structure and of the shapes of `state`. Write the step as a differential equation
+    and solve it implicitly, so that it stays stable for large `dt`; see `stretto.cells.GRU`.
+
+    It may also have a method `carry(x_t, state)`, which tells `stretto.Shooting` how much of each unit of the state the
+    step keeps, in the structure of `state`: the gate that the old state is multiplied with.
+
     Example:
         >>> class Leaky(stretto.Cell):
         ...     def __init__(self, input_size, hidden_size):

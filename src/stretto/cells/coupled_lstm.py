@@ -35,9 +35,20 @@ class CoupledLSTM(AbstractGatedCell):
     def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """One step from x (B, F) and (h, c)."""
         h_BH, c_BH = several(state, 2, cell=self)
-        gates_BG = linear(x_t, self.weight_ih, self.bias_ih) + linear(h_BH, self.weight_hh, self.bias_hh)
-        f_BH, g_BH, o_BH = gates_BG.chunk(3, dim=-1)
-        f_BH = torch.sigmoid(f_BH)
+        f_BH, g_BH, o_BH = self._gates(x_t, h_BH)
         c_BH = f_BH * c_BH + (1 - f_BH) * torch.tanh(g_BH)
         h_BH = torch.sigmoid(o_BH) * torch.tanh(c_BH)
         return h_BH, (h_BH, c_BH)
+
+    def coarse_step(self, x_t: torch.Tensor, state: State, dt: float) -> State:
+        """An implicit step of dc/dt = (1 - f) (g - c) over `dt` steps, gates as they are at its start."""
+        h_BH, c_BH = several(state, 2, cell=self)
+        f_BH, g_BH, o_BH = self._gates(x_t, h_BH)
+        q_BH = dt * (1 - f_BH)
+        c_BH = (c_BH + q_BH * torch.tanh(g_BH)) / (1 + q_BH)
+        return torch.sigmoid(o_BH) * torch.tanh(c_BH), c_BH
+
+    def _gates(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gates_BG = linear(x_BF, self.weight_ih, self.bias_ih) + linear(h_BH, self.weight_hh, self.bias_hh)
+        f_BH, g_BH, o_BH = gates_BG.chunk(3, dim=-1)
+        return torch.sigmoid(f_BH), g_BH, o_BH

@@ -43,23 +43,35 @@ class GRU(AbstractGatedCell):
     def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """One step from x (B, F) and h."""
         h_BH = one(state, cell=self)
-        step = self._reset_after if self.reset == "after" else self._reset_before
-        h_BH = step(x_t, h_BH)
+        z_BH, n_BH = self._gates(x_t, h_BH)
+        h_BH = (1 - z_BH) * n_BH + z_BH * h_BH
         return h_BH, h_BH
 
-    def _reset_after(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> torch.Tensor:
+    def coarse_step(self, x_t: torch.Tensor, state: State, dt: float) -> State:
+        """An implicit step of dh/dt = (1 - z) (n - h) over `dt` steps, z and n as they are at its start."""
+        h_BH = one(state, cell=self)
+        z_BH, n_BH = self._gates(x_t, h_BH)
+        q_BH = dt * (1 - z_BH)
+        return (h_BH + q_BH * n_BH) / (1 + q_BH)
+
+    def carry(self, x_t: torch.Tensor, state: State) -> State:
+        """How much of each unit a step keeps: the update gate z."""
+        return self._gates(x_t, one(state, cell=self))[0]
+
+    def _gates(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._reset_after(x_BF, h_BH) if self.reset == "after" else self._reset_before(x_BF, h_BH)
+
+    def _reset_after(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         xr_BH, xz_BH, xn_BH = linear(x_BF, self.weight_ih, self.bias_ih).chunk(3, dim=-1)
         hr_BH, hz_BH, hn_BH = linear(h_BH, self.weight_hh, self.bias_hh).chunk(3, dim=-1)
         r_BH = torch.sigmoid(xr_BH + hr_BH)
         z_BH = torch.sigmoid(xz_BH + hz_BH)
-        n_BH = torch.tanh(xn_BH + r_BH * hn_BH)
-        return (1 - z_BH) * n_BH + z_BH * h_BH
+        return z_BH, torch.tanh(xn_BH + r_BH * hn_BH)
 
-    def _reset_before(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> torch.Tensor:
+    def _reset_before(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gates, candidate = self.split_hh(2 * self.hidden_size, self.hidden_size)
         xr_BH, xz_BH, xn_BH = linear(x_BF, self.weight_ih, self.bias_ih).chunk(3, dim=-1)
         hr_BH, hz_BH = linear(h_BH, *gates).chunk(2, dim=-1)
         r_BH = torch.sigmoid(xr_BH + hr_BH)
         z_BH = torch.sigmoid(xz_BH + hz_BH)
-        n_BH = torch.tanh(xn_BH + linear(r_BH * h_BH, *candidate))
-        return (1 - z_BH) * n_BH + z_BH * h_BH
+        return z_BH, torch.tanh(xn_BH + linear(r_BH * h_BH, *candidate))

@@ -42,10 +42,20 @@ class LayerNormGRU(AbstractGatedCell):
     def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """One step from x (B, F) and h."""
         h_BH = one(state, cell=self)
-        sizes = [2 * self.hidden_size, self.hidden_size]
-        x_rz_BD, x_n_BH = torch.split(linear(x_t, self.weight_ih), sizes, dim=-1)
-        h_rz_BD, h_n_BH = torch.split(linear(h_BH, self.weight_hh), sizes, dim=-1)
-        r_BH, z_BH = torch.sigmoid(self.norm_ih_rz(x_rz_BD) + self.norm_hh_rz(h_rz_BD)).chunk(2, dim=-1)
-        n_BH = torch.tanh(self.norm_ih_n(x_n_BH) + r_BH * self.norm_hh_n(h_n_BH))
+        z_BH, n_BH = self._gates(x_t, h_BH)
         h_BH = (1 - z_BH) * n_BH + z_BH * h_BH
         return h_BH, h_BH
+
+    def coarse_step(self, x_t: torch.Tensor, state: State, dt: float) -> State:
+        """An implicit step of dh/dt = (1 - z) (n - h) over `dt` steps, z and n as they are at its start."""
+        h_BH = one(state, cell=self)
+        z_BH, n_BH = self._gates(x_t, h_BH)
+        q_BH = dt * (1 - z_BH)
+        return (h_BH + q_BH * n_BH) / (1 + q_BH)
+
+    def _gates(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes = [2 * self.hidden_size, self.hidden_size]
+        x_rz_BD, x_n_BH = torch.split(linear(x_BF, self.weight_ih), sizes, dim=-1)
+        h_rz_BD, h_n_BH = torch.split(linear(h_BH, self.weight_hh), sizes, dim=-1)
+        r_BH, z_BH = torch.sigmoid(self.norm_ih_rz(x_rz_BD) + self.norm_hh_rz(h_rz_BD)).chunk(2, dim=-1)
+        return z_BH, torch.tanh(self.norm_ih_n(x_n_BH) + r_BH * self.norm_hh_n(h_n_BH))

@@ -41,8 +41,19 @@ class LayerNormLSTM(AbstractGatedCell):
     def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """One step from x (B, F) and (h, c)."""
         h_BH, c_BH = several(state, 2, cell=self)
-        gates_BG = self.norm_ih(linear(x_t, self.weight_ih)) + self.norm_hh(linear(h_BH, self.weight_hh))
-        i_BH, f_BH, g_BH, o_BH = gates_BG.chunk(4, dim=-1)
+        i_BH, f_BH, g_BH, o_BH = self._gates(x_t, h_BH)
         c_BH = torch.sigmoid(f_BH) * c_BH + torch.sigmoid(i_BH) * torch.tanh(g_BH)
         h_BH = torch.sigmoid(o_BH) * torch.tanh(self.norm_c(c_BH))
         return h_BH, (h_BH, c_BH)
+
+    def coarse_step(self, x_t: torch.Tensor, state: State, dt: float) -> State:
+        """An implicit step of dc/dt = i g - (1 - f) c over `dt` steps, gates as they are at its start."""
+        h_BH, c_BH = several(state, 2, cell=self)
+        i_BH, f_BH, g_BH, o_BH = self._gates(x_t, h_BH)
+        written_BH = dt * (torch.sigmoid(i_BH) * torch.tanh(g_BH))
+        c_BH = (c_BH + written_BH) / (1 + dt * (1 - torch.sigmoid(f_BH)))
+        return torch.sigmoid(o_BH) * torch.tanh(self.norm_c(c_BH)), c_BH
+
+    def _gates(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gates_BG: torch.Tensor = self.norm_ih(linear(x_BF, self.weight_ih)) + self.norm_hh(linear(h_BH, self.weight_hh))
+        return gates_BG.chunk(4, dim=-1)

@@ -51,9 +51,18 @@ class LiGRU(AbstractGatedCell):
     def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """One step from x (B, F) and h."""
         h_BH = one(state, cell=self)
-        xz_BH, xn_BH = self.norm_ih(linear(x_t, self.weight_ih, self.bias_ih)).chunk(2, dim=-1)
-        hz_BH, hn_BH = linear(h_BH, self.weight_hh, self.bias_hh).chunk(2, dim=-1)
-        z_BH = torch.sigmoid(xz_BH + hz_BH)
-        n_BH = torch.relu(xn_BH + hn_BH)
+        z_BH, n_BH = self._gates(x_t, h_BH)
         h_BH = z_BH * h_BH + (1 - z_BH) * n_BH
         return h_BH, h_BH
+
+    def coarse_step(self, x_t: torch.Tensor, state: State, dt: float) -> State:
+        """An implicit step of dh/dt = (1 - z) (n - h) over `dt` steps, z and n as they are at its start."""
+        h_BH = one(state, cell=self)
+        z_BH, n_BH = self._gates(x_t, h_BH)
+        q_BH = dt * (1 - z_BH)
+        return (h_BH + q_BH * n_BH) / (1 + q_BH)
+
+    def _gates(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        xz_BH, xn_BH = self.norm_ih(linear(x_BF, self.weight_ih, self.bias_ih)).chunk(2, dim=-1)
+        hz_BH, hn_BH = linear(h_BH, self.weight_hh, self.bias_hh).chunk(2, dim=-1)
+        return torch.sigmoid(xz_BH + hz_BH), torch.relu(xn_BH + hn_BH)

@@ -35,8 +35,24 @@ class LSTM(AbstractGatedCell):
     def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """One step from x (B, F) and (h, c)."""
         h_BH, c_BH = several(state, 2, cell=self)
-        gates_BG = linear(x_t, self.weight_ih, self.bias_ih) + linear(h_BH, self.weight_hh, self.bias_hh)
-        i_BH, f_BH, g_BH, o_BH = gates_BG.chunk(4, dim=-1)
+        i_BH, f_BH, g_BH, o_BH = self._gates(x_t, h_BH)
         c_BH = torch.sigmoid(f_BH) * c_BH + torch.sigmoid(i_BH) * torch.tanh(g_BH)
         h_BH = torch.sigmoid(o_BH) * torch.tanh(c_BH)
         return h_BH, (h_BH, c_BH)
+
+    def coarse_step(self, x_t: torch.Tensor, state: State, dt: float) -> State:
+        """An implicit step of dc/dt = i g - (1 - f) c over `dt` steps, gates as they are at its start."""
+        h_BH, c_BH = several(state, 2, cell=self)
+        i_BH, f_BH, g_BH, o_BH = self._gates(x_t, h_BH)
+        written_BH = dt * (torch.sigmoid(i_BH) * torch.tanh(g_BH))
+        c_BH = (c_BH + written_BH) / (1 + dt * (1 - torch.sigmoid(f_BH)))
+        return torch.sigmoid(o_BH) * torch.tanh(c_BH), c_BH
+
+    def carry(self, x_t: torch.Tensor, state: State) -> State:
+        """How much of each unit a step keeps: nothing of h, and of c what the forget gate says."""
+        h_BH, _ = several(state, 2, cell=self)
+        return torch.zeros_like(h_BH), torch.sigmoid(self._gates(x_t, h_BH)[1])
+
+    def _gates(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gates_BG = linear(x_BF, self.weight_ih, self.bias_ih) + linear(h_BH, self.weight_hh, self.bias_hh)
+        return gates_BG.chunk(4, dim=-1)

@@ -35,9 +35,19 @@ class MinimalGatedUnit(AbstractGatedCell):
     def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """One step from x (B, F) and h."""
         h_BH = one(state, cell=self)
-        gate, candidate = self.split_hh(self.hidden_size, self.hidden_size)
-        xf_BH, xn_BH = linear(x_t, self.weight_ih, self.bias_ih).chunk(2, dim=-1)
-        f_BH = torch.sigmoid(xf_BH + linear(h_BH, *gate))
-        n_BH = torch.tanh(xn_BH + linear(f_BH * h_BH, *candidate))
+        f_BH, n_BH = self._gates(x_t, h_BH)
         h_BH = (1 - f_BH) * h_BH + f_BH * n_BH
         return h_BH, h_BH
+
+    def coarse_step(self, x_t: torch.Tensor, state: State, dt: float) -> State:
+        """An implicit step of dh/dt = f (n - h) over `dt` steps, f and n as they are at its start."""
+        h_BH = one(state, cell=self)
+        f_BH, n_BH = self._gates(x_t, h_BH)
+        q_BH = dt * f_BH
+        return (h_BH + q_BH * n_BH) / (1 + q_BH)
+
+    def _gates(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, candidate = self.split_hh(self.hidden_size, self.hidden_size)
+        xf_BH, xn_BH = linear(x_BF, self.weight_ih, self.bias_ih).chunk(2, dim=-1)
+        f_BH = torch.sigmoid(xf_BH + linear(h_BH, *gate))
+        return f_BH, torch.tanh(xn_BH + linear(f_BH * h_BH, *candidate))

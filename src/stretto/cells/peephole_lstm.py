@@ -39,11 +39,24 @@ class PeepholeLSTM(AbstractGatedCell):
     def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """One step from x (B, F) and (h, c)."""
         h_BH, c_BH = several(state, 2, cell=self)
-        gates_BG = linear(x_t, self.weight_ih, self.bias_ih) + linear(h_BH, self.weight_hh, self.bias_hh)
+        i_BH, f_BH, g_BH, o_BH = self._gates(x_t, h_BH, c_BH)
+        c_BH = f_BH * c_BH + i_BH * torch.tanh(g_BH)
+        h_BH = self._read(o_BH, c_BH)
+        return h_BH, (h_BH, c_BH)
+
+    def coarse_step(self, x_t: torch.Tensor, state: State, dt: float) -> State:
+        """An implicit step of dc/dt = i g - (1 - f) c over `dt` steps, i, f and g as they are at its start."""
+        h_BH, c_BH = several(state, 2, cell=self)
+        i_BH, f_BH, g_BH, o_BH = self._gates(x_t, h_BH, c_BH)
+        c_BH = (c_BH + dt * (i_BH * torch.tanh(g_BH))) / (1 + dt * (1 - f_BH))
+        return self._read(o_BH, c_BH), c_BH
+
+    def _gates(self, x_BF: torch.Tensor, h_BH: torch.Tensor, c_BH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gates_BG = linear(x_BF, self.weight_ih, self.bias_ih) + linear(h_BH, self.weight_hh, self.bias_hh)
         i_BH, f_BH, g_BH, o_BH = gates_BG.chunk(4, dim=-1)
         i_BH = torch.sigmoid(i_BH + self.peephole_i * c_BH)
         f_BH = torch.sigmoid(f_BH + self.peephole_f * c_BH)
-        c_BH = f_BH * c_BH + i_BH * torch.tanh(g_BH)
-        o_BH = torch.sigmoid(o_BH + self.peephole_o * c_BH)
-        h_BH = o_BH * torch.tanh(c_BH)
-        return h_BH, (h_BH, c_BH)
+        return i_BH, f_BH, g_BH, o_BH
+
+    def _read(self, o_BH: torch.Tensor, c_BH: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(o_BH + self.peephole_o * c_BH) * torch.tanh(c_BH)

@@ -5,6 +5,7 @@ Shape legend: B sequences, T steps, F features of the input, O of the output, P 
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
@@ -16,11 +17,14 @@ from stretto.errors import StrettoError
 from stretto.graph.structure import flatten, like
 from stretto.graph.trace import stepped
 from stretto.kernels.build import Built, KernelChoice, SaveChoice, build
+from stretto.kernels.layout import Layout
+from stretto.nn.auto import Auto
 from stretto.nn.explanation import Explanation
 from stretto.nn.fingerprint import fingerprint
 from stretto.nn.ragged import Rows, as_rows
-from stretto.nn.stack import Direction, Way, run_stack
+from stretto.nn.stack import Direction, StackResult, Way, run_stack
 from stretto.solvers.solver import AbstractSolver, Solution
+from stretto.solvers.variants import AnyProgram, Variants
 
 TORCH_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
 
@@ -43,8 +47,9 @@ class RNN(nn.Module):
         kernel: "auto" runs generated code where it can be had; "cpp" insists on it; "eager" does without.
         save: What is stored for the backward pass: "auto" stores what is costly to compute again; "states" stores
             outputs and a state now and then, and computes the rest again: long sequences in little memory.
-        solver: How to walk through time: "serial" is step after step; or a solver, such as `stretto.Shooting`, that
-            walks many stretches of time at once. `rnn.solution` tells how the last call went.
+        solver: How to walk through time: "serial" is step after step; "auto" measures whether chunks of time at once
+            are faster, and keeps to what is; or a solver, such as `stretto.Shooting`. `rnn.solution` tells how the last
+            call went.
 
     Example:
         >>> rnn = stretto.RNN(stretto.cells.GRU(8, 32), num_layers=2)
@@ -76,13 +81,15 @@ class RNN(nn.Module):
         self.solver = solver
         self.cells = nn.ModuleList(_stacked(cell, num_layers, 2 if bidirectional else 1))
         self._built: dict[Any, Built] = {}
+        self._held: dict[int, dict[str, nn.Module]] = {}
+        self._auto = Auto()
         self.solutions: tuple[Solution, ...] = ()
 
     @property
     def solution(self) -> Solution:
         """How the last call went: of several layers and directions, that with the largest residual."""
         if not self.solutions:
-            return Solution(solver="serial", reason="nothing else is tried" if self.solver == "auto" else "")
+            return Solution(solver="serial")
         return max(self.solutions, key=lambda solution: (solution.residual, solution.fell_back, solution.iterations))
 
     def forward(
@@ -129,22 +136,20 @@ class RNN(nn.Module):
             for number in range(self.num_layers):
                 layer, outputs = [], []
                 those = slice(number * directions, (number + 1) * directions)
-                for cell, initial in zip(cells[those], states[those], strict=True):
+                for place, cell, initial in zip(range(len(cells))[those], cells[those], states[those], strict=True):
                     built = self._build(cell, features, rows.x_PF.dtype, initial)
-                    layer.append(Direction(built.program, tensors_of(cell), flatten(rows.sorted(initial))))
+                    variants = self._variants(cell, initial, place)
+                    layer.append(Direction(built.program, tensors_of(cell), flatten(rows.sorted(initial)), variants))
                     if number + 1 < self.num_layers:
                         outputs.append(output_shape(built, cell, features, initial))
                 layers.append(layer)
                 if outputs:
                     features = (*outputs[0][:-1], sum(shape[-1] for shape in outputs))
-            result = run_stack(
-                layers,
-                rows.layout,
-                rows.x_PF,
-                dropout=self.dropout if self.training else 0.0,
-                save=self.save,
-                way=self._way(rows, sample_ids),
-            )
+            run = partial(self._run, rows.layout)
+            if self.solver == "auto":
+                result = self._auto.run(layers, rows.layout, rows.x_PF, run=run)
+            else:
+                result = run(layers, rows.x_PF, self._way(rows, sample_ids))
             self.solutions = tuple(result.solutions)
             y = rows.output(result.y_PF)
             after = [
@@ -156,6 +161,12 @@ class RNN(nn.Module):
             y = y.squeeze(0 if self.batch_first else 1)
             after = [like(part, [tensor.squeeze(0) for tensor in flatten(part)]) for part in after]
         return y, after[0] if len(after) == 1 else tuple(after)
+
+    def _run(
+        self, layout: Layout, layers: Sequence[Sequence[Direction]], x_PF: torch.Tensor, way: Way | None
+    ) -> StackResult:
+        dropout = self.dropout if self.training else 0.0
+        return run_stack(layers, layout, x_PF, dropout=dropout, save=self.save, way=way)
 
     def _way(self, rows: Rows, sample_ids: Sequence[int] | torch.Tensor | None) -> Way | None:
         """The solver and what it knows sequences by; None for walking step after step."""
@@ -239,6 +250,12 @@ class RNN(nn.Module):
             built = self._built[key] = build(cell, x_shape=features, x_dtype=dtype, state=initial, kernel=self.kernel)
         return built
 
+    def _variants(self, cell: nn.Module, initial: Any, place: int) -> Variants:
+        def program(module: nn.Module, features: tuple[int, ...], dtype: torch.dtype) -> AnyProgram:
+            return self._build(module, features, dtype, initial).program
+
+        return Variants(cell=cell, state=initial, build=program, held=self._held.setdefault(place, {}))
+
     def _states(self, state: Any, num_rows: int) -> list[Any]:
         made = [_initial(cell, num_rows) for cell in self.cells]
         for cell, own in zip(self.cells, made, strict=True):
@@ -267,7 +284,7 @@ class RNN(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Compiled code is found again, not stored."""
-        return {**self.__dict__, "_built": {}}
+        return {**self.__dict__, "_built": {}, "_held": {}, "_auto": Auto()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RNN":
         twin = type(self).__new__(type(self))
@@ -363,8 +380,8 @@ def _check(num_layers: int, dropout: float, kernel: str, save: str, solver: Any)
     ):
         if value not in choices:
             raise StrettoError(f"{name} is {value!r}", fix=f"Choose one of {', '.join(map(repr, choices))}.")
-    if isinstance(solver, AbstractSolver) and save != "auto":
+    if solver != "serial" and save != "auto":
         raise StrettoError(
-            f"save={save!r} was given with {solver!r}, which stores what its chunks need",
+            f"save={save!r} was given with solver={solver!r}, which stores what its chunks need",
             fix='Choose one of the two: save="auto", or solver="serial".',
         )

@@ -18,6 +18,7 @@ from stretto.kernels.plain import PlainProgram
 from stretto.kernels.program import Program, run_together
 from stretto.nn.recompute import recomputed, stretches
 from stretto.solvers.solver import AbstractSolver, Chain, Solution
+from stretto.solvers.variants import Variants
 
 MOST_CHUNKS = 16
 CHUNK_COST = 1 << 24
@@ -31,11 +32,12 @@ WORTH_IT = 0.75
 @final
 @dataclass(slots=True)
 class Direction:
-    """One program of a layer with its parameters and initial states (B, ...)."""
+    """One program of a layer with its parameters and initial states (B, ...); `variants` are for solvers."""
 
     program: Program | PlainProgram
     parameters: Mapping[str, torch.Tensor]
     states: Sequence[torch.Tensor]
+    variants: Variants | None = None
 
 
 @final
@@ -88,7 +90,7 @@ def run_stack(
         inputs = [reversed_rows(layout, x_PF) if reverse else x_PF for reverse in range(len(layer))]
         if way is not None:
             solved = [
-                way.solver.solve(_chain(direction, layout, rows_PF, way, name=f"{number}.{reverse}"))
+                way.solver.solve(_chain(direction, layout, rows_PF, way, number=number, reverse=reverse))
                 for reverse, (direction, rows_PF) in enumerate(zip(layer, inputs, strict=True))
             ]
             results = [(item.walked.y_PF, item.walked.states) for item in solved]
@@ -109,15 +111,18 @@ def run_stack(
     return StackResult(x_PF, finals, solutions)
 
 
-def _chain(direction: Direction, layout: Layout, x_PF: torch.Tensor, way: Way, *, name: str) -> Chain:
+def _chain(direction: Direction, layout: Layout, x_PF: torch.Tensor, way: Way, *, number: int, reverse: int) -> Chain:
+    assert direction.variants is not None
     return Chain(
         program=direction.program,
+        variants=direction.variants,
         layout=layout,
         x_PF=x_PF,
         states=direction.states,
         parameters=direction.parameters,
         sample_ids=way.sample_ids,
-        name=name,
+        name=f"{number}.{reverse}",
+        backwards=bool(reverse),
     )
 
 

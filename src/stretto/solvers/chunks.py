@@ -3,11 +3,12 @@
 Each sequence is cut into chunks of equally many steps, the last of which may be shorter. Chunks lie beside each other
 as if each were a sequence: a walk over all of them takes as many steps as the longest chunk has.
 
-Shape legend: B sequences, C chunks of all sequences, P real steps of all sequences, F features.
+Shape legend: B sequences, C chunks of all sequences, D those that are not the first of theirs, P real steps of all
+sequences, F features.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, final
 
 import numpy as np
@@ -34,7 +35,14 @@ class Chunks:
     @staticmethod
     def cut(whole: Layout, num_chunks: int) -> "Chunks":
         """Cut the longest sequence into at most so many chunks of equal length, and the others alike."""
-        return Chunks(whole=whole, length=max(1, -(-whole.num_steps // max(1, num_chunks))))
+        return Chunks.of(whole, length=max(1, -(-whole.num_steps // max(1, num_chunks))))
+
+    @staticmethod
+    def of(whole: Layout, *, length: int) -> "Chunks":
+        """Chunks of so many steps; of sequences of one length, the tables that were made for the last such batches."""
+        if not whole.is_even or not whole.num_rows:
+            return Chunks(whole=whole, length=length)
+        return _even(whole.num_steps, whole.num_rows, length)
 
     @cached_property
     def _counts_B(self) -> Integers:
@@ -84,6 +92,27 @@ class Chunks:
             if self.number_C[place]:
                 found.setdefault(int(self._order[0][place]), []).append(place)
         return {sequence: torch.tensor(places) for sequence, places in found.items()}
+
+    @cached_property
+    def later_D(self) -> torch.Tensor:
+        """All chunks but the first of each sequence, in the order of the layout."""
+        return torch.nonzero(~self.is_first_C)[:, 0]
+
+    def tails(self, steps: int, places_D: torch.Tensor) -> torch.Tensor:
+        """Rows of the batch that are the last steps before some later chunks, step by step; at most a chunk's."""
+        sequence_D, number_D = self._order[0][places_D.numpy()], self._order[1][places_D.numpy()]
+        at_TD = number_D * self.length - steps + np.arange(steps)[:, None]
+        return torch.from_numpy((self.whole.starts_T[at_TD] + sequence_D).reshape(-1))
+
+    def numbered(self, number: int) -> torch.Tensor:
+        """The chunks of this number, one for each sequence that has as many."""
+        return torch.from_numpy(np.flatnonzero(self._order[1] == number))
+
+    def first(self, count: int) -> "tuple[Chunks, torch.Tensor]":
+        """The first `count` chunks of each sequence, and where they are among all."""
+        head = Chunks(whole=self.whole.chunk(0, count * self.length), length=self.length)
+        places = [self._place[key] for key in zip(*(part.tolist() for part in head._order[:2]), strict=True)]
+        return head, torch.tensor(places, dtype=torch.int64)
 
     @cached_property
     def is_first_C(self) -> torch.Tensor:
@@ -155,3 +184,8 @@ class Chunks:
         """The state after each sequence; the initial one of those without steps, which come last."""
         last_B = self.last_B.to(ends_C.device)
         return torch.cat([ends_C.index_select(0, last_B), initial_B[len(last_B) :]])
+
+
+@lru_cache(maxsize=8)
+def _even(num_steps: int, num_rows: int, length: int) -> Chunks:
+    return Chunks(whole=Layout.even(num_steps=num_steps, num_rows=num_rows), length=length)

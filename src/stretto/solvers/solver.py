@@ -13,6 +13,7 @@ import torch
 from stretto.kernels.layout import Layout
 from stretto.kernels.plain import PlainProgram
 from stretto.kernels.program import Program, run_together
+from stretto.solvers.variants import Variants
 
 
 @final
@@ -26,8 +27,10 @@ class Chain:
         x_PF: The input's rows.
         states: Initial states (B, ...), sequences sorted as in `layout`.
         parameters: Parameters and buffers of the cell by name.
+        variants: Other steps made of the cell.
         sample_ids: What each sequence is known by, sorted as in `layout`; None if they are not known.
         name: Tells the chains of one layer stack apart.
+        backwards: Whether it reads each sequence from its end; `x_PF` is turned round already.
     """
 
     program: Program | PlainProgram
@@ -35,8 +38,10 @@ class Chain:
     x_PF: torch.Tensor
     states: Sequence[torch.Tensor]
     parameters: Mapping[str, torch.Tensor]
+    variants: Variants
     sample_ids: tuple[int, ...] | None = None
     name: str = ""
+    backwards: bool = False
 
     def run(self, layout: Layout, x_PF: torch.Tensor, states: Sequence[torch.Tensor]) -> "Walked":
         """Walk step after step, over other rows and from other states than the chain's own."""

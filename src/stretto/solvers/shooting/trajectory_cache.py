@@ -34,12 +34,15 @@ class TrajectoryCache:
 
     Args:
         most_bytes: How much to hold at most.
+        adjoints: Whether to carry the gradients at the boundaries too: a reversed chunk then starts from the gradient
+            that its neighbour ended with the last time.
     """
 
-    def __init__(self, *, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, *, most_bytes: int = MOST_BYTES, adjoints: bool = False) -> None:
         if most_bytes < 1:
             raise StrettoError(f"most_bytes is {most_bytes}", fix="Give at least 1.")
         self.most_bytes = most_bytes
+        self.adjoints = adjoints
         self._held: OrderedDict[Place, list[torch.Tensor]] = OrderedDict()
         self.num_bytes = 0
 

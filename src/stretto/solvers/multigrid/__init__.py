@@ -1,0 +1,1 @@
+"""Multigrid in time: coarse grids tell chunks where to begin."""

@@ -1,0 +1,1 @@
+"""Time over ranks: each has a block of it."""

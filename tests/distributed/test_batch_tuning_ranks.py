@@ -1,0 +1,86 @@
+"""Several workers that choose their batch together: the same choice on all of them, from the noise between them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from worlds import run_world
+
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import Labels
+from stretto.distributed.world import World
+from stretto.tasks.registry import CONFIGS, TASKS
+from stretto.training import batch_tuning
+from stretto.training.config import checked
+from stretto.training.events import EVENTS_FILE, EventLog, SilentLog, read_events
+from stretto.training.loop import Trainer
+from stretto.tuning.probe import ThroughputTable
+
+SEQUENCES = 800
+
+
+def _data() -> SequenceSet:
+    rng = np.random.default_rng(5)
+    count = SEQUENCES + 20
+    features_SF = rng.normal(size=(3 * count, 2)).astype(np.float32)
+    sums_N = features_SF[:, 0].reshape(count, 3).sum(axis=1)
+    labels_N = ((sums_N > 0) ^ (rng.random(count) < 0.3)).astype(np.int64)
+    return SequenceSet.from_flat(
+        features_SF,
+        offsets=np.arange(0, 3 * count + 1, 3),
+        targets=Labels.check(labels_N, names=None, source=""),
+        split_N=np.repeat([0, 1, 2], [SEQUENCES, 10, 10]),
+    )
+
+
+def _flat_table(run_step: Any, *, batch_sizes: list[int], **_: Any) -> ThroughputTable:
+    return ThroughputTable.of(dict.fromkeys(batch_sizes, 0.01))
+
+
+def _train(world: World, run: str, settings: dict[str, Any]) -> list[Any]:
+    batch_tuning.probe = _flat_table  # type: ignore[assignment]
+    values = {
+        "epochs": 6,
+        "hidden_size": 4,
+        "dropout": 0.0,
+        "optimizer": "sgd",
+        "schedule": "constant",
+        "learning_rate": 0.05,
+        "kernel": "torch",
+        **settings,
+    }
+    task = TASKS["classify"](checked(CONFIGS["classify"], values, source="the test"), _data())
+    log = EventLog(Path(run) / EVENTS_FILE) if world.is_first else SilentLog()
+    trainer = Trainer(task, run=Path(run), log=log, resume=False, world=world)
+    trainer.run()
+    total = sum(float(parameter.detach().double().sum()) for parameter in trainer.state.model.parameters())
+    return [total, trainer.feed.batch_size, trainer.state.batch_size]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_workers_grow_together(tmp_path: Path, size: int) -> None:
+    settings = {"batch_size": "auto", "base_batch_size": 4}
+    found = run_world(size, _train, tmp_path / "world", str(tmp_path / "run"), settings)
+    assert all(answer == found[0] for answer in found), found
+    events = read_events(tmp_path / "run")
+    decisions = [event for event in events if event["event"] == "batch"]
+    grown = [event for event in decisions if event["action"] == "grow"]
+    assert grown
+    assert all(event["noise_scale"] > 0 for event in grown)
+    assert found[0][2] == size * found[0][1] == decisions[-1]["batch_size"]
+    for event in decisions:
+        rows = [e["rows"] for e in events if e["event"] == "step" and e["epoch"] == event["epoch"]]
+        assert (sum(rows), max(rows)) == (SEQUENCES, event["batch_size"])
+
+
+def test_the_noise_between_workers_is_that_of_one(tmp_path: Path) -> None:
+    """After some epochs at a rate of next to nothing, all that differs is how updates were taken apart."""
+    settings = {"batch_size": "auto", "epochs": 5, "learning_rate": 1e-12, "rule": "none"}
+    scales = []
+    for size, base in ((1, 16), (2, 16)):
+        run = tmp_path / str(size)
+        run_world(size, _train, tmp_path / f"world-{size}", str(run), {**settings, "base_batch_size": base // size})
+        scales.append([event["noise_scale"] for event in read_events(run) if event["event"] == "batch"][-1])
+    one, two = scales
+    assert one == pytest.approx(two, rel=0.5)

@@ -1,0 +1,113 @@
+"""Streams over workers: two make the gradients of one, and stops with the same or another number of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from worlds import run_world
+
+from stretto.data.made_text import TextSettings, make_text
+from stretto.distributed.world import World
+from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
+from stretto.training.checkpoint import FOLDER
+from stretto.training.config import checked
+from stretto.training.events import EVENTS_FILE, AbstractLog, EventLog, SilentLog, read_events
+from stretto.training.loop import Trainer
+
+
+def _trainer(
+    world: World, run: str, *, resume: bool = False, batch_size: int = 3, stop_at: int | None = None, **changes: Any
+) -> Trainer:
+    values = {"hidden_size": 4, "embedding_size": 3, "dropout": 0.0, "window": 6, "epochs": 2, "kernel": "torch"}
+    config = checked(LanguageModelConfig, {**values, "batch_size": batch_size, **changes}, source="the test")
+    task = LanguageModelling(config, make_text(TextSettings(num_train=20)))
+    log: AbstractLog = EventLog(Path(run) / EVENTS_FILE) if world.is_first else SilentLog()
+    trainer = Trainer(task, run=Path(run), log=log, resume=resume, world=world)
+    if stop_at is not None and world.is_first:
+        trainer._log = _Stop(trainer, log, at=stop_at)
+    return trainer
+
+
+class _Stop(AbstractLog):
+    """Asks to stop in a step, which all of several workers hear of in the next."""
+
+    def __init__(self, trainer: Trainer, log: AbstractLog, *, at: int) -> None:
+        self._trainer, self._log, self._at = trainer, log, at
+
+    def emit(self, kind: str, **values: Any) -> None:
+        self._log.emit(kind, **values)
+        if kind == "step" and values["step"] == self._at:
+            self._trainer._stop.set()
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def _train(world: World, run: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Weights at the end, in float64: what differs between one worker and two is the order of sums alone."""
+    torch.set_default_dtype(torch.float64)
+    trainer = _trainer(world, run, **settings)
+    try:
+        trainer.run()
+    except Exception as stopped:  # noqa: BLE001 - shown by the test
+        return {"stopped": type(stopped).__name__}
+    return {"weights": [value for w in trainer.state.model.parameters() for value in w.detach().flatten().tolist()]}
+
+
+def _weights(answers: list[Any]) -> list[float]:
+    assert all(isinstance(answer, dict) and "weights" in answer for answer in answers), answers
+    assert all(answer == answers[0] for answer in answers)
+    weights: list[float] = answers[0]["weights"]
+    return weights
+
+
+def _steps(run: Path) -> list[dict[str, Any]]:
+    return [event for event in read_events(run) if event["event"] == "step"]
+
+
+def test_two_workers_train_as_one_with_as_many_streams(tmp_path: Path) -> None:
+    two = _weights(run_world(2, _train, tmp_path / "two", str(tmp_path / "a"), {"batch_size": 3}))
+    one = _weights(run_world(1, _train, tmp_path / "one", str(tmp_path / "b"), {"batch_size": 6}))
+    np.testing.assert_allclose(two, one, rtol=1e-9, atol=1e-12)
+    for mine, other in zip(_steps(tmp_path / "a"), _steps(tmp_path / "b"), strict=True):
+        assert mine["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-9)
+        assert (mine["rows"], mine["steps_real"]) == (other["rows"], other["steps_real"])
+    epochs = [[e["valid_loss"] for e in read_events(tmp_path / run) if e["event"] == "epoch"] for run in ("a", "b")]
+    assert epochs[0] == pytest.approx(epochs[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("minutes", [5.0, 1e-9])
+def test_two_workers_stopped_in_the_middle_go_on_as_if_never_stopped(tmp_path: Path, minutes: float) -> None:
+    """With a checkpoint after every update, or at the stop alone."""
+    settings = {"checkpoint_minutes": minutes, "dropout": 0.3}
+    expected = _weights(run_world(2, _train, tmp_path / "whole", str(tmp_path / "a"), settings))
+    run = str(tmp_path / "b")
+    said = run_world(2, _train, tmp_path / "cut", run, {**settings, "stop_at": 2})
+    assert said == [{"stopped": "Interrupted"}] * 2
+    assert _weights(run_world(2, _train, tmp_path / "rest", run, {**settings, "resume": True})) == expected
+
+
+def test_as_many_streams_on_one_worker_go_on_with_their_states(tmp_path: Path) -> None:
+    run = str(tmp_path / "b")
+    expected = _weights(run_world(2, _train, tmp_path / "whole", str(tmp_path / "a"), {}))
+    run_world(2, _train, tmp_path / "cut", run, {"stop_at": 2})
+    resumed = _weights(run_world(1, _train, tmp_path / "rest", run, {"resume": True, "batch_size": 6}))
+    np.testing.assert_allclose(resumed, expected, rtol=1e-9, atol=1e-12)
+    assert not [event for event in read_events(Path(run)) if event["event"] == "warning"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
+def test_other_workers_read_what_is_left_once_and_say_so(tmp_path: Path, before: int, after: int) -> None:
+    run = tmp_path / "run"
+    run_world(before, _train, tmp_path / "cut", str(run), {"stop_at": 2})
+    (state,) = [json.loads(path.read_text()) for path in (run / FOLDER).glob("step-*/state.json")]
+    assert state["sampler"]["used"][0][0] == 3 * before
+    _weights(run_world(after, _train, tmp_path / "rest", str(run), {"resume": True}))
+    (message,) = [event["message"] for event in read_events(run) if event["event"] == "warning"]
+    assert f"cut into {3 * after} streams, not {3 * before}; each starts from a state of zero" in message
+    words = make_text(TextSettings(num_train=20)).part("train").num_steps - 1
+    for epoch in range(2):
+        assert sum(step["steps_real"] for step in _steps(run) if step["epoch"] == epoch) == words

@@ -1,0 +1,302 @@
+"""Solvers that learn when not to try: on nets that do not forget they search ever more rarely, and are always exact.
+
+Shape legend: B sequences, T steps, F features, H hidden units.
+"""
+
+import copy
+import math
+import pickle
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from newton_cells import Rotated
+from solver_oracle import assert_equal, pair, results
+
+import stretto
+from stretto.solvers import habit
+from stretto.solvers.habit import EARLY, FIRST, LATE, MOST, Habit
+from stretto.solvers.multigrid.reverse_cycles import ReverseCycles
+from stretto.solvers.shooting import shooting
+from stretto.solvers.shooting.memory import Memory
+from stretto.solvers.solver import AbstractSolver
+
+F, H = 2, 8
+CHAOTIC = 8.0
+SOLVERS: dict[str, Callable[[], AbstractSolver]] = {
+    "shooting": lambda: stretto.Shooting(num_chunks=4, tolerance=1e-8),
+    "multigrid": lambda: stretto.Multigrid(coarsening=8, num_levels=2, tolerance=1e-8),
+    "relaxation": lambda: stretto.Multigrid(coarsening=8, num_levels=1, tolerance=1e-8),
+    "newton": lambda: stretto.Newton(tolerance=1e-8),
+    "newton, diagonal": lambda: stretto.Newton(jacobian="diagonal", tolerance=1e-8),
+}
+# Coarse grids are for long memories; nets that forget soon are for the others.
+QUICK = [name for name in SOLVERS if name != "multigrid"]
+
+
+@pytest.fixture
+def bold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dear search is tried again soon: tests are to be quick."""
+    monkeypatch.setattr(habit, "EARLY", 1.0)
+
+
+def _chaotic(solver: Any) -> tuple[stretto.RNN, stretto.RNN, torch.Tensor]:
+    """A net that does not forget, step after step and by a solver, and a batch."""
+    torch.manual_seed(0)
+    serial, parallel = pair(stretto.cells.GRU(F, H), solver, scale=CHAOTIC)
+    return serial, parallel, torch.randn(1, 200, F, dtype=torch.float64)
+
+
+def _is_skipped(rnn: stretto.RNN) -> bool:
+    return rnn.solution.reason.startswith("not tried again")
+
+
+def _calls_until_tried(rnn: stretto.RNN, x_BTF: torch.Tensor) -> int:
+    """Calls that are walked at once before the next search, which is made too."""
+    for count in range(100_000):
+        rnn(x_BTF)
+        if not _is_skipped(rnn):
+            return count
+    raise AssertionError("it was never tried again")
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_every_call_equals_step_after_step_and_searches_are_few(name: str, quick_compiler: None) -> None:
+    serial, parallel, x_BTF = _chaotic(SOLVERS[name]())
+    expected = results(serial, x_BTF)
+    works = []
+    for _ in range(200):
+        assert_equal(results(parallel, x_BTF), expected, 1e-12)
+        solution = parallel.solution
+        assert solution.fell_back
+        assert solution.residual == 0.0
+        assert _is_skipped(parallel) == (solution.work == 1.0)
+        works.append(solution.work)
+    searches = [number for number, work in enumerate(works) if work > 1]
+    assert searches[0] == 0
+    rests = [later - earlier - 1 for earlier, later in pairwise(searches)]
+    first = max(FIRST, math.ceil((works[0] - 1) / EARLY))
+    assert rests == [first * 2**number for number in range(len(rests))]
+    # The next one would be beyond the end.
+    assert len(searches) == 1 + int(math.log2((200 - len(searches)) / first + 1))
+    # Two searches with a rest between them are within 15 %, and so is every run that goes on.
+    for end in range(first + 2, 201):
+        assert sum(works[:end]) <= 1.15 * end
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_it_says_why_and_for_how_long(name: str, bold: None) -> None:
+    _, parallel, x_BTF = _chaotic(SOLVERS[name]())
+    with torch.no_grad():
+        parallel(x_BTF)
+        reason = parallel.solution.reason
+        assert reason
+        assert not _is_skipped(parallel)
+        parallel(x_BTF)
+        told = parallel.solution.reason
+        left = int(told.split()[4])
+        assert left >= FIRST
+        assert told == f"not tried again for {left} calls: {reason}"
+        assert (parallel.solution.iterations, parallel.solution.work) == (1, 1.0)
+        for more in range(left - 1, 1, -1):
+            parallel(x_BTF)
+            assert parallel.solution.reason == f"not tried again for {more} calls: {reason}"
+        parallel(x_BTF)
+        assert parallel.solution.reason == f"not tried again for 1 call: {reason}"
+        parallel(x_BTF)
+        assert parallel.solution.reason == reason
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_net_that_has_learnt_to_forget_is_tried_again(name: str, bold: None) -> None:
+    serial, parallel, x_BTF = _chaotic(SOLVERS[name]())
+    with torch.no_grad():
+        parallel(x_BTF)
+        first = _calls_until_tried(parallel, x_BTF)
+        assert parallel.solution.fell_back
+        for rnn in (serial, parallel):
+            rnn.cells[0].weight_hh.mul_(0.1 / CHAOTIC)  # type: ignore[operator, union-attr]
+            rnn.cells[0].bias_hh.zero_()  # type: ignore[operator, union-attr]
+        assert _calls_until_tried(parallel, x_BTF) == 2 * first
+    assert not parallel.solution.fell_back
+    expected = results(serial, x_BTF)
+    for _ in range(3):
+        assert_equal(results(parallel, x_BTF), expected, 1e-7)
+        assert not parallel.solution.fell_back
+    with torch.no_grad():
+        for parameter, strong in zip(parallel.parameters(), _chaotic(None)[1].parameters(), strict=True):
+            parameter.copy_(strong)
+        # What it knew is past: it searches, for shooting once more because its probe was of another net, then rests.
+        for _ in range(3):
+            parallel(x_BTF)
+            assert parallel.solution.fell_back
+        assert _calls_until_tried(parallel, x_BTF) < 2 * first
+
+
+@pytest.mark.parametrize("solver", [stretto.Multigrid(tolerance=1e-10, max_iterations=3), stretto.Multigrid()])
+def test_cycles_that_were_asked_for_are_made(solver: stretto.Multigrid) -> None:
+    _, parallel, x_BTF = _chaotic(solver)
+    for _ in range(4):
+        parallel(x_BTF)[0].sum().backward()
+        assert not parallel.solution.fell_back
+        assert parallel.solution.iterations == (solver.max_iterations or 2)
+
+
+def test_iterations_that_were_asked_for_are_made() -> None:
+    _, parallel, x_BTF = _chaotic(stretto.Newton(tolerance=1e-10, max_iterations=2))
+    for _ in range(4):
+        parallel(x_BTF)
+        assert parallel.solution.fell_back
+        assert parallel.solution.work > 2
+        assert not _is_skipped(parallel)
+
+
+def test_sweeps_that_were_asked_for_are_made() -> None:
+    for words in ({"persist": True}, {"max_sweeps": 6}):
+        _, parallel, x_BTF = _chaotic(stretto.Shooting(num_chunks=6, tolerance=1e-10, **words))  # type: ignore[arg-type]
+        for _ in range(3):
+            parallel(x_BTF)
+            assert not parallel.solution.fell_back
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda rnn: pickle.loads(pickle.dumps(rnn))])
+def test_copies_know_what_was_known_and_go_their_own_way(name: str, again: Any) -> None:
+    _, parallel, x_BTF = _chaotic(SOLVERS[name]())
+    with torch.no_grad():
+        parallel(x_BTF)
+        twin = again(parallel)
+        for _ in range(2):
+            twin(x_BTF)
+            assert _is_skipped(twin)
+        parallel(x_BTF)
+    left = [int(rnn.solution.reason.split()[4]) for rnn in (parallel, twin)]
+    assert left[0] == left[1] + 1
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_lengths_precision_and_layers_have_habits_of_their_own(name: str) -> None:
+    torch.manual_seed(1)
+    _, parallel = pair(stretto.cells.GRU(H, H), SOLVERS[name](), scale=0.1, num_layers=2)
+    with torch.no_grad():
+        parallel.cells[1].weight_hh.mul_(CHAOTIC / 0.1)  # type: ignore[operator, union-attr]
+        x_BTF = torch.randn(1, 400, H, dtype=torch.float64)
+        parallel(x_BTF)
+        assert [solution.fell_back for solution in parallel.solutions] == [False, True]
+        parallel(x_BTF)
+        assert [solution.reason.startswith("not tried") for solution in parallel.solutions] == [False, True]
+        parallel(x_BTF.repeat(1, 4, 1))
+        assert not any(solution.reason.startswith("not tried") for solution in parallel.solutions)
+        parallel.float()(x_BTF.float())
+        assert not any(solution.reason.startswith("not tried") for solution in parallel.solutions)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_nothing_is_learnt_from_states_that_are_no_numbers(name: str) -> None:
+    torch.manual_seed(0)
+    serial, parallel = pair(stretto.cells.GRU(F, H), SOLVERS[name](), scale=0.1)
+    x_BTF = torch.randn(1, 200, F, dtype=torch.float64)
+    broken_BTF = x_BTF.clone()
+    broken_BTF[0, 100] = torch.nan
+    with torch.no_grad():
+        for _ in range(2):
+            assert bool(parallel(broken_BTF)[0][0, 100:].isnan().all())
+            assert parallel.solution.fell_back
+    assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-7)
+    assert not parallel.solution.fell_back
+
+
+def test_a_gradient_that_is_found_step_after_step_is_in_vain_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    serial, parallel = pair(stretto.cells.GRU(F, H), SOLVERS["relaxation"](), scale=0.1)
+    x_BTF = torch.randn(1, 200, F, dtype=torch.float64)
+    expected = results(serial, x_BTF)
+    assert_equal(results(parallel, x_BTF), expected, 1e-7)
+    assert not parallel.solution.fell_back
+    with monkeypatch.context() as patched:
+        patched.setattr(ReverseCycles, "_given_up", lambda *_: "it takes too long")
+        assert_equal(results(parallel, x_BTF), expected, 1e-7)
+    assert "the gradient was found step after step: it takes too long" in parallel.solution.reason
+    assert_equal(results(parallel, x_BTF), expected, 1e-12)
+    assert parallel.solution.reason.endswith("calls: the gradient: it takes too long")
+    with torch.no_grad():
+        _calls_until_tried(parallel, x_BTF)
+    assert_equal(results(parallel, x_BTF), expected, 1e-7)
+    assert not parallel.solution.fell_back
+
+
+def test_a_gradient_that_is_no_number_teaches_nothing() -> None:
+    torch.manual_seed(0)
+    _, parallel = pair(stretto.cells.GRU(F, H), SOLVERS["relaxation"](), scale=0.1)
+    x_BTF = torch.randn(1, 200, F, dtype=torch.float64)
+    (parallel(x_BTF)[0].sum() * math.inf).backward()
+    assert "a gradient is no number" in parallel.solution.reason
+    parallel(x_BTF)
+    assert not parallel.solution.fell_back
+
+
+def test_a_probe_that_is_belied_in_the_same_call_is_not_made_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweep that is to verify does not; a new probe would say the same as the one before."""
+    serial, parallel, x_BTF = _chaotic(stretto.Shooting(num_chunks=6, tolerance=1e-8))
+    monkeypatch.setattr(shooting, "probed", lambda *_, **__: Memory(steps=2.0, rate=0.1, walked=60))
+    expected = results(serial, x_BTF)
+    assert_equal(results(parallel, x_BTF), expected, 1e-7)
+    assert re.match(r"after one sweep chunks of \d+ steps differ by", parallel.solution.reason)
+    assert_equal(results(parallel, x_BTF), expected, 1e-12)
+    assert _is_skipped(parallel)
+    assert "after one sweep" in parallel.solution.reason
+
+
+def test_relaxation_that_comes_no_nearer_is_given_up() -> None:
+    """Without coarse grids cycles wait for no more steps than there are, and walk all of them each time."""
+    generator = torch.Generator().manual_seed(1)
+    weight_HH = 2.5 * torch.randn(16, 16, generator=generator, dtype=torch.float64) / 4
+    x_BTF = 0.3 * torch.randn(1, 300, 16, generator=generator, dtype=torch.float64)
+    serial = stretto.RNN(Rotated(weight_HH), kernel="eager")
+    parallel = copy.deepcopy(serial)
+    parallel.solver = stretto.Multigrid(tolerance=1e-12)
+    assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-12)
+    assert parallel.solution.fell_back
+    assert "the last 8 cycles did not halve" in parallel.solution.reason
+    assert parallel.solution.work < 12
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.booleans(), st.floats(0.01, 1000.0)), min_size=1, max_size=40),
+    st.floats(0.01, 1000.0),
+)
+def test_searches_in_vain_cost_little_whatever_comes(outcomes: list[tuple[bool, float]], work: float) -> None:
+    """Whether searches pay or not, those in vain cost at most what the calls that follow them bear."""
+    known = Habit()
+    for pays, dear in outcomes:
+        assert known.skipped() == ""
+        if pays:
+            known.encourage()
+            assert known.skipped() == ""
+            continue
+        known.tire(work=dear, reason="so it is")
+        rest = known.rest
+        assert rest >= FIRST
+        assert dear / rest <= EARLY
+        known.tire(work=10 * dear, reason="said twice")
+        assert (known.rest, known.reason) == (rest, "so it is")
+        assert sum(bool(known.skipped()) for _ in range(rest)) == rest
+    for _ in range(20):
+        known.tire(work=work, reason="so it is")
+        rest, known.rest = known.rest, 0
+    assert rest == max(MOST, math.ceil(work / LATE))
+
+
+def test_what_is_known_is_no_setting() -> None:
+    for make in SOLVERS.values():
+        solver = make()
+        said = repr(solver)
+        rnn = _chaotic(solver)[1]
+        rnn(torch.randn(1, 200, F, dtype=torch.float64))
+        assert repr(solver) == said

@@ -1,0 +1,146 @@
+"""What can be foretold can be solved at once: iterations and sweeps against the largest Lyapunov exponent, across zero.
+
+Shape legend: B sequences, T steps, F features, H hidden units.
+"""
+
+import copy
+import dataclasses
+import functools
+import math
+
+import torch
+from newton_cells import Rotated, counted
+from solver_oracle import assert_equal, results
+
+import stretto
+from stretto.solvers.solver import AbstractSolver
+
+H = 16
+GAINS = (0.5, 0.8, 1.0, 1.2, 1.6, 2.0, 2.5, 3.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Net:
+    """A random net, step after step, on one sequence, and its largest Lyapunov exponent there."""
+
+    rnn: stretto.RNN
+    x_BTF: torch.Tensor
+    expected: dict[str, torch.Tensor]
+    exponent: float
+
+    def by(self, solver: AbstractSolver) -> stretto.RNN:
+        """The same net by a solver."""
+        rnn = copy.deepcopy(self.rnn)
+        rnn.solver = solver
+        return rnn
+
+
+def _exponent(weight_HH: torch.Tensor, h_TH: torch.Tensor) -> float:
+    """The largest Lyapunov exponent of tanh(A h + x) along its states: how much a small difference grows a step."""
+    moved_H, total = torch.ones_like(h_TH[0]), 0.0
+    for h_H in h_TH:
+        moved_H = (1 - h_H.square()) * (weight_HH @ moved_H)
+        total += math.log(float(moved_H.norm()))
+        moved_H = moved_H / moved_H.norm()
+    return total / len(h_TH)
+
+
+@functools.cache
+def _sweep(T: int) -> list[Net]:
+    """Recurrent weights from weak to strong."""
+    generator = torch.Generator().manual_seed(1)
+    weight_HH = torch.randn(H, H, generator=generator, dtype=torch.float64) / math.sqrt(H)
+    x_BTF = 0.3 * torch.randn(1, T, H, generator=generator, dtype=torch.float64)
+    nets = []
+    for gain in GAINS:
+        rnn = stretto.RNN(Rotated(gain * weight_HH), kernel="eager")
+        expected = results(rnn, x_BTF)
+        exponent = _exponent(gain * weight_HH, expected["y"][0])
+        nets.append(Net(rnn=rnn, x_BTF=x_BTF, expected=expected, exponent=exponent))
+    exponents = [net.exponent for net in nets]
+    assert exponents == sorted(exponents)
+    assert exponents[0] < -0.5
+    assert sum(exponent > 0.03 for exponent in exponents) >= 3
+    return nets
+
+
+def test_newton_converges_below_zero_and_falls_back_above() -> None:
+    iterations = []
+    for net in _sweep(300):
+        rnn = net.by(stretto.Newton(tolerance=1e-12))
+        assert_equal(results(rnn, net.x_BTF), net.expected, 1e-10)
+        solution = rnn.solution
+        iterations.append(math.inf if solution.fell_back else counted(rnn))
+        if net.exponent < -0.1:
+            assert not solution.fell_back
+        if net.exponent > 0:
+            assert solution.fell_back
+            assert "does not forget" in solution.reason
+            assert solution.iterations <= 12
+    assert iterations == sorted(iterations)
+    assert iterations[0] < iterations[1] < iterations[2] < iterations[3] < math.inf
+
+
+def test_shooting_burns_in_well_below_zero_and_falls_back_above() -> None:
+    works = []
+    for net in _sweep(1200):
+        rnn = net.by(stretto.Shooting(num_chunks=6, tolerance=1e-8))
+        assert_equal(results(rnn, net.x_BTF), net.expected, 1e-6)
+        solution = rnn.solution
+        works.append(math.inf if solution.fell_back else solution.work)
+        if net.exponent < -0.2:
+            assert not solution.fell_back
+            assert solution.residual <= 1e-8
+        if net.exponent > 0:
+            assert solution.fell_back
+            assert "does not forget" in solution.reason or "remembers about" in solution.reason
+            # A probe is all that it costs, and only in this call.
+            assert solution.work < 1.5
+            with torch.no_grad():
+                rnn(net.x_BTF)
+            assert rnn.solution.work == 1.0
+            assert rnn.solution.reason == f"not tried again for 8 calls: {solution.reason}"
+    # The longer it remembers, the more is burnt in.
+    assert works == sorted(works)
+    assert works[0] < works[1] < works[2] < math.inf
+
+
+def test_sweeps_that_persist_rise_to_as_many_as_chunks() -> None:
+    """Above zero only walking all chunks one after another makes them right: nothing is won, and it is told."""
+    num_chunks, sweeps = 12, []
+    for net in _sweep(300):
+        rnn = net.by(stretto.Shooting(num_chunks=num_chunks, tolerance=1e-12, persist=True))
+        found = results(rnn, net.x_BTF)
+        solution = rnn.solution
+        assert not solution.fell_back
+        assert solution.residual <= 1e-12
+        sweeps.append(solution.iterations)
+        if net.exponent < 0:
+            assert_equal(found, net.expected, 1e-10)
+        # Above zero rounding alone leads astray, step after step too; each step is the net's own all the same.
+        weight_HH = net.rnn.cells[0].weight.detach()  # type: ignore[union-attr, operator]
+        h_TH = found["y"][0]
+        again_TH = torch.tanh(h_TH[:-1] @ weight_HH.T + net.x_BTF[0, 1:])  # type: ignore[operator]
+        assert float((again_TH - h_TH[1:]).abs().max()) <= 1e-12
+    exponents = [net.exponent for net in _sweep(300)]
+    assert sweeps == sorted(sweeps)
+    assert sweeps[0] < sweeps[1] < sweeps[2] < sweeps[3] < num_chunks
+    above = {count for count, exponent in zip(sweeps, exponents, strict=True) if exponent > 0}
+    assert above == {num_chunks}
+
+
+def test_multigrid_relaxes_well_below_zero_and_falls_back_above() -> None:
+    cycles = []
+    for net in _sweep(300):
+        rnn = net.by(stretto.Multigrid(tolerance=1e-12))
+        assert_equal(results(rnn, net.x_BTF), net.expected, 1e-10)
+        solution = rnn.solution
+        cycles.append(math.inf if solution.fell_back else solution.iterations)
+        if net.exponent < -0.2:
+            assert not solution.fell_back
+        if net.exponent > 0:
+            assert solution.fell_back
+            assert "did not halve" in solution.reason
+            assert solution.work < 12
+    assert cycles == sorted(cycles)
+    assert cycles[0] < cycles[1] < cycles[2] < math.inf

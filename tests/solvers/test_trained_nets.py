@@ -1,0 +1,101 @@
+"""Every exact solver on nets that have learnt to remember, beside step after step.
+
+Shape legend: B sequences, T steps, F features.
+"""
+
+import copy
+import gzip
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from solver_oracle import assert_equal, results
+from trained_nets import Trained, trained_on_adding, trained_on_characters, trained_on_copying, trained_on_windows
+
+import stretto
+from stretto.solvers import AbstractSolver
+
+SOLVERS: dict[str, Callable[[float], AbstractSolver]] = {
+    "shooting": lambda tolerance: stretto.Shooting(num_chunks=8, tolerance=tolerance),
+    "sweeps until chunks agree": lambda tolerance: stretto.Shooting(num_chunks=8, tolerance=tolerance, persist=True),
+    "multigrid": lambda tolerance: stretto.Multigrid(tolerance=tolerance),
+    "newton": lambda tolerance: stretto.Newton(tolerance=tolerance),
+    "newton, diagonal": lambda tolerance: stretto.Newton(jacobian="diagonal", tolerance=tolerance),
+}
+NETS = ("adding", "copying", "windows", "characters")
+LEARNT = 0.75
+"""The share of the loss of a net that remembers nothing which a trained one has at most."""
+
+
+@pytest.fixture(scope="module", params=NETS)
+def trained(request: pytest.FixtureRequest) -> Trained:
+    """A net that has learnt one of the tasks."""
+    if request.param == "adding":
+        return trained_on_adding()
+    if request.param == "copying":
+        return trained_on_copying()
+    folder = os.environ.get("STRETTO_DATA")
+    if not folder:
+        pytest.skip("STRETTO_DATA is not set")
+    if request.param == "windows":
+        return trained_on_windows(Path(folder))
+    with gzip.open(Path(folder) / "tinyshakespeare" / "input.txt.gz", "rt", encoding="utf-8") as stream:
+        return trained_on_characters(stream.read(100_000))
+
+
+def _net(trained: Trained, *, learnt: bool) -> stretto.RNN:
+    """A copy of the net as it is, or as it was before it learnt anything."""
+    rnn = copy.deepcopy(trained.rnn)
+    if not learnt:
+        torch.manual_seed(1)
+        rnn.load_state_dict(stretto.RNN(trained.fresh()).state_dict())
+    return rnn
+
+
+def test_it_has_learnt(trained: Trained) -> None:
+    assert trained.loss < LEARNT * trained.ignorant
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("learnt", [False, True], ids=["initial weights", "trained"])
+def test_exact_is_exact(trained: Trained, name: str, learnt: bool) -> None:
+    """In double precision; gradients too, through hundreds of steps."""
+    serial = _net(trained, learnt=learnt).double()
+    parallel = copy.deepcopy(serial)
+    parallel.solver = SOLVERS[name](1e-13)
+    x_BTF = (trained.x_BTF if learnt else trained.x_BTF[:1]).double()
+    assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-10)
+    assert parallel.solution.residual <= 1e-12
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("learnt", [False, True], ids=["initial weights", "trained"])
+def test_single_precision(trained: Trained, name: str, learnt: bool) -> None:
+    serial = _net(trained, learnt=learnt)
+    parallel = copy.deepcopy(serial)
+    parallel.solver = SOLVERS[name](1e-7)
+    x_BTF = trained.x_BTF if learnt else trained.x_BTF[:1]
+    assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-5)
+
+
+def test_long_memory_is_found_by_a_probe(trained: Trained) -> None:
+    """A net that still remembers after a chunk is walked step after step, at the cost of the probe."""
+    rnn = copy.deepcopy(trained.rnn)
+    rnn.solver = stretto.Shooting(num_chunks=32, tolerance=1e-7)
+    with torch.no_grad():
+        rnn(trained.x_BTF)
+    assert rnn.solution.fell_back
+    assert rnn.solution.work < 1.5
+
+
+def test_gates_need_fewer_sweeps_than_none() -> None:
+    """The adding net keeps its sum by its update gates: their products carry news through many chunks at once."""
+    trained = trained_on_adding()
+    rnn = copy.deepcopy(trained.rnn).double()
+    rnn.solver = stretto.Shooting(num_chunks=32, tolerance=1e-8, persist=True)
+    with torch.no_grad():
+        rnn(trained.x_BTF.double())
+    assert "corrected by" in rnn.solution.reason
+    assert rnn.solution.iterations < 24
