@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 from stretto.data.npz import read_npz, write_npz
 from stretto.data.sequences import PARTS, SequenceSet
 from stretto.data.targets import Labels, NoTargets, Transcripts
+from stretto.errors import StrettoError
 
 DTYPES = (np.float16, np.float32, np.float64, np.uint8, np.int16, np.int64, np.bool_)
 
@@ -84,6 +85,19 @@ def test_a_set_can_replace_the_file_it_is_mapped_from(tmp_path, assert_same_set)
     write_npz(path, read_npz(path))
     assert_same_set(example(), read_npz(path))
     assert [entry.name for entry in tmp_path.iterdir()] == ["same.npz"]
+
+
+def test_the_words_of_text_survive(tmp_path, assert_same_set):
+    data = SequenceSet.from_flat(
+        np.array([0, 1, 2, 1]), offsets=np.array([0, 2, 4]), split_N=np.array([0, 0]), vocabulary=("a", "<eos>", "ä𝄞")
+    )
+    write_npz(tmp_path / "words.npz", data)
+    assert read_npz(tmp_path / "words.npz").vocabulary == ("a", "<eos>", "ä𝄞")
+    assert_same_set(read_npz(tmp_path / "words.npz"), data)
+    arrays = {"x": np.zeros((2, 1), dtype=np.int64), "offsets": np.array([0, 2]), "vocabulary": np.array([1, 2])}
+    np.savez(tmp_path / "numbers.npz", **arrays)
+    with pytest.raises(StrettoError, match="`vocabulary` holds no words"):
+        read_npz(tmp_path / "numbers.npz")
 
 
 def test_the_alphabet_of_text_survives(tmp_path, assert_same_set):

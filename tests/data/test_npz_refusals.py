@@ -29,7 +29,7 @@ from stretto.errors import StrettoError
         ({"x": np.zeros((4, 0))}, "no features"),
         ({"y": np.array([0])}, r"`y` has shape \(1,\) for 2 sequences"),
         ({"y": np.array(1)}, r"`y` has shape \(\) for 2 sequences"),
-        ({"y": np.array([0, 1, 0, 1])}, r"`y` has shape \(4,\) for 2 sequences"),
+        ({"y": np.array([0, 1, 0])}, r"`y` has shape \(3,\) for 2 sequences"),
         ({"y": np.array([[0], [1]])}, r"`y` has shape \(2, 1\) for 2 sequences"),
         ({"y": np.array([0, -1])}, "sequence 1 has label -1"),
         ({"y": np.array([0.0, 1.0])}, "float64"),

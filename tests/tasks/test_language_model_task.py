@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from stretto.batching.collate import Batch, collate
 from stretto.data.sequences import SequenceSet
@@ -143,6 +144,16 @@ def test_what_is_no_text_is_refused(data: SequenceSet, told: str) -> None:
         LanguageModelling(LanguageModelConfig(), data)
 
 
-def test_there_is_no_embedded_text_and_the_way_out_is_named() -> None:
-    with pytest.raises(StrettoError, match="--data PATH"):
-        LanguageModelling.embedded_data()
+def test_the_embedded_text_is_of_words() -> None:
+    data = LanguageModelling.embedded_data()
+    assert "<eos>" in data.vocabulary
+    assert LanguageModelling(LanguageModelConfig(), data).in_streams
+
+
+def test_without_padding_the_loss_is_the_same_to_the_last_digit(text: SequenceSet) -> None:
+    """A batch of passages of one length is not copied; one with a longer passage is, and adds its own loss."""
+    task, same = _task(text), collate([text[0], text[4]])
+    output_BUC = torch.randn(2, 1, len(text.alphabet))
+    padded = collate([text[0], text[4]], edges=[9])
+    behind_BUC = functional.pad(output_BUC, (0, 0, 0, 7), value=3.0)
+    assert task.loss(output_BUC, same).total == task.loss(behind_BUC, padded).total

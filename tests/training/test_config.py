@@ -42,6 +42,18 @@ def test_what_is_recorded_comes_back_through_json(kind: type[TrainConfig]) -> No
         ("epochs", "many"),
         ("epochs", None),
         ("batch_size", 0),
+        ("batch_size", "large"),
+        ("base_batch_size", 0),
+        ("rule", "cubic"),
+        ("optimizer", "adagrad"),
+        ("warmup_epochs", -0.1),
+        ("warmup_epochs", float("inf")),
+        ("warmup_cap", 1.0),
+        ("warmup_cap", -0.1),
+        ("decay_factor", 0.0),
+        ("decay_factor", 1.5),
+        ("flat_epochs", -1),
+        ("gates", "some"),
         ("max_steps", 0),
         ("num_buckets", 0),
         ("num_buckets", "some"),
@@ -53,7 +65,7 @@ def test_what_is_recorded_comes_back_through_json(kind: type[TrainConfig]) -> No
         ("learning_rate", 0.0),
         ("learning_rate", float("inf")),
         ("learning_rate", float("nan")),
-        ("schedule", "cosine"),
+        ("schedule", "triangle"),
         ("weight_decay", -1.0),
         ("weight_decay", float("nan")),
         ("clip_norm", 0.0),
@@ -134,6 +146,21 @@ def test_a_file_that_is_not_there_or_a_folder_is_named(tmp_path: Path) -> None:
         with pytest.raises(StrettoError, match="could not read") as info:
             read_toml(path)
         assert str(path) in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "rows"),
+    [
+        ({}, 32),
+        ({"batch_size": 7, "base_batch_size": 5}, 7),
+        ({"batch_size": "auto"}, 32),
+        ({"batch_size": "auto", "base_batch_size": 5}, 5),
+    ],
+)
+def test_the_first_batch_is_a_number_even_if_it_is_to_be_found(values: dict[str, Any], rows: int) -> None:
+    config = checked(ClassifyConfig, values, source="here")
+    assert config.rows == rows
+    assert checked(ClassifyConfig, json.loads(json.dumps(config.recorded())), source="here") == config
 
 
 def test_settings_cannot_be_changed_afterwards() -> None:

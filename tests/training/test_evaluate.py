@@ -15,8 +15,9 @@ from stretto.data.sequences import SequenceSet
 from stretto.data.targets import Labels
 from stretto.errors import StrettoError
 from stretto.tasks.classify import Classify, ClassifyConfig
+from stretto.training.bucket_feed import EVALUATION_ROWS
 from stretto.training.checkpoint import FOLDER
-from stretto.training.evaluate import EVALUATION_ROWS, evaluate, show_readings
+from stretto.training.evaluate import evaluate, show_readings
 from stretto.training.events import EVENTS_FILE, EventLog
 from stretto.training.loop import Trainer
 from stretto.training.task import Score

@@ -5,7 +5,7 @@ Shape legend: B sequences, T steps of the longest, F features, S steps of all se
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ import torch
 
 from stretto.data.sequences import Sample
 from stretto.errors import StrettoError
+
+NO_STEP: Final = -1
+"""The label behind a sequence's end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +25,8 @@ class Batch:
     Attributes:
         features_BTF: Features, zero after each sequence's end.
         lengths: Real steps of each sequence; int64 and always on the CPU, where torch wants them.
-        targets: What came with the sequences: an int64 tensor for labels, a list for anything else, None for nothing.
+        targets: What came with the sequences: an int64 tensor for labels, (B, T) for labels of steps, -1 after each
+            sequence's end; a list for anything else, None for nothing.
         indices: The number of each sequence in its set, or None when the dataset does not tell.
     """
 
@@ -55,6 +59,16 @@ class Batch:
         targets = self.targets.to(device) if isinstance(self.targets, torch.Tensor) else self.targets
         return dataclasses.replace(self, features_BTF=self.features_BTF.to(device), targets=targets)
 
+    def take(self, rows: slice) -> "Batch":
+        """Some of the sequences, padded as they are."""
+        return dataclasses.replace(
+            self,
+            features_BTF=self.features_BTF[rows],
+            lengths=self.lengths[rows],
+            targets=None if self.targets is None else self.targets[rows],
+            indices=None if self.indices is None else self.indices[rows],
+        )
+
     def pin_memory(self) -> "Batch":
         """Called by a DataLoader with `pin_memory=True`."""
         return dataclasses.replace(self, features_BTF=self.features_BTF.pin_memory())
@@ -86,10 +100,14 @@ def collate(items: Sequence[Any], *, edges: npt.ArrayLike | None = None, num_fea
             fix="Give all sequences the same number of features and one dtype.",
         )
     lengths = torch.tensor([len(rows) for rows in features], dtype=torch.int64)
+    steps = _padded_length(int(lengths.max()), edges)
+    of_steps = [item.target for item in items if isinstance(item, Sample) and isinstance(item.target, np.ndarray)]
     return Batch(
-        features_BTF=_padded(features, steps=_padded_length(int(lengths.max()), edges)),
+        features_BTF=_padded(features, steps=steps),
         lengths=lengths,
-        targets=_targets([sample.target for sample in samples]),
+        targets=_padded_labels(of_steps, steps=steps)
+        if len(of_steps) == len(samples)
+        else _targets([sample.target for sample in samples]),
         indices=None if samples[0].index < 0 else torch.tensor([sample.index for sample in samples]),
     )
 
@@ -99,6 +117,13 @@ def _padded(features: list[torch.Tensor], *, steps: int) -> torch.Tensor:
     for row, rows in zip(padded_BTF, features, strict=True):
         row[: len(rows)] = rows
     return padded_BTF
+
+
+def _padded_labels(labels: list[npt.NDArray[np.int64]], *, steps: int) -> torch.Tensor:
+    padded_BT = torch.full((len(labels), steps), NO_STEP)
+    for row_T, values_T in zip(padded_BT, labels, strict=True):
+        row_T[: len(values_T)] = torch.from_numpy(values_T)
+    return padded_BT
 
 
 def _padded_length(longest: int, edges: npt.ArrayLike | None) -> int:

@@ -1,5 +1,6 @@
-"""Ragged `.npz` files: all steps end to end in `x`, `offsets`, one target a sequence, `split`.
+"""Ragged `.npz` files: all steps end to end in `x`, `offsets`, a target for each sequence or step, `split`.
 
+Images as Keras has MNIST come in by the same door; see `stretto.data.image_rows`.
 Members that are stored uncompressed (as `write_npz` writes them) are memory-mapped; compressed ones are read.
 Object arrays, which would need pickle, are refused.
 """
@@ -17,15 +18,18 @@ import numpy as np
 import numpy.lib.format as npy
 import numpy.typing as npt
 
+from stretto.data.image_rows import IMAGE_MEMBERS, holds_images, image_rows
 from stretto.data.ink import pen_features
 from stretto.data.sequences import PARTS, SequenceSet
-from stretto.data.targets import AbstractTargets, Labels, NoTargets, Transcripts
+from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels, Transcripts
 from stretto.errors import StrettoError
 from stretto.storage import write_atomically
 
 Array = npt.NDArray[Any]
 LOCAL_HEADER_BYTES: Final = 30
-KNOWN: Final = frozenset("x xy pen_down offsets y class_names split split_names text text_offsets alphabet".split(" "))
+KNOWN: Final = frozenset(
+    "x scale xy pen_down offsets y class_names split split_names text text_offsets alphabet vocabulary".split(" ")
+)
 
 
 def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
@@ -33,9 +37,12 @@ def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
 
     Args:
         path: The file. `x` is (steps, features) or (steps,); pen data may instead have `xy` and `pen_down`.
-            Targets are `y` (one class number a sequence, names in `class_names`) or `text` code points
+            Where `scale` is there, one factor a feature, features are `x` times `scale`.
+            Targets are `y` (one class number a sequence, or one a step; names in `class_names`) or `text` code points
             with `text_offsets`. A `split` of 0 and 1 alone is train and test, unless `split_names` is there: then
-            it is 0 train, 1 valid, 2 test. For text as features, `alphabet` has the code points of its characters.
+            it is 0 train, 1 valid, 2 test. For text as features, `alphabet` has the code points of its characters, or
+            `vocabulary` its words.
+            Without `offsets`, `x_train`, `y_train`, `x_test` and `y_test` are images, read a row of pixels a step.
         memory_map: Leave uncompressed features on disk until they are used.
 
     Raises:
@@ -43,21 +50,24 @@ def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
     """
     with _readable(path):
         arrays = _members(path, memory_map=memory_map)
+    if holds_images(arrays):
+        return image_rows(arrays, name=path.stem, source=str(path))
     offsets = arrays["offsets"]
     if offsets.ndim != 1:
         raise StrettoError(f"{str(path)!r}: `offsets` have shape {offsets.shape}", fix="Give N + 1 numbers in a row.")
     if "x" in arrays:
-        features_SF = arrays["x"]
+        features_SF = _scaled(arrays["x"], arrays.get("scale"), source=str(path))
     else:
         features_SF = pen_features(arrays["xy"], pen_down_S=arrays.get("pen_down"), offsets=offsets, source=str(path))
     return SequenceSet.from_flat(
         features_SF,
         offsets=offsets,
-        targets=_targets(arrays, count=len(offsets) - 1, source=str(path)),
+        targets=_targets(arrays, offsets=offsets, num_steps=math.prod(features_SF.shape[:1]), source=str(path)),
         split_N=arrays.get("split"),
         split_complete="split_names" in arrays,
         name=path.stem,
         alphabet=_alphabet(arrays, source=str(path)),
+        vocabulary=_vocabulary(arrays, source=str(path)),
     )
 
 
@@ -72,8 +82,16 @@ def write_npz(path: Path, data: SequenceSet) -> None:
     }
     if data.alphabet:
         arrays["alphabet"] = Transcripts.of([data.alphabet]).code_points
+    if data.vocabulary:
+        arrays["vocabulary"] = np.array(data.vocabulary)
     if isinstance(data.targets, Labels):
         arrays |= {"y": data.targets.values_N, "class_names": np.array(data.targets.names)}
+    elif isinstance(data.targets, StepLabels):
+        labels_S = np.concatenate([data.targets[index] for index in range(len(data))])
+        arrays |= {
+            "y": labels_S.astype(data.targets.values_S.dtype),
+            "class_names": np.array(data.targets.names),
+        }
     elif isinstance(data.targets, Transcripts):
         own = Transcripts.of([data.targets[index] for index in range(len(data))])
         arrays |= {"text": own.code_points, "text_offsets": np.append(own.starts_N, len(own.code_points))}
@@ -95,7 +113,7 @@ def _readable(path: Path) -> Iterator[None]:
         raise StrettoError(
             f"{str(path)!r} is truncated or no .npz file ({error})", fix="Write or copy the file again."
         ) from error
-    except (ValueError, SyntaxError, tokenize.TokenError) as error:
+    except (ValueError, TypeError, SyntaxError, tokenize.TokenError) as error:
         if isinstance(error, StrettoError):
             raise
         raise StrettoError(
@@ -108,14 +126,15 @@ def _members(path: Path, *, memory_map: bool) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
         names = sorted(name.removesuffix(".npy") for name in archive.namelist())
-        if "offsets" not in names or not {"x", "xy"}.intersection(names):
+        images = holds_images(names)
+        if not images and ("offsets" not in names or not {"x", "xy"}.intersection(names)):
             raise StrettoError(
                 f"{str(path)!r} has the arrays {names} but needs `x` and `offsets`",
                 fix="Write all steps end to end as `x` and where each sequence begins as `offsets` (N + 1 numbers).",
             )
         for info in archive.infolist():
             name = info.filename.removesuffix(".npy")
-            if name not in KNOWN:
+            if name not in (IMAGE_MEMBERS if images else KNOWN):
                 continue
             if memory_map and name == "x" and info.compress_type == zipfile.ZIP_STORED:
                 arrays[name] = _mapped(path, stream, info)
@@ -147,23 +166,42 @@ def _mapped(path: Path, stream: IO[bytes], info: zipfile.ZipInfo) -> Array:
     return np.memmap(path, dtype=dtype, mode="r", offset=begin, shape=shape, order="F" if fortran_order else "C")
 
 
-def _targets(arrays: dict[str, Array], *, count: int, source: str) -> AbstractTargets:
+def _scaled(x_SF: Array, scale_F: Array | None, *, source: str) -> Array:
+    """The features in their own unit, as single precision unless they are double already."""
+    if scale_F is None:
+        return x_SF
+    width = x_SF.shape[1] if x_SF.ndim == 2 else 1
+    if scale_F.shape != (width,) or scale_F.dtype.kind not in "fiu" or x_SF.dtype.kind not in "fiu":
+        raise StrettoError(
+            f"{source}: `scale` has shape {scale_F.shape} and type {scale_F.dtype} for {width} features",
+            fix="Give one number a feature, by which `x` is multiplied, or leave `scale` out.",
+        )
+    dtype = np.float64 if x_SF.dtype == np.float64 else np.float32
+    return (x_SF * scale_F.astype(np.float64)).astype(dtype)
+
+
+def _targets(arrays: dict[str, Array], *, offsets: Array, num_steps: int, source: str) -> AbstractTargets:
+    count = len(offsets) - 1
     if "text" in arrays:
         return _transcripts(arrays, source=source)
     if "y" not in arrays:
         return NoTargets(count=count)
-    if arrays["y"].shape != (count,):
+    given = arrays.get("class_names")
+    if given is not None and (given.ndim != 1 or given.dtype.kind not in "Uiu"):
         raise StrettoError(
-            f"{source}: `y` has shape {arrays['y'].shape} for {count} sequences",
-            fix="Give exactly one label a sequence.",
-        )
-    names = arrays.get("class_names")
-    if names is not None and (names.ndim != 1 or names.dtype.kind not in "Uiu"):
-        raise StrettoError(
-            f"{source}: `class_names` have shape {names.shape} and type {names.dtype}",
+            f"{source}: `class_names` have shape {given.shape} and type {given.dtype}",
             fix="Give one string a class.",
         )
-    return Labels.check(arrays["y"], names=[str(n) for n in names] if names is not None else None, source=source)
+    names = [str(name) for name in given] if given is not None else None
+    y = arrays["y"]
+    if y.shape == (count,):
+        return Labels.check(y, names=names, source=source)
+    if y.shape == (num_steps,) and np.issubdtype(offsets.dtype, np.integer):
+        return StepLabels.check(y, offsets=offsets, names=names, source=source)
+    raise StrettoError(
+        f"{source}: `y` has shape {y.shape} for {count} sequences of {num_steps} steps together",
+        fix="Give exactly one label a sequence, or one a step.",
+    )
 
 
 def _alphabet(arrays: dict[str, Array], *, source: str) -> str:
@@ -171,6 +209,13 @@ def _alphabet(arrays: dict[str, Array], *, source: str) -> str:
     if code_points.ndim != 1 or not _are_code_points(code_points):
         raise StrettoError(f"{source}: `alphabet` holds no code points", fix="Give one code point a character.")
     return "".join(map(chr, code_points.tolist()))
+
+
+def _vocabulary(arrays: dict[str, Array], *, source: str) -> tuple[str, ...]:
+    words = arrays.get("vocabulary", np.zeros(0, dtype=np.str_))
+    if words.ndim != 1 or not np.issubdtype(words.dtype, np.str_):
+        raise StrettoError(f"{source}: `vocabulary` holds no words", fix="Give an array of strings, in their order.")
+    return tuple(str(word) for word in words)
 
 
 def _are_code_points(values: Array) -> bool:

@@ -4,12 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from stretto.data.iam import read_iam
+from stretto.data.clips import holds_clips
+from stretto.data.frames import Framing, no_split_files, read_clips
+from stretto.data.iam import LINE_FILE, read_iam
 from stretto.data.inkml import read_inkml
 from stretto.data.npz import read_npz
+from stretto.data.parallel_text import holds_parallel_text, read_parallel_text
 from stretto.data.parquet import read_parquet
 from stretto.data.sequences import SequenceSet
 from stretto.data.text import read_text
+from stretto.data.word_text import holds_word_text, read_word_text
 from stretto.errors import StrettoError
 
 READERS: Final[dict[str, Callable[[Path], SequenceSet]]] = {
@@ -24,16 +28,22 @@ READERS: Final[dict[str, Callable[[Path], SequenceSet]]] = {
 ABOUT_THE_DATA: Final = ("readme", "license", "licence", "copying", "notice", "citation", "changelog")
 CHOICE: Final = (
     "Give a file that ends in .npz, .parquet, .arrow, .feather, .txt, .txt.gz or .inkml, "
-    "a folder of InkML files, or the IAM-OnDB folder with its lineStrokes and ascii."
+    "a folder of InkML files, the IAM-OnDB folder with its lineStrokes and ascii, "
+    "a folder with a text in parts as NAME.train.txt, NAME.valid.txt and NAME.test.txt, "
+    "a folder with the same lines in two languages as train.en and train.de, "
+    "or a folder of video clips as class/clip/frame.jpg or class/clip.npy."
 )
 
 
-def open_sequences(path: Path | str) -> SequenceSet:
+def open_sequences(path: Path | str, *, framing: Framing | None = None) -> SequenceSet:
     """Read a file or folder with the reader that fits it.
 
     Args:
         path: A file of a known kind; a folder with one such file (a README beside it is no data); a folder with InkML
-            files or the IAM-OnDB layout at any depth.
+            files or the IAM-OnDB layout at any depth; a folder with a text in parts, as `read_word_text` takes it; a
+            folder of parallel text, as `read_parallel_text` takes it; a folder of video clips, as `read_clips` takes
+            it.
+        framing: How to read video clips; nothing else heeds its size and colour.
 
     Raises:
         StrettoError: Nothing is there, nothing can be read, or more than one thing could be meant.
@@ -41,7 +51,7 @@ def open_sequences(path: Path | str) -> SequenceSet:
     path = Path(path)
     try:
         if path.is_dir():
-            return _open_folder(path)
+            return _open_folder(path, framing)
         exists = path.exists()
     except OSError as error:
         raise StrettoError(f"could not open {str(path)!r}: {error.strerror}", fix="Check the path.") from error
@@ -50,6 +60,8 @@ def open_sequences(path: Path | str) -> SequenceSet:
     reader = _reader(path)
     if reader is None:
         raise StrettoError(f"{str(path)!r} is not of a kind that Stretto reads", fix=CHOICE)
+    if framing is not None and framing.split_file != Framing().split_file:
+        raise no_split_files(path)
     return reader(path)
 
 
@@ -58,29 +70,48 @@ def _reader(path: Path) -> Callable[[Path], SequenceSet] | None:
     return next((reader for ending, reader in READERS.items() if name.endswith(ending)), None)
 
 
-def _open_folder(folder: Path) -> SequenceSet:
+def _open_folder(folder: Path, framing: Framing | None) -> SequenceSet:
+    if holds_word_text(folder):
+        # Other forms of the same text may lie beside it.
+        return read_word_text(folder)
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and _is_data(path)]
+    if holds_parallel_text(folder):
+        if files:
+            raise StrettoError(
+                f"{str(folder)!r} has text in two languages and {files[0].name}",
+                fix=f"Name {files[0].name}, or a folder that holds the parallel text alone.",
+            )
+        return read_parallel_text(folder)
     if len(files) > 1:
         raise StrettoError(
             f"{str(folder)!r} has {len(files)} data files: {', '.join(path.name for path in files)}",
             fix="Name one of them.",
         )
     ink_reader = _ink_reader(folder)
+    clips = holds_clips(folder) and not _has_ink(folder)
     if not files:
+        if clips:
+            return read_clips(folder, framing)
         if ink_reader is None:
             raise StrettoError(f"{str(folder)!r} holds nothing that Stretto reads", fix=CHOICE)
         return ink_reader(folder)
-    if _reader(files[0]) is read_text and ink_reader is not None:
+    if _reader(files[0]) is read_text and (clips or ink_reader is not None):
+        below = "clips" if clips else "ink"
         raise StrettoError(
-            f"{str(folder)!r} has the text {files[0].name} and ink below it",
-            fix="Name the text file, or the folder that holds the ink alone.",
+            f"{str(folder)!r} has the text {files[0].name} and {below} below it",
+            fix=f"Name the text file, or the folder that holds the {below} alone.",
         )
-    return open_sequences(files[0])
+    return open_sequences(files[0], framing=framing)
 
 
 def _is_data(path: Path) -> bool:
     stem = path.name.lower().partition(".")[0]
     return _reader(path) not in (None, read_inkml) and stem not in ABOUT_THE_DATA and not path.name.startswith(".")
+
+
+def _has_ink(folder: Path) -> bool:
+    """Frames may have other .xml files beside them, such as annotations."""
+    return any(folder.rglob("*.inkml")) or any(LINE_FILE.fullmatch(path.name) for path in folder.rglob("*.xml"))
 
 
 def _ink_reader(folder: Path) -> Callable[[Path], SequenceSet] | None:

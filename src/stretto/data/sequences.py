@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from stretto.data.targets import AbstractTargets, NoTargets, Target
+from stretto.data.targets import AbstractTargets, NoTargets, StepLabels, Target
 from stretto.errors import StrettoError
 
 Array = npt.NDArray[Any]
@@ -43,10 +43,11 @@ class SequenceSet(Dataset[Sample]):
         features_SF: All steps of all sequences, one after the other.
         starts_N: Where each sequence begins in `features_SF`.
         lengths_N: Steps of each sequence.
-        targets: Labels, transcripts or nothing, one a sequence.
+        targets: Labels, labels of each step, transcripts or nothing, one a sequence.
         split_N: 0 train, 1 valid, 2 test.
         numbers_N: Each sequence's number in the whole set, which a subset remembers.
         alphabet: For text, whose one feature is a character's number: the characters, in that order.
+        vocabulary: For text, whose one feature is a word's number: the words, in that order.
         notes: What a reader did that the user should know (for example how a missing split was made).
     """
 
@@ -58,6 +59,7 @@ class SequenceSet(Dataset[Sample]):
     split_N: npt.NDArray[np.uint8]
     numbers_N: npt.NDArray[np.int64]
     alphabet: str = ""
+    vocabulary: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -71,6 +73,7 @@ class SequenceSet(Dataset[Sample]):
         split_complete: bool = False,
         name: str = "data",
         alphabet: str = "",
+        vocabulary: tuple[str, ...] = (),
         notes: tuple[str, ...] = (),
     ) -> "SequenceSet":
         """Check the flat layout (sequence i is `features_SF[offsets[i]:offsets[i + 1]]`) and wrap it without a copy.
@@ -88,6 +91,11 @@ class SequenceSet(Dataset[Sample]):
                 f"{name}: {len(lengths_N)} sequences but {len(targets)} targets",
                 fix="Give exactly one target a sequence.",
             )
+        if isinstance(targets, StepLabels) and not np.array_equal(targets.lengths_N, lengths_N):
+            raise StrettoError(
+                f"{name}: the labels of steps are not as many as the steps of each sequence",
+                fix="Give exactly one label a step.",
+            )
         split_N, split_note = _check_split(split_N, complete=split_complete, count=len(lengths_N), name=name)
         _check_finite(features_SF, offsets=np.asarray(offsets), name=name)
         return cls(
@@ -99,6 +107,7 @@ class SequenceSet(Dataset[Sample]):
             split_N=split_N,
             numbers_N=np.arange(len(lengths_N)),
             alphabet=alphabet,
+            vocabulary=vocabulary,
             notes=notes + split_note,
         )
 
@@ -171,6 +180,8 @@ class SequenceSet(Dataset[Sample]):
         """
         hasher = hashlib.sha256()
         hasher.update(f"{len(self)}:{self.num_features}:{self.features_SF.dtype}:{self.alphabet}".encode())
+        if self.vocabulary:
+            hasher.update("\n".join(self.vocabulary).encode())
         for part in (self.starts_N, self.lengths_N, self.split_N):
             hasher.update(np.ascontiguousarray(part).tobytes())
         self.targets.feed(hasher.update)

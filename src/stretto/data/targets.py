@@ -1,16 +1,19 @@
-"""What is to be learnt of each sequence: a label, a transcript, or nothing."""
+"""What is to be learnt of each sequence: a label, a label a step, a transcript, or nothing.
+
+Shape legend: N sequences, S steps of all sequences together, T steps of one sequence.
+"""
 
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from stretto.errors import StrettoError
 
-Target = int | str | None
+Target = int | str | npt.NDArray[np.int64] | None
 
 
 class AbstractTargets(abc.ABC):
@@ -97,19 +100,91 @@ class Labels(AbstractTargets):
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepLabels(AbstractTargets):
+    """One class a step, numbered from 0, kept end to end as the features are; `names` has one entry a class."""
+
+    values_S: npt.NDArray[np.integer]
+    starts_N: npt.NDArray[np.int64]
+    lengths_N: npt.NDArray[np.int64]
+    names: tuple[str, ...]
+
+    @classmethod
+    def check(
+        cls,
+        values_S: npt.NDArray[Any],
+        *,
+        offsets: npt.NDArray[np.integer],
+        names: Sequence[str] | None,
+        source: str,
+    ) -> "StepLabels":
+        """Refuse labels that are not whole numbers from 0 to the number of classes."""
+        if values_S.ndim != 1 or not np.issubdtype(values_S.dtype, np.integer):
+            raise StrettoError(
+                f"{source}: labels of steps have shape {values_S.shape} and type {values_S.dtype}",
+                fix="Give one whole number a step.",
+            )
+        num_classes = len(names) if names is not None else int(values_S.max()) + 1 if len(values_S) else 0
+        outside = np.flatnonzero((values_S < 0) | (values_S >= num_classes))
+        bounds = np.asarray(offsets, dtype=np.int64)
+        if len(outside):
+            sequence = int(np.searchsorted(bounds, outside[0], side="right")) - 1
+            raise StrettoError(
+                f"{source}: sequence {sequence} has label {values_S[outside[0]]} at its step "
+                f"{outside[0] - bounds[sequence]}, outside 0 to {num_classes - 1}",
+                fix="Number the classes from 0, or give a name for each in `class_names`.",
+            )
+        return cls(
+            values_S=values_S,
+            starts_N=bounds[:-1],
+            lengths_N=np.diff(bounds),
+            names=tuple(names or map(str, range(num_classes))),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths_N)
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        start = self.starts_N[index]
+        return self.values_S[start : start + self.lengths_N[index]].astype(np.int64)
+
+    def take(self, indices: npt.NDArray[np.int64]) -> "StepLabels":
+        """The targets of the named sequences."""
+        return dataclasses.replace(self, starts_N=self.starts_N[indices], lengths_N=self.lengths_N[indices])
+
+    def feed(self, update: Callable[[bytes], None]) -> None:
+        """Hand everything that tells these targets from others to a fingerprint."""
+        update(f"steps:{self.values_S.dtype}:{self.names!r}".encode())
+        for part in (self.values_S, self.starts_N, self.lengths_N):
+            update(np.ascontiguousarray(part).tobytes())
+
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Steps of each class, over these sequences alone."""
+        counts = np.zeros(len(self.names), dtype=np.int64)
+        for index in range(len(self)):
+            counts += np.bincount(self[index], minlength=len(self.names))
+        return counts
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Transcripts(AbstractTargets):
-    """The text that each sequence spells, kept end to end as code points."""
+    """The text that each sequence spells, kept end to end as code points.
+
+    Where the sequences are text too, `languages` names theirs and that of these texts, if they are known.
+    """
 
     code_points: npt.NDArray[np.uint32]
     starts_N: npt.NDArray[np.int64]
     lengths_N: npt.NDArray[np.int64]
+    languages: tuple[str, str] | None = None
 
     @classmethod
-    def of(cls, texts: Sequence[str]) -> "Transcripts":
+    def of(cls, texts: Sequence[str], *, languages: tuple[str, str] | None = None) -> "Transcripts":
         """Lay the texts end to end."""
         lengths_N = np.array([len(text) for text in texts], dtype=np.int64)
         flat = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-        return cls(code_points=flat, starts_N=np.cumsum(lengths_N) - lengths_N, lengths_N=lengths_N)
+        starts_N = np.cumsum(lengths_N) - lengths_N
+        return cls(code_points=flat, starts_N=starts_N, lengths_N=lengths_N, languages=languages)
 
     def __len__(self) -> int:
         return len(self.lengths_N)
@@ -120,14 +195,12 @@ class Transcripts(AbstractTargets):
 
     def take(self, indices: npt.NDArray[np.int64]) -> "Transcripts":
         """The targets of the named sequences."""
-        return Transcripts(
-            code_points=self.code_points,
-            starts_N=self.starts_N[indices],
-            lengths_N=self.lengths_N[indices],
-        )
+        return dataclasses.replace(self, starts_N=self.starts_N[indices], lengths_N=self.lengths_N[indices])
 
     def feed(self, update: Callable[[bytes], None]) -> None:
         """Hand everything that tells these targets from others to a fingerprint."""
+        if self.languages is not None:
+            update(repr(self.languages).encode())
         for part in (self.code_points, self.starts_N, self.lengths_N):
             update(np.ascontiguousarray(part).tobytes())
 

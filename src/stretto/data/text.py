@@ -27,7 +27,7 @@ def read_text(path: Path) -> SequenceSet:
     Raises:
         StrettoError: The file is damaged, is not UTF-8, or has no passage of two characters.
     """
-    text = _decoded(path)
+    text = decoded_text(path)
     passages = [passage.strip("\n") for passage in BLANK_LINES.split(f"\n{text}\n")]
     kept = [passage for passage in passages if len(passage) >= FEWEST_CHARACTERS]
     short = sum(map(bool, passages)) - len(kept)
@@ -42,17 +42,23 @@ def read_text(path: Path) -> SequenceSet:
     return SequenceSet.from_flat(
         numbers_S[:, None],
         offsets=np.cumsum([0, *map(len, kept)]),
-        name=Path(path.stem).stem if _is_compressed(path) else path.stem,
+        name=text_name(path),
         alphabet=alphabet,
         notes=(f"{short} passages shorter than {FEWEST_CHARACTERS} characters are left out",) if short else (),
     )
+
+
+def text_name(path: Path) -> str:
+    """The file's name without its endings."""
+    return Path(path.stem).stem if _is_compressed(path) else path.stem
 
 
 def _is_compressed(path: Path) -> bool:
     return path.suffix.lower() == ".gz"
 
 
-def _decoded(path: Path) -> str:
+def decoded_text(path: Path) -> str:
+    """The text of a plain or compressed file in UTF-8; line ends of any system become newlines."""
     try:
         raw = path.read_bytes()
         plain = gzip.decompress(raw) if _is_compressed(path) else raw

@@ -4,15 +4,17 @@ Shape legend: B sequences, T steps, F features, H hidden units, C classes.
 """
 
 import dataclasses
-from typing import final
+from typing import Annotated, final
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.nn import functional
 
 from stretto.batching.collate import Batch
+from stretto.data.runs import cut_runs
 from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels
+from stretto.data.targets import Labels, StepLabels
 from stretto.errors import StrettoError
 from stretto.nn.bidirectional_lstm import BidirectionalLSTM
 from stretto.nn.standardise import Standardise
@@ -22,11 +24,17 @@ from stretto.training.task import AbstractTask, LossSum, Reading, Score
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassifyConfig(TrainConfig):
-    """Settings of the classification task."""
+    """Settings of the classification task.
+
+    Attributes:
+        unlabelled: Where data have a label a step, and each run of one label is taken for a sequence: the label of
+            steps that have none; None takes all.
+    """
 
     epochs: Count = 12
     hidden_size: Count = 64
     learning_rate: Positive = 5e-3
+    unlabelled: Annotated[int, Field(ge=0, lt=2**31)] | None = 0
 
 
 @final
@@ -63,10 +71,13 @@ class Classify(AbstractTask[ClassifyConfig]):
     metric = "accuracy"
 
     def __init__(self, config: ClassifyConfig, data: SequenceSet) -> None:
+        if isinstance(data.targets, StepLabels):
+            data = cut_runs(data, unlabelled=config.unlabelled)
         super().__init__(config, data)
         if not isinstance(data.targets, Labels):
             raise StrettoError(
-                f"{data.name} has no labels", fix="Give one label a sequence as `y`, or use another task."
+                f"{data.name} has no labels",
+                fix="Give one label a sequence, or one a step, as `y`, or use another task.",
             )
         self._names = data.targets.names
 

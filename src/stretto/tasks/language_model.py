@@ -1,28 +1,41 @@
-"""Language modelling: the next character of a text.
+"""Language modelling: the next word or character of a text.
 
-Shape legend: B passages, T steps, U steps that have a next one, E embedding size, H hidden units, C characters.
+Shape legend: B passages or streams, T steps, U steps that have a next one, P rows of all steps, C words or characters.
 """
 
 import dataclasses
 import math
-from typing import Final, final
+from collections.abc import Iterator
+from typing import Any, ClassVar, Final, Literal, final
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional
 
 from stretto.batching.collate import Batch
+from stretto.data.made_text import make_text
 from stretto.data.sequences import SequenceSet
+from stretto.data.word_text import read_word_text
+from stretto.distributed.world import World
 from stretto.errors import StrettoError
-from stretto.nn import accelerate as accelerated
-from stretto.nn.bidirectional_lstm import remember_by_default
-from stretto.training.config import Count, Positive, TrainConfig
+from stretto.tasks.text_loss import summed_cross_entropy
+from stretto.tasks.text_net import TextNet
+from stretto.training.config import Count, Positive, Share, TrainConfig
+from stretto.training.feed import AbstractFeed
+from stretto.training.stream_feed import StreamFeed
+from stretto.training.stream_text import measured_windows
 from stretto.training.task import AbstractTask, LossSum, Reading, Score
 
-FEWEST_CHARACTERS: Final = 2
-SHOWN_CHARACTERS = 60
+FEWEST_TOKENS: Final = 2
+SHOWN_TOKENS = {"characters": 60, "words": 16}
 LARGEST_NATS = 700.0
+PTB: Final[dict[str, Any]] = {
+    "tokens": "words",
+    "layout": "streams",
+    "batch_size": 20,
+    "base_batch_size": 20,
+    "num_layers": 2,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,65 +43,138 @@ class LanguageModelConfig(TrainConfig):
     """Settings of the language-model task.
 
     Attributes:
-        embedding_size: Numbers that stand for a character.
+        preset: A published set of settings, each of which can still be given: Zaremba et al.'s nets for the Penn
+            Treebank, small or large.
+        tokens: Words or characters; left out, what the data are read as: a single file as characters.
+        layout: Passages are shuffled and each starts anew; streams read the text on and on, side by side, as many as
+            batch_size, with the state carried. Left out, streams for words and passages for characters.
+        window: In streams, steps of a batch, and how far gradients go back.
+        embedding_size: Numbers that stand for a word or character.
+        input_dropout: Share of the embedding dropped.
+        init_scale: Weights begin uniform between minus and plus this; left out, as torch has them.
     """
 
     epochs: Count = 5
     learning_rate: Positive = 4e-3
+    preset: Literal["ptb-small", "ptb-large"] | None = None
+    tokens: Literal["words", "characters"] | None = None
+    layout: Literal["passages", "streams"] | None = None
+    window: Count = 20
     embedding_size: Count = 32
+    input_dropout: Share = 0.0
+    init_scale: Positive | None = None
 
-
-@final
-class LanguageModel(nn.Module):
-    """Characters embedded, an LSTM, and scores of the next character."""
-
-    def __init__(self, *, num_characters: int, config: LanguageModelConfig) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(num_characters, config.embedding_size)
-        # torch warns when a single layer is given a dropout that it would not use.
-        between = config.dropout if config.num_layers > 1 else 0.0
-        self.lstm = accelerated.LSTM(
-            config.embedding_size, config.hidden_size, config.num_layers, batch_first=True, dropout=between
-        )
-        remember_by_default(self.lstm)
-        accelerated.accelerate(self.lstm, kernel="cpp" if config.kernel == "compiled" else "torch")
-        self.dropout = nn.Dropout(config.dropout)
-        self.predict = nn.Linear(config.hidden_size, num_characters)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Scores (B, U, C) of characters 1 to T - 1."""
-        hidden_BUH = self.lstm.ragged(self.embed(batch.features_BTF[:, :-1, 0]), batch.lengths - 1)
-        scores_BUC: torch.Tensor = self.predict(self.dropout(hidden_BUH))
-        return scores_BUC
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        # Published for a loss summed over the steps of a window; a mean has rates so many times larger, and norms
+        # so many times smaller.
+        "ptb-small": {
+            **PTB,
+            "window": 20,
+            "hidden_size": 200,
+            "embedding_size": 200,
+            "init_scale": 0.1,
+            "optimizer": "sgd",
+            "learning_rate": 20.0,
+            "clip_norm": 5 / 20,
+            "dropout": 0.0,
+            "epochs": 13,
+            "schedule": "ptb",
+            "flat_epochs": 4,
+            "decay_factor": 0.5,
+        },
+        "ptb-large": {
+            **PTB,
+            "window": 35,
+            "hidden_size": 1500,
+            "embedding_size": 1500,
+            "init_scale": 0.04,
+            "optimizer": "sgd",
+            "learning_rate": 35.0,
+            "clip_norm": 10 / 35,
+            "dropout": 0.65,
+            "input_dropout": 0.65,
+            "epochs": 55,
+            "schedule": "ptb",
+            "flat_epochs": 14,
+            "decay_factor": 1 / 1.15,
+        },
+    }
 
 
 @final
 class LanguageModelling(AbstractTask[LanguageModelConfig]):
-    """Passages of text, each a sequence of characters, measured in perplexity per character."""
+    """Text as words or characters, in passages or in parallel streams, measured in perplexity per word or character."""
 
     name = "language-model"
     metric = "perplexity"
 
     def __init__(self, config: LanguageModelConfig, data: SequenceSet) -> None:
+        data = _as_tokens(config, data)
         super().__init__(config, data)
-        if not data.alphabet:
-            raise StrettoError(f"{data.name} is no text", fix="Give a .txt or .txt.gz file with --data.")
-        _check_characters(data)
+        self._names: tuple[str, ...] | str = data.vocabulary or data.alphabet
+        if not self._names:
+            raise StrettoError(
+                f"{data.name} is no text",
+                fix="Give a .txt or .txt.gz file, or a folder with NAME.train.txt and its like, with --data.",
+            )
+        _check_numbers(data, num_tokens=len(self._names))
 
     @classmethod
     def embedded_data(cls) -> SequenceSet:
-        """There is none: the text is always the user's own."""
-        raise StrettoError("language-model has no embedded data", fix="Name a text file with --data PATH.")
+        """Sentences of a small grammar."""
+        return make_text()
 
-    def build_model(self) -> LanguageModel:
+    @property
+    def in_streams(self) -> bool:
+        """Whether the text is read on and on, and not passage by passage."""
+        layout = self.config.layout or ("streams" if self.data.vocabulary else "passages")
+        return layout == "streams"
+
+    def build_model(self) -> TextNet:
         """A fresh model."""
-        return LanguageModel(num_characters=len(self.data.alphabet), config=self.config)
+        config = self.config
+        return TextNet(
+            num_tokens=len(self._names),
+            embedding_size=config.embedding_size,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+            dropout=config.dropout,
+            input_dropout=config.input_dropout,
+            init_scale=config.init_scale,
+            kernel=config.kernel,
+        )
+
+    def feed(self, *, world: World) -> AbstractFeed:
+        """Windows of streams, or passages from buckets."""
+        if not self.in_streams:
+            return super().feed(world=world)
+        config = self.config
+        return StreamFeed(
+            self.data.part("train"),
+            window=config.window,
+            batch_size=config.rows,
+            max_steps=config.max_steps,
+            world=world,
+        )
+
+    def measured(self, part: SequenceSet, *, world: World, device: str) -> Iterator[Batch]:
+        """In streams, up to 20 of them, each from a state of zero on, every word but the first said once."""
+        if not self.in_streams:
+            return super().measured(part, world=world, device=device)
+        return measured_windows(part, window=self.config.window, world=world, device=device)
 
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
-        """Cross-entropy of each next character, counted in characters."""
-        real_BU = batch.mask[:, 1:]
-        next_BU = batch.features_BTF[:, 1:, 0]
-        total = functional.cross_entropy(output[real_BU], next_BU[real_BU], reduction="sum")
+        """Cross-entropy of all that comes next, counted in words or characters."""
+        if batch.targets is not None:
+            # Step by step, as the net leaves its scores: so that they are not copied, which would cost as much again.
+            scores_PC, next_P = (item.transpose(0, 1).flatten(0, 1) for item in (output, batch.targets))
+            return LossSum(total=summed_cross_entropy(scores_PC, next_P), count=batch.num_steps)
+        real_BU, next_BU = batch.mask[:, 1:], batch.features_BTF[:, 1:, 0]
+        if bool(real_BU.all()):
+            scores_PC, next_P = output.flatten(0, 1), next_BU.flatten()
+        else:
+            scores_PC, next_P = output[real_BU], next_BU[real_BU]
+        total = functional.cross_entropy(scores_PC, next_P, reduction="sum")
         return LossSum(total=total, count=batch.num_steps - len(batch))
 
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
@@ -101,31 +187,51 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
         return {self.metric: math.exp(min(scores["nats"].ratio, LARGEST_NATS))}
 
     def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
-        """The text and the character that the model expects at each place."""
+        """Passages, and the word or character that the model expects at each place."""
         best_BU = output.argmax(dim=-1)
+        most = SHOWN_TOKENS["words" if self.data.vocabulary else "characters"]
         shown = []
         for row, length in enumerate(batch.lengths.tolist()):
-            count = min(length, SHOWN_CHARACTERS)
+            count = min(length, most)
             actual = batch.features_BTF[row, :count, 0].tolist()
             expected = [actual[0], *best_BU[row, : count - 1].tolist()]
             shown.append(Reading(target=self._spell(actual), output=self._spell(expected), ink=None))
         return shown
 
     def _spell(self, numbers: list[int]) -> str:
-        return "".join(self.data.alphabet[number] for number in numbers)
+        return (" " if self.data.vocabulary else "").join(self._names[number] for number in numbers)
 
 
-def _check_characters(data: SequenceSet) -> None:
+def _as_tokens(config: LanguageModelConfig, data: SequenceSet) -> SequenceSet:
+    """The data as they were read, or read again as what was asked for."""
+    found = "words" if data.vocabulary else "characters" if data.alphabet else None
+    if config.tokens in (None, found) or found is None:
+        return data
+    source = config.data
+    if config.tokens == "words" and source is not None and source.name.lower().endswith((".txt", ".txt.gz")):
+        return read_word_text(source)
+    raise StrettoError(
+        f"{data.name} was read as {found}, and tokens={config.tokens!r} was given",
+        fix=f"Leave --tokens out for {found}, or name a single .txt file with --data.",
+    )
+
+
+def _check_numbers(data: SequenceSet, *, num_tokens: int) -> None:
+    where = "`vocabulary`" if data.vocabulary else "`alphabet`"
     if data.num_features != 1 or not np.issubdtype(data.features_SF.dtype, np.integer):
         raise StrettoError(
-            f"{data.name} has {data.num_features} features of type {data.features_SF.dtype}, not one character a step",
-            fix="Give `x` as whole numbers, each the place of a character in `alphabet`.",
+            f"{data.name} has {data.num_features} features of type {data.features_SF.dtype}, not one number a step",
+            fix=f"Give `x` as whole numbers, each the place of a word or character in {where}.",
         )
-    for index in range(len(data)):
-        numbers_T = data.features_SF[data.starts_N[index] : data.starts_N[index] + data.lengths_N[index]]
-        if len(numbers_T) < FEWEST_CHARACTERS or numbers_T.min() < 0 or numbers_T.max() >= len(data.alphabet):
+    numbers_S = data.features_SF
+    if data.lengths_N.min() >= FEWEST_TOKENS and numbers_S.min() >= 0 and numbers_S.max() < num_tokens:
+        return
+    bounds_N = np.stack([data.starts_N, data.starts_N + data.lengths_N])
+    for index, (begin, end) in enumerate(bounds_N.T.tolist()):
+        numbers_T = data.features_SF[begin:end]
+        if len(numbers_T) < FEWEST_TOKENS or numbers_T.min() < 0 or numbers_T.max() >= num_tokens:
             raise StrettoError(
-                f"{data.name}: sequence {data.numbers_N[index]} has {len(numbers_T)} characters, numbered "
-                f"{numbers_T.min()} to {numbers_T.max()}, for an alphabet of {len(data.alphabet)}",
-                fix=f"Give passages of {FEWEST_CHARACTERS} or more characters, numbered by their place in `alphabet`.",
+                f"{data.name}: sequence {data.numbers_N[index]} has {len(numbers_T)} steps, numbered "
+                f"{numbers_T.min()} to {numbers_T.max()}, for {num_tokens} words or characters",
+                fix=f"Give passages of {FEWEST_TOKENS} or more steps, numbered by their place in {where}.",
             )

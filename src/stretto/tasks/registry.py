@@ -4,18 +4,29 @@ from typing import Any, Final
 
 from stretto.errors import StrettoError
 from stretto.tasks.classify import Classify, ClassifyConfig
+from stretto.tasks.digit_images import DigitImages, DigitImagesConfig
+from stretto.tasks.digits import Digits, DigitsConfig
 from stretto.tasks.handwriting import Handwriting, HandwritingConfig
+from stretto.tasks.label_steps import LabelSteps, LabelStepsConfig
 from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
+from stretto.tasks.translate import Translate, TranslateConfig
+from stretto.tasks.video import Video, VideoConfig
 from stretto.training.config import TrainConfig
 from stretto.training.task import AbstractTask
 
 TASKS: Final[dict[str, type[AbstractTask[Any]]]] = {
-    task.name: task for task in (Handwriting, Classify, LanguageModelling)
+    task.name: task
+    for task in (Handwriting, Classify, LanguageModelling, LabelSteps, Video, Digits, DigitImages, Translate)
 }
 CONFIGS: Final[dict[str, type[TrainConfig]]] = {
     Handwriting.name: HandwritingConfig,
     Classify.name: ClassifyConfig,
     LanguageModelling.name: LanguageModelConfig,
+    LabelSteps.name: LabelStepsConfig,
+    Video.name: VideoConfig,
+    Digits.name: DigitsConfig,
+    DigitImages.name: DigitImagesConfig,
+    Translate.name: TranslateConfig,
 }
 
 

@@ -18,13 +18,9 @@ class BackgroundWriter:
         self._path: Path | None = None
         self._error: BaseException | None = None
 
-    def begin(self, write: Callable[[], Path]) -> Path | None:
-        """Begin a write when the one before is done.
-
-        Returns:
-            What the one before wrote, if it was not told yet.
-        """
-        done = self.wait()
+    def begin(self, write: Callable[[], Path]) -> None:
+        """Begin a write; the one before must have been waited for, so that what it wrote is told first."""
+        assert self._thread is None, "wait for the write before"
 
         def work() -> None:
             try:
@@ -34,7 +30,6 @@ class BackgroundWriter:
 
         self._thread = threading.Thread(target=work, name="checkpoint")
         self._thread.start()
-        return done
 
     def poll(self) -> Path | None:
         """What was written, once, if the write is done."""

@@ -26,7 +26,7 @@ from stretto.storage import disk_errors, sync_folder
 FOLDER: Final = "checkpoints"
 TENSORS: Final = "tensors.safetensors"
 STATE: Final = "state.json"
-VERSION: Final = 2
+VERSION: Final = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,10 @@ class Checkpoint:
 
     tensors: dict[str, torch.Tensor]
     state: dict[str, Any]
+
+    def joined(self, other: "Checkpoint") -> "Checkpoint":
+        """What is in either; both have names of their own."""
+        return Checkpoint(tensors={**self.tensors, **other.tensors}, state={**self.state, **other.state})
 
     def copied(self) -> "Checkpoint":
         """The same, in memory of its own: training can go on while it is written."""

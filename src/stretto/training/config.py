@@ -9,6 +9,8 @@ import pydantic
 from pydantic import Field
 
 from stretto.errors import StrettoError
+from stretto.tuning.large_batch import Rule
+from stretto.tuning.optimisers import OptimizerName
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,15 +34,31 @@ class TrainConfig:
         out: The run folder; left out, the next free one under runs/.
         resume: Go on with the run in `out` (left out: the latest of this task) exactly where it stopped.
         epochs: Passes over the training data.
-        batch_size: Most sequences in a batch.
+        batch_size: Most sequences in a batch; auto begins with base_batch_size (left out: the task's own) and lets
+            measurements decide on more.
+        base_batch_size: The batch, over all workers and accumulated steps, that learning_rate and warmup_epochs belong
+            to; the rule adapts both to the batch in force. Left out, they are taken as they are.
+        rule: How they follow the batch. Legw: the rate by the square root, the warm-up in proportion; sqrt and linear:
+            the rate alone; none: neither.
         max_steps: Most slots (sequences times longest) in a batch, a hard cap.
         num_buckets: Length buckets; 1 is plain shuffled batches, auto takes as many as pay.
         hidden_size: Units of the recurrent layer, each direction.
         num_layers: Recurrent layers.
         dropout: Share of activations dropped between layers.
         learning_rate: Peak of the schedule.
-        schedule: One-cycle rises and falls over the run; constant rises once and stays.
-        weight_decay: Of AdamW.
+        optimizer: Sgd is plain; momentum and nesterov have a momentum of 0.9; lars and lamb scale the update of each
+            matrix by its norm, and lars counts rates in other units: 4 to 32 are usual.
+        schedule: One-cycle rises and falls over the run; constant rises once and stays; the others fall after the
+            warm-up: poly by the square of what is left, exponential a little at every update, step at times, cosine,
+            and ptb once an epoch after some flat ones.
+        warmup_epochs: Until the peak, at the base batch. Left out: 15 % of the run in one-cycle, 100 updates from a
+            tenth of the rate on in constant, none in the others.
+        warmup_cap: Largest share of the run that warmup_epochs may grow to.
+        decay_factor: What is left of the rate each time it falls: for exponential (0.95), step (0.1) and ptb (0.5).
+        flat_epochs: For ptb, epochs before the rate falls (4); for step, epochs between falls (a third of the run).
+        gates: For lars and lamb: scale every gate of a recurrent layer by its own norm.
+        weight_decay: Left out, 0.01 in adamw and none in the others. In adamw all weights have it; in the others
+            biases and gains have none.
         clip_norm: Largest norm of a gradient.
         seed: Everything random follows from it.
         kernel: Who runs the recurrent layers: compiled computes real steps only; torch is torch's own, padding and all.
@@ -51,6 +69,7 @@ class TrainConfig:
         accumulate: Batches that make one update, from different buckets.
         on_nan: When a loss or gradient is no number: stop, or skip that update and go on.
         workers: Processes to train with on this machine; each takes batches of the size given.
+        time_parallel: Workers that share the same sequences and divide their steps; it must divide their number.
         restarts: How often to start all workers again when one is lost.
         lost_after: Minutes without an answer after which a worker counts as lost.
         record_sequences: Also record which sequences each update was made of, for an audit.
@@ -60,15 +79,23 @@ class TrainConfig:
     out: Path | None = None
     resume: bool = False
     epochs: Count = 10
-    batch_size: Count = 32
+    batch_size: Count | Literal["auto"] = 32
+    base_batch_size: Count | None = None
+    rule: Rule = "legw"
     max_steps: Count | None = None
     num_buckets: Count | Literal["auto"] = "auto"
     hidden_size: Count = 128
     num_layers: Count = 1
     dropout: Share = 0.1
     learning_rate: Positive = 5e-3
-    schedule: Literal["one-cycle", "constant"] = "one-cycle"
-    weight_decay: NotNegative = 0.01
+    optimizer: OptimizerName = "adamw"
+    schedule: Literal["one-cycle", "constant", "poly", "exponential", "step", "cosine", "ptb"] = "one-cycle"
+    warmup_epochs: NotNegative | None = None
+    warmup_cap: Share | None = 0.2
+    decay_factor: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    flat_epochs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    gates: bool = False
+    weight_decay: NotNegative | None = None
     clip_norm: Positive = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     kernel: Literal["compiled", "torch"] = "compiled"
@@ -79,16 +106,26 @@ class TrainConfig:
     accumulate: Count = 1
     on_nan: Literal["stop", "skip"] = "stop"
     workers: Count = 1
+    time_parallel: Count = 1
     restarts: Annotated[int, Field(ge=0, lt=2**31)] = 3
     lost_after: Positive = 10.0
     record_sequences: bool = False
 
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = pydantic.ConfigDict(extra="forbid")
 
+    @property
+    def rows(self) -> int:
+        """The batch size to begin with, for one worker."""
+        if self.batch_size == "auto":
+            usual = type(self).batch_size
+            assert isinstance(usual, int)
+            return self.base_batch_size or usual
+        return self.batch_size
+
     def recorded(self) -> dict[str, Any]:
         """The settings that shape the result, as JSON-ready values; where and how it runs is left out."""
         values = dataclasses.asdict(self)
-        for key in ("out", "resume", "workers", "restarts", "lost_after", "record_sequences"):
+        for key in ("out", "resume", "workers", "time_parallel", "restarts", "lost_after", "record_sequences"):
             values.pop(key)
         values["data"] = None if self.data is None else str(self.data)
         return values

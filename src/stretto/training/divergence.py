@@ -2,14 +2,19 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, final
 
 from stretto.errors import StrettoError
 
 MOST_NAMED: Final = 64
 
 
-def diverged(numbers: Sequence[int], value: float, *, where: str) -> StrettoError:
+@final
+class Diverged(StrettoError):  # noqa: N818
+    """A loss or gradient is no number."""
+
+
+def diverged(numbers: Sequence[int], value: float, *, where: str) -> Diverged:
     """The error that names the sequences of the batch.
 
     Args:
@@ -18,7 +23,7 @@ def diverged(numbers: Sequence[int], value: float, *, where: str) -> StrettoErro
         where: When it happened, and which sequences these are, for example "at step 3, on training sequences".
     """
     named = ", ".join(map(str, itertools.islice(numbers, MOST_NAMED))) + (", ..." if len(numbers) > MOST_NAMED else "")
-    return StrettoError(
+    return Diverged(
         f"the loss or gradient is {value} {where} {named}",
         fix="Lower --learning-rate or --clip-norm, or look at those sequences; the last checkpoint is untouched.",
     )

@@ -4,20 +4,18 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from stretto.batching.collate import Batch, collate
-from stretto.batching.sampler import BucketSampler
 from stretto.data.sequences import SequenceSet
 from stretto.distributed.world import World
+from stretto.training.bucket_feed import measured_batches
+from stretto.training.carrying import fresh_state
 from stretto.training.divergence import MOST_NAMED, diverged
+from stretto.training.solving import step_after_step
 from stretto.training.task import AbstractTask, Reading, Score
-
-EVALUATION_ROWS: Final = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +34,25 @@ def evaluate(
     device: str,
     final: bool = False,
     world: World | None = None,
+    by_solver: bool = False,
 ) -> Evaluation:
-    """Measure the model on every sequence of `part`, shared out to workers; `final` spends more time on decoding."""
+    """Measure the model on every sequence of `part`, shared out to workers.
+
+    Args:
+        task: Loss and metric.
+        model: What to measure.
+        part: On which sequences.
+        device: Where.
+        final: Spend more time on decoding.
+        world: The workers.
+        by_solver: Walk through time as in training, instead of step after step.
+    """
     world = world or World()
     loss, count = 0.0, 0
     scores: dict[str, Score] = {}
     bad: list[int] = []
-    with _measuring(model):
-        for batch in _batches(part, max_steps=task.config.max_steps, device=device, world=world):
+    with _measuring(model, by_solver=by_solver):
+        for batch in task.measured(part, world=world, device=device):
             if not len(batch):
                 continue
             output = model(batch)
@@ -66,10 +75,18 @@ def evaluate(
 
 def _added_up(scores: dict[str, Score], world: World) -> dict[str, Score]:
     """Scores of all workers; one without a share knows no names, but has nothing to add either."""
-    names = world.told("\n".join(sorted(scores))).splitlines()
+    names = _names(scores, world)
     own = [value for name in names for score in [scores.get(name)] for value in _numbers(score)]
     sums = iter(world.total(own))
     return {name: Score(amount=next(sums), count=next(sums)) for name in names}
+
+
+def _names(scores: dict[str, Score], world: World) -> list[str]:
+    """What any worker has measured: the first one may have no share."""
+    letters = list("\n".join(scores).encode())
+    room = int(max(row[0] for row in world.gathered([float(len(letters))])))
+    found = world.gathered([*map(float, letters), *[float(ord("\n"))] * (room - len(letters))])
+    return sorted({name for row in found for name in bytes(map(int, row)).decode().splitlines() if name})
 
 
 def _numbers(score: Score | None) -> tuple[float, float]:
@@ -79,31 +96,17 @@ def _numbers(score: Score | None) -> tuple[float, float]:
 def show_readings(task: AbstractTask[Any], model: nn.Module, part: SequenceSet, *, device: str) -> list[Reading]:
     """What the model makes of every sequence of `part`, for a person to see."""
     with _measuring(model):
-        batches = _batches(part, max_steps=task.config.max_steps, device=device, world=World())
+        batches = measured_batches(part, max_steps=task.config.max_steps, device=device, world=World())
         return [reading for batch in batches for reading in task.readings(model(batch), batch)]
 
 
-def _batches(part: SequenceSet, *, max_steps: int | None, device: str, world: World) -> Iterator[Batch]:
-    sampler = BucketSampler(
-        part.lengths_N,
-        batch_size=EVALUATION_ROWS,
-        max_steps=max_steps,
-        shuffle=False,
-        rank=world.rank,
-        world_size=world.size,
-    )
-    # A generator of its own: a loader draws a seed, and measuring must not move the random state of training.
-    for batch in DataLoader(part, batch_sampler=sampler, collate_fn=collate, generator=torch.Generator()):
-        yield batch.to(device)
-
-
 @contextlib.contextmanager
-def _measuring(model: nn.Module) -> Iterator[None]:
-    """No gradients, dropout off, and the model's mode as it was afterwards."""
+def _measuring(model: nn.Module, *, by_solver: bool = False) -> Iterator[None]:
+    """No gradients, dropout off, nothing carried, step after step, and the model as it was afterwards."""
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), fresh_state(model), contextlib.nullcontext() if by_solver else step_after_step(model):
             yield
     finally:
         model.train(was_training)

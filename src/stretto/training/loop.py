@@ -11,75 +11,31 @@ from typing import Any, Final, final
 
 import numpy as np
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
 
-from stretto.batching.collate import Batch, collate
-from stretto.batching.sampler import BucketSampler
+from stretto.batching.collate import Batch
 from stretto.data.sequences import SequenceSet
 from stretto.distributed.world import World
 from stretto.errors import StrettoError
 from stretto.storage import write_atomically
 from stretto.training.background import BackgroundWriter
-from stretto.training.checkpoint import load_newest, save_checkpoint, save_tensors
+from stretto.training.batch_tuning import BatchTuning
+from stretto.training.carrying import reset_carried
+from stretto.training.checkpoint import Checkpoint, load_newest, save_checkpoint, save_tensors
 from stretto.training.evaluate import Evaluation, evaluate, show_readings
 from stretto.training.events import AbstractLog
+from stretto.training.outcome import EpochRecord, Interrupted, LoopResult
+from stretto.training.solving import Solving
 from stretto.training.state import EpochTotals, TrainState
 from stretto.training.stopping import stop_on_signals
 from stretto.training.task import AbstractTask
+from stretto.training.time_ranks import TimeRanks
 from stretto.training.update import Updater
+from stretto.tuning.batch_tuner import Decision
+from stretto.tuning.large_batch import refuse_larger_than_data
+
+__all__ = ["MODEL_FILE", "EpochRecord", "Interrupted", "LoopResult", "Trainer"]
 
 MODEL_FILE: Final = "model.safetensors"
-
-
-@final
-class Interrupted(Exception):  # noqa: N818
-    """Training was asked to stop; everything is saved."""
-
-    def __init__(self, run: Path, *, step: int) -> None:
-        super().__init__(f"stopped at step {step}, saved in {run}")
-        self.run = run
-        self.step = step
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EpochRecord:
-    """One epoch in numbers, as the event of that name has them.
-
-    Attributes:
-        epoch: How many are done with this one.
-        step: Updates since the start.
-        train_loss: Mean over the epoch.
-        valid_loss: On the validation part, after the epoch.
-        metric: The task's metric.
-        value: Its value on the validation part.
-        seconds: Of the updates, the measuring left out.
-        steps_per_second: Real time steps a second.
-        padding: Share of slots that were padding.
-    """
-
-    epoch: int
-    step: int
-    train_loss: float
-    valid_loss: float
-    metric: str
-    value: float
-    seconds: float
-    steps_per_second: float
-    padding: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LoopResult:
-    """How training ended; `saving` is the share of the time in which it stood still for checkpoints."""
-
-    metrics: dict[str, float]
-    epochs: int
-    seconds: float
-    padding: float
-    steps_per_second: float
-    saving: float
-    model: nn.Module
 
 
 @final
@@ -94,7 +50,7 @@ class Trainer:
         world: The workers that train together; one alone by default.
 
     Attributes:
-        sampler: Deals the batches.
+        feed: Deals the batches.
         state: What is trained.
         saving: Seconds in which training stood still for checkpoints.
     """
@@ -103,12 +59,15 @@ class Trainer:
         self, task: AbstractTask[Any], *, run: Path, log: AbstractLog, resume: bool, world: World | None = None
     ) -> None:
         self._task, self._run, self._log = task, run, log
+        self._tuning: BatchTuning | None = None
         self._world = world or World()
         self._config = task.config
-        _refuse_too_long(task.data, max_steps=self._config.max_steps)
-        self._train = task.data.part("train")
         self._valid = task.data.part("valid")
-        self.sampler = self._fresh_sampler()
+        self._time = TimeRanks(task, world=self._world)
+        self.feed = task.feed(world=self._time.data)
+        if self._config.base_batch_size is not None or self._config.batch_size == "auto":
+            # The rate would be that of a batch which there is not.
+            refuse_larger_than_data(self._batch_of_all(), self.feed.num_sequences)
         # Once: it reads all the data, and a checkpoint should not have to.
         self._digest = task.data.digest()
         self._world.refuse_differences(
@@ -117,30 +76,43 @@ class Trainer:
         self._stop = threading.Event()
         self._writer = BackgroundWriter()
         self.saving = 0.0
+        self._good: Checkpoint | None = None
         self._begun = self._started = time.perf_counter()
         self._random = torch.get_rng_state()
         with self._own_randomness():
             torch.manual_seed(self._config.seed)
             model = task.build_model().to(self._config.device)
-            self.state = TrainState(model, config=self._config, steps_per_epoch=self._updates(len(self.sampler)))
+            self._time.take_over(model)
+            self.state = TrainState(
+                model,
+                config=self._config,
+                steps_per_epoch=self._updates(len(self.feed)),
+                batch_size=self._batch_of_all(),
+            )
+            self._solving = Solving(model, config=self._config, world=self._world, edges=self.feed.edges)
+            if self._config.batch_size == "auto":
+                self._tuning = BatchTuning(task, self.state, self.feed, world=self._time.data)
             if resume:
                 self._restore()
-        self._updater = Updater(task, self.state, world=self._world, stop=self._stop)
-
-    def _fresh_sampler(self) -> BucketSampler:
-        return BucketSampler(
-            self._train.lengths_N,
-            batch_size=self._config.batch_size,
-            max_steps=self._config.max_steps,
-            num_buckets=self._config.num_buckets,
-            seed=self._config.seed,
-            rank=self._world.rank,
-            world_size=self._world.size,
+        self._updater = Updater(
+            task,
+            self.state,
+            world=self._world,
+            stop=self._stop,
+            sharers=self._time.time,
+            measures_noise=self._tuning is not None,
         )
 
+    @property
+    def _accumulate(self) -> int:
+        return int(self._config.accumulate if self._tuning is None else self._tuning.accumulate)
+
+    def _batch_of_all(self) -> int:
+        """Sequences of an update, over all workers and accumulated steps."""
+        return int(self.feed.batch_size * self._time.data.size * self._accumulate)
+
     def _updates(self, steps: int) -> int:
-        each: int = self._config.accumulate
-        return math.ceil(steps / each)
+        return math.ceil(steps / self._accumulate)
 
     def run(self) -> LoopResult:
         """Train to the last epoch and measure the test part."""
@@ -163,26 +135,28 @@ class Trainer:
 
     def _train_epoch(self) -> EpochRecord:
         with self._own_randomness():
-            return self._epoch()
+            record = self._epoch()
+            while record is None:
+                record = self._epoch()
+            return record
 
-    def _epoch(self) -> EpochRecord:
-        state = self.state
-        self.sampler.set_epoch(state.epoch)
+    def _epoch(self) -> EpochRecord | None:
+        """Train to the end of the epoch under way; None if that was given up for a smaller batch."""
+        state, tuning = self.state, self._tuning
+        if tuning is not None and not tuning.is_probed:
+            self._log.emit("probe", step=state.step, batch_size=state.batch_size, **tuning.probe())
+        self.feed.begin_epoch(state.epoch, state.model)
+        self._solving.begin_epoch(state.epoch)
         saved = ended = time.perf_counter()
-        loader: DataLoader[Batch] = DataLoader(
-            self._train,  # type: ignore[arg-type]
-            batch_sampler=self.sampler,
-            collate_fn=collate,
-            # A loader draws a seed when it begins; from the common generator, a resumed epoch would draw once more.
-            generator=torch.Generator(),
-        )
-        num_batches = len(self.sampler)
+        num_batches = len(self.feed)
         state.model.train()
-        for batch in loader:
-            if state.used % self._config.accumulate == 0:
-                self._updater.begin()
-            is_last = (state.used + 1) % self._config.accumulate == 0 or state.used + 1 == num_batches
-            self._updater.add(batch.to(self._config.device), is_last=is_last)
+        for batch in self.feed:
+            if state.used % self._accumulate == 0:
+                self._updater.begin(measured=tuning is not None and tuning.is_measured(state.step))
+                self._updater.skips = self._config.on_nan == "skip" or (tuning is not None and tuning.can_go_back)
+            is_last = (state.used + 1) % self._accumulate == 0 or state.used + 1 == num_batches
+            self._updater.add(self._time.cut(batch).to(self._config.device), is_last=is_last)
+            self._solving.note(num_rows=len(batch))
             state.used += 1
             begun, ended = ended, time.perf_counter()
             state.totals.seconds += ended - begun
@@ -194,12 +168,15 @@ class Trainer:
             with self._updater.told_to_all():
                 self._emit_step(batch, sequences)
                 self._tell_saved(self._writer.poll())
+            trouble = "" if tuning is None else tuning.observe(self._updater, batch)
+            if trouble and self._is_taken_back(trouble):
+                return None
             if state.used == num_batches:
                 continue
             if self._updater.taken.stop or (self._world.size == 1 and self._stop.is_set()):
                 # Several workers stop at the step in which all hear of it.
                 self._interrupt()
-            if ended - saved >= 60 * self._config.checkpoint_minutes:
+            if self._is_due(ended - saved):
                 with self._updater.told_to_all():
                     self._save()
                 saved = ended = time.perf_counter()
@@ -208,6 +185,11 @@ class Trainer:
         if asked_to_stop and state.epoch < self._config.epochs:
             self._interrupt()
         return record
+
+    def _is_due(self, seconds: float) -> bool:
+        """Whether to save within an epoch; where workers carry states, all must have a part in it."""
+        due: bool = seconds >= 60 * self._config.checkpoint_minutes
+        return self._world.total([float(due and self._world.is_first)])[0] > 0 if self.feed.carries else due
 
     def _count(self) -> None:
         state, taken = self.state, self._updater.taken
@@ -226,13 +208,15 @@ class Trainer:
         if not self._config.record_sequences:
             return {}
         numbers = self._updater.numbers
-        room = self._config.batch_size * self._config.accumulate - len(numbers)
+        room = self.feed.batch_size * self._accumulate - len(numbers)
         found = self._world.gathered([*map(float, numbers), *[-1.0] * room])
         return {"sequences": [int(number) for row in found for number in row if number >= 0]}
 
     def _emit_step(self, batch: Batch, sequences: dict[str, list[int]]) -> None:
         taken = self._updater.taken
         if taken.bad:
+            # A state that is no number would spoil all that follow.
+            reset_carried(self.state.model)
             self._log.emit("warning", message=f"step {self.state.step} was skipped: its loss or gradient is no number")
             return
         self._log.emit(
@@ -245,6 +229,7 @@ class Trainer:
             slots=int(taken.slots),
             seconds=round(self._elapsed(), 4),
             **self._updater.last,
+            **self._solving.last,
             **sequences,
         )
 
@@ -253,7 +238,8 @@ class Trainer:
         evaluation = self._evaluate(self._valid)
         state.epoch += 1
         state.used = 0
-        state.totals = EpochTotals()
+        state.totals, clipped = EpochTotals(), state.clips.share or 0.0
+        state.clips.reset()
         record = EpochRecord(
             epoch=state.epoch,
             step=state.step,
@@ -264,12 +250,17 @@ class Trainer:
             seconds=totals.seconds,
             steps_per_second=totals.steps_real / max(1e-9, totals.seconds),
             padding=1.0 - totals.steps_real / max(1, totals.slots),
+            clipped=clipped,
+            solving=self._solving.end_epoch(),
         )
         ranks = self._ranks(totals)
         with self._updater.told_to_all():
-            self._log.emit("epoch", **dataclasses.asdict(record))
+            self._log.emit("epoch", **record.to_event())
             if ranks:
                 self._log.emit("ranks", epoch=state.epoch, step=state.step, **ranks)
+        if self._tuning is not None and state.epoch < self._config.epochs:
+            self._go_on(self._tuning.decide(state.epoch, clipped=record.clipped))
+        with self._updater.told_to_all():
             self._save()
         self._updater.agree()
         return record
@@ -287,19 +278,31 @@ class Trainer:
             "seconds": [round(row[2], 4) for row in found],
         }
 
-    def _evaluate(self, part: SequenceSet, *, final: bool = False) -> Evaluation:
-        return evaluate(self._task, self.state.model, part, device=self._config.device, final=final, world=self._world)
+    def _evaluate(self, part: SequenceSet, *, final: bool = False, by_solver: bool = False) -> Evaluation:
+        return evaluate(
+            self._task,
+            self.state.model,
+            part,
+            device=self._config.device,
+            final=final,
+            world=self._world,
+            by_solver=by_solver,
+        )
 
     def _finish(self) -> LoopResult:
         state, test = self.state, self._task.data.part("test")
         evaluation = self._evaluate(test, final=True)
+        metrics = {**evaluation.metrics, "loss": evaluation.loss}
+        if self._solving.differs_in_use:
+            metric = self._task.metric
+            metrics[f"{metric}_parallel"] = self._evaluate(test, final=True, by_solver=True).metrics[metric]
         with self._updater.told_to_all():
             self._wait_for_writer()
             if self._world.is_first:
                 self._show(test)
         self._updater.agree()
         return LoopResult(
-            metrics={**evaluation.metrics, "loss": evaluation.loss},
+            metrics=metrics,
             epochs=state.epoch,
             seconds=self._elapsed(),
             padding=1.0 - state.steps_real / max(1, state.slots),
@@ -319,16 +322,28 @@ class Trainer:
         """Save what there is; it is written in the background."""
         state = self.state
         state.seconds = self._elapsed()
+        begun = time.perf_counter()
+        # An epoch begins with nothing carried.
+        carried = self.feed.carried(state.model) if state.used else Checkpoint(tensors={}, state={})
+        if self._tuning is None and not self._world.is_first:
+            return
+        taken = state.to_checkpoint(
+            sampler=self.feed.state_dict(epoch=state.epoch, used=state.used),
+            data_digest=self._digest,
+            world_size=self._time.data.size,
+        )
+        taken = taken.joined(self._solving.to_checkpoint()).joined(carried)
+        if self._tuning is not None:
+            taken = taken.joined(Checkpoint(tensors={}, state={"tuning": self._tuning.state_dict()}))
+        taken = taken.copied()
+        if self._tuning is not None and self._tuning.can_go_back and not state.used:
+            self._good = taken
         if not self._world.is_first:
             return
-        begun = time.perf_counter()
-        taken = state.to_checkpoint(
-            sampler=self.sampler.state_dict(epoch=state.epoch, used=state.used),
-            data_digest=self._digest,
-            world_size=self._world.size,
-        ).copied()
         step, keep = state.step, self._config.keep_checkpoints
-        self._tell_saved(self._writer.begin(lambda: save_checkpoint(self._run, taken, step=step, keep=keep)))
+        # What was told to be on disk is the newest there: another is begun after that.
+        self._tell_saved(self._writer.wait())
+        self._writer.begin(lambda: save_checkpoint(self._run, taken, step=step, keep=keep))
         self.saving += time.perf_counter() - begun
 
     def _wait_for_writer(self) -> None:
@@ -353,6 +368,7 @@ class Trainer:
             )
         try:
             self.state.load(found.checkpoint)
+            self._solving.load(found.checkpoint)
         except (KeyError, RuntimeError, ValueError) as error:
             raise StrettoError(
                 f"the checkpoint {str(found.path)!r} is of another model",
@@ -363,28 +379,70 @@ class Trainer:
             f"{found.path.name} {found.checkpoint.state['position']}",
             fix="Put the run folder where all workers see the same.",
         )
-        self.sampler.load_state_dict(found.checkpoint.state["sampler"])
-        if found.checkpoint.state["world_size"] != self._world.size:
-            self._go_on_with_other_workers()
+        if self._tuning is not None:
+            self._tuning.load_state_dict(found.checkpoint.state["tuning"])
+            self._good = found.checkpoint if self._tuning.can_go_back else None
+        resumed = self.feed.load_state_dict(found.checkpoint.state["sampler"])
+        self.feed.load_carried(found.checkpoint, self.state.model)
+        if resumed.told:
+            self._log.emit("warning", message=resumed.told)
+        if resumed.is_dealt_anew:
+            self._go_on_with_other_batches()
         self._log.emit(
             "resumed",
             workers=self._world.size,
             step=self.state.step,
             epoch=self.state.epoch,
-            batches=len(self.sampler),
+            batches=len(self.feed),
             epochs=self._config.epochs,
         )
 
-    def _go_on_with_other_workers(self) -> None:
+    def _go_on_with_other_batches(self) -> None:
         """What is left of the epoch was dealt anew; the schedule keeps its place, counted in the new, other updates."""
+        self.state.used = 0
+        self._reschedule()
+
+    def _reschedule(self) -> int:
+        """Let the schedule keep its place, counted in updates of the batches from now on; how many are to come."""
         state, epochs = self.state, self._config.epochs
-        state.used = 0
-        left = len(self.sampler.plan.unused(0)) / max(1, len(self._train))
-        remaining = self._updates(len(self.sampler)) + (epochs - state.epoch - 1) * self._updates(
-            len(self._fresh_sampler())
-        )
-        progress = (state.epoch + 1 - left) / epochs
-        state.reschedule(self._config, done=round(remaining * progress / (1 - progress)), remaining=remaining)
+        left, remaining = len(self.feed) - state.used, self._remaining()
+        progress = (state.epoch + 1 - self.feed.left * left / max(1, len(self.feed))) / epochs
+        done = round(remaining * progress / (1 - progress))
+        state.reschedule(self._config, done=done, remaining=remaining, batch_size=self._batch_of_all())
+        return remaining
+
+    def _remaining(self) -> int:
+        """Updates to come, if batches stay as they are."""
+        after: int = self._config.epochs - self.state.epoch - 1
+        return self._updates(len(self.feed) - self.state.used) + after * self._updates(self.feed.whole_epoch)
+
+    def _go_on(self, decision: Decision) -> None:
+        """Go on with the batch that was decided on, from the beginning of an epoch."""
+        state = self.state
+        self.feed.begin_epoch(state.epoch, state.model)
+        remaining = self._remaining() if decision.action == "keep" else self._reschedule()
+        told = {key: value for key, value in dataclasses.asdict(decision).items() if key not in ("lr", "epoch")}
+        self._log.emit("batch", epoch=state.epoch, step=state.step, rate=decision.lr, steps_left=remaining, **told)
+
+    def _is_taken_back(self, trouble: str) -> bool:
+        """Return to the last good point and a smaller batch, if there is one."""
+        state, good, tuning = self.state, self._good, self._tuning
+        assert tuning is not None
+        if good is None or not tuning.can_go_back:
+            self._log.emit("warning", message=f"at step {state.step}: {trouble}")
+            tuning.roll_back(trouble)
+            return False
+        # What was done in vain counts: updates have numbers of their own, and time is time.
+        step, seconds = state.step, state.train_seconds
+        state.load(good)
+        state.step, state.train_seconds = step, seconds
+        self._solving.load(good)
+        self.feed.load_state_dict(good.state["sampler"])
+        self.feed.load_carried(good, state.model)
+        self._go_on(tuning.roll_back(trouble))
+        with self._updater.told_to_all():
+            self._save()
+        return True
 
     def _interrupt(self) -> None:
         with self._updater.told_to_all():
@@ -404,14 +462,3 @@ class Trainer:
         finally:
             self._random = torch.get_rng_state()
             torch.set_rng_state(earlier)
-
-
-def _refuse_too_long(data: SequenceSet, *, max_steps: int | None) -> None:
-    """The cap holds for training and measuring alike, and the message has the sequence's number in the file."""
-    longest = int(data.lengths_N.argmax())
-    if max_steps is not None and data.lengths_N[longest] > max_steps:
-        raise StrettoError(
-            f"{data.name}: sequence {data.numbers_N[longest]} has {data.lengths_N[longest]} steps, "
-            f"more than max_steps={max_steps}",
-            fix="Raise --max-steps to at least that, or shorten or remove the sequence.",
-        )

@@ -6,14 +6,11 @@ from typing import Any, Final, final
 
 import torch
 from torch import nn
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LinearLR, LRScheduler, OneCycleLR
 
 from stretto.training.checkpoint import Checkpoint
 from stretto.training.config import TrainConfig
-
-WARM_UP_SHARE: Final = 0.15
-WARM_UP_STEPS: Final = 100
+from stretto.training.rates import made_optimizer, made_recipe, made_schedule
+from stretto.tuning.clipping import ClipMeter
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,14 +32,30 @@ class TrainState:
         model: The model, on its device.
         config: Rates and lengths of the run.
         steps_per_epoch: Updates of one epoch.
+        batch_size: Sequences of an update, over all workers and accumulated steps; left out, what the settings say for
+            one worker.
+
+    Attributes:
+        batch_size: The batch in force.
+        recipe: The rate and the warm-up that follow from it.
+        clip_norm: Largest norm of a gradient.
+        clips: How often it has bitten in the epoch under way.
+
+    Raises:
+        StrettoError: Settings of rates contradict each other.
     """
 
-    def __init__(self, model: nn.Module, *, config: TrainConfig, steps_per_epoch: int) -> None:
+    def __init__(
+        self, model: nn.Module, *, config: TrainConfig, steps_per_epoch: int, batch_size: int | None = None
+    ) -> None:
         self.model = model
-        self.optimizer = AdamW(
-            model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+        self._config = config
+        self.batch_size = config.rows * config.accumulate if batch_size is None else batch_size
+        self.recipe = made_recipe(config, batch_size=self.batch_size)
+        self.optimizer = made_optimizer(model, config, lr=self.recipe.lr)
+        self.schedule = made_schedule(
+            self.optimizer, config, recipe=self.recipe, total_steps=config.epochs * steps_per_epoch
         )
-        self.schedule = _schedule(self.optimizer, config=config, total_steps=config.epochs * steps_per_epoch)
         self.step = 0
         self.epoch = 0
         self.used = 0
@@ -51,16 +64,28 @@ class TrainState:
         self.slots = 0
         self.steps_real = 0
         self.totals = EpochTotals()
+        self.clip_norm = config.clip_norm
+        self.clips = ClipMeter()
 
-    def reschedule(self, config: TrainConfig, *, done: int, remaining: int) -> None:
-        """Go on with a schedule of `remaining` updates after `done` of them."""
+    def reschedule(self, config: TrainConfig, *, done: int, remaining: int, batch_size: int | None = None) -> None:
+        """Go on with a schedule of `remaining` updates after `done` of them; the optimiser keeps what it has learnt.
+
+        Args:
+            config: Rates and lengths of the run.
+            done: Updates done, as many as would be at the batch from now on.
+            remaining: Updates to come.
+            batch_size: Sequences of an update from now on; left out, as many as before.
+        """
+        self._config = config
+        self.batch_size = self.batch_size if batch_size is None else batch_size
+        self.recipe = made_recipe(config, batch_size=self.batch_size)
         for group in self.optimizer.param_groups:
             group.pop("initial_lr", None)
-            group["lr"] = config.learning_rate
+            group["lr"] = self.recipe.lr
         with warnings.catch_warnings():
             # torch warns when a schedule moves before the optimiser does; it did move, under another schedule.
             warnings.simplefilter("ignore", UserWarning)
-            self.schedule = _schedule(self.optimizer, config=config, total_steps=done + remaining)
+            self.schedule = made_schedule(self.optimizer, config, recipe=self.recipe, total_steps=done + remaining)
             for _ in range(done):
                 self.schedule.step()
 
@@ -69,13 +94,18 @@ class TrainState:
         optimizer = self.optimizer.state_dict()
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         for number, entries in optimizer["state"].items():
-            tensors |= {f"optimizer.{number}.{name}": torch.as_tensor(value) for name, value in entries.items()}
+            for name, value in entries.items():
+                if value is not None:
+                    tensors[f"optimizer.{number}.{name}"] = _own_memory(torch.as_tensor(value))
         tensors["random.cpu"] = torch.get_rng_state()
         if torch.cuda.is_available():
             tensors["random.cuda"] = torch.cuda.get_rng_state()
         return Checkpoint(
             tensors=tensors,
             state={
+                "batch_size": self.batch_size,
+                "clip_norm": self.clip_norm,
+                "clips": self.clips.state_dict(),
                 "position": {name: getattr(self, name) for name in POSITION},
                 "totals": dataclasses.asdict(self.totals),
                 "groups": optimizer["param_groups"],
@@ -91,15 +121,21 @@ class TrainState:
         by_part: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}, "random": {}}
         for name, tensor in checkpoint.tensors.items():
             part, _, rest = name.partition(".")
-            by_part[part][rest] = tensor
+            if part in by_part:
+                by_part[part][rest] = tensor
         self.model.load_state_dict(by_part["model"])
         state: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in by_part["optimizer"].items():
             number, _, entry = name.partition(".")
             state.setdefault(int(number), {})[entry] = tensor
-        groups = [{**group, "betas": tuple(group["betas"])} for group in checkpoint.state["groups"]]
+        own_groups = self.optimizer.param_groups
+        groups = [_retyped(saved, own) for saved, own in zip(checkpoint.state["groups"], own_groups, strict=True)]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.schedule.load_state_dict(checkpoint.state["schedule"])
+        self.batch_size = checkpoint.state["batch_size"]
+        self.recipe = made_recipe(self._config, batch_size=self.batch_size)
+        self.clip_norm = checkpoint.state["clip_norm"]
+        self.clips.load_state_dict(checkpoint.state["clips"])
         for name, value in checkpoint.state["position"].items():
             setattr(self, name, value)
         self.totals = EpochTotals(**checkpoint.state["totals"])
@@ -108,10 +144,14 @@ class TrainState:
             torch.cuda.set_rng_state(by_part["random"]["cuda"])
 
 
-def _schedule(optimizer: AdamW, *, config: TrainConfig, total_steps: int) -> LRScheduler:
-    if config.schedule == "constant":
-        return LinearLR(optimizer, start_factor=0.1, total_iters=WARM_UP_STEPS)
-    return OneCycleLR(optimizer, max_lr=config.learning_rate, total_steps=total_steps + 1, pct_start=WARM_UP_SHARE)
+def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers that an optimiser notes of its tensors may be slices of one, which cannot be stored as they are."""
+    return tensor.clone() if tensor.dim() == 0 else tensor
+
+
+def _retyped(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group with tuples where the optimiser has them; JSON made them lists."""
+    return {key: tuple(value) if isinstance(own.get(key), tuple) else value for key, value in saved.items()}
 
 
 POSITION: Final = ("step", "epoch", "used", "seconds", "train_seconds", "slots", "steps_real")

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -9,7 +10,10 @@ from torch import nn
 
 from stretto.batching.collate import Batch
 from stretto.data.sequences import SequenceSet
+from stretto.distributed.world import World
+from stretto.training.bucket_feed import BucketFeed, measured_batches, refuse_too_long
 from stretto.training.config import TrainConfig
+from stretto.training.feed import AbstractFeed
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -42,18 +46,37 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Strip:
+    """Labels along a sequence, at evenly spaced steps, as runs of [label, steps]; -1 is no label.
+
+    Attributes:
+        names: Of the labels.
+        target: What each step is.
+        output: What the net takes it for.
+        right: Share of the labelled steps, all of them, for which the two agree.
+    """
+
+    names: list[str]
+    target: list[list[int]]
+    output: list[list[int]]
+    right: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One test sequence for the report: what it is, what the net makes of it, and its ink where it has any."""
+    """One test sequence for the report: what it is, what the net makes of it, and its ink or labels, if any."""
 
     target: str
     output: str
     ink: list[list[float]] | None
+    strip: Strip | None = None
 
 
 class AbstractTask(abc.ABC, Generic[C]):
     """A kind of data with its model, loss and metric.
 
-    A model is called with a `Batch` and returns one tensor, which loss, score and readings take.
+    A model is called with a `Batch` and returns one tensor, sequences first, which loss, score and readings take. The
+    loss of some rows of it, with the same rows of the batch, is that of these sequences alone.
 
     Attributes:
         name: As on the command line.
@@ -87,6 +110,25 @@ class AbstractTask(abc.ABC, Generic[C]):
     @abc.abstractmethod
     def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
         """What the model makes of the sequences, to be shown to a person."""
+
+    def feed(self, *, world: World) -> AbstractFeed:
+        """Where the batches of training come from; unless a task says otherwise, from buckets of similar length.
+
+        Args:
+            world: The workers that share the training data.
+        """
+        refuse_too_long(self.data, max_steps=self.config.max_steps)
+        return BucketFeed(self.data.part("train"), config=self.config, batch_size=self.config.rows, world=world)
+
+    def measured(self, part: SequenceSet, *, world: World, device: str) -> Iterator[Batch]:
+        """What a model is measured on: all of `part`, once, shared out to workers.
+
+        Args:
+            part: Of the data.
+            world: The workers.
+            device: Where batches are to be.
+        """
+        return measured_batches(part, max_steps=self.config.max_steps, device=device, world=world)
 
     def final_score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """The metrics of a batch of the test part, for which more time may be spent."""

@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from stretto.batching.collate import Batch
+from stretto.distributed.gradient_norms import Parts
 from stretto.distributed.joining import lost_worker
 from stretto.distributed.replica import replicated
 from stretto.distributed.world import World
 from stretto.errors import StrettoError
 from stretto.training.divergence import MOST_NAMED, diverged
+from stretto.training.noise_parts import NoiseParts
 from stretto.training.state import TrainState
 from stretto.training.task import AbstractTask, LossSum
 
@@ -68,8 +70,12 @@ class Updater:
         state: What is trained.
         world: The workers.
         stop: Set when this worker is asked to stop.
+        sharers: The workers that share its sequences and divide their steps; it alone by default.
+        measures_noise: Whether some updates are to be taken apart, to tell how noisy gradients are.
 
     Attributes:
+        parts: What the last update was made of, if it was taken apart.
+        skips: Whether updates whose loss or gradient is no number are left out, instead of ending the run.
         taken: What went into the last update, over all workers.
         numbers: The sequences of this worker in the update under way, or the last one.
         waited: Seconds that this worker has waited for others, sums of gradients included.
@@ -78,10 +84,23 @@ class Updater:
         skipped: Updates that were left out.
     """
 
-    def __init__(self, task: AbstractTask[Any], state: TrainState, *, world: World, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        task: AbstractTask[Any],
+        state: TrainState,
+        *,
+        world: World,
+        stop: threading.Event,
+        sharers: World | None = None,
+        measures_noise: bool = False,
+    ) -> None:
         self._task, self._state, self._world, self._stop = task, state, world, stop
+        self._sharers = sharers or World()
         self._config = task.config
         self._replica = replicated(state.model, world)
+        self._noise = NoiseParts(self._replica, state.optimizer, world=world) if measures_noise else None
+        self.parts: Parts | None = None
+        self.skips: bool = self._config.on_nan == "skip"
         self.taken, self._own = Taken(), Taken()
         self.numbers: list[int] = []
         self._bad: _Bad | None = None
@@ -107,11 +126,12 @@ class Updater:
         """
         together = getattr(self._replica, "no_sync", None)
         with contextlib.nullcontext() if is_last or together is None else together(), lost_worker():
-            loss = self._loss(batch)
+            losses = self._losses(batch, is_whole=is_last and not self._own.rows)
             sums = self._begin_exchange() if is_last else None
-            if is_last or not self._bad:
+            # Those that divide the steps of a sequence pass its gradient on, whatever the loss of one of them.
+            if is_last or not self._bad or self._sharers.size > 1:
                 self._computed = time.perf_counter()
-                torch.autograd.backward(loss)
+                self._backward(losses)
             if sums is None:
                 return
             self.taken = Taken(**dict(zip(PARTS, sums(), strict=True)))
@@ -122,9 +142,16 @@ class Updater:
                 self.agree()
             self._change()
 
-    def begin(self) -> None:
-        """Forget what the last update was made of."""
+    def begin(self, *, measured: bool = False) -> None:
+        """Forget what the last update was made of.
+
+        Args:
+            measured: Whether to take this one apart, for the noise of its gradient.
+        """
         self.taken, self._own = Taken(), Taken()
+        self.parts = None
+        if self._noise is not None:
+            self._noise.begin(is_on=measured)
         self.numbers, self._bad = [], None
         self._state.optimizer.zero_grad(set_to_none=True)
 
@@ -148,28 +175,49 @@ class Updater:
 
         self._world.by_first(look)
 
-    def _loss(self, batch: Batch) -> torch.Tensor:
+    def _losses(self, batch: Batch, *, is_whole: bool) -> list[tuple[torch.Tensor, int]]:
+        """Summed losses of the batch, or of parts of it, each with the number of its sequences.
+
+        Args:
+            batch: One step's.
+            is_whole: Whether the update consists of this batch alone, so that only its own parts can be compared.
+        """
         state, world, own = self._state, self._world, self._own
         if world.size > 1:
             # Each worker's own, and the same again when a run resumes at this step.
             seeds = np.random.SeedSequence([self._config.seed, state.epoch, state.used, world.rank])
             torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
         output = self._replica(batch if len(batch) else None)
-        loss = self._task.loss(output, batch) if len(batch) else LossSum(total=output, count=0)
-        total = float(loss.total.detach())
+        if not len(batch):
+            losses = [(LossSum(total=output, count=0), 0)]
+        elif is_whole and self._noise is not None and self._noise.wants_halves:
+            halves = [slice(first, None, 2) for first in range(min(2, len(batch)))]
+            losses = [
+                (self._task.loss(output[rows], part), len(part)) for rows in halves for part in [batch.take(rows)]
+            ]
+        else:
+            losses = [(self._task.loss(output, batch), len(batch))]
+        total = sum(float(loss.total.detach()) for loss, _ in losses)
         numbers = [] if batch.indices is None else batch.indices.tolist()
         if math.isfinite(total):
             own.loss += total
         else:
             own.bad += 1
             self._bad = self._bad or _Bad(numbers=numbers, value=total)
-        own.count += loss.count
+        own.count += sum(loss.count for loss, _ in losses)
         own.steps_real += batch.num_steps
         own.slots += batch.num_slots
-        own.rows += len(batch)
-        self.numbers += numbers
+        if self._sharers.is_first:
+            own.rows += len(batch)
+            self.numbers += numbers
         self.own_steps += batch.num_steps
-        return loss.total
+        return [(loss.total, rows) for loss, rows in losses]
+
+    def _backward(self, losses: list[tuple[torch.Tensor, int]]) -> None:
+        for number, (loss, rows) in enumerate(losses):
+            torch.autograd.backward(loss, retain_graph=number + 1 < len(losses))
+            if self._noise is not None:
+                self._noise.add(rows)
 
     def _begin_exchange(self) -> Callable[[], list[float]]:
         """Begin to sum what workers have taken, which goes on while gradients are computed."""
@@ -184,10 +232,13 @@ class Updater:
         if taken.bad:
             self._refuse(self._bad)
         else:
-            for parameter in state.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self._world.size / max(1.0, taken.count))
-            norm = float(nn.utils.clip_grad_norm_(state.model.parameters(), self._config.clip_norm))
+            gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
+            # Workers' sums were averaged; what counts is the mean over all elements of all workers.
+            scale = self._world.size / max(1.0, taken.count)
+            if self._noise is not None:
+                self.parts = self._noise.take(num_sequences=self._own.rows, count=taken.count)
+            norm = scale * float(nn.utils.get_total_norm(gradients))
+            state.clips.add(norm, clip_norm=state.clip_norm)
             if not math.isfinite(norm):
                 # The gradient is the same on all workers, so all come here.
                 taken.bad += 1
@@ -198,6 +249,8 @@ class Updater:
                     "gradient_norm": norm,
                     "rate": float(state.schedule.get_last_lr()[0]),
                 }
+                # Divided and clipped in one pass.
+                torch._foreach_mul_(gradients, scale * min(1.0, state.clip_norm / (norm + SMALL)))
                 state.optimizer.step()
         state.schedule.step()
 
@@ -206,11 +259,13 @@ class Updater:
         named = [] if bad is None else bad.numbers[:MOST_NAMED]
         own = [math.nan if bad is None else bad.value, bad is not None, *named, *[-1] * (MOST_NAMED - len(named))]
         found = [row for row in self._world.gathered([float(item) for item in own]) if row[1]]
-        if self._config.on_nan == "stop":
-            sequences = [int(number) for row in found for number in row[2:] if number >= 0]
+        if not self.skips:
+            sequences = list(dict.fromkeys(int(number) for row in found for number in row[2:] if number >= 0))
             raise diverged(sequences, found[0][0], where=f"at step {self._state.step + 1}, on training sequences")
         self.skipped += 1
         self._state.optimizer.zero_grad(set_to_none=True)
 
 
+SMALL: Final = 1e-6
+"""Added to a norm that is divided by, as torch does."""
 PARTS: Final = tuple(field.name for field in dataclasses.fields(Taken))

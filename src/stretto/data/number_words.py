@@ -1,0 +1,105 @@
+"""The embedded set for translation: numbers in words, from English to German.
+
+German puts the ones before the tens ("twenty-one" is "einundzwanzig") and writes a number below a million as one word,
+so that the order changes and words that were never seen have to be put together from pieces. Everything follows from a
+seed.
+"""
+
+import dataclasses
+from typing import Final
+
+import numpy as np
+
+from stretto.data.parallel_text import LinePairs, parallel_set
+from stretto.data.sequences import SequenceSet
+from stretto.errors import StrettoError
+
+ENGLISH_SMALL: Final = (
+    "nought one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen".split()
+)
+ENGLISH_TENS: Final = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+GERMAN_SMALL: Final = (
+    "null ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn "
+    "siebzehn achtzehn neunzehn".split()
+)
+GERMAN_TENS: Final = "zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig".split()
+LARGEST: Final = 999_999
+MOST_NUMBERS: Final = 5
+"""In one line."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NumberWordsSettings:
+    """How many lines to make.
+
+    Attributes:
+        num_train: Training lines; validation and test get a tenth as many each. No line is there twice.
+        seed: Everything follows from it.
+    """
+
+    num_train: int = 5000
+    seed: int = 0
+
+
+def make_number_words(settings: NumberWordsSettings | None = None) -> SequenceSet:
+    """The set; a pure function of the settings. Each line has up to five numbers of any size."""
+    settings = settings or NumberWordsSettings()
+    held_out = max(1, settings.num_train // 10)
+    counts = (settings.num_train, held_out, held_out)
+    rng = np.random.default_rng([settings.seed, 0x2021])
+    lines: dict[tuple[int, ...], None] = {}
+    while len(lines) < sum(counts):
+        magnitudes = rng.uniform(0.0, np.log(LARGEST + 2), size=rng.integers(1, MOST_NUMBERS + 1))
+        lines[tuple((np.exp(magnitudes) - 1.0).astype(int).tolist())] = None
+    pairs = LinePairs(
+        sources=[_listed([in_english(number) for number in line], "and") for line in lines],
+        targets=[_listed([in_german(number) for number in line], "und") for line in lines],
+        languages=("en", "de"),
+    )
+    # Lines of one small number are soon used up and come early: all parts are to have their share of them.
+    split_N = rng.permutation(np.repeat(np.arange(3, dtype=np.uint8), counts))
+    return parallel_set(pairs, split_N=split_N, name="number words")
+
+
+def in_english(number: int) -> str:
+    """A number from 0 to 999,999 in English words."""
+    _check(number)
+    if number < 20:
+        return ENGLISH_SMALL[number]
+    if number < 100:
+        tens, ones = divmod(number, 10)
+        return ENGLISH_TENS[tens - 2] + (f"-{ENGLISH_SMALL[ones]}" if ones else "")
+    if number < 1000:
+        hundreds, rest = divmod(number, 100)
+        return f"{ENGLISH_SMALL[hundreds]} hundred" + (f" and {in_english(rest)}" if rest else "")
+    thousands, rest = divmod(number, 1000)
+    between = " and " if rest < 100 else " "
+    return f"{in_english(thousands)} thousand" + (between + in_english(rest) if rest else "")
+
+
+def in_german(number: int) -> str:
+    """A number from 0 to 999,999 as a German word."""
+    _check(number)
+    # One is "eins" where it ends a number, and "ein" within.
+    return _german_stem(number) + ("s" if number % 100 == 1 else "")
+
+
+def _german_stem(number: int) -> str:
+    if number < 20:
+        return GERMAN_SMALL[number]
+    if number < 100:
+        tens, ones = divmod(number, 10)
+        return (f"{GERMAN_SMALL[ones]}und" if ones else "") + GERMAN_TENS[tens - 2]
+    unit, name = (100, "hundert") if number < 1000 else (1000, "tausend")
+    count, rest = divmod(number, unit)
+    return f"{_german_stem(count)}{name}" + (_german_stem(rest) if rest else "")
+
+
+def _listed(words: list[str], conjunction: str) -> str:
+    return ", ".join(words[:-1]) + f" {conjunction} {words[-1]}" if len(words) > 1 else words[0]
+
+
+def _check(number: int) -> None:
+    if not 0 <= number <= LARGEST:
+        raise StrettoError(f"{number} cannot be put into words", fix=f"Give a whole number from 0 to {LARGEST:,}.")

@@ -1,0 +1,196 @@
+"""Parallel text: the same lines in two languages, in files such as train.en and train.de.
+
+Shape legend: N lines, S characters of all lines together.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, final
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import Transcripts
+from stretto.data.text import decoded_text
+from stretto.errors import StrettoError
+
+PARALLEL_FILE: Final = re.compile(
+    r"(?P<part>train|val|valid|validation|dev|test[\w-]*)\.(?P<language>[a-z]{2,3}(?:[-_][A-Za-z]{2,4})?)(?:\.gz)?"
+)
+NOT_LANGUAGES: Final = frozenset(
+    "bin cfg csv doc gz htm ini jpg js json log md npy npz pdf pkl png pt pth py rst sh svg tar toml tsv txt xml xz "
+    "yml zip zst".split()
+)
+"""Endings of other files that look like the name of a language."""
+VALID_NAMES: Final = ("val", "valid", "validation", "dev")
+ENGLISH: Final = "en"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LinePairs:
+    """Lines and their translations.
+
+    Attributes:
+        sources: Lines.
+        targets: What they are in the other language.
+        languages: Of the sources and of the targets; None if the data do not tell.
+    """
+
+    sources: list[str]
+    targets: list[str]
+    languages: tuple[str, str] | None
+
+    def turned(self) -> "LinePairs":
+        """The other direction."""
+        languages = None if self.languages is None else (self.languages[1], self.languages[0])
+        return LinePairs(sources=self.targets, targets=self.sources, languages=languages)
+
+
+def holds_parallel_text(folder: Path) -> bool:
+    """Whether the files of a folder are named as parts in two or more languages, training among them."""
+    found = _parallel_files(folder)
+    return len({language for _, language in found}) > 1 and any(part == "train" for part, _ in found)
+
+
+def read_parallel_text(folder: Path) -> SequenceSet:
+    """Read a folder of parallel text: characters of the one language are the sequences, the other is the target.
+
+    English comes first, if it is one of the two; otherwise the language whose ending is first in the alphabet.
+
+    Args:
+        folder: `train.LANGUAGE`, `val.LANGUAGE` (or valid, validation, dev) and `test.LANGUAGE` (or any name that
+            begins with test) for two languages, plain or with .gz behind, in UTF-8; line i of the one is line i of
+            the other. Without validation or test, these are drawn as for any set. Of several test parts the first is
+            taken.
+
+    Raises:
+        StrettoError: A file is missing, damaged or not UTF-8; the two files of a part are not equally long; a line is
+            empty.
+    """
+    files = _parallel_files(folder)
+    languages = _two_languages(folder, files)
+    parts, left_out = _parts(folder, {part for part, _ in files})
+    lines: tuple[list[str], list[str]] = ([], [])
+    split: list[int] = []
+    for number, part in parts:
+        pair = [_lines(_present(folder, files, part=part, language=language)) for language in languages]
+        _check_lines([files[part, language] for language in languages], pair)
+        for side, more in zip(lines, pair, strict=True):
+            side.extend(more)
+        split += [number] * len(pair[0])
+    pairs = LinePairs(sources=lines[0], targets=lines[1], languages=languages)
+    split_N = np.array(split, dtype=np.uint8) if len(parts) > 1 else None
+    notes = (f"the first test part is taken, without {', '.join(left_out)}",) if left_out else ()
+    return parallel_set(pairs, split_N=split_N, name=folder.resolve().name, notes=notes)
+
+
+def parallel_set(
+    pairs: LinePairs, *, split_N: npt.NDArray[np.uint8] | None, name: str, notes: tuple[str, ...] = ()
+) -> SequenceSet:
+    """Pairs as a set: the numbers of the sources' characters, and the targets as transcripts."""
+    text = "".join(pairs.sources)
+    alphabet = "".join(sorted(set(text)))
+    known, flat_S = (np.frombuffer(part.encode("utf-32-le"), dtype="<u4") for part in (alphabet, text))
+    return SequenceSet.from_flat(
+        np.searchsorted(known, flat_S).astype(np.min_scalar_type(len(alphabet) - 1))[:, None],
+        offsets=np.cumsum([0, *map(len, pairs.sources)]),
+        targets=Transcripts.of(pairs.targets, languages=pairs.languages),
+        split_N=split_N,
+        name=name,
+        alphabet=alphabet,
+        notes=notes,
+    )
+
+
+def line_pairs(data: SequenceSet) -> LinePairs:
+    """The pairs of a set that `parallel_set` made.
+
+    Raises:
+        StrettoError: The sequences are no text, or have no text to become.
+    """
+    if not data.alphabet or not isinstance(data.targets, Transcripts):
+        raise StrettoError(
+            f"{data.name} is no parallel text",
+            fix="Give a folder with the same lines in two languages, such as train.en and train.de, with --data.",
+        )
+    known = np.frombuffer(data.alphabet.encode("utf-32-le"), dtype="<u4")
+    places = zip(data.starts_N.tolist(), data.lengths_N.tolist(), strict=True)
+    return LinePairs(
+        sources=[
+            known[data.features_SF[start : start + length, 0]].tobytes().decode("utf-32-le") for start, length in places
+        ],
+        targets=[data.targets[index] for index in range(len(data))],
+        languages=data.targets.languages,
+    )
+
+
+def _parallel_files(folder: Path) -> dict[tuple[str, str], Path]:
+    found: dict[tuple[str, str], Path] = {}
+    for path in sorted(folder.iterdir()):
+        match = PARALLEL_FILE.fullmatch(path.name)
+        if match is None or match["language"] in NOT_LANGUAGES or not path.is_file():
+            continue
+        key = match["part"], match["language"]
+        if key in found:
+            raise StrettoError(
+                f"{str(folder)!r} has both {found[key].name} and {path.name}", fix="Remove one of the two."
+            )
+        found[key] = path
+    return found
+
+
+def _two_languages(folder: Path, files: dict[tuple[str, str], Path]) -> tuple[str, str]:
+    languages = sorted({language for _, language in files}, key=lambda language: (language != ENGLISH, language))
+    if len(languages) != 2:
+        raise StrettoError(
+            f"{str(folder)!r} has text in {len(languages)} languages: {', '.join(languages) or 'none'}",
+            fix="Give a folder with two, in files such as train.en and train.de.",
+        )
+    return languages[0], languages[1]
+
+
+def _parts(folder: Path, names: set[str]) -> tuple[list[tuple[int, str]], list[str]]:
+    """Each part's number in a split and its name, and the test parts that are left out."""
+    valid = [name for name in VALID_NAMES if name in names]
+    test = sorted(name for name in names if name.startswith("test"))
+    if len(valid) > 1:
+        raise StrettoError(
+            f"{str(folder)!r} has more than one validation part: {', '.join(valid)}", fix="Keep one of them."
+        )
+    # Where there is but one of the two, it is 1, which stands for either.
+    held_out = [*valid, *test[:1]]
+    return [(0, "train"), *enumerate(held_out, start=1)], test[1:]
+
+
+def _present(folder: Path, files: dict[tuple[str, str], Path], *, part: str, language: str) -> Path:
+    if (part, language) not in files:
+        beside = ", ".join(path.name for (name, _), path in files.items() if name == part) or "the others"
+        raise StrettoError(
+            f"{str(folder)!r} has no {part}.{language} or {part}.{language}.gz beside {beside}",
+            fix="Give every part in both languages.",
+        )
+    return files[part, language]
+
+
+def _lines(path: Path) -> list[str]:
+    lines = decoded_text(path).split("\n")
+    return [line.strip() for line in (lines[:-1] if lines[-1] == "" else lines)]
+
+
+def _check_lines(paths: Sequence[Path], pair: Sequence[list[str]]) -> None:
+    if len(pair[0]) != len(pair[1]):
+        counts = " and ".join(f"{path.name} has {len(lines)} lines" for path, lines in zip(paths, pair, strict=True))
+        raise StrettoError(
+            f"{str(paths[0].parent)!r}: {counts}", fix="Line i of the one must translate line i of the other."
+        )
+    for path, lines in zip(paths, pair, strict=True):
+        if not lines:
+            raise StrettoError(f"{str(path)!r} has no lines", fix="Give at least one pair of lines in every part.")
+        if "" in lines:
+            raise StrettoError(
+                f"{str(path)!r}: line {lines.index('') + 1} is empty", fix="Remove that line from both files."
+            )

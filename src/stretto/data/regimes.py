@@ -1,0 +1,81 @@
+"""The embedded set for labels of steps: signals that switch between regimes now and then.
+
+The first channel swings slowly or fast; the second is quiet but for a pulse, up or down, where a regime begins. A
+regime is both together, so that a net must remember the last pulse for as long as the regime lasts. Everything follows
+from a seed.
+
+Shape legend: T steps of one signal, S steps of all of them.
+"""
+
+import dataclasses
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import StepLabels
+
+NAMES: Final = ("unlabelled", "slow, up", "slow, down", "fast, up", "fast, down")
+PERIODS: Final = (40.0, 16.0)
+PULSE: Final = 6
+UNSURE: Final = 12
+"""Steps after a switch that have no label."""
+NOISE: Final = 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RegimeSettings:
+    """What to make.
+
+    Attributes:
+        num_train: Training signals; validation and test have a sixth of that each.
+        median_length: Steps of a signal in the middle of the lengths, which have a long tail.
+        mean_stay: Steps of a regime on average.
+        seed: Everything follows from it.
+    """
+
+    num_train: int = 360
+    median_length: int = 400
+    mean_stay: int = 60
+    seed: int = 0
+
+
+def make_regimes(settings: RegimeSettings | None = None) -> SequenceSet:
+    """The set; a pure function of the settings."""
+    settings = settings or RegimeSettings()
+    held_out = max(1, settings.num_train // 6)
+    counts = (settings.num_train, held_out, held_out)
+    rng = np.random.default_rng([settings.seed, 0x7E61])
+    made = [_signal(settings, rng) for _ in range(sum(counts))]
+    offsets = np.cumsum([0, *(len(labels_T) for _, labels_T in made)])
+    return SequenceSet.from_flat(
+        np.concatenate([features_TF for features_TF, _ in made]),
+        offsets=offsets,
+        targets=StepLabels.check(
+            np.concatenate([labels_T for _, labels_T in made]), offsets=offsets, names=NAMES, source="regimes"
+        ),
+        split_N=np.repeat(np.arange(3), counts),
+        name="regimes",
+    )
+
+
+def _signal(
+    settings: RegimeSettings, rng: np.random.Generator
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
+    """Features (T, 2) and labels of one signal."""
+    shortest, longest = settings.median_length // 4, settings.median_length * 4
+    length = int(np.clip(rng.lognormal(np.log(settings.median_length), 0.6), shortest, longest))
+    pace_T, pulse_T = np.zeros(length), np.zeros(length)
+    labels_T = np.zeros(length, dtype=np.uint8)
+    begin = 0
+    while begin < length:
+        end = begin + UNSURE + int(rng.exponential(settings.mean_stay))
+        fast, down = rng.integers(2, size=2)
+        pace_T[begin:end] = 2 * np.pi / (PERIODS[fast] * rng.uniform(0.85, 1.15))
+        pulse_T[begin : min(end, begin + PULSE)] = 2.0 - 4.0 * down
+        labels_T[begin + UNSURE : end] = 1 + 2 * fast + down
+        begin = end
+    swing_T = np.sin(np.cumsum(pace_T) + rng.uniform(0, 2 * np.pi))
+    clean_TF = np.stack([swing_T, pulse_T], axis=1)
+    return (clean_TF + rng.normal(scale=NOISE, size=clean_TF.shape)).astype(np.float32), labels_T

@@ -1,0 +1,146 @@
+"""Text as sentences of words, for language models.
+
+Shape legend: N sentences, S words of all sentences together.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.data.sequences import PARTS, Part, SequenceSet
+from stretto.data.text import decoded_text, text_name
+from stretto.errors import StrettoError
+
+PART_FILE: Final = re.compile(r"(?P<prefix>(?:.*[._-])?)(?P<part>train|valid|test)\.txt(?:\.gz)?", re.IGNORECASE)
+END: Final = "<eos>"
+"""Stands at the end of every sentence."""
+UNKNOWN: Final = "<unk>"
+"""Stands for any word that training has not seen, if training has it."""
+MOST_NAMED: Final = 5
+
+
+def holds_word_text(folder: Path) -> bool:
+    """Whether a folder has a text in parts: a training file and one to measure with, such as ptb.valid.txt."""
+    found = {part for part, paths in _part_files(folder).items() if paths}
+    return "train" in found and len(found) > 1
+
+
+def read_word_text(path: Path) -> SequenceSet:
+    """Read sentences of words: a line is a sequence, the one feature is the word's number.
+
+    Words are parted by blanks, and `<eos>` ends every line; lines without a word are left out. Words are numbered as
+    they first appear in the training part. A word of another part that training does not have becomes `<unk>`.
+
+    Args:
+        path: A folder with PREFIX.train.txt, PREFIX.valid.txt and PREFIX.test.txt, each plain or .gz; or one such
+            file, whose last lines then serve for validation and test, a tenth each, and whose words are all known.
+
+    Raises:
+        StrettoError: A part is missing or there twice, a file is damaged, or a word is unknown and there is no `<unk>`.
+    """
+    if path.is_dir():
+        files = _chosen(path)
+        lines = {part: _lines(file) for part, file in files.items()}
+        return word_set(lines, name=_name(files["train"]), sources={part: str(file) for part, file in files.items()})
+    sentences = _lines(path)
+    tenth = max(1, len(sentences) // 10)
+    if len(sentences) <= 2 * tenth:
+        raise StrettoError(
+            f"{str(path)!r} has {len(sentences)} lines with words", fix="Give three lines or more, a sentence each."
+        )
+    firsts = (0, len(sentences) - 2 * tenth, len(sentences) - tenth, len(sentences))
+    parts = {part: sentences[firsts[at] : firsts[at + 1]] for at, part in enumerate(PARTS)}
+    return word_set(
+        parts,
+        name=text_name(path),
+        vocabulary=_in_order(sentences),
+        notes=("one file of words: its last lines are kept, a tenth for validation and a tenth for test",),
+    )
+
+
+def word_set(
+    sentences: Mapping[Part, Sequence[Sequence[str]]],
+    *,
+    name: str,
+    vocabulary: Sequence[str] | None = None,
+    sources: Mapping[Part, str] | None = None,
+    notes: tuple[str, ...] = (),
+) -> SequenceSet:
+    """Sentences, each a list of words that ends with `<eos>`, as numbers.
+
+    Args:
+        sentences: Of each part.
+        name: Shown in messages.
+        vocabulary: The words in the order of their numbers; by default those of the training part.
+        sources: What a part is called in messages.
+        notes: What the user should know.
+    """
+    words = tuple(vocabulary or _in_order(sentences["train"]))
+    number_of = {word: number for number, word in enumerate(words)}
+    flat_S = np.concatenate(
+        [_numbers(sentences[part], number_of, source=(sources or {}).get(part, f"{name} ({part})")) for part in PARTS]
+    )
+    lengths = [len(sentence) for part in PARTS for sentence in sentences[part]]
+    return SequenceSet.from_flat(
+        flat_S.astype(np.min_scalar_type(len(words) - 1))[:, None],
+        offsets=np.cumsum([0, *lengths]),
+        split_N=np.repeat(np.arange(len(PARTS)), [len(sentences[part]) for part in PARTS]),
+        split_complete=True,
+        name=name,
+        vocabulary=words,
+        notes=notes,
+    )
+
+
+def _in_order(sentences: Iterable[Sequence[str]]) -> list[str]:
+    return list(dict.fromkeys(word for sentence in sentences for word in sentence))
+
+
+def _numbers(sentences: Sequence[Sequence[str]], number_of: Mapping[str, int], *, source: str) -> npt.NDArray[np.int64]:
+    missing = number_of.get(UNKNOWN, -1)
+    flat_S = np.array([number_of.get(word, missing) for sentence in sentences for word in sentence], dtype=np.int64)
+    if (flat_S < 0).any():
+        unknown = [word for word in _in_order(sentences) if word not in number_of]
+        named = ", ".join(map(repr, unknown[:MOST_NAMED])) + (", ..." if len(unknown) > MOST_NAMED else "")
+        raise StrettoError(
+            f"{source!r} has words that the training part does not have, and there is no {UNKNOWN} there: {named}",
+            fix=f"Write {UNKNOWN} for rare words in the training part too.",
+        )
+    return flat_S
+
+
+def _lines(path: Path) -> list[list[str]]:
+    sentences = [[*line.split(), END] for line in decoded_text(path).split("\n") if line.split()]
+    if not sentences:
+        raise StrettoError(f"{str(path)!r} has no words", fix="Give a sentence a line, words parted by blanks.")
+    return sentences
+
+
+def _part_files(folder: Path) -> dict[Part, list[Path]]:
+    found: dict[Part, list[Path]] = {part: [] for part in PARTS}
+    for path in sorted(folder.iterdir()):
+        match = PART_FILE.fullmatch(path.name)
+        if match and path.is_file() and not path.name.startswith("."):
+            found[next(part for part in PARTS if part == match["part"].lower())].append(path)
+    return found
+
+
+def _chosen(folder: Path) -> dict[Part, Path]:
+    found = _part_files(folder)
+    for part, paths in found.items():
+        if len(paths) != 1:
+            there = f"has {', '.join(path.name for path in paths)}" if paths else "has none"
+            raise StrettoError(
+                f"{str(folder)!r} {there} for the {part} part",
+                fix=f"Keep exactly one file named like NAME.{part}.txt or NAME.{part}.txt.gz.",
+            )
+    return {part: paths[0] for part, paths in found.items()}
+
+
+def _name(train: Path) -> str:
+    match = PART_FILE.fullmatch(train.name)
+    return (match["prefix"].rstrip("._-") if match else "") or train.parent.name

@@ -1,0 +1,249 @@
+"""Translation: a line in one language in, the same line in another out.
+
+Shape legend: N pairs, S steps of all pairs, B pairs of a batch, T steps, U target steps, C pieces.
+"""
+
+import dataclasses
+import math
+from typing import Annotated, Final, Literal, final
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch.nn import functional
+
+from stretto.batching.collate import Batch
+from stretto.data.number_words import make_number_words
+from stretto.data.parallel_text import LinePairs, line_pairs
+from stretto.data.sequences import PARTS, SequenceSet
+from stretto.errors import StrettoError
+from stretto.tasks.bleu import Bleu, BleuWords, bleu_names, fitting_words
+from stretto.tasks.translate_model import Sides, TranslateModel, TranslateShape
+from stretto.tasks.translate_search import search
+from stretto.tasks.translate_vocabulary import END, FEWEST_PIECES, PAD, Vocabulary
+from stretto.training.config import Count, Positive, Share, TrainConfig
+from stretto.training.task import AbstractTask, LossSum, Reading, Score
+
+PAIRS_A_PIECE: Final = 7
+MOST_PIECES: Final = 6000
+LARGEST_NATS: Final = 700.0
+SAME: Final = 1e-2
+WHAT_A_WORD_IS: Final[dict[BleuWords, str]] = {
+    "none": "words as they stand between spaces, for the text is tokenised",
+    "13a": "words with punctuation split off",
+    "char": "characters",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TranslateConfig(TrainConfig):
+    """Settings of the translation task.
+
+    Attributes:
+        hidden_size: Units of every layer; the two directions of the encoder's first layer have half of them each.
+        num_layers: Layers of the encoder, and of the decoder.
+        source: The language to translate from, by the ending of its files; left out, English or the first of the two.
+        target: The language to translate to; left out, the other.
+        vocabulary_size: Most pieces of the vocabulary that both languages share; auto is one for every seven training
+            pairs, and at most 6,000.
+        label_smoothing: Share of the probability that is spread over all pieces.
+        tie_output: Whether the output takes the embedding for its weights.
+        decoder: How the test part is translated for `bleu`: greedy, or beam search; the result has both.
+        beam_width: Translations that beam search keeps.
+        bleu_words: What BLEU takes for a word, as sacrebleu names it; auto is none for text that is tokenised, or 13a.
+    """
+
+    epochs: Count = 10
+    batch_size: Count | Literal["auto"] = 64
+    hidden_size: Count = 256
+    num_layers: Count = 2
+    dropout: Share = 0.2
+    learning_rate: Positive = 1e-3
+    source: str | None = None
+    target: str | None = None
+    vocabulary_size: Count | Literal["auto"] = "auto"
+    label_smoothing: Share = 0.1
+    tie_output: bool = True
+    decoder: Literal["greedy", "beam"] = "beam"
+    beam_width: Annotated[int, Field(ge=1, le=100)] = 4
+    bleu_words: Literal["auto", "none", "13a", "char"] = "auto"
+
+
+@final
+class Translate(AbstractTask[TranslateConfig]):
+    """Lines in two languages, translated from one to the other and measured in BLEU.
+
+    The pieces of a line and of its translation lie side by side as the two features of a pair, `PAD` behind the end of
+    the shorter one: a pair is as long as the longer of the two, the translation counted with its end mark, and buckets
+    are made by that. The vocabulary is learnt from the training part.
+
+    Translating takes the model, so `score` and `readings` use the one that `build_model` made last; they refuse scores
+    of another.
+
+    Attributes:
+        vocabulary: The pieces that both languages share.
+    """
+
+    name = "translate"
+    metric = "bleu"
+
+    def __init__(self, config: TranslateConfig, data: SequenceSet) -> None:
+        pairs = _directed(line_pairs(data), config, name=data.name)
+        trained = np.flatnonzero(data.split_N == PARTS.index("train")).tolist()
+        texts = [text for side in (pairs.sources, pairs.targets) for text in (side[index] for index in trained)]
+        self.vocabulary = Vocabulary(texts, most_pieces=_most_pieces(config, num_pairs=len(trained)))
+        words = config.bleu_words
+        chosen = fitting_words([pairs.targets[index] for index in trained]) if words == "auto" else words
+        self._bleu = Bleu(chosen)
+        self._references = dict(zip(data.numbers_N.tolist(), pairs.targets, strict=True))
+        self._model: TranslateModel | None = None
+        note = f"BLEU compares {WHAT_A_WORD_IS[chosen]} (sacrebleu's {chosen})"
+        super().__init__(config, _side_by_side(data, pairs, self.vocabulary, note=note))
+
+    @classmethod
+    def embedded_data(cls) -> SequenceSet:
+        """Numbers in words, from English to German."""
+        return make_number_words()
+
+    def build_model(self) -> TranslateModel:
+        """A fresh model."""
+        self._model = TranslateModel(
+            TranslateShape(
+                num_pieces=self.vocabulary.size,
+                hidden_size=self.config.hidden_size,
+                num_layers=self.config.num_layers,
+                dropout=self.config.dropout,
+                tie_output=self.config.tie_output,
+                kernel=self.config.kernel,
+            )
+        )
+        return self._model
+
+    def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
+        """Cross-entropy with smoothed labels, counted in target pieces and end marks."""
+        pieces_BU = _target_pieces(output, batch)
+        total = functional.cross_entropy(
+            output.flatten(0, 1),
+            pieces_BU.flatten(),
+            ignore_index=PAD,
+            reduction="sum",
+            label_smoothing=self.config.label_smoothing,
+        )
+        return LossSum(total=total, count=int((pieces_BU != PAD).sum()))
+
+    def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
+        """Nats, pieces guessed right, and what BLEU of greedy translations is made of."""
+        texts = self._translations(output, batch, width=1)
+        return {**self._guesses(output, batch), **self._bleu.scores(self.metric, texts, self._true(batch))}
+
+    def final_score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
+        """The same for both decoders; `bleu` is the chosen one's."""
+        found = self._guesses(output, batch)
+        for decoder, width in (("greedy", 1), ("beam", self.config.beam_width)):
+            texts = self._translations(output, batch, width=width)
+            names = [f"{self.metric}_{decoder}", *([self.metric] if decoder == self.config.decoder else [])]
+            for name in names:
+                found |= self._bleu.scores(name, texts, self._true(batch))
+        return found
+
+    def summary(self, scores: dict[str, Score]) -> dict[str, float]:
+        """BLEU from 0 to 100, the perplexity of a piece, and the share of pieces guessed right given those before."""
+        return {
+            **{name: self._bleu.value(name, scores) for name in bleu_names(scores)},
+            "perplexity": math.exp(min(scores["nats"].ratio, LARGEST_NATS)),
+            "accuracy": scores["accuracy"].ratio,
+        }
+
+    def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
+        """The references and what the model makes of the sources."""
+        width = self.config.beam_width if self.config.decoder == "beam" else 1
+        texts = self._translations(output, batch, width=width)
+        return [
+            Reading(target=reference, output=text, ink=None)
+            for reference, text in zip(self._true(batch), texts, strict=True)
+        ]
+
+    def _guesses(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
+        pieces_BU = _target_pieces(output, batch)
+        real_BU = pieces_BU != PAD
+        nats = functional.cross_entropy(output.flatten(0, 1), pieces_BU.flatten(), ignore_index=PAD, reduction="sum")
+        right_BU = (output.argmax(dim=-1) == pieces_BU) & real_BU
+        count = int(real_BU.sum())
+        return {
+            "nats": Score(amount=float(nats), count=count),
+            "accuracy": Score(amount=int(right_BU.sum()), count=count),
+        }
+
+    def _true(self, batch: Batch) -> list[str]:
+        assert batch.indices is not None
+        return [self._references[number] for number in batch.indices.tolist()]
+
+    def _translations(self, output: torch.Tensor, batch: Batch, *, width: int) -> list[str]:
+        if self._model is None:
+            raise StrettoError("there is no model to translate with", fix="Call build_model() first.")
+        sides = Sides.of(batch)
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            found = search(self._model, sides, width=width)
+        finally:
+            self._model.train(was_training)
+        # The first piece is scored before any is chosen: the same by training's way and by the decoder's.
+        given_BC = output[:, 0]
+        if not torch.allclose(given_BC, found.first_BC, rtol=SAME, atol=SAME * float(given_BC.abs().max())):
+            raise StrettoError(
+                "these scores are not of the model that translates, in evaluation mode",
+                fix="Measure the model that build_model() made last, after model.eval().",
+            )
+        return self.vocabulary.decode(found.pieces)
+
+
+def _target_pieces(output: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The true pieces (B, U) of as many steps as there are scores of; some rows of a batch may be shorter than all."""
+    pieces_BT: torch.Tensor = batch.features_BTF[..., 1].masked_fill(~batch.mask, PAD)
+    return pieces_BT[:, : output.shape[1]]
+
+
+def _most_pieces(config: TranslateConfig, *, num_pairs: int) -> int:
+    if config.vocabulary_size != "auto":
+        return config.vocabulary_size
+    return min(MOST_PIECES, max(2 * FEWEST_PIECES, num_pairs // PAIRS_A_PIECE))
+
+
+def _directed(pairs: LinePairs, config: TranslateConfig, *, name: str) -> LinePairs:
+    """From the source that was asked for to the target."""
+    if config.source is None and config.target is None:
+        return pairs
+    asked = f"from {config.source or 'any language'} to {config.target or 'any language'}"
+    if pairs.languages is None:
+        raise StrettoError(
+            f"{name} does not tell its languages, and a translation {asked} was asked for",
+            fix="Leave --source and --target out.",
+        )
+    for turned in (pairs, pairs.turned()):
+        assert turned.languages is not None
+        if config.source in (None, turned.languages[0]) and config.target in (None, turned.languages[1]):
+            return turned
+    raise StrettoError(
+        f"{name} has {' and '.join(pairs.languages)}, and a translation {asked} was asked for",
+        fix=f"Set --source and --target to {' and '.join(pairs.languages)}, in either order, or leave them out.",
+    )
+
+
+def _side_by_side(data: SequenceSet, pairs: LinePairs, vocabulary: Vocabulary, *, note: str) -> SequenceSet:
+    """Pieces of source and target as two features, as many steps as the longer has."""
+    sources = vocabulary.encode(pairs.sources)
+    targets = [[*pieces, END] for pieces in vocabulary.encode(pairs.targets)]
+    for number, pieces in zip(data.numbers_N.tolist(), sources, strict=True):
+        if not pieces:
+            raise StrettoError(f"{data.name}: line {number} has no words", fix="Remove it and its translation.")
+    lengths_N = [max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]
+    offsets = np.cumsum([0, *lengths_N])
+    pieces_S2 = np.full((offsets[-1], 2), PAD, dtype=np.min_scalar_type(vocabulary.size - 1))
+    for start, source, target in zip(offsets.tolist(), sources, targets, strict=False):
+        pieces_S2[start : start + len(source), 0] = source
+        pieces_S2[start : start + len(target), 1] = target
+    made = SequenceSet.from_flat(
+        pieces_S2, offsets=offsets, split_N=data.split_N, split_complete=True, name=data.name, notes=(*data.notes, note)
+    )
+    return dataclasses.replace(made, numbers_N=data.numbers_N)

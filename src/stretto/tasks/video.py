@@ -1,0 +1,201 @@
+"""Video: clips of unequal length, one class each.
+
+Shape legend: B clips, T steps, P real steps of all clips, F values of a frame or features, E of its code, H hidden
+units, C classes.
+"""
+
+import dataclasses
+from typing import Annotated, Final, Literal, final
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+from torch.nn import functional
+
+from stretto.batching.collate import Batch
+from stretto.cells.gru import GRU
+from stretto.data.frames import LARGEST_FRAME, SMALLEST_FRAME, Framing
+from stretto.data.opening import open_sequences
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import Labels
+from stretto.errors import StrettoError
+from stretto.nn.rnn import RNN
+from stretto.nn.standardise import Standardise
+from stretto.training.config import Count, Positive
+from stretto.training.solver_config import SolverConfig
+from stretto.training.task import AbstractTask, LossSum, Reading, Score
+
+CHANNELS: Final = (16, 32)
+PLACES: Final = 4
+"""Rows and columns that a frame is summed up in."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VideoConfig(SolverConfig):
+    """Settings of the video task.
+
+    Attributes:
+        frame_size: Width and height, in pixels, that frames are scaled to.
+        colour: Frames in colour instead of grey.
+        split_file: Which of HMDB51's three splits, where its split files are there.
+    """
+
+    epochs: Count = 20
+    batch_size: Count = 16
+    hidden_size: Count = 64
+    learning_rate: Positive = 5e-3
+    frame_size: Annotated[int, Field(ge=SMALLEST_FRAME, le=LARGEST_FRAME)] = Framing().size
+    colour: bool = Framing().colour
+    split_file: Literal[1, 2, 3] = 1
+
+    @property
+    def framing(self) -> Framing:
+        """How clips are to be read."""
+        return Framing(size=self.frame_size, colour=self.colour, split_file=self.split_file)
+
+
+@final
+class FrameEncoder(nn.Module):
+    """Two convolutions with pooling, which keep roughly where something is, and a linear layer, normalised."""
+
+    def __init__(self, framing: Framing, *, code_size: int) -> None:
+        super().__init__()
+        self.size, self.channels = framing.size, framing.channels
+        few, many = CHANNELS
+        self.layers = nn.Sequential(
+            nn.Conv2d(self.channels, few, kernel_size=3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(few, many, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(PLACES),
+            nn.Flatten(),
+            nn.Linear(many * PLACES * PLACES, code_size),
+            # Of each frame by itself: what all frames have in common would swamp what moves.
+            nn.LayerNorm(code_size),
+        )
+
+    def forward(self, pixels_PF: torch.Tensor) -> torch.Tensor:
+        """Codes (P, E) of frames."""
+        frames = pixels_PF.view(len(pixels_PF), self.size, self.size, self.channels).permute(0, 3, 1, 2)
+        codes_PE: torch.Tensor = self.layers(frames)
+        return codes_PE
+
+
+@final
+class VideoModel(nn.Module):
+    """Each real frame encoded by itself, a GRU over the frames, its mean over real steps, and a linear layer."""
+
+    def __init__(self, standardise: Standardise, encode: nn.Module, *, num_classes: int, config: VideoConfig) -> None:
+        super().__init__()
+        self.standardise, self.encode = standardise, encode
+        size, layers = config.hidden_size, config.num_layers
+        # torch warns when a single layer is given a dropout that it would not use.
+        between = config.dropout if layers > 1 else 0.0
+        self.gru: RNN | nn.GRU
+        if config.kernel == "compiled":
+            self.gru = RNN(GRU(size, size), layers, dropout=between, solver=config.made_solver())
+        else:
+            config.refuse_contradictions()
+            self.gru = nn.GRU(size, size, layers, batch_first=True, dropout=between)
+        self.dropout = nn.Dropout(config.dropout)
+        self.classify = nn.Linear(size, num_classes)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Scores of the classes (B, C)."""
+        mask_BT = batch.mask
+        x_PF = self.standardise(batch.features_BTF[mask_BT], mask_BT[mask_BT])
+        codes_PE = self.dropout(self.encode(x_PF))
+        codes_BTE = codes_PE.new_zeros(*mask_BT.shape, codes_PE.shape[1])
+        codes_BTE[mask_BT] = codes_PE
+        if isinstance(self.gru, RNN):
+            hidden_BTH, _ = self.gru(codes_BTE, lengths=batch.lengths, sample_ids=batch.indices)
+        else:
+            hidden_BTH, _ = self.gru(codes_BTE)
+        real_BTH = hidden_BTH.masked_fill(~mask_BT[..., None], 0.0)
+        mean_BH = real_BTH.sum(dim=1) / batch.lengths.to(real_BTH)[:, None]
+        scores_BC: torch.Tensor = self.classify(self.dropout(mean_BH))
+        return scores_BC
+
+
+@final
+class Video(AbstractTask[VideoConfig]):
+    """Clips of frames or features with one class each, measured in accuracy."""
+
+    name = "video"
+    metric = "accuracy"
+
+    def __init__(self, config: VideoConfig, data: SequenceSet) -> None:
+        if config.data is not None and config.framing != Framing():
+            # Data come here as they are read without settings.
+            data = open_sequences(config.data, framing=config.framing)
+        super().__init__(config, data)
+        if not isinstance(data.targets, Labels):
+            raise StrettoError(
+                f"{data.name} has no classes", fix="Give clips as class/clip/frame.jpg or class/clip.npy."
+            )
+        self._names = data.targets.names
+        self._has_frames = data.features_SF.dtype == np.uint8
+        if self._has_frames:
+            _check_frames(data, config.framing)
+
+    @classmethod
+    def embedded_data(cls) -> SequenceSet:
+        """There is none: clips are always the user's own."""
+        raise StrettoError("video has no embedded data", fix="Name a folder of clips with --data PATH.")
+
+    def build_model(self) -> VideoModel:
+        """A fresh model."""
+        train, size = self.data.part("train"), self.config.hidden_size
+        encode: nn.Module
+        if self._has_frames:
+            standardise = pixel_scale(train, channels=self.config.framing.channels)
+            encode = FrameEncoder(self.config.framing, code_size=size)
+        else:
+            standardise, encode = Standardise.of(train), nn.Linear(self.data.num_features, size)
+        return VideoModel(standardise, encode, num_classes=len(self._names), config=self.config)
+
+    def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
+        """Cross-entropy, counted in clips."""
+        return LossSum(total=functional.cross_entropy(output, batch.targets, reduction="sum"), count=len(batch))
+
+    def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
+        """Share of clips whose best class is the right one."""
+        right = int((output.argmax(dim=1) == batch.targets).sum())
+        return {self.metric: Score(amount=right, count=len(batch))}
+
+    def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
+        """True and recognised classes."""
+        pairs = zip(batch.targets.tolist(), output.argmax(dim=1).tolist(), strict=True)
+        return [Reading(target=self._names[y], output=self._names[found], ink=None) for y, found in pairs]
+
+
+def pixel_scale(data: SequenceSet, *, channels: int) -> Standardise:
+    """Brings each colour to mean zero and deviation one, over all pixels of all frames alike."""
+    counts = np.zeros((channels, 256))
+    for start, length in zip(data.starts_N, data.lengths_N, strict=True):
+        values = data.features_SF[start : start + length].reshape(-1, channels)
+        counts += [np.bincount(values[:, channel], minlength=256) for channel in range(channels)]
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    mean = shares @ np.arange(256)
+    deviation = np.sqrt((shares * (np.arange(256) - mean[:, None]) ** 2).sum(axis=1))
+    scale = 1.0 / np.where(deviation > 0.0, deviation, 1.0)
+    pixels = data.num_features // channels
+    mean_F, scale_F = (torch.tensor(np.tile(row, pixels), dtype=torch.float32) for row in (mean, scale))
+    return Standardise(mean_F, scale_F)
+
+
+def _check_frames(data: SequenceSet, framing: Framing) -> None:
+    """Refuse bytes that are no frames of the size and colour that the settings tell."""
+    have = Framing.of(data.num_features)
+    if have is None:
+        raise StrettoError(
+            f"{data.name} has {data.num_features} bytes a step, which are no square frame",
+            fix=f"Give frames of {SMALLEST_FRAME} to {LARGEST_FRAME} pixels a side, or features as floating point.",
+        )
+    if (have.size, have.colour) != (framing.size, framing.colour):
+        raise StrettoError(
+            f"{data.name} has frames of {have} and the settings say {framing}",
+            fix=f"Set --frame-size {have.size} {'--colour' if have.colour else '--no-colour'}.",
+        )

@@ -1,0 +1,194 @@
+"""Labels of steps: padding and unlabelled steps change nothing, and labels of steps are needed.
+
+Shape legend: B sequences, T steps, F features, C classes, N sequences of the set.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import stretto
+from stretto.batching.collate import Batch, collate
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import AbstractTargets, Labels, StepLabels, Transcripts
+from stretto.errors import StrettoError
+from stretto.tasks.label_steps import LabelSteps, LabelStepsConfig
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+LENGTHS = [1, 8, 3, 5, 1, 13]
+OFFSETS = np.cumsum([0, *LENGTHS])
+VALUES = np.random.default_rng(1).integers(0, 4, OFFSETS[-1])
+
+
+def _set(targets: AbstractTargets | None) -> SequenceSet:
+    features_SF = np.random.default_rng(0).normal(size=(OFFSETS[-1], 2)).astype(np.float32)
+    split_N = np.arange(len(LENGTHS)) % 3
+    return SequenceSet.from_flat(features_SF, offsets=OFFSETS, targets=targets, split_N=split_N, name="moves")
+
+
+def _task(values: Any = VALUES, **settings: Any) -> LabelSteps:
+    config = LabelStepsConfig(**{"hidden_size": 5, "dropout": 0.0, **settings})
+    names = ["none", "sit", "walk", "lie"]
+    return LabelSteps(config, _set(StepLabels.check(values, offsets=OFFSETS, names=names, source="here")))
+
+
+def _model(task: LabelSteps) -> nn.Module:
+    torch.manual_seed(0)
+    return task.build_model().double()
+
+
+def _items(task: LabelSteps) -> list[Any]:
+    return [task.data[index] for index in range(len(LENGTHS))]
+
+
+def _loss_and_gradients(task: LabelSteps, model: nn.Module, batches: list[Batch]) -> tuple[float, int, list[Any]]:
+    model.zero_grad()
+    total, count = 0.0, 0
+    for batch in batches:
+        loss = task.loss(model(batch), batch)
+        torch.autograd.backward(loss.total)
+        total, count = total + loss.total.item(), count + loss.count
+    return total, count, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _assert_same(found: tuple[float, int, list[Any]], expected: tuple[float, int, list[Any]]) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert found[1] == expected[1]
+    assert len(found[2]) == len(expected[2]) > 0
+    for mine, other in zip(found[2], expected[2], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-13)
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"bidirectional": True, "num_layers": 2},
+    {"kernel": "torch"},
+    {"kernel": "torch", "bidirectional": True},
+    {"solver": "shooting", "chunks": 3, "tolerance": 1e-13},
+]
+
+
+@pytest.mark.parametrize("settings", WAYS)
+def test_a_padded_batch_is_the_sum_of_its_sequences(settings: dict[str, Any]) -> None:
+    task = _task(**settings)
+    model, items = _model(task), _items(task)
+    alone = _loss_and_gradients(task, model, [collate([item]) for item in items])
+    assert alone[1] == int((VALUES > 0).sum())
+    _assert_same(_loss_and_gradients(task, model, [collate(items)]), alone)
+    _assert_same(_loss_and_gradients(task, model, [collate(items, edges=[17])]), alone)
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_kernels_and_the_plain_definition_agree(both_ways: bool) -> None:
+    """Against torch's GRU on each sequence alone, with the same weights."""
+    task = _task(bidirectional=both_ways)
+    model = _model(task)
+    rnn: Any = model.gru
+    plain = nn.GRU(2, 5, batch_first=True, bidirectional=both_ways).double()
+    with torch.no_grad():
+        for cell, suffix in zip(rnn.cells, ("", "_reverse"), strict=False):
+            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+                getattr(plain, f"{name}_l0{suffix}").copy_(getattr(cell, name))
+    batch = collate(_items(task))
+    output_BTC = model(batch)
+    x_BTF = model.standardise(batch.features_BTF, batch.mask)  # type: ignore[operator]
+    for row, length in enumerate(LENGTHS):
+        hidden_1TH, _ = plain(x_BTF[row : row + 1, :length])
+        expected_TC = model.classify(hidden_1TH[0])  # type: ignore[operator]
+        torch.testing.assert_close(output_BTC[row, :length], expected_TC, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("rubbish", [1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("settings", WAYS[:2])
+def test_what_stands_in_padded_slots_is_ignored(rubbish: float, settings: dict[str, Any]) -> None:
+    task = _task(**settings)
+    model, batch = _model(task), collate(_items(task), edges=[20])
+    loud_BTF, loud_BT = batch.features_BTF.clone(), batch.targets.clone()
+    loud_BTF[~batch.mask] = rubbish
+    loud_BT[~batch.mask] = 2
+    clean = _loss_and_gradients(task, model, [batch])
+    loud = dataclasses.replace(batch, features_BTF=loud_BTF, targets=loud_BT)
+    _assert_same(_loss_and_gradients(task, model, [loud]), clean)
+
+
+def test_unlabelled_steps_are_neither_learnt_nor_measured() -> None:
+    task = _task()
+    batch = collate(_items(task)[:2])
+    output_BTC = torch.zeros(2, 8, 3)
+    output_BTC[..., 1] = 1.0
+    labelled = batch.targets[batch.mask]
+    labelled = labelled[labelled > 0]
+    score = task.score(output_BTC, batch)["accuracy"]
+    assert (score.amount, score.count) == (int((labelled == 2).sum()), len(labelled))
+    loss = task.loss(output_BTC, batch)
+    scores_P = output_BTC[0, 0].log_softmax(dim=0)
+    assert float(loss.total) == pytest.approx(-float(scores_P[labelled - 1].sum()), rel=1e-6)
+    assert loss.count == len(labelled)
+    assert any("have the label 0 and count as unlabelled" in note for note in task.data.notes)
+
+
+def test_every_label_may_be_taken_or_another_left_out() -> None:
+    every = _task(unlabelled=None)
+    batch = collate(_items(every))
+    assert every.loss(every.build_model()(batch), batch).count == sum(LENGTHS)
+    assert every.build_model()(batch).shape == (6, 13, 4)
+    assert every.data.notes == ()
+    other = _task(unlabelled=2)
+    assert other.loss(other.build_model()(batch), batch).count == int((VALUES != 2).sum())
+    assert other._names == ["none", "sit", "lie"]
+    none = _task(unlabelled=9)
+    assert none.loss(none.build_model()(batch), batch).count == sum(LENGTHS)
+
+
+def test_a_batch_without_a_label_counts_nothing() -> None:
+    values = VALUES.copy()
+    values[1:9] = 0
+    task = _task(values)
+    batch = collate([task.data[1]])
+    loss = task.loss(_model(task)(batch), batch)
+    assert (loss.total.item(), loss.count) == (0.0, 0)
+    assert task.score(_model(task)(batch), batch)["accuracy"].count == 0
+
+
+def test_readings_are_runs_of_labels() -> None:
+    values = VALUES.copy()
+    values[OFFSETS[5] :] = [0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 0, 3]
+    task = _task(values)
+    output_1TC = torch.zeros(1, 13, 3)
+    output_1TC[0, :5, 0] = 1.0
+    output_1TC[0, 5:, 1] = 1.0
+    (reading,) = task.readings(output_1TC, collate([task.data[5]]))
+    assert reading.strip is not None
+    assert reading.strip.names == ["sit", "walk", "lie"]
+    assert reading.strip.target == [[-1, 2], [0, 3], [1, 4], [2, 2], [-1, 1], [2, 1]]
+    assert reading.strip.output == [[0, 5], [1, 8]]
+    assert reading.strip.right == pytest.approx(7 / 10)
+    assert (reading.target, reading.output) == ("sit, then walk, then lie, then lie", "sit, then walk")
+
+
+@pytest.mark.parametrize(
+    "targets", [None, Transcripts.of(list("abcdef")), Labels(values_N=np.arange(6) % 2, names=("a", "b"))]
+)
+def test_a_set_without_labels_of_steps_is_refused(targets: AbstractTargets | None) -> None:
+    with pytest.raises(StrettoError, match=r"moves has no labels of steps.*one label a step"):
+        LabelSteps(LabelStepsConfig(), _set(targets))
+
+
+def test_a_set_without_any_label_to_learn_is_refused() -> None:
+    with pytest.raises(StrettoError, match=r"no step of the training sequences has a label but 0.*--unlabelled"):
+        _task(np.zeros_like(VALUES))
+
+
+def test_the_embedded_set_is_learnt_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stretto.data.regimes import RegimeSettings, make_regimes
+
+    small = RegimeSettings(num_train=24, median_length=60, mean_stay=30)
+    monkeypatch.setattr("stretto.tasks.label_steps.make_regimes", lambda: make_regimes(small))
+    result = stretto.train("label-steps", out=tmp_path / "run", epochs=1, hidden_size=5, threads=1)
+    assert 0.0 < result.metrics["accuracy"] < 1.0
+    assert result.solving is None

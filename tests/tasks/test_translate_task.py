@@ -1,0 +1,291 @@
+"""Translation: losses add up, BLEU is sacrebleu's, directions and vocabularies are as asked, and it learns.
+
+Shape legend: B pairs, T steps, F features, P real target steps, C pieces.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import sacrebleu
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from stretto.batching.collate import Batch, collate
+from stretto.data.number_words import NumberWordsSettings, make_number_words
+from stretto.data.parallel_text import LinePairs, line_pairs, parallel_set
+from stretto.data.sequences import SequenceSet
+from stretto.errors import StrettoError
+from stretto.tasks.bleu import Bleu, BleuWords, bleu_names, fitting_words
+from stretto.tasks.registry import CONFIGS, TASKS
+from stretto.tasks.translate import Translate, TranslateConfig
+from stretto.tasks.translate_model import TranslateModel
+from stretto.tasks.translate_vocabulary import END, FEWEST_PIECES, MARKS, PAD, Vocabulary
+from stretto.training.evaluate import evaluate
+from stretto.training.task import Score
+
+TEXTS = [
+    ("a man in a hat .", "ein mann mit hut ."),
+    ("two dogs", "zwei hunde spielen im gras und rennen hin und her ."),
+    ("a house by the sea with many old trees around it .", "ein haus"),
+    ("a dog .", "ein hund ."),
+    ("<end> of <pad>", "<begin> ende"),
+    ("two men", "zwei männer"),
+]
+
+
+def _texts(languages: tuple[str, str] | None = ("en", "de")) -> SequenceSet:
+    pairs = LinePairs(sources=[s for s, _ in TEXTS], targets=[t for _, t in TEXTS], languages=languages)
+    return parallel_set(pairs, split_N=np.array([0, 0, 0, 0, 1, 2], dtype=np.uint8), name="captions")
+
+
+def _task(data: SequenceSet | None = None, **settings: Any) -> Translate:
+    wanted = {"hidden_size": 6, "dropout": 0.0, "vocabulary_size": 280, **settings}
+    return Translate(TranslateConfig(**wanted), _texts() if data is None else data)
+
+
+def _model(task: Translate) -> TranslateModel:
+    torch.manual_seed(0)
+    return task.build_model().double().eval()
+
+
+def _batch(task: Translate, *indices: int) -> Batch:
+    return collate([task.data[index] for index in indices or range(len(task.data))])
+
+
+def _loss_and_gradients(task: Translate, model: TranslateModel, batches: list[Batch]) -> tuple[float, int, list[Any]]:
+    model.zero_grad()
+    total, count = 0.0, 0
+    for batch in batches:
+        loss = task.loss(model(batch), batch)
+        torch.autograd.backward(loss.total)
+        total, count = total + loss.total.item(), count + loss.count
+    return total, count, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_it_is_a_task() -> None:
+    assert TASKS["translate"] is Translate
+    assert CONFIGS["translate"] is TranslateConfig
+
+
+def test_a_pair_is_as_long_as_the_longer_of_its_texts() -> None:
+    task = _task()
+    for index, texts in enumerate(TEXTS):
+        source, target = task.vocabulary.encode(texts)
+        pieces_T2 = task.data[index].features_TF
+        assert len(pieces_T2) == task.data.lengths_N[index] == max(len(source), len(target) + 1)
+        assert [p for p in pieces_T2[:, 0].tolist() if p != PAD] == source
+        assert [p for p in pieces_T2[:, 1].tolist() if p != PAD] == [*target, END]
+    assert task.data.split_N.tolist() == [0, 0, 0, 0, 1, 2]
+
+
+def test_a_padded_batch_is_the_sum_of_its_pairs() -> None:
+    task = _task(label_smoothing=0.1)
+    model = _model(task)
+    alone = _loss_and_gradients(task, model, [_batch(task, index) for index in range(len(TEXTS))])
+    together = _loss_and_gradients(task, model, [_batch(task)])
+    assert together[0] == pytest.approx(alone[0], rel=1e-12)
+    assert together[1] == alone[1] == sum(len(pieces) + 1 for pieces in task.vocabulary.encode([t for _, t in TEXTS]))
+    assert len(together[2]) == len(alone[2]) == len(list(model.parameters()))
+    for mine, other in zip(together[2], alone[2], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+def test_rows_of_a_batch_have_their_share_of_its_loss() -> None:
+    task = _task()
+    batch = _batch(task)
+    with torch.no_grad():
+        output_BUC = _model(task)(batch)
+    whole = task.loss(output_BUC, batch)
+    halves = [task.loss(output_BUC[rows], batch.take(rows)) for rows in (slice(0, None, 2), slice(1, None, 2))]
+    assert sum(half.count for half in halves) == whole.count
+    assert sum(float(half.total) for half in halves) == pytest.approx(float(whole.total), rel=1e-12)
+
+
+def test_smoothed_labels_give_every_piece_its_share() -> None:
+    task = _task(label_smoothing=0.2)
+    batch = _batch(task, 3)
+    pieces = [*task.vocabulary.encode([TEXTS[3][1]])[0], END]
+    output_PC = torch.randn(len(pieces), task.vocabulary.size, dtype=torch.float64)
+    loss = task.loss(output_PC[None], batch)
+    log_probs_PC = output_PC.log_softmax(dim=-1)
+    right = sum(-float(log_probs_PC[place, piece]) for place, piece in enumerate(pieces))
+    spread = -float(log_probs_PC.mean(dim=-1).sum())
+    assert float(loss.total) == pytest.approx(0.8 * right + 0.2 * spread)
+
+
+def test_scores_are_those_of_sacrebleu_over_all_batches() -> None:
+    task = _task()
+    model = _model(task)
+    sums: dict[str, Score] = {}
+    texts: list[str] = []
+    for indices in ((0, 1), (2,), (3, 5)):
+        batch = _batch(task, *indices)
+        with torch.no_grad():
+            output = model(batch)
+        texts += [reading.output for reading in task.readings(output, batch)]
+        for name, score in task.final_score(output, batch).items():
+            sums[name] = sums[name] + score if name in sums else score
+    references = [TEXTS[index][1] for index in (0, 1, 2, 3, 5)]
+    found = task.summary(sums)
+    assert found["bleu"] == pytest.approx(sacrebleu.corpus_bleu(texts, [references], tokenize="none").score)
+    assert found["bleu"] == found["bleu_beam"]
+    assert found.keys() == {"bleu", "bleu_beam", "bleu_greedy", "perplexity", "accuracy"}
+
+
+SENTENCES = st.lists(st.sampled_from("a b c d, e. f".split()), max_size=9).map(" ".join)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(st.tuples(SENTENCES, SENTENCES.filter(bool)), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.sampled_from(["none", "13a", "char"]),
+)
+def test_bleu_of_batches_is_that_of_the_corpus(batches: list[list[tuple[str, str]]], words: BleuWords) -> None:
+    bleu, sums = Bleu(words), dict[str, Score]()
+    for batch in batches:
+        for name, score in bleu.scores("bleu", [one for one, _ in batch], [other for _, other in batch]).items():
+            sums[name] = sums[name] + score if name in sums else score
+    outputs, references = ([pair[place] for batch in batches for pair in batch] for place in (0, 1))
+    wanted = sacrebleu.corpus_bleu(outputs, [references], tokenize=words).score
+    assert bleu_names(sums) == ["bleu"]
+    assert bleu.value("bleu", sums) == pytest.approx(wanted)
+
+
+def test_what_a_word_is_follows_from_the_text_and_is_told() -> None:
+    assert fitting_words(["ein mann , ein hund .", "ja !"]) == "none"
+    assert fitting_words(["ein Mann, ein Hund.", "Ja!"]) == "13a"
+    assert any("between spaces" in note and "none" in note for note in _task().data.notes)
+    assert any("characters" in note for note in _task(bleu_words="char").data.notes)
+
+
+def test_perplexity_and_accuracy_are_of_the_pieces_without_smoothing() -> None:
+    task = _task(label_smoothing=0.3)
+    model, batch = _model(task), _batch(task, 0, 1)
+    with torch.no_grad():
+        output_BUC = model(batch)
+    lengths = [len(task.vocabulary.encode([TEXTS[index][1]])[0]) + 1 for index in (0, 1)]
+    output_PC = torch.cat([output_BUC[row, :length] for row, length in enumerate(lengths)])
+    pieces_P = torch.tensor(
+        [piece for index in (0, 1) for piece in (*task.vocabulary.encode([TEXTS[index][1]])[0], END)]
+    )
+    found = task.summary(task.score(output_BUC, batch))
+    nats = float(functional.cross_entropy(output_PC, pieces_P))
+    assert found["perplexity"] == pytest.approx(math.exp(nats))
+    assert found["accuracy"] == pytest.approx(float((output_PC.argmax(-1) == pieces_P).double().mean()))
+
+
+def test_readings_have_the_references() -> None:
+    task = _task()
+    model, batch = _model(task), _batch(task, 4, 1)
+    with torch.no_grad():
+        shown = task.readings(model(batch), batch)
+    assert [reading.target for reading in shown] == [TEXTS[4][1], TEXTS[1][1]]
+
+
+def test_references_are_found_in_a_part() -> None:
+    task = _task()
+    model, part = _model(task), task.data.part("test")
+    batch = collate([part[0]])
+    with torch.no_grad():
+        assert task.readings(model(batch), batch)[0].target == "zwei männer"
+
+
+def test_scores_of_another_model_are_refused() -> None:
+    task = _task()
+    batch = _batch(task)
+    with pytest.raises(StrettoError, match="no model to translate with"):
+        task.score(torch.zeros(len(TEXTS), 40, task.vocabulary.size), batch)
+    first = _model(task)
+    torch.manual_seed(1)
+    task.build_model()
+    with torch.no_grad(), pytest.raises(StrettoError, match="not of the model that translates"):
+        task.score(first(batch).float(), batch)
+
+
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [
+        ({}, "a man in a hat ."),
+        ({"source": "en"}, "a man in a hat ."),
+        ({"source": "de"}, "ein mann mit hut ."),
+        ({"target": "en"}, "ein mann mit hut ."),
+        ({"source": "en", "target": "de"}, "a man in a hat ."),
+    ],
+)
+def test_the_direction_is_as_asked(asked: dict[str, str], first: str) -> None:
+    task = _task(**asked)
+    pieces = [piece for piece in task.data[0].features_TF[:, 0].tolist() if piece != PAD]
+    assert task.vocabulary.decode([pieces]) == [first]
+
+
+def test_directions_that_the_data_do_not_have_are_refused() -> None:
+    with pytest.raises(StrettoError, match="captions has en and de, and a translation from fr to any language"):
+        _task(source="fr")
+    with pytest.raises(StrettoError, match="from de to de was asked for"):
+        _task(source="de", target="de")
+    with pytest.raises(StrettoError, match=r"does not tell its languages.*Leave --source and --target out"):
+        _task(_texts(languages=None), source="en")
+    assert _task(_texts(languages=None)).data.num_features == 2
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.text(st.characters(codec="utf-8")), min_size=1, max_size=5))
+def test_pieces_give_any_text_back(texts: list[str]) -> None:
+    vocabulary = Vocabulary([text for pair in TEXTS for text in pair], most_pieces=300)
+    rows = vocabulary.encode(texts)
+    assert vocabulary.decode(rows) == [text.strip() for text in texts]
+    assert all(len(MARKS) <= piece < vocabulary.size for row in rows for piece in row)
+
+
+def test_the_same_text_makes_the_same_vocabulary() -> None:
+    data = make_number_words(NumberWordsSettings(num_train=200))
+    made = [_task(data, vocabulary_size=400).data for _ in range(3)]
+    assert len({data.digest() for data in made}) == 1
+
+
+def test_the_vocabulary_is_learnt_from_the_training_part_alone() -> None:
+    data = _texts()
+    pairs = line_pairs(data)
+    other = LinePairs(
+        sources=[*pairs.sources[:4], "xyzzy xyzzy", "xyzzy"], targets=[*pairs.targets[:4], "xyzzy", "x"], languages=None
+    )
+    changed = _task(parallel_set(other, split_N=data.split_N, name="captions"))
+    texts = [text for pair in TEXTS for text in pair]
+    assert changed.vocabulary.encode(texts) == _task().vocabulary.encode(texts)
+
+
+def test_a_vocabulary_without_room_for_every_byte_is_refused() -> None:
+    with pytest.raises(StrettoError, match=f"vocabulary_size is 200.*{FEWEST_PIECES} or more"):
+        _task(vocabulary_size=200)
+
+
+def test_other_data_are_refused() -> None:
+    waves = SequenceSet.from_flat(np.arange(4.0), offsets=np.array([0, 2, 4]), name="waves")
+    with pytest.raises(StrettoError, match="waves is no parallel text"):
+        _task(waves)
+
+
+def test_it_learns_numbers() -> None:
+    data = make_number_words(NumberWordsSettings(num_train=60))
+    task = _task(data, hidden_size=32, vocabulary_size=300)
+    torch.manual_seed(0)
+    model, part = task.build_model(), task.data.part("train")
+    short = np.argsort(part.lengths_N, kind="stable")[:24]
+    batch = collate([part[index] for index in short.tolist()])
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(120):
+        loss = task.loss(model(batch), batch)
+        optimiser.zero_grad()
+        torch.autograd.backward(loss.total / loss.count)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        losses.append(loss.total.item() / loss.count)
+    assert losses[-1] < 0.4 * losses[0]
+    measured = evaluate(task, model, part.subset(short), device="cpu", final=True)
+    assert measured.metrics["bleu"] > 80.0
+    assert measured.metrics["accuracy"] > 0.9

@@ -1,0 +1,335 @@
+"""Video: what moves which way is learnt from small clips, padding changes nothing, and wrong data are refused.
+
+Shape legend: B clips, T steps, F values of a frame or features, C classes, P real steps of all clips.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import nn
+
+import stretto
+from stretto.batching.collate import Batch, collate
+from stretto.cells.weights import store_layer
+from stretto.cli.main import main
+from stretto.data.frames import Framing, read_clips
+from stretto.data.npz import write_npz
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import Labels, Transcripts
+from stretto.errors import StrettoError
+from stretto.tasks.video import Video, VideoConfig
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+Array = npt.NDArray[Any]
+LENGTHS = [1, 8, 3, 5, 1, 12]
+LABELS = np.array([0, 2, 1, 1, 0, 2])
+NAMES = ("left", "right", "stop")
+SIDE = 16
+
+
+def moving_square(direction: int, *, steps: int, rng: np.random.Generator) -> Array:
+    """A square that goes left or right and comes back at the other side.
+
+    Wherever it starts, each place is as likely in one class as in the other: a frame alone tells nothing.
+    """
+    clip = np.zeros((steps, SIDE, SIDE), dtype=np.uint8)
+    row, column = rng.integers(SIDE - 4), rng.integers(SIDE)
+    for step in range(steps):
+        columns = (column + direction * 3 * step + np.arange(4)) % SIDE
+        clip[step, row : row + 4, columns] = 255
+    return clip
+
+
+def put_moving_squares(folder: Path, *, clips: int, seed: int = 0) -> None:
+    image = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(seed)
+    for name, direction in (("leftwards", -1), ("rightwards", 1)):
+        for number in range(clips):
+            clip = folder / name / f"clip{number}"
+            clip.mkdir(parents=True)
+            for step, frame in enumerate(moving_square(direction, steps=int(rng.integers(3, 12)), rng=rng), start=1):
+                image.fromarray(frame).save(clip / f"{step}.png")
+
+
+def made(features_SF: Array, **settings: Any) -> SequenceSet:
+    return SequenceSet.from_flat(
+        features_SF,
+        offsets=np.cumsum([0, *LENGTHS]),
+        split_N=np.arange(len(LENGTHS)) % 3,
+        name="signs",
+        **{"targets": Labels(values_N=LABELS, names=NAMES), **settings},
+    )
+
+
+def frames_task(*, size: int = 9, colour: bool = False, **settings: Any) -> Video:
+    rng, channels = np.random.default_rng(0), 3 if colour else 1
+    frames_SF = rng.integers(256, size=(sum(LENGTHS), size * size * channels), dtype=np.uint8)
+    config = VideoConfig(hidden_size=5, dropout=0.0, frame_size=size, colour=colour, **settings)
+    return Video(config, made(frames_SF))
+
+
+def features_task(**settings: Any) -> Video:
+    features_SF = np.random.default_rng(0).normal(size=(sum(LENGTHS), 7))
+    return Video(VideoConfig(hidden_size=5, dropout=0.0, **settings), made(features_SF))
+
+
+def build(task: Video) -> nn.Module:
+    torch.manual_seed(0)
+    return task.build_model().double()
+
+
+def loss_and_gradients(task: Video, model: nn.Module, batches: list[Batch]) -> tuple[float, int, list[Any]]:
+    model.zero_grad()
+    total, count = 0.0, 0
+    for batch in batches:
+        loss = task.loss(model(batch), batch)
+        torch.autograd.backward(loss.total)
+        total, count = total + loss.total.item(), count + loss.count
+    return total, count, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def assert_same(found: tuple[float, int, list[Any]], expected: tuple[float, int, list[Any]]) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert found[1] == expected[1]
+    assert len(found[2]) == len(expected[2]) > 0
+    for mine, other in zip(found[2], expected[2], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+TASKS = [
+    frames_task,
+    lambda: frames_task(size=8, colour=True, num_layers=2),
+    lambda: frames_task(size=16, kernel="torch"),
+    lambda: frames_task(solver="shooting", chunks=2, tolerance=1e-13),
+    lambda: features_task(num_layers=2),
+    lambda: features_task(kernel="torch"),
+]
+
+
+@pytest.mark.parametrize("make", TASKS)
+def test_a_ragged_batch_is_the_sum_of_its_clips(make: Any) -> None:
+    task = make()
+    model, items = build(task), [task.data[index] for index in range(len(LENGTHS))]
+    alone = loss_and_gradients(task, model, [collate([item]) for item in items])
+    assert alone[1] == len(LENGTHS)
+    assert all(gradient.any() for gradient in alone[2])
+    assert_same(loss_and_gradients(task, model, [collate(items)]), alone)
+    assert_same(loss_and_gradients(task, model, [collate(items, edges=[19])]), alone)
+
+
+@pytest.mark.parametrize("make", TASKS)
+@pytest.mark.parametrize("rubbish", [10**9, float("inf"), float("nan")])
+def test_what_stands_in_padded_slots_is_ignored(make: Any, rubbish: float) -> None:
+    task = make()
+    model, batch = build(task), collate([task.data[index] for index in range(len(LENGTHS))], edges=[20])
+    loud_BTF = batch.features_BTF.double()
+    loud_BTF[~batch.mask] = rubbish
+    clean = loss_and_gradients(task, model, [batch])
+    assert_same(loss_and_gradients(task, model, [dataclasses.replace(batch, features_BTF=loud_BTF)]), clean)
+
+
+def test_nothing_is_computed_for_padding() -> None:
+    task = frames_task()
+    model, seen, walked = build(task), [], []
+    assert isinstance(model.encode, nn.Module)
+    assert isinstance(model.gru, stretto.RNN)
+    model.encode.register_forward_hook(lambda _, given, __: seen.append(len(given[0])))
+    model.gru.register_forward_pre_hook(lambda _, __, given: walked.extend(given["lengths"].tolist()), with_kwargs=True)
+    model(collate([task.data[index] for index in range(len(LENGTHS))]))
+    assert seen == [sum(LENGTHS)]
+    assert walked == LENGTHS
+
+
+def test_the_encoder_takes_pixels_by_row_and_colour() -> None:
+    task = frames_task(size=8, colour=True)
+    model, seen = build(task), []
+    assert isinstance(model.encode, nn.Module)
+    convolution = next(layer for layer in model.encode.modules() if isinstance(layer, nn.Conv2d))
+    convolution.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    model(collate([task.data[1]]))
+    train = task.data.part("train")
+    values = np.concatenate([train[index].features_TF.numpy() for index in range(len(train))]).reshape(-1, 3)
+    frames = (task.data.features_SF[1:9].reshape(8, 8, 8, 3) - values.mean(axis=0)) / values.std(axis=0)
+    np.testing.assert_allclose(seen[0].numpy(), np.moveaxis(frames, 3, 1), atol=1e-6)
+
+
+def test_frames_that_are_all_alike_do_no_harm() -> None:
+    task = Video(VideoConfig(frame_size=8, hidden_size=5), made(np.full((sum(LENGTHS), 64), 7, dtype=np.uint8)))
+    assert build(task)(collate([task.data[0]])).isfinite().all()
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_the_compiled_layer_is_torchs(num_layers: int) -> None:
+    task, other = frames_task(num_layers=num_layers), frames_task(num_layers=num_layers, kernel="torch")
+    model, twin = build(task), build(other)
+    assert isinstance(model.gru, stretto.RNN)
+    assert isinstance(twin.gru, nn.GRU)
+    for layer, cell in enumerate(model.gru.cells):
+        store_layer(cell, twin.gru, layer=layer)  # type: ignore[arg-type]
+    rest = {name: value for name, value in model.state_dict().items() if not name.startswith("gru.")}
+    assert not twin.load_state_dict(rest, strict=False).unexpected_keys
+    batch = collate([task.data[index] for index in range(len(LENGTHS))])
+    torch.testing.assert_close(model(batch), twin(batch), rtol=1e-10, atol=1e-12)
+
+
+def test_clips_are_known_again_by_their_numbers() -> None:
+    task = frames_task(solver="carried", chunks=3)
+    model = build(task)
+    assert isinstance(model.gru, stretto.RNN)
+    train = task.data.part("train")
+    batch = collate([train[index] for index in range(len(train))])
+    exact = build(frames_task())(batch)
+    first = (model(batch) - exact).abs().max().item()
+    for _ in range(3):
+        last = (model(batch) - exact).abs().max().item()
+    assert first > 1e-6
+    assert last < 1e-10
+
+
+def test_the_score_is_the_share_of_right_classes() -> None:
+    task = frames_task()
+    batch = collate([task.data[index] for index in range(4)])
+    output_BC = torch.eye(3)[torch.tensor([0, 2, 0, 1])]
+    scores = task.score(output_BC, batch)
+    assert (scores["accuracy"].amount, scores["accuracy"].count) == (3, 4)
+    readings = task.readings(output_BC, batch)
+    assert [(reading.target, reading.output) for reading in readings] == [
+        ("left", "left"),
+        ("stop", "stop"),
+        ("right", "left"),
+        ("right", "right"),
+    ]
+
+
+def test_features_are_on_a_common_scale_whatever_theirs_is() -> None:
+    features_SF = np.random.default_rng(0).normal(size=(sum(LENGTHS), 7))
+    outputs = []
+    for data in (made(features_SF), made(1000.0 + 50.0 * features_SF)):
+        task = Video(VideoConfig(hidden_size=5), data)
+        outputs.append(build(task).eval()(collate([data[1]])))
+    torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-4)
+
+
+def test_there_is_no_embedded_set_and_the_way_out_is_named() -> None:
+    with pytest.raises(StrettoError, match="--data PATH"):
+        Video.embedded_data()
+
+
+@pytest.mark.parametrize("targets", [None, Transcripts.of(list("abcdef"))])
+def test_a_set_without_classes_is_refused(targets: Any) -> None:
+    frames_SF = np.zeros((sum(LENGTHS), 64), dtype=np.uint8)
+    with pytest.raises(StrettoError, match="signs has no classes"):
+        Video(VideoConfig(frame_size=8), made(frames_SF, targets=targets))
+
+
+def test_bytes_that_are_no_frames_are_refused() -> None:
+    with pytest.raises(StrettoError, match="signs has 65 bytes a step, which are no square frame"):
+        Video(VideoConfig(), made(np.zeros((sum(LENGTHS), 65), dtype=np.uint8)))
+
+
+def test_frames_of_another_size_than_set_are_refused() -> None:
+    with pytest.raises(StrettoError, match=r"8 x 8 pixels in colour and .* 32 x 32 .* --frame-size 8 --colour"):
+        Video(VideoConfig(), made(np.zeros((sum(LENGTHS), 192), dtype=np.uint8)))
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(StrettoError, match="kernel='torch' was given and the solver is 'shooting'"):
+        frames_task(kernel="torch", solver="shooting").build_model()
+
+
+@pytest.fixture(scope="module")
+def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("squares")
+    put_moving_squares(folder, clips=50)
+    return folder
+
+
+SETTINGS: dict[str, Any] = {
+    "frame_size": SIDE,
+    "epochs": 12,
+    "batch_size": 8,
+    "hidden_size": 32,
+    "dropout": 0.0,
+    "learning_rate": 0.01,
+    "threads": 1,
+}
+FLAGS = [word for name, value in SETTINGS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@pytest.fixture(scope="module")
+def trained(squares: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return stretto.train("video", data=squares, out=tmp_path_factory.mktemp("runs") / "run", **SETTINGS)
+
+
+def accuracy(model: Any, data: SequenceSet, *, order: slice) -> float:
+    """The share of clips that are recognised when frames are taken in some order."""
+    assert isinstance(data.targets, Labels)
+    turned = [(data[index].features_TF.numpy()[order], data[index].target) for index in range(len(data))]
+    with torch.no_grad():
+        found = model.eval()(collate(turned)).argmax(dim=1).numpy()
+    return float((found == data.targets.values_N).mean())
+
+
+def test_which_way_a_square_moves_is_learnt_from_the_order_of_frames(trained: Any, tmp_path: Path) -> None:
+    put_moving_squares(tmp_path, clips=40, seed=1)
+    unseen = read_clips(tmp_path, Framing(size=SIDE))
+    assert accuracy(trained.model, unseen, order=slice(None)) >= 0.9
+    assert accuracy(trained.model, unseen, order=slice(None, None, -1)) <= 0.1
+    assert 0.3 <= accuracy(trained.model, unseen, order=slice(1)) <= 0.7
+
+
+def test_a_run_leaves_result_and_report(trained: Any) -> None:
+    result = json.loads((trained.run / "result.json").read_text(encoding="utf-8"))
+    assert result["accuracy"] == trained.metrics["accuracy"]
+    assert result["settings"]["frame_size"] == SIDE
+    page = trained.report.read_text(encoding="utf-8")
+    assert "leftwards" in page
+    assert "frames of 16 x 16 pixels in grey" in page
+
+
+def test_the_command_line_trains_and_inspects(
+    squares: Path, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "video", "--data", str(squares), "--out", str(tmp_path / "run"), *FLAGS]) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))
+    assert result["loss"] == trained.metrics["loss"]
+    capsys.readouterr()
+    assert main(["inspect", str(squares)]) == 0
+    shown = capsys.readouterr().out
+    assert "100 (80 train, 10 valid, 10 test)" in shown
+    assert "1,024 a step, in memory" in shown
+    assert main(["train", "video", "--out", str(tmp_path / "other")]) == 2
+    assert "Name a folder of clips with --data PATH" in capsys.readouterr().err
+
+
+def test_clips_kept_as_npz_train_to_the_same_weights(squares: Path, tmp_path: Path) -> None:
+    write_npz(tmp_path / "clips.npz", read_clips(squares, Framing(size=SIDE)))
+    losses = [
+        stretto.train(
+            "video", data=data, out=tmp_path / str(number), frame_size=SIDE, epochs=1, hidden_size=4, threads=1
+        ).metrics["loss"]
+        for number, data in enumerate((squares, tmp_path / "clips.npz"))
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_features_train_too(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name, direction in (("falling", -1.0), ("rising", 1.0)):
+        (tmp_path / "clips" / name).mkdir(parents=True)
+        for number in range(30):
+            steps = rng.integers(2, 9)
+            rows = (
+                direction * np.arange(steps)[:, None] + rng.normal(size=(1, 3)) * 5 + rng.normal(size=(steps, 3)) * 0.1
+            )
+            np.save(tmp_path / "clips" / name / f"{number}.npy", rows)
+    result = stretto.train(
+        "video", data=tmp_path / "clips", out=tmp_path / "run", epochs=15, hidden_size=16, learning_rate=0.02, threads=1
+    )
+    assert result.metrics["accuracy"] >= 0.8

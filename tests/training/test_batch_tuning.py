@@ -1,0 +1,351 @@
+"""The batch size chosen while training: grown, kept, taken back, and the same again when resumed.
+
+Shape legend: B sequences, T steps, S steps of all sequences, N sequences.
+"""
+
+import dataclasses
+import itertools
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import Labels
+from stretto.errors import StrettoError
+from stretto.report.run_report import write_run_report
+from stretto.tasks.registry import CONFIGS, TASKS
+from stretto.training import batch_tuning
+from stretto.training.batch_tuning import _few
+from stretto.training.config import checked
+from stretto.training.events import EVENTS_FILE, Event, EventLog, Subscriber, read_events
+from stretto.training.loop import MODEL_FILE, Interrupted, LoopResult, Trainer
+from stretto.training.task import AbstractTask
+from stretto.training.update import Updater
+from stretto.tuning.batch_tuner import BatchTuner
+from stretto.tuning.guard import Verdict
+from stretto.tuning.probe import ThroughputTable
+
+FIRST = 4
+SEQUENCES = 480
+EPOCHS = 6
+
+
+@pytest.fixture(scope="module")
+def data() -> SequenceSet:
+    """Whether a sum is positive, with labels that are often wrong: gradients are noisy."""
+    rng = np.random.default_rng(3)
+    lengths_N = rng.integers(2, 9, SEQUENCES + 40)
+    features_SF = rng.normal(size=(lengths_N.sum(), 2)).astype(np.float32)
+    offsets = np.cumsum([0, *lengths_N])
+    sums_N = np.array([features_SF[a:b, 0].sum() for a, b in itertools.pairwise(offsets)])
+    labels_N = ((sums_N > 0) ^ (rng.random(len(sums_N)) < 0.3)).astype(np.int64)
+    return SequenceSet.from_flat(
+        features_SF,
+        offsets=offsets,
+        targets=Labels.check(labels_N, names=None, source=""),
+        split_N=np.repeat([0, 1, 2], [SEQUENCES, 20, 20]),
+        name="signs",
+    )
+
+
+def _task(data: SequenceSet, **settings: Any) -> AbstractTask[Any]:
+    values = {
+        "epochs": EPOCHS,
+        "batch_size": "auto",
+        "base_batch_size": FIRST,
+        "hidden_size": 4,
+        "num_buckets": 2,
+        "dropout": 0.2,
+        "optimizer": "momentum",
+        "schedule": "constant",
+        "warmup_epochs": 0.05,
+        "learning_rate": 0.02,
+        "kernel": "torch",
+        **settings,
+    }
+    return TASKS["classify"](checked(CONFIGS["classify"], values, source="the test"), data)
+
+
+def _with_table(monkeypatch: pytest.MonkeyPatch, *, fixed: float, each: float) -> None:
+    """Steps take as long as a line says, whatever the clock does."""
+
+    def probe(run_step: Any, *, batch_sizes: list[int], lengths: dict[int, float], **_: Any) -> ThroughputTable:
+        assert run_step(batch_sizes[0], max(lengths)) > 0
+        return ThroughputTable.of({size: fixed + each * size for size in batch_sizes})
+
+    monkeypatch.setattr(batch_tuning, "probe", probe)
+
+
+def _train(run: Path, task: AbstractTask[Any], *, resume: bool = False, watch: Subscriber | None = None) -> LoopResult:
+    log = EventLog(run / EVENTS_FILE, subscribers=[watch] if watch else [])
+    try:
+        return Trainer(task, run=run, log=log, resume=resume).run()
+    finally:
+        log.close()
+
+
+def _weights(run: Path) -> dict[str, bytes]:
+    return {name: w.numpy().tobytes() for name, w in safetensors.torch.load_file(run / MODEL_FILE).items()}
+
+
+def _decisions(run: Path) -> list[Event]:
+    return [event for event in read_events(run) if event["event"] == "batch"]
+
+
+def test_it_grows_where_larger_batches_cost_no_time(
+    tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_table(monkeypatch, fixed=1.0, each=1e-6)
+    _train(tmp_path, _task(data))
+    events = read_events(tmp_path)
+    decisions = _decisions(tmp_path)
+    assert [event["epoch"] for event in decisions] == [*range(1, EPOCHS)]
+    assert decisions[0]["action"] == "grow"
+    assert decisions[0]["batch_size"] == 4 * FIRST
+    assert decisions[0]["predicted_gain"] >= 0.05
+    for event in decisions:
+        factor = math.sqrt(event["batch_size"] / FIRST)
+        assert event["rate"] == pytest.approx(0.02 * factor)
+        after = [e for e in events if e["event"] == "step" and e["epoch"] == event["epoch"]]
+        assert max(e["rows"] for e in after) == event["batch_size"]
+        assert sum(e["rows"] for e in after) == SEQUENCES
+        assert after[-1]["rate"] == pytest.approx(event["rate"])
+        assert event["steps_left"] >= len(after)
+    (probed,) = [event for event in events if event["event"] == "probe"]
+    assert [entry["batch_size"] for entry in probed["table"]["entries"]] == [4, 8, 16, 32, 64]
+
+
+def test_it_keeps_the_batch_where_growing_does_not_pay(
+    tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_table(monkeypatch, fixed=1e-6, each=1.0)
+    _train(tmp_path, _task(data))
+    assert [event["action"] for event in _decisions(tmp_path)] == ["keep"] * (EPOCHS - 1)
+    assert all("no other batch" in event["reason"] for event in _decisions(tmp_path))
+    kept = _task(data, batch_size=FIRST)
+    _train(tmp_path / "given", kept)
+    given = [e["rows"] for e in read_events(tmp_path / "given") if e["event"] == "step"]
+    assert [e["rows"] for e in read_events(tmp_path) if e["event"] == "step"] == given
+
+
+@pytest.mark.parametrize("step", [7, 120, 121, 135, 150])
+def test_an_interruption_changes_nothing(
+    tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    _with_table(monkeypatch, fixed=1.0, each=1e-6)
+    task = _task(data, optimizer="adam", schedule="one-cycle", warmup_epochs=None)
+    expected = _train(tmp_path / "whole", task)
+    assert any(event["action"] == "grow" for event in _decisions(tmp_path / "whole"))
+
+    def stop(event: Event) -> None:
+        if event["event"] == "step" and event["step"] == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        _train(tmp_path / "cut", task, watch=stop)
+    result = _train(tmp_path / "cut", task, resume=True)
+    assert result.metrics == expected.metrics
+    assert _weights(tmp_path / "cut") == _weights(tmp_path / "whole")
+    told = [[event["batch_size"], event["noise_scale"]] for event in _decisions(tmp_path / "cut")]
+    assert told == [[event["batch_size"], event["noise_scale"]] for event in _decisions(tmp_path / "whole")]
+
+
+def _trouble_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The guard sees trouble in its `number`-th update."""
+    seen, observe = [0], BatchTuner.observe
+
+    def observed(self: BatchTuner, **values: Any) -> Verdict:
+        seen[0] += 1
+        verdict = observe(self, **values)
+        return Verdict(state="trouble", reason="made up") if seen[0] == number else verdict
+
+    monkeypatch.setattr(BatchTuner, "observe", observed)
+
+
+def test_trouble_takes_the_batch_back(tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_table(monkeypatch, fixed=1.0, each=1e-6)
+    _trouble_at(monkeypatch, 130)
+    _train(tmp_path, _task(data))
+    events, decisions = read_events(tmp_path), _decisions(tmp_path)
+    assert [event["action"] for event in decisions[:2]] == ["grow", "roll-back"]
+    back = decisions[1]
+    assert (back["batch_size"], back["step"], back["epoch"]) == (FIRST, 130, 1)
+    assert "made up" in back["reason"]
+    assert all(event["batch_size"] < 4 * FIRST for event in decisions[1:])
+    at = events.index(back)
+    again = [e for e in events[at:] if e["event"] == "step" and e["epoch"] == 1]
+    assert again[0]["step"] == 131
+    assert sum(e["rows"] for e in again) == SEQUENCES
+    assert max(e["rows"] for e in again) == FIRST
+    assert [e["epoch"] for e in events if e["event"] == "epoch"] == [*range(1, EPOCHS + 1)]
+    text = write_run_report(tmp_path).read_text(encoding="utf-8")
+    assert "roll-back" in text
+    assert 'id="plot-batch-size"' in text
+
+
+def test_a_run_that_went_back_resumes_from_there(
+    tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_table(monkeypatch, fixed=1.0, each=1e-6)
+    task = _task(data)
+    with monkeypatch.context() as patched:
+        _trouble_at(patched, 130)
+        expected = _train(tmp_path / "whole", task)
+
+    def crash(event: Event) -> None:
+        if event["event"] == "step" and event["step"] == 140:
+            raise RuntimeError("the power is gone")
+
+    with monkeypatch.context() as patched:
+        _trouble_at(patched, 130)
+        with pytest.raises(RuntimeError, match="power"):
+            _train(tmp_path / "cut", task, watch=crash)
+    assert _train(tmp_path / "cut", task, resume=True).metrics == expected.metrics
+    assert _weights(tmp_path / "cut") == _weights(tmp_path / "whole")
+
+
+def test_the_weights_after_going_back_are_those_from_before(
+    tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One update is wasted: what follows is the run that had never grown."""
+    _with_table(monkeypatch, fixed=1.0, each=1e-6)
+    _trouble_at(monkeypatch, 121)
+    task = _task(data, dropout=0.0)
+    _train(tmp_path / "back", task)
+    assert [event["action"] for event in _decisions(tmp_path / "back")][:2] == ["grow", "roll-back"]
+    _with_table(monkeypatch, fixed=1e-6, each=1.0)
+    _train(tmp_path / "kept", task)
+    losses = [
+        [e["loss"] for e in read_events(tmp_path / name) if e["event"] == "step" and e["epoch"] == 1]
+        for name in ("back", "kept")
+    ]
+    # The updates that are taken apart for their noise are others, and sums are rounded otherwise.
+    assert losses[0][1:] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_loss_that_is_no_number_goes_back_instead_of_ending_the_run(
+    tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_table(monkeypatch, fixed=1.0, each=1e-6)
+    task = _task(data)
+    loss = task.loss
+
+    def poisoned(output: torch.Tensor, batch: Any) -> Any:
+        found = loss(output, batch)
+        spoilt = len(batch) > FIRST and output.requires_grad
+        return dataclasses.replace(found, total=found.total * math.nan) if spoilt else found
+
+    monkeypatch.setattr(task, "loss", poisoned)
+    _train(tmp_path, task)
+    actions = [event["action"] for event in _decisions(tmp_path)]
+    assert actions[:2] == ["grow", "roll-back"]
+    monkeypatch.setattr(
+        task, "loss", lambda output, batch: dataclasses.replace(loss(output, batch), total=output.sum() * math.nan)
+    )
+    with pytest.raises(StrettoError, match="nan"):
+        _train(tmp_path / "at-once", task)
+
+
+def test_an_update_taken_apart_is_the_same_update(data: SequenceSet) -> None:
+    """From one forward pass: the same gradient, and the squares of its halves add up as they must."""
+    for accumulate in (1, 2):
+        found = []
+        for measured in (False, True):
+            task = _task(data, batch_size=12, base_batch_size=None, accumulate=accumulate, dropout=0.0, clip_norm=1e9)
+            torch.manual_seed(0)
+            trainer = Trainer(task, run=Path("unused"), log=_Silent(), resume=False)
+            state = trainer.state
+            state.model.double()
+            updater = Updater(task, state, world=trainer._world, stop=threading.Event(), measures_noise=True)
+            batches = [
+                dataclasses.replace(b, features_BTF=b.features_BTF.double())
+                for b, _ in zip(trainer.feed, range(accumulate), strict=False)
+            ]
+            updater.begin(measured=measured)
+            for number, batch in enumerate(batches):
+                updater.add(batch, is_last=number == accumulate - 1)
+            found.append([p.grad.clone() for p in state.model.parameters() if p.grad is not None])
+            if not measured:
+                assert updater.parts is None
+                continue
+            parts = updater.parts
+            assert parts is not None
+            assert parts.sizes == ((6, 6) if accumulate == 1 else (12, 12))
+            whole = sum(float(g.square().sum()) for g in found[0])
+            assert parts.square_of_mean == pytest.approx(whole, rel=1e-9)
+            assert updater.last["gradient_norm"] == pytest.approx(math.sqrt(whole), rel=1e-6)
+            spread = sum(n * s for n, s in zip(parts.sizes, parts.squares, strict=True)) / sum(parts.sizes)
+            assert spread >= whole
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+
+
+class _Silent(EventLog):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(Path(os.devnull))
+
+    def emit(self, kind: str, **values: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"accumulate": 2}, "--batch-size auto was given with --accumulate 2"),
+        ({"base_batch_size": SEQUENCES + 1}, f"{SEQUENCES + 1}"),
+        ({"batch_size": SEQUENCES + 1, "base_batch_size": 4}, f"{SEQUENCES + 1}"),
+        ({"batch_size": 2, "base_batch_size": 4}, "smaller than base_batch_size=4"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, data: SequenceSet, settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(StrettoError, match=told):
+        _train(tmp_path, _task(data, **settings))
+
+
+def test_one_sequence_an_update_cannot_be_taken_apart(
+    tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_table(monkeypatch, fixed=1.0, each=1e-6)
+    _train(tmp_path, _task(data, base_batch_size=1, epochs=2))
+    (decision,) = _decisions(tmp_path)
+    assert decision["action"] == "keep"
+    assert "one sequence an update" in decision["reason"]
+
+
+def test_the_probe_leaves_no_trace(tmp_path: Path, data: SequenceSet) -> None:
+    """The first epoch of a run that probed is that of one that did not."""
+    _train(tmp_path / "auto", _task(data, epochs=1))
+    _train(tmp_path / "given", _task(data, epochs=1, batch_size=FIRST))
+    losses = [[e["loss"] for e in read_events(tmp_path / name) if e["event"] == "step"] for name in ("auto", "given")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    (probed,) = [event for event in read_events(tmp_path / "auto") if event["event"] == "probe"]
+    assert all(entry["seconds"] is None or entry["seconds"] > 0 for entry in probed["table"]["entries"])
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 37])
+def test_few_lengths_stand_for_all(count: int) -> None:
+    shares = dict.fromkeys(range(1, count + 1), 1 / count)
+    few = _few(shares)
+    assert len(few) == min(count, 4)
+    assert sum(few.values()) == pytest.approx(1.0)
+    assert max(few) == count
+    assert few.keys() <= shares.keys()
+
+
+def test_a_threshold_that_always_bites_follows_the_batch(
+    tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_table(monkeypatch, fixed=1.0, each=1e-6)
+    _train(tmp_path, _task(data, clip_norm=1e-3))
+    grown = next(event for event in _decisions(tmp_path) if event["action"] == "grow")
+    assert "of gradients were clipped, now at" in grown["reason"]
+    epochs = [event for event in read_events(tmp_path) if event["event"] == "epoch"]
+    assert epochs[0]["clipped"] == 1.0

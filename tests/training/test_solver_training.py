@@ -1,0 +1,447 @@
+"""Training with a solver: what it reaches, what it tells, what it remembers, and that resuming is the same run.
+
+Shape legend: S steps of all sequences, N sequences.
+"""
+
+import copy
+import dataclasses
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stretto
+from stretto.batching.collate import Batch
+from stretto.data.npz import write_npz
+from stretto.data.sequences import SequenceSet
+from stretto.data.targets import StepLabels
+from stretto.distributed.world import World
+from stretto.errors import StrettoError
+from stretto.solvers.shooting.trajectory_cache import Place
+from stretto.solvers.solver import AbstractSolver, Chain, Solution, Solved
+from stretto.tasks.label_steps import LabelSteps, LabelStepsConfig
+from stretto.training.carried import pack_caches, unpack_caches
+from stretto.training.checkpoint import Checkpoint, load_newest, save_checkpoint
+from stretto.training.config import checked
+from stretto.training.evaluate import evaluate
+from stretto.training.events import EVENTS_FILE, Event, EventLog, SilentLog, read_events
+from stretto.training.loop import MODEL_FILE, EpochRecord, Interrupted, Trainer
+from stretto.training.solving import Solving, summary_of
+from stretto.training.task import LossSum
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+EPOCHS, TRAIN, H = 3, 8, 5
+SMALL: dict[str, Any] = {"epochs": EPOCHS, "batch_size": 3, "hidden_size": H, "num_buckets": 2, "dropout": 0.2}
+
+
+def _data(*, seed: int = 0, steps: int = 60) -> SequenceSet:
+    """Labels say which of two levels a noisy signal was last pushed to."""
+    rng = np.random.default_rng(seed)
+    lengths_N = rng.integers(steps // 3, steps, 16)
+    labels_S = np.repeat(rng.integers(1, 3, lengths_N.sum() // 7 + 1), 7)[: lengths_N.sum()]
+    features_SF = rng.normal(size=(len(labels_S), 2)) + (2.0 * labels_S - 3.0)[:, None] * [1.0, 0.3]
+    offsets = np.cumsum([0, *lengths_N])
+    return SequenceSet.from_flat(
+        features_SF.astype(np.float32),
+        offsets=offsets,
+        targets=StepLabels.check(labels_S, offsets=offsets, names=None, source="here"),
+        split_N=np.repeat([0, 1, 2], [TRAIN, 4, 4]),
+        name="levels",
+    )
+
+
+def _task(data: SequenceSet | None = None, **changes: Any) -> LabelSteps:
+    return LabelSteps(checked(LabelStepsConfig, SMALL | changes, source="the test"), data or _data())
+
+
+def _trainer(run: Path, task: LabelSteps, *, resume: bool = False, subscribers: Any = ()) -> Trainer:
+    return Trainer(task, run=run, log=EventLog(run / EVENTS_FILE, subscribers=subscribers), resume=resume)
+
+
+def _records(run: Path, **changes: Any) -> list[EpochRecord]:
+    trainer = _trainer(run, _task(**changes))
+    return [trainer.train_epoch() for _ in range(trainer._config.epochs)]
+
+
+def _layer(trainer: Trainer) -> stretto.RNN:
+    layer = trainer.state.model.gru
+    assert isinstance(layer, stretto.RNN)
+    return layer
+
+
+def _cache(trainer: Trainer) -> stretto.TrajectoryCache:
+    (cache,) = trainer._solving._caches
+    return cache
+
+
+def _held(cache: stretto.TrajectoryCache) -> tuple[Any, list[bytes]]:
+    state = cache.state_dict()
+    return state["places"], [part.numpy().tobytes() for parts in state["states"] for part in parts]
+
+
+def test_shooting_reaches_what_step_after_step_reaches(tmp_path: Path) -> None:
+    data = _data(steps=200)
+    both = []
+    for name, way in (("serial", {}), ("shooting", {"solver": "shooting", "chunks": 2})):
+        trainer = _trainer(tmp_path / name, _task(data, **way))
+        both.append([trainer.train_epoch() for _ in range(EPOCHS)])
+    for serial, parallel in zip(*both, strict=True):
+        assert parallel.train_loss == pytest.approx(serial.train_loss, rel=1e-4)
+        assert parallel.valid_loss == pytest.approx(serial.valid_loss, rel=1e-4)
+        assert serial.solving is None
+        assert parallel.solving is not None
+        assert parallel.solving.residual_max <= 1e-6
+    walked = [record.solving for record in both[1] if record.solving]
+    assert sum(told.batches - told.fell_back for told in walked) > 0, "all fell back: nothing was compared"
+    assert all(told.cache_bytes is None and told.solver == "shooting" for told in walked)
+
+
+def test_carried_boundaries_differ_and_are_told(tmp_path: Path) -> None:
+    carried = _records(tmp_path / "carried", solver="carried", chunks=4, batch_size=1)
+    serial = _records(tmp_path / "serial", batch_size=1)
+    assert carried[0].train_loss != serial[0].train_loss
+    assert carried[-1].train_loss == pytest.approx(serial[-1].train_loss, rel=0.2)
+    for record in carried:
+        told = record.solving
+        assert told is not None
+        assert (told.solver, told.exact, told.batches) == ("carried", False, TRAIN)
+        assert (told.fell_back, told.iterations) == (0, 1)
+        assert 0 < told.residual_mean < told.residual_max
+        assert told.backward_residual_mean is not None
+        # Three boundaries of each sequence, or two, where a chunk of its steps rounds up.
+        assert told.cache_bytes is not None
+        assert TRAIN * 2 * H * 4 <= told.cache_bytes <= TRAIN * 3 * H * 4
+        assert ("0 of 1" if record.epoch == 1 else "1 of 1") + " sequences from where" in told.reason
+    events = read_events(tmp_path / "carried")
+    steps = [event for event in events if event["event"] == "step"]
+    told = carried[0].solving
+    assert told is not None
+    assert np.mean([event["residual"] for event in steps[:TRAIN]]) == pytest.approx(told.residual_mean)
+    assert [event["solving"] for event in events if event["event"] == "epoch"] == [
+        dataclasses.asdict(record.solving) for record in carried if record.solving
+    ]
+
+
+def test_sequences_are_found_again_in_shuffled_and_bucketed_batches(tmp_path: Path) -> None:
+    """Whatever the longest sequence of a batch is, each is cut where it was cut before."""
+    records = _records(tmp_path, solver="carried", chunks=4, batch_size=3, num_buckets=2, learning_rate=1e-6)
+    told = [record.solving for record in records if record.solving]
+    assert told[-1].residual_mean < 0.1 * told[0].residual_mean
+    assert told[-1].cache_bytes == told[0].cache_bytes
+    events = [event for event in read_events(tmp_path) if event["event"] == "step"]
+    assert len({event["length"] for event in events}) > 2
+
+
+def test_boundaries_that_are_carried_are_nearer_than_those_that_are_not(tmp_path: Path) -> None:
+    """With a tiny cache nothing is found again, and every chunk starts from nothing."""
+    known = _records(tmp_path / "known", solver="carried", chunks=4, batch_size=1, learning_rate=1e-6)
+    lost = _records(
+        tmp_path / "lost", solver="carried", chunks=4, batch_size=1, learning_rate=1e-6, cache_megabytes=1e-6
+    )
+    assert known[0].solving is not None
+    assert known[0].solving.residual_mean == lost[0].solving.residual_mean  # type: ignore[union-attr]
+    assert known[-1].solving.residual_mean < 0.1 * lost[-1].solving.residual_mean  # type: ignore[union-attr]
+    assert lost[-1].solving.cache_bytes == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kilobytes", [0.1, 0.3])
+def test_the_cache_keeps_to_its_bound(tmp_path: Path, kilobytes: float) -> None:
+    trainer = _trainer(
+        tmp_path, _task(solver="carried", chunks=4, batch_size=1, num_layers=2, cache_megabytes=kilobytes / 1024)
+    )
+    told = trainer.train_epoch().solving
+    assert told is not None
+    assert 0 < _cache(trainer).num_bytes == told.cache_bytes <= 1024 * kilobytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "stop_at"),
+    [
+        ({"batch_size": 1}, "start"),
+        ({"batch_size": 1}, "end"),
+        ({"batch_size": 1, "num_layers": 2, "bidirectional": True}, "middle"),
+        ({"batch_size": 3, "accumulate": 2}, "start"),
+        ({"batch_size": 1, "exact_epochs": 1}, "middle"),
+        ({"batch_size": 1, "exact_epochs": 1}, "end"),
+        ({"batch_size": 1, "cache_megabytes": 0.0003}, "middle"),
+    ],
+)
+def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path, changes: dict[str, Any], stop_at: str) -> None:
+    task = _task(solver="carried", chunks=4, **changes)
+    whole = _trainer(tmp_path / "whole", task)
+    whole.run()
+    per_epoch = whole.state.step // EPOCHS
+    step = {"start": per_epoch + 1, "middle": 2 * per_epoch - 1, "end": 3 * per_epoch - 1}[stop_at]
+
+    def stop(event: Event) -> None:
+        if event["event"] == "step" and event["step"] == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        _trainer(tmp_path / "cut", task, subscribers=[stop]).run()
+    resumed = _trainer(tmp_path / "cut", task, resume=True)
+    resumed.run()
+    _assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert _held(_cache(resumed)) == _held(_cache(whole))
+
+
+def test_without_what_was_carried_it_would_be_another_run(tmp_path: Path) -> None:
+    """What the checkpoint holds of it is used: the comparison above can fail."""
+    task = _task(solver="carried", chunks=4, batch_size=1)
+    _trainer(tmp_path / "whole", task).run()
+    first = _trainer(tmp_path / "cut", task)
+    first.train_epoch()
+    resumed = _trainer(tmp_path / "cut", task, resume=True)
+    assert len(_cache(resumed)) == TRAIN
+    _cache(resumed).clear()
+    resumed.run()
+    with pytest.raises(AssertionError):
+        _assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def _assert_same_run(one: Path, other: Path) -> None:
+    clocks = ("time", "seconds", "steps_per_second")
+    recorded = [
+        [
+            {key: value for key, value in event.items() if key not in clocks}
+            for event in read_events(run)
+            if event["event"] in ("step", "epoch")
+        ]
+        for run in (one, other)
+    ]
+    assert recorded[0] == recorded[1]
+    weights = [safetensors.torch.load_file(run / MODEL_FILE) for run in (one, other)]
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
+
+
+def test_measuring_is_step_after_step_and_leaves_the_cache_alone(tmp_path: Path) -> None:
+    task = _task(solver="carried", chunks=4, batch_size=1, dropout=0.0)
+    trainer = _trainer(tmp_path, task)
+    trainer.train_epoch()
+    before, solver = _held(_cache(trainer)), _layer(trainer).solver
+    model, part = trainer.state.model, task.data.part("train")
+    measured = evaluate(task, model, part, device="cpu")
+    assert _held(_cache(trainer)) == before
+    assert _layer(trainer).solver is solver
+    plain = copy.deepcopy(model)
+    plain.gru.solver = "serial"  # type: ignore[union-attr]
+    assert evaluate(task, plain, part, device="cpu") == measured
+    assert evaluate(task, model, part, device="cpu", by_solver=True).loss != measured.loss
+    assert _held(_cache(trainer)) != before
+
+
+def test_the_last_epochs_are_exact_when_asked(tmp_path: Path) -> None:
+    records = _records(tmp_path / "a", solver="carried", chunks=4, batch_size=1, exact_epochs=2)
+    assert [record.solving.exact for record in records if record.solving] == [False, True, True]
+    exact = records[-1].solving
+    assert exact is not None
+    assert (exact.residual_max, exact.iterations, exact.cache_bytes, exact.fell_back) == (0.0, 1.0, 0, 0)
+    assert exact.backward_residual_mean is None
+    # From the same weights, an epoch of step after step is the same epoch.
+    task = _task(solver="carried", chunks=4, batch_size=1, exact_epochs=2)
+    trainer = _trainer(tmp_path / "b", task)
+    trainer.train_epoch()
+    serial = Trainer(_task(batch_size=1), run=tmp_path / "b", log=SilentLog(), resume=True)
+    assert serial.train_epoch().train_loss == records[1].train_loss
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"solver": "carried", "chunks": 1}, "chunks=1 has no boundaries"),
+        ({"solver": "serial", "chunks": 4}, r"chunks=4 was given and the solver is 'serial'.*--solver shooting"),
+        ({"solver": "carried", "tolerance": 1e-3}, r"tolerance=0.001 was given and the solver is 'carried'"),
+        ({"tolerance": 1e-3}, "tolerance=0.001 was given and the solver is 'serial'"),
+        ({"solver": "shooting", "exact_epochs": 1}, "exact_epochs=1 was given and the solver is 'shooting'"),
+        ({"solver": "carried", "exact_epochs": 3}, "exact_epochs=3 of epochs=3 leave none"),
+        ({"solver": "carried", "workers": 2}, "the solver is 'carried' and there are 2 workers"),
+        ({"solver": "carried", "kernel": "torch"}, "kernel='torch' was given and the solver is 'carried'"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(StrettoError, match=told):
+        _trainer(tmp_path, _task(**changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("solver", "magic"),
+        ("chunks", 0),
+        ("chunks", "many"),
+        ("tolerance", 0.0),
+        ("tolerance", float("nan")),
+        ("exact_epochs", -1),
+        ("cache_megabytes", 0.0),
+        ("cache_megabytes", float("inf")),
+        ("unlabelled", -1),
+    ],
+)
+def test_settings_out_of_range_are_named(name: str, value: Any) -> None:
+    with pytest.raises(StrettoError, match=rf"\n  {name}: "):
+        stretto.train("label-steps", **{name: value})
+
+
+def test_more_chunks_than_steps_are_fine(tmp_path: Path) -> None:
+    records = _records(tmp_path, solver="carried", chunks=1000, batch_size=1, epochs=1)
+    assert records[0].solving is not None
+    assert records[0].solving.residual_max > 0
+
+
+def test_carried_is_refused_on_every_one_of_several_workers() -> None:
+    task = _task(solver="carried", chunks=4)
+    with pytest.raises(StrettoError, match="there are 2 workers"):
+        Solving(task.build_model(), config=task.config, world=World(size=2))
+
+
+def test_boundaries_that_are_no_numbers_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A skipped update must not spoil the sequence for all epochs to come."""
+    task = _task(solver="carried", chunks=4, batch_size=1, on_nan="skip")
+    trainer = _trainer(tmp_path, task)
+    trainer.train_epoch()
+    model, spoilt = trainer.state.model, []
+    plain = model.standardise.forward
+
+    def spoil(x_BTF: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+        good_BTF = plain(x_BTF, mask_BT)
+        if model.training and len(spoilt) < 1:
+            spoilt.append(1)
+            return good_BTF * torch.nan
+        return good_BTF
+
+    monkeypatch.setattr(model.standardise, "forward", spoil)
+    assert trainer.train_epoch().solving.batches == TRAIN - 1  # type: ignore[union-attr]
+    record = trainer.train_epoch()
+    assert record.solving is not None
+    assert (record.solving.batches, np.isfinite(record.train_loss)) == (TRAIN, True)
+    warnings = [event for event in read_events(tmp_path) if event["event"] == "warning"]
+    assert len(warnings) == 1
+
+
+def test_step_after_step_tells_nothing_of_solvers(tmp_path: Path) -> None:
+    _trainer(tmp_path, _task()).run()
+    text = (tmp_path / EVENTS_FILE).read_text(encoding="utf-8")
+    assert "residual" not in text
+    assert "solving" not in text
+    saved = load_newest(tmp_path).checkpoint
+    assert not any(name.startswith("carried") for name in saved.tensors)
+    assert not {"carried", "solving"} & saved.state.keys()
+
+
+def test_a_checkpoint_of_another_solver_is_refused(tmp_path: Path) -> None:
+    _trainer(tmp_path, _task()).train_epoch()
+    with pytest.raises(StrettoError, match="is of another model"):
+        _trainer(tmp_path, _task(solver="carried", chunks=4), resume=True)
+
+
+class _HalfWay(AbstractSolver):
+    """Stands for multigrid: gives half of what it should, and says so."""
+
+    def __init__(self, *, tolerance: float | None = None) -> None:
+        self.tolerance = tolerance
+
+    def solve(self, chain: Chain) -> Solved:
+        walked = chain.run(chain.layout, chain.x_PF, chain.states)
+        short = dataclasses.replace(walked, y_PF=walked.y_PF * 0.5)
+        return Solved(walked=short, solution=Solution(solver="multigrid", iterations=2, residual=0.5, reason="half"))
+
+
+def test_multigrid_is_told_and_also_used_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.training.solver_config.Multigrid", _HalfWay)
+    task = _task(solver="multigrid", tolerance=0.25)
+    trainer = _trainer(tmp_path, task)
+    assert _layer(trainer).solver.tolerance == 0.25  # type: ignore[union-attr]
+    metrics = trainer.run().metrics
+    model, test = trainer.state.model, task.data.part("test")
+    assert metrics["accuracy"] == evaluate(task, model, test, device="cpu").metrics["accuracy"]
+    parallel = evaluate(task, model, test, device="cpu", by_solver=True).metrics["accuracy"]
+    assert metrics["accuracy_parallel"] == parallel
+    told = [event["solving"] for event in read_events(tmp_path) if event["event"] == "epoch"]
+    assert [(item["residual_mean"], item["iterations"], item["reason"]) for item in told] == [(0.5, 2.0, "half")] * 3
+
+
+def test_multigrid_as_published_trains(tmp_path: Path) -> None:
+    (record,) = _records(tmp_path, solver="multigrid", epochs=1)
+    assert record.solving is not None
+    assert record.solving.residual_mean > 0
+    assert np.isfinite(record.train_loss)
+
+
+@settings(deadline=None, max_examples=30)
+@given(drawn=st.data())
+def test_caches_survive_a_checkpoint(tmp_path_factory: pytest.TempPathFactory, drawn: st.DataObject) -> None:
+    caches = []
+    for _ in range(drawn.draw(st.integers(1, 2))):
+        cache = stretto.TrajectoryCache()
+        for number in range(drawn.draw(st.integers(0, 4))):
+            shapes = drawn.draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=2))
+            dtypes = [drawn.draw(st.sampled_from([torch.float32, torch.float64, torch.int64])) for _ in shapes]
+            states = [(torch.randn(shape) * 9).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+            cache.put(Place(chain="0.1", sample_id=7 - number, length=3), states)
+        caches.append(cache)
+    run = tmp_path_factory.mktemp("cache")
+    save_checkpoint(run, pack_caches(caches).copied(), step=1, keep=1)
+    fresh = [stretto.TrajectoryCache() for _ in caches]
+    unpack_caches(load_newest(run).checkpoint, fresh)
+    for one, other in zip(caches, fresh, strict=True):
+        assert _held(one) == _held(other)
+        assert one.num_bytes == other.num_bytes
+        kinds = [[(p.dtype, p.shape) for parts in c.state_dict()["states"] for p in parts] for c in (one, other)]
+        assert kinds[0] == kinds[1]
+
+
+def test_a_checkpoint_of_fewer_caches_does_not_fit() -> None:
+    packed = pack_caches([stretto.TrajectoryCache()])
+    with pytest.raises(ValueError, match="zip"):
+        unpack_caches(packed, [stretto.TrajectoryCache(), stretto.TrajectoryCache()])
+    with pytest.raises(KeyError):
+        unpack_caches(Checkpoint(tensors={}, state={}), [stretto.TrajectoryCache()])
+
+
+def test_a_whole_job_tells_residual_and_memory(tmp_path: Path) -> None:
+    write_npz(tmp_path / "levels.npz", _data())
+    way = {**SMALL, "batch_size": 1, "solver": "carried", "chunks": 3, "exact_epochs": 1, "threads": 1}
+    result = stretto.train("label-steps", data=tmp_path / "levels.npz", out=tmp_path / "run", **way)
+    told = result.solving
+    assert told is not None
+    assert (told["solver"], told["batches"], told["exact_epochs"], told["fell_back"]) == ("carried", 3 * TRAIN, 1, 0)
+    assert told["residual_mean"] == told["residuals"][1] > 0
+    assert told["residual_max"] >= max(told["residuals"])
+    assert told["residuals"][2] == 0.0
+    assert told["cache_bytes"] > 0
+    assert f'"cache_bytes": {told["cache_bytes"]}' in (tmp_path / "run/result.json").read_text(encoding="utf-8")
+    assert read_events(tmp_path / "run")[-1]["solving"] == told
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "Parallel in time" in page
+    assert "Told, not exact" in page
+
+
+def test_a_run_without_epochs_has_no_summary() -> None:
+    assert summary_of([]) is None
+
+
+def test_a_loss_that_is_no_number_leaves_the_record_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states are fine and the gradient is not."""
+    task = _task(solver="carried", chunks=4, batch_size=1, on_nan="skip", epochs=1)
+    plain, seen = task.loss, []
+
+    def loss(output: torch.Tensor, batch: Batch) -> LossSum:
+        seen.append(1)
+        summed = plain(output, batch)
+        return LossSum(total=summed.total * (torch.nan if len(seen) == 3 else 1.0), count=summed.count)
+
+    monkeypatch.setattr(task, "loss", loss)
+    told = _trainer(tmp_path, task).train_epoch().solving
+    assert told is not None
+    assert told.batches == TRAIN - 1
+    assert told.backward_residual_max is not None
+    assert np.isfinite(told.backward_residual_max)

@@ -1,0 +1,292 @@
+"""A text in streams: what batches hold, where they go on after a stop, and what a model carries between them.
+
+Shape legend: B streams, T steps, S words, H hidden units.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from stretto.batching.collate import Batch
+from stretto.data.sequences import SequenceSet
+from stretto.distributed.world import World
+from stretto.errors import StrettoError
+from stretto.training.bucket_feed import BucketFeed
+from stretto.training.carrying import Carrying, fresh_state
+from stretto.training.config import TrainConfig
+from stretto.training.stream_feed import StreamFeed
+from stretto.training.stream_text import measured_windows
+
+
+def _text(num_words: int, *, seed: int = 0) -> SequenceSet:
+    """Words numbered by their place, in sentences of 2 to 5 and a rest."""
+    rng, lengths = np.random.default_rng(seed), []
+    while sum(lengths) < num_words:
+        lengths.append(min(int(rng.integers(2, 6)), num_words - sum(lengths)))
+    offsets = np.cumsum([0, *lengths])
+    split_N = np.zeros(len(lengths), dtype=np.int64)
+    return SequenceSet.from_flat(np.arange(num_words), offsets=offsets, split_N=split_N, name="words")
+
+
+def _feed(num_words: int = 50, *, rank: int = 0, size: int = 1, **changes: Any) -> StreamFeed:
+    values: dict[str, Any] = {"window": 4, "batch_size": 3, **changes}
+    return StreamFeed(_text(num_words), world=World(rank=rank, size=size), **values)
+
+
+class _Model(Carrying):
+    """Carries the last word of each row, and refuses a row that does not go on from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.resets = 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.resets += 1
+
+    def follow(self, batch: Batch) -> None:
+        state = self.start(len(batch))
+        if state is not None:
+            assert torch.equal(batch.features_BTF[:, 0, 0], state[0][0, :, 0].long() + 1)
+        last_B = batch.features_BTF[torch.arange(len(batch)), batch.lengths - 1, 0]
+        self.keep((last_B[None, :, None].double(),))
+
+
+def _pairs(batches: list[Batch]) -> list[tuple[int, int]]:
+    """Each word with the one that is to be said after it."""
+    found = []
+    for batch in batches:
+        mask_BT = batch.mask
+        assert (batch.targets[~mask_BT] == -1).all()
+        found += zip(batch.features_BTF[mask_BT][:, 0].tolist(), batch.targets[mask_BT].tolist(), strict=True)
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    num_words=st.integers(2, 200),
+    batch_size=st.integers(1, 12),
+    window=st.integers(1, 9),
+    size=st.integers(1, 4),
+)
+def test_every_word_but_the_first_is_said_once(num_words: int, batch_size: int, window: int, size: int) -> None:
+    settings_ = {"batch_size": batch_size, "window": window, "size": size}
+    if batch_size * size > num_words - 1:
+        with pytest.raises(StrettoError, match=f"makes {batch_size * size} streams of a text of {num_words - 1} words"):
+            _feed(num_words, **settings_)
+        return
+    feeds = [_feed(num_words, rank=rank, **settings_) for rank in range(size)]
+    dealt = [list(feed) for feed in feeds]
+    assert {len(batches) for batches in dealt} == {len(feeds[0])} == {feeds[0].report().batches}
+    pairs = sorted(pair for batches in dealt for pair in _pairs(batches))
+    assert pairs == [(word, word + 1) for word in range(num_words - 1)]
+    slots = sum(batch.num_slots for batches in dealt for batch in batches)
+    assert feeds[0].report().padding == pytest.approx(1 - (num_words - 1) / slots)
+    for batches in dealt:
+        model = _Model()
+        for batch in batches:
+            if len(batch):
+                model.follow(batch)
+
+
+def test_rows_are_named_by_the_sentence_they_begin_in() -> None:
+    text = _text(50)
+    batch = next(iter(StreamFeed(text, window=4, batch_size=3, world=World())))
+    assert batch.indices is not None
+    for first, index in zip(batch.features_BTF[:, 0, 0].tolist(), batch.indices.tolist(), strict=True):
+        assert first in text[index].features_TF[:, 0].tolist()
+
+
+def test_sentences_that_do_not_lie_end_to_end_are_joined_in_order() -> None:
+    text = _text(50)
+    chosen = text.subset([2, 0, 5])
+    words = np.concatenate([text[index].features_TF[:, 0].numpy() for index in (2, 0, 5)])
+    (batch,) = StreamFeed(chosen, window=50, batch_size=1, world=World())
+    assert batch.features_BTF[0, :, 0].tolist() == words[:-1].tolist()
+    assert batch.targets[0].tolist() == words[1:].tolist()
+
+
+@pytest.mark.parametrize("used", range(5))
+def test_the_same_streams_go_on_where_they_were_left(used: int) -> None:
+    whole, model = _feed(), _Model()
+    whole.begin_epoch(2, model)
+    batches = list(whole)
+    for batch in batches[:used]:
+        model.follow(batch)
+    resumed, later = _feed(), _Model()
+    told = resumed.load_state_dict(whole.state_dict(epoch=2, used=used))
+    resumed.load_carried(whole.carried(model), later)
+    assert (told.is_dealt_anew, told.told) == (False, "")
+    resumed.begin_epoch(2, later)
+    assert later.resets == (used == 0)
+    rest = list(resumed)
+    assert _pairs(rest) == _pairs(batches[used:])
+    for batch in rest:
+        later.follow(batch)
+    resumed.begin_epoch(3, later)
+    assert _pairs(list(resumed)) == _pairs(batches)
+    assert later.carried == ()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    legs=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=3),
+    num_words=st.integers(60, 120),
+)
+def test_other_workers_read_what_is_left_once(legs: list[tuple[int, int]], num_words: int) -> None:
+    seen: list[tuple[int, int]] = []
+    state: dict[str, Any] | None = None
+    for at, (size, wanted) in enumerate([*legs, (2, 1000)]):
+        feeds = [_feed(num_words, rank=rank, size=size) for rank in range(size)]
+        if state is not None:
+            before = state["used"][-1][0]
+            told = [feed.load_state_dict(state) for feed in feeds]
+            assert {item.is_dealt_anew for item in told} == {before != 3 * size}
+            assert all(
+                (f"cut into {3 * size} streams, not {before}" in item.told) == item.is_dealt_anew for item in told
+            )
+            start = state["used"][-1][1] if before == 3 * size else 0
+        else:
+            start = 0
+        used = min(wanted, len(feeds[0]) - start - (at < len(legs)))
+        for feed in feeds:
+            feed.begin_epoch(0, _Model())
+            seen += _pairs(list(feed)[:used])
+        state = feeds[0].state_dict(epoch=0, used=start + used)
+        assert feeds[0].left == pytest.approx(1.0) or at
+    assert sorted(seen) == [(word, word + 1) for word in range(num_words - 1)]
+
+
+def test_the_same_streams_on_other_workers_keep_their_states() -> None:
+    """Two workers with three streams each, then one with six."""
+    feeds = [_feed(rank=rank, size=2) for rank in range(2)]
+    alone = _feed(batch_size=6)
+    for feed in feeds:
+        feed.begin_epoch(0, _Model())
+    state = {**feeds[0].state_dict(epoch=0, used=1)}
+    model, after = _Model(), _Model()
+    alone.begin_epoch(0, model)
+    model.follow(next(iter(alone)))
+    told = _feed(batch_size=6).load_state_dict(state)
+    assert not told.is_dealt_anew
+    for rank, feed in enumerate(feeds):
+        feed.load_state_dict(alone.state_dict(epoch=0, used=1))
+        feed.load_carried(alone.carried(model), after)
+        assert torch.equal(after.carried[0], model.carried[0][:, 3 * rank : 3 * rank + 3])
+        for batch in feed:
+            if len(batch):
+                after.follow(batch)
+
+
+def test_another_size_takes_effect_in_the_next_epoch() -> None:
+    feed, model = _feed(), _Model()
+    feed.begin_epoch(0, model)
+    first = next(iter(feed))
+    feed.resize(5)
+    assert (feed.batch_size, len(first), len(next(iter(feed)))) == (3, 3, 3)
+    kept = feed.state_dict(epoch=0, used=1)
+    feed.begin_epoch(1, model)
+    assert (feed.batch_size, len(next(iter(feed)))) == (5, 5)
+    assert model.carried == ()
+    assert model.resets == 2
+    assert sorted(_pairs(list(feed))) == [(word, word + 1) for word in range(49)]
+    resumed = _feed()
+    resumed.load_state_dict(kept)
+    assert (resumed.batch_size, len(next(iter(resumed)))) == (3, 3)
+    resumed.begin_epoch(1, model)
+    assert resumed.batch_size == 5
+    later = _feed()
+    later.load_state_dict(feed.state_dict(epoch=2, used=0))
+    assert later.batch_size == 5
+    later.resize(2)
+    assert (later.batch_size, len(next(iter(later)))) == (2, 2)
+
+
+def test_a_bucket_feed_changes_its_size_likewise() -> None:
+    text, model = _text(90), nn.Module()
+    feeds = [BucketFeed(text, config=TrainConfig(), batch_size=4, world=World()) for _ in range(2)]
+    feed = feeds[0]
+    feed.begin_epoch(0, model)
+    feed.resize(7)
+    assert max(len(batch) for batch in feed) == 4
+    state = feed.state_dict(epoch=1, used=0)
+    feed.begin_epoch(1, model)
+    batches = list(feed)
+    assert max(len(batch) for batch in batches) == 7
+    assert sum(len(batch) for batch in batches) == len(text) == feed.num_sequences
+    told = feeds[1].load_state_dict(state)
+    feeds[1].begin_epoch(1, model)
+    assert not told.is_dealt_anew
+    assert [batch.indices.tolist() for batch in feeds[1]] == [batch.indices.tolist() for batch in batches]
+
+
+def test_examples_are_of_the_size_and_length_that_is_asked_for() -> None:
+    feed, model = _feed(), _Model()
+    feed.begin_epoch(0, model)
+    before = _pairs(list(feed))
+    assert feed.example(7, 4).features_BTF.shape == (7, 4, 1)
+    assert (feed.shares, feed.num_sequences) == ({4: 1.0}, 12)
+    assert _pairs(list(feed)) == before
+    buckets = BucketFeed(_text(90), config=TrainConfig(num_buckets=2), batch_size=4, world=World())
+    assert sum(buckets.shares.values()) == pytest.approx(1.0)
+    assert list(buckets.shares) == buckets.edges
+    for edge in buckets.edges:
+        batch = buckets.example(50, edge)
+        assert batch.features_BTF.shape == (50, edge, 1)
+        assert int(batch.lengths.min()) > max([0, *(other for other in buckets.edges if other < edge)])
+
+
+@pytest.mark.parametrize(("num_words", "most"), [(6, 1), (50, 12), (300, 20)])
+def test_measuring_reads_everything_once_in_up_to_twenty_streams(num_words: int, most: int) -> None:
+    for size in (1, 2, 3, 30):
+        worlds = [World(rank=rank, size=size) for rank in range(size)]
+        dealt = [list(measured_windows(_text(num_words), window=4, world=world, device="cpu")) for world in worlds]
+        pairs = sorted(pair for batches in dealt for pair in _pairs(batches))
+        assert pairs == [(word, word + 1) for word in range(num_words - 1)]
+        assert sum(len(batches[0]) for batches in dealt) == most
+        assert len({len(batches) for batches in dealt}) == 1
+
+
+def test_a_model_measures_with_a_state_of_its_own() -> None:
+    model, (first, second, *_) = _Model(), _feed()
+    model.follow(first)
+    with fresh_state(model):
+        assert model.carried == ()
+        model.follow(first)
+        model.follow(second)
+    model.follow(second)
+
+
+def test_no_gradient_goes_into_the_window_before() -> None:
+    model, state = _Model(), torch.ones(1, 2, 3, requires_grad=True) * 2
+    model.keep((state,))
+    assert not model.carried[0].requires_grad
+    assert model.state_dict().keys() == {"weight"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"batch_size": 50}, "makes 50 streams of a text of 49 words"),
+        ({"max_steps": 11}, "3 streams with windows of 4 make 12 slots, more than max_steps=11"),
+        ({"num_words": 1}, "a single word"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(StrettoError, match=told):
+        _feed(**changes)
+
+
+def test_a_position_in_another_text_is_refused() -> None:
+    state = _feed().state_dict(epoch=0, used=1)
+    for other in (_feed(51), _feed(window=5)):
+        with pytest.raises(StrettoError, match="another text or window"):
+            other.load_state_dict(state)
+    with pytest.raises(StrettoError, match="50 streams"):
+        _feed().resize(50)
