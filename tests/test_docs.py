@@ -32,12 +32,21 @@ def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert names["batch"].features_BTF.shape[0] == len(names["batch"].lengths)  # type: ignore[attr-defined]
 
 
-def test_the_examples_of_the_page_on_time_run(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "parallel-in-time.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("parallel-in-time", "iterations="),
+        ("multigrid", "levels of"),
+        ("newton", "solver='newton'"),
+        ("large-batch", "16.0 4.0 3.2\ngrow 64 0.2 changes to 64"),
+    ],
+)
+def test_the_examples_of_the_pages_run(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     names: dict[str, object] = {}
     for example in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
-        exec(compile(example, "parallel-in-time.md", "exec"), names)
-    assert "iterations=" in capsys.readouterr().out
+        exec(compile(example, f"{name}.md", "exec"), names)
+    assert said in capsys.readouterr().out
 
 
 def test_the_tree_of_the_readme_is_the_tree() -> None:

@@ -10,9 +10,13 @@ import stretto
 
 NAMES = [
     "RNN",
+    "BatchTuner",
     "BucketSampler",
     "Cell",
     "Graph",
+    "LargeBatch",
+    "Multigrid",
+    "Newton",
     "Shooting",
     "StrettoError",
     "TrajectoryCache",

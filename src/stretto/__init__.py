@@ -15,18 +15,26 @@ if TYPE_CHECKING:
     from stretto.job import train as train
     from stretto.nn.accelerate import accelerate as accelerate
     from stretto.nn.rnn import RNN as RNN
-    from stretto.solvers.shooting import Shooting as Shooting
-    from stretto.solvers.trajectory_cache import TrajectoryCache as TrajectoryCache
+    from stretto.solvers.multigrid.multigrid import Multigrid as Multigrid
+    from stretto.solvers.newton.newton import Newton as Newton
+    from stretto.solvers.shooting.shooting import Shooting as Shooting
+    from stretto.solvers.shooting.trajectory_cache import TrajectoryCache as TrajectoryCache
+    from stretto.tuning.batch_tuner import BatchTuner as BatchTuner
+    from stretto.tuning.large_batch import LargeBatch as LargeBatch
 
 FOLDERS: Final = ("cells", "distributed")
 HOMES: Final = {
+    "BatchTuner": "stretto.tuning.batch_tuner",
     "BucketSampler": "stretto.batching.sampler",
     "Cell": "stretto.cells.cell",
     "Graph": "stretto.graph.network.graph",
+    "LargeBatch": "stretto.tuning.large_batch",
+    "Multigrid": "stretto.solvers.multigrid.multigrid",
+    "Newton": "stretto.solvers.newton.newton",
     "RNN": "stretto.nn.rnn",
-    "Shooting": "stretto.solvers.shooting",
+    "Shooting": "stretto.solvers.shooting.shooting",
     "StrettoError": "stretto.errors",
-    "TrajectoryCache": "stretto.solvers.trajectory_cache",
+    "TrajectoryCache": "stretto.solvers.shooting.trajectory_cache",
     "accelerate": "stretto.nn.accelerate",
     "collate": "stretto.batching.collate",
     "optimal_edges": "stretto.batching.edges",
@@ -35,9 +43,13 @@ HOMES: Final = {
 
 __all__ = [
     "RNN",
+    "BatchTuner",
     "BucketSampler",
     "Cell",
     "Graph",
+    "LargeBatch",
+    "Multigrid",
+    "Newton",
     "Shooting",
     "StrettoError",
     "TrajectoryCache",

@@ -30,6 +30,8 @@ from stretto.training.checkpoint import FOLDER
 from stretto.training.config import TrainConfig, checked
 from stretto.training.events import EVENTS_FILE, AbstractLog, EventLog, SilentLog, Subscriber, read_events
 from stretto.training.loop import Trainer
+from stretto.training.preset import with_preset
+from stretto.training.solving import summary_of
 from stretto.training.task import AbstractTask
 
 RUNS: Final = Path("runs")
@@ -51,6 +53,9 @@ class TrainResult:
         settings: As they were used.
         run: The folder with the events, the model, checkpoints and `result.json`.
         report: The HTML page; None when plotly, of the extra `report`, is not installed.
+        solving: How the solver of the recurrent layers fared: batches, those that fell back, what was left of the
+            residual in the last epoch that was not exact and at most, its mean in each epoch, and the memory for
+            where sequences were; None where all was walked step after step.
         model: The trained model.
     """
 
@@ -64,6 +69,7 @@ class TrainResult:
     settings: dict[str, Any]
     run: Path
     report: Path | None
+    solving: dict[str, Any] | None = None
     model: nn.Module = dataclasses.field(repr=False)
 
     def to_json(self) -> str:
@@ -76,6 +82,7 @@ class TrainResult:
             "steps_per_second": round(self.steps_per_second, 1),
             "saving": round(self.saving, 6),
             "slot_ratio": self.slot_ratio,
+            **({} if self.solving is None else {"solving": self.solving}),
             "settings": self.settings,
         }
         return json.dumps(values, indent=2) + "\n"
@@ -85,7 +92,7 @@ def train(task: str = "handwriting", *, progress: bool = False, **settings: Any)
     """Train a task and return how it went.
 
     Args:
-        task: "handwriting", "classify" or "language-model".
+        task: One of those that `stretto train --help` lists: "handwriting", "classify", ...
         progress: Show progress on the terminal.
         **settings: The settings of the task, as `stretto train TASK --help` lists them: data, out, epochs, ...
 
@@ -98,7 +105,7 @@ def train(task: str = "handwriting", *, progress: bool = False, **settings: Any)
         print(result.metrics["cer"], result.report)
     """
     task_named(task)
-    config = checked(CONFIGS[task], settings, source="stretto.train()")
+    config = checked(CONFIGS[task], with_preset(CONFIGS[task], settings), source="stretto.train()")
     if config.resume:
         config = checked(CONFIGS[task], stored_settings(task, config) | settings, source="stretto.train()")
     with contextlib.ExitStack() as stack:
@@ -208,7 +215,9 @@ def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: Abst
     ended = trainer.run()
     # The first worker records; another one may look before it has begun to.
     world.wait_for_all()
-    slot_ratio = next(e["slot_ratio"] for e in read_events(run) if e["event"] == "started")
+    events = read_events(run)
+    slot_ratio = next(e["slot_ratio"] for e in events if e["event"] == "started")
+    solving = summary_of([event["solving"] for event in events if event["event"] == "epoch" and "solving" in event])
     result = TrainResult(
         metrics=ended.metrics,
         epochs=ended.epochs,
@@ -220,6 +229,7 @@ def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: Abst
         settings={"task": task.name, **config.recorded()},
         run=run,
         report=None,
+        solving=solving,
         model=ended.model,
     )
     if not world.is_first:
@@ -234,6 +244,7 @@ def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: Abst
         steps_per_second=result.steps_per_second,
         slot_ratio=slot_ratio,
         run=str(run),
+        **({} if solving is None else {"solving": solving}),
     )
     return dataclasses.replace(result, report=_report(run, log))
 
@@ -250,15 +261,15 @@ def _report(run: Path, log: AbstractLog) -> Path | None:
 def _description(task: AbstractTask[Any], config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
     """What the record says at the start: the data, the batches, and what they would be without buckets."""
     train_part = task.data.part("train")
-    report = trainer.sampler.report()
+    report = trainer.feed.report()
     shuffled = shuffled_slots(
-        train_part.lengths_N, batch_size=config.batch_size, max_steps=config.max_steps, seed=config.seed
+        train_part.lengths_N, batch_size=config.rows, max_steps=config.max_steps, seed=config.seed
     )
     return {
         "task": task.name,
         "settings": config.recorded(),
         "data": _data_facts(task.data),
-        "edges": trainer.sampler.edges.tolist(),
+        "edges": trainer.feed.edges,
         "histogram": dataclasses.asdict(length_histogram(train_part.lengths_N)),
         "report": dataclasses.asdict(report),
         "shuffled_padding": 1.0 - train_part.num_steps / shuffled,

@@ -31,8 +31,11 @@ HELP = [[verb] for verb in VERBS] + [
     ["train", "handwriting"],
     ["train", "classify"],
     ["train", "language-model"],
+    ["train", "label-steps"],
+    ["train", "video"],
     ["reproduce", "bucketing"],
     ["bench", "buckets"],
+    ["bench", "time"],
 ]
 SECONDS_TO_WAIT = 60
 

@@ -51,6 +51,16 @@ FOUND = {
         ),
         Case(lengths=(1,)),
     ),
+    "gradients arrive at several vectors of a row, step after step": Found(
+        Recipe(
+            x=(1,),
+            states=((2, 3),),
+            code=(Op("add", (1, 1)), Op("parameter", (), (1, 3)), Op("linear", (2, 3)), Op("tanh", (2,))),
+            after=(5,),
+            y=4,
+        ),
+        Case(lengths=(3, 2)),
+    ),
     "a matrix made before the loop is read by it": Found(
         Recipe(
             x=(1, 6),

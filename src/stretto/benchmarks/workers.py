@@ -121,6 +121,7 @@ def run_workers_bench(settings: WorkersBenchSettings, *, tell: Callable[[str], N
     """Time updates of each way in turn, and predict."""
     # Here too, so that data which cannot be used are told of at once.
     data = TASKS[settings.task].embedded_data() if settings.data is None else open_sequences(settings.data)
+    task = TASKS[settings.task](checked(CONFIGS[settings.task], {}, source="the benchmark"), data)
     contestants, missing = straggling_contestants()
     ways = WAYS | {name: Way(processes=2, threads=1, sampler=name) for name in contestants}
     answers: dict[str, list[list[dict[str, Any]]]] = {way: [] for way in ways}
@@ -132,8 +133,7 @@ def run_workers_bench(settings: WorkersBenchSettings, *, tell: Callable[[str], N
     speeds = {way: [_speed(ranks) for ranks in turns] for way, turns in answers.items()}
     middle = {way: statistics.median(values) for way, values in speeds.items()}
     alone, pair = answers["1 worker, 1 thread"], answers[TWO]
-    kind = TASKS[settings.task](checked(CONFIGS[settings.task], {}, source="the benchmark"), data)
-    num_bytes = sum(4 * parameter.numel() for parameter in kind.build_model().parameters())
+    num_bytes = sum(4 * parameter.numel() for parameter in task.build_model().parameters())
     exchanges = [
         (size, min(turn[0]["exchanges"][number][1] for turn in pair))
         for number, (size, _) in enumerate(pair[0][0]["exchanges"])
@@ -141,7 +141,7 @@ def run_workers_bench(settings: WorkersBenchSettings, *, tell: Callable[[str], N
     updates = [update for turn in alone for update in turn[0]["updates"]]
     model = CostModel.fitted(updates, exchanges, num_bytes=num_bytes)
     tell("predicting more workers")
-    lengths_N = data.part("train").lengths_N
+    lengths_N = task.data.part("train").lengths_N
     predictions = predict(model, lengths_N, batch_size=settings.batch_size)
     measured = middle[TWO] / middle["1 worker, 1 thread"]
     predicted = predictions[1].steps_per_second / predictions[0].steps_per_second

@@ -7,11 +7,25 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from stretto.benchmarks import buckets_tables, faults_tables, kernels_tables, workers_tables
+from stretto.benchmarks import (
+    buckets_tables,
+    faults_tables,
+    kernels_tables,
+    time_tables,
+    training_tables,
+    tuner_tables,
+    workers_tables,
+)
 from stretto.benchmarks.buckets import BucketsBenchSettings, run_buckets_bench
 from stretto.benchmarks.faults import FaultsBenchSettings, run_faults_bench
 from stretto.benchmarks.kernels import KernelsBenchSettings, run_kernels_bench
 from stretto.benchmarks.kernels_page import write_kernels_page
+from stretto.benchmarks.time_page import write_time_figure, write_time_page
+from stretto.benchmarks.time_solvers import TimeBenchSettings, run_time_bench
+from stretto.benchmarks.training import TrainingBenchSettings, run_training_bench
+from stretto.benchmarks.training_page import write_training_page
+from stretto.benchmarks.tuner import TunerBenchSettings, run_tuner_bench
+from stretto.benchmarks.tuner_page import write_tuner_page
 from stretto.benchmarks.workers import WorkersBenchSettings, run_workers_bench
 from stretto.benchmarks.workers_page import write_workers_figure, write_workers_page
 from stretto.cli.console import console_for
@@ -22,6 +36,9 @@ BENCHMARKS = {
     "buckets": "batches of our sampler beside Lhotse's, Hugging Face's and simpler edges",
     "faults": "workers killed and stopped while they train, and what is lost",
     "kernels": "training steps of our layers beside torch's, JAX's and the Python loop",
+    "time": "chunks of time, carried boundaries and ranks beside step after step, torch's layer and JAX's",
+    "training": "all of Stretto beside plain PyTorch scripts of the same models: time to the same quality",
+    "tuner": "the batch that the engine chooses beside a grid of them, and what measuring costs",
     "workers": "two workers beside one, and what more of them would reach",
 }
 
@@ -32,7 +49,16 @@ def run(words: list[str]) -> int:
     if choice is None:
         return 0
     name, rest = choice
-    return {"buckets": _buckets, "faults": _faults, "kernels": _kernels, "workers": _workers}[name](rest)
+    verbs = {
+        "buckets": _buckets,
+        "faults": _faults,
+        "kernels": _kernels,
+        "time": _time,
+        "training": _training,
+        "tuner": _tuner,
+        "workers": _workers,
+    }
+    return verbs[name](rest)
 
 
 @contextlib.contextmanager
@@ -83,6 +109,60 @@ def _kernels(words: list[str]) -> int:
         write_kernels_page(bench, page)
     lines = [*kernels_tables.slower_lines(bench), *_left_out(bench.missing), kernels_tables.machine_line(bench)]
     _tell_rest(console, lines, [("table", settings.json), ("page", page)])
+    return 0
+
+
+def _time(words: list[str]) -> int:
+    settings = checked_flags(parse(TimeBenchSettings, words, prog="stretto bench time"))
+    console = console_for(time_tables.WIDE + 2)
+    with _telling(console) as tell:
+        bench = run_time_bench(settings, tell=tell)
+    for table in time_tables.tables(bench):
+        console.print(table, "")
+    files = [("table", settings.json)]
+    if settings.out is not None:
+        page, picture, numbers = (settings.out / f"time.{kind}" for kind in ("html", "svg", "json"))
+        write_time_page(bench, page)
+        write_text_atomically(numbers, bench.to_json())
+        files += [("page", page), ("table", numbers)]
+        if bench.many is not None:
+            write_time_figure(bench.many, picture)
+            files.append(("plot", picture))
+    _tell_rest(console, [*_left_out(bench.missing), time_tables.machine_line(bench)], files)
+    return 0
+
+
+def _training(words: list[str]) -> int:
+    settings = checked_flags(parse(TrainingBenchSettings, words, prog="stretto bench training"))
+    console = console_for(training_tables.WIDE + 2)
+    with _telling(console) as tell:
+        bench = run_training_bench(settings, tell=tell)
+    for table in training_tables.tables(bench):
+        console.print(table, "")
+    files = [("table", settings.json)]
+    if settings.out is not None:
+        page, numbers = (settings.out / f"training.{kind}" for kind in ("html", "json"))
+        write_training_page(bench, page)
+        write_text_atomically(numbers, bench.to_json())
+        files += [("page", page), ("table", numbers)]
+    _tell_rest(console, [*_left_out(bench.missing), training_tables.machine_line(bench)], files)
+    return 0
+
+
+def _tuner(words: list[str]) -> int:
+    settings = checked_flags(parse(TunerBenchSettings, words, prog="stretto bench tuner"))
+    console = console_for(tuner_tables.WIDE + 2)
+    with _telling(console) as tell:
+        bench = run_tuner_bench(settings, tell=tell)
+    for table in tuner_tables.tables(bench):
+        console.print(table, "")
+    files = [("table", settings.json)]
+    if settings.out is not None:
+        page, numbers = (settings.out / f"tuner.{kind}" for kind in ("html", "json"))
+        write_tuner_page(bench, page)
+        write_text_atomically(numbers, bench.to_json())
+        files += [("page", page), ("table", numbers)]
+    _tell_rest(console, [*_left_out(bench.missing), tuner_tables.machine_line(bench)], files)
     return 0
 
 

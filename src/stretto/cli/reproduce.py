@@ -20,6 +20,16 @@ from stretto.recipes.bucketing_page import bucketing_table, write_bucketing_page
 from stretto.recipes.graph import GraphSettings, reproduce_graph
 from stretto.recipes.graph_figure import write_graph_figure
 from stretto.recipes.graph_page import graph_table, write_graph_page
+from stretto.recipes.large_batch import reproduce_large_batch
+from stretto.recipes.large_batch_figure import write_large_batch_figure
+from stretto.recipes.large_batch_page import write_large_batch_page
+from stretto.recipes.large_batch_settings import LargeBatchSettings
+from stretto.recipes.large_batch_table import holding_lines, large_batch_table
+from stretto.recipes.multigrid import reproduce_multigrid
+from stretto.recipes.multigrid_figure import write_multigrid_figure
+from stretto.recipes.multigrid_page import write_multigrid_page
+from stretto.recipes.multigrid_settings import MultigridSettings
+from stretto.recipes.multigrid_table import multigrid_table
 from stretto.training.loop import EpochRecord
 
 WIDE_TABLE = 110
@@ -28,7 +38,11 @@ LONGEST_EPOCH = 120.0
 PAPERS = {
     "bucketing": "the same net to the same loss with ever more length buckets (Khomenko et al. 2016)",
     "graph": "parallelism found in the graph, with one stream and many (Hwang and Sung 2015)",
+    "large-batch": "five applications at up to 64 times the batch, by rule or tuned anew (You et al. 2019)",
+    "multigrid": "solvers in time at ever longer sequences: multigrid and shooting (Moon and Cyr 2022)",
 }
+SMOKE_TEST = "A smoke test: its times mean nothing."
+TINY_NETS = "A smoke test: its numbers mean nothing."
 
 
 def run(words: list[str]) -> int:
@@ -37,7 +51,8 @@ def run(words: list[str]) -> int:
     if choice is None:
         return 0
     name, rest = choice
-    return _bucketing(rest) if name == "bucketing" else _graph(rest)
+    runs = {"bucketing": _bucketing, "graph": _graph, "large-batch": _large_batch, "multigrid": _multigrid}
+    return runs[name](rest)
 
 
 def _bucketing(words: list[str]) -> int:
@@ -83,11 +98,45 @@ def _graph(words: list[str]) -> int:
     result = reproduce_graph(settings, tell=lambda line: console.print(Text(line), soft_wrap=True))
     console.print(graph_table(result))
     if settings.quick:
-        console.print(Text("A smoke test: its times mean nothing."))
+        console.print(Text(SMOKE_TEST))
     write_graph_figure(result, settings.out / "graph.svg")
     write_graph_page(result, settings.out / "graph.html")
     files = {"table": "graph.json", "rows": "graph.csv", "plot": "graph.svg", "page": "graph.html"}
     _tell_files(console, settings.out, files)
+    return 0
+
+
+def _large_batch(words: list[str]) -> int:
+    settings = checked_flags(parse(LargeBatchSettings, words, prog="stretto reproduce large-batch"))
+    console = console_for(WIDE_TABLE)
+    result = reproduce_large_batch(settings, tell=lambda line: console.print(Text(line), soft_wrap=True))
+    console.print(large_batch_table(result))
+    for line in holding_lines(result, "legw"):
+        console.print(Text(f"legw, {line}"), soft_wrap=True)
+    if settings.quick:
+        console.print(Text(TINY_NETS))
+    write_large_batch_figure(result, settings.out / "large-batch.svg")
+    write_large_batch_page(result, settings.out / "large-batch.html")
+    files = {
+        "table": "large-batch.json",
+        "rows": "large-batch.csv",
+        "plot": "large-batch.svg",
+        "page": "large-batch.html",
+    }
+    _tell_files(console, settings.out, files)
+    return 0
+
+
+def _multigrid(words: list[str]) -> int:
+    settings = checked_flags(parse(MultigridSettings, words, prog="stretto reproduce multigrid"))
+    console = console_for(WIDE_TABLE)
+    result = reproduce_multigrid(settings, tell=lambda line: console.print(Text(line), soft_wrap=True))
+    console.print(multigrid_table(result))
+    if settings.quick:
+        console.print(Text(SMOKE_TEST))
+    write_multigrid_figure(result, settings.out / "multigrid.svg")
+    write_multigrid_page(result, settings.out / "multigrid.html")
+    _tell_files(console, settings.out, {"table": "multigrid.json", "plot": "multigrid.svg", "page": "multigrid.html"})
     return 0
 
 

@@ -15,7 +15,8 @@ from stretto.job import next_run, run_job, stored_settings
 from stretto.report.console import console_view
 from stretto.tasks.registry import CONFIGS, TASKS
 from stretto.training.config import TrainConfig, checked, read_toml
-from stretto.training.loop import Interrupted
+from stretto.training.outcome import Interrupted
+from stretto.training.preset import PRESET, with_preset
 
 INTERRUPTED = 130
 
@@ -69,12 +70,15 @@ def _with_workers(name: str, words: list[str], config: TrainConfig) -> int:
 
 
 def _config(name: str, words: list[str]) -> TrainConfig:
-    """Flags over TOML over what the run to resume was started with over defaults, then checked as a whole."""
+    """Flags over TOML over a preset over what the run to resume was started with over defaults, checked as a whole."""
     kind, prog = CONFIGS[name], f"stretto train {name}"
     path, words = take_option(words, "--config")
     values = {} if path is None else read_toml(path)
     source = "the command line" if path is None else str(path)
-    config = checked_flags(parse(kind, words, prog=prog, default=checked(kind, values, source=source)))
+    named, _ = take_option(words, f"--{PRESET}")
+    chosen = with_preset(kind, values if named is None else {**values, PRESET: str(named)})
+    default = checked(kind, chosen if hasattr(kind, "presets") else values, source=source)
+    config = checked_flags(parse(kind, words, prog=prog, default=default))
     if not config.resume:
         return config
     stored = checked(kind, stored_settings(name, config) | values, source=f"the run to resume, with {source},")

@@ -1,8 +1,8 @@
 """A run on the terminal: a live display, or plain lines where the output is no terminal."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, final
 
 from rich.console import Console
 from rich.live import Live
@@ -10,7 +10,15 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Table
 from rich.text import Text
 
+from stretto.report.solver_panel import bytes_in_words, small
 from stretto.training.events import Event, Subscriber
+
+SOLVERS: Final = {
+    "auto": "exact within the tolerance, in the way that is expected to be fastest",
+    "shooting": "exact within the tolerance",
+    "carried": "one sweep from where sequences were last time; told, not exact: mind the residual",
+    "multigrid": "as published; told, not exact: mind the residual",
+}
 
 
 @contextlib.contextmanager
@@ -44,6 +52,8 @@ class PlainView:
             self._print(epoch_line(event))
         elif kind == "resumed":
             self._print(f"resumed at step {event['step']}, epoch {event['epoch'] + 1}")
+        elif kind == "batch":
+            self._print(batch_line(event))
         elif kind == "warning":
             self._print(f"warning: {event['message']}")
         elif kind == "finished":
@@ -90,6 +100,8 @@ class LiveView:
             return
         if kind in ("finished", "interrupted"):
             self.close()
+        if kind == "batch":
+            self._progress.update(self._bar, total=event["step"] + event["steps_left"])
         if kind == "epoch":
             self._reset()
             shown = f"{event['metric']} {shown_metric(event['metric'], event['value'])}"
@@ -132,9 +144,14 @@ def start_lines(event: Event) -> list[str]:
     lines = [
         f"{event['task']}: {data['name']}, {counts} sequences, {data['steps']:,} steps; "
         f"{event['parameters']:,} parameters, {event['threads']} threads",
-        f"{report['num_buckets']} buckets, {report['batches']} batches an epoch, padding {report['padding']:.1%} "
+        f"{report['streams']} streams in {report['batches']} windows of {report['window']} steps"
+        if "streams" in report
+        else f"{report['num_buckets']} buckets, {report['batches']} batches an epoch, padding {report['padding']:.1%} "
         f"(shuffled: {event['shuffled_padding']:.1%}), so {event['slot_ratio']:.1f} times fewer slots",
     ]
+    solver = (event.get("settings") or {}).get("solver", "serial")
+    if solver != "serial":
+        lines.append(f"solver {solver}: {SOLVERS.get(solver, 'see the residual')}")
     return lines + [f"note: {note}" for note in data["notes"]]
 
 
@@ -144,7 +161,21 @@ def epoch_line(event: Event) -> str:
         f"epoch {event['epoch']:>3}  train {event['train_loss']:.4f}  valid {event['valid_loss']:.4f}  "
         f"{event['metric']} {shown_metric(event['metric'], event['value'])}  "
         f"{event['steps_per_second']:>9,.0f} steps/s  padding {event['padding']:.1%}  {event['seconds']:.1f} s"
+        f"{_solving(event['solving']) if 'solving' in event else ''}"
     )
+
+
+def batch_line(event: Event) -> str:
+    """A decision on the batch size in one line."""
+    return f"batch {event['batch_size']}, rate {event['rate']:.3g}: {event['reason']}"
+
+
+def _solving(told: Mapping[str, Any]) -> str:
+    """What the solver left over, in a few words."""
+    if told["exact"]:
+        return "  exact"
+    fell_back = f", {told['fell_back']} of {told['batches']} fell back" if told["fell_back"] else ""
+    return f"  residual {small(told['residual_mean'])}, at most {small(told['residual_max'])}{fell_back}"
 
 
 def shown_metric(name: str, value: float) -> str:
@@ -165,6 +196,13 @@ def result_table(event: Event) -> Table:
         ("padding", f"{event['padding']:.1%}"),
         ("slots saved", f"{event['slot_ratio']:.1f} times fewer than shuffled batches"),
     ]
+    told = event.get("solving")
+    if told:
+        rows.append(("solver", f"{told['solver']}, {told['fell_back']} of {told['batches']} batches fell back"))
+        last = f"{small(told['residual_mean'])} on average in the end, at most {small(told['residual_max'])}"
+        rows.append(("residual", last))
+        if told["cache_bytes"] is not None:
+            rows.append(("memory carried", bytes_in_words(told["cache_bytes"])))
     for name, value in rows:
         table.add_row(name, str(value))
     return table

@@ -17,11 +17,12 @@ from rich.text import Text
 from stretto.batching.sampler import BucketSampler
 from stretto.batching.shuffled import shuffled_slots
 from stretto.data.sequences import PARTS, SequenceSet
-from stretto.data.targets import AbstractTargets, Labels, NoTargets
+from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels
 from stretto.report.length_bars import LengthBars, span
 from stretto.report.length_histogram import length_histogram
 
 Lengths = npt.NDArray[np.int64]
+TargetKind = Literal["transcripts", "labels", "labels of steps", "none"]
 
 QUANTILES: Final = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 BUCKET_HEADER: Final = ("lengths", "sequences", "batches", "rows a batch", "padding")
@@ -59,7 +60,7 @@ class Inspection:
         parts: Sequences of train, valid and test.
         num_steps: Steps of all sequences together.
         num_features: Features of a step.
-        target_kind: "transcripts", "labels" or "none".
+        target_kind: "transcripts", "labels", "labels of steps" or "none".
         memory_mapped: Whether the features stay on disk until they are used.
         notes: What the reader did that the user should know.
         whose: The sequences whose lengths follow: "training sequences", or "sequences" for all.
@@ -82,7 +83,7 @@ class Inspection:
     parts: Mapping[str, int]
     num_steps: int
     num_features: int
-    target_kind: Literal["transcripts", "labels", "none"]
+    target_kind: TargetKind
     memory_mapped: bool
     notes: Sequence[str]
     whose: str
@@ -244,8 +245,12 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
-def _kind(targets: AbstractTargets) -> Literal["transcripts", "labels", "none"]:
-    return "none" if isinstance(targets, NoTargets) else "labels" if isinstance(targets, Labels) else "transcripts"
+def _kind(targets: AbstractTargets) -> TargetKind:
+    if isinstance(targets, NoTargets):
+        return "none"
+    if isinstance(targets, StepLabels):
+        return "labels of steps"
+    return "labels" if isinstance(targets, Labels) else "transcripts"
 
 
 def _buckets(sampler: BucketSampler, lengths_N: Lengths) -> tuple[BucketRow, ...]:

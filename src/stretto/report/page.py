@@ -51,7 +51,7 @@ td { overflow-wrap: anywhere; }
 .columns th, .columns td { text-align: right; padding: 6px 0 6px 28px; }
 .columns th:first-child, .columns td:first-child { text-align: left; padding-left: 0; }
 .scroll { overflow-x: auto; }
-figure + .scroll { margin-top: 20px; }
+figure + .scroll, figure + table, table + .scroll { margin-top: 24px; }
 .scroll + .grid { margin-top: 28px; }
 ul { margin: 0; padding-left: 20px; }
 li { margin: 4px 0; max-width: 85ch; overflow-wrap: anywhere; }
@@ -62,6 +62,8 @@ li { margin: 4px 0; max-width: 85ch; overflow-wrap: anywhere; }
 .sample dl { display: grid; grid-template-columns: auto 1fr; gap: 0 14px; margin: 0; font-size: 15px; }
 .sample dt { color: var(--soft); }
 .sample dd { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; }
+.key { display: flex; flex-wrap: wrap; gap: 2px 16px; max-width: 430px; font-size: 14px; }
+.key i { display: inline-block; width: 11px; height: 11px; margin-right: 6px; border-radius: 2px; }
 mark { background: #f6d9d3; color: #8f2f24; border-radius: 3px; }
 footer { margin-top: 56px; font-size: 14px; color: var(--soft); overflow-wrap: anywhere; }
 @media screen and (max-width: 800px) { #plot-lengths .annotation { display: none; } }

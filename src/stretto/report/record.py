@@ -32,6 +32,7 @@ class StepRecord:
         slots_S: Rows times padded length.
         seconds_S: Since the start.
         took_S: Seconds since the step before, where nothing but training lay between.
+        residual_S: What a solver left where chunks of time meet.
     """
 
     step_S: Numbers
@@ -42,6 +43,7 @@ class StepRecord:
     slots_S: Numbers
     seconds_S: Numbers
     took_S: Numbers
+    residual_S: Numbers
 
     def __len__(self) -> int:
         return len(self.step_S)
@@ -73,6 +75,8 @@ class RunRecord:
         checkpoints: Checkpoints, as recorded.
         warnings: Their messages.
         ranks: What each of several workers did in each epoch; empty for one alone.
+        probed: The event that has what steps of training take at several batch sizes; empty where the batch was given.
+        decisions: What was decided of the batch size, as recorded.
     """
 
     state: State
@@ -86,6 +90,8 @@ class RunRecord:
     checkpoints: Sequence[Event]
     warnings: Sequence[str]
     ranks: Sequence[Event] = ()
+    probed: Event = dataclasses.field(default_factory=dict)
+    decisions: Sequence[Event] = ()
 
     @classmethod
     def read(cls, run: Path) -> "RunRecord":
@@ -108,6 +114,8 @@ class RunRecord:
             checkpoints=_kind(events, "checkpoint"),
             warnings=[str(event["message"]) for event in _kind(events, "warning")],
             ranks=_kind(events, "ranks"),
+            probed=_last(events, "probe"),
+            decisions=_kind(events, "batch"),
         )
 
     @property
@@ -140,6 +148,7 @@ def _steps(events: Sequence[Event]) -> StepRecord:
         slots_S=_column(found, "slots"),
         seconds_S=_column(found, "seconds"),
         took_S=_took(events),
+        residual_S=_column(found, "residual"),
     )
 
 

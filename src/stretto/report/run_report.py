@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from stretto.errors import StrettoError
 from stretto.report import figures
+from stretto.report.batch_panel import batch_html
 from stretto.report.lengths_figure import lengths_figure
 from stretto.report.page import (
     BigNumber,
@@ -27,6 +28,7 @@ from stretto.report.page import (
 )
 from stretto.report.record import RunRecord
 from stretto.report.samples import samples_html
+from stretto.report.solver_panel import solver_html
 from stretto.report.workers import workers_html
 from stretto.storage import write_text_atomically
 
@@ -84,6 +86,12 @@ def _page(record: RunRecord, *, run: Path) -> str:
 def _sections(record: RunRecord) -> Iterator[Section]:
     yield Section(title="Training", body=_training(record))
     yield Section(title="Batches", body=_batches(record))
+    sized = batch_html(record)
+    if sized is not None:
+        yield Section(title="Batch size", body=sized)
+    solved = solver_html(record)
+    if solved is not None:
+        yield Section(title="Parallel in time", body=solved)
     if record.ranks:
         yield Section(title="Workers", body=workers_html(record.ranks))
     samples = samples_html(record.samples, metric=record.metric) if record.samples else None

@@ -8,6 +8,7 @@ import numpy as np
 
 from stretto.report.ink import ink_svg
 from stretto.report.page import Html, escaped
+from stretto.report.strip import strip_svg
 
 EMPTY: Final = Html('<i class="detail">(empty)</i>')
 
@@ -44,7 +45,8 @@ def samples_html(items: Iterable[Mapping[str, Any]], *, metric: str) -> Html:
     """A card a sequence: its ink when it has some, the target, and the output with what is wrong in it marked.
 
     Args:
-        items: Each with `target`, `output` and `ink` (rows of dx, dy, pen-up, or None).
+        items: Each with `target`, `output` and `ink` (rows of dx, dy, pen-up, or None); where labels of steps are
+            learnt, with a `strip` of them, which is shown instead.
         metric: The task's; it decides what counts as wrong: characters that must be edited for "cer", the
             whole for "accuracy", characters at their place for "perplexity", nothing otherwise.
     """
@@ -52,6 +54,10 @@ def samples_html(items: Iterable[Mapping[str, Any]], *, metric: str) -> Html:
 
 
 def _card(item: Mapping[str, Any], *, metric: str) -> Html:
+    strip = item.get("strip")
+    if strip:
+        right = f"truth above, output below: {strip['right']:.1%} right"
+        return Html(f'<div class="sample">{strip_svg(strip)}<div class="detail">{escaped(right)}</div></div>')
     target, output = _text(item.get("target")), _text(item.get("output"))
     ink = item.get("ink")
     drawing = ink_svg(ink, label=target) if ink else ""
