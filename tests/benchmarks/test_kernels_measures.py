@@ -4,8 +4,10 @@ Shape legend: T steps, B sequences, F features of the input, H hidden units, S p
 """
 
 import importlib.util
+import itertools
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,23 @@ def test_a_budget_that_is_spent_still_leaves_three_rounds() -> None:
     turns: list[int] = []
     timings = interleaved({"a": lambda: turns.append(1)}, pace=Pace(rounds=9, budget=0.0))
     assert len(turns) == timings["a"].rounds == LEAST_ROUNDS
+
+
+def test_a_short_task_is_run_on_end_for_a_whole_turn() -> None:
+    turns: list[str] = []
+
+    def short() -> None:
+        turns.append("short")
+        time.sleep(0.002)
+
+    def long() -> None:
+        turns.append("long")
+        time.sleep(0.03)
+
+    timings = interleaved({"short": short, "long": long}, pace=Pace(rounds=3, budget=60.0, turn=0.02))
+    assert [name for name, _ in itertools.groupby(turns)] == ["short", "long"] * 3
+    assert turns.count("long") == 3 < turns.count("short")
+    assert 0.002 <= timings["short"].least < 0.02 < timings["long"].least
 
 
 def test_a_task_runs_with_its_threads() -> None:

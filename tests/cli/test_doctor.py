@@ -11,6 +11,7 @@ import torch
 
 from stretto.cli import doctor
 from stretto.cli.main import main
+from stretto.extras import EXTRA_OF
 from stretto.kernels.compiler import Compiler, find_compiler
 from stretto.nn.rnn import RNN
 from stretto.storage import CACHE_VARIABLE
@@ -152,3 +153,10 @@ def test_the_self_test_leaves_random_numbers_alone(compiler: Compiler) -> None:
     finding = doctor._self_test()
     assert torch.equal(torch.rand(3), expected)
     assert dataclasses.replace(finding, value="") == doctor.Finding(name="self-test", value="")
+
+
+@pytest.mark.parametrize("module", EXTRA_OF)
+def test_a_package_that_can_be_imported_is_told_with_its_version(module: str) -> None:
+    pytest.importorskip(module)
+    package = module.partition(".")[0]
+    assert doctor.extras()[EXTRA_OF[module]][doctor.PACKAGES.get(package, package)] is not None

@@ -34,7 +34,9 @@ def run_world(
     folder.mkdir(parents=True, exist_ok=True)
     # A server that has imported what takes long, and runs nothing: each process is a fresh copy of it.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["stretto.training.loop", "stretto.tasks.registry", "stretto.kernels.build"])
+    context.set_forkserver_preload(
+        ["stretto.training.loop", "stretto.tasks.registry", "stretto.kernels.build", "torch._dynamo"]
+    )
     workers = [
         context.Process(
             target=_worker,

@@ -230,3 +230,11 @@ def test_a_number_that_json_does_not_have_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         save_checkpoint(tmp_path, Checkpoint(tensors={}, state={"loss": float("nan")}), step=2, keep=2)
     assert _names(tmp_path) == ["step-00000001"]
+
+
+def test_what_is_read_lies_in_memory_as_what_was_saved(tmp_path: Path) -> None:
+    """Products of a BLAS depend on that in their last digits, and a resumed run must not."""
+    odd = {name: torch.randn(size, dtype=torch.float64) for name, size in (("a", 3), ("b", 5), ("c", 40), ("d", 7))}
+    save_checkpoint(tmp_path, Checkpoint(tensors=odd, state={}), step=1, keep=1)
+    found = load_newest(tmp_path).checkpoint.tensors
+    assert {name: tensor.data_ptr() % 64 for name, tensor in found.items()} == dict.fromkeys(odd, 0)

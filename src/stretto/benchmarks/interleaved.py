@@ -17,8 +17,8 @@ class Timing:
     """What one task took.
 
     Attributes:
-        least: Seconds of the fastest turn.
-        median: Seconds of the middle one.
+        least: Seconds of a run in the fastest turn.
+        median: Seconds of a run in the middle one.
         rounds: Turns that were timed.
     """
 
@@ -34,14 +34,17 @@ class Pace:
     Attributes:
         rounds: Turns of every task.
         budget: Seconds after which no new round begins once there are three.
+        turn: Seconds that a turn lasts at least: a task that is shorter is run several times on end, as in training,
+            and their mean counts, the first one after the others' turns among them.
     """
 
     rounds: int
     budget: float
+    turn: float = 0.0
 
 
 def interleaved(tasks: Mapping[str, Callable[[], object]], *, pace: Pace) -> dict[str, Timing]:
-    """Time every task once a round, all equally often; each has to be warm already."""
+    """Give every task a turn each round, all equally often; each has to be warm already."""
     taken: dict[str, list[float]] = {name: [] for name in tasks}
     begin = time.perf_counter()
     for done in range(pace.rounds):
@@ -50,13 +53,22 @@ def interleaved(tasks: Mapping[str, Callable[[], object]], *, pace: Pace) -> dic
         for name, task in tasks.items():
             # Threads of the task before may spin for a while in wait of more work.
             time.sleep(PAUSE_SECONDS)
-            start = time.perf_counter()
-            task()
-            taken[name].append(time.perf_counter() - start)
+            taken[name].append(_turn(task, least=pace.turn))
     return {
         name: Timing(least=min(seconds), median=statistics.median(seconds), rounds=len(seconds))
         for name, seconds in taken.items()
     }
+
+
+def _turn(task: Callable[[], object], *, least: float) -> float:
+    """Seconds of a run."""
+    start, runs = time.perf_counter(), 0
+    while True:
+        task()
+        runs += 1
+        taken = time.perf_counter() - start
+        if taken >= least:
+            return taken / runs
 
 
 def with_threads(task: Callable[[], object], threads: int) -> Callable[[], None]:

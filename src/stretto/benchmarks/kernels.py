@@ -46,6 +46,7 @@ PARTS: Final = (
 PEERS: Final = ("jax",)
 COMPILED: Final = "compiled kernels"
 QUICK_PACE: Final = Pace(rounds=1, budget=0.0)
+TURN_SECONDS: Final = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class KernelsBenchSettings:
             memory, compile, limits, growth; all of them if left out.
         threads: Threads of torch; as many as it has by default.
         thread_counts: Numbers of threads that the parts threads and limits compare.
-        repeats: Rounds of an interleaved run; in each, every contestant has one turn.
+        repeats: Rounds of an interleaved run; in each, every contestant has one turn of a tenth of a second or more.
         budget: Seconds after which a run of at least three rounds begins no further one.
         json: JSON file for the result, written after each part.
         out: Folder for an HTML page with all tables.
@@ -92,7 +93,7 @@ class KernelsBenchSettings:
     @property
     def pace(self) -> Pace:
         """How often everything is timed."""
-        return QUICK_PACE if self.quick else Pace(rounds=self.repeats, budget=self.budget)
+        return QUICK_PACE if self.quick else Pace(rounds=self.repeats, budget=self.budget, turn=TURN_SECONDS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

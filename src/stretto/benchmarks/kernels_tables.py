@@ -142,7 +142,10 @@ def _comparison_table(title: str, rows: Sequence[Comparison]) -> BenchTable:
         for row in rows
     )
     peers, rounds = {row.peer for row in rows}, [row.ours.rounds for row in rows]
-    told = f"Rounds: {min(rounds, default=0)} to {max(rounds, default=0)}, equally many for all of a row."
+    told = (
+        f"Rounds: {min(rounds, default=0)} to {max(rounds, default=0)}, equally many for all of a row; in each, steps "
+        "one after another for a tenth of a second, or one that takes longer."
+    )
     caption = "\n".join([RATIO, told, *(note for peer, note in CONTESTANTS.items() if peer in peers)])
     return BenchTable(title=title, headings=COMPARISON, rows=cells, caption=caption)
 

@@ -22,7 +22,8 @@ from stretto.kernels.compiler import Compiler, NoCompiler, find_compiler, librar
 from stretto.nn.rnn import RNN
 from stretto.storage import CACHE_VARIABLE, cache_folder
 
-PACKAGES: Final = {"HersheyFonts": "Hershey-Fonts"}
+PACKAGES: Final = {"HersheyFonts": "Hershey-Fonts", "PIL": "pillow"}
+"""Packages that are called otherwise than their modules."""
 VECTORS: Final = {
     "__AVX512F__": "AVX-512, 64 bytes wide",
     "__AVX2__": "AVX2, 32 bytes wide",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -83,6 +84,7 @@ class Node:
         return operator_name(self.op)
 
 
+@lru_cache(maxsize=4096)
 def operator_name(op: Callable[..., Any]) -> str:
     """`aten.mul.Tensor` as "mul"."""
     packet = getattr(op, "overloadpacket", None)

@@ -122,7 +122,10 @@ def _read(path: Path) -> Checkpoint:
             raise ValueError(f"{STATE} is of another version")
         if state.pop("sha256", None) != _checksum(path / TENSORS, state):
             raise ValueError(f"{TENSORS} and {STATE} do not have the checksum they were saved with")
-        return Checkpoint(tensors=safetensors.torch.load_file(path / TENSORS), state=state)
+        found = safetensors.torch.load_file(path / TENSORS)
+        # Copies lie as any tensor does. Those of a file begin anywhere, and products of a BLAS, and so the last digits
+        # of a resumed run, depend on that.
+        return Checkpoint(tensors={name: tensor.clone() for name, tensor in found.items()}, state=state)
 
 
 def _is_whole(path: Path) -> bool:
