@@ -18,8 +18,10 @@ DATA_VARIABLE = "STRETTO_DATA"
 
 @pytest.fixture(autouse=True, scope="session")
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("stretto-cache")
-    folder.chmod(0o700)
+    """Of this run of the suite: processes that share its tests share what they have compiled, too."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "stretto-cache"
+    folder.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(folder))
         yield folder
