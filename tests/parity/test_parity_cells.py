@@ -59,7 +59,6 @@ def test_every_setting_equals_the_definition(setting: str, shape: str) -> None:
     _check(setting, 7, SHAPES[shape], dtype=torch.float64)
 
 
-@pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("setting", [name for name in SETTINGS if not name.startswith("projected")])
 def test_one_unit_equals_the_definition(setting: str) -> None:
     """Weights of one row and one column, whose gradients come in forms of their own."""

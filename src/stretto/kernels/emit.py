@@ -8,7 +8,7 @@ from stretto.kernels.rows import Affine, Buffer, Product, Where, size_of
 from stretto.kernels.schedule import Group, Item, Schedule, Scheduler, loads_in
 from stretto.kernels.sharing import Sharing
 
-INITIAL = {"sum": "0", "max": "-INFINITY", "min": "INFINITY"}
+INITIAL = {"sum": "0", "max": "-INFINITE", "min": "INFINITE"}
 COMBINED = {"sum": "{0} + {1}", "max": "maximum({1}, {0})", "min": "minimum({1}, {0})"}
 FINISHED = {"sum": "sum_of", "max": "maximum_of", "min": "minimum_of"}
 

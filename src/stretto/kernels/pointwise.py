@@ -17,9 +17,9 @@ Rule: TypeAlias = "Callable[[Node, Take], tuple[str, tuple[AbstractValue, ...], 
 def number(value: float) -> str:
     """A number as C++ reads it back to the last digit."""
     if math.isinf(value):
-        return "all(-INFINITY)" if value < 0 else "all(INFINITY)"
+        return "all(-INFINITE)" if value < 0 else "all(INFINITE)"
     if math.isnan(value):
-        return "all(NAN)"
+        return "all(NOT_A_NUMBER)"
     return f"all(real({value!r}))"
 
 

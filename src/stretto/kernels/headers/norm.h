@@ -42,7 +42,7 @@ extern "C" void stretto_norm(const real* x, int64_t stride_x, const real* gain, 
       const vec off = part(row, j, N) - all(mean);
       return off * off;
     }) / real(N);
-    const real scale = real(1) / std::sqrt(variance + real(eps));
+    const real scale = real(1) / libm::sqrt(variance + real(eps));
     for (int64_t j = 0; j < N; j = after(j, N)) {
       vec value = (part(row, j, N) - all(mean)) * all(scale);
       if (gain) value = value * part(gain, j, N);

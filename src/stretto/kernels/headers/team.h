@@ -1,8 +1,7 @@
 // Who does what: threads take rows of their own through the whole sequence, or share the columns of few rows.
 #pragma once
 #include <atomic>
-#include <chrono>
-#include <utility>
+#include <time.h>
 #include "product.h"
 #if defined(_OPENMP)
 #include <omp.h>
@@ -15,6 +14,15 @@
 #define PAUSE()
 #endif
 #include <sched.h>
+
+// A number that the compiler knows, as an argument.
+template <int N> struct Known { static constexpr int value = N; };
+
+INLINE int64_t nanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t(now.tv_sec) * 1000000000 + now.tv_nsec;
+}
 
 // Run body(rank, size) on each of so many threads.
 template <class Body>
@@ -70,9 +78,9 @@ INLINE void sweep(Body body, int rank, int size) {
   constexpr int64_t WHOLE = N / LANES, UNIT = N % 32 == 0 ? PANEL / LANES : 1;
   const int64_t from = TEAM ? WHOLE / UNIT * rank / size * UNIT : 0;
   const int64_t to = TEAM ? WHOLE / UNIT * (rank + 1) / size * UNIT : WHOLE;
-  for (int64_t i = from; i < to; i++) body(std::integral_constant<int, LANES>{}, i * LANES);
+  for (int64_t i = from; i < to; i++) body(Known<LANES>{}, i * LANES);
   if constexpr (N % LANES != 0)
-    if (!TEAM || rank == size - 1) body(std::integral_constant<int, N % LANES>{}, WHOLE * LANES);
+    if (!TEAM || rank == size - 1) body(Known<int(N % LANES)>{}, WHOLE * LANES);
 }
 
 // Walks through steps [from, to), counted in the order of the walk.
@@ -90,21 +98,20 @@ static void walk(const Call& call, int64_t first, int64_t last, int rank, int si
   bool together = usually_team;
   int64_t done = 0;
   if (steps >= 8 * TRIAL) {
-    using clock = std::chrono::steady_clock;
-    clock::time_point times[4];
+    int64_t times[4];
     // The first half of each stretch brings the weights into the cache.
     for (int half = 0; half < 2; half++, done += TRIAL / 2) {
-      times[half] = clock::now();
+      times[half] = nanoseconds();
       team(call, first, last, done, done + TRIAL / 2, rank, size, barrier);
       barrier->wait(rank, size);
     }
-    times[2] = clock::now();
-    const auto by_all = times[2] - times[1];
+    times[2] = nanoseconds();
+    const int64_t by_all = times[2] - times[1];
     for (int half = 0; half < 2; half++, done += TRIAL / 2) {
-      times[2 + half] = clock::now();
+      times[2 + half] = nanoseconds();
       if (rank == 0) alone(call, first, last, done, done + TRIAL / 2, 0, 1, barrier);
     }
-    if (rank == 0) barrier->together_is_faster = by_all < clock::now() - times[3];
+    if (rank == 0) barrier->together_is_faster = by_all < nanoseconds() - times[3];
     barrier->wait(rank, size);
     together = barrier->together_is_faster;
   }

@@ -1,9 +1,6 @@
 // Vectors of REAL in the compiler's own vector types, which AVX2, AVX-512 and NEON all have, and functions over them.
 #pragma once
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
+#include <stdint.h>
 
 typedef REAL real;
 #if defined(__AVX512F__)
@@ -14,10 +11,26 @@ constexpr int VECTOR_BYTES = 32;
 constexpr int VECTOR_BYTES = 16;
 #endif
 constexpr int LANES = VECTOR_BYTES / sizeof(real);
-typedef std::conditional<sizeof(real) == 4, int32_t, int64_t>::type word;
+template <int BYTES> struct Word { typedef int64_t type; };
+template <> struct Word<4> { typedef int32_t type; };
+typedef Word<sizeof(real)>::type word;
 typedef real vec __attribute__((vector_size(VECTOR_BYTES)));
 typedef word wordvec __attribute__((vector_size(VECTOR_BYTES)));
 #define INLINE static inline __attribute__((always_inline))
+constexpr real INFINITE = __builtin_inf(), NOT_A_NUMBER = __builtin_nan("");
+
+// The C library's functions, by name alone: reading its headers takes longer than compiling a small kernel.
+namespace libm {
+#define ONE_ARGUMENT(name)                                          \
+  INLINE float name(float a) { return __builtin_##name##f(a); }     \
+  INLINE double name(double a) { return __builtin_##name(a); }
+#define TWO_ARGUMENTS(name)                                                    \
+  INLINE float name(float a, float b) { return __builtin_##name##f(a, b); }    \
+  INLINE double name(double a, double b) { return __builtin_##name(a, b); }
+ONE_ARGUMENT(sqrt) ONE_ARGUMENT(log) ONE_ARGUMENT(log1p) ONE_ARGUMENT(expm1) ONE_ARGUMENT(erf) ONE_ARGUMENT(sin)
+ONE_ARGUMENT(cos) ONE_ARGUMENT(atan) ONE_ARGUMENT(floor) ONE_ARGUMENT(ceil) ONE_ARGUMENT(trunc) ONE_ARGUMENT(nearbyint)
+TWO_ARGUMENTS(pow) TWO_ARGUMENTS(fmod)
+}  // namespace libm
 
 INLINE vec all(real x) { return x - vec{}; }  // x - 0 is x to the last bit, and compilers know it
 
@@ -65,7 +78,7 @@ INLINE vec absolute(vec x) { return choose(x < all(0), -x, choose(x == all(0), a
 INLINE vec sign(vec x) { return flag(x > all(0)) - flag(x < all(0)); }
 INLINE vec square_root(vec x) {
   vec r;
-  for (int i = 0; i < LANES; i++) r[i] = std::sqrt(x[i]);
+  for (int i = 0; i < LANES; i++) r[i] = libm::sqrt(x[i]);
   return r;
 }
 INLINE vec relu(vec x) { return choose(x < all(0), all(0), x); }
@@ -141,26 +154,26 @@ INLINE vec hyperbolic_tangent(vec x) {
     }                                                \
     return r;                                        \
   }
-LANE_BY_LANE(logarithm, std::log(a))
-LANE_BY_LANE(logarithm_1p, std::log1p(a))
-LANE_BY_LANE(exponential_m1, std::expm1(a))
-LANE_BY_LANE(error_function, std::erf(a))
-LANE_BY_LANE(sine, std::sin(a))
-LANE_BY_LANE(cosine, std::cos(a))
-LANE_BY_LANE(arctangent, std::atan(a))
-LANE_BY_LANE(floor_of, std::floor(a))
-LANE_BY_LANE(ceiling_of, std::ceil(a))
-LANE_BY_LANE(truncated, std::trunc(a))
-LANE_BY_LANE(rounded, std::nearbyint(a))
+LANE_BY_LANE(logarithm, libm::log(a))
+LANE_BY_LANE(logarithm_1p, libm::log1p(a))
+LANE_BY_LANE(exponential_m1, libm::expm1(a))
+LANE_BY_LANE(error_function, libm::erf(a))
+LANE_BY_LANE(sine, libm::sin(a))
+LANE_BY_LANE(cosine, libm::cos(a))
+LANE_BY_LANE(arctangent, libm::atan(a))
+LANE_BY_LANE(floor_of, libm::floor(a))
+LANE_BY_LANE(ceiling_of, libm::ceil(a))
+LANE_BY_LANE(truncated, libm::trunc(a))
+LANE_BY_LANE(rounded, libm::nearbyint(a))
 INLINE vec power(vec x, vec y) {
   vec r;
-  for (int i = 0; i < LANES; i++) r[i] = std::pow(x[i], y[i]);
+  for (int i = 0; i < LANES; i++) r[i] = libm::pow(x[i], y[i]);
   return r;
 }
 INLINE vec remainder_of(vec x, vec y) {  // of the divisor's sign, as Python's %
   vec r;
   for (int i = 0; i < LANES; i++) {
-    real m = std::fmod(x[i], y[i]);
+    real m = libm::fmod(x[i], y[i]);
     r[i] = (m != 0 && (m < 0) != (y[i] < 0)) ? m + y[i] : m;
   }
   return r;
