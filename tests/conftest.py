@@ -47,7 +47,7 @@ def set_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Non
 
 @pytest.fixture(scope="module")
 def quick_compiler() -> Iterator[None]:
-    """A compiler that is quick rather than good, for cells that are many, small, and run once; for one file of tests."""
+    """A compiler that is quick rather than good, for small cells that run once; for one file of tests."""
     with pytest.MonkeyPatch.context() as patch:
         flags = tuple("-O0" if flag == "-O3" else flag for flag in compiler.BASE_FLAGS)
         patch.setattr(compiler, "BASE_FLAGS", flags)
