@@ -35,6 +35,8 @@ GOAL: Final = 5.3
 """What the geometric mean should reach: what large batches gave You et al. on average, with more hardware."""
 QUICK_EPOCHS: Final = 2
 QUICK_FRACTION: Final = 0.05
+SHARES: Final[dict[str, float]] = {"digits": 0.5, "digit-images": 0.25, "language-model": 0.1, "translate": 0.1}
+"""How much of data in a folder is trained on unless another share is asked for."""
 WITHOUT_END: Final = 1e6
 """Minutes between checkpoints within an epoch, so that there are none."""
 ASKED: Final[dict[str, dict[str, Any]]] = {"language-model": {"preset": "ptb-small"}}
@@ -50,7 +52,8 @@ class TrainingBenchSettings:
         data: A folder with the data sets mnist, ptb and multi30k_en_de, or some of them; left out, and for tasks whose
             data are not there, the embedded data.
         epochs: Of the plain script; left out, as many as the task has. Stretto may train half as many more.
-        fraction: The share of the training data to use.
+        fraction: The share of the training data to use; left out, all of the embedded data, and of those in a folder
+            as much as lets the five tasks end within an hour on two cores.
         batch_size: Auto lets Stretto choose the batch by measuring, from the task's own on; own keeps that.
         accuracy_points: How many percent points of accuracy below the plain script's last epoch count as the same.
         perplexity_percent: The same for perplexity, in percent above it.
@@ -191,7 +194,10 @@ def _row(name: str, settings: TrainingBenchSettings, *, missing: list[str], tell
     tell("data")
     opened = open_data(name, settings.data)
     missing += [opened.note] if opened.note else []
-    data = _cut(opened.data, settings)
+    share = _share(name, settings, is_embedded=opened.is_embedded)
+    if share < 1.0 and settings.fraction is None and not settings.quick:
+        missing.append(f"{name}: trained on {share:.0%} of {opened.data.name}; --fraction 1 takes all of it")
+    data = _cut(opened.data, share, settings)
     task = _task(name, settings, data, missing=missing)
     margin = settings.margin(task.metric)
     with tempfile.TemporaryDirectory(prefix="stretto-") as place:
@@ -220,11 +226,16 @@ def _row(name: str, settings: TrainingBenchSettings, *, missing: list[str], tell
     )
 
 
-def _cut(data: SequenceSet, settings: TrainingBenchSettings) -> SequenceSet:
-    """As much of the data as was asked for; quick runs measure on less, too."""
-    fraction = settings.fraction or (QUICK_FRACTION if settings.quick else 1.0)
-    if fraction < 1.0:
-        data = some_of(data, part="train", fraction=fraction, seed=settings.seed)
+def _share(name: str, settings: TrainingBenchSettings, *, is_embedded: bool) -> float:
+    """How much of the training data is used."""
+    usual = QUICK_FRACTION if settings.quick else 1.0 if is_embedded else SHARES.get(name, 1.0)
+    return settings.fraction or usual
+
+
+def _cut(data: SequenceSet, share: float, settings: TrainingBenchSettings) -> SequenceSet:
+    """So much of the data; quick runs measure on less, too."""
+    if share < 1.0:
+        data = some_of(data, part="train", fraction=share, seed=settings.seed)
     return some_of(data, part="valid", fraction=2 * QUICK_FRACTION, seed=settings.seed) if settings.quick else data
 
 

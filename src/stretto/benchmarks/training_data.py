@@ -23,9 +23,16 @@ FOLDERS: Final = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """The data of a task, and a word on what was not there; empty if nothing is to be said."""
+    """The data of a task.
+
+    Attributes:
+        data: To train and measure on.
+        is_embedded: Whether they come with the package.
+        note: On what was not there; empty if nothing is to be said.
+    """
 
     data: SequenceSet
+    is_embedded: bool = True
     note: str = ""
 
 
@@ -50,7 +57,7 @@ def open_data(name: str, folder: Path | None) -> Opened:
     place = folder / FOLDERS[name]
     if not place.exists():
         return Opened(data=embedded(), note=f"{name}: {str(folder)!r} has no {place.name}; it trained on embedded data")
-    return Opened(data=open_sequences(place))
+    return Opened(data=open_sequences(place), is_embedded=False)
 
 
 def some_of(data: SequenceSet, *, part: Part, fraction: float, seed: int) -> SequenceSet:
