@@ -99,11 +99,11 @@ def collate(items: Sequence[Any], *, edges: npt.ArrayLike | None = None, num_fea
             f"sequences of one batch differ in features or type: {sorted(map(str, widths))}",
             fix="Give all sequences the same number of features and one dtype.",
         )
-    lengths = torch.tensor([len(rows) for rows in features], dtype=torch.int64)
+    lengths = torch.tensor([rows.shape[0] for rows in features], dtype=torch.int64)
     steps = _padded_length(int(lengths.max()), edges)
     of_steps = [item.target for item in items if isinstance(item, Sample) and isinstance(item.target, np.ndarray)]
     return Batch(
-        features_BTF=_padded(features, steps=steps),
+        features_BTF=torch.stack(features) if int(lengths.min()) == steps else _padded(features, steps=steps),
         lengths=lengths,
         targets=_padded_labels(of_steps, steps=steps)
         if len(of_steps) == len(samples)
@@ -115,7 +115,7 @@ def collate(items: Sequence[Any], *, edges: npt.ArrayLike | None = None, num_fea
 def _padded(features: list[torch.Tensor], *, steps: int) -> torch.Tensor:
     padded_BTF = features[0].new_zeros((len(features), steps, *features[0].shape[1:]))
     for row, rows in zip(padded_BTF, features, strict=True):
-        row[: len(rows)] = rows
+        row[: rows.shape[0]] = rows
     return padded_BTF
 
 

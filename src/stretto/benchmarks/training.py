@@ -35,7 +35,7 @@ GOAL: Final = 5.3
 """What the geometric mean should reach: what large batches gave You et al. on average, with more hardware."""
 QUICK_EPOCHS: Final = 2
 QUICK_FRACTION: Final = 0.05
-SHARES: Final[dict[str, float]] = {"digits": 0.5, "digit-images": 0.25, "language-model": 0.1, "translate": 0.1}
+SHARES: Final[dict[str, float]] = {"digits": 0.2, "digit-images": 0.1, "language-model": 0.05, "translate": 0.05}
 """How much of data in a folder is trained on unless another share is asked for."""
 WITHOUT_END: Final = 1e6
 """Minutes between checkpoints within an epoch, so that there are none."""
@@ -53,7 +53,7 @@ class TrainingBenchSettings:
             data are not there, the embedded data.
         epochs: Of the plain script; left out, as many as the task has. Stretto may train half as many more.
         fraction: The share of the training data to use; left out, all of the embedded data, and of those in a folder
-            as much as lets the five tasks end within an hour on two cores.
+            as much as lets the five tasks end within half an hour on two cores.
         batch_size: Auto lets Stretto choose the batch by measuring, from the task's own on; own keeps that.
         accuracy_points: How many percent points of accuracy below the plain script's last epoch count as the same.
         perplexity_percent: The same for perplexity, in percent above it.
