@@ -293,6 +293,7 @@ def test_some_of_the_data() -> None:
 def test_data_that_are_not_there(tmp_path: Path) -> None:
     opened = open_data("digits", tmp_path)
     assert len(opened.data)
+    assert opened.is_embedded
     assert "has no mnist" in opened.note
     assert not open_data("handwriting", tmp_path).note
     with pytest.raises(StrettoError, match="there is no folder"):
@@ -376,8 +377,27 @@ def test_a_whole_run_of_two_tasks(
     assert "Quality over time" in (tmp_path / "training.html").read_text(encoding="utf-8")
 
 
+def test_a_share_of_the_data_in_a_folder_is_taken_and_told(
+    tmp_path: Path, quick_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ptb").mkdir()
+    for part in ("train", "valid", "test"):
+        lines = "the cat sat on a mat\na dog ran to the cat\n" * 40
+        (tmp_path / "ptb" / f"tiny.{part}.txt").write_text(lines, encoding="utf-8")
+    monkeypatch.setattr(training, "ASKED", SMALL)
+    monkeypatch.setattr(training, "SHARES", {"language-model": 0.5})
+    asked = TrainingBenchSettings(tasks=("language-model",), data=tmp_path, epochs=1, batch_size="own")
+    half = run_training_bench(asked, tell=lambda _: None)
+    assert half.rows[0].sequences == 40
+    assert [note for note in half.missing if "trained on 50% of" in note and "--fraction 1" in note]
+    whole = run_training_bench(dataclasses.replace(asked, fraction=1.0), tell=lambda _: None)
+    assert whole.rows[0].sequences == 80
+    assert not whole.missing
+
+
 def test_real_data_are_found(shared_data: Path) -> None:
     for name in ("digits", "language-model", "translate"):
         opened = open_data(name, shared_data)
         assert not opened.note
+        assert not opened.is_embedded
         assert len(opened.data.part("train")) > 10_000
