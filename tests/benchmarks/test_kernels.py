@@ -245,6 +245,7 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
     assert str(tmp_path / "page [x]" / "kernels.html") in shown
     assert (tmp_path / "page [x]" / "kernels.html").exists()
     read = json.loads((tmp_path / "k.json").read_text(encoding="utf-8"))
+    assert read == json.loads((tmp_path / "page [x]" / "kernels.json").read_text(encoding="utf-8"))
     assert read["comparisons"] == []
     assert len(read["ragged"]) == 4
     assert all(math.isfinite(item["exponent"]) for item in read["growth"])

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from task_gradients import assert_same, built, loss_and_gradients
 
-from stretto.batching.collate import Batch, collate
+from stretto.batching.collate import collate
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import AbstractTargets, Labels, Transcripts
 from stretto.errors import StrettoError
@@ -34,47 +34,24 @@ def _task(**settings: Any) -> Classify:
     return Classify(config, _set(Labels(values_N=LABELS, names=("left", "right", "stop"))))
 
 
-def _model(task: Classify) -> nn.Module:
-    torch.manual_seed(0)
-    return task.build_model().double()
-
-
-def _loss_and_gradients(task: Classify, model: nn.Module, batches: list[Batch]) -> tuple[float, int, list[Any]]:
-    model.zero_grad()
-    total, count = 0.0, 0
-    for batch in batches:
-        loss = task.loss(model(batch), batch)
-        torch.autograd.backward(loss.total)
-        total, count = total + loss.total.item(), count + loss.count
-    return total, count, [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def _assert_same(found: tuple[float, int, list[Any]], expected: tuple[float, int, list[Any]]) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-12)
-    assert found[1] == expected[1]
-    assert len(found[2]) == len(expected[2]) > 0
-    for mine, other in zip(found[2], expected[2], strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-13)
-
-
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_a_padded_batch_is_the_sum_of_its_sequences(num_layers: int) -> None:
     task = _task(num_layers=num_layers)
-    model, items = _model(task), [task.data[index] for index in range(len(LENGTHS))]
-    alone = _loss_and_gradients(task, model, [collate([item]) for item in items])
-    assert alone[1] == len(LENGTHS)
-    _assert_same(_loss_and_gradients(task, model, [collate(items)]), alone)
-    _assert_same(_loss_and_gradients(task, model, [collate(items, edges=[29])]), alone)
+    model, items = built(task), [task.data[index] for index in range(len(LENGTHS))]
+    alone = loss_and_gradients(task, model, [collate([item]) for item in items])
+    assert alone.count == len(LENGTHS)
+    assert_same(loss_and_gradients(task, model, [collate(items)]), alone)
+    assert_same(loss_and_gradients(task, model, [collate(items, edges=[29])]), alone)
 
 
 @pytest.mark.parametrize("rubbish", [1e30, float("inf"), float("nan")])
 def test_what_stands_in_padded_slots_is_ignored(rubbish: float) -> None:
     task = _task(num_layers=2)
-    model, batch = _model(task), collate([task.data[index] for index in range(len(LENGTHS))], edges=[20])
+    model, batch = built(task), collate([task.data[index] for index in range(len(LENGTHS))], edges=[20])
     loud_BTF = batch.features_BTF.clone()
     loud_BTF[~batch.mask] = rubbish
-    clean = _loss_and_gradients(task, model, [batch])
-    _assert_same(_loss_and_gradients(task, model, [dataclasses.replace(batch, features_BTF=loud_BTF)]), clean)
+    clean = loss_and_gradients(task, model, [batch])
+    assert_same(loss_and_gradients(task, model, [dataclasses.replace(batch, features_BTF=loud_BTF)]), clean)
 
 
 def test_the_score_is_the_share_of_right_classes() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from task_gradients import assert_same, built, loss_and_gradients
 
 from stretto.batching.collate import Batch, collate
 from stretto.data.sequences import SequenceSet
@@ -35,53 +35,30 @@ def _task(*, texts: list[str] = TEXTS, lengths: list[int] = LENGTHS, **settings:
     return Handwriting(config, _set(Transcripts.of(texts), lengths=lengths))
 
 
-def _model(task: Handwriting) -> nn.Module:
-    torch.manual_seed(0)
-    return task.build_model().double()
-
-
-def _loss_and_gradients(task: Handwriting, model: nn.Module, batches: list[Batch]) -> tuple[float, int, list[Any]]:
-    model.zero_grad()
-    total, count = 0.0, 0
-    for batch in batches:
-        loss = task.loss(model(batch), batch)
-        torch.autograd.backward(loss.total)
-        total, count = total + loss.total.item(), count + loss.count
-    return total, count, [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def _assert_same(found: tuple[float, int, list[Any]], expected: tuple[float, int, list[Any]]) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-12)
-    assert found[1] == expected[1]
-    assert len(found[2]) == len(expected[2]) > 0
-    for mine, other in zip(found[2], expected[2], strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("stack", [1, 2, 3])
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_a_padded_batch_is_the_sum_of_its_lines(stack: int, num_layers: int) -> None:
     texts = ["a", "abba", "b", "a b", "c", "ca"] if stack == 3 else TEXTS
     task = _task(texts=texts, stack=stack, num_layers=num_layers)
-    model, items = _model(task), [task.data[index] for index in range(len(LENGTHS))]
-    alone = _loss_and_gradients(task, model, [collate([item]) for item in items])
-    assert alone[1] == sum(map(len, texts))
-    _assert_same(_loss_and_gradients(task, model, [collate(items)]), alone)
-    _assert_same(_loss_and_gradients(task, model, [collate(items, edges=[37])]), alone)
+    model, items = built(task), [task.data[index] for index in range(len(LENGTHS))]
+    alone = loss_and_gradients(task, model, [collate([item]) for item in items])
+    assert alone.count == sum(map(len, texts))
+    assert_same(loss_and_gradients(task, model, [collate(items)]), alone, atol=1e-12)
+    assert_same(loss_and_gradients(task, model, [collate(items, edges=[37])]), alone, atol=1e-12)
 
 
 def test_what_stands_in_padded_slots_is_ignored() -> None:
     task = _task()
-    model, batch = _model(task), collate([task.data[index] for index in range(len(LENGTHS))], edges=[30])
+    model, batch = built(task), collate([task.data[index] for index in range(len(LENGTHS))], edges=[30])
     loud_BTF = batch.features_BTF.clone()
     loud_BTF[~batch.mask] = 1e30
-    clean = _loss_and_gradients(task, model, [batch])
-    _assert_same(_loss_and_gradients(task, model, [dataclasses.replace(batch, features_BTF=loud_BTF)]), clean)
+    clean = loss_and_gradients(task, model, [batch])
+    assert_same(loss_and_gradients(task, model, [dataclasses.replace(batch, features_BTF=loud_BTF)]), clean, atol=1e-12)
 
 
 def test_readings_and_errors_do_not_depend_on_the_padding() -> None:
     task = _task(decoder="beam")
-    model, items = _model(task), [task.data[index] for index in range(len(LENGTHS))]
+    model, items = built(task), [task.data[index] for index in range(len(LENGTHS))]
     model.classify.weight.data.mul_(9.0)  # type: ignore[union-attr,operator]
     with torch.no_grad():
         together, alone = collate(items, edges=[41]), [collate([item]) for item in items]
@@ -154,4 +131,4 @@ def test_a_transcript_that_just_fits_is_taken() -> None:
     task = _task(texts=["aa", "b"], lengths=[5, 1], stack=2)
     assert task.alphabet == "ab"
     batch = collate([task.data[0], task.data[1]])
-    assert torch.isfinite(task.loss(_model(task)(batch), batch).total)
+    assert torch.isfinite(task.loss(built(task)(batch), batch).total)

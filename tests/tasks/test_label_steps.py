@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from task_gradients import assert_same, built, loss_and_gradients
 from torch import nn
 
 import stretto
-from stretto.batching.collate import Batch, collate
+from stretto.batching.collate import collate
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import AbstractTargets, Labels, StepLabels, Transcripts
 from stretto.errors import StrettoError
@@ -37,31 +38,8 @@ def _task(values: Any = VALUES, **settings: Any) -> LabelSteps:
     return LabelSteps(config, _set(StepLabels.check(values, offsets=OFFSETS, names=names, source="here")))
 
 
-def _model(task: LabelSteps) -> nn.Module:
-    torch.manual_seed(0)
-    return task.build_model().double()
-
-
 def _items(task: LabelSteps) -> list[Any]:
     return [task.data[index] for index in range(len(LENGTHS))]
-
-
-def _loss_and_gradients(task: LabelSteps, model: nn.Module, batches: list[Batch]) -> tuple[float, int, list[Any]]:
-    model.zero_grad()
-    total, count = 0.0, 0
-    for batch in batches:
-        loss = task.loss(model(batch), batch)
-        torch.autograd.backward(loss.total)
-        total, count = total + loss.total.item(), count + loss.count
-    return total, count, [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def _assert_same(found: tuple[float, int, list[Any]], expected: tuple[float, int, list[Any]]) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-12)
-    assert found[1] == expected[1]
-    assert len(found[2]) == len(expected[2]) > 0
-    for mine, other in zip(found[2], expected[2], strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-13)
 
 
 WAYS: list[dict[str, Any]] = [
@@ -76,18 +54,18 @@ WAYS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", WAYS)
 def test_a_padded_batch_is_the_sum_of_its_sequences(settings: dict[str, Any]) -> None:
     task = _task(**settings)
-    model, items = _model(task), _items(task)
-    alone = _loss_and_gradients(task, model, [collate([item]) for item in items])
-    assert alone[1] == int((VALUES > 0).sum())
-    _assert_same(_loss_and_gradients(task, model, [collate(items)]), alone)
-    _assert_same(_loss_and_gradients(task, model, [collate(items, edges=[17])]), alone)
+    model, items = built(task), _items(task)
+    alone = loss_and_gradients(task, model, [collate([item]) for item in items])
+    assert alone.count == int((VALUES > 0).sum())
+    assert_same(loss_and_gradients(task, model, [collate(items)]), alone)
+    assert_same(loss_and_gradients(task, model, [collate(items, edges=[17])]), alone)
 
 
 @pytest.mark.parametrize("both_ways", [False, True])
 def test_kernels_and_the_plain_definition_agree(both_ways: bool) -> None:
     """Against torch's GRU on each sequence alone, with the same weights."""
     task = _task(bidirectional=both_ways)
-    model = _model(task)
+    model = built(task)
     rnn: Any = model.gru
     plain = nn.GRU(2, 5, batch_first=True, bidirectional=both_ways).double()
     with torch.no_grad():
@@ -107,13 +85,13 @@ def test_kernels_and_the_plain_definition_agree(both_ways: bool) -> None:
 @pytest.mark.parametrize("settings", WAYS[:2])
 def test_what_stands_in_padded_slots_is_ignored(rubbish: float, settings: dict[str, Any]) -> None:
     task = _task(**settings)
-    model, batch = _model(task), collate(_items(task), edges=[20])
+    model, batch = built(task), collate(_items(task), edges=[20])
     loud_BTF, loud_BT = batch.features_BTF.clone(), batch.targets.clone()
     loud_BTF[~batch.mask] = rubbish
     loud_BT[~batch.mask] = 2
-    clean = _loss_and_gradients(task, model, [batch])
+    clean = loss_and_gradients(task, model, [batch])
     loud = dataclasses.replace(batch, features_BTF=loud_BTF, targets=loud_BT)
-    _assert_same(_loss_and_gradients(task, model, [loud]), clean)
+    assert_same(loss_and_gradients(task, model, [loud]), clean)
 
 
 def test_unlabelled_steps_are_neither_learnt_nor_measured() -> None:
@@ -150,9 +128,9 @@ def test_a_batch_without_a_label_counts_nothing() -> None:
     values[1:9] = 0
     task = _task(values)
     batch = collate([task.data[1]])
-    loss = task.loss(_model(task)(batch), batch)
+    loss = task.loss(built(task)(batch), batch)
     assert (loss.total.item(), loss.count) == (0.0, 0)
-    assert task.score(_model(task)(batch), batch)["accuracy"].count == 0
+    assert task.score(built(task)(batch), batch)["accuracy"].count == 0
 
 
 def test_readings_are_runs_of_labels() -> None:

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from torch import nn
+from task_gradients import assert_same, built, loss_and_gradients
 from torch.nn import functional
 
-from stretto.batching.collate import Batch, collate
+from stretto.batching.collate import collate
 from stretto.data.sequences import SequenceSet
 from stretto.data.text import read_text
 from stretto.errors import StrettoError
@@ -35,53 +35,28 @@ def _task(text: SequenceSet, **settings: Any) -> LanguageModelling:
     return LanguageModelling(LanguageModelConfig(hidden_size=5, embedding_size=3, dropout=0.0, **settings), text)
 
 
-def _model(task: LanguageModelling) -> nn.Module:
-    torch.manual_seed(0)
-    return task.build_model().double()
-
-
-def _loss_and_gradients(
-    task: LanguageModelling, model: nn.Module, batches: list[Batch]
-) -> tuple[float, int, list[Any]]:
-    model.zero_grad()
-    total, count = 0.0, 0
-    for batch in batches:
-        loss = task.loss(model(batch), batch)
-        torch.autograd.backward(loss.total)
-        total, count = total + loss.total.item(), count + loss.count
-    return total, count, [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def _assert_same(found: tuple[float, int, list[Any]], expected: tuple[float, int, list[Any]]) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-12)
-    assert found[1] == expected[1]
-    assert len(found[2]) == len(expected[2]) > 0
-    for mine, other in zip(found[2], expected[2], strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-13)
-
-
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_a_padded_batch_is_the_sum_of_its_passages(text: SequenceSet, num_layers: int) -> None:
     task = _task(text, num_layers=num_layers)
-    model, items = _model(task), [text[index] for index in range(len(text))]
-    alone = _loss_and_gradients(task, model, [collate([item]) for item in items])
-    assert alone[1] == sum(len(passage) - 1 for passage in PASSAGES)
-    _assert_same(_loss_and_gradients(task, model, [collate(items)]), alone)
-    _assert_same(_loss_and_gradients(task, model, [collate(items, edges=[31])]), alone)
+    model, items = built(task), [text[index] for index in range(len(text))]
+    alone = loss_and_gradients(task, model, [collate([item]) for item in items])
+    assert alone.count == sum(len(passage) - 1 for passage in PASSAGES)
+    assert_same(loss_and_gradients(task, model, [collate(items)]), alone)
+    assert_same(loss_and_gradients(task, model, [collate(items, edges=[31])]), alone)
 
 
 def test_what_stands_in_padded_slots_is_ignored(text: SequenceSet) -> None:
     task = _task(text)
-    model, batch = _model(task), collate([text[index] for index in range(len(text))], edges=[20])
+    model, batch = built(task), collate([text[index] for index in range(len(text))], edges=[20])
     loud_BTF = batch.features_BTF.clone()
     loud_BTF[~batch.mask] = len(text.alphabet) - 1
-    clean = _loss_and_gradients(task, model, [batch])
-    _assert_same(_loss_and_gradients(task, model, [dataclasses.replace(batch, features_BTF=loud_BTF)]), clean)
+    clean = loss_and_gradients(task, model, [batch])
+    assert_same(loss_and_gradients(task, model, [dataclasses.replace(batch, features_BTF=loud_BTF)]), clean)
 
 
 def test_no_character_is_seen_before_it_is_guessed(text: SequenceSet) -> None:
     task = _task(text, num_layers=2)
-    model, batch = _model(task), collate([text[1]])
+    model, batch = built(task), collate([text[1]])
     changed_BTF = batch.features_BTF.clone()
     changed_BTF[0, 7:] = 0
     before_UC, after_UC = model(batch)[0], model(dataclasses.replace(batch, features_BTF=changed_BTF))[0]
@@ -91,7 +66,7 @@ def test_no_character_is_seen_before_it_is_guessed(text: SequenceSet) -> None:
 
 def test_perplexity_is_the_exponential_of_the_mean_loss(text: SequenceSet) -> None:
     task = _task(text)
-    model, batch = _model(task), collate([text[0], text[1]])
+    model, batch = built(task), collate([text[0], text[1]])
     with torch.no_grad():
         output_BUC = model(batch)
     nats = 0.0

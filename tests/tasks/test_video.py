@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from task_gradients import assert_same, built, loss_and_gradients
 from torch import nn
 
 import stretto
-from stretto.batching.collate import Batch, collate
+from stretto.batching.collate import collate
 from stretto.cells.weights import store_layer
 from stretto.cli.main import main
 from stretto.data.frames import Framing, read_clips
@@ -79,29 +80,6 @@ def features_task(**settings: Any) -> Video:
     return Video(VideoConfig(hidden_size=5, dropout=0.0, **settings), made(features_SF))
 
 
-def build(task: Video) -> nn.Module:
-    torch.manual_seed(0)
-    return task.build_model().double()
-
-
-def loss_and_gradients(task: Video, model: nn.Module, batches: list[Batch]) -> tuple[float, int, list[Any]]:
-    model.zero_grad()
-    total, count = 0.0, 0
-    for batch in batches:
-        loss = task.loss(model(batch), batch)
-        torch.autograd.backward(loss.total)
-        total, count = total + loss.total.item(), count + loss.count
-    return total, count, [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def assert_same(found: tuple[float, int, list[Any]], expected: tuple[float, int, list[Any]]) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-12)
-    assert found[1] == expected[1]
-    assert len(found[2]) == len(expected[2]) > 0
-    for mine, other in zip(found[2], expected[2], strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
-
-
 TASKS = [
     frames_task,
     lambda: frames_task(size=8, colour=True, num_layers=2),
@@ -115,28 +93,28 @@ TASKS = [
 @pytest.mark.parametrize("make", TASKS)
 def test_a_ragged_batch_is_the_sum_of_its_clips(make: Any) -> None:
     task = make()
-    model, items = build(task), [task.data[index] for index in range(len(LENGTHS))]
+    model, items = built(task), [task.data[index] for index in range(len(LENGTHS))]
     alone = loss_and_gradients(task, model, [collate([item]) for item in items])
-    assert alone[1] == len(LENGTHS)
-    assert all(gradient.any() for gradient in alone[2])
-    assert_same(loss_and_gradients(task, model, [collate(items)]), alone)
-    assert_same(loss_and_gradients(task, model, [collate(items, edges=[19])]), alone)
+    assert alone.count == len(LENGTHS)
+    assert all(gradient.any() for gradient in alone.gradients)
+    assert_same(loss_and_gradients(task, model, [collate(items)]), alone, atol=1e-12)
+    assert_same(loss_and_gradients(task, model, [collate(items, edges=[19])]), alone, atol=1e-12)
 
 
 @pytest.mark.parametrize("make", TASKS)
 @pytest.mark.parametrize("rubbish", [10**9, float("inf"), float("nan")])
 def test_what_stands_in_padded_slots_is_ignored(make: Any, rubbish: float) -> None:
     task = make()
-    model, batch = build(task), collate([task.data[index] for index in range(len(LENGTHS))], edges=[20])
+    model, batch = built(task), collate([task.data[index] for index in range(len(LENGTHS))], edges=[20])
     loud_BTF = batch.features_BTF.double()
     loud_BTF[~batch.mask] = rubbish
     clean = loss_and_gradients(task, model, [batch])
-    assert_same(loss_and_gradients(task, model, [dataclasses.replace(batch, features_BTF=loud_BTF)]), clean)
+    assert_same(loss_and_gradients(task, model, [dataclasses.replace(batch, features_BTF=loud_BTF)]), clean, atol=1e-12)
 
 
 def test_nothing_is_computed_for_padding() -> None:
     task = frames_task()
-    model, seen, walked = build(task), [], []
+    model, seen, walked = built(task), [], []
     assert isinstance(model.encode, nn.Module)
     assert isinstance(model.gru, stretto.RNN)
     model.encode.register_forward_hook(lambda _, given, __: seen.append(len(given[0])))
@@ -148,7 +126,7 @@ def test_nothing_is_computed_for_padding() -> None:
 
 def test_the_encoder_takes_pixels_by_row_and_colour() -> None:
     task = frames_task(size=8, colour=True)
-    model, seen = build(task), []
+    model, seen = built(task), []
     assert isinstance(model.encode, nn.Module)
     convolution = next(layer for layer in model.encode.modules() if isinstance(layer, nn.Conv2d))
     convolution.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
@@ -161,13 +139,13 @@ def test_the_encoder_takes_pixels_by_row_and_colour() -> None:
 
 def test_frames_that_are_all_alike_do_no_harm() -> None:
     task = Video(VideoConfig(frame_size=8, hidden_size=5), made(np.full((sum(LENGTHS), 64), 7, dtype=np.uint8)))
-    assert build(task)(collate([task.data[0]])).isfinite().all()
+    assert built(task)(collate([task.data[0]])).isfinite().all()
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_the_compiled_layer_is_torchs(num_layers: int) -> None:
     task, other = frames_task(num_layers=num_layers), frames_task(num_layers=num_layers, kernel="torch")
-    model, twin = build(task), build(other)
+    model, twin = built(task), built(other)
     assert isinstance(model.gru, stretto.RNN)
     assert isinstance(twin.gru, nn.GRU)
     for layer, cell in enumerate(model.gru.cells):
@@ -180,11 +158,11 @@ def test_the_compiled_layer_is_torchs(num_layers: int) -> None:
 
 def test_clips_are_known_again_by_their_numbers() -> None:
     task = frames_task(solver="carried", chunks=3)
-    model = build(task)
+    model = built(task)
     assert isinstance(model.gru, stretto.RNN)
     train = task.data.part("train")
     batch = collate([train[index] for index in range(len(train))])
-    exact = build(frames_task())(batch)
+    exact = built(frames_task())(batch)
     first = (model(batch) - exact).abs().max().item()
     for _ in range(3):
         last = (model(batch) - exact).abs().max().item()
@@ -212,7 +190,7 @@ def test_features_are_on_a_common_scale_whatever_theirs_is() -> None:
     outputs = []
     for data in (made(features_SF), made(1000.0 + 50.0 * features_SF)):
         task = Video(VideoConfig(hidden_size=5), data)
-        outputs.append(build(task).eval()(collate([data[1]])))
+        outputs.append(built(task).eval()(collate([data[1]])))
     torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-4)
 
 

@@ -61,7 +61,7 @@ class KernelsBenchSettings:
         repeats: Rounds of an interleaved run; in each, every contestant has one turn of a tenth of a second or more.
         budget: Seconds after which a run of at least three rounds begins no further one.
         json: JSON file for the result, written after each part.
-        out: Folder for an HTML page with all tables.
+        out: Folder for an HTML page with all tables, and the JSON file.
         quick: Tiny shapes and a single round: shows that it works, and no more; its times mean nothing.
     """
 
@@ -128,7 +128,7 @@ class KernelsBench:
 
     def to_json(self) -> str:
         """All of it as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False)
+        return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False) + "\n"
 
 
 def run_kernels_bench(settings: KernelsBenchSettings | None = None, *, tell: Tell | None = None) -> KernelsBench:
@@ -154,7 +154,7 @@ def run_kernels_bench(settings: KernelsBenchSettings | None = None, *, tell: Tel
             bench = dataclasses.replace(bench, **found, seconds=time.perf_counter() - begin)
             # After each part, so that a run that is stopped leaves what it has.
             if settings.json is not None:
-                write_text_atomically(settings.json, bench.to_json() + "\n")
+                write_text_atomically(settings.json, bench.to_json())
     return bench
 
 

@@ -1,8 +1,9 @@
 """`stretto bench NAME`."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol, TypeAlias, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -61,6 +62,22 @@ def run(words: list[str]) -> int:
     return verbs[name](rest)
 
 
+class _Bench(Protocol):
+    """The result of a benchmark that has a page."""
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What was left out, and why."""
+
+    def to_json(self) -> str:
+        """All numbers."""
+
+
+BenchT = TypeVar("BenchT", bound=_Bench)
+Write: TypeAlias = Callable[[BenchT, Path], None]
+Files: TypeAlias = Sequence[tuple[str, Path | None]]
+
+
 @contextlib.contextmanager
 def _telling(console: Console) -> Iterator[Callable[[str], None]]:
     """Where a benchmark says how far it is: a status line, or plain lines where none can be shown."""
@@ -68,11 +85,25 @@ def _telling(console: Console) -> Iterator[Callable[[str], None]]:
         yield status.update if console.is_terminal else lambda line: console.print(Text(line), soft_wrap=True)
 
 
-def _tell_rest(console: Console, lines: Iterable[str], files: Iterable[tuple[str, Path | None]]) -> None:
+def _tell_rest(console: Console, lines: Iterable[str], files: Files) -> None:
     """What else there is to say, and the files that were asked for."""
     written = [f"{what:<6} {path}" for what, path in files if path is not None]
     for line in [*lines, *written]:
         console.print(Text(line), soft_wrap=True)
+
+
+def _written(
+    name: str, bench: BenchT, out: Path | None, *, page: Write[BenchT], plot: Write[BenchT] | None = None
+) -> Files:
+    """Write the page, the plot if there is one, and all numbers into a folder, if one was named."""
+    if out is None:
+        return []
+    html, svg, numbers = (out / f"{name}.{kind}" for kind in ("html", "svg", "json"))
+    page(bench, html)
+    if plot is not None:
+        plot(bench, svg)
+    write_text_atomically(numbers, bench.to_json())
+    return [("page", html), ("plot", None if plot is None else svg), ("table", numbers)]
 
 
 def _buckets(words: list[str]) -> int:
@@ -104,11 +135,9 @@ def _kernels(words: list[str]) -> int:
         bench = run_kernels_bench(settings, tell=tell)
     for table in kernels_tables.tables(bench, width=console.width):
         console.print(table, "")
-    page = None if settings.out is None else settings.out / "kernels.html"
-    if page is not None:
-        write_kernels_page(bench, page)
+    files = _written("kernels", bench, settings.out, page=write_kernels_page)
     lines = [*kernels_tables.slower_lines(bench), *_left_out(bench.missing), kernels_tables.machine_line(bench)]
-    _tell_rest(console, lines, [("table", settings.json), ("page", page)])
+    _tell_rest(console, lines, [("table", settings.json), *files])
     return 0
 
 
@@ -119,16 +148,11 @@ def _time(words: list[str]) -> int:
         bench = run_time_bench(settings, tell=tell)
     for table in time_tables.tables(bench):
         console.print(table, "")
-    files = [("table", settings.json)]
-    if settings.out is not None:
-        page, picture, numbers = (settings.out / f"time.{kind}" for kind in ("html", "svg", "json"))
-        write_time_page(bench, page)
-        write_text_atomically(numbers, bench.to_json())
-        files += [("page", page), ("table", numbers)]
-        if bench.many is not None:
-            write_time_figure(bench.many, picture)
-            files.append(("plot", picture))
-    _tell_rest(console, [*_left_out(bench.missing), time_tables.machine_line(bench)], files)
+    many = bench.many
+    plot = None if many is None else lambda _, path: write_time_figure(many, path)
+    files = _written("time", bench, settings.out, page=write_time_page, plot=plot)
+    lines = [*_left_out(bench.missing), time_tables.machine_line(bench)]
+    _tell_rest(console, lines, [("table", settings.json), *files])
     return 0
 
 
@@ -139,13 +163,9 @@ def _training(words: list[str]) -> int:
         bench = run_training_bench(settings, tell=tell)
     for table in training_tables.tables(bench):
         console.print(table, "")
-    files = [("table", settings.json)]
-    if settings.out is not None:
-        page, numbers = (settings.out / f"training.{kind}" for kind in ("html", "json"))
-        write_training_page(bench, page)
-        write_text_atomically(numbers, bench.to_json())
-        files += [("page", page), ("table", numbers)]
-    _tell_rest(console, [*_left_out(bench.missing), training_tables.machine_line(bench)], files)
+    files = _written("training", bench, settings.out, page=write_training_page)
+    lines = [*_left_out(bench.missing), training_tables.machine_line(bench)]
+    _tell_rest(console, lines, [("table", settings.json), *files])
     return 0
 
 
@@ -156,13 +176,9 @@ def _tuner(words: list[str]) -> int:
         bench = run_tuner_bench(settings, tell=tell)
     for table in tuner_tables.tables(bench):
         console.print(table, "")
-    files = [("table", settings.json)]
-    if settings.out is not None:
-        page, numbers = (settings.out / f"tuner.{kind}" for kind in ("html", "json"))
-        write_tuner_page(bench, page)
-        write_text_atomically(numbers, bench.to_json())
-        files += [("page", page), ("table", numbers)]
-    _tell_rest(console, [*_left_out(bench.missing), tuner_tables.machine_line(bench)], files)
+    files = _written("tuner", bench, settings.out, page=write_tuner_page)
+    lines = [*_left_out(bench.missing), tuner_tables.machine_line(bench)]
+    _tell_rest(console, lines, [("table", settings.json), *files])
     return 0
 
 
@@ -173,14 +189,8 @@ def _workers(words: list[str]) -> int:
         bench = run_workers_bench(settings, tell=tell)
     for table in workers_tables.tables(bench):
         console.print(table)
-    files = [("table", settings.json)]
-    if settings.out is not None:
-        page, picture, numbers = (settings.out / f"workers.{kind}" for kind in ("html", "svg", "json"))
-        write_workers_page(bench, page)
-        write_workers_figure(bench, picture)
-        write_text_atomically(numbers, bench.to_json())
-        files += [("page", page), ("plot", picture), ("table", numbers)]
-    _tell_rest(console, _left_out(bench.missing), files)
+    files = _written("workers", bench, settings.out, page=write_workers_page, plot=write_workers_figure)
+    _tell_rest(console, _left_out(bench.missing), [("table", settings.json), *files])
     return 0
 
 
