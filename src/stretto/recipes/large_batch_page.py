@@ -45,8 +45,8 @@ NOT_COMPARED: Final = (
 )
 
 TUNING: Final = (
-    "Rates of the small baselines, and of LAMB, were chosen alike: the best on the validation part of five or six, each "
-    "twice the one before, with seed 0 on the embedded data. "
+    "Rates of the small baselines, and of LAMB, were chosen alike: the best on the validation part of five or six, "
+    "each twice the one before, with seed 0 on the embedded data. "
     "Rates of full size are published ones or defaults of the tasks; those of LAMB there are guesses. "
     "With other data the same rates are used."
 )
