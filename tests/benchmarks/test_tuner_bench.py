@@ -30,6 +30,7 @@ from stretto.benchmarks.tuner_tables import bench_tables, tables, within_text
 from stretto.cli.main import main
 from stretto.data.sequences import SequenceSet
 from stretto.errors import StrettoError
+from stretto.training import batch_tuning
 from stretto.training.batch_tuning import BatchTuning
 from stretto.training.evaluate import evaluate
 from stretto.training.events import SilentLog
@@ -289,7 +290,9 @@ def test_shares_of_one_worker_are_timed_without_a_trace(digits: SequenceSet) -> 
 def test_watched_updates_keep_their_batch_and_all_is_measured(
     digits: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuner_overhead, "BLOCK", 40)
+    monkeypatch.setattr(tuner_overhead, "BLOCK", 60)
+    monkeypatch.setattr(batch_tuning, "NOISE_EVERY", 2)
+    monkeypatch.setattr(batch_tuning, "CURVATURE_EVERY", 60)
     decided, curved = [], []
     decide, curvature = BatchTuning.decide, BatchTuning._curvature
 
@@ -309,8 +312,8 @@ def test_watched_updates_keep_their_batch_and_all_is_measured(
     assert found.batch_size == 4
     assert [decision.action for decision in decided] == ["keep"] * len(decided)
     assert decided[-1].noise_scale is not None
-    assert len(curved) == 4 * 40
-    assert sum(value is not None for value in curved) == 2
+    assert len(curved) == 3 * 60
+    assert sum(value is not None for value in curved) == 3
 
 
 @settings(max_examples=20)

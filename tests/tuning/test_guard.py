@@ -85,7 +85,7 @@ def test_gradients_that_explode_are_told_sooner_than_the_loss() -> None:
 
 
 def test_a_rate_too_large_for_the_curvature_is_told_if_it_stays() -> None:
-    guard = Guard(patience=3)
+    guard = Guard()
     products = [2.5, 2.5, 1.0, 2.5, math.nan, 2.5]
     assert not any(guard.observe(loss=1.0, rate_times_curvature=product).is_trouble for product in products)
     assert not guard.observe(loss=1.0).is_trouble

@@ -92,20 +92,46 @@ def test_both_estimates_are_without_bias(population: list[int], sizes: list[int]
     memory=st.integers(1, 50),
 )
 def test_averages_are_exponential_and_start_without_bias(values: list[tuple[float, float]], memory: int) -> None:
+    """Each update relative to the size of those before it, which follows by an eighth of the way in powers."""
     meter = NoiseMeter(memory=memory, least=1)
     weights = trace = square = 0.0
-    keep = 1 - 1 / memory
+    keep, usual = 1 - 1 / memory, values[0][1]
     for between, mean in values:
         meter.add(sizes=[1, 1], squares=[mean + between, mean + between], square_of_mean=mean)
-        weights = keep * weights + 1
-        trace = keep * trace + 2 * between
-        square = keep * square + mean - between
+        size = float(np.clip(usual, mean / 4, mean * 4))
+        usual = size ** (7 / 8) * mean ** (1 / 8)
+        weights = keep * weights + 1 / size
+        trace = keep * trace + 2 * between / size
+        square = keep * square + (mean - between) / size
     assert meter.trace == pytest.approx(trace / weights)
     assert meter.square == pytest.approx(square / weights, abs=1e-9)
     if square / weights > 1e-6:
         assert meter.scale == pytest.approx(trace / square, rel=1e-4)
     elif square < -1e-6:
         assert meter.scale is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(unit=st.floats(1e-30, 1e30), sizes=st.lists(st.floats(0.1, 5), min_size=2, max_size=40))
+def test_the_unit_of_gradients_does_not_matter(unit: float, sizes: list[float]) -> None:
+    plain, scaled = NoiseMeter(least=1), NoiseMeter(least=1)
+    for size in sizes:
+        plain.add(sizes=[2, 2], squares=[1.2 * size, 1.4 * size], square_of_mean=size)
+        scaled.add(sizes=[2, 2], squares=[1.2 * size * unit, 1.4 * size * unit], square_of_mean=size * unit)
+    assert scaled.scale == pytest.approx(plain.scale, rel=1e-6)
+    assert scaled.at_least == pytest.approx(plain.at_least, rel=1e-6)
+
+
+@pytest.mark.parametrize("falls", [1.0, 1e-2, 1e-12])
+def test_large_gradients_of_long_ago_do_not_drown_those_of_now(falls: float) -> None:
+    """As in the first updates of Adam, whose denominators grow by orders of magnitude."""
+    meter = NoiseMeter(memory=16)
+    for phi, unit, count in ((8.0, 1.0, 40), (200.0, falls, 80)):
+        for _ in range(count):
+            # Two parts of 8 with noise phi, on average.
+            square_of_mean = unit * (1 + phi / 16)
+            meter.add(sizes=[8, 8], squares=[unit * (1 + phi / 8)] * 2, square_of_mean=square_of_mean)
+    assert meter.scale == pytest.approx(200.0, rel=0.1)
 
 
 def _noisy_update(draw: random.Random, num_dims: int = 50) -> Parts:

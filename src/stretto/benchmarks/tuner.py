@@ -27,7 +27,7 @@ DIMENSIONS: Final = (10, 100, 1000)
 PARTS: Final = (2, 8)
 DTYPES: Final = (torch.float64, torch.float32)
 QUADRATIC_UPDATES: Final = 2000
-TURNS: Final = 12
+TURNS: Final = 8
 """Turns of the comparison of updates that are watched with those that are not."""
 
 

@@ -77,7 +77,7 @@ CASES: Final = {
         epochs=40,
         sequences=2600,
         measured=400,
-        settings={"hidden_size": 64, "learning_rate": 0.01},
+        settings={"hidden_size": 64, "learning_rate": 0.04},
     ),
     "language-model": Case(
         base_batch_size=8,

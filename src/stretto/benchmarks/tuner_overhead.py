@@ -17,9 +17,9 @@ from stretto.training.task import AbstractTask
 from stretto.training.update import Updater
 from stretto.tuning.probe import ThroughputTable
 
-BLOCK: Final = 64
+BLOCK: Final = 256
 """Updates of a turn: as many as from one look at the curvature to the next."""
-WARM_UP: Final = 2
+WARM_UP: Final = 1
 """Turns that are not counted: at first one update of four is taken apart, to know the noise soon."""
 GOAL: Final = 0.05
 
@@ -27,7 +27,7 @@ GOAL: Final = 0.05
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:
-    """Seconds of turns of 64 updates.
+    """Seconds of turns of 256 updates.
 
     Attributes:
         task: Its name.
@@ -77,7 +77,7 @@ class _Lane:
         model.train()
 
     def block(self) -> float:
-        """Seconds of 64 updates."""
+        """Seconds of 256 updates."""
         begun = time.perf_counter()
         for _ in range(BLOCK):
             self._update(next(self._batches))
@@ -106,7 +106,7 @@ def measure_overhead(given: AbstractTask[Any], watched: AbstractTask[Any], *, tu
     Args:
         given: A task with the batch given.
         watched: The same with the batch to be chosen, from the same one on.
-        turns: Of each, 64 updates a turn.
+        turns: Of each, 256 updates a turn.
     """
     earlier = torch.get_rng_state()
     try:

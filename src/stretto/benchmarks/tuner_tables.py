@@ -191,7 +191,7 @@ def _many(bench: TunerBench) -> BenchTable:
 def _overheads(bench: TunerBench) -> BenchTable:
     return BenchTable(
         title="What measuring costs where the batch stays",
-        headings=("task", "batch", "given, ms", "watched, ms", "overhead", "first 64 updates", "goal met"),
+        headings=("task", "batch", "given, ms", "watched, ms", "overhead", "first 256 updates", "goal met"),
         rows=tuple(
             (
                 row.task,
@@ -205,7 +205,7 @@ def _overheads(bench: TunerBench) -> BenchTable:
             for row in bench.overheads
         ),
         caption=f"Turns of {tuner_overhead.BLOCK} updates, in turn, the median of each over the one beside it: noise "
-        "every 16th update, curvature every 64th for SGD, the guard in all. Until 16 updates were taken apart, every "
+        "every 32nd update, curvature every 256th for SGD, the guard in all. Until 16 updates were taken apart, every "
         f"fourth is. Goal: under {tuner_overhead.GOAL:.0%}.",
     )
 

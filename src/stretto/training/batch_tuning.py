@@ -22,7 +22,9 @@ from stretto.training.task import AbstractTask
 from stretto.training.update import Updater
 from stretto.tuning.batch_tuner import BatchTuner, Decision
 from stretto.tuning.curvature import local_curvature
+from stretto.tuning.guard import Guard
 from stretto.tuning.large_batch import LargeBatch
+from stretto.tuning.optimisers import MOMENTUM
 from stretto.tuning.probe import ThroughputTable, probe
 
 PROBED_MULTIPLES: Final = (1, 2, 4, 8, 16)
@@ -32,13 +34,18 @@ PROBE_SECONDS: Final = (0.5, 10.0)
 PROBE_SHARE: Final = 0.03
 """Of the time that the run is expected to take at its first batch, what the probe may take."""
 FIRST_EVERY: Final = 4
-NOISE_EVERY: Final = 16
-"""Updates of which one is taken apart, at first and later on; a second backward pass is a third of an update or so."""
-CURVATURE_EVERY: Final = 64
+NOISE_EVERY: Final = 32
+"""Updates of which one is taken apart, at first and later on; a second backward pass is half an update or so."""
+CURVATURE_EVERY: Final = 256
+"""Updates between looks at the curvature, which cost one or two updates of a small batch."""
 CURVATURE_ROWS: Final = 8
 MOSTLY: Final = 0.5
-PLAIN: Final = ("sgd", "momentum", "nesterov")
-"""Optimisers whose rate can be held against the curvature."""
+STEEPEST: Final = {
+    "sgd": 2.0,
+    "momentum": 2 * (1 + MOMENTUM),
+    "nesterov": 2 * (1 + MOMENTUM) / (1 + 2 * MOMENTUM),
+}
+"""Rate times curvature beyond which a quadratic diverges, for optimisers that do not scale gradients."""
 
 
 @final
@@ -72,6 +79,7 @@ class BatchTuning:
             rule=config.rule,
             warmup_cap=config.warmup_cap,
             workers=world.size,
+            guard=Guard(limit=STEEPEST.get(config.optimizer, 2.0)),
         )
 
     @property
@@ -253,7 +261,7 @@ class BatchTuning:
     def _curvature(self, batch: Batch) -> float | None:
         """Along the gradient of a few sequences, now and then, averaged over workers; None if it is not measured."""
         state = self._state
-        if state.step % CURVATURE_EVERY or self._task.config.optimizer not in PLAIN or self._feed.carries:
+        if state.step % CURVATURE_EVERY or self._task.config.optimizer not in STEEPEST or self._feed.carries:
             return None
         found = [0.0, 0.0]
         if len(batch):

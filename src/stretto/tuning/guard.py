@@ -14,6 +14,8 @@ WITHIN: Final = ((0.5, 1.4826), (0.9, 0.608))
 """Shares of deviations, and the standard deviation of normal noise relative to what so many of them are within."""
 SPIKES: Final = 3
 """Gradients in a row that must be far too large: one alone is common in recurrent nets."""
+STEEP: Final = 3
+"""Looks at the curvature in a row that must be too steep for the rate; there is one in a few hundred updates."""
 
 
 @final
@@ -52,8 +54,8 @@ class Guard:
       cannot hide behind its own spread.
     - Three gradients in a row have norms of `spike` times their recent median, while the smoothed loss is above its
       best by a standard deviation. A gradient that grows while the loss falls is a net that has begun to learn.
-    - The product of rate and curvature was above `limit` the last `patience` times that it was told. The limit is 2
-      for plain gradient descent, 2 (1 + m) with momentum m.
+    - The product of rate and curvature was above `limit` the last three times that it was told. The limit is 2 for
+      plain gradient descent, 2 (1 + m) with momentum m.
 
     Losses may be negative. Noise that is stationary, of any size and with outliers, is no trouble, nor is a loss that
     falls.
@@ -123,7 +125,7 @@ class Guard:
             reasons.append(self._look_at_norm(gradient_norm))
         if rate_times_curvature is not None and not math.isnan(rate_times_curvature):
             self._steep = self._steep + 1 if rate_times_curvature > self.limit else 0
-            if self._steep >= self.patience:
+            if self._steep >= STEEP:
                 product = f"rate times curvature is {rate_times_curvature:.3g}"
                 reasons.append(f"{product}, above {self.limit:g} {self._steep} times running")
         told = [reason for reason in reasons if reason]

@@ -11,10 +11,15 @@ from torch.optim import Optimizer
 from stretto.distributed.gradient_norms import Parts, denominators, square_of
 from stretto.errors import StrettoError
 
-STATE_VERSION: Final = 1
+STATE_VERSION: Final = 2
 BLOCKS_A_MEMORY: Final = 8
 MOST_BLOCKS: Final = 24
 FEWEST_BLOCKS: Final = 4
+SMALLEST: Final = 1e-100
+SIZES_REMEMBERED: Final = 8
+"""Measured updates that the size of gradients is taken from."""
+FAR: Final = 4.0
+"""How many times larger or smaller than those before it a squared gradient may be before it is its own measure."""
 ROUNDING: Final = 0.05
 """How far the parts of an update may disagree with its mean: gradients in half precision do by about 1 %."""
 
@@ -84,9 +89,11 @@ class NoiseMeter:
     (McCandlish et al. 2018, arXiv 1812.06162). Steps of one sequence are not independent, so they are no unit.
 
     Both estimates of `noise_of` are averaged over updates, each by itself, since a mean of quotients would be biased.
-    Averages are exponential and start without bias towards zero. Without noise phi is 0, also where rounding makes the
-    trace negative. Where the average of |G|^2 is not positive, noise hides the gradient: `scale` is None and `said`
-    tells it. Then phi is most likely large, but nothing was measured.
+    Gradients shrink in the course of training, and by orders of magnitude in the units of Adam: so that those of long
+    ago do not drown all others, each update is divided by the size that gradients had just before it, which the noise
+    of the update itself has no part in. Averages are exponential and start without bias towards zero. Without noise
+    phi is 0, also where rounding makes the trace negative. Where the average of |G|^2 is not positive, noise hides the
+    gradient: `scale` is None and `said` tells it. Then phi is most likely large, but nothing was measured.
 
     Args:
         memory: Updates after which an observation has faded to about a third.
@@ -103,13 +110,15 @@ class NoiseMeter:
         8.0
     """
 
-    def __init__(self, *, memory: int = 100, least: int = 16) -> None:
+    def __init__(self, *, memory: int = 32, least: int = 16) -> None:
         if memory < 1 or least < 1:
             raise StrettoError(f"NoiseMeter got memory={memory} and least={least}", fix="Give both at least 1.")
         self.memory, self.least = memory, least
         self.num_updates = self.num_left_out = 0
-        # Of stretches of time, all faded alike: weight, weighted trace, square and its square; and how many updates.
+        # Of stretches of time, all faded alike: updates; trace, square and the square of that, all relative to the
+        # size of gradients; one over that size. And how many updates.
         self._blocks: list[list[float]] = []
+        self._size: float | None = None
 
     def add(self, *, sizes: Sequence[float], squares: Sequence[float], square_of_mean: float) -> None:
         """Take an update into account; the arguments and errors are those of `noise_of`."""
@@ -118,11 +127,13 @@ class NoiseMeter:
             return
         noise = noise_of(sizes=sizes, squares=squares, square_of_mean=square_of_mean)
         keep = 1.0 - 1.0 / self.memory
+        weight = 1.0 / self._size_before(square_of_mean)
         for block in self._blocks:
-            block[:4] = [keep * value for value in block[:4]]
-        if not self._blocks or self._blocks[-1][4] >= max(1, self.memory // BLOCKS_A_MEMORY):
-            self._blocks.append([0.0] * 5)
-        for at, value in enumerate((1.0, noise.trace, noise.square, noise.square**2, 1.0)):
+            block[:5] = [keep * value for value in block[:5]]
+        if not self._blocks or self._blocks[-1][5] >= max(1, self.memory // BLOCKS_A_MEMORY):
+            self._blocks.append([0.0] * 6)
+        square = weight * noise.square
+        for at, value in enumerate((1.0, weight * noise.trace, square, square**2, weight, 1.0)):
             self._blocks[-1][at] += value
         if len(self._blocks) > MOST_BLOCKS:
             oldest, second = self._blocks[:2]
@@ -132,12 +143,12 @@ class NoiseMeter:
     @property
     def trace(self) -> float:
         """The average trace of the covariance of a sequence's gradient; NaN before the first update."""
-        return self._mean(1)
+        return self._mean(1, by=4)
 
     @property
     def square(self) -> float:
         """The average squared norm of the true gradient; NaN before the first update, negative if noise hides it."""
-        return self._mean(2)
+        return self._mean(2, by=4)
 
     @property
     def scale(self) -> float | None:
@@ -155,10 +166,11 @@ class NoiseMeter:
         """
         if self.num_updates < self.least:
             return None
-        spread = math.sqrt(max(0.0, self._mean(3) - self.square**2))
+        trace, square, squared = (self._mean(at, by=0) for at in (1, 2, 3))
+        spread = math.sqrt(max(0.0, squared - square**2))
         # The weight of faded updates, in whole ones.
-        highest = self.square + 2.0 * spread / math.sqrt(min(self.num_updates, 2 * self.memory - 1))
-        return max(0.0, self.trace) / highest if highest > 0 else None
+        highest = square + 2.0 * spread / math.sqrt(min(self.num_updates, 2 * self.memory - 1))
+        return max(0.0, trace) / highest if highest > 0 else None
 
     @property
     def standard_error(self) -> float | None:
@@ -195,6 +207,7 @@ class NoiseMeter:
             "version": STATE_VERSION,
             "num_updates": self.num_updates,
             "num_left_out": self.num_left_out,
+            "size": self._size,
             "blocks": [list(block) for block in self._blocks],
         }
 
@@ -207,10 +220,19 @@ class NoiseMeter:
             )
         self.num_updates, self.num_left_out = int(state["num_updates"]), int(state["num_left_out"])
         self._blocks = [[float(value) for value in block] for block in state["blocks"]]
+        self._size = None if state["size"] is None else float(state["size"])
 
-    def _mean(self, at: int) -> float:
-        weight = math.fsum(block[0] for block in self._blocks)
+    def _mean(self, at: int, *, by: int) -> float:
+        weight = math.fsum(block[by] for block in self._blocks)
         return math.fsum(block[at] for block in self._blocks) / weight if weight else math.nan
+
+    def _size_before(self, square_of_mean: float) -> float:
+        """The usual squared gradient before this one, which is then taken into account; near it, if it jumps."""
+        own = max(square_of_mean, SMALLEST)
+        before = own if self._size is None else self._size
+        size = min(max(before, own / FAR), own * FAR)
+        self._size = size * (own / size) ** (1.0 / SIZES_REMEMBERED)
+        return size
 
 
 @final
