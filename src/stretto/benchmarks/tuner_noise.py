@@ -99,7 +99,7 @@ class NoiseAlong:
     Attributes:
         batch_size: That it was trained with.
         scales: One an update, what the meter knew by then; before it knew anything, the first that it knew. Where
-            noise hid the gradient, the lower bound that the meter has.
+            noise hid the gradient, what the meter takes in its place.
         trace: Of the covariance of one sequence's gradient, the mean of the whole run.
         square: Of the norm of the gradient, likewise.
     """
@@ -169,7 +169,7 @@ def noise_along(task: AbstractTask[Any], *, updates: int) -> NoiseAlong | None:
                 if parts is not None:
                     for each in (whole, meter):
                         each.add(sizes=parts.sizes, squares=parts.squares, square_of_mean=parts.square_of_mean)
-                known.append(meter.at_least if meter.scale is None else meter.scale)
+                known.append(meter.cautious)
     finally:
         torch.set_rng_state(earlier)
     scales = filled(known)

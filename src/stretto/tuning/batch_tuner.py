@@ -73,7 +73,7 @@ class BatchTuner:
     batch needs more sequences for the same result, so with a fixed number of epochs it ends a little short of it; each
     decision says by how much.
 
-    Where noise hides the gradient altogether, a lower bound on its scale is used in its place.
+    Where noise hides the gradient, a cautious value of its scale is used in its place (`NoiseMeter.cautious`).
 
     Noise shows between parts of an update: micro-batches that are accumulated (`GradientParts`) or workers
     (`parts_of_ranks`). With one sequence an update on one worker there are none, and the batch stays.
@@ -243,7 +243,7 @@ class BatchTuner:
             workers=self._workers,
             exchange_seconds=self.exchange_seconds,
         )
-        hidden = "" if self.meter.scale is not None else "noise hides the gradient, and its scale is a lower bound; "
+        hidden = "noise hides the gradient, and its scale is a cautious guess; " if self.meter.is_hidden else ""
         reason = f"{hidden}{choice.reason}; at most {max(most, self.batch_size)} are considered: {bound}"
         try:
             recipe = self._recipe(choice.batch_size)
@@ -333,8 +333,8 @@ class BatchTuner:
 
     @property
     def _noise_scale(self) -> float | None:
-        """As measured; where noise hides the gradient, what it is at the least."""
-        return self.meter.at_least if self.meter.scale is None else self.meter.scale
+        """As measured; where noise hides the gradient, no more than can be told."""
+        return self.meter.cautious
 
     @property
     def _settings(self) -> dict[str, Any]:

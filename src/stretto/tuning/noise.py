@@ -110,7 +110,7 @@ class NoiseMeter:
         8.0
     """
 
-    def __init__(self, *, memory: int = 32, least: int = 16) -> None:
+    def __init__(self, *, memory: int = 48, least: int = 16) -> None:
         if memory < 1 or least < 1:
             raise StrettoError(f"NoiseMeter got memory={memory} and least={least}", fix="Give both at least 1.")
         self.memory, self.least = memory, least
@@ -158,19 +158,21 @@ class NoiseMeter:
         return max(0.0, self.trace) / self.square
 
     @property
-    def at_least(self) -> float | None:
-        """A bound from below on the scale: with the squared gradient two standard errors above its average.
+    def is_hidden(self) -> bool:
+        """Whether the squared gradient is less than two of its standard errors, so that the scale is a guess."""
+        return not self._mean(2, by=0) >= 2.0 * self._error_of_square
 
-        Where noise hides the gradient, it says how large the scale is at the least. None until enough updates were
-        seen, or if even the bound is not positive.
+    @property
+    def cautious(self) -> float | None:
+        """The scale; where noise hides the gradient, what it would be if that were as large as two standard errors.
+
+        Where noise is far larger than the gradient, chance alone can make the squared gradient nearly zero, and the
+        scale endless. None until enough updates were seen, or if it is below zero by as much.
         """
         if self.num_updates < self.least:
             return None
-        trace, square, squared = (self._mean(at, by=0) for at in (1, 2, 3))
-        spread = math.sqrt(max(0.0, squared - square**2))
-        # The weight of faded updates, in whole ones.
-        highest = square + 2.0 * spread / math.sqrt(min(self.num_updates, 2 * self.memory - 1))
-        return max(0.0, trace) / highest if highest > 0 else None
+        square, error = self._mean(2, by=0), 2.0 * self._error_of_square
+        return max(0.0, self._mean(1, by=0)) / max(square, error) if square + error > 0 else None
 
     @property
     def standard_error(self) -> float | None:
@@ -221,6 +223,13 @@ class NoiseMeter:
         self.num_updates, self.num_left_out = int(state["num_updates"]), int(state["num_left_out"])
         self._blocks = [[float(value) for value in block] for block in state["blocks"]]
         self._size = None if state["size"] is None else float(state["size"])
+
+    @property
+    def _error_of_square(self) -> float:
+        """The standard error of the average squared gradient, relative to the size of gradients."""
+        spread = math.sqrt(max(0.0, self._mean(3, by=0) - self._mean(2, by=0) ** 2))
+        # The weight of faded updates, in whole ones.
+        return spread / math.sqrt(min(self.num_updates, 2 * self.memory - 1)) if self.num_updates else math.inf
 
     def _mean(self, at: int, *, by: int) -> float:
         weight = math.fsum(block[by] for block in self._blocks)
