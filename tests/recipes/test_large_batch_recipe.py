@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import shutil
+import signal
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from rich.console import Console
 from stretto.cli.main import main
 from stretto.data.sequences import SequenceSet
 from stretto.errors import StrettoError
-from stretto.recipes import large_batch, large_batch_courses
+from stretto.recipes import large_batch, large_batch_courses, large_batch_running
 from stretto.recipes.large_batch import FACTORS, LargeBatchResult, reproduce_large_batch
 from stretto.recipes.large_batch_applications import FULL, MINIATURE, QUICK, WARMUP_CAP, Application
 from stretto.recipes.large_batch_cells import Cell, CellResult, CellRule
@@ -64,11 +65,11 @@ class _Counted:
         self.cells: list[Cell] = []
         self._most = most
 
-    def __call__(self, cell: Cell, data: SequenceSet, *, key: str) -> CellResult:
+    def __call__(self, cell: Cell, data: SequenceSet, *, key: str, folder: Path) -> CellResult:
         if len(self.cells) == self._most:
             raise Interrupted(Path("gone"), step=3)
         self.cells.append(cell)
-        return run_cell(cell, data, key=key)
+        return run_cell(cell, data, key=key, folder=folder)
 
 
 def _timeless(row: Row | CellResult) -> dict[str, Any]:
@@ -194,6 +195,31 @@ def test_what_is_finished_is_kept_when_it_is_stopped(
     assert len(runs.cells) == 2 * SEEDS - 3
     wanted = [row for row in made.rows if row.rule in ("baseline", "legw")]
     assert list(map(_timeless, again.rows)) == list(map(_timeless, wanted))
+
+
+def test_a_run_that_is_stopped_goes_on_where_it_was(
+    made: LargeBatchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    course = course_of("digits", _settings(tmp_path))
+    cell = Cell(application=course.application, multiple=1, rule="baseline", seed=0)
+    key, folder = cell.key(course.data_digest), tmp_path / "under-way"
+    emitted, emit = [], large_batch_running._Epochs.emit
+
+    def asked_to_stop(self: Any, kind: str, **values: Any) -> None:
+        emit(self, kind, **values)
+        if kind == "epoch":
+            emitted.append(values["epoch"])
+            if values["epoch"] == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(large_batch_running._Epochs, "emit", asked_to_stop)
+    with pytest.raises(Interrupted):
+        run_cell(cell, course.data, key=key, folder=folder)
+    assert folder.is_dir()
+    result = run_cell(cell, course.data, key=key, folder=folder)
+    assert emitted == [1, 2]
+    assert not folder.exists()
+    assert _timeless(result) == _timeless(next(each for each in made.cells if each.key == key))
 
 
 def test_a_run_that_diverges_is_a_row(quick_compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

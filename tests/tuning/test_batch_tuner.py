@@ -15,7 +15,7 @@ from stretto.errors import StrettoError
 from stretto.tuning import batch_tuner
 from stretto.tuning.batch_tuner import BatchTuner
 from stretto.tuning.noise import GradientParts
-from stretto.tuning.probe import ThroughputTable
+from stretto.tuning.probe import Entry, ThroughputTable
 
 SIZES = [8, 16, 32, 64, 128, 256, 512]
 FLAT = ThroughputTable.of({size: 1.0 + 0.0001 * size for size in SIZES})
@@ -136,6 +136,13 @@ def test_what_is_not_known_keeps_the_batch_and_is_told() -> None:
     unmeasured = _tuner(table=None)
     _measure(unmeasured)
     assert "no table of throughput" in unmeasured.decide(epoch=1).reason
+    entries = (
+        Entry(batch_size=16, length=5, seconds=1.0, num_steps=80, problem=""),
+        Entry(batch_size=16, length=9, seconds=None, num_steps=0, problem="out of memory"),
+    )
+    in_part = _tuner(table=ThroughputTable(entries=entries, shares={5: 0.5, 9: 0.5}, update_seconds=0.0))
+    _measure(in_part)
+    assert "no batch size was timed at every length" in in_part.decide(epoch=1).reason
     unmeasured.table = FLAT
     assert unmeasured.decide(epoch=1).action == "grow"
     over = _tuner()

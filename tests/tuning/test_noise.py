@@ -59,6 +59,19 @@ def test_the_scale_of_a_quadratic_is_within_a_tenth(seed: int, dtype: torch.dtyp
     assert meter.trace == pytest.approx(trace, rel=0.05)
 
 
+@pytest.mark.parametrize("num_dims", [5, 10])
+def test_few_dimensions_do_not_bias_the_scale(num_dims: int) -> None:
+    """The squared gradient of an update is then many times smaller by chance alone."""
+    rng = np.random.default_rng(1)
+    truth, meter = np.full(num_dims, 1.0), NoiseMeter(memory=1_000_000)
+    for _ in range(20_000):
+        parts = truth + rng.normal(size=(2, num_dims))
+        whole = parts.mean(axis=0)
+        meter.add(sizes=[4, 4], squares=(parts**2).sum(axis=1).tolist(), square_of_mean=float(whole @ whole))
+    # Four sequences have a covariance of one, so one has a trace of 4 a dimension.
+    assert meter.scale == pytest.approx(4.0, rel=0.1)
+
+
 def _parts(groups: Sequence[Sequence[float]]) -> Parts:
     """Parts of gradients of one dimension."""
     means = [sum(group) / len(group) for group in groups]
@@ -98,7 +111,7 @@ def test_averages_are_exponential_and_start_without_bias(values: list[tuple[floa
     keep, usual = 1 - 1 / memory, values[0][1]
     for between, mean in values:
         meter.add(sizes=[1, 1], squares=[mean + between, mean + between], square_of_mean=mean)
-        size = float(np.clip(usual, mean / 4, mean * 4))
+        size = float(np.clip(usual, mean / 32, mean * 32))
         usual = size ** (7 / 8) * mean ** (1 / 8)
         weights = keep * weights + 1 / size
         trace = keep * trace + 2 * between / size

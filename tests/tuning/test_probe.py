@@ -68,6 +68,13 @@ def test_time_is_bounded_and_what_was_not_reached_is_marked(clock: _Clock) -> No
         table.seconds(16)
 
 
+def test_the_smallest_batch_is_timed_at_every_length_whatever_it_takes(clock: _Clock) -> None:
+    clock.seconds = lambda size, length: 1.0 * size * length
+    table = probe(clock.run, batch_sizes=[2, 4], lengths=[30, 60, 90], most_seconds=0.5)
+    assert table.batch_sizes == (2,)
+    assert table.seconds(2) == pytest.approx(120.0)
+
+
 @pytest.mark.parametrize(
     "error",
     [

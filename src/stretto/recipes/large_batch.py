@@ -11,6 +11,7 @@ import csv
 import dataclasses
 import io
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, final
@@ -30,6 +31,8 @@ from stretto.recipes.large_batch_settings import LargeBatchSettings
 from stretto.storage import locked, write_text_atomically
 from stretto.training.outcome import Interrupted
 
+UNDER_WAY: Final = "under-way"
+"""The folder, below that of the experiment, of a run that is not finished."""
 FACTORS: Final = (0.5, 1.0, 2.0, 4.0)
 """What the rate of sqrt is multiplied with, in search of the best; 1 is sqrt itself."""
 
@@ -91,7 +94,7 @@ def reproduce_large_batch(
 
     Raises:
         StrettoError: If settings or data do not fit, or another process writes to the same folder.
-        KeyboardInterrupt: It was asked to stop; finished runs are kept.
+        KeyboardInterrupt: It was asked to stop; finished runs are kept, and the one under way as far as it came.
     """
     settings.refuse_contradictions()
     tell = tell or (lambda _: None)
@@ -234,10 +237,13 @@ class _Experiment:
         found = self._find(cell, key)
         if found is not None:
             return found
+        folder = self._settings.out / UNDER_WAY / key
+        if self._settings.fresh:
+            shutil.rmtree(folder, ignore_errors=True)
         try:
-            result = run_cell(cell, course.data, key=key)
+            result = run_cell(cell, course.data, key=key, folder=folder)
         except Interrupted:
-            self._tell("stopped; finished runs are kept, and the same command goes on from here")
+            self._tell("stopped; runs are kept, the last one as far as it came, and the same command goes on from here")
             raise KeyboardInterrupt from None
         self._store.keep(cell, result, facts={"settings": cell.config().recorded(), "data": course.data.name})
         self._known[key] = result

@@ -36,7 +36,7 @@ class LargeBatchSettings:
         rules: How settings follow the batch, and the oracle, for which the rate is tuned anew.
         seeds: Runs of each, with the seeds 0, 1 and so on; left out, 3, and 1 if quick.
         threads: Cores to use; left out, 1, and with full what torch takes.
-        fresh: Run all again instead of taking finished runs as they are.
+        fresh: Run all again instead of taking finished runs as they are, and going on with one that was stopped.
         quick: Tiny nets on a few sequences: shows that it works, and no more; its numbers mean nothing.
         full: The sizes of the papers instead of small ones; takes many hours, and data for digits, digit-images,
             language-model and translate.

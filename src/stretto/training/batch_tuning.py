@@ -34,7 +34,7 @@ PROBE_SECONDS: Final = (0.5, 10.0)
 PROBE_SHARE: Final = 0.03
 """Of the time that the run is expected to take at its first batch, what the probe may take."""
 FIRST_EVERY: Final = 4
-NOISE_EVERY: Final = 24
+NOISE_EVERY: Final = 32
 """Updates of which one is taken apart, at first and later on; a second backward pass is half an update or so."""
 CURVATURE_EVERY: Final = 256
 """Updates between looks at the curvature, which cost one or two updates of a small batch."""

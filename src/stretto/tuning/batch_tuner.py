@@ -341,7 +341,7 @@ class BatchTuner:
         return {name: getattr(self._base, name) for name in SETTINGS}
 
     def _accumulate(self, batch_size: int) -> int:
-        if self._table is None:
+        if self._table is None or not self._table.batch_sizes:
             return 1
         return split_share(self._table, math.ceil(batch_size / self._workers)).accumulate
 
@@ -351,13 +351,18 @@ class BatchTuner:
             return f"there was trouble: {self._trouble}"
         if epoch >= self._epochs:
             return f"all {self._epochs} epochs are done"
-        if self.meter.num_updates == 0 and self.batch_size == 1 and self._workers == 1:
-            return "noise cannot be measured with one sequence an update on one worker: there are no parts to compare"
         if self.meter.num_updates == 0:
-            return "noise was not measured: observe got no update of two or more parts, micro-batches or workers"
+            return self._no_noise()
         if self._noise_scale is None:
             return self.meter.said
-        return "there is no table of throughput, see probe" if self._table is None else ""
+        if self._table is None:
+            return "there is no table of throughput, see probe"
+        return "" if self._table.batch_sizes else "no batch size was timed at every length, see probe"
+
+    def _no_noise(self) -> str:
+        if self.batch_size == 1 and self._workers == 1:
+            return "noise cannot be measured with one sequence an update on one worker: there are no parts to compare"
+        return "noise was not measured: observe got no update of two or more parts, micro-batches or workers"
 
     def _bounds(self, epoch: int) -> list[tuple[int, str]]:
         """The largest batches that may be considered, and why."""

@@ -198,7 +198,8 @@ def probe(
         repeats: Rounds.
         most_bytes: The most memory that this process, or the GPU, may use; four fifths of what is free, by default.
             Where memory cannot be watched (no /proc, no GPU), only failures end the growth.
-        most_seconds: After which no step is begun that is expected to end later. Sizes not reached are marked.
+        most_seconds: After which no step is begun that is expected to end later. Sizes not reached are marked. The
+            smallest is run at every length whatever it takes, for without it nothing is known.
         update: Does the optimiser's step alone, if that can be told apart.
         device: Where steps run.
 
@@ -332,16 +333,17 @@ class _Run:
         self.problems: dict[tuple[int, int], str] = {}
         self._full = ""
         self._slots, self._bytes, self._floor = 0, 0, 0
-        self._pace = 0.0
+        self._smallest, self._pace = 0, 0.0
 
     def grow(self, size: int, length: int) -> None:
         """Run a shape for the first time, unless it would not fit; once one did not, no larger size is run."""
         slots = size * length
+        self._smallest = self._smallest or size
         if not self._full and self._slots:
             needed = self._floor + MARGIN * max(0, self._bytes - self._floor) * slots / self._slots
             if needed > self._watch.most:
                 self._full = f"it would use {needed / 1e6:,.0f} MB of memory, {self._watch.most / 1e6:,.0f} are allowed"
-            elif time.perf_counter() + self._pace * slots > self._ends:
+            elif size > self._smallest and time.perf_counter() + self._pace * slots > self._ends:
                 self._full = f"it would take about {self._pace * slots:.2g} s, longer than is left"
         if self._full:
             self.problems[size, length] = self._full
