@@ -20,8 +20,8 @@ SIZES_REMEMBERED: Final = 8
 """Measured updates that the size of gradients is taken from."""
 FAR: Final = 1e5
 """How many times larger or smaller than those before it a squared gradient may be before it is its own measure. Where
-there are few dimensions chance alone makes it far smaller, and chance must not set the weight of an update: with 32, the
-scale of two dimensions would be off by a seventh. That of a single one, which nobody trains, still is."""
+there are few dimensions chance alone makes it far smaller, and chance must not set the weight of an update: with 32,
+the scale of two dimensions would be off by a seventh. That of a single one, which nobody trains, still is."""
 ROUNDING: Final = 0.05
 """How far the parts of an update may disagree with its mean: gradients in half precision do by about 1 %."""
 
