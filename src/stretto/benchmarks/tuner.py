@@ -21,7 +21,7 @@ from stretto.errors import StrettoError
 from stretto.storage import write_text_atomically
 from stretto.training.config import Count
 
-TaskName = Literal["digits", "digit-images", "language-model"]
+TaskName = Literal["digits", "digit-images", "language-model", "handwriting"]
 TASK_NAMES: Final[tuple[TaskName, ...]] = get_args(TaskName)
 DIMENSIONS: Final = (10, 100, 1000)
 PARTS: Final = (2, 8)
@@ -37,7 +37,7 @@ class TunerBenchSettings:
 
     Attributes:
         data: A folder with the data set mnist, of which a part is used for digits and digit-images; left out, drawn
-            digits are. The language-model trains on made-up text.
+            digits are. The language-model and handwriting train on embedded data.
         tasks: What to train.
         seeds: First weights and orders of data; each is a round over all batches.
         rounds: Rounds of each seed.

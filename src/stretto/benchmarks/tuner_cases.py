@@ -69,7 +69,7 @@ CASES: Final = {
         epochs=24,
         sequences=4000,
         measured=400,
-        settings={"hidden_size": 64, "row_size": 64, "learning_rate": 0.03},
+        settings={"hidden_size": 64, "row_size": 64, "optimizer": "adam", "learning_rate": 3e-3},
     ),
     "digit-images": Case(
         base_batch_size=16,
@@ -85,10 +85,22 @@ CASES: Final = {
         epochs=24,
         sequences=5000,
         measured=100,
-        settings={"hidden_size": 64, "learning_rate": 2e-3},
+        settings={"hidden_size": 64, "learning_rate": 4e-3},
+        is_embedded=True,
+    ),
+    "handwriting": Case(
+        base_batch_size=4,
+        loss=1.0,
+        epochs=24,
+        sequences=1200,
+        measured=100,
+        settings={"hidden_size": 48, "learning_rate": 0.02},
         is_embedded=True,
     ),
 }
+"""First rates are those that need the fewest updates at the first batch, with other seeds than the benchmark's; of
+several that need as many, the middle one. The language-model has the default of the task: four times as much halves its
+updates, but leaves no room for a rule that raises it."""
 SCHEDULE: Final[dict[str, Any]] = {"schedule": "constant", "warmup_epochs": 0.05}
 """Rates rise once and stay: how soon a target is reached must not depend on the epochs that were planned."""
 
