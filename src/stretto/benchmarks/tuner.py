@@ -39,7 +39,8 @@ class TunerBenchSettings:
         data: A folder with the data set mnist, of which a part is used for digits and digit-images; left out, drawn
             digits are. The language-model and handwriting train on embedded data.
         tasks: What to train.
-        seeds: First weights and orders of data; each is a round over all batches.
+        seeds: First weights and orders of data; each is a round over all batches. Updates to a target differ by half
+            from one to the other.
         rounds: Rounds of each seed.
         quick: Tiny sizes, to a target that any run reaches: shows that it works, and no more; no number means anything.
         out: Folder for the page with tables and plots, and the JSON file.
@@ -48,7 +49,7 @@ class TunerBenchSettings:
 
     data: Path | None = None
     tasks: tuple[TaskName, ...] = TASK_NAMES
-    seeds: Count = 3
+    seeds: Count = 7
     rounds: Count = 1
     quick: bool = False
     out: Path | None = None

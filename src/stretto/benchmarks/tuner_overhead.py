@@ -19,6 +19,8 @@ from stretto.tuning.probe import ThroughputTable
 
 BLOCK: Final = 256
 """Updates of a turn: as many as from one look at the curvature to the next."""
+CHUNK: Final = 8
+"""Updates of one side before the other's: what else the machine does meanwhile meets both alike."""
 WARM_UP: Final = 1
 """Turns that are not counted: at first one update of four is taken apart, to know the noise soon."""
 GOAL: Final = 0.05
@@ -33,7 +35,7 @@ class Overhead:
         task: Its name.
         batch_size: Sequences an update.
         given: Turns with the batch given.
-        watched: Turns with noise, curvature and guard, at the same batch; each follows or precedes one with it given.
+        watched: The same turns with noise, curvature and guard, at the same batch, eight updates of each by turns.
         first: How much longer the first turn takes, in which noise is measured more often; relative.
     """
 
@@ -45,7 +47,7 @@ class Overhead:
 
     @property
     def share(self) -> float:
-        """How much longer a watched turn takes than the one beside it, the median."""
+        """How much longer watched updates take than those between them, the median over turns."""
         return statistics.median(ours / theirs for ours, theirs in zip(self.watched, self.given, strict=True)) - 1.0
 
 
@@ -76,10 +78,10 @@ class _Lane:
         self._batches = self._dealt()
         model.train()
 
-    def block(self) -> float:
-        """Seconds of 256 updates."""
+    def run(self, updates: int) -> float:
+        """Make so many updates; their seconds."""
         begun = time.perf_counter()
-        for _ in range(BLOCK):
+        for _ in range(updates):
             self._update(next(self._batches))
         return time.perf_counter() - begun
 
@@ -112,12 +114,8 @@ def measure_overhead(given: AbstractTask[Any], watched: AbstractTask[Any], *, tu
     try:
         lanes = _Lane(given), _Lane(watched)
         taken: list[list[float]] = []
-        for number in range(turns + WARM_UP):
-            seconds = [0.0, 0.0]
-            # Each is first as often as the other.
-            for side in (0, 1) if number % 2 else (1, 0):
-                seconds[side] = lanes[side].block()
-            taken.append(seconds)
+        for _ in range(turns + WARM_UP):
+            taken.append(_turn(lanes))
     finally:
         torch.set_rng_state(earlier)
     counted = taken[WARM_UP:]
@@ -129,3 +127,13 @@ def measure_overhead(given: AbstractTask[Any], watched: AbstractTask[Any], *, tu
         watched=tuple(ours for _, ours in counted),
         first=taken[0][1] / usual - 1.0,
     )
+
+
+def _turn(lanes: tuple[_Lane, _Lane]) -> list[float]:
+    """Seconds of 256 updates of each."""
+    seconds = [0.0, 0.0]
+    for number, begun in enumerate(range(0, BLOCK, CHUNK)):
+        # Each is first as often as the other.
+        for side in (0, 1) if number % 2 else (1, 0):
+            seconds[side] += lanes[side].run(min(CHUNK, BLOCK - begun))
+    return seconds

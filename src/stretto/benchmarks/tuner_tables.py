@@ -204,9 +204,9 @@ def _overheads(bench: TunerBench) -> BenchTable:
             )
             for row in bench.overheads
         ),
-        caption=f"Turns of {tuner_overhead.BLOCK} updates, in turn, the median of each over the one beside it: noise "
-        "every 32nd update, curvature every 256th for SGD, the guard in all. Until 16 updates were taken apart, every "
-        f"fourth is. Goal: under {tuner_overhead.GOAL:.0%}.",
+        caption=f"Turns of {tuner_overhead.BLOCK} updates, {tuner_overhead.CHUNK} of each side by turns, the median "
+        "over them: noise every 32nd update, curvature every 256th for SGD, the guard in all. Until 16 updates were "
+        f"taken apart, every fourth is. Goal: under {tuner_overhead.GOAL:.0%}.",
     )
 
 
