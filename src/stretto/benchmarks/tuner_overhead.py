@@ -113,9 +113,7 @@ def measure_overhead(given: AbstractTask[Any], watched: AbstractTask[Any], *, tu
     earlier = torch.get_rng_state()
     try:
         lanes = _Lane(given), _Lane(watched)
-        taken: list[list[float]] = []
-        for _ in range(turns + WARM_UP):
-            taken.append(_turn(lanes))
+        taken = [_turn(lanes) for _ in range(turns + WARM_UP)]
     finally:
         torch.set_rng_state(earlier)
     counted = taken[WARM_UP:]
