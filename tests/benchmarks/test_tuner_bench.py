@@ -22,7 +22,16 @@ from stretto.benchmarks.tuner import TASK_NAMES, TunerBench, TunerBenchSettings,
 from stretto.benchmarks.tuner_cases import CASES, Case, cut_data, made_task
 from stretto.benchmarks.tuner_grid import Grid, median_to_target, run_grid
 from stretto.benchmarks.tuner_many import WORKERS, decisions_with, exchange_seconds, many_workers, time_shares
-from stretto.benchmarks.tuner_noise import NoiseAlong, filled, noise_along, predicted_updates, quadratic_row
+from stretto.benchmarks.tuner_noise import (
+    AGE,
+    ALONG,
+    NoiseAlong,
+    filled,
+    moved,
+    noise_along,
+    predicted_updates,
+    quadratic_row,
+)
 from stretto.benchmarks.tuner_overhead import Overhead, measure_overhead
 from stretto.benchmarks.tuner_page import write_tuner_page
 from stretto.benchmarks.tuner_run import Aim, Run, run_to_target
@@ -221,9 +230,19 @@ def test_noise_is_measured_in_every_update_of_the_run_that_is_given(
     assert len(along.scales) == 70
     assert along.batch_size == 4
     assert along.trace > 0
-    # Two halves an update.
-    halves = np.array(losses["noise"]).reshape(70, 2).sum(axis=1)
-    np.testing.assert_allclose(halves, losses["given"][:70], rtol=1e-4)
+    # Two halves an update; and some updates more, since averages are older than what they are taken for.
+    halves = np.array(losses["noise"]).reshape(70 + AGE, 2).sum(axis=1)
+    np.testing.assert_allclose(halves, losses["given"][: 70 + AGE], rtol=1e-4)
+
+
+def test_averages_that_lag_are_moved_to_where_they_belong() -> None:
+    """What rises by one an update is told as it is, but at the ends, by an average that lags by its age."""
+    keep, average, truth = 1 - 1 / ALONG, 0.0, np.arange(3000.0)
+    told = [average := keep * average + (1 - keep) * value for value in truth]
+    np.testing.assert_allclose(moved(tuple(told), by=AGE)[500:-AGE], truth[500:-AGE], rtol=1e-3)
+    assert moved((1.0, 2.0, 3.0), by=2) == (3.0, 3.0, 3.0)
+    assert moved((1.0, 2.0), by=5) == (2.0, 2.0)
+    assert moved((), by=5) == ()
 
 
 def test_a_grid_compares_the_medians() -> None:
@@ -294,7 +313,7 @@ def test_watched_updates_keep_their_batch_and_all_is_measured(
     digits: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuner_overhead, "BLOCK", 60)
-    monkeypatch.setattr(batch_tuning, "NOISE_EVERY", 2)
+    monkeypatch.setattr(batch_tuning, "NOISE_EVERY", ((math.inf, 2),))
     monkeypatch.setattr(batch_tuning, "CURVATURE_EVERY", 60)
     decided, curved = [], []
     decide, curvature = BatchTuning.decide, BatchTuning._curvature
@@ -315,8 +334,8 @@ def test_watched_updates_keep_their_batch_and_all_is_measured(
     assert found.batch_size == 4
     assert [decision.action for decision in decided] == ["keep"] * len(decided)
     assert decided[-1].noise_scale is not None
-    assert len(curved) == 3 * 60
-    assert sum(value is not None for value in curved) == 3
+    assert len(curved) == 5 * 60
+    assert sum(value is not None for value in curved) == 5
 
 
 @settings(max_examples=20)

@@ -61,6 +61,22 @@ def test_it_grows_step_by_step_with_rate_and_warm_up_by_the_rule() -> None:
     assert "at most 64 are considered: 4 times the batch in force" in first.reason
 
 
+def test_a_measured_update_counts_for_those_since_the_last() -> None:
+    tuner = _tuner()
+    _measure(tuner, phi=100.0, updates=16)
+    for _ in range(3):
+        for _ in range(31):
+            tuner.observe(loss=1.0, gradient_norm=1.0)
+        state = json.loads(json.dumps(tuner.state_dict()))
+        tuner = _tuner()
+        tuner.load_state_dict(state)
+        _measure(tuner, phi=400.0, updates=1)
+    keep = 1 - 1 / tuner.meter.memory
+    early, late = sum(keep**at for at in range(3, 19)), 32 * sum(keep**at for at in range(3))
+    assert tuner.decide(epoch=1).noise_scale == pytest.approx((early * 100 + late * 400) / (early + late), rel=0.2)
+    assert tuner.meter.scale > 350
+
+
 def test_it_declines_where_time_grows_with_the_batch() -> None:
     tuner = _tuner(table=LINEAR)
     _measure(tuner)

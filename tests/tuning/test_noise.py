@@ -101,21 +101,24 @@ def test_both_estimates_are_without_bias(population: list[int], sizes: list[int]
 
 @settings(max_examples=60, deadline=None)
 @given(
-    values=st.lists(st.tuples(st.floats(0.1, 5), st.floats(0.1, 5)), min_size=1, max_size=300),
+    values=st.lists(
+        st.tuples(st.floats(0.1, 5), st.floats(0.1, 5), st.sampled_from([1, 4, 16, 32])), min_size=1, max_size=300
+    ),
     memory=st.integers(1, 50),
 )
-def test_averages_are_exponential_and_start_without_bias(values: list[tuple[float, float]], memory: int) -> None:
+def test_averages_are_exponential_and_start_without_bias(values: list[tuple[float, float, int]], memory: int) -> None:
     """Each update relative to the size of those before it, which follows by an eighth of the way in powers."""
     meter = NoiseMeter(memory=memory, least=1)
     weights = trace = square = 0.0
     keep, usual = 1 - 1 / memory, values[0][1]
-    for between, mean in values:
-        meter.add(sizes=[1, 1], squares=[mean + between, mean + between], square_of_mean=mean)
+    for between, mean, updates in values:
+        squares = [mean + between, mean + between]
+        meter.add(sizes=[1, 1], squares=squares, square_of_mean=mean, stands_for=updates)
         size = float(np.clip(usual, mean / 1e5, mean * 1e5))
         usual = size ** (7 / 8) * mean ** (1 / 8)
-        weights = keep * weights + 1 / size
-        trace = keep * trace + 2 * between / size
-        square = keep * square + (mean - between) / size
+        weights = keep * weights + updates / size
+        trace = keep * trace + updates * 2 * between / size
+        square = keep * square + updates * (mean - between) / size
     assert meter.trace == pytest.approx(trace / weights)
     assert meter.square == pytest.approx(square / weights, abs=1e-9)
     if square / weights > 1e-6:
@@ -193,6 +196,22 @@ def test_norms_that_are_no_numbers_are_left_out_and_counted() -> None:
     for square in (math.nan, math.inf):
         meter.add(sizes=[1, 1], squares=[square, 1.0], square_of_mean=1.0)
     assert (meter.num_updates, meter.num_left_out, meter.scale) == (0, 2, None)
+
+
+@pytest.mark.parametrize("stands_for", [0, -1, math.inf, math.nan])
+def test_an_update_that_stands_for_nothing_is_refused(stands_for: float) -> None:
+    with pytest.raises(StrettoError, match=f"stands for {stands_for}"):
+        NoiseMeter().add(sizes=[4, 4], squares=[3.0, 3.0], square_of_mean=2.0, stands_for=stands_for)
+
+
+def test_one_update_that_counts_for_most_makes_the_mean_as_unsure_as_itself() -> None:
+    """Forty that count alike tell that noise does not hide the gradient; with one that outweighs them it may."""
+    for last, is_hidden in ((1.0, False), (1e6, True)):
+        meter = NoiseMeter(memory=1_000_000)
+        for at in range(41):
+            square = 2.0 + (at % 2)
+            meter.add(sizes=[4, 4], squares=[square + 1] * 2, square_of_mean=square, stands_for=last if at == 40 else 1)
+        assert meter.is_hidden is is_hidden
 
 
 def test_a_meter_goes_on_from_its_state_to_the_bit() -> None:

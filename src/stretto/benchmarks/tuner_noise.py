@@ -25,6 +25,8 @@ A_PART: Final = 8
 """Sequences of each part of an update of the quadratic."""
 ALONG: Final = 50
 """Measured updates that the meter remembers along a run: the noise scale changes on the way."""
+AGE: Final = ALONG - 1
+"""Of the average over these, in updates: the mean of how long ago they were, weighted as they are."""
 
 
 @final
@@ -98,8 +100,7 @@ class NoiseAlong:
 
     Attributes:
         batch_size: That it was trained with.
-        scales: One an update, what the meter knew by then; before it knew anything, the first that it knew. Where
-            noise hid the gradient, what the meter takes in its place.
+        scales: One an update; where noise hid the gradient, what the meter takes in its place.
         trace: Of the covariance of one sequence's gradient, the mean of the whole run.
         square: Of the norm of the gradient, likewise.
     """
@@ -138,11 +139,13 @@ def predicted_updates(updates: float, *, noise_scale: float, base_batch_size: in
 
 
 def noise_along(task: AbstractTask[Any], *, updates: int) -> NoiseAlong | None:
-    """Train as a run at the base batch does, and take every update apart.
+    """Train as a run at the base batch does, a little further, and take every update apart.
+
+    An average that fades is as old as its memory: it belongs to so many updates earlier.
 
     Args:
         task: Model, loss, data and settings, with a batch size that is given.
-        updates: How many to make, at most all of the run.
+        updates: Whose noise is wanted, at most all of the run.
 
     Returns:
         What was measured; None if noise hid the gradient all the way, and not even a bound was found.
@@ -160,22 +163,27 @@ def noise_along(task: AbstractTask[Any], *, updates: int) -> NoiseAlong | None:
             feed.begin_epoch(epoch, model)
             state.epoch = epoch
             for batch in feed:
-                if state.step >= updates:
+                if state.step >= updates + AGE:
                     break
                 updater.begin(measured=True)
                 updater.add(batch.to(task.config.device), is_last=True)
                 state.step += 1
                 parts = updater.parts
                 if parts is not None:
-                    for each in (whole, meter):
+                    for each in (whole, meter) if state.step <= updates else (meter,):
                         each.add(sizes=parts.sizes, squares=parts.squares, square_of_mean=parts.square_of_mean)
                 known.append(meter.cautious)
     finally:
         torch.set_rng_state(earlier)
-    scales = filled(known)
+    scales = moved(filled(known), by=AGE)[:updates]
     if not scales:
         return None
     return NoiseAlong(batch_size=feed.batch_size, scales=scales, trace=whole.trace, square=whole.square)
+
+
+def moved(values: tuple[float, ...], *, by: int) -> tuple[float, ...]:
+    """Each value so many places earlier, and the last one where none is left."""
+    return values[by:] + values[-1:] * min(by, len(values))
 
 
 def filled(known: Sequence[float | None]) -> tuple[float, ...]:

@@ -1,6 +1,7 @@
 """What choosing costs while it changes nothing: updates that are watched beside updates that are not, in turn."""
 
 import dataclasses
+import math
 import statistics
 import threading
 import time
@@ -21,8 +22,8 @@ BLOCK: Final = 256
 """Updates of a turn: as many as from one look at the curvature to the next."""
 CHUNK: Final = 8
 """Updates of one side before the other's: what else the machine does meanwhile meets both alike."""
-WARM_UP: Final = 1
-"""Turns that are not counted: at first one update of four is taken apart, to know the noise soon."""
+WARM_UP: Final = 3
+"""Turns that are not counted: at first more updates are taken apart, to know the noise soon."""
 GOAL: Final = 0.05
 
 
@@ -36,7 +37,7 @@ class Overhead:
         batch_size: Sequences an update.
         given: Turns with the batch given.
         watched: The same turns with noise, curvature and guard, at the same batch, eight updates of each by turns.
-        first: How much longer the first turn takes, in which noise is measured more often; relative.
+        first: How much longer the three turns before these take, in which noise is measured more often; relative.
     """
 
     task: str
@@ -117,13 +118,13 @@ def measure_overhead(given: AbstractTask[Any], watched: AbstractTask[Any], *, tu
     finally:
         torch.set_rng_state(earlier)
     counted = taken[WARM_UP:]
-    usual = statistics.median(theirs for theirs, _ in counted)
+    theirs, ours = (math.fsum(turn[side] for turn in taken[:WARM_UP]) for side in (0, 1))
     return Overhead(
         task=given.name,
         batch_size=lanes[0].state.batch_size,
-        given=tuple(theirs for theirs, _ in counted),
-        watched=tuple(ours for _, ours in counted),
-        first=taken[0][1] / usual - 1.0,
+        given=tuple(given for given, _ in counted),
+        watched=tuple(watched for _, watched in counted),
+        first=ours / theirs - 1.0,
     )
 
 

@@ -33,9 +33,9 @@ PROBE_SECONDS: Final = (0.5, 10.0)
 """The least and the most that a probe may take; between them it follows the run."""
 PROBE_SHARE: Final = 0.03
 """Of the time that the run is expected to take at its first batch, what the probe may take."""
-FIRST_EVERY: Final = 4
-NOISE_EVERY: Final = 32
-"""Updates of which one is taken apart, at first and later on; a second backward pass is half an update or so."""
+NOISE_EVERY: Final = ((16, 4), (48, 16), (math.inf, 32))
+"""Of how many updates one is taken apart, until so many were: a second backward pass is half an update or so, and the
+first decisions rest on few."""
 CURVATURE_EVERY: Final = 256
 """Updates between looks at the curvature, which cost one or two updates of a small batch."""
 CURVATURE_ROWS: Final = 8
@@ -99,7 +99,7 @@ class BatchTuning:
 
     def is_measured(self, step: int) -> bool:
         """Whether the update after `step` others is taken apart."""
-        every = NOISE_EVERY if self._tuner.meter.num_updates >= self._tuner.meter.least else FIRST_EVERY
+        every = next(every for until, every in NOISE_EVERY if self._tuner.meter.num_updates < until)
         return step % every == every - 1
 
     def probe(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from stretto.tuning.large_batch import LargeBatch, Rule
 from stretto.tuning.noise import NoiseMeter
 from stretto.tuning.probe import ThroughputTable
 
-STATE_VERSION: Final = 1
+STATE_VERSION: Final = 2
 SETTINGS: Final = ("base_batch_size", "base_lr", "base_warmup_epochs", "rule", "warmup_cap")
 """What must be the same when a tuner goes on from the state of another."""
 LEAST_AN_EPOCH: Final = 10
@@ -92,7 +92,7 @@ class BatchTuner:
         workers: How many share a batch.
         exchange_seconds: What workers spend on the sum of gradients, once an update.
         growth: The most that a batch is multiplied by at once.
-        meter: Measures noise; one that remembers 100 updates by default.
+        meter: Measures noise; one with default settings by default.
         guard: Looks for trouble; one with default settings by default.
 
     Attributes:
@@ -158,6 +158,7 @@ class BatchTuner:
         self._earlier: list[int] = []
         self._ceiling: int | None = None
         self._trouble = ""
+        self._since = 0
         self._table: ThroughputTable | None = None
         self.table = table
 
@@ -204,9 +205,11 @@ class BatchTuner:
         Raises:
             StrettoError: If the parts are incomplete or contradict each other.
         """
+        self._since += 1
         if sizes is not None and squares is not None and square_of_mean is not None:
             if sum(size > 0 for size in sizes) >= 2:
-                self.meter.add(sizes=sizes, squares=squares, square_of_mean=square_of_mean)
+                since, self._since = self._since, 0
+                self.meter.add(sizes=sizes, squares=squares, square_of_mean=square_of_mean, stands_for=since)
         elif any(given is not None for given in (sizes, squares, square_of_mean)):
             raise StrettoError(
                 f"observe got sizes={sizes}, squares={squares} and square_of_mean={square_of_mean}",
@@ -299,6 +302,7 @@ class BatchTuner:
             "earlier": list(self._earlier),
             "ceiling": self._ceiling,
             "trouble": self._trouble,
+            "since": self._since,
             "table": None if self._table is None else self._table.to_dict(),
             "exchange_seconds": self.exchange_seconds,
             "meter": self.meter.state_dict(),
@@ -322,6 +326,7 @@ class BatchTuner:
         self.batch_size, self.accumulate = int(state["batch_size"]), int(state["accumulate"])
         self._earlier, self._ceiling = [int(size) for size in state["earlier"]], state["ceiling"]
         self._trouble, self.exchange_seconds = state["trouble"], float(state["exchange_seconds"])
+        self._since = int(state["since"])
         self.meter.load_state_dict(state["meter"])
         self.guard.load_state_dict(state["guard"])
         self.decisions = [

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from stretto.distributed.gradient_norms import Parts, denominators, square_of
 from stretto.errors import StrettoError
 
-STATE_VERSION: Final = 2
+STATE_VERSION: Final = 3
 BLOCKS_A_MEMORY: Final = 8
 MOST_BLOCKS: Final = 24
 FEWEST_BLOCKS: Final = 4
@@ -98,8 +98,8 @@ class NoiseMeter:
     gradient: `scale` is None and `said` tells it. Then phi is most likely large, but nothing was measured.
 
     Args:
-        memory: Updates after which an observation has faded to about a third.
-        least: Updates that are needed before `scale` is told.
+        memory: Measured updates after which an observation has faded to about a third.
+        least: Measured updates that are needed before `scale` is told.
 
     Attributes:
         num_updates: Updates that were measured.
@@ -118,25 +118,46 @@ class NoiseMeter:
         self.memory, self.least = memory, least
         self.num_updates = self.num_left_out = 0
         # Of stretches of time, all faded alike: updates; trace, square and the square of that, all relative to the
-        # size of gradients; one over that size. And how many updates.
+        # size of gradients; one over that size. And how many were measured.
         self._blocks: list[list[float]] = []
         self._size: float | None = None
+        # The sum of squared weights, faded likewise.
+        self._squared_weights = 0.0
 
-    def add(self, *, sizes: Sequence[float], squares: Sequence[float], square_of_mean: float) -> None:
-        """Take an update into account; the arguments and errors are those of `noise_of`."""
+    def add(
+        self, *, sizes: Sequence[float], squares: Sequence[float], square_of_mean: float, stands_for: float = 1.0
+    ) -> None:
+        """Take an update into account.
+
+        Args:
+            sizes: As for `noise_of`, which says what is refused.
+            squares: Likewise.
+            square_of_mean: Likewise.
+            stands_for: Updates since the one that was measured before, itself included: as often as it counts.
+
+        Raises:
+            StrettoError: If the parts are refused, or it stands for nothing.
+        """
+        if not 0 < stands_for < math.inf:
+            raise StrettoError(
+                f"a measured update stands for {stands_for} updates",
+                fix="Give those since the one that was measured before: at least 1.",
+            )
         if not all(map(math.isfinite, (*sizes, *squares, square_of_mean))):
             self.num_left_out += 1
             return
         noise = noise_of(sizes=sizes, squares=squares, square_of_mean=square_of_mean)
         keep = 1.0 - 1.0 / self.memory
-        weight = 1.0 / self._size_before(square_of_mean)
+        relative = 1.0 / self._size_before(square_of_mean)
         for block in self._blocks:
             block[:5] = [keep * value for value in block[:5]]
         if not self._blocks or self._blocks[-1][5] >= max(1, self.memory // BLOCKS_A_MEMORY):
             self._blocks.append([0.0] * 6)
-        square = weight * noise.square
-        for at, value in enumerate((1.0, weight * noise.trace, square, square**2, weight, 1.0)):
-            self._blocks[-1][at] += value
+        square = relative * noise.square
+        for at, value in enumerate((1.0, relative * noise.trace, square, square**2, relative)):
+            self._blocks[-1][at] += stands_for * value
+        self._blocks[-1][5] += 1.0
+        self._squared_weights = keep**2 * self._squared_weights + stands_for**2
         if len(self._blocks) > MOST_BLOCKS:
             oldest, second = self._blocks[:2]
             self._blocks[:2] = [[a + b for a, b in zip(oldest, second, strict=True)]]
@@ -212,6 +233,7 @@ class NoiseMeter:
             "num_updates": self.num_updates,
             "num_left_out": self.num_left_out,
             "size": self._size,
+            "squared_weights": self._squared_weights,
             "blocks": [list(block) for block in self._blocks],
         }
 
@@ -225,13 +247,17 @@ class NoiseMeter:
         self.num_updates, self.num_left_out = int(state["num_updates"]), int(state["num_left_out"])
         self._blocks = [[float(value) for value in block] for block in state["blocks"]]
         self._size = None if state["size"] is None else float(state["size"])
+        self._squared_weights = float(state["squared_weights"])
 
     @property
     def _error_of_square(self) -> float:
         """The standard error of the average squared gradient, relative to the size of gradients."""
+        if self.num_updates < 2:
+            return math.inf
         spread = math.sqrt(max(0.0, self._mean(3, by=0) - self._mean(2, by=0) ** 2))
-        # The weight of faded updates, in whole ones.
-        return spread / math.sqrt(min(self.num_updates, 2 * self.memory - 1)) if self.num_updates else math.inf
+        # Of updates that count alike, as many would be as sure; one less, for the mean is their own.
+        alike = math.fsum(block[0] for block in self._blocks) ** 2 / self._squared_weights
+        return spread / math.sqrt(max(alike - 1.0, SMALLEST))
 
     def _mean(self, at: int, *, by: int) -> float:
         weight = math.fsum(block[by] for block in self._blocks)
