@@ -49,7 +49,7 @@ class TunerBenchSettings:
 
     data: Path | None = None
     tasks: tuple[TaskName, ...] = TASK_NAMES
-    seeds: Count = 7
+    seeds: Count = 5
     rounds: Count = 1
     quick: bool = False
     out: Path | None = None

@@ -161,6 +161,7 @@ def noise_along(task: AbstractTask[Any], *, updates: int) -> NoiseAlong | None:
         model.train()
         for epoch in range(task.config.epochs):
             feed.begin_epoch(epoch, model)
+            updater.weigh(feed)
             state.epoch = epoch
             for batch in feed:
                 if state.step >= updates + AGE:

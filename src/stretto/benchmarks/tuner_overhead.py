@@ -89,6 +89,7 @@ class _Lane:
     def _dealt(self) -> Iterator[Batch]:
         while True:
             self._feed.begin_epoch(self.state.epoch, self.state.model)
+            self._updater.weigh(self._feed)
             yield from self._feed
             self.state.epoch += 1
             if self._tuning is not None and self.state.epoch < self._epochs:

@@ -117,6 +117,11 @@ class Handwriting(AbstractTask[HandwritingConfig]):
         )
         return LossSum(total=total, count=sum(map(len, codes)))
 
+    def num_elements(self, part: SequenceSet) -> int:
+        """Characters."""
+        assert isinstance(part.targets, Transcripts)
+        return int(part.targets.lengths_N.sum())
+
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """Character errors of greedy decoding."""
         return {self.metric: self._errors(batch, self._read(output, batch, decoder="greedy"))}

@@ -131,6 +131,11 @@ class LabelSteps(AbstractTask[LabelStepsConfig]):
         total = functional.cross_entropy(output[mask_BT], classes_P, ignore_index=LEFT_OUT, reduction="sum")
         return LossSum(total=total, count=int((classes_P != LEFT_OUT).sum()))
 
+    def num_elements(self, part: SequenceSet) -> int:
+        """Labelled steps."""
+        assert isinstance(part.targets, StepLabels)
+        return int(part.targets.counts()[(self._class_of[:-1] != LEFT_OUT).numpy()].sum())
+
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """Share of labelled steps whose best class is the right one."""
         classes_P = self._classes(batch)

@@ -177,6 +177,10 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
         total = functional.cross_entropy(scores_PC, next_P, reduction="sum")
         return LossSum(total=total, count=batch.num_steps - len(batch))
 
+    def num_elements(self, part: SequenceSet) -> int:
+        """Words or characters but the first, of each passage or of all."""
+        return int(part.lengths_N.sum()) - (1 if self.in_streams else len(part))
+
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """Nats, which add up; `summary` makes a perplexity of them."""
         loss = self.loss(output, batch)

@@ -131,6 +131,11 @@ class Translate(AbstractTask[TranslateConfig]):
         )
         return LossSum(total=total, count=int((pieces_BU != PAD).sum()))
 
+    def num_elements(self, part: SequenceSet) -> int:
+        """Target pieces and end marks."""
+        before_S = np.concatenate([[0], np.cumsum(part.features_SF[:, 1] != PAD)])
+        return int((before_S[part.starts_N + part.lengths_N] - before_S[part.starts_N]).sum())
+
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """Nats, pieces guessed right, and what BLEU of greedy translations is made of."""
         texts = self._translations(output, batch, width=1)

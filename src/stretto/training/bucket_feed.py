@@ -39,6 +39,7 @@ class BucketFeed(AbstractFeed):
         self._part, self._config, self._world = part, config, world
         self._made_for = self._wanted = self.batch_size = batch_size
         self._epoch, self._is_under_way = 0, False
+        self._dealt_whole = self._whole_epoch = 0
         self.sampler = self._dealer()
 
     @property
@@ -60,6 +61,11 @@ class BucketFeed(AbstractFeed):
         }
 
     @property
+    def is_bucketed(self) -> bool:
+        """Whether there is more than one bucket."""
+        return len(self.edges) > 1
+
+    @property
     def left(self) -> float:
         """The share of the sequences that the plan of the epoch has."""
         return len(self.sampler.plan.unused(0)) / max(1, len(self._part))
@@ -67,7 +73,9 @@ class BucketFeed(AbstractFeed):
     @property
     def whole_epoch(self) -> int:
         """Batches of an epoch that is dealt from its beginning."""
-        return len(self._dealer())
+        if self._dealt_whole != self.batch_size:
+            self._dealt_whole, self._whole_epoch = self.batch_size, len(self._dealer())
+        return self._whole_epoch
 
     def __len__(self) -> int:
         return len(self.sampler)

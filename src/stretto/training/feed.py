@@ -74,6 +74,11 @@ class AbstractFeed(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def is_bucketed(self) -> bool:
+        """Whether batches come from several buckets, so that some have far more elements than others."""
+
+    @property
+    @abc.abstractmethod
     def left(self) -> float:
         """The share of the epoch that was left when its batches were dealt, less than 1 if they were dealt anew."""
 

@@ -146,6 +146,7 @@ class Trainer:
         if tuning is not None and not tuning.is_probed:
             self._log.emit("probe", step=state.step, batch_size=state.batch_size, **tuning.probe())
         self.feed.begin_epoch(state.epoch, state.model)
+        self._updater.weigh(self.feed, accumulate=self._accumulate)
         self._solving.begin_epoch(state.epoch)
         saved = ended = time.perf_counter()
         num_batches = len(self.feed)

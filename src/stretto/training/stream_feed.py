@@ -101,6 +101,11 @@ class StreamFeed(AbstractFeed):
         return {self._window: 1.0}
 
     @property
+    def is_bucketed(self) -> bool:
+        """No: all streams are of one length."""
+        return False
+
+    @property
     def left(self) -> float:
         """The share of the words that the cut has."""
         return self._cut.num_steps / self._text.num_steps

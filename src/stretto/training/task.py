@@ -103,6 +103,10 @@ class AbstractTask(abc.ABC, Generic[C]):
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
         """The summed loss of a batch, given what the model made of it."""
 
+    def num_elements(self, part: SequenceSet) -> int:
+        """What the losses of all these sequences are sums over together: as many as sequences, or as a task says."""
+        return len(part)
+
     @abc.abstractmethod
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """The metrics of a batch by name."""

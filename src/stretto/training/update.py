@@ -19,6 +19,7 @@ from stretto.distributed.replica import replicated
 from stretto.distributed.world import World
 from stretto.errors import StrettoError
 from stretto.training.divergence import MOST_NAMED, diverged
+from stretto.training.feed import AbstractFeed
 from stretto.training.noise_parts import NoiseParts
 from stretto.training.state import TrainState
 from stretto.training.task import AbstractTask, LossSum
@@ -65,6 +66,9 @@ class Updater:
     Gradients are summed, not averaged, over workers and accumulated steps, and divided once by the number of elements
     in all of them: any number of workers, with any shares, makes the update that one worker makes of everything.
 
+    Batches from buckets are divided by what a batch has on average instead (`weigh`). An element of a long sequence
+    would otherwise count for less than one of a short sequence, which comes with fewer others.
+
     Args:
         task: Model, loss and metric.
         state: What is trained.
@@ -109,6 +113,8 @@ class Updater:
         self.last: dict[str, float] = {}
         self.skipped = 0
         self._fault: StrettoError | None = None
+        self._num_elements: int | None = None
+        self._usual: float | None = None
         self._computed = 0.0
         if world.size > 1:
             for parameter in state.model.parameters():
@@ -141,6 +147,19 @@ class Updater:
             if self.taken.fault:
                 self.agree()
             self._change()
+
+    def weigh(self, feed: AbstractFeed, *, accumulate: int = 1) -> None:
+        """Let every element of an epoch count alike, whichever batch it comes in.
+
+        Args:
+            feed: Deals the batches; to be told again when their size changes.
+            accumulate: Batches of one worker that make an update.
+        """
+        self._usual = None
+        if feed.is_bucketed:
+            if self._num_elements is None:
+                self._num_elements = self._task.num_elements(self._task.data.part("train"))
+            self._usual = max(1.0, self._num_elements * accumulate / feed.whole_epoch)
 
     def begin(self, *, measured: bool = False) -> None:
         """Forget what the last update was made of.
@@ -234,9 +253,10 @@ class Updater:
         else:
             gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
             # Workers' sums were averaged; what counts is the mean over all elements of all workers.
-            scale = self._world.size / max(1.0, taken.count)
+            count = self._usual or taken.count
+            scale = self._world.size / max(1.0, count)
             if self._noise is not None:
-                self.parts = self._noise.take(num_sequences=self._own.rows, count=taken.count)
+                self.parts = self._noise.take(num_sequences=self._own.rows, count=count)
             norm = scale * float(nn.utils.get_total_norm(gradients))
             state.clips.add(norm, clip_norm=state.clip_norm)
             if not math.isfinite(norm):

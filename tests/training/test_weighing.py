@@ -1,0 +1,126 @@
+"""Every element of an epoch counts alike, whichever batch it comes in."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.data.sequences import PARTS, SequenceSet
+from stretto.data.targets import Labels
+from stretto.distributed.world import World
+from stretto.tasks.registry import CONFIGS, task_named
+from stretto.training.config import checked
+from stretto.training.events import SilentLog
+from stretto.training.loop import Trainer
+from stretto.training.state import TrainState
+from stretto.training.task import AbstractTask
+from stretto.training.update import Updater
+
+LENGTHS_VARY = ("handwriting", "label-steps", "language-model", "translate", "classify")
+# A clip is an element, as for classify.
+COUNTED = sorted(set(CONFIGS) - {"video"})
+
+pytestmark = pytest.mark.filterwarnings("ignore:Seems like `optimizer.step:UserWarning")
+
+
+def _data(name: str, *, most: int) -> SequenceSet:
+    """So many sequences of each part at most."""
+    if name == "classify":
+        rng = np.random.default_rng(0)
+        offsets = np.concatenate([[0], np.cumsum(rng.integers(1, 30, 90))])
+        labels = Labels.check(np.arange(90) % 3, names=None, source="")
+        data = SequenceSet.from_flat(
+            rng.normal(size=(offsets[-1], 2)).astype(np.float32), offsets=offsets, targets=labels
+        )
+    else:
+        data = task_named(name).embedded_data()
+    return data.subset(np.concatenate([np.flatnonzero(data.split_N == part)[:most] for part in range(len(PARTS))]))
+
+
+def _task(name: str, **settings: Any) -> AbstractTask[Any]:
+    values = {"hidden_size": 4, "kernel": "torch", "batch_size": 8, "num_buckets": 3, "dropout": 0.0, **settings}
+    if name == "language-model":
+        values["layout"] = "passages"
+    return task_named(name)(checked(CONFIGS[name], values, source="the test"), _data(name, most=44))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, {}) for name in COUNTED), ("language-model", {"layout": "passages"}), ("label-steps", {"unlabelled": 0})],
+)
+def test_a_task_knows_how_many_elements_its_losses_are_sums_over(name: str, settings: dict[str, Any]) -> None:
+    values = {"hidden_size": 4, "kernel": "torch", **settings}
+    task = task_named(name)(checked(CONFIGS[name], values, source="the test"), _data(name, most=20))
+    model, part = task.build_model().eval(), task.data.part("train")
+    with torch.no_grad():
+        counts = [task.loss(model(b), b).count for b in task.measured(part, world=World(), device="cpu")]
+    assert sum(counts) == task.num_elements(part) > 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", LENGTHS_VARY)
+def test_the_updates_of_an_epoch_average_to_the_gradient_of_all(
+    name: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = _task(name, clip_norm=1e9)
+    feed = task.feed(world=World())
+    assert feed.is_bucketed
+    torch.manual_seed(0)
+    model = task.build_model()
+    state = TrainState(model, config=task.config, steps_per_epoch=len(feed), batch_size=feed.batch_size)
+    weights = list(model.parameters())
+    seen: list[list[torch.Tensor]] = []
+    monkeypatch.setattr(state.optimizer, "step", lambda: seen.append([p.grad.double().clone() for p in weights]))
+    updater = Updater(task, state, world=World(), stop=threading.Event())
+    feed.begin_epoch(0, model)
+    updater.weigh(feed, accumulate=accumulate)
+    batches = list(feed)
+    for at, batch in enumerate(batches):
+        if at % accumulate == 0:
+            updater.begin()
+        updater.add(batch, is_last=(at + 1) % accumulate == 0 or at + 1 == len(batches))
+    assert len(seen) == -(-len(batches) // accumulate)
+    losses = [task.loss(model(batch), batch) for batch in batches]
+    total, count = sum(loss.total for loss in losses), sum(loss.count for loss in losses)
+    truth = torch.autograd.grad(total / count, weights)
+    # Updates of as many batches as any other, though the last may have fewer.
+    share = len(batches) / accumulate
+    for at, expected in enumerate(truth):
+        found = torch.stack([gradients[at] for gradients in seen]).sum(dim=0) / share
+        torch.testing.assert_close(found.float(), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_without_buckets_an_update_is_the_mean_of_its_own_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = _task("handwriting", num_buckets=1, clip_norm=1e9)
+    feed = task.feed(world=World())
+    assert not feed.is_bucketed
+    model = task.build_model()
+    state = TrainState(model, config=task.config, steps_per_epoch=len(feed), batch_size=feed.batch_size)
+    monkeypatch.setattr(state.optimizer, "step", lambda: None)
+    updater = Updater(task, state, world=World(), stop=threading.Event())
+    updater.weigh(feed)
+    batch = next(iter(feed))
+    updater.begin()
+    updater.add(batch, is_last=True)
+    weights = list(model.parameters())
+    loss = task.loss(model(batch), batch)
+    for weight, expected in zip(weights, torch.autograd.grad(loss.total / loss.count, weights), strict=True):
+        torch.testing.assert_close(weight.grad, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_training_weighs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[float, int]] = []
+    weigh = Updater.weigh
+
+    def noted(self: Updater, feed: Any, *, accumulate: int = 1) -> None:
+        weigh(self, feed, accumulate=accumulate)
+        told.append((self._usual or 0.0, accumulate))
+
+    monkeypatch.setattr(Updater, "weigh", noted)
+    task = _task("handwriting", epochs=2, accumulate=2)
+    Trainer(task, run=tmp_path, log=SilentLog(), resume=False).run()
+    elements, batches = task.num_elements(task.data.part("train")), task.feed(world=World()).whole_epoch
+    assert told == [(pytest.approx(2 * elements / batches), 2)] * 2
