@@ -24,6 +24,7 @@ from stretto.extras import optional
 from stretto.recipes.large_batch_applications import Application
 from stretto.recipes.large_batch_cells import Cell, CellResult, CellRule, CellStore
 from stretto.recipes.large_batch_courses import ApplicationTold, Course, LeftOut, course_of
+from stretto.recipes.large_batch_hands import Errand, Hands
 from stretto.recipes.large_batch_progress import Progress
 from stretto.recipes.large_batch_rows import Holding, Row, best_of, holdings, row_of
 from stretto.recipes.large_batch_running import run_cell
@@ -33,6 +34,7 @@ from stretto.training.outcome import Interrupted
 
 UNDER_WAY: Final = "under-way"
 """The folder, below that of the experiment, of a run that is not finished."""
+STOPPED: Final = "stopped; runs are kept, those under way as far as they came, and the same command goes on from here"
 FACTORS: Final = (0.5, 1.0, 2.0, 4.0)
 """What the rate of sqrt is multiplied with, in search of the best; 1 is sqrt itself."""
 
@@ -139,7 +141,7 @@ class _Experiment:
         self._searches = "oracle" in settings.rules
         self._known: dict[str, CellResult] = {}
         self._looked_up: set[str] = set()
-        self._progress = Progress()
+        self._progress = Progress(side_by_side=settings.num_jobs)
 
     @property
     def results(self) -> list[CellResult]:
@@ -158,7 +160,37 @@ class _Experiment:
         if self.reused:
             self._tell(f"{self.reused} runs are finished already and taken as they are")
         self._tell(self._progress.outlook(self._settings.out))
+        if self._settings.num_jobs > 1 and self._progress.left:
+            self._run_side_by_side()
         return [row for course in self._courses for row in self._rows(course)]
+
+    def _run_side_by_side(self) -> None:
+        """All runs that are left, so that rows find them."""
+        with Hands(self._settings, count=self._settings.num_jobs, threads=torch.get_num_threads()) as hands:
+            # Whose rates the others of the oracle have shows when the first are done.
+            for cells in (self._certain, self._others):
+                errands, of = list[Errand](), dict[str, Course]()
+                for course in self._courses:
+                    for cell in cells(course):
+                        key = cell.key(course.data_digest)
+                        if key not in of and self._find(cell, key) is None:
+                            of[key] = course
+                            errands.append(Errand(cell=cell, key=key, folder=self._folder(key)))
+                try:
+                    for errand, result in hands.run(errands):
+                        self._note(of[errand.key], errand.cell, result)
+                except KeyboardInterrupt:
+                    self._tell(STOPPED)
+                    raise
+
+    def _others(self, course: Course) -> Iterator[Cell]:
+        """The runs of the oracle with the seeds but the first, when all of the first are done."""
+        application = course.application
+        for multiple in course.multiples[1:] if self._searches else ():
+            tried = [self._result(course, cell) for cell in _grid(application, multiple, seed=self._seeds[0])]
+            factor = best_of(tried, application.name).factor
+            for seed in self._seeds[1:]:
+                yield _searched(application, multiple, factor=factor, seed=seed)
 
     def _plan(self, course: Course) -> None:
         """Find what is finished, and note what may have to be run."""
@@ -237,18 +269,25 @@ class _Experiment:
         found = self._find(cell, key)
         if found is not None:
             return found
+        try:
+            result = run_cell(cell, course.data, key=key, folder=self._folder(key))
+        except Interrupted:
+            self._tell(STOPPED)
+            raise KeyboardInterrupt from None
+        self._note(course, cell, result)
+        return result
+
+    def _folder(self, key: str) -> Path:
+        """For a run while it is under way."""
         folder = self._settings.out / UNDER_WAY / key
         if self._settings.fresh:
             shutil.rmtree(folder, ignore_errors=True)
-        try:
-            result = run_cell(cell, course.data, key=key, folder=folder)
-        except Interrupted:
-            self._tell("stopped; runs are kept, the last one as far as it came, and the same command goes on from here")
-            raise KeyboardInterrupt from None
+        return folder
+
+    def _note(self, course: Course, cell: Cell, result: CellResult) -> None:
         self._store.keep(cell, result, facts={"settings": cell.config().recorded(), "data": course.data.name})
-        self._known[key] = result
+        self._known[result.key] = result
         self._tell(self._progress.line(cell, result))
-        return result
 
 
 def _searched(application: Application, multiple: int, *, factor: float, seed: int) -> Cell:

@@ -18,12 +18,15 @@ class Progress:
 
     Until a run of an application at a batch has ended, its time is taken from the table of applications.
 
+    Args:
+        side_by_side: Runs that are made at a time.
+
     Attributes:
         done: Runs that were made.
     """
 
-    def __init__(self) -> None:
-        self.done = 0
+    def __init__(self, *, side_by_side: int = 1) -> None:
+        self.done, self._side_by_side = 0, side_by_side
         self._left: Counter[tuple[str, int]] = Counter()
         self._applications: dict[str, Application] = {}
         self._spent: dict[tuple[str, int], list[float]] = {}
@@ -50,7 +53,8 @@ class Progress:
     @property
     def seconds_left(self) -> float:
         """About."""
-        return sum(count * self._seconds(*place) for place, count in self._left.items())
+        one_by_one = sum(count * self._seconds(*place) for place, count in self._left.items())
+        return one_by_one / self._side_by_side
 
     def outlook(self, out: Path) -> str:
         """What is to come, before it begins."""

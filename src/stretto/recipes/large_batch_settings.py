@@ -1,6 +1,7 @@
 """Settings of the experiment with large batches."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias, get_args
 
@@ -35,7 +36,9 @@ class LargeBatchSettings:
         multiples: Batches, in multiples of the baseline's, which is always run; left out, what the applications have.
         rules: How settings follow the batch, and the oracle, for which the rate is tuned anew.
         seeds: Runs of each, with the seeds 0, 1 and so on; left out, 3, and 1 if quick.
-        threads: Cores to use; left out, 1, and with full what torch takes.
+        threads: Cores of a run; left out, 1, and with full what torch takes.
+        jobs: Runs at a time, each in a process of its own; left out, as many as there are cores, and 1 if quick or with
+            full.
         fresh: Run all again instead of taking finished runs as they are, and going on with one that was stopped.
         quick: Tiny nets on a few sequences: shows that it works, and no more; its numbers mean nothing.
         full: The sizes of the papers instead of small ones; takes many hours, and data for digits, digit-images,
@@ -49,6 +52,7 @@ class LargeBatchSettings:
     rules: tuple[RuleName, ...] = tuple(RULES)
     seeds: Count | None = None
     threads: Count | None = None
+    jobs: Count | None = None
     fresh: bool = False
     quick: bool = False
     full: bool = False
@@ -68,6 +72,11 @@ class LargeBatchSettings:
             raise StrettoError(
                 f"there is no folder {str(self.data)!r}", fix="Name the folder that has mnist, ptb and so on in it."
             )
+
+    @property
+    def num_jobs(self) -> int:
+        """Runs at a time."""
+        return self.jobs or (1 if self.quick or self.full else max(1, (os.cpu_count() or 1) // (self.threads or 1)))
 
     @property
     def num_seeds(self) -> int:
