@@ -99,8 +99,8 @@ CASES: Final = {
     ),
 }
 """First rates are those that need the fewest updates at the first batch, with other seeds than the benchmark's; of
-several that need as many, the middle one. The language-model has the default of the task: four times as much halves its
-updates, but leaves no room for a rule that raises it."""
+several that need as many, the middle one. The language-model has the default of the task, and would need half as many
+updates with four times that rate."""
 SCHEDULE: Final[dict[str, Any]] = {"schedule": "constant", "warmup_epochs": 0.05}
 """Rates rise once and stay: how soon a target is reached must not depend on the epochs that were planned."""
 
