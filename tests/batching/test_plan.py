@@ -158,7 +158,7 @@ def test_the_short_step_of_a_bucket_may_come_at_any_time() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(values=st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=40, unique=True))
+@given(values=st.lists(st.floats(-1e6, 1e6).map(lambda value: round(value, 3)), min_size=3, max_size=40, unique=True))
 def test_adjacent_correlation_is_the_usual_one(values: list[float]) -> None:
     values_G = np.array(values)
     spread = min(np.ptp(values_G[:-1]), np.ptp(values_G[1:]))

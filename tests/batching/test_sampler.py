@@ -60,7 +60,7 @@ def draw_steps(samplers: list[BucketSampler], count: int) -> list[int]:
 
 
 def steps_left(sampler: BucketSampler) -> int:
-    _, used = sampler.state_dict()["used"][-1]
+    *_, used = sampler.state_dict()["used"][-1]
     return len(sampler) - int(used)
 
 
@@ -200,6 +200,58 @@ def test_epochs_and_seeds_differ_in_membership_and_order(world_size: int) -> Non
     assert list(jumped) == six[5]
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    chosen=options(),
+    world_size=st.integers(1, 4),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    shares=st.lists(st.floats(0, 1), min_size=3, max_size=3),
+)
+def test_other_sizes_in_the_middle_still_deal_every_sequence_once(
+    chosen: Options, world_size: int, sizes: list[int], shares: list[float]
+) -> None:
+    samplers, drawn, epoch = world(world_size, **chosen), list[int](), 0
+    for size, share in zip(sizes, shares, strict=False):
+        used = min(round(share * len(samplers[0])), len(samplers[0]) - 1)
+        drawn += draw_steps(samplers, used)
+        # As after an interruption: a restored sampler goes on in the same way.
+        again = restored(samplers[0].state_dict(), world_size=world_size, **chosen)
+        for sampler in (*samplers, *again):
+            sampler.resize(size)
+        assert [list(sampler) for sampler in again] == [list(sampler) for sampler in copied(samplers, **chosen)]
+        assert {sampler.batch_size for sampler in samplers} == {size}
+    rest = [list(sampler) for sampler in samplers]
+    assert max(len(batch) for batches in rest for batch in batches) <= sizes[-1]
+    assert sorted(drawn + flat([flat(batches) for batches in rest])) == list(range(len(chosen["lengths"])))
+    following = [list(sampler) for sampler in samplers]
+    assert samplers[0].epoch == epoch + 2
+    assert sorted(flat([flat(batches) for batches in following])) == list(range(len(chosen["lengths"])))
+    assert len(following[0]) == samplers[0].whole_epoch
+
+
+def copied(samplers: list[BucketSampler], **chosen: Any) -> list[BucketSampler]:
+    return restored(samplers[0].state_dict(), world_size=len(samplers), **chosen)
+
+
+def test_a_size_that_makes_no_sense_leaves_the_sampler_as_it_was() -> None:
+    sampler = BucketSampler(LENGTHS, batch_size=8)
+    wanted = list(BucketSampler(LENGTHS, batch_size=8))
+    for size, used in ((0, 0), (-3, 0), (2.5, 0), (4, len(wanted) + 1), (4, -1)):
+        with pytest.raises(StrettoError):
+            sampler.resize(size, used=used)  # type: ignore[arg-type]
+    assert sampler.batch_size == 8
+    assert list(sampler) == wanted
+
+
+def test_another_size_after_the_last_step_is_that_of_the_next_epoch() -> None:
+    sampler, other = (BucketSampler(LENGTHS, batch_size=8) for _ in range(2))
+    sampler.resize(5, used=len(sampler))
+    other.resize(5)
+    other.set_epoch(1)
+    assert sampler.epoch == 1
+    assert list(sampler) == list(other)
+
+
 def test_state_of_other_lengths_or_settings_is_refused() -> None:
     chosen: Options = {"lengths": LENGTHS, "batch_size": 8, "max_steps": 600, "num_buckets": 4}
     state = BucketSampler(**chosen).state_dict()
@@ -211,7 +263,7 @@ def test_state_of_other_lengths_or_settings_is_refused() -> None:
         sampler = BucketSampler(**chosen | change)
         with pytest.raises(StrettoError, match="other lengths or settings"):
             sampler.load_state_dict(state)
-        assert sampler.state_dict()["used"] == [[1, 0]]
+        assert sampler.state_dict()["used"] == [[1, change.get("batch_size", 8) or 0, 0]]
 
 
 def test_state_of_another_cost_is_refused_even_when_one_rank_would_cut_alike() -> None:
@@ -224,7 +276,7 @@ def test_state_of_another_cost_is_refused_even_when_one_rank_would_cut_alike() -
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("used", [[[1, 99]], [[1, -2]], [[1, 99], [1, 0]], []])
+@pytest.mark.parametrize("used", [[[1, 2, 99]], [[1, 2, -2]], [[1, 2, 99], [1, 2, 0]], [[0, 2, 1]], [[1, 1]], []])
 def test_state_of_steps_that_are_not_there_is_refused(world_size: int, used: list[list[int]]) -> None:
     state = BucketSampler([3] * 8, batch_size=2).state_dict() | {"used": used}
     with pytest.raises(StrettoError, match="state"):

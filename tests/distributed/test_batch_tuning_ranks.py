@@ -1,5 +1,6 @@
 """Several workers that choose their batch together: the same choice on all of them, from the noise between them."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from stretto.training.loop import Trainer
 from stretto.tuning.probe import ThroughputTable
 
 SEQUENCES = 800
+EPOCHS = 6
 
 
 def _data() -> SequenceSet:
@@ -34,14 +36,13 @@ def _data() -> SequenceSet:
     )
 
 
-def _flat_table(run_step: Any, *, batch_sizes: list[int], **_: Any) -> ThroughputTable:
-    return ThroughputTable.of(dict.fromkeys(batch_sizes, 0.01))
+def _train(world: World, run: str, settings: dict[str, Any], each: float = 0.0) -> list[Any]:
+    def table(run_step: Any, *, batch_sizes: list[int], **_: Any) -> ThroughputTable:
+        return ThroughputTable.of({size: 0.01 + each * size for size in batch_sizes})
 
-
-def _train(world: World, run: str, settings: dict[str, Any]) -> list[Any]:
-    batch_tuning.probe = _flat_table  # type: ignore[assignment]
+    batch_tuning.probe = table  # type: ignore[assignment]
     values = {
-        "epochs": 6,
+        "epochs": EPOCHS,
         "hidden_size": 4,
         "dropout": 0.0,
         "optimizer": "sgd",
@@ -69,18 +70,22 @@ def test_workers_grow_together(tmp_path: Path, size: int) -> None:
     assert grown
     assert all(event["noise_scale"] > 0 for event in grown)
     assert found[0][2] == size * found[0][1] == decisions[-1]["batch_size"]
-    for event in decisions:
-        rows = [e["rows"] for e in events if e["event"] == "step" and e["epoch"] == event["epoch"]]
-        assert (sum(rows), max(rows)) == (SEQUENCES, event["batch_size"])
+    steps = [event for event in events if event["event"] == "step"]
+    for event, until in zip(decisions, [*(event["step"] for event in decisions[1:]), math.inf], strict=True):
+        assert max(e["rows"] for e in steps if event["step"] < e["step"] <= until) == event["batch_size"]
+    for epoch in range(EPOCHS):
+        assert sum(e["rows"] for e in steps if e["epoch"] == epoch) == SEQUENCES
 
 
 def test_the_noise_between_workers_is_that_of_one(tmp_path: Path) -> None:
     """After some epochs at a rate of next to nothing, all that differs is how updates were taken apart."""
-    settings = {"batch_size": "auto", "epochs": 5, "learning_rate": 1e-12, "rule": "none"}
+    settings = {"batch_size": "auto", "epochs": 12, "learning_rate": 1e-12, "rule": "none"}
     scales = []
     for size, base in ((1, 16), (2, 16)):
         run = tmp_path / str(size)
-        run_world(size, _train, tmp_path / f"world-{size}", str(run), {**settings, "base_batch_size": base // size})
+        own = {**settings, "base_batch_size": base // size}
+        # Time in proportion to the batch: it stays.
+        run_world(size, _train, tmp_path / f"world-{size}", str(run), own, 1.0)
         scales.append([event["noise_scale"] for event in read_events(run) if event["event"] == "batch"][-1])
     one, two = scales
     assert one == pytest.approx(two, rel=0.5)

@@ -184,23 +184,28 @@ def test_the_same_streams_on_other_workers_keep_their_states() -> None:
                 after.follow(batch)
 
 
-def test_another_size_takes_effect_in_the_next_epoch() -> None:
+def test_another_size_cuts_what_is_left() -> None:
     feed, model = _feed(), _Model()
     feed.begin_epoch(0, model)
-    first = next(iter(feed))
-    feed.resize(5)
-    assert (feed.batch_size, len(first), len(next(iter(feed)))) == (3, 3, 3)
-    kept = feed.state_dict(epoch=0, used=1)
-    feed.begin_epoch(1, model)
-    assert (feed.batch_size, len(next(iter(feed)))) == (5, 5)
+    read, batches = [], iter(feed)
+    for _ in range(2):
+        read.append(next(batches))
+        model.follow(read[-1])
+    feed.resize(5, used=2)
+    assert (feed.batch_size, feed.left) == (5, 25 / 49)
+    feed.begin_epoch(0, model)
     assert model.carried == ()
     assert model.resets == 2
-    assert sorted(_pairs(list(feed))) == [(word, word + 1) for word in range(49)]
+    rest = list(feed)
+    assert len(rest[0]) == 5
+    assert sorted(_pairs([*read, *rest])) == [(word, word + 1) for word in range(49)]
     resumed = _feed()
-    resumed.load_state_dict(kept)
-    assert (resumed.batch_size, len(next(iter(resumed)))) == (3, 3)
-    resumed.begin_epoch(1, model)
-    assert resumed.batch_size == 5
+    resumed.load_state_dict(feed.state_dict(epoch=0, used=1))
+    resumed.begin_epoch(0, _Model())
+    assert _pairs(list(resumed)) == _pairs(rest[1:])
+    feed.begin_epoch(1, model)
+    assert (feed.batch_size, len(next(iter(feed))), feed.left) == (5, 5, 1.0)
+    assert sorted(_pairs(list(feed))) == [(word, word + 1) for word in range(49)]
     later = _feed()
     later.load_state_dict(feed.state_dict(epoch=2, used=0))
     assert later.batch_size == 5
@@ -213,17 +218,21 @@ def test_a_bucket_feed_changes_its_size_likewise() -> None:
     feeds = [BucketFeed(text, config=TrainConfig(), batch_size=4, world=World()) for _ in range(2)]
     feed = feeds[0]
     feed.begin_epoch(0, model)
-    feed.resize(7)
-    assert max(len(batch) for batch in feed) == 4
-    state = feed.state_dict(epoch=1, used=0)
-    feed.begin_epoch(1, model)
+    first = next(iter(feed))
+    feed.resize(7, used=1)
+    assert (feed.batch_size, feed.left) == (7, 1 - len(first) / len(text))
+    state = feed.state_dict(epoch=0, used=0)
     batches = list(feed)
     assert max(len(batch) for batch in batches) == 7
-    assert sum(len(batch) for batch in batches) == len(text) == feed.num_sequences
+    assert len(first) + sum(len(batch) for batch in batches) == len(text) == feed.num_sequences
     told = feeds[1].load_state_dict(state)
-    feeds[1].begin_epoch(1, model)
+    feeds[1].begin_epoch(0, model)
     assert not told.is_dealt_anew
+    assert feeds[1].batch_size == 7
     assert [batch.indices.tolist() for batch in feeds[1]] == [batch.indices.tolist() for batch in batches]
+    feed.begin_epoch(1, model)
+    assert (feed.left, len(feed)) == (1.0, feed.whole_epoch)
+    assert sum(len(batch) for batch in feed) == len(text)
 
 
 def test_examples_are_of_the_size_and_length_that_is_asked_for() -> None:

@@ -61,6 +61,33 @@ def test_it_grows_step_by_step_with_rate_and_warm_up_by_the_rule() -> None:
     assert "at most 64 are considered: 4 times the batch in force" in first.reason
 
 
+def test_a_decision_is_due_when_enough_was_measured_since_the_last() -> None:
+    tuner = _tuner()
+    _measure(tuner, updates=15)
+    assert not tuner.is_due
+    _measure(tuner, updates=1)
+    assert tuner.is_due
+    assert tuner.decide(epoch=0.25).epoch == 0.25
+    _measure(tuner, updates=7)
+    assert not tuner.is_due
+    again = _tuner()
+    again.load_state_dict(json.loads(json.dumps(tuner.state_dict())))
+    for each in (tuner, again):
+        _measure(each, updates=1)
+        assert each.is_due
+    blind = _tuner(table=None)
+    _measure(blind, updates=40)
+    assert not blind.is_due
+
+
+def test_of_decisions_to_stay_the_last_is_kept() -> None:
+    tuner = _tuner(table=LINEAR)
+    for epoch in (0.5, 1.0, 1.5):
+        _measure(tuner)
+        assert tuner.decide(epoch=epoch).action == "keep"
+    assert [decision.epoch for decision in tuner.decisions] == [1.5]
+
+
 def test_a_measured_update_counts_for_those_since_the_last() -> None:
     tuner = _tuner()
     _measure(tuner, phi=100.0, updates=16)

@@ -17,9 +17,10 @@ from stretto.batching.plan import Buckets, EpochPlan, plan_epoch
 from stretto.batching.report import SamplerReport, report_on
 from stretto.errors import StrettoError
 
-STATE_VERSION: Final = 1
+STATE_VERSION: Final = 2
 
-Segments = tuple[tuple[int, int], ...]
+Segments = tuple[tuple[int, int, int], ...]
+"""Of an epoch whose ranks or batches changed on the way: ranks, most sequences of a batch (0 for any), steps used."""
 
 
 @final
@@ -32,7 +33,7 @@ class BucketSampler(Sampler[list[int]]):
     step, equally many steps, every sequence exactly once. The short last step of a bucket is shared evenly; ranks
     for which nothing is left get an empty batch, to be weighted zero.
 
-    Iterating to the end moves on to the next epoch; `set_epoch` chooses one.
+    Iterating to the end moves on to the next epoch; `set_epoch` chooses one. `resize` goes on with other batches.
 
     Args:
         lengths: Steps of each sequence, at least 1.
@@ -67,7 +68,7 @@ class BucketSampler(Sampler[list[int]]):
         world_size: int | None = None,
     ) -> None:
         self._lengths_N = as_lengths(lengths)
-        self._batch_size = _positive("batch_size", batch_size)
+        self._batch_size = self._rows = _positive("batch_size", batch_size)
         self._max_steps = _positive("max_steps", max_steps)
         if batch_size is None and max_steps is None:
             raise StrettoError("BucketSampler got no size of a batch", fix="Give batch_size, max_steps or both.")
@@ -78,18 +79,30 @@ class BucketSampler(Sampler[list[int]]):
         self._shuffle = bool(shuffle)
         self._seed = _not_negative("seed", seed)
         self.rank, self.world_size = _place(rank, world_size)
-        self._buckets: dict[int, Buckets] = {}
+        self._buckets: dict[tuple[int, int | None], Buckets] = {}
         self._epoch = 0
         self._earlier: Segments = ()
         self._previous: tuple[int, Segments] = (-1, ())
         self._start = self._used = 0
         self._plan: EpochPlan | None = None
-        _ = self._buckets_of_world(self.world_size)
+        _ = self._buckets_in_force
+
+    @property
+    def batch_size(self) -> int | None:
+        """Most sequences of one rank's batch, from `resize` or as it was given."""
+        return self._rows
 
     @property
     def edges(self) -> npt.NDArray[np.int64]:
         """The bucket edges in use, rising; the last is at least the greatest length."""
-        return self._buckets_of_world(self.world_size).edges_K
+        return self._buckets_in_force.edges_K
+
+    @property
+    def whole_epoch(self) -> int:
+        """Steps of an epoch that is dealt from its beginning in batches of the size in force."""
+        buckets = self._buckets_in_force
+        counts_K = np.bincount(buckets.bucket_N, minlength=len(buckets.edges_K))
+        return int((-(-counts_K // (buckets.rows_K * self.world_size))).sum())
 
     @property
     def epoch(self) -> int:
@@ -119,6 +132,25 @@ class BucketSampler(Sampler[list[int]]):
         if _not_negative("epoch", epoch) != self._epoch:
             self._move_to(int(epoch))
 
+    def resize(self, batch_size: int, *, used: int | None = None) -> None:
+        """Go on with batches of another size: what is left of the epoch is dealt anew, and later epochs have it too.
+
+        An iteration that is under way goes on with the old ones: begin another.
+
+        Args:
+            batch_size: Most sequences of one rank's batch.
+            used: The steps that training has used up, where a prefetching loader has drawn more from the sampler.
+        """
+        rows, used = _positive("batch_size", batch_size), self._used if used is None else _not_negative("used", used)
+        if used > self.plan.num_steps:
+            raise _bad_state(f"{used} of {self.plan.num_steps} steps are used")
+        if used == self.plan.num_steps:
+            self._move_to(self._epoch + 1)
+        elif used:
+            self._earlier = (*self._earlier, self._segment(used))
+        self._rows, self._plan = rows, None
+        self._start = self._used = 0
+
     def state_dict(self, *, epoch: int | None = None, used: int | None = None) -> dict[str, Any]:
         """The position, as JSON-ready values: the epoch and how many of its steps have been used.
 
@@ -134,12 +166,12 @@ class BucketSampler(Sampler[list[int]]):
         return {
             "version": STATE_VERSION,
             "epoch": epoch,
-            "used": [[*segment] for segment in (*earlier, (self.world_size, steps if used is None else used))],
+            "used": [[*segment] for segment in (*earlier, self._segment(steps if used is None else used))],
             "digest": self._digest(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state` was taken, without replay.
+        """Continue exactly where `state` was taken, without replay, with batches of the size that was in force.
 
         With another world size the sequences of the epoch that are left are dealt anew: still each exactly once.
         """
@@ -148,12 +180,13 @@ class BucketSampler(Sampler[list[int]]):
                 "the sampler's state was saved for other lengths or settings",
                 fix="Restore it into a BucketSampler with the same lengths, sizes, buckets, seed and shuffle.",
             )
-        *earlier, (world_size, used) = _segments(state)
+        *earlier, (world_size, rows, used) = _segments(state)
+        self._rows = rows or None
         self._move_to(int(state["epoch"]))
         if world_size == self.world_size:
             self._earlier, self._start = tuple(earlier), used
         else:
-            self._earlier = (*earlier, (world_size, used)) if used else tuple(earlier)
+            self._earlier = (*earlier, (world_size, rows, used)) if used else tuple(earlier)
         self._used = self._start
         if self._start > self.plan.num_steps:
             raise _bad_state(f"{self._start} of {self.plan.num_steps} steps are used")
@@ -165,7 +198,7 @@ class BucketSampler(Sampler[list[int]]):
         return report_on(
             self.plan,
             lengths_N=self._lengths_N,
-            buckets=self._buckets_of_world(self.world_size),
+            buckets=self._buckets_in_force,
             world_size=self.world_size,
             epoch=self._epoch,
         )
@@ -176,52 +209,59 @@ class BucketSampler(Sampler[list[int]]):
         self._start = self._used = 0
 
     def _compute_plan(self) -> EpochPlan:
-        """Replay the segments of an epoch that changed its world size; normally there is just the current one."""
+        """Replay the segments of an epoch that changed ranks or batches; normally there is just the current one."""
         members_M = np.arange(len(self._lengths_N))
-        for number, (world_size, used) in enumerate(self._earlier):
-            plan = self._plan_segment(members_M, number, world_size)
+        for number, (world_size, rows, used) in enumerate(self._earlier):
+            plan = self._plan_segment(members_M, number, world_size=world_size, rows=rows or None)
             if used > plan.num_steps:
                 raise _bad_state(f"{used} of {plan.num_steps} steps were used at world size {world_size}")
             members_M = plan.unused(used)
-        return self._plan_segment(members_M, len(self._earlier), self.world_size)
+        return self._plan_segment(members_M, len(self._earlier), world_size=self.world_size, rows=self._rows)
 
-    def _plan_segment(self, members_M: npt.NDArray[np.int64], number: int, world_size: int) -> EpochPlan:
+    def _segment(self, used: int) -> tuple[int, int, int]:
+        return self.world_size, self._rows or 0, used
+
+    def _plan_segment(
+        self, members_M: npt.NDArray[np.int64], number: int, *, world_size: int, rows: int | None
+    ) -> EpochPlan:
         return plan_epoch(
             members_M,
             lengths_N=self._lengths_N,
-            buckets=self._buckets_of_world(world_size),
+            buckets=self._buckets_of(world_size, rows),
             world_size=world_size,
             rng=np.random.default_rng([self._seed, self._epoch, number]) if self._shuffle else None,
         )
 
-    def _buckets_of_world(self, world_size: int) -> Buckets:
-        if world_size not in self._buckets:
-            self._buckets[world_size] = self._compute_buckets(world_size)
-        return self._buckets[world_size]
+    @property
+    def _buckets_in_force(self) -> Buckets:
+        return self._buckets_of(self.world_size, self._rows)
 
-    def _compute_buckets(self, world_size: int) -> Buckets:
+    def _buckets_of(self, world_size: int, rows: int | None) -> Buckets:
+        if (world_size, rows) not in self._buckets:
+            self._buckets[world_size, rows] = self._compute_buckets(world_size, rows)
+        return self._buckets[world_size, rows]
+
+    def _compute_buckets(self, world_size: int, rows: int | None) -> Buckets:
         edges_K = self._given_edges_K
         if edges_K is None:
-            edges_K = optimal_edges(
-                self._lengths_N, self._num_buckets, self._cost, bucket_price=self._price(world_size)
-            )
+            price = self._price(world_size, rows)
+            edges_K = optimal_edges(self._lengths_N, self._num_buckets, self._cost, bucket_price=price)
         most = len(self._lengths_N)
-        rows_K = np.full(len(edges_K), min(self._batch_size or most, most))
+        rows_K = np.full(len(edges_K), min(rows or most, most))
         if self._max_steps is not None:
             # More slots than all sequences have together cap nothing.
             capped = min(self._max_steps, most * int(edges_K[-1]))
             rows_K = np.minimum(rows_K, np.maximum(1, capped // edges_K))
         return Buckets(edges_K=edges_K, bucket_N=bucket_of(self._lengths_N, edges_K), rows_K=rows_K)
 
-    def _price(self, world_size: int) -> float:
+    def _price(self, world_size: int, rows: int | None) -> float:
         """One more bucket brings one more short step, on average half empty: half a step of average sequences."""
         cost_N = self._lengths_N.astype(np.float64)
         if self._cost is not None:
             distinct, inverse = np.unique(self._lengths_N, return_inverse=True)
             cost_N = np.abs(cost_of(distinct, self._cost))[inverse]
         by_budget = self._max_steps / self._lengths_N.mean() if self._max_steps is not None else np.inf
-        rows = min(self._batch_size or np.inf, by_budget)
-        return float(rows * world_size * cost_N.mean() / 2)
+        return float(min(rows or np.inf, by_budget) * world_size * cost_N.mean() / 2)
 
     def _refuse_too_long(self) -> None:
         longest = int(self._lengths_N.argmax())
@@ -255,7 +295,7 @@ class BucketSampler(Sampler[list[int]]):
         if self._cost is not None:
             hasher.update(cost_of(np.unique(self._lengths_N), self._cost).tobytes())
         hasher.update(self._lengths_N.tobytes())
-        hasher.update(self._buckets_of_world(1).edges_K.tobytes())
+        hasher.update(self._buckets_of(1, self._batch_size).edges_K.tobytes())
         return hasher.hexdigest()[:16]
 
 
@@ -274,13 +314,13 @@ def _not_negative(name: str, value: int) -> int:
     return _whole(name, value, least=0)
 
 
-def _segments(state: dict[str, Any]) -> list[tuple[int, int]]:
-    """World sizes with the steps used at each, as `state_dict` wrote them."""
+def _segments(state: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """World sizes and sizes of batches with the steps used at each, as `state_dict` wrote them."""
     used = state.get("used")
-    pairs = [tuple(pair) for pair in used] if isinstance(used, list) else []
-    if not pairs or not all(len(pair) == 2 and pair[0] >= 1 and pair[1] >= 0 for pair in pairs):
+    found = [tuple(segment) for segment in used] if isinstance(used, list) else []
+    if not found or not all(len(segment) == 3 and segment[0] >= 1 and min(segment) >= 0 for segment in found):
         raise _bad_state(f"used={used!r}")
-    return [(int(world_size), int(steps)) for world_size, steps in pairs]
+    return [(int(world_size), int(rows), int(steps)) for world_size, rows, steps in found]
 
 
 def _bad_state(what: str) -> StrettoError:

@@ -10,8 +10,9 @@ from stretto.report.record import Event, RunRecord
 
 MEANING: Final = (
     "The batch was chosen while the run trained: seconds of a step were probed at several batch sizes, the noise of "
-    "gradients was measured all along, and after each epoch the batch was taken that is predicted to reach the same "
-    "result soonest, if that is at least 5 % sooner. Rate and warm-up follow the batch."
+    "gradients was measured all along, and again and again the batch was taken that is predicted to reach the same "
+    "result soonest, if that is at least 5 % sooner. Rate and warm-up follow the batch. Of decisions within an epoch, "
+    "those that kept the batch show in the plot only."
 )
 
 
@@ -24,8 +25,14 @@ def batch_html(record: RunRecord) -> Html | None:
     measured = [entry for entry in table if entry.get("seconds")]
     if measured:
         drawn.append(_probe_figure(measured))
-    why = bullets(f"After {_when(event)}: {event['reason']}." for event in record.decisions)
-    return joined([paragraph(MEANING), grid(drawn), _table(record.decisions), why])
+    told = [event for event in record.decisions if is_worth_telling(event)]
+    why = bullets(f"After {_when(event)}: {event['reason']}." for event in told)
+    return joined([paragraph(MEANING), grid(drawn), _table(told), why])
+
+
+def is_worth_telling(decision: Event) -> bool:
+    """Whether it changed something, or was made at the end of an epoch."""
+    return decision["action"] != "keep" or float(decision["epoch"]).is_integer()
 
 
 def _sizes_figure(record: RunRecord) -> Html:
@@ -96,4 +103,4 @@ def _row(event: Event) -> list[Any]:
 
 
 def _when(event: Event) -> str:
-    return f"step {event['step']:,}" if event["action"] == "roll-back" else f"epoch {event['epoch']}"
+    return f"step {event['step']:,}" if event["action"] == "roll-back" else f"epoch {event['epoch']:.3g}"

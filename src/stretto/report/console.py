@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Table
 from rich.text import Text
 
+from stretto.report.batch_panel import is_worth_telling
 from stretto.report.solver_panel import bytes_in_words, small
 from stretto.training.events import Event, Subscriber
 
@@ -52,7 +53,7 @@ class PlainView:
             self._print(epoch_line(event))
         elif kind == "resumed":
             self._print(f"resumed at step {event['step']}, epoch {event['epoch'] + 1}")
-        elif kind == "batch":
+        elif kind == "batch" and is_worth_telling(event):
             self._print(batch_line(event))
         elif kind == "warning":
             self._print(f"warning: {event['message']}")

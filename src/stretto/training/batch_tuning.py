@@ -1,4 +1,4 @@
-"""The batch size of a run, chosen while it trains: probed, measured, decided after each epoch, and taken back."""
+"""The batch size of a run, chosen while it trains: probed, measured, decided again and again, and taken back."""
 
 import copy
 import dataclasses
@@ -33,7 +33,7 @@ PROBE_SECONDS: Final = (0.5, 10.0)
 """The least and the most that a probe may take; between them it follows the run."""
 PROBE_SHARE: Final = 0.03
 """Of the time that the run is expected to take at its first batch, what the probe may take."""
-NOISE_EVERY: Final = ((16, 4), (48, 16), (math.inf, 32))
+NOISE_EVERY: Final = ((16, 4), (48, 8), (math.inf, 32))
 """Of how many updates one is taken apart, until so many were: a second backward pass is half an update or so, and the
 first decisions rest on few."""
 CURVATURE_EVERY: Final = 256
@@ -52,7 +52,7 @@ STEEPEST: Final = {
 class BatchTuning:
     """Lets a `BatchTuner` choose the batch of a run.
 
-    Batches change between epochs. The settings of rates belong to the first batch, and follow by `LargeBatch`.
+    The settings of rates belong to the first batch, and follow by `LargeBatch`.
 
     Args:
         task: Model, loss and settings.
@@ -86,6 +86,16 @@ class BatchTuning:
     def accumulate(self) -> int:
         """Batches of one worker that make an update."""
         return self._tuner.accumulate
+
+    @property
+    def rows(self) -> int:
+        """Most sequences in a batch of one worker."""
+        return math.ceil(self._tuner.batch_size / (self._world.size * self._tuner.accumulate))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough was measured since the last decision for another, the same on all workers."""
+        return self._tuner.is_due
 
     @property
     def is_probed(self) -> bool:
@@ -149,18 +159,18 @@ class BatchTuning:
         )
         return verdict.reason if verdict.is_trouble else ""
 
-    def decide(self, epoch: int, *, clipped: float) -> Decision:
-        """What the next epoch is trained with; the feed is told.
+    def decide(self, epoch: float, *, clipped: float) -> Decision:
+        """What is trained with from here on.
 
         A threshold of gradients that bites all the time sets the length of most steps. It then follows the norm that is
         expected at the new batch, so that it bites as often as before.
 
         Args:
-            epoch: Epochs that are done.
+            epoch: Epochs that are done; 1.5 in the middle of the second.
             clipped: Share of the updates of the last one whose gradient was clipped.
         """
         before = self._state.batch_size
-        decision = self._applied(self._tuner.decide(epoch=epoch))
+        decision = self._tuner.decide(epoch=epoch)
         if decision.action != "keep" and decision.noise_scale is not None and clipped > MOSTLY:
             recipe = LargeBatch(
                 base_batch_size=before,
@@ -175,8 +185,8 @@ class BatchTuning:
         return decision
 
     def roll_back(self, reason: str) -> Decision:
-        """Go back to the batch before; the feed is told, and the caller restores weights and position."""
-        return self._applied(self._tuner.roll_back(reason))
+        """Go back to the batch before; the caller restores weights and position."""
+        return self._tuner.roll_back(reason)
 
     def state_dict(self) -> dict[str, Any]:
         """All that later decisions depend on, ready for JSON."""
@@ -185,11 +195,6 @@ class BatchTuning:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
         self._tuner.load_state_dict(state)
-
-    def _applied(self, decision: Decision) -> Decision:
-        if decision.action != "keep":
-            self._feed.resize(math.ceil(decision.batch_size / (self._world.size * decision.accumulate)))
-        return decision
 
     @property
     def _most(self) -> int:

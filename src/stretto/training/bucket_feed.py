@@ -36,11 +36,16 @@ class BucketFeed(AbstractFeed):
     """
 
     def __init__(self, part: SequenceSet, *, config: TrainConfig, batch_size: int, world: World) -> None:
-        self._part, self._config, self._world = part, config, world
-        self._made_for = self._wanted = self.batch_size = batch_size
-        self._epoch, self._is_under_way = 0, False
-        self._dealt_whole = self._whole_epoch = 0
-        self.sampler = self._dealer()
+        self._part, self._world, self.batch_size = part, world, batch_size
+        self.sampler = BucketSampler(
+            part.lengths_N,
+            batch_size=batch_size,
+            max_steps=config.max_steps,
+            num_buckets=config.num_buckets,
+            seed=config.seed,
+            rank=world.rank,
+            world_size=world.size,
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -73,9 +78,7 @@ class BucketFeed(AbstractFeed):
     @property
     def whole_epoch(self) -> int:
         """Batches of an epoch that is dealt from its beginning."""
-        if self._dealt_whole != self.batch_size:
-            self._dealt_whole, self._whole_epoch = self.batch_size, len(self._dealer())
-        return self._whole_epoch
+        return self.sampler.whole_epoch
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -92,15 +95,12 @@ class BucketFeed(AbstractFeed):
 
     def begin_epoch(self, epoch: int, model: nn.Module) -> None:  # noqa: ARG002 - nothing is carried
         """Be at the beginning of an epoch, or where the one under way was left."""
-        self._move_to(epoch)
         self.sampler.set_epoch(epoch)
-        self._is_under_way = True
 
-    def resize(self, batch_size: int) -> None:
-        """Deal batches of another size, from the next epoch on that has not begun."""
-        self._wanted = batch_size
-        if not self._is_under_way:
-            self._settle()
+    def resize(self, batch_size: int, *, used: int = 0) -> None:
+        """Deal what is left of the epoch, and later ones, in batches of another size."""
+        self.sampler.resize(batch_size, used=used)
+        self.batch_size = batch_size
 
     def report(self) -> SamplerReport:
         """Batches, shapes and padding of the epoch."""
@@ -116,42 +116,13 @@ class BucketFeed(AbstractFeed):
 
     def state_dict(self, *, epoch: int, used: int) -> dict[str, Any]:
         """The position, and the size of the batches."""
-        self._move_to(epoch)
-        state = self.sampler.state_dict(epoch=epoch, used=used)
-        return {**state, "made_for": self._made_for, "batch_size": self.batch_size, "wanted": self._wanted}
+        return self.sampler.state_dict(epoch=epoch, used=used)
 
     def load_state_dict(self, state: dict[str, Any]) -> Resumed:
         """Continue where `state` was taken; with other workers, what is left is dealt anew."""
-        if state.get("made_for", self._made_for) == self._made_for:
-            self._wanted = int(state.get("batch_size", self._made_for))
-            self._settle()
-            self._wanted = int(state.get("wanted", self.batch_size))
         self.sampler.load_state_dict(state)
-        self._epoch = self.sampler.epoch
-        self._is_under_way = any(steps for _, steps in state["used"])
+        self.batch_size = self.sampler.batch_size or self.batch_size
         return Resumed(is_dealt_anew=state["used"][-1][0] != self._world.size)
-
-    def _move_to(self, epoch: int) -> None:
-        if epoch != self._epoch:
-            self._epoch, self._is_under_way = epoch, False
-            self._settle()
-
-    def _settle(self) -> None:
-        if self._wanted != self.batch_size:
-            self.batch_size = self._wanted
-            self.sampler = self._dealer()
-            self.sampler.set_epoch(self._epoch)
-
-    def _dealer(self) -> BucketSampler:
-        return BucketSampler(
-            self._part.lengths_N,
-            batch_size=self.batch_size,
-            max_steps=self._config.max_steps,
-            num_buckets=self._config.num_buckets,
-            seed=self._config.seed,
-            rank=self._world.rank,
-            world_size=self._world.size,
-        )
 
 
 def refuse_too_long(data: SequenceSet, *, max_steps: int | None) -> None:

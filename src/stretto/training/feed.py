@@ -105,8 +105,13 @@ class AbstractFeed(abc.ABC):
         """
 
     @abc.abstractmethod
-    def resize(self, batch_size: int) -> None:
-        """Deal batches of another size, from the next epoch on that has not begun."""
+    def resize(self, batch_size: int, *, used: int = 0) -> None:
+        """Go on with batches of another size: what is left of the epoch is dealt anew, and later epochs have it too.
+
+        Args:
+            batch_size: Most sequences, or streams, in a batch of one worker.
+            used: The batches of the epoch that training has used, since they were dealt.
+        """
 
     @abc.abstractmethod
     def report(self) -> FeedReport:

@@ -36,6 +36,8 @@ from stretto.tuning.large_batch import refuse_larger_than_data
 __all__ = ["MODEL_FILE", "EpochRecord", "Interrupted", "LoopResult", "Trainer"]
 
 MODEL_FILE: Final = "model.safetensors"
+WORTH_DEALING: Final = 0.1
+"""The least share of an epoch that is dealt anew in other batches: every deal ends in some that are not full."""
 
 
 @final
@@ -141,7 +143,7 @@ class Trainer:
             return record
 
     def _epoch(self) -> EpochRecord | None:
-        """Train to the end of the epoch under way; None if that was given up for a smaller batch."""
+        """Train to the end of the epoch under way; None if it is to go on with other batches."""
         state, tuning = self.state, self._tuning
         if tuning is not None and not tuning.is_probed:
             self._log.emit("probe", step=state.step, batch_size=state.batch_size, **tuning.probe())
@@ -174,6 +176,8 @@ class Trainer:
                 return None
             if state.used == num_batches:
                 continue
+            if tuning is not None and tuning.is_due and self._is_dealt_anew(tuning):
+                return None
             if self._updater.taken.stop or (self._world.size == 1 and self._stop.is_set()):
                 # Several workers stop at the step in which all hear of it.
                 self._interrupt()
@@ -406,24 +410,49 @@ class Trainer:
     def _reschedule(self) -> int:
         """Let the schedule keep its place, counted in updates of the batches from now on; how many are to come."""
         state, epochs = self.state, self._config.epochs
-        left, remaining = len(self.feed) - state.used, self._remaining()
-        progress = (state.epoch + 1 - self.feed.left * left / max(1, len(self.feed))) / epochs
+        remaining, progress = self._remaining(), (state.epoch + 1 - self._share_left) / epochs
         done = round(remaining * progress / (1 - progress))
         state.reschedule(self._config, done=done, remaining=remaining, batch_size=self._batch_of_all())
         return remaining
+
+    @property
+    def _share_left(self) -> float:
+        """Of the epoch under way."""
+        return float(self.feed.left * (1 - self.state.used / max(1, len(self.feed))))
 
     def _remaining(self) -> int:
         """Updates to come, if batches stay as they are."""
         after: int = self._config.epochs - self.state.epoch - 1
         return self._updates(len(self.feed) - self.state.used) + after * self._updates(self.feed.whole_epoch)
 
+    def _is_dealt_anew(self, tuning: BatchTuning) -> bool:
+        """Decide on the batch within an epoch; whether what is left of it comes in other batches."""
+        state, left = self.state, self._share_left
+        if left < WORTH_DEALING:
+            return False
+        decision = tuning.decide(state.epoch + 1 - left, clipped=state.clips.share or 0.0)
+        self._go_on(decision)
+        if decision.action == "keep":
+            return False
+        with self._updater.told_to_all():
+            self._save()
+        return True
+
     def _go_on(self, decision: Decision) -> None:
-        """Go on with the batch that was decided on, from the beginning of an epoch."""
-        state = self.state
-        self.feed.begin_epoch(state.epoch, state.model)
-        remaining = self._remaining() if decision.action == "keep" else self._reschedule()
+        """Go on with the batch that was decided on."""
+        state, tuning = self.state, self._tuning
+        assert tuning is not None
+        if not state.used:
+            self.feed.begin_epoch(state.epoch, state.model)
+        if decision.action == "keep":
+            remaining = self._remaining()
+        else:
+            self.feed.resize(tuning.rows, used=state.used)
+            state.used = 0
+            remaining = self._reschedule()
         told = {key: value for key, value in dataclasses.asdict(decision).items() if key not in ("lr", "epoch")}
-        self._log.emit("batch", epoch=state.epoch, step=state.step, rate=decision.lr, steps_left=remaining, **told)
+        epoch = state.epoch if decision.epoch is None else round(decision.epoch, 3)
+        self._log.emit("batch", epoch=epoch, step=state.step, rate=decision.lr, steps_left=remaining, **told)
 
     def _is_taken_back(self, trouble: str) -> bool:
         """Return to the last good point and a smaller batch, if there is one."""

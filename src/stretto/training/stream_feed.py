@@ -22,7 +22,7 @@ from stretto.training.feed import AbstractFeed, Resumed
 from stretto.training.stream_cut import StreamCut
 from stretto.training.stream_text import StreamText
 
-STATE_VERSION: Final = 1
+STATE_VERSION: Final = 2
 PREFIX: Final = "streams"
 MOST_TENSORS: Final = 4
 """That the state of a recurrent layer is made of; an LSTM's has two."""
@@ -79,10 +79,10 @@ class StreamFeed(AbstractFeed):
     ) -> None:
         self._text, self._world, self._window, self._max_steps = StreamText(part), world, window, max_steps
         self._num_parts = len(part)
-        self._epoch, self._start, self._is_under_way = 0, 0, False
+        self._epoch, self._start = 0, 0
         self._earlier: tuple[tuple[int, int], ...] = ()
         self._refuse(batch_size)
-        self._made_for = self._wanted = self.batch_size = batch_size
+        self._made_for = self.batch_size = batch_size
         self._cut = self._whole()
 
     @property
@@ -128,14 +128,17 @@ class StreamFeed(AbstractFeed):
         self._move_to(epoch)
         if self._start == 0:
             reset_carried(model)
-        self._is_under_way = True
 
-    def resize(self, batch_size: int) -> None:
-        """Cut the text into another number of streams, from the next epoch on that has not begun."""
+    def resize(self, batch_size: int, *, used: int = 0) -> None:
+        """Cut what is left of the text, and all of it in later epochs, into another number of streams.
+
+        The new streams begin in the middle of old ones, so each starts from a state of zero.
+        """
         self._refuse(batch_size)
-        self._wanted = batch_size
-        if not self._is_under_way:
-            self._settle()
+        if used:
+            self._earlier = (*self._earlier, (self._streams, used))
+        self.batch_size, self._start = batch_size, 0
+        self._cut = self._after(self._earlier)
 
     def report(self) -> StreamReport:
         """Windows and padding of the epoch."""
@@ -171,7 +174,6 @@ class StreamFeed(AbstractFeed):
             "digest": self._digest(),
             "made_for": self._made_for,
             "batch_size": self.batch_size,
-            "wanted": self._wanted,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> Resumed:
@@ -182,9 +184,7 @@ class StreamFeed(AbstractFeed):
                 fix="Resume with the text, --layout and --window that the run was started with.",
             )
         if state["made_for"] == self._made_for:
-            self._wanted = int(state["batch_size"])
-            self._settle()
-            self._wanted = int(state["wanted"])
+            self.batch_size = int(state["batch_size"])
         *earlier, (streams, used) = [(int(number), int(windows)) for number, windows in state["used"]]
         self._epoch = int(state["epoch"])
         same = streams == self._streams
@@ -193,7 +193,6 @@ class StreamFeed(AbstractFeed):
         else:
             self._earlier, self._start = (*earlier, (streams, used)), 0
         self._cut = self._after(self._earlier)
-        self._is_under_way = bool(self._earlier or self._start)
         if self._cut.num_steps == 0 or self._start >= len(self):
             self._move_to(self._epoch + 1)
         if same:
@@ -237,13 +236,7 @@ class StreamFeed(AbstractFeed):
 
     def _move_to(self, epoch: int) -> None:
         if epoch != self._epoch:
-            self._epoch, self._start, self._is_under_way, self._earlier = epoch, 0, False, ()
-            self.batch_size = self._wanted
-            self._cut = self._whole()
-
-    def _settle(self) -> None:
-        if self._wanted != self.batch_size:
-            self.batch_size = self._wanted
+            self._epoch, self._start, self._earlier = epoch, 0, ()
             self._cut = self._whole()
 
     def _gathered(self, states: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:

@@ -12,13 +12,15 @@ from stretto.tuning.large_batch import LargeBatch, Rule
 from stretto.tuning.noise import NoiseMeter
 from stretto.tuning.probe import ThroughputTable
 
-STATE_VERSION: Final = 2
+STATE_VERSION: Final = 3
 SETTINGS: Final = ("base_batch_size", "base_lr", "base_warmup_epochs", "rule", "warmup_cap")
 """What must be the same when a tuner goes on from the state of another."""
 LEAST_AN_EPOCH: Final = 10
 """Updates an epoch that a batch must leave, so that noise and trouble show within an epoch or two."""
 LEAST_AHEAD: Final = 100
 """Updates until the end that a batch must leave: a larger rate needs some to pay, and some to settle."""
+LOOK_EVERY: Final = 8
+"""Measured updates after which it is worth deciding anew."""
 
 
 @final
@@ -37,7 +39,7 @@ class Decision:
         extra_data: Sequences to the same result beyond those of the batch before, as a share of them.
         reason: Why, with numbers.
         rows: Everything that was considered; empty if nothing was.
-        epoch: Epochs that were done; None for a roll-back.
+        epoch: Epochs that were done, 1.5 in the middle of the second; None for a roll-back.
     """
 
     action: Literal["keep", "grow", "shrink", "roll-back"]
@@ -50,7 +52,7 @@ class Decision:
     extra_data: float
     reason: str
     rows: tuple[Row, ...] = ()
-    epoch: int | None = None
+    epoch: float | None = None
 
 
 @final
@@ -58,9 +60,10 @@ class BatchTuner:
     """Chooses the batch size while training runs, in anyone's own loop.
 
     It starts at the batch that the base settings were tuned for. After each update it is told what is known of it, and
-    at the end of each epoch it decides: `choose_batch` predicts the time to the same result from the throughput that
-    was measured and the gradient noise that is measured. Learning rate and warm-up follow the batch by `LargeBatch`.
-    It reads and writes nothing, and its answers take less than a millisecond.
+    whenever `is_due` says that enough has been measured, and at the end of each epoch, it decides: `choose_batch`
+    predicts the time to the same result from the throughput that was measured and the gradient noise that is measured.
+    Learning rate and warm-up follow the batch by `LargeBatch`. It reads and writes nothing, and its answers take less
+    than a millisecond.
 
     A batch grows if the predicted gain is at least `threshold`, and no further than any of these allow:
 
@@ -99,7 +102,7 @@ class BatchTuner:
         batch_size: In force, in sequences over all workers.
         accumulate: Micro-batches of one worker an update, in force.
         exchange_seconds: May be set when it was measured.
-        decisions: All that were made.
+        decisions: All that changed something, and of those that followed one another and kept the batch, the last.
 
     Example:
         >>> table = ThroughputTable.of({16: 1.0, 32: 1.05, 64: 1.1, 128: 1.3})
@@ -158,7 +161,7 @@ class BatchTuner:
         self._earlier: list[int] = []
         self._ceiling: int | None = None
         self._trouble = ""
-        self._since = 0
+        self._since = self._decided_at = 0
         self._table: ThroughputTable | None = None
         self.table = table
 
@@ -225,12 +228,19 @@ class BatchTuner:
             self._trouble = self._trouble or verdict.reason
         return verdict
 
-    def decide(self, *, epoch: int) -> Decision:
-        """Decide what the next epoch is trained with, which is in force from here.
+    @property
+    def is_due(self) -> bool:
+        """Whether so much noise was measured since the last decision that another may come out differently."""
+        measured = self.meter.num_updates
+        return self._table is not None and measured >= max(self.meter.least, self._decided_at + LOOK_EVERY)
+
+    def decide(self, *, epoch: float) -> Decision:
+        """Decide what is trained with from here on, which is in force at once.
 
         Args:
-            epoch: Epochs that are done.
+            epoch: Epochs that are done; 1.5 in the middle of the second.
         """
+        self._decided_at = self.meter.num_updates
         noise_scale = self._noise_scale
         obstacle = self._obstacle(epoch)
         if obstacle or self._table is None:
@@ -303,6 +313,7 @@ class BatchTuner:
             "ceiling": self._ceiling,
             "trouble": self._trouble,
             "since": self._since,
+            "decided_at": self._decided_at,
             "table": None if self._table is None else self._table.to_dict(),
             "exchange_seconds": self.exchange_seconds,
             "meter": self.meter.state_dict(),
@@ -326,7 +337,7 @@ class BatchTuner:
         self.batch_size, self.accumulate = int(state["batch_size"]), int(state["accumulate"])
         self._earlier, self._ceiling = [int(size) for size in state["earlier"]], state["ceiling"]
         self._trouble, self.exchange_seconds = state["trouble"], float(state["exchange_seconds"])
-        self._since = int(state["since"])
+        self._since, self._decided_at = int(state["since"]), int(state["decided_at"])
         self.meter.load_state_dict(state["meter"])
         self.guard.load_state_dict(state["guard"])
         self.decisions = [
@@ -350,7 +361,7 @@ class BatchTuner:
             return 1
         return split_share(self._table, math.ceil(batch_size / self._workers)).accumulate
 
-    def _obstacle(self, epoch: int) -> str:
+    def _obstacle(self, epoch: float) -> str:
         """Why nothing can be decided; empty if it can."""
         if self._trouble:
             return f"there was trouble: {self._trouble}"
@@ -369,13 +380,13 @@ class BatchTuner:
             return "noise cannot be measured with one sequence an update on one worker: there are no parts to compare"
         return "noise was not measured: observe got no update of two or more parts, micro-batches or workers"
 
-    def _bounds(self, epoch: int) -> list[tuple[int, str]]:
+    def _bounds(self, epoch: float) -> list[tuple[int, str]]:
         """The largest batches that may be considered, and why."""
         left = self._epochs - epoch
         bounds = [
             (int(self.batch_size * self._growth), f"{self._growth:g} times the batch in force"),
             (self._num_sequences // LEAST_AN_EPOCH, f"{LEAST_AN_EPOCH} updates an epoch are needed"),
-            (self._num_sequences * left // LEAST_AHEAD, f"{LEAST_AHEAD} updates until the end are needed"),
+            (int(self._num_sequences * left / LEAST_AHEAD), f"{LEAST_AHEAD} updates until the end are needed"),
         ]
         if self._largest is not None:
             bounds.append((self._largest, "the largest that was allowed"))
@@ -383,7 +394,7 @@ class BatchTuner:
             bounds.append((self._ceiling - 1, f"{self._ceiling} was rolled back"))
         return bounds
 
-    def _keep(self, reason: str, *, epoch: int | None = None, rows: tuple[Row, ...] = ()) -> Decision:
+    def _keep(self, reason: str, *, epoch: float | None = None, rows: tuple[Row, ...] = ()) -> Decision:
         return self._noted(dataclasses.replace(self._unchanged("keep", reason), epoch=epoch, rows=rows))
 
     def _unchanged(self, action: Literal["keep", "roll-back"], reason: str) -> Decision:
@@ -401,5 +412,7 @@ class BatchTuner:
         )
 
     def _noted(self, decision: Decision) -> Decision:
+        if self.decisions and self.decisions[-1].action == decision.action == "keep":
+            self.decisions.pop()
         self.decisions.append(decision)
         return decision

@@ -2,12 +2,10 @@
 
 import dataclasses
 import math
-import statistics
-from collections import deque
-from collections.abc import Sequence
 from typing import Any, Final, Literal, final
 
 from stretto.errors import StrettoError
+from stretto.tuning.sorted_window import SortedWindow
 
 STATE_VERSION: Final = 1
 WITHIN: Final = ((0.5, 1.4826), (0.9, 0.608))
@@ -95,9 +93,7 @@ class Guard:
             )
         self.tolerance, self.spreads, self.patience = tolerance, spreads, patience
         self.spike, self.limit = spike, limit
-        self._recent: deque[float] = deque(maxlen=window)
-        self._gaps: deque[float] = deque(maxlen=memory)
-        self._norms: deque[float] = deque(maxlen=memory)
+        self._recent, self._gaps, self._norms = SortedWindow(window), SortedWindow(memory), SortedWindow(memory)
         self.restart()
 
     def restart(self) -> None:
@@ -134,15 +130,14 @@ class Guard:
     @property
     def smoothed(self) -> float | None:
         """The smoothed loss; None until there are enough updates."""
-        return statistics.median(self._recent) if len(self._recent) == self._recent.maxlen else None
+        return self._recent.median if self._recent.is_full else None
 
     @property
     def spread(self) -> float:
         """The standard deviation of the noise of the loss; infinite until there are enough calm updates."""
-        if len(self._gaps) < min(self._recent.maxlen or 0, self._gaps.maxlen or 0):
+        if len(self._gaps) < min(self._recent.size, self._gaps.size):
             return math.inf
-        gaps = sorted(self._gaps)
-        return max(factor * gaps[int(share * (len(gaps) - 1))] for share, factor in WITHIN)
+        return max(factor * self._gaps.quantile(share) for share, factor in WITHIN)
 
     def _look_at_loss(self, loss: float) -> str:
         self._recent.append(loss)
@@ -166,7 +161,7 @@ class Guard:
         )
 
     def _look_at_norm(self, norm: float) -> str:
-        usual = statistics.median(self._norms) if len(self._norms) >= self.patience else math.inf
+        usual = self._norms.median if len(self._norms) >= self.patience else math.inf
         if norm <= self.spike * usual:
             self._norms.append(norm)
             self._spiked = 0
@@ -198,16 +193,12 @@ class Guard:
                 f"the state of a guard has version {state.get('version')!r}, not {STATE_VERSION}",
                 fix="Begin with a new guard.",
             )
-        self._recent = _kept(state["recent"], self._recent)
-        self._gaps = _kept(state["gaps"], self._gaps)
-        self._norms = _kept(state["norms"], self._norms)
+        self._recent = SortedWindow(self._recent.size, state["recent"])
+        self._gaps = SortedWindow(self._gaps.size, state["gaps"])
+        self._norms = SortedWindow(self._norms.size, state["norms"])
         self._best = state["best"]
         self._high, self._spiked, self._steep = map(int, state["counts"])
 
 
 def _trouble(reason: str) -> Verdict:
     return Verdict(state="trouble", reason=reason)
-
-
-def _kept(values: Sequence[float], like: deque[float]) -> deque[float]:
-    return deque(values, maxlen=like.maxlen)
