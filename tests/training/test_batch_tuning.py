@@ -24,6 +24,7 @@ from stretto.report.run_report import write_run_report
 from stretto.tasks.registry import CONFIGS, TASKS
 from stretto.training import batch_tuning
 from stretto.training.batch_tuning import _few
+from stretto.training.carrying import carrying_parts
 from stretto.training.config import checked
 from stretto.training.events import EVENTS_FILE, Event, EventLog, Subscriber, read_events
 from stretto.training.loop import MODEL_FILE, Interrupted, LoopResult, Trainer
@@ -290,7 +291,7 @@ def test_a_loss_that_is_no_number_goes_back_instead_of_ending_the_run(
 
 
 def test_an_update_taken_apart_is_the_same_update(data: SequenceSet) -> None:
-    """From one forward pass: the same gradient, and the squares of its halves add up as they must."""
+    """The same gradient, and the squares of its halves add up as they must."""
     for accumulate in (1, 2):
         found = []
         for measured in (False, True):
@@ -321,6 +322,49 @@ def test_an_update_taken_apart_is_the_same_update(data: SequenceSet) -> None:
             assert spread >= whole
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("streams", [2, 5])
+def test_an_update_of_streams_taken_apart_carries_the_same_state(streams: int) -> None:
+    rng = np.random.default_rng(2)
+    lengths_N = rng.integers(3, 9, 40)
+    words = SequenceSet.from_flat(
+        rng.integers(0, 7, int(lengths_N.sum())),
+        offsets=np.cumsum([0, *lengths_N]),
+        split_N=np.repeat([0, 1, 2], [30, 5, 5]),
+        name="words",
+        vocabulary=tuple("abcdefg"),
+    )
+    values = {
+        "batch_size": streams,
+        "layout": "streams",
+        "tokens": "words",
+        "window": 5,
+        "hidden_size": 6,
+        "num_layers": 2,
+        "embedding_size": 3,
+        "dropout": 0.0,
+        "kernel": "torch",
+        "optimizer": "sgd",
+        "learning_rate": 0.1,
+    }
+    found = []
+    for measured in (False, True):
+        task = TASKS["language-model"](checked(CONFIGS["language-model"], values, source="the test"), words)
+        trainer = Trainer(task, run=Path("unused"), log=_Silent(), resume=False)
+        state = trainer.state
+        state.model.double()
+        updater = Updater(task, state, world=trainer._world, stop=threading.Event(), measures_noise=True)
+        trainer.feed.begin_epoch(0, state.model)
+        for batch in trainer.feed:
+            updater.begin(measured=measured)
+            updater.add(batch, is_last=True)
+            assert (updater.parts is not None) == (measured and len(batch) > 1)
+        carried = [tensor for part in carrying_parts(state.model) for tensor in part.carried]
+        assert carried
+        found.append([*carried, *(w.detach() for w in state.model.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
 
 
 class _Silent(EventLog):  # type: ignore[misc]

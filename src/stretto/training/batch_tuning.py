@@ -34,8 +34,8 @@ PROBE_SECONDS: Final = (0.5, 10.0)
 PROBE_SHARE: Final = 0.03
 """Of the time that the run is expected to take at its first batch, what the probe may take."""
 NOISE_EVERY: Final = ((16, 4), (48, 8), (math.inf, 32))
-"""Of how many updates one is taken apart, until so many were: a second backward pass is half an update or so, and the
-first decisions rest on few."""
+"""Of how many updates one is taken apart, until so many were: the halves of a small batch take up to twice as long as
+the whole, and the first decisions rest on few."""
 CURVATURE_EVERY: Final = 256
 """Updates between looks at the curvature, which cost one or two updates of a small batch."""
 CURVATURE_ROWS: Final = 8

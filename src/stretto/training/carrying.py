@@ -4,7 +4,7 @@ Shape legend: L layers, B rows of the batch, H hidden units.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -58,3 +58,31 @@ def fresh_state(model: nn.Module) -> Iterator[None]:
     finally:
         for part, carried in zip(parts, earlier, strict=True):
             part.carried = carried
+
+
+def in_turn(model: nn.Module, rows: Sequence[slice], *, num_rows: int) -> Iterator[slice]:
+    """Let a model compute a batch in parts, each from its own rows of the state; afterwards it carries that of all.
+
+    Args:
+        model: Called with a part each time that its rows are given.
+        rows: The parts, which together are the batch.
+        num_rows: Of the batch.
+    """
+    parts = carrying_parts(model)
+    before = [part.start(num_rows) or () for part in parts]
+    after: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in parts]
+    for each in rows:
+        for part, states in zip(parts, before, strict=True):
+            part.carried = tuple(state_LBH[:, each] for state_LBH in states)
+        yield each
+        for part, found in zip(parts, after, strict=True):
+            found.append(part.carried)
+    for part, found in zip(parts, after, strict=True):
+        whole = []
+        for states in zip(*found, strict=True):
+            shape = (states[0].shape[0], num_rows, *states[0].shape[2:])
+            state_LBH = states[0].new_empty(shape)
+            for each, own_LBH in zip(rows, states, strict=True):
+                state_LBH[:, each] = own_LBH
+            whole.append(state_LBH)
+        part.carried = tuple(whole)

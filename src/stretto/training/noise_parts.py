@@ -16,8 +16,8 @@ class NoiseParts:
     """Takes updates apart, now and then.
 
     With several workers the parts are their shares: each one's own gradient is read before it is averaged, which costs
-    a pass over it. One worker alone compares the batches that it accumulates, or the halves of a single one, whose
-    gradients are computed one after the other from one forward pass.
+    a pass over it. One worker alone compares the batches that it accumulates, or the halves of a single one, which are
+    computed one after the other.
 
     Args:
         replica: The model as one of the workers' copies.

@@ -18,6 +18,7 @@ from stretto.distributed.joining import lost_worker
 from stretto.distributed.replica import replicated
 from stretto.distributed.world import World
 from stretto.errors import StrettoError
+from stretto.training.carrying import in_turn
 from stretto.training.divergence import MOST_NAMED, diverged
 from stretto.training.feed import AbstractFeed
 from stretto.training.noise_parts import NoiseParts
@@ -131,13 +132,23 @@ class Updater:
                 if the first one met a fault.
         """
         together = getattr(self._replica, "no_sync", None)
+        sums: Callable[[], list[float]] | None = None
         with contextlib.nullcontext() if is_last or together is None else together(), lost_worker():
-            losses = self._losses(batch, is_whole=is_last and not self._own.rows)
-            sums = self._begin_exchange() if is_last else None
-            # Those that divide the steps of a sequence pass its gradient on, whatever the loss of one of them.
-            if is_last or not self._bad or self._sharers.size > 1:
-                self._computed = time.perf_counter()
-                self._backward(losses)
+            if (
+                is_last
+                and not self._own.rows
+                and len(batch) > 1
+                and self._noise is not None
+                and self._noise.wants_halves
+            ):
+                sums = self._add_halves(batch)
+            else:
+                loss = self._loss(batch)
+                sums = self._begin_exchange() if is_last else None
+                # Those that divide the steps of a sequence pass its gradient on, whatever the loss of one of them.
+                if is_last or not self._bad or self._sharers.size > 1:
+                    self._computed = time.perf_counter()
+                    self._backward(loss, rows=len(batch))
             if sums is None:
                 return
             self.taken = Taken(**dict(zip(PARTS, sums(), strict=True)))
@@ -194,49 +205,42 @@ class Updater:
 
         self._world.by_first(look)
 
-    def _losses(self, batch: Batch, *, is_whole: bool) -> list[tuple[torch.Tensor, int]]:
-        """Summed losses of the batch, or of parts of it, each with the number of its sequences.
+    def _add_halves(self, batch: Batch) -> Callable[[], list[float]]:
+        """The halves of a batch one after the other, so that their gradients can be compared."""
+        for rows in in_turn(self._state.model, [slice(0, None, 2), slice(1, None, 2)], num_rows=len(batch)):
+            half = batch.take(rows)
+            self._backward(self._loss(half), rows=len(half))
+        return self._begin_exchange()
 
-        Args:
-            batch: One step's.
-            is_whole: Whether the update consists of this batch alone, so that only its own parts can be compared.
-        """
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        """The summed loss of a batch, or a part of one, which is counted."""
         state, world, own = self._state, self._world, self._own
         if world.size > 1:
             # Each worker's own, and the same again when a run resumes at this step.
             seeds = np.random.SeedSequence([self._config.seed, state.epoch, state.used, world.rank])
             torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
         output = self._replica(batch if len(batch) else None)
-        if not len(batch):
-            losses = [(LossSum(total=output, count=0), 0)]
-        elif is_whole and self._noise is not None and self._noise.wants_halves:
-            halves = [slice(first, None, 2) for first in range(min(2, len(batch)))]
-            losses = [
-                (self._task.loss(output[rows], part), len(part)) for rows in halves for part in [batch.take(rows)]
-            ]
-        else:
-            losses = [(self._task.loss(output, batch), len(batch))]
-        total = sum(float(loss.total.detach()) for loss, _ in losses)
+        loss = self._task.loss(output, batch) if len(batch) else LossSum(total=output, count=0)
+        total = float(loss.total.detach())
         numbers = [] if batch.indices is None else batch.indices.tolist()
         if math.isfinite(total):
             own.loss += total
         else:
             own.bad += 1
             self._bad = self._bad or _Bad(numbers=numbers, value=total)
-        own.count += sum(loss.count for loss, _ in losses)
+        own.count += loss.count
         own.steps_real += batch.num_steps
         own.slots += batch.num_slots
         if self._sharers.is_first:
             own.rows += len(batch)
             self.numbers += numbers
         self.own_steps += batch.num_steps
-        return [(loss.total, rows) for loss, rows in losses]
+        return loss.total
 
-    def _backward(self, losses: list[tuple[torch.Tensor, int]]) -> None:
-        for number, (loss, rows) in enumerate(losses):
-            torch.autograd.backward(loss, retain_graph=number + 1 < len(losses))
-            if self._noise is not None:
-                self._noise.add(rows)
+    def _backward(self, loss: torch.Tensor, *, rows: int) -> None:
+        torch.autograd.backward(loss)
+        if self._noise is not None:
+            self._noise.add(rows)
 
     def _begin_exchange(self) -> Callable[[], list[float]]:
         """Begin to sum what workers have taken, which goes on while gradients are computed."""
