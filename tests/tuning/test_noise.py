@@ -150,6 +150,33 @@ def test_large_gradients_of_long_ago_do_not_drown_those_of_now(falls: float) -> 
     assert meter.scale == pytest.approx(200.0, rel=0.1)
 
 
+def test_updates_between_the_measured_ones_tell_how_gradients_shrink() -> None:
+    """Measured now and then, while gradients fall and their noise rises: nearly as if all had been measured."""
+    every = 8
+    dense, told, untold = NoiseMeter(memory=8 * every), NoiseMeter(memory=8), NoiseMeter(memory=8)
+    for at in range(20 * every):
+        size, phi = (1.0, 10.0) if at < 12 * every else (0.01, 200.0)
+        squares, mean = [size * (1 + phi / 8)] * 2, size * (1 + phi / 16)
+        dense.add(sizes=[8, 8], squares=squares, square_of_mean=mean)
+        if at % every == every - 1:
+            for meter in (told, untold):
+                meter.add(sizes=[8, 8], squares=squares, square_of_mean=mean, stands_for=every)
+        # In units of their own.
+        told.see(1e-6 * mean)
+    assert dense.scale is not None
+    assert told.scale is not None
+    assert untold.scale is not None
+    assert told.scale == pytest.approx(dense.scale, rel=0.2)
+    assert untold.scale < 0.5 * dense.scale
+    told.see(math.nan)
+    again = NoiseMeter(memory=8)
+    again.load_state_dict(json.loads(json.dumps(told.state_dict())))
+    for meter in (told, again):
+        meter.see(1e-9)
+        meter.add(sizes=[8, 8], squares=[3.0, 3.0], square_of_mean=2.0)
+    assert again.state_dict() == told.state_dict()
+
+
 def _noisy_update(draw: random.Random, num_dims: int = 50) -> Parts:
     xs = [[0.3 + draw.gauss(0, 1) / 2 for _ in range(num_dims)] for _ in range(2)]
     mean = [(a + b) / 2 for a, b in zip(*xs, strict=True)]

@@ -33,7 +33,7 @@ PROBE_SECONDS: Final = (0.5, 10.0)
 """The least and the most that a probe may take; between them it follows the run."""
 PROBE_SHARE: Final = 0.03
 """Of the time that the run is expected to take at its first batch, what the probe may take."""
-NOISE_EVERY: Final = ((16, 4), (48, 8), (math.inf, 32))
+NOISE_EVERY: Final = ((16, 4), (64, 8), (math.inf, 32))
 """Of how many updates one is taken apart, until so many were: the halves of a small batch take up to twice as long as
 the whole, and the first decisions rest on few."""
 CURVATURE_EVERY: Final = 256

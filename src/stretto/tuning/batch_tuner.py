@@ -218,6 +218,8 @@ class BatchTuner:
                 f"observe got sizes={sizes}, squares={squares} and square_of_mean={square_of_mean}",
                 fix="Give all three, or none of them.",
             )
+        if gradient_norm is not None:
+            self.meter.see(gradient_norm**2)
         rate = self.recipe.lr if lr is None else lr
         verdict = self.guard.observe(
             loss=loss,

@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 from stretto.distributed.gradient_norms import Parts, denominators, square_of
 from stretto.errors import StrettoError
 
-STATE_VERSION: Final = 3
+STATE_VERSION: Final = 4
 BLOCKS_A_MEMORY: Final = 8
 MOST_BLOCKS: Final = 24
 FEWEST_BLOCKS: Final = 4
 SMALLEST: Final = 1e-100
 SIZES_REMEMBERED: Final = 8
-"""Measured updates that the size of gradients is taken from."""
+"""Updates that the size of gradients is taken from."""
 FAR: Final = 1e5
 """How many times larger or smaller than those before it a squared gradient may be before it is its own measure. Where
 there are few dimensions chance alone makes it far smaller, and chance must not set the weight of an update: with 32,
@@ -93,7 +93,8 @@ class NoiseMeter:
     Both estimates of `noise_of` are averaged over updates, each by itself, since a mean of quotients would be biased.
     Gradients shrink in the course of training, and by orders of magnitude in the units of Adam: so that those of long
     ago do not drown all others, each update is divided by the size that gradients had just before it, which the noise
-    of the update itself has no part in. Averages are exponential and start without bias towards zero. Without noise
+    of the update itself has no part in; where only some updates are measured, the others tell their size (`see`).
+    Averages are exponential and start without bias towards zero. Without noise
     phi is 0, also where rounding makes the trace negative. Where the average of |G|^2 is not positive, noise hides the
     gradient: `scale` is None and `said` tells it. Then phi is most likely large, but nothing was measured.
 
@@ -112,7 +113,7 @@ class NoiseMeter:
         8.0
     """
 
-    def __init__(self, *, memory: int = 48, least: int = 16) -> None:
+    def __init__(self, *, memory: int = 32, least: int = 16) -> None:
         if memory < 1 or least < 1:
             raise StrettoError(f"NoiseMeter got memory={memory} and least={least}", fix="Give both at least 1.")
         self.memory, self.least = memory, least
@@ -121,6 +122,9 @@ class NoiseMeter:
         # size of gradients; one over that size. And how many were measured.
         self._blocks: list[list[float]] = []
         self._size: float | None = None
+        # The size of gradients in the units of `see`: now, and when the last update was measured.
+        self._seen: float | None = None
+        self._seen_then: float | None = None
         # The sum of squared weights, faded likewise.
         self._squared_weights = 0.0
 
@@ -162,6 +166,15 @@ class NoiseMeter:
             oldest, second = self._blocks[:2]
             self._blocks[:2] = [[a + b for a, b in zip(oldest, second, strict=True)]]
         self.num_updates += 1
+
+    def see(self, square: float) -> None:
+        """Note the size of an update's gradient, whether it was measured or not, after that.
+
+        Args:
+            square: The squared norm, in whatever units, the same for all updates; what is no number is left out.
+        """
+        if math.isfinite(square):
+            self._seen = _drawn_to(square, self._seen)
 
     @property
     def trace(self) -> float:
@@ -233,6 +246,7 @@ class NoiseMeter:
             "num_updates": self.num_updates,
             "num_left_out": self.num_left_out,
             "size": self._size,
+            "seen": [self._seen, self._seen_then],
             "squared_weights": self._squared_weights,
             "blocks": [list(block) for block in self._blocks],
         }
@@ -247,6 +261,7 @@ class NoiseMeter:
         self.num_updates, self.num_left_out = int(state["num_updates"]), int(state["num_left_out"])
         self._blocks = [[float(value) for value in block] for block in state["blocks"]]
         self._size = None if state["size"] is None else float(state["size"])
+        self._seen, self._seen_then = (None if each is None else float(each) for each in state["seen"])
         self._squared_weights = float(state["squared_weights"])
 
     @property
@@ -267,9 +282,18 @@ class NoiseMeter:
         """The usual squared gradient before this one, which is then taken into account; near it, if it jumps."""
         own = max(square_of_mean, SMALLEST)
         before = own if self._size is None else self._size
+        if self._seen is not None and self._seen_then is not None:
+            # Gradients have changed as much since then, by what the updates between have told.
+            before *= self._seen / self._seen_then
         size = min(max(before, own / FAR), own * FAR)
-        self._size = size * (own / size) ** (1.0 / SIZES_REMEMBERED)
+        self._size, self._seen_then = _drawn_to(own, size), self._seen
         return size
+
+
+def _drawn_to(own: float, size: float | None) -> float:
+    """The usual size after another one, an average of logarithms."""
+    own = max(own, SMALLEST)
+    return own if size is None else size * (own / size) ** (1.0 / SIZES_REMEMBERED)
 
 
 @final
