@@ -1,19 +1,27 @@
 """What all tests share: a private cache, one thread, real data where it is at hand, and when two sets are the same."""
 
 import os
-from collections.abc import Callable, Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+# Threads of OpenMP wait without turning round and round: tests have few cores. To be said before torch is there.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import numpy as np
 import pytest
 import torch
 
+from stretto.cli.main import main
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import Labels
 from stretto.kernels import compiler, row_products
 from stretto.storage import CACHE_VARIABLE
 
 DATA_VARIABLE = "STRETTO_DATA"
+PATIENCE = 150.0
+"""Seconds that a command with processes of its own may take."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -29,10 +37,15 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Small nets gain nothing from a second thread, and threads that wait slow down whatever else runs."""
+    """Small nets gain nothing from a second thread, and threads that wait slow down whatever else runs.
+
+    So it is in processes that tests start, unless they are told otherwise.
+    """
     earlier = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
     torch.set_num_threads(earlier)
 
 
@@ -45,6 +58,21 @@ def set_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Non
     torch.set_num_threads(earlier)
 
 
+def _main_in_time(words: Sequence[str]) -> int:
+    timer = threading.Timer(PATIENCE, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    try:
+        return main(words)
+    finally:
+        timer.cancel()
+
+
+@pytest.fixture(scope="session")
+def main_in_time() -> Callable[[Sequence[str]], int]:
+    """The command line by this process: what it starts is asked to end, and so fails, when it takes too long."""
+    return _main_in_time
+
+
 @pytest.fixture(scope="module")
 def quick_compiler() -> Iterator[None]:
     """A compiler that is quick rather than good, for small cells that run once; for one file of tests."""
@@ -54,6 +82,8 @@ def quick_compiler() -> Iterator[None]:
         compiler._find.cache_clear()
         yield
     compiler._find.cache_clear()
+    # Tests of kernels that come later in this process are about code that is compiled well.
+    row_products._library.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -257,12 +257,12 @@ def _go_on_after(kind: signal.Signals, data: Path) -> list[str]:
     return shlex.split(out.splitlines()[-1])
 
 
-def test_after_ctrl_c_the_printed_command_goes_on(signs: Path) -> None:
+def test_after_ctrl_c_the_printed_command_goes_on(run: Run, signs: Path) -> None:
     again = _go_on_after(signal.SIGINT, signs)
     assert again == ["stretto", "train", "classify", "--out", "my run", "--resume"]
-    done = subprocess.run(_command(*again[1:]), capture_output=True, text=True, check=False, timeout=SECONDS_TO_WAIT)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "resumed at step" in done.stdout
+    ended = run(*again[1:])
+    assert (ended.code, ended.err) == (0, "")
+    assert "resumed at step" in ended.out
     assert json.loads(Path("my run/result.json").read_text(encoding="utf-8"))["epochs"] == 40
 
 

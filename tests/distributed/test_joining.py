@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from worlds import run_world
 
+from quick_starts import quick_starts
 from stretto.distributed.joining import joined
 from stretto.distributed.world import World
 from stretto.errors import StrettoError
@@ -26,7 +27,7 @@ def _meet(rank: int, port: int, said: "multiprocessing.Queue[str]") -> None:
 
 
 def _alone_at(rank: int, port: int) -> str:
-    context = multiprocessing.get_context("spawn")
+    context = quick_starts()
     said: multiprocessing.Queue[str] = context.Queue()
     worker = context.Process(target=_meet, args=(rank, port, said), daemon=True)
     worker.start()

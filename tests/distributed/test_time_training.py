@@ -2,9 +2,8 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -187,15 +186,16 @@ def test_a_block_without_a_loss_stops_nobody(tmp_path: Path) -> None:
         assert told == {"skipped": [True, False], "finite": True}
 
 
-def test_the_command_line(alone: Told, tmp_path: Path) -> None:
+def test_the_command_line(
+    alone: Told, tmp_path: Path, main_in_time: Callable[[Sequence[str]], int], capfd: pytest.CaptureFixture[str]
+) -> None:
     data, out = tmp_path / "signals.npz", tmp_path / "run"
     write_npz(data, make_regimes(SIGNALS))
     words = (
         "--workers 2 --time-parallel 2 --batch-size 3 --hidden-size 6 --num-buckets 2 --dropout 0 --epochs 2".split()
     )
-    command = [sys.executable, "-m", "stretto", "train", "label-steps", "--data", str(data), "--out", str(out), *words]
-    ended = subprocess.run(command, check=False, timeout=150, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    code = main_in_time(["train", "label-steps", "--data", str(data), "--out", str(out), *words])
+    assert code == 0, capfd.readouterr().err
     result = json.loads((out / "result.json").read_text())
     for name, value in alone[0]["metrics"].items():
         assert result[name] == pytest.approx(value, abs=1e-5), name

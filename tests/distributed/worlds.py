@@ -2,7 +2,6 @@
 
 import functools
 import json
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from quick_starts import quick_starts
 from stretto.distributed.joining import STORE_VARIABLE, joined
 from stretto.distributed.world import World
 from stretto.errors import StrettoError
@@ -32,11 +32,7 @@ def run_world(
         prepare: Called with the rank before the others are met.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # A server that has imported what takes long, and runs nothing: each process is a fresh copy of it.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["stretto.training.loop", "stretto.tasks.registry", "stretto.kernels.build", "torch._dynamo"]
-    )
+    context = quick_starts()
     workers = [
         context.Process(
             target=_worker,

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from stretto.training.events import EVENTS_FILE, read_events
 PATIENCE = 150.0
 WITHIN = 30.0
 """Seconds after SIGTERM in which all has to be saved: torchrun gives its workers as many."""
+Train = Callable[..., tuple[int, str]]
 SETTINGS = ["--batch-size", "4", "--hidden-size", "4", "--num-buckets", "2", "--kernel", "torch"]
 
 
@@ -50,10 +52,26 @@ def write_signs(path: Path) -> Path:
     return path
 
 
+def words_for(data: Path, out: Path) -> list[str]:
+    return ["--data", str(data), "--out", str(out), *SETTINGS]
+
+
 def start(data: Path, out: Path, *words: str) -> "subprocess.Popen[str]":
     """`stretto train` in a process of its own."""
-    command = [sys.executable, "-m", "stretto", "train", "classify", "--data", str(data), "--out", str(out)]
-    return subprocess.Popen([*command, *SETTINGS, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, "-m", "stretto", "train", "classify", *words_for(data, out), *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.fixture
+def train(main_in_time: Callable[[Sequence[str]], int], capfd: pytest.CaptureFixture[str]) -> Train:
+    """`stretto train` by this process, which starts workers if so asked: its exit code, and all that was said."""
+
+    def call(*words: str) -> tuple[int, str]:
+        capfd.readouterr()
+        code = main_in_time(["train", "classify", *words])
+        return code, "".join(capfd.readouterr())
+
+    return call
 
 
 def finish(process: "subprocess.Popen[str]", *, patience: float = PATIENCE) -> str:
@@ -85,8 +103,9 @@ def seen_in_order(run: Path) -> list[dict[str, Any]]:
     return [event for event in read_events(run) if event["event"] == "step"]
 
 
-def test_two_workers_train_and_leave_one_record(signs: Path, tmp_path: Path) -> None:
-    said = finish(start(signs, tmp_path / "run", "--workers", "2", "--epochs", "2"))
+def test_two_workers_train_and_leave_one_record(signs: Path, tmp_path: Path, train: Train) -> None:
+    code, said = train(*words_for(signs, tmp_path / "run"), "--workers", "2", "--epochs", "2")
+    assert code == 0, said
     assert said.count("epoch   1") == 1, said
     events = read_events(tmp_path / "run")
     assert [event["event"] for event in events].count("finished") == 1
@@ -140,7 +159,9 @@ def listening(processes: list[int]) -> set[str]:
     return found
 
 
-def test_they_listen_on_loopback_alone_and_when_asked_to_stop_save_and_go_on_alone(signs: Path, tmp_path: Path) -> None:
+def test_they_listen_on_loopback_alone_and_when_asked_to_stop_save_and_go_on_alone(
+    signs: Path, tmp_path: Path, train: Train
+) -> None:
     run = tmp_path / "run"
     process = start(signs, run, "--workers", "2", "--epochs", "40")
     try:
@@ -156,34 +177,27 @@ def test_they_listen_on_loopback_alone_and_when_asked_to_stop_save_and_go_on_alo
         said = finish(process, patience=WITHIN)
     assert process.returncode == 130, said
     assert "everything is saved" in said
-    again = subprocess.run(
-        [sys.executable, "-m", "stretto", "train", "classify", "--out", str(run), "--resume"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert again.returncode == 0, again.stdout + again.stderr
+    code, said = train("--out", str(run), "--resume")
+    assert code == 0, said
     for epoch in range(40):
         assert sum(event["rows"] for event in seen_in_order(run) if event["epoch"] == epoch) == 40, epoch
 
 
-def test_a_gradient_that_is_no_number_stops_all_in_the_same_step(signs: Path, tmp_path: Path) -> None:
-    process = start(signs, tmp_path / "run", "--workers", "2", "--epochs", "4", "--learning-rate", "1e38")
-    said = finish(process)
-    assert process.returncode == 2, said
+def test_a_gradient_that_is_no_number_stops_all_in_the_same_step(signs: Path, tmp_path: Path, train: Train) -> None:
+    words = ["--workers", "2", "--epochs", "4", "--learning-rate", "1e38"]
+    code, said = train(*words_for(signs, tmp_path / "run"), *words)
+    assert code == 2, said
     told = re.findall(r"error: the loss or gradient is \S+ at step (\d+), on training sequences (.*)", said)
     assert len(told) == 2, said
     assert told[0] == told[1]
 
 
-def test_a_folder_in_use_is_refused(signs: Path, tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused(signs: Path, tmp_path: Path, train: Train) -> None:
     process = start(signs, tmp_path / "run", "--epochs", "2000")
     try:
         wait_for_steps(tmp_path / "run", 2)
-        other = start(signs, tmp_path / "run", "--resume", "--epochs", "2000")
-        said = finish(other)
-        assert other.returncode == 2, said
+        code, said = train(*words_for(signs, tmp_path / "run"), "--resume", "--epochs", "2000")
+        assert code == 2, said
         assert "another run is writing to" in said
     finally:
         process.kill()

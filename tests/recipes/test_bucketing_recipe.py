@@ -6,9 +6,7 @@ Shape legend: S steps of all sequences, N sequences.
 import io
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -176,30 +174,21 @@ def test_data_without_a_validation_part_are_refused() -> None:
         _run(_write("whole.npz", split=np.zeros(60, dtype=np.int64)))
 
 
-def test_workers_are_the_second_axis() -> None:
+def test_workers_are_the_second_axis(
+    main_in_time: Callable[[Sequence[str]], int], capfd: pytest.CaptureFixture[str]
+) -> None:
     data = _write("signs.npz")
     words = ["--data", str(data), "--out", "out", "--buckets", "2", "--epochs", "2", "--batch-size", "4"]
-    command = [
-        sys.executable,
-        "-m",
-        "stretto",
-        "reproduce",
-        "bucketing",
-        *words,
-        "--hidden-size",
-        "4",
-        "--workers",
-        "3",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr
+    code = main_in_time(["reproduce", "bucketing", *words, "--hidden-size", "4", "--workers", "3"])
+    done = capfd.readouterr()
+    assert code == 0, done.err
     result = json.loads(Path("out/bucketing.json").read_text())
     assert [(row["workers"], row["buckets"]) for row in result["rows"]] == [
         (workers, buckets) for workers in (1, 2, 3) for buckets in (1, 2)
     ]
     losses = {(row["workers"], row["buckets"]): row["losses"][0] for row in result["rows"]}
     assert len(set(losses.values())) == len(losses)
-    assert done.stdout.count("3 workers      2 buckets  epoch  1") == 1
+    assert done.out.count("3 workers      2 buckets  epoch  1") == 1
     assert "3 workers, 2 buckets" in Path("out/bucketing.html").read_text()
     assert Path("out/bucketing.svg").read_text().count('stroke-dasharray="6 4"') == 4
 

@@ -1,5 +1,6 @@
 """Every element of an epoch counts alike, whichever batch it comes in."""
 
+import functools
 import threading
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ COUNTED = sorted(set(CONFIGS) - {"video"})
 pytestmark = pytest.mark.filterwarnings("ignore:Seems like `optimizer.step:UserWarning")
 
 
+@functools.cache
+def _embedded(name: str) -> SequenceSet:
+    return task_named(name).embedded_data()
+
+
 def _data(name: str, *, most: int) -> SequenceSet:
     """So many sequences of each part at most."""
     if name == "classify":
@@ -36,7 +42,7 @@ def _data(name: str, *, most: int) -> SequenceSet:
             rng.normal(size=(offsets[-1], 2)).astype(np.float32), offsets=offsets, targets=labels
         )
     else:
-        data = task_named(name).embedded_data()
+        data = _embedded(name)
     return data.subset(np.concatenate([np.flatnonzero(data.split_N == part)[:most] for part in range(len(PARTS))]))
 
 

@@ -21,7 +21,7 @@ from stretto.errors import StrettoError
 from stretto.storage import write_text_atomically
 from stretto.training.config import Count
 
-TaskName = Literal["digits", "digit-images", "language-model", "handwriting"]
+TaskName = Literal["digits", "digits-momentum", "digit-images", "language-model", "handwriting"]
 TASK_NAMES: Final[tuple[TaskName, ...]] = get_args(TaskName)
 DIMENSIONS: Final = (10, 100, 1000)
 PARTS: Final = (2, 8)
@@ -38,7 +38,7 @@ class TunerBenchSettings:
     Attributes:
         data: A folder with the data set mnist, of which a part is used for digits and digit-images; left out, drawn
             digits are. The language-model and handwriting train on embedded data.
-        tasks: What to train.
+        tasks: What to train; digits with Adam, and with the momentum of the published experiment.
         seeds: First weights and orders of data; each is a round over all batches. Updates to a target differ by half
             from one to the other.
         rounds: Rounds of each seed.
@@ -143,7 +143,8 @@ def run_tuner_bench(settings: TunerBenchSettings, *, tell: Callable[[str], None]
         grids.append(grid)
         given, auto = (made_task(name, case, data, batch_size=size, seed=0) for size in (case.base_batch_size, "auto"))
         say("what measuring costs")
-        overheads.append(measure_overhead(given, auto, turns=1 if settings.quick else TURNS))
+        cost = measure_overhead(given, auto, turns=1 if settings.quick else TURNS)
+        overheads.append(dataclasses.replace(cost, task=name))
         if grid.noise_scale is None:
             missing.append(f"{name}: noise hid the gradient, so many workers were not simulated")
         else:

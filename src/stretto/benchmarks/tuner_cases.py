@@ -31,6 +31,7 @@ class Case:
         measured_every: Updates of the base batch between measurements; larger batches are measured after as many
             sequences.
         is_embedded: Whether the target is one of the embedded data alone, which are then always taken.
+        task: Its name, where that is not the case's own.
     """
 
     base_batch_size: int
@@ -41,6 +42,7 @@ class Case:
     settings: dict[str, Any]
     measured_every: int = 20
     is_embedded: bool = False
+    task: str = ""
 
     @property
     def aim(self) -> Aim:
@@ -70,6 +72,15 @@ CASES: Final = {
         sequences=4000,
         measured=400,
         settings={"hidden_size": 64, "row_size": 64, "optimizer": "adam", "learning_rate": 3e-3},
+    ),
+    "digits-momentum": Case(
+        task="digits",
+        base_batch_size=16,
+        loss=0.3,
+        epochs=24,
+        sequences=4000,
+        measured=400,
+        settings={"hidden_size": 64, "row_size": 64, "optimizer": "momentum", "learning_rate": 0.03},
     ),
     "digit-images": Case(
         base_batch_size=16,
@@ -109,11 +120,11 @@ def cut_data(name: str, case: Case, *, folder: Path | None) -> tuple[SequenceSet
     """The part of the task's data that is used, and a word on data that were not there.
 
     Args:
-        name: The task.
+        name: The case's.
         case: How much is used, and whether the embedded data are meant.
         folder: Holds data sets by name.
     """
-    opened = open_data(name, None if case.is_embedded else folder)
+    opened = open_data(case.task or name, None if case.is_embedded else folder)
     data = opened.data
     wanted: tuple[tuple[Part, int], ...] = (("train", case.sequences), ("valid", case.measured))
     for part, most in wanted:
@@ -134,4 +145,5 @@ def made_task(name: str, case: Case, data: SequenceSet, *, batch_size: BatchSize
         "seed": seed,
         "checkpoint_minutes": WITHOUT_END,
     }
-    return task_named(name)(checked(CONFIGS[name], values, source="the benchmark"), data)
+    kind = case.task or name
+    return task_named(kind)(checked(CONFIGS[kind], values, source="the benchmark"), data)

@@ -207,7 +207,7 @@ def _overheads(bench: TunerBench) -> BenchTable:
         caption=f"Turns of {tuner_overhead.BLOCK} updates, {tuner_overhead.CHUNK} of each side by turns, the median "
         "over them: noise every 32nd update, curvature every 256th for SGD, the guard in all. Before that, in the "
         f"first {tuner_overhead.WARM_UP * tuner_overhead.BLOCK}, it is every fourth update until 16 were taken apart "
-        f"and every 16th until 48 were. Goal: under {tuner_overhead.GOAL:.0%}.",
+        f"and every eighth until 64 were. Goal: under {tuner_overhead.GOAL:.0%}.",
     )
 
 
