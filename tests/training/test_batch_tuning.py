@@ -267,6 +267,7 @@ def test_the_weights_after_going_back_are_those_from_before(
     assert found["grow"][2] == pytest.approx(2 * found["roll-back"][2]) == pytest.approx(0.04)
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_loss_that_is_no_number_goes_back_instead_of_ending_the_run(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

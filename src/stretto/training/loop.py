@@ -24,6 +24,7 @@ from stretto.training.checkpoint import Checkpoint, load_newest, save_checkpoint
 from stretto.training.evaluate import Evaluation, evaluate, show_readings
 from stretto.training.events import AbstractLog
 from stretto.training.outcome import EpochRecord, Interrupted, LoopResult
+from stretto.training.position import Position
 from stretto.training.solving import Solving
 from stretto.training.state import EpochTotals, TrainState
 from stretto.training.stopping import stop_on_signals
@@ -69,7 +70,7 @@ class Trainer:
         self.feed = task.feed(world=self._time.data)
         if self._config.base_batch_size is not None or self._config.batch_size == "auto":
             # The rate would be that of a batch which there is not.
-            refuse_larger_than_data(self._batch_of_all(), self.feed.num_sequences)
+            refuse_larger_than_data(self._first_batch, self.feed.num_sequences)
         # Once: it reads all the data, and a checkpoint should not have to.
         self._digest = task.data.digest()
         self._world.refuse_differences(
@@ -88,12 +89,19 @@ class Trainer:
             self.state = TrainState(
                 model,
                 config=self._config,
-                steps_per_epoch=self._updates(len(self.feed)),
-                batch_size=self._batch_of_all(),
+                steps_per_epoch=math.ceil(len(self.feed) / self._config.accumulate),
+                batch_size=self._first_batch,
             )
             self._solving = Solving(model, config=self._config, world=self._world, edges=self.feed.edges)
             if self._config.batch_size == "auto":
                 self._tuning = BatchTuning(task, self.state, self.feed, world=self._time.data)
+            self._position = Position(
+                self.state,
+                self.feed,
+                config=self._config,
+                workers=self._time.data.size,
+                tuning=self._tuning,
+            )
             if resume:
                 self._restore()
         self._updater = Updater(
@@ -106,15 +114,9 @@ class Trainer:
         )
 
     @property
-    def _accumulate(self) -> int:
-        return int(self._config.accumulate if self._tuning is None else self._tuning.accumulate)
-
-    def _batch_of_all(self) -> int:
-        """Sequences of an update, over all workers and accumulated steps."""
-        return int(self.feed.batch_size * self._time.data.size * self._accumulate)
-
-    def _updates(self, steps: int) -> int:
-        return math.ceil(steps / self._accumulate)
+    def _first_batch(self) -> int:
+        """Sequences of an update at the beginning, over all workers and accumulated steps."""
+        return int(self.feed.batch_size * self._time.data.size * self._config.accumulate)
 
     def run(self) -> LoopResult:
         """Train to the last epoch and measure the test part."""
@@ -148,16 +150,17 @@ class Trainer:
         if tuning is not None and not tuning.is_probed:
             self._log.emit("probe", step=state.step, batch_size=state.batch_size, **tuning.probe())
         self.feed.begin_epoch(state.epoch, state.model)
-        self._updater.weigh(self.feed, accumulate=self._accumulate)
+        accumulate = self._position.accumulate
+        self._updater.weigh(self.feed, accumulate=accumulate)
         self._solving.begin_epoch(state.epoch)
         saved = ended = time.perf_counter()
         num_batches = len(self.feed)
         state.model.train()
         for batch in self.feed:
-            if state.used % self._accumulate == 0:
+            if state.used % accumulate == 0:
                 self._updater.begin(measured=tuning is not None and tuning.is_measured(state.step))
                 self._updater.skips = self._config.on_nan == "skip" or (tuning is not None and tuning.can_go_back)
-            is_last = (state.used + 1) % self._accumulate == 0 or state.used + 1 == num_batches
+            is_last = (state.used + 1) % accumulate == 0 or state.used + 1 == num_batches
             self._updater.add(self._time.cut(batch).to(self._config.device), is_last=is_last)
             self._solving.note(num_rows=len(batch))
             state.used += 1
@@ -213,7 +216,7 @@ class Trainer:
         if not self._config.record_sequences:
             return {}
         numbers = self._updater.numbers
-        room = self.feed.batch_size * self._accumulate - len(numbers)
+        room = self.feed.batch_size * self._position.accumulate - len(numbers)
         found = self._world.gathered([*map(float, numbers), *[-1.0] * room])
         return {"sequences": [int(number) for row in found for number in row if number >= 0]}
 
@@ -392,7 +395,8 @@ class Trainer:
         if resumed.told:
             self._log.emit("warning", message=resumed.told)
         if resumed.is_dealt_anew:
-            self._go_on_with_other_batches()
+            self.state.used = 0
+            self._position.keep_schedule()
         self._log.emit(
             "resumed",
             workers=self._world.size,
@@ -402,32 +406,9 @@ class Trainer:
             epochs=self._config.epochs,
         )
 
-    def _go_on_with_other_batches(self) -> None:
-        """What is left of the epoch was dealt anew; the schedule keeps its place, counted in the new, other updates."""
-        self.state.used = 0
-        self._reschedule()
-
-    def _reschedule(self) -> int:
-        """Let the schedule keep its place, counted in updates of the batches from now on; how many are to come."""
-        state, epochs = self.state, self._config.epochs
-        remaining, progress = self._remaining(), (state.epoch + 1 - self._share_left) / epochs
-        done = round(remaining * progress / (1 - progress))
-        state.reschedule(self._config, done=done, remaining=remaining, batch_size=self._batch_of_all())
-        return remaining
-
-    @property
-    def _share_left(self) -> float:
-        """Of the epoch under way."""
-        return float(self.feed.left * (1 - self.state.used / max(1, len(self.feed))))
-
-    def _remaining(self) -> int:
-        """Updates to come, if batches stay as they are."""
-        after: int = self._config.epochs - self.state.epoch - 1
-        return self._updates(len(self.feed) - self.state.used) + after * self._updates(self.feed.whole_epoch)
-
     def _is_dealt_anew(self, tuning: BatchTuning) -> bool:
         """Decide on the batch within an epoch; whether what is left of it comes in other batches."""
-        state, left = self.state, self._share_left
+        state, left = self.state, self._position.left
         if left < WORTH_DEALING:
             return False
         decision = tuning.decide(state.epoch + 1 - left, clipped=state.clips.share or 0.0)
@@ -439,20 +420,16 @@ class Trainer:
         return True
 
     def _go_on(self, decision: Decision) -> None:
-        """Go on with the batch that was decided on."""
-        state, tuning = self.state, self._tuning
-        assert tuning is not None
-        if not state.used:
-            self.feed.begin_epoch(state.epoch, state.model)
-        if decision.action == "keep":
-            remaining = self._remaining()
-        else:
-            self.feed.resize(tuning.rows, used=state.used)
-            state.used = 0
-            remaining = self._reschedule()
+        self._position.go_on(decision)
         told = {key: value for key, value in dataclasses.asdict(decision).items() if key not in ("lr", "epoch")}
-        epoch = state.epoch if decision.epoch is None else round(decision.epoch, 3)
-        self._log.emit("batch", epoch=epoch, step=state.step, rate=decision.lr, steps_left=remaining, **told)
+        self._log.emit(
+            "batch",
+            epoch=self.state.epoch if decision.epoch is None else round(decision.epoch, 3),
+            step=self.state.step,
+            rate=decision.lr,
+            steps_left=self._position.updates_left,
+            **told,
+        )
 
     def _is_taken_back(self, trouble: str) -> bool:
         """Return to the last good point and a smaller batch, if there is one."""

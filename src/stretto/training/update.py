@@ -5,6 +5,7 @@ import dataclasses
 import math
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
@@ -276,7 +277,8 @@ class Updater:
                 # Divided and clipped in one pass.
                 torch._foreach_mul_(gradients, scale * min(1.0, state.clip_norm / (norm + SMALL)))
                 state.optimizer.step()
-        state.schedule.step()
+        with _left_out() if taken.bad else contextlib.nullcontext():
+            state.schedule.step()
 
     def _refuse(self, bad: _Bad | None) -> None:
         """Stop all workers in the same step and with the same words, or leave the update out."""
@@ -288,6 +290,14 @@ class Updater:
             raise diverged(sequences, found[0][0], where=f"at step {self._state.step + 1}, on training sequences")
         self.skipped += 1
         self._state.optimizer.zero_grad(set_to_none=True)
+
+
+@contextlib.contextmanager
+def _left_out() -> Iterator[None]:
+    """The schedule goes on without the optimiser; torch would warn of that if it was the first update."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 SMALL: Final = 1e-6
