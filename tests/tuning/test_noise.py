@@ -23,6 +23,7 @@ from stretto.errors import StrettoError
 from stretto.tuning import noise
 from stretto.tuning.gates import parameters_by_gate
 from stretto.tuning.noise import GradientParts, NoiseMeter, noise_of
+from stretto.tuning.separate_parts import SeparateParts
 
 
 def _quadratic(seed: int, num_dims: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -327,6 +328,48 @@ def test_norms_of_micro_batches_are_those_of_separate_gradients_as_the_optimiser
             parameter.grad = gradient
         assert squared_norm(model.parameters(), optimizer) == pytest.approx(found.square_of_mean, rel=1e-9)
     assert found.sizes == (2, 5, 3)
+
+
+@pytest.mark.parametrize(("name", "sparse"), [("sgd", False), ("sgd", True), ("adam", False)])
+def test_parts_that_are_kept_apart_are_those_that_were_added_up(name: str, sparse: bool) -> None:
+    torch.manual_seed(3)
+    embed, read, unused = nn.Embedding(9, 4, sparse=sparse).double(), nn.Linear(4, 2).double(), nn.Linear(2, 2)
+    weights = [*embed.parameters(), *read.parameters(), *unused.parameters()]
+    optimizer: torch.optim.Optimizer = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name](weights, lr=0.1)
+
+    def backward(words: torch.Tensor) -> None:
+        torch.autograd.backward(read(embed(words)).square().sum())
+
+    batches = [torch.randint(0, 9, (size, 3)) for size in (2, 5, 3)]
+    backward(batches[0])
+    optimizer.step()
+    found, sums = [], []
+    together, apart = GradientParts(weights, optimizer=optimizer), SeparateParts(weights, optimizer=optimizer)
+    for _ in range(2):
+        for is_apart in (False, True):
+            for weight in weights:
+                weight.grad = None
+            for batch in batches:
+                backward(batch)
+                (apart.set_aside if is_apart else together.add)(len(batch))
+            found.append((apart.put_back if is_apart else together.take)(scale=0.1))
+            sums.append([None if weight.grad is None else weight.grad.to_dense() for weight in weights])
+    assert found[0] is not None
+    for other in found[1:]:
+        assert other is not None
+        assert other.sizes == found[0].sizes == (2, 5, 3)
+        assert other.squares == pytest.approx(found[0].squares, rel=1e-9, nan_ok=True)
+        assert other.square_of_mean == pytest.approx(found[0].square_of_mean, rel=1e-9, nan_ok=True)
+    for many in zip(*sums, strict=True):
+        for other in many[1:]:
+            assert (other is None) == (many[0] is None)
+            assert other is None or torch.allclose(other, many[0], rtol=1e-12)
+    apart.set_aside(4)
+    apart.begin()
+    backward(batches[0])
+    apart.set_aside(2)
+    assert apart.put_back() is None
+    assert read.weight.grad is not None
 
 
 def test_an_adaptive_optimiser_without_a_step_gives_no_norm() -> None:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from stretto.distributed.gradient_norms import LocalNorm, Parts, parts_of_ranks, squared_norm
 from stretto.distributed.world import World
 from stretto.tuning.noise import GradientParts
+from stretto.tuning.separate_parts import SeparateParts
 
 
 @final
@@ -31,6 +32,8 @@ class NoiseParts:
         self._is_on = False
         self._local: LocalNorm | None = None
         self._parts: GradientParts | None = None
+        self._halves = SeparateParts(self._weights, optimizer=optimizer)
+        self._is_halved = False
         if isinstance(replica, DistributedDataParallel):
             self._local = LocalNorm(replica, optimizer=optimizer)
             self._local.is_on = False
@@ -44,7 +47,8 @@ class NoiseParts:
 
     def begin(self, *, is_on: bool) -> None:
         """Begin an update, and take it apart or not."""
-        self._is_on = is_on
+        self._is_on, self._is_halved = is_on, False
+        self._halves.begin()
         if self._local is not None:
             self._local.is_on = is_on
         if self._parts is not None and is_on:
@@ -54,6 +58,11 @@ class NoiseParts:
         """Note that the gradient of so many sequences was added."""
         if self._is_on and self._parts is not None:
             self._parts.add(num_sequences)
+
+    def set_aside(self, num_sequences: int) -> None:
+        """Take the gradient of a half out of `.grad`; `take` puts both back."""
+        self._is_halved = True
+        self._halves.set_aside(num_sequences)
 
     def take(self, *, num_sequences: float, count: float) -> Parts | None:
         """The parts of the update, when its gradient is there and not scaled; None if there are none to compare.
@@ -65,6 +74,8 @@ class NoiseParts:
         if not self._is_on:
             return None
         scale = 1.0 / max(1.0, count)
+        if self._is_halved:
+            return self._halves.put_back(scale=scale)
         if self._parts is not None:
             return self._parts.take(scale=scale)
         if self._local is None:

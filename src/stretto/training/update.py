@@ -142,7 +142,7 @@ class Updater:
                 and self._noise is not None
                 and self._noise.wants_halves
             ):
-                sums = self._add_halves(batch)
+                sums = self._add_halves(batch, self._noise)
             else:
                 loss = self._loss(batch)
                 sums = self._begin_exchange() if is_last else None
@@ -206,11 +206,12 @@ class Updater:
 
         self._world.by_first(look)
 
-    def _add_halves(self, batch: Batch) -> Callable[[], list[float]]:
+    def _add_halves(self, batch: Batch, noise: NoiseParts) -> Callable[[], list[float]]:
         """The halves of a batch one after the other, so that their gradients can be compared."""
         for rows in in_turn(self._state.model, [slice(0, None, 2), slice(1, None, 2)], num_rows=len(batch)):
             half = batch.take(rows)
-            self._backward(self._loss(half), rows=len(half))
+            torch.autograd.backward(self._loss(half))
+            noise.set_aside(len(half))
         return self._begin_exchange()
 
     def _loss(self, batch: Batch) -> torch.Tensor:
@@ -256,12 +257,12 @@ class Updater:
         if taken.bad:
             self._refuse(self._bad)
         else:
-            gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
             # Workers' sums were averaged; what counts is the mean over all elements of all workers.
             count = self._usual or taken.count
             scale = self._world.size / max(1.0, count)
             if self._noise is not None:
                 self.parts = self._noise.take(num_sequences=self._own.rows, count=count)
+            gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
             norm = scale * float(nn.utils.get_total_norm(gradients))
             state.clips.add(norm, clip_norm=state.clip_norm)
             if not math.isfinite(norm):

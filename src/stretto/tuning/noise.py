@@ -356,17 +356,30 @@ class GradientParts:
         Args:
             scale: What the gradient is multiplied by after it was added up: 1/count for losses that are sums.
         """
-        held = [(size, square) for size, square in zip(self._sizes, self._squares, strict=True) if size > 0]
-        total, whole = sum(size for size, _ in held), 0.0
-        if len(held) >= 2:
+        sizes, squares, whole = self._sizes, self._squares, 0.0
+        if sum(size > 0 for size in sizes) >= 2:
             # The copy is the gradient of all: what .grad was before it was scaled or clipped.
             divided_by = None if self._divided_by is None else [self._divided_by[at] for at in self._earlier]
             whole = float(square_of(list(self._earlier.values()), divided_by))
         self.begin()
-        if len(held) < 2:
-            return None
-        return Parts(
-            sizes=tuple(size for size, _ in held),
-            squares=tuple(square * (scale * total / size) ** 2 for size, square in held),
-            square_of_mean=whole * scale**2,
-        )
+        return scaled_parts(sizes, squares, whole, scale=scale)
+
+
+def scaled_parts(sizes: Sequence[int], squares: Sequence[float], whole: float, *, scale: float) -> Parts | None:
+    """The parts of an update as means over their sequences; None if fewer than two had sequences.
+
+    Args:
+        sizes: Sequences of each.
+        squares: Squared norms of the parts' gradients as they were added up.
+        whole: The same of the sum.
+        scale: What the sum is multiplied by to be the mean that the update is made of.
+    """
+    held = [(size, square) for size, square in zip(sizes, squares, strict=True) if size > 0]
+    total = sum(size for size, _ in held)
+    if len(held) < 2:
+        return None
+    return Parts(
+        sizes=tuple(size for size, _ in held),
+        squares=tuple(square * (scale * total / size) ** 2 for size, square in held),
+        square_of_mean=whole * scale**2,
+    )
