@@ -266,6 +266,13 @@ def test_state_of_other_lengths_or_settings_is_refused() -> None:
         assert sampler.state_dict()["used"] == [[1, change.get("batch_size", 8) or 0, 0]]
 
 
+def test_state_of_another_version_is_refused() -> None:
+    sampler = BucketSampler(LENGTHS, batch_size=8)
+    for state in (sampler.state_dict() | {"version": 1}, {}):
+        with pytest.raises(StrettoError, match=r"version (1|None), not 2"):
+            sampler.load_state_dict(state)
+
+
 def test_state_of_another_cost_is_refused_even_when_one_rank_would_cut_alike() -> None:
     lengths = [1] * 100 + [100] * 100
     one = BucketSampler(lengths, batch_size=2, cost=lambda length: length, world_size=8)

@@ -297,5 +297,7 @@ def test_a_position_in_another_text_is_refused() -> None:
     for other in (_feed(51), _feed(window=5)):
         with pytest.raises(StrettoError, match="another text or window"):
             other.load_state_dict(state)
+    with pytest.raises(StrettoError, match="version 1, not 2"):
+        _feed().load_state_dict(state | {"version": 1})
     with pytest.raises(StrettoError, match="50 streams"):
         _feed().resize(50)

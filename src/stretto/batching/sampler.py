@@ -175,7 +175,12 @@ class BucketSampler(Sampler[list[int]]):
 
         With another world size the sequences of the epoch that are left are dealt anew: still each exactly once.
         """
-        if state.get("version") != STATE_VERSION or state.get("digest") != self._digest():
+        if state.get("version") != STATE_VERSION:
+            raise StrettoError(
+                f"the sampler's state has version {state.get('version')!r}, not {STATE_VERSION}",
+                fix="Resume with the version of Stretto that saved it, or begin a new epoch.",
+            )
+        if state.get("digest") != self._digest():
             raise StrettoError(
                 "the sampler's state was saved for other lengths or settings",
                 fix="Restore it into a BucketSampler with the same lengths, sizes, buckets, seed and shuffle.",

@@ -178,7 +178,12 @@ class StreamFeed(AbstractFeed):
 
     def load_state_dict(self, state: dict[str, Any]) -> Resumed:
         """Continue where `state` was taken; with another number of streams, what is left is cut anew."""
-        if state.get("version") != STATE_VERSION or state.get("digest") != self._digest():
+        if state.get("version") != STATE_VERSION:
+            raise StrettoError(
+                f"the position in the text has version {state.get('version')!r}, not {STATE_VERSION}",
+                fix="Resume with the version of Stretto that saved it, or start a new run.",
+            )
+        if state.get("digest") != self._digest():
             raise StrettoError(
                 "the position in the text was saved for another text or window",
                 fix="Resume with the text, --layout and --window that the run was started with.",
