@@ -6,16 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from quick_starts import quick_starts
 from stretto.errors import StrettoError
-from stretto.recipes import large_batch_hands
 from stretto.recipes.large_batch import UNDER_WAY, reproduce_large_batch
 from stretto.recipes.large_batch_cells import FOLDER, Cell
 from stretto.recipes.large_batch_courses import course_of
@@ -30,13 +26,6 @@ def _settings(out: Path, **changes: Any) -> LargeBatchSettings:
     return LargeBatchSettings(**({"quick": True, "out": out, "applications": ("digits",), "seeds": 2} | changes))
 
 
-@pytest.fixture
-def copied_hands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that start at once; those of the command itself start as they do for users."""
-    monkeypatch.setattr(large_batch_hands, "multiprocessing", mock.Mock(get_context=lambda _: quick_starts()))
-
-
-@pytest.mark.usefixtures("copied_hands")
 def test_side_by_side_everything_is_as_one_by_one(tmp_path: Path) -> None:
     results = {}
     for jobs in (1, 2):
@@ -53,12 +42,9 @@ def test_side_by_side_everything_is_as_one_by_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are looked for in /proc")
-@pytest.mark.usefixtures("copied_hands")
-def test_what_is_asked_to_stop_stops_all_and_goes_on_later(
-    tmp_path: Path, main_in_time: Callable[[Sequence[str]], int], capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = ["reproduce", "large-batch", *TWO_RUNS, "--jobs", "2", "--out", str(tmp_path)]
-    command = [sys.executable, "-m", "stretto", *words]
+def test_what_is_asked_to_stop_stops_all_and_goes_on_later(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "stretto", "reproduce", "large-batch", *TWO_RUNS, "--jobs", "2"]
+    command += ["--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + PATIENCE
     while len(list((tmp_path / UNDER_WAY).glob("*/checkpoints/*"))) < 2:
@@ -75,11 +61,11 @@ def test_what_is_asked_to_stop_stops_all_and_goes_on_later(
         assert time.monotonic() < deadline, "a process is left"
         time.sleep(0.05)
     assert not list((tmp_path / FOLDER).glob("*.json"))
-    assert main_in_time(words) == 0, capfd.readouterr()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
     assert len(list((tmp_path / FOLDER).glob("*.json"))) == 2
 
 
-@pytest.mark.usefixtures("copied_hands")
 def test_a_process_that_ends_is_told(tmp_path: Path) -> None:
     settings = _settings(tmp_path)
     course = course_of("digits", settings)
@@ -94,7 +80,6 @@ def test_a_process_that_ends_is_told(tmp_path: Path) -> None:
             list(hands.run([errand]))
 
 
-@pytest.mark.usefixtures("copied_hands")
 def test_what_cannot_be_run_is_told_as_by_one_process(tmp_path: Path) -> None:
     settings = _settings(tmp_path)
     course = course_of("digits", settings)

@@ -4,14 +4,11 @@ Shape legend: B sequences, T steps, F features, H hidden units.
 """
 
 import numpy as np
-import pytest
 import torch
 
 import stretto
 
 F, H = 3, 7
-
-pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 def test_boundaries_are_carried_from_visit_to_visit() -> None:
