@@ -28,8 +28,8 @@ peers: install
 	$(BIN)/python -m pip install --quiet --editable '.[peers]'
 
 lint: install
-	$(BIN)/ruff format --check src tests
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src bench experiments tests
+	$(BIN)/ruff check src bench experiments tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from stretto.cli.main import main
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels
+from stretto.data import Labels, SequenceSet
+from stretto.files import CACHE_VARIABLE
 from stretto.kernels import compiler, row_products
-from stretto.storage import CACHE_VARIABLE
 
 DATA_VARIABLE = "STRETTO_DATA"
 PATIENCE = 150.0

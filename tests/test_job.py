@@ -19,15 +19,13 @@ import safetensors.torch
 import torch
 
 import stretto
-from stretto.data.npz import read_npz, write_npz
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels
+from stretto.data import Labels, SequenceSet, write_npz
+from stretto.data.npz import read_npz
 from stretto.errors import StrettoError
 from stretto.job import TrainResult, run_job
 from stretto.tasks.classify import ClassifyConfig
-from stretto.training.checkpoint import FOLDER
-from stretto.training.events import EVENTS_FILE, Event, read_events
-from stretto.training.loop import MODEL_FILE, Interrupted, Trainer
+from stretto.training import EVENTS_FILE, FOLDER, MODEL_FILE, Event, Trainer, read_events
+from stretto.training.loop import Interrupted
 
 SAVE_FILE = safetensors.torch.save_file
 SMALL: dict[str, Any] = {"epochs": 2, "batch_size": 6, "hidden_size": 4, "num_buckets": 2, "dropout": 0.2, "threads": 1}
@@ -178,7 +176,7 @@ def test_resume_takes_the_latest_run_of_the_task(signs: Path) -> None:
         ({"epochs": 5}, "epochs=5 (was 2)"),
         ({"epochs": ClassifyConfig().epochs}, "epochs=12 (was 2)"),
         ({"hidden_size": 9, "learning_rate": 1.0}, "hidden_size=9 (was 4), learning_rate=1.0 (was 0.005)"),
-        ({"max_steps": 99}, "max_steps=99 (was None)"),
+        ({"max_padded_steps": 99}, "max_padded_steps=99 (was None)"),
         ({"num_buckets": "auto"}, "num_buckets='auto' (was 2)"),
         ({"data": "other.npz"}, "data='other.npz'"),
     ],
@@ -283,8 +281,8 @@ def test_progress_is_shown_when_it_is_asked_for(signs: Path, capsys: pytest.Capt
 
 def test_runs_without_a_folder_are_numbered_and_a_refused_one_leaves_nothing(signs: Path) -> None:
     first = stretto.train("classify", data=signs, **SMALL)
-    with pytest.raises(StrettoError, match="max_steps=1"):
-        stretto.train("classify", data=signs, max_steps=1, **SMALL)
+    with pytest.raises(StrettoError, match="max_padded_steps=1"):
+        stretto.train("classify", data=signs, max_padded_steps=1, **SMALL)
     second = stretto.train("classify", data=signs, **SMALL)
     assert [first.run.name, second.run.name] == ["classify-001", "classify-002"]
     assert sorted(path.name for path in first.run.parent.iterdir()) == ["classify-001", "classify-002"]
@@ -314,5 +312,5 @@ def test_the_cap_names_the_sequence_of_the_file(signs: Path) -> None:
     longest = int(data.lengths_N.argmax())
     cap = int(data.lengths_N.max()) - 1
     with pytest.raises(StrettoError, match=rf"sequence {longest} has {cap + 1} steps"):
-        stretto.train("classify", data=signs, out="out", max_steps=cap, **SMALL)
+        stretto.train("classify", data=signs, out="out", max_padded_steps=cap, **SMALL)
     assert not Path("out").exists()

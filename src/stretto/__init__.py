@@ -6,38 +6,38 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from stretto import cells as cells
     from stretto import distributed as distributed
-    from stretto.batching.collate import collate as collate
-    from stretto.batching.edges import optimal_edges as optimal_edges
-    from stretto.batching.sampler import BucketSampler as BucketSampler
-    from stretto.cells.cell import Cell as Cell
+    from stretto.batching import BucketSampler as BucketSampler
+    from stretto.batching import collate as collate
+    from stretto.batching import optimal_edges as optimal_edges
+    from stretto.cells import Cell as Cell
     from stretto.errors import StrettoError as StrettoError
-    from stretto.graph.network.graph import Graph as Graph
+    from stretto.graph import Graph as Graph
     from stretto.job import train as train
-    from stretto.nn.accelerate import accelerate as accelerate
-    from stretto.nn.rnn import RNN as RNN
-    from stretto.solvers.multigrid.multigrid import Multigrid as Multigrid
-    from stretto.solvers.newton.newton import Newton as Newton
-    from stretto.solvers.shooting.shooting import Shooting as Shooting
-    from stretto.solvers.shooting.trajectory_cache import TrajectoryCache as TrajectoryCache
-    from stretto.tuning.batch_tuner import BatchTuner as BatchTuner
-    from stretto.tuning.large_batch import LargeBatch as LargeBatch
+    from stretto.large_batch import BatchTuner as BatchTuner
+    from stretto.large_batch import LargeBatch as LargeBatch
+    from stretto.nn import RNN as RNN
+    from stretto.nn import accelerate as accelerate
+    from stretto.solvers import Multigrid as Multigrid
+    from stretto.solvers import Newton as Newton
+    from stretto.solvers import Shooting as Shooting
+    from stretto.solvers import TrajectoryCache as TrajectoryCache
 
 FOLDERS: Final = ("cells", "distributed")
 HOMES: Final = {
-    "BatchTuner": "stretto.tuning.batch_tuner",
-    "BucketSampler": "stretto.batching.sampler",
-    "Cell": "stretto.cells.cell",
-    "Graph": "stretto.graph.network.graph",
-    "LargeBatch": "stretto.tuning.large_batch",
-    "Multigrid": "stretto.solvers.multigrid.multigrid",
-    "Newton": "stretto.solvers.newton.newton",
-    "RNN": "stretto.nn.rnn",
-    "Shooting": "stretto.solvers.shooting.shooting",
+    "BatchTuner": "stretto.large_batch",
+    "BucketSampler": "stretto.batching",
+    "Cell": "stretto.cells",
+    "Graph": "stretto.graph",
+    "LargeBatch": "stretto.large_batch",
+    "Multigrid": "stretto.solvers",
+    "Newton": "stretto.solvers",
+    "RNN": "stretto.nn",
+    "Shooting": "stretto.solvers",
     "StrettoError": "stretto.errors",
-    "TrajectoryCache": "stretto.solvers.shooting.trajectory_cache",
-    "accelerate": "stretto.nn.accelerate",
-    "collate": "stretto.batching.collate",
-    "optimal_edges": "stretto.batching.edges",
+    "TrajectoryCache": "stretto.solvers",
+    "accelerate": "stretto.nn",
+    "collate": "stretto.batching",
+    "optimal_edges": "stretto.batching",
     "train": "stretto.job",
 }
 

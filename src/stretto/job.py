@@ -15,24 +15,28 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from stretto.batching.shuffled import shuffled_slots
-from stretto.data.opening import open_sequences
-from stretto.data.sequences import PARTS, SequenceSet
-from stretto.distributed.joining import joined, lost_worker
-from stretto.distributed.world import World
+from stretto.batching import shuffled_slots
+from stretto.data import PARTS, SequenceSet, open_sequences
+from stretto.distributed import World, joined, lost_worker
 from stretto.errors import StrettoError
-from stretto.report.console import console_view
-from stretto.report.length_histogram import length_histogram
-from stretto.report.run_report import write_run_report
-from stretto.storage import disk_errors, locked, write_text_atomically
-from stretto.tasks.registry import CONFIGS, task_named
-from stretto.training.checkpoint import FOLDER
-from stretto.training.config import TrainConfig, checked
-from stretto.training.events import EVENTS_FILE, AbstractLog, EventLog, SilentLog, Subscriber, read_events
-from stretto.training.loop import Trainer
-from stretto.training.preset import with_preset
-from stretto.training.solving import summary_of
-from stretto.training.task import AbstractTask
+from stretto.files import disk_errors, locked, write_text_atomically
+from stretto.report import console_view, length_histogram, write_run_report
+from stretto.tasks import CONFIGS, task_named
+from stretto.training import (
+    EVENTS_FILE,
+    FOLDER,
+    AbstractLog,
+    AbstractTask,
+    EventLog,
+    SilentLog,
+    Subscriber,
+    TrainConfig,
+    Trainer,
+    checked,
+    read_events,
+    summary_of,
+    with_preset,
+)
 
 RUNS: Final = Path("runs")
 RESULT_FILE: Final = "result.json"
@@ -263,7 +267,7 @@ def _description(task: AbstractTask[Any], config: TrainConfig, trainer: Trainer)
     train_part = task.data.part("train")
     report = trainer.feed.report()
     shuffled = shuffled_slots(
-        train_part.lengths_N, batch_size=config.rows, max_steps=config.max_steps, seed=config.seed
+        train_part.lengths_N, batch_size=config.rows, max_padded_steps=config.max_padded_steps, seed=config.seed
     )
     return {
         "task": task.name,
@@ -370,7 +374,7 @@ def _memory_errors() -> Iterator[None]:
             raise
         raise StrettoError(
             f"there is not enough memory ({str(error).splitlines()[0] if str(error) else 'allocation failed'})",
-            fix="Lower --batch-size, --max-steps or --hidden-size; the last checkpoint is untouched.",
+            fix="Lower --batch-size, --max-padded-steps or --hidden-size; the last checkpoint is untouched.",
         ) from error
 
 

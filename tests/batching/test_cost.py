@@ -28,14 +28,14 @@ def test_fit_recovers_the_terms(per_batch: float, per_step: float, per_slot: flo
     given_terms = {"per_batch": per_batch, "per_step": per_step, "per_slot": per_slot}
     if not any(given_terms.values()):
         return
-    fitted = StepCost.fit(SHAPES, [seconds(shape, **given_terms) for shape in SHAPES], max_steps=1000)
+    fitted = StepCost.fit(SHAPES, [seconds(shape, **given_terms) for shape in SHAPES], max_padded_steps=1000)
     for shape in SHAPES:
         again = seconds(shape, per_batch=fitted.per_batch, per_step=fitted.per_step, per_slot=fitted.per_slot)
         assert again == pytest.approx(seconds(shape, **given_terms), rel=1e-6)
     shortest = min(seconds(shape, **given_terms) for shape in SHAPES)
     for name, share in (("per_batch", 1.0), ("per_step", 20.0), ("per_slot", 20.0)):
         assert getattr(fitted, name) == pytest.approx(given_terms[name], rel=1e-6, abs=1e-6 * shortest / share)
-    assert fitted.max_steps == 1000
+    assert fitted.max_padded_steps == 1000
 
 
 def test_fit_keeps_every_term_at_zero_or_above() -> None:
@@ -53,18 +53,18 @@ def test_fit_keeps_every_term_at_zero_or_above() -> None:
     per_batch=terms,
     per_step=terms,
     per_slot=terms,
-    max_steps=st.integers(1, 10**6),
+    max_padded_steps=st.integers(1, 10**6),
     lengths=st.sets(st.integers(1, 10**6), min_size=2, max_size=60),
 )
 def test_budget_cost_never_falls(
-    per_batch: float, per_step: float, per_slot: float, max_steps: int, lengths: set[int]
+    per_batch: float, per_step: float, per_slot: float, max_padded_steps: int, lengths: set[int]
 ) -> None:
-    cost = StepCost(per_batch=per_batch, per_step=per_step, per_slot=per_slot, max_steps=max_steps)
+    cost = StepCost(per_batch=per_batch, per_step=per_step, per_slot=per_slot, max_padded_steps=max_padded_steps)
     rising = sorted(lengths)
     costs = cost(rising)
     assert (np.diff(costs) >= 0).all()
     for length, found in zip(rising, costs.tolist(), strict=True):
-        rows = max(1, max_steps // length)
+        rows = max(1, max_padded_steps // length)
         assert found == pytest.approx((per_batch + per_step * length) / rows + per_slot * length, rel=1e-12)
 
 
@@ -76,15 +76,15 @@ def test_fixed_batch_shares_the_batch_evenly() -> None:
 
 def test_step_cost_is_a_cost_for_edges_and_sampler() -> None:
     lengths = np.random.default_rng(0).integers(1, 400, 2000)
-    cost = StepCost(per_batch=1e-3, per_step=1e-4, per_slot=1e-6, max_steps=4000)
+    cost = StepCost(per_batch=1e-3, per_step=1e-4, per_slot=1e-6, max_padded_steps=4000)
     by_time, by_steps = optimal_edges(lengths, 6, cost), optimal_edges(lengths, 6)
     assert by_time.tolist() != by_steps.tolist()
     assert padded_cost(lengths, by_time, cost) < padded_cost(lengths, by_steps, cost)
-    sampler = BucketSampler(lengths, max_steps=4000, num_buckets=6, cost=cost)
+    sampler = BucketSampler(lengths, max_padded_steps=4000, num_buckets=6, cost=cost)
     assert sampler.edges.tolist() == by_time.tolist()
 
 
-@pytest.mark.parametrize("size", [{"batch_size": 16}, {"max_steps": 6400}])
+@pytest.mark.parametrize("size", [{"batch_size": 16}, {"max_padded_steps": 6400}])
 def test_measure_fits_the_shortest_of_the_repeats(monkeypatch: pytest.MonkeyPatch, size: dict[str, int]) -> None:
     clock, calls = [100.0], []
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
@@ -98,7 +98,7 @@ def test_measure_fits_the_shortest_of_the_repeats(monkeypatch: pytest.MonkeyPatc
     assert fitted.per_batch == pytest.approx(0.25, rel=1e-6)
     assert fitted.per_step == pytest.approx(0.5, rel=1e-6)
     assert fitted.per_slot == pytest.approx(0.125, rel=1e-6)
-    assert (fitted.batch_size, fitted.max_steps) == (size.get("batch_size"), size.get("max_steps"))
+    assert (fitted.batch_size, fitted.max_padded_steps) == (size.get("batch_size"), size.get("max_padded_steps"))
     assert len(calls) == 27
     assert len(set(calls)) == 9
     assert calls[:9] == calls[9:18] == calls[18:]
@@ -106,7 +106,7 @@ def test_measure_fits_the_shortest_of_the_repeats(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("longest", [1, 2, 3, 5, 17])
-@pytest.mark.parametrize("size", [{"batch_size": 1}, {"batch_size": 2}, {"max_steps": 20}])
+@pytest.mark.parametrize("size", [{"batch_size": 1}, {"batch_size": 2}, {"max_padded_steps": 20}])
 def test_measure_copes_with_tiny_shapes(monkeypatch: pytest.MonkeyPatch, longest: int, size: dict[str, int]) -> None:
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
@@ -150,10 +150,11 @@ def test_too_few_times_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "size", [{}, {"max_steps": 4, "batch_size": 4}, {"max_steps": 0}, {"batch_size": 0}, {"batch_size": -1}]
+    "size",
+    [{}, {"max_padded_steps": 4, "batch_size": 4}, {"max_padded_steps": 0}, {"batch_size": 0}, {"batch_size": -1}],
 )
 def test_step_cost_wants_one_size(size: dict[str, int]) -> None:
-    with pytest.raises(StrettoError, match=r"max_steps=.*batch_size="):
+    with pytest.raises(StrettoError, match=r"max_padded_steps=.*batch_size="):
         StepCost(per_batch=1.0, per_step=1.0, per_slot=1.0, **size)
 
 

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.batching import optimal_edges, padded_cost
-from stretto.batching.edges import MOST_BUCKETS, bucket_of
+from stretto.batching import bucket_of, optimal_edges, padded_cost
+from stretto.batching.edges import MOST_BUCKETS
 from stretto.errors import StrettoError
 
 Ints = npt.NDArray[np.int64]

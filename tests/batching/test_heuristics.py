@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto import BucketSampler, StrettoError, optimal_edges
-from stretto.batching.edges import bucket_of, padded_cost
-from stretto.batching.heuristics import equal_mass_edges, percentile_edges, uniform_edges
+from stretto.batching import bucket_of, equal_mass_edges, padded_cost, percentile_edges, uniform_edges
 
 RULES = (equal_mass_edges, percentile_edges, uniform_edges)
 LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=80)
@@ -91,5 +90,5 @@ def test_bad_lengths_are_refused(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_the_sampler_takes_the_edges_and_deals_every_sequence_once(rule):
     lengths_N = np.random.default_rng(1).integers(5, 300, 500)
-    sampler = BucketSampler(lengths_N, max_steps=2000, edges=rule(lengths_N, 6), rank=0, world_size=1)
+    sampler = BucketSampler(lengths_N, max_padded_steps=2000, edges=rule(lengths_N, 6), rank=0, world_size=1)
     assert sorted(number for batch in sampler for number in batch) == list(range(500))

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.batching import EpochPlan, optimal_edges
-from stretto.batching.edges import bucket_of
-from stretto.batching.plan import Buckets, adjacent_correlation, plan_epoch
+from stretto.batching import EpochPlan, adjacent_correlation, bucket_of, optimal_edges
+from stretto.batching.plan import Buckets, plan_epoch
 
 Ints = npt.NDArray[np.int64]
 

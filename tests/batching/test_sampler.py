@@ -30,7 +30,7 @@ def options(draw: st.DrawFn) -> Options:
     if caps != "steps":
         chosen["batch_size"] = draw(st.integers(1, 20))
     if caps != "rows":
-        chosen["max_steps"] = draw(st.integers(longest, 10 * longest))
+        chosen["max_padded_steps"] = draw(st.integers(longest, 10 * longest))
     if draw(st.booleans()):
         inner = draw(st.sets(st.integers(1, 90), max_size=5))
         chosen["edges"] = sorted({edge for edge in inner if edge < longest} | {longest + draw(st.integers(0, 30))})
@@ -87,7 +87,7 @@ def test_every_sequence_once_under_every_cap(chosen: Options, world_size: int, e
         for share in filter(None, shares):
             longest = max(lengths_N[share])
             edge = edges_K[np.searchsorted(edges_K, longest)]
-            assert len(share) * longest <= len(share) * edge <= chosen.get("max_steps", math.inf)
+            assert len(share) * longest <= len(share) * edge <= chosen.get("max_padded_steps", math.inf)
 
 
 @settings(deadline=None, max_examples=40)
@@ -131,7 +131,7 @@ def test_other_world_sizes_still_deal_every_sequence_once(
 
 
 def test_four_then_two_then_three_ranks_deal_every_sequence_once() -> None:
-    chosen: Options = {"lengths": LENGTHS, "max_steps": 240, "num_buckets": 5, "seed": 3}
+    chosen: Options = {"lengths": LENGTHS, "max_padded_steps": 240, "num_buckets": 5, "seed": 3}
     four = world(4, **chosen)
     dealt = draw_steps(four, 5)
     two = restored(four[0].state_dict(), world_size=2, **chosen)
@@ -253,11 +253,11 @@ def test_another_size_after_the_last_step_is_that_of_the_next_epoch() -> None:
 
 
 def test_state_of_other_lengths_or_settings_is_refused() -> None:
-    chosen: Options = {"lengths": LENGTHS, "batch_size": 8, "max_steps": 600, "num_buckets": 4}
+    chosen: Options = {"lengths": LENGTHS, "batch_size": 8, "max_padded_steps": 600, "num_buckets": 4}
     state = BucketSampler(**chosen).state_dict()
     changes: list[Options] = [
         {"lengths": LENGTHS[::-1]}, {"lengths": LENGTHS[:-1]}, {"batch_size": 7}, {"batch_size": None},
-        {"max_steps": 601}, {"num_buckets": 5}, {"edges": [30, 60]}, {"shuffle": False}, {"seed": 1},
+        {"max_padded_steps": 601}, {"num_buckets": 5}, {"edges": [30, 60]}, {"shuffle": False}, {"seed": 1},
     ]  # fmt: skip
     for change in changes:
         sampler = BucketSampler(**chosen | change)
@@ -296,7 +296,7 @@ def test_a_sequence_at_the_upper_edge_belongs_to_that_bucket() -> None:
 
 
 def test_an_edge_beyond_the_budget_does_not_break_it() -> None:
-    report = BucketSampler([5, 3, 4], max_steps=6, edges=[4, 20]).report()
+    report = BucketSampler([5, 3, 4], max_padded_steps=6, edges=[4, 20]).report()
     assert report.largest_batch == 5
 
 
@@ -305,10 +305,10 @@ def test_an_edge_beyond_the_budget_does_not_break_it() -> None:
 )
 def test_forms_of_lengths_and_settings_agree(form: Callable[[Any], Any]) -> None:
     values = [250, 251, 3, 4, 99, 100, 101] * 9
-    plain = BucketSampler(values, batch_size=2, max_steps=600, num_buckets=3, world_size=2, rank=1)
+    plain = BucketSampler(values, batch_size=2, max_padded_steps=600, num_buckets=3, world_size=2, rank=1)
     given_lengths = form(values)
     numbers: Options = {
-        "batch_size": np.int32(2), "max_steps": 600.0, "num_buckets": np.int64(3), "seed": np.int64(0),
+        "batch_size": np.int32(2), "max_padded_steps": 600.0, "num_buckets": np.int64(3), "seed": np.int64(0),
         "world_size": np.int64(2), "rank": np.uint8(1), "shuffle": np.bool_(True),
     }  # fmt: skip
     odd = BucketSampler(given_lengths, **numbers)
@@ -319,7 +319,7 @@ def test_forms_of_lengths_and_settings_agree(form: Callable[[Any], Any]) -> None
 
 @pytest.mark.parametrize("size", [2**31, 2**62, 2**63 - 1, 10**30])
 def test_great_sizes_are_no_cap(size: int) -> None:
-    for chosen in ({"batch_size": size}, {"max_steps": size}, {"batch_size": size, "max_steps": size}):
+    for chosen in ({"batch_size": size}, {"max_padded_steps": size}, {"batch_size": size, "max_padded_steps": size}):
         batches = [list(sampler) for sampler in world(3, lengths=[1, 2, 3, 4], num_buckets=1, **chosen)]
         assert sorted(len(batch) for (batch,) in batches) == [1, 1, 2]
 
@@ -330,8 +330,9 @@ def test_great_sizes_are_no_cap(size: int) -> None:
         ({"batch_size": None}, "no size"), ({"batch_size": 0}, "batch_size=0"), ({"batch_size": -1}, "batch_size=-1"),
         ({"batch_size": 2.5}, "batch_size=2.5"), ({"batch_size": True}, "batch_size=True"),
         ({"batch_size": "many"}, "batch_size='many'"), ({"batch_size": math.nan}, "batch_size=nan"),
-        ({"max_steps": math.inf}, "max_steps=inf"), ({"max_steps": 0}, "max_steps=0"),
-        ({"max_steps": 8}, "sequence 1 has 9 steps, more than max_steps=8"), ({"num_buckets": 0}, "num_buckets=0"),
+        ({"max_padded_steps": math.inf}, "max_padded_steps=inf"), ({"max_padded_steps": 0}, "max_padded_steps=0"),
+        ({"max_padded_steps": 8}, "sequence 1 has 9 steps, more than max_padded_steps=8"),
+        ({"num_buckets": 0}, "num_buckets=0"),
         ({"lengths": []}, "no lengths"), ({"lengths": [3, 0]}, "sequence 1 has length 0"),
         ({"edges": [5, 8]}, r"edges \[5, 8\].*9 steps"), ({"edges": [9, 5]}, r"edges \[9, 5\]"),
         ({"edges": [5, 5, 9]}, r"edges \[5, 5, 9\]"), ({"edges": []}, "edges"), ({"edges": [0, 9]}, "edge"),

@@ -66,7 +66,7 @@ def correlation(means: list[float]) -> float:
 @settings(deadline=None, max_examples=80)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=120),
-    size=st.sampled_from([{"batch_size": 3}, {"max_steps": 200}, {"batch_size": 5, "max_steps": 90}]),
+    size=st.sampled_from([{"batch_size": 3}, {"max_padded_steps": 200}, {"batch_size": 5, "max_padded_steps": 90}]),
     buckets=st.sampled_from([{}, {"num_buckets": 4}, {"edges": [7, 30, 100]}]),
     shuffle=st.booleans(),
     world_size=st.one_of(st.integers(1, 4), st.integers(1, 64)),
@@ -89,7 +89,7 @@ def test_report_equals_a_slow_recount(
 
 
 def test_report_leaves_the_position_alone() -> None:
-    sampler = BucketSampler(LENGTHS, max_steps=2000)
+    sampler = BucketSampler(LENGTHS, max_padded_steps=2000)
     iterator = iter(sampler)
     _ = [next(iterator) for _ in range(3)]
     before = sampler.state_dict()
@@ -98,9 +98,9 @@ def test_report_leaves_the_position_alone() -> None:
 
 
 def test_largest_batch_keeps_the_budget_when_padded_to_the_edge() -> None:
-    for max_steps in (int(LENGTHS.max()), 1000, 5000):
-        report = BucketSampler(LENGTHS, max_steps=max_steps, world_size=3).report()
-        assert report.largest_batch <= max_steps
+    for max_padded_steps in (int(LENGTHS.max()), 1000, 5000):
+        report = BucketSampler(LENGTHS, max_padded_steps=max_padded_steps, world_size=3).report()
+        assert report.largest_batch <= max_padded_steps
         assert report.padding <= report.padding_to_edge < 1
         assert report.straggler >= 1
 
@@ -119,7 +119,7 @@ def test_few_sequences_on_many_ranks_count_the_idle_ones_as_waiting() -> None:
 
 def test_mean_lengths_of_adjacent_batches_are_uncorrelated() -> None:
     for seed in range(40):
-        sampler = BucketSampler(LENGTHS, max_steps=2000, seed=seed)
+        sampler = BucketSampler(LENGTHS, max_padded_steps=2000, seed=seed)
         report = sampler.report()
         batches = list(sampler)
         means = np.array([LENGTHS[batch].mean() for batch in batches])
@@ -129,7 +129,7 @@ def test_mean_lengths_of_adjacent_batches_are_uncorrelated() -> None:
 
 
 def test_the_text_has_a_line_a_number() -> None:
-    report = BucketSampler(LENGTHS, max_steps=2000).report()
+    report = BucketSampler(LENGTHS, max_padded_steps=2000).report()
     lines = str(report).splitlines()
     assert [line[:21].strip() for line in lines] == [
         "sequences",

@@ -12,8 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto import cells
-from stretto.cells import Cell
-from stretto.cells.cell import State
+from stretto.cells import Cell, State
 from stretto.errors import StrettoError
 
 F = 5

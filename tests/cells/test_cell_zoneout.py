@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from stretto.cells import GRU, LSTM, AttentionCell, Cell, Clockwork, Elman, RecurrentDropout, Zoneout
-from stretto.cells.cell import State
+from stretto.cells import GRU, LSTM, AttentionCell, Cell, Clockwork, Elman, RecurrentDropout, State, Zoneout
 from stretto.errors import StrettoError
 
 B, F, H = 200, 3, 40

@@ -22,9 +22,8 @@ import pytest
 import torch
 
 from stretto.cli.main import VERBS, main
-from stretto.data.npz import write_npz
-from stretto.data.opening import open_sequences
-from stretto.training.events import EVENTS_FILE, read_events
+from stretto.data import open_sequences, write_npz
+from stretto.training import EVENTS_FILE, read_events
 
 SMALL = "--epochs 2 --batch-size 6 --hidden-size 4 --num-buckets 2".split()
 HELP = [[verb] for verb in VERBS] + [
@@ -141,7 +140,7 @@ def test_the_version(run: Run) -> None:
         ("train classify --data bare.npz", "bare has no labels"),
         ("train handwriting --data signs.npz", "signs has no transcripts"),
         ("train language-model --data signs.npz", "signs is no text"),
-        ("train classify --data signs.npz --max-steps 3", "sequence "),
+        ("train classify --data signs.npz --max-padded-steps 3", "sequence "),
         ("train classify --data signs.npz --out signs.npz", "'signs.npz' is a file"),
         ("train classify --data signs.npz --out signs.npz/below", "signs.npz/below"),
         ("train classify --data signs.npz --out /proc/stretto", "/proc/stretto"),

@@ -12,9 +12,9 @@ import torch
 from stretto.cli import doctor
 from stretto.cli.main import main
 from stretto.extras import EXTRA_OF
-from stretto.kernels.compiler import Compiler, find_compiler
-from stretto.nn.rnn import RNN
-from stretto.storage import CACHE_VARIABLE
+from stretto.files import CACHE_VARIABLE
+from stretto.kernels import Compiler, find_compiler
+from stretto.nn import RNN
 
 Run = Callable[[], tuple[int, dict[str, str]]]
 

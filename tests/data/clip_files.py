@@ -10,10 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from stretto.data import Framing, Labels, SequenceSet
 from stretto.data.clips import SPLITS_FOLDER
-from stretto.data.frames import Framing
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels
 
 Array = npt.NDArray[Any]
 SIDE = 8

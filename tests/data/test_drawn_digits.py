@@ -12,16 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.data import drawn_digits
-from stretto.data.drawn_digits import (
-    SIDE,
-    DrawnDigitsSettings,
-    cached_path,
-    load_drawn_digits,
-    make_drawn_digits,
-)
-from stretto.data.sequences import PARTS, SequenceSet
-from stretto.data.targets import Labels
+from stretto.data import PARTS, Labels, SequenceSet, drawn_digits, load_drawn_digits
+from stretto.data.drawn_digits import SIDE, DrawnDigitsSettings, cached_path, make_drawn_digits
 
 Array = npt.NDArray[Any]
 SMALL = DrawnDigitsSettings(num_train=1200)

@@ -10,9 +10,9 @@ from clip_files import SIDE, SMALL, names, put_clip, put_features, put_frame, pu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.data.frames import Framing, read_clips
-from stretto.data.npz import read_npz, write_npz
-from stretto.data.opening import open_sequences
+from stretto.data import Framing, open_sequences, write_npz
+from stretto.data.frames import read_clips
+from stretto.data.npz import read_npz
 from stretto.errors import StrettoError
 
 

@@ -6,11 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from stretto.data import handwriting
-from stretto.data.handwriting import HandwritingSettings, cached_path, load_handwriting, make_handwriting
+from stretto.data import PARTS, HandwritingSettings, Transcripts, handwriting, load_handwriting
+from stretto.data.handwriting import cached_path, make_handwriting
 from stretto.data.lines import ALPHABET, part_of
-from stretto.data.sequences import PARTS
-from stretto.data.targets import Transcripts
 from stretto.data.writer import Writer
 
 SMALL = HandwritingSettings(num_train=40, num_writers=8)

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from clip_files import SIDE, SMALL, names, put_clip, put_features, put_split, put_two_classes, values
 
+from stretto.data import Framing, open_sequences, write_npz
 from stretto.data.clips import SPLITS_FOLDER
-from stretto.data.frames import Framing, read_clips
-from stretto.data.npz import write_npz
-from stretto.data.opening import open_sequences
+from stretto.data.frames import read_clips
 from stretto.errors import StrettoError
 
 

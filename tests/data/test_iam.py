@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from stretto.data import PARTS
 from stretto.data.iam import read_iam
 from stretto.data.ink import line_features
 from stretto.data.lines import part_of
-from stretto.data.sequences import PARTS
 from stretto.errors import StrettoError
 
 STROKES = [np.array([[100.0, 400.0], [120.0, 300.0], [140.0, 410.0]]), np.array([[150.0, 350.0]])]

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from stretto.cli.main import main
-from stretto.data.npz import read_npz, write_npz
-from stretto.data.opening import open_sequences
-from stretto.data.sequences import PARTS, SequenceSet
-from stretto.data.targets import Labels
+from stretto.data import PARTS, Labels, SequenceSet, open_sequences, write_npz
+from stretto.data.npz import read_npz
 from stretto.errors import StrettoError
 
 Array = npt.NDArray[Any]

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
+from stretto.data import PARTS, NoTargets
 from stretto.data.ink import line_features
 from stretto.data.inkml import read_inkml
 from stretto.data.lines import part_of
-from stretto.data.sequences import PARTS
-from stretto.data.targets import NoTargets
 from stretto.errors import StrettoError
 
 NAMESPACE = ' xmlns="http://www.w3.org/2003/InkML"'

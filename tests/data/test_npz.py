@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from stretto.data.npz import read_npz, write_npz
-from stretto.data.sequences import PARTS, SequenceSet
-from stretto.data.targets import Labels, NoTargets, Transcripts
+from stretto.data import PARTS, Labels, NoTargets, SequenceSet, Transcripts, write_npz
+from stretto.data.npz import read_npz
 from stretto.errors import StrettoError
 
 DTYPES = (np.float16, np.float32, np.float64, np.uint8, np.int16, np.int64, np.bool_)

@@ -4,15 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.data.number_words import (
-    ENGLISH_SMALL,
-    ENGLISH_TENS,
-    NumberWordsSettings,
-    in_english,
-    in_german,
-    make_number_words,
-)
-from stretto.data.parallel_text import line_pairs
+from stretto.data import line_pairs, make_number_words
+from stretto.data.number_words import ENGLISH_SMALL, ENGLISH_TENS, NumberWordsSettings, in_english, in_german
 from stretto.errors import StrettoError
 
 

@@ -5,9 +5,7 @@ import gzip
 import numpy as np
 import pytest
 
-from stretto.data.npz import write_npz
-from stretto.data.opening import open_sequences
-from stretto.data.sequences import SequenceSet
+from stretto.data import SequenceSet, open_sequences, write_npz
 from stretto.errors import StrettoError
 
 INK = "<ink><annotation type='truth'>a</annotation><trace>1 2, 3 4</trace></ink>"

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.data.npz import read_npz, write_npz
-from stretto.data.opening import open_sequences
-from stretto.data.parallel_text import LinePairs, holds_parallel_text, line_pairs, parallel_set, read_parallel_text
-from stretto.data.sequences import SequenceSet
+from stretto.data import LinePairs, SequenceSet, line_pairs, open_sequences, write_npz
+from stretto.data.npz import read_npz
+from stretto.data.parallel_text import holds_parallel_text, parallel_set, read_parallel_text
 from stretto.errors import StrettoError
 
 LINES = st.text(st.characters(exclude_characters="\r\n\ufeff", codec="utf-8"), min_size=1).map(str.strip).filter(bool)

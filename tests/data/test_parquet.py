@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.data import Labels, NoTargets, Transcripts
 from stretto.data.npz import read_npz
 from stretto.data.parquet import read_parquet
-from stretto.data.targets import Labels, NoTargets, Transcripts
 from stretto.errors import StrettoError
 
 pa = pytest.importorskip("pyarrow")

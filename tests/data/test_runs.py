@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.data.opening import open_sequences
-from stretto.data.runs import cut_runs
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels, StepLabels
+from stretto.data import Labels, SequenceSet, StepLabels, cut_runs, open_sequences
 from stretto.errors import StrettoError
 from stretto.tasks.classify import Classify, ClassifyConfig
 

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.data.sequences import PARTS, SequenceSet
-from stretto.data.targets import Labels, NoTargets, Transcripts
+from stretto.data import PARTS, Labels, NoTargets, SequenceSet, Transcripts
 from stretto.errors import StrettoError
 
 

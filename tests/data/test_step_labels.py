@@ -12,14 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.batching.collate import collate
-from stretto.data.npz import read_npz, write_npz
-from stretto.data.opening import open_sequences
-from stretto.data.regimes import NAMES, PULSE, UNSURE, RegimeSettings, make_regimes
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels, StepLabels
+from stretto.batching import collate
+from stretto.data import Labels, RegimeSettings, SequenceSet, StepLabels, make_regimes, open_sequences, write_npz
+from stretto.data.npz import read_npz
+from stretto.data.regimes import NAMES, PULSE, UNSURE
 from stretto.errors import StrettoError
-from stretto.report.inspection import inspect_lengths
+from stretto.report import inspect_lengths
 
 
 def _set(lengths: list[int], *, seed: int = 0, dtype: Any = np.uint8) -> SequenceSet:
@@ -150,7 +148,7 @@ def test_recordings_of_people_are_read(shared_data: Path) -> None:
         np.testing.assert_allclose(data[3].features_TF[7], arrays["x"][57910 + 7] * arrays["scale"], rtol=1e-6)
         np.testing.assert_array_equal(data[3].target, arrays["y"][57910:74475])
         assert (np.flatnonzero(data.split_N == 2) == np.flatnonzero(arrays["split"] == 1)).all()
-    inspection = inspect_lengths(data, batch_size=8, max_steps=None, num_buckets="auto")
+    inspection = inspect_lengths(data, batch_size=8, max_padded_steps=None, num_buckets="auto")
     assert inspection.target_kind == "labels of steps"
 
 

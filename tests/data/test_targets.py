@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.data.targets import Labels, NoTargets, Transcripts
+from stretto.data import Labels, NoTargets, Transcripts
 from stretto.errors import StrettoError
 
 

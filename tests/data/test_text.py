@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.data.targets import NoTargets
+from stretto.data import NoTargets
 from stretto.data.text import read_text
 from stretto.errors import StrettoError
 

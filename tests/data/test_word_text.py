@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.data.made_text import TextSettings, make_text
-from stretto.data.opening import open_sequences
-from stretto.data.word_text import END, holds_word_text, read_word_text
+from stretto.data import make_text, open_sequences, read_word_text
+from stretto.data.made_text import TextSettings
+from stretto.data.word_text import END, holds_word_text
 from stretto.errors import StrettoError
 
 TRAIN, VALID, TEST = "a rose is <unk>\n\n  a   rose \n", "is a rose\n", "a thorn is\nrose\n"

@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 from worlds import run_world
 
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels
-from stretto.distributed.world import World
-from stretto.tasks.registry import CONFIGS, TASKS
-from stretto.training import batch_tuning
-from stretto.training.config import checked
-from stretto.training.events import EVENTS_FILE, EventLog, SilentLog, read_events
-from stretto.training.loop import Trainer
-from stretto.tuning.probe import ThroughputTable
+from stretto.data import Labels, SequenceSet
+from stretto.distributed import World
+from stretto.large_batch import ThroughputTable
+from stretto.tasks import CONFIGS, TASKS
+from stretto.training import EVENTS_FILE, EventLog, SilentLog, Trainer, batch_tuning, checked, read_events
 
 SEQUENCES = 800
 EPOCHS = 6

@@ -9,10 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import run_world
 
-from stretto.distributed.gradient_norms import LocalNorm, parts_of_ranks, squared_norm
-from stretto.distributed.scaling import scale_loss
-from stretto.distributed.world import World
-from stretto.tuning.noise import noise_of
+from stretto.distributed import LocalNorm, World, parts_of_ranks, scale_loss, squared_norm
+from stretto.large_batch.noise import noise_of
 
 SIZES = [2, 5]
 

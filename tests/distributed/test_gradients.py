@@ -12,11 +12,9 @@ import torch
 from tiny_tasks import tiny_task
 from worlds import run_world
 
-from stretto.batching.collate import Batch, collate
-from stretto.batching.sampler import BucketSampler
-from stretto.distributed.world import World
-from stretto.training.state import TrainState
-from stretto.training.update import Updater
+from stretto.batching import Batch, BucketSampler, collate
+from stretto.distributed import World
+from stretto.training import TrainState, Updater
 
 TASK_NAMES = ["classify", "language-model", "handwriting"]
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}

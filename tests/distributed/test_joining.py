@@ -10,8 +10,7 @@ import pytest
 from worlds import run_world
 
 from quick_starts import quick_starts
-from stretto.distributed.joining import joined
-from stretto.distributed.world import World
+from stretto.distributed import World, joined
 from stretto.errors import StrettoError
 
 IN_TIME = 60.0

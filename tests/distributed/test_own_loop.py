@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import run_world
 
 import stretto
-from stretto.distributed import global_count, scale_loss
-from stretto.distributed.world import World
+from stretto.distributed import World, global_count, scale_loss
 
 LENGTHS = (3, 9, 1, 4, 7, 2, 5, 6, 8)
 SHARES = {0: (0, 1, 2, 3, 4, 5), 1: (6, 7), 2: (8,), 3: ()}

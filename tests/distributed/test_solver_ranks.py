@@ -6,13 +6,10 @@ from typing import Any
 import numpy as np
 from worlds import run_world
 
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import StepLabels
-from stretto.distributed.world import World
+from stretto.data import SequenceSet, StepLabels
+from stretto.distributed import World
 from stretto.tasks.label_steps import LabelSteps, LabelStepsConfig
-from stretto.training.config import checked
-from stretto.training.events import SilentLog
-from stretto.training.loop import Trainer
+from stretto.training import SilentLog, Trainer, checked
 
 
 def _epoch(world: World, run: str, way: dict[str, Any]) -> Any:

@@ -9,13 +9,11 @@ import pytest
 import torch
 from worlds import run_world
 
-from stretto.data.made_text import TextSettings, make_text
-from stretto.distributed.world import World
+from stretto.data import make_text
+from stretto.data.made_text import TextSettings
+from stretto.distributed import World
 from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
-from stretto.training.checkpoint import FOLDER
-from stretto.training.config import checked
-from stretto.training.events import EVENTS_FILE, AbstractLog, EventLog, SilentLog, read_events
-from stretto.training.loop import Trainer
+from stretto.training import EVENTS_FILE, FOLDER, AbstractLog, EventLog, SilentLog, Trainer, checked, read_events
 
 
 def _trainer(

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stretto
-from stretto.graph.structure import flatten, like
 from stretto.solvers.ranks import relay
+from stretto.state import flatten, unflatten
 
 F, H = 2, 4
 PATIENCE = 30.0
@@ -109,7 +109,7 @@ def test_any_ranks_blocks_pieces_and_lengths(data: st.DataObject) -> None:
     state = serial.initial_state(len(lengths))
     begun = [torch.randn_like(part).requires_grad_() for part in flatten(state)]
     whole_BTF = x_BTF.clone().requires_grad_()
-    y_BTH, after = serial(whole_BTF, like(state, begun), lengths=lengths)
+    y_BTH, after = serial(whole_BTF, unflatten(state, begun), lengths=lengths)
     weights = [torch.randn_like(part) for part in (y_BTH, *flatten(after))]
     inputs = [whole_BTF, *begun, *serial.parameters()]
     total = sum((part * w).sum() for part, w in zip((y_BTH, *flatten(after)), weights, strict=True))
@@ -123,7 +123,7 @@ def test_any_ranks_blocks_pieces_and_lengths(data: st.DataObject) -> None:
         own_BTF = x_BTF[:, first:last].clone().requires_grad_()
         starts = [part.detach().clone().requires_grad_() for part in begun]
         own = [min(max(length - first, 0), last - first) for length in lengths]
-        made, ended = net(own_BTF, like(state, starts), lengths=own, sample_ids=range(len(lengths)))
+        made, ended = net(own_BTF, unflatten(state, starts), lengths=own, sample_ids=range(len(lengths)))
         loss = (made * weights[0][:, first:last]).sum()
         for place, (part, w) in enumerate(zip(flatten(ended), weights[1:], strict=True)):
             is_backward = both_ways and place // each % 2

@@ -14,10 +14,9 @@ from torch import distributed
 from worlds import run_world
 
 import stretto
-from stretto.distributed import TimeMesh
-from stretto.distributed.world import World
-from stretto.graph.structure import flatten, like
+from stretto.distributed import TimeMesh, World
 from stretto.kernels import compiler
+from stretto.state import flatten, unflatten
 
 F, H = 3, 7
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
@@ -144,7 +143,7 @@ def _drawn(case: Case, net: stretto.RNN) -> Drawn:
 
 def _serial(case: Case, net: stretto.RNN, drawn: Drawn) -> dict[str, torch.Tensor]:
     x_BTF, *states = _leaves([drawn.x_BTF, *drawn.states])
-    y_BTH, after = net(x_BTF, like(drawn.structure, states), lengths=case.lengths)
+    y_BTH, after = net(x_BTF, unflatten(drawn.structure, states), lengths=case.lengths)
     parts = [y_BTH, *flatten(after)]
     sum((part * w).sum() for part, w in zip(parts, drawn.weights, strict=True)).backward()  # type: ignore[union-attr]
     found = {"y": y_BTH, "dx": x_BTF.grad}
@@ -167,7 +166,7 @@ def _worst(mesh: TimeMesh, case: Case) -> dict[str, Any]:
     order = torch.roll(torch.arange(len(case.lengths)), mesh.time.rank)
     y_BTH, after = net(
         x_BTF[order],
-        like(drawn.structure, [state[order] for state in states]),
+        unflatten(drawn.structure, [state[order] for state in states]),
         lengths=block.lengths[order],
         sample_ids=[block.sample_ids[n] for n in order.tolist()],
     )
@@ -185,7 +184,7 @@ def _worst(mesh: TimeMesh, case: Case) -> dict[str, Any]:
     sum((part * w).sum() for part, w in zip(parts, counted, strict=True)).backward()  # type: ignore[union-attr]
     found: dict[str, Any] = {"y": parts[0], "dx": x_BTF.grad}
     expected = wanted | {"y": block.of(wanted["y"]), "dx": block.of(wanted["dx"])}
-    whole = flatten(mesh.final_state(net, like(after, parts[1:])))
+    whole = flatten(mesh.final_state(net, unflatten(after, parts[1:])))
     for number, (part, state) in enumerate(zip(whole, states, strict=True)):
         found[f"final {number}"] = part
         if ends_here(number, last):

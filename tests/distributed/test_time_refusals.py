@@ -13,10 +13,9 @@ import torch
 from worlds import run_world
 
 import stretto
-from stretto.distributed import TimeMesh
-from stretto.distributed.world import World
+from stretto.distributed import TimeMesh, World
 from stretto.errors import StrettoError
-from stretto.solvers.ranks.relay import Relay
+from stretto.solvers import Relay
 
 F, H = 3, 4
 

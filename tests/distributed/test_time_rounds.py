@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import run_world
 
 import stretto
-from stretto.distributed import TimeMesh, scale_loss
-from stretto.distributed.world import World
+from stretto.distributed import TimeMesh, World, scale_loss
 from stretto.solvers.ranks.leg import gap, size
 
 F, H = 3, 8

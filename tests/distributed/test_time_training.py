@@ -12,20 +12,25 @@ import torch
 from tiny_tasks import tiny_task
 from worlds import run_world
 
-from stretto.batching.collate import Batch, collate
-from stretto.data.npz import write_npz
-from stretto.data.regimes import RegimeSettings, make_regimes
-from stretto.distributed.world import World
+from stretto.batching import Batch, collate
+from stretto.data import RegimeSettings, make_regimes, write_npz
+from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.kernels import compiler
-from stretto.tasks.registry import CONFIGS, TASKS
-from stretto.training.config import checked
-from stretto.training.events import EVENTS_FILE, EventLog, SilentLog, read_events
-from stretto.training.loop import Trainer
-from stretto.training.state import TrainState
-from stretto.training.task import AbstractTask, LossSum
+from stretto.tasks import CONFIGS, TASKS
+from stretto.training import (
+    EVENTS_FILE,
+    AbstractTask,
+    EventLog,
+    LossSum,
+    SilentLog,
+    Trainer,
+    TrainState,
+    Updater,
+    checked,
+    read_events,
+)
 from stretto.training.time_ranks import TimeRanks
-from stretto.training.update import Updater
 
 SETTINGS = {"epochs": 2, "batch_size": 3, "hidden_size": 6, "num_buckets": 2, "dropout": 0.0, "record_sequences": True}
 SIGNALS = RegimeSettings(num_train=11, median_length=25, mean_stay=10, seed=2)

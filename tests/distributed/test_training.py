@@ -9,12 +9,10 @@ import pytest
 from tiny_tasks import tiny_task
 from worlds import run_world
 
-from stretto.data.sequences import SequenceSet
-from stretto.distributed.world import World
+from stretto.data import SequenceSet
+from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.training.checkpoint import FOLDER
-from stretto.training.events import EVENTS_FILE, AbstractLog, EventLog, SilentLog, read_events
-from stretto.training.loop import Trainer
+from stretto.training import EVENTS_FILE, FOLDER, AbstractLog, EventLog, SilentLog, Trainer, read_events
 
 
 def _log(world: World, run: Path) -> AbstractLog:

@@ -9,12 +9,9 @@ import torch
 from tiny_tasks import tiny_task
 from worlds import run_world
 
-from stretto.batching.collate import Batch, collate
-from stretto.batching.sampler import BucketSampler
-from stretto.distributed.world import World
-from stretto.training.state import TrainState
-from stretto.training.task import LossSum
-from stretto.training.update import Updater
+from stretto.batching import Batch, BucketSampler, collate
+from stretto.distributed import World
+from stretto.training import LossSum, TrainState, Updater
 
 BAD = 3
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from worlds import run_world
 
-from stretto.distributed.world import World
+from stretto.distributed import World
 from stretto.errors import StrettoError
 
 

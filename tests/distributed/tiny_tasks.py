@@ -4,11 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels, Transcripts
-from stretto.tasks.registry import CONFIGS, TASKS
-from stretto.training.config import checked
-from stretto.training.task import AbstractTask
+from stretto.data import Labels, SequenceSet, Transcripts
+from stretto.tasks import CONFIGS, TASKS
+from stretto.training import AbstractTask, checked
 
 
 def _data(name: str) -> SequenceSet:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from quick_starts import quick_starts
-from stretto.distributed.joining import STORE_VARIABLE, joined
-from stretto.distributed.world import World
+from stretto.distributed import World, joined
+from stretto.distributed.joining import STORE_VARIABLE
 from stretto.errors import StrettoError
 
 LONGEST = 120

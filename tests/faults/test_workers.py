@@ -15,15 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.benchmarks import faults
-from stretto.benchmarks.fault_nodes import EPOCHS, run_two_nodes
-from stretto.benchmarks.fault_strikes import workers_below
+from bench import faults
+from bench.fault_nodes import EPOCHS, run_two_nodes
+from bench.fault_strikes import workers_below
 from stretto.cli.main import main
-from stretto.data.npz import write_npz
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels
+from stretto.data import Labels, SequenceSet, write_npz
 from stretto.errors import StrettoError
-from stretto.training.events import EVENTS_FILE, read_events
+from stretto.training import EVENTS_FILE, read_events
 
 PATIENCE = 150.0
 WITHIN = 30.0

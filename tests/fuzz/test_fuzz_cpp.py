@@ -20,8 +20,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import stretto
-from stretto.kernels import generate, row_products
-from stretto.kernels.build import KernelChoice, SaveChoice
+from stretto.kernels import KernelChoice, SaveChoice, generate, row_products
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 saves: st.SearchStrategy[SaveChoice] = st.sampled_from(("auto", "states"))

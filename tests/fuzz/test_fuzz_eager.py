@@ -16,7 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import stretto
-from stretto.kernels.build import SaveChoice
+from stretto.kernels import SaveChoice
 
 saves: st.SearchStrategy[SaveChoice] = st.sampled_from(("auto", "states"))
 

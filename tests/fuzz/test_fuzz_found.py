@@ -9,7 +9,7 @@ from fuzz_comparison import Batch, assert_same, by_definition, by_stretto
 from fuzz_recipe import Case, Op, Recipe
 
 import stretto
-from stretto.kernels.build import KernelChoice, SaveChoice
+from stretto.kernels import KernelChoice, SaveChoice
 
 
 @final

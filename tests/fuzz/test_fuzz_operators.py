@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 import stretto
-from stretto.kernels.build import KernelChoice
+from stretto.kernels import KernelChoice
 
 WIDTH = 4
 TOGETHER = 1 if LONG_RUN else 8

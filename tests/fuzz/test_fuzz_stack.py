@@ -13,10 +13,7 @@ from fuzz_strategies import cases
 from hypothesis import assume, given
 
 import stretto
-from stretto.kernels import row_products
-from stretto.kernels.build import KernelChoice, SaveChoice
-from stretto.kernels.layout import Layout
-from stretto.kernels.program import Program
+from stretto.kernels import KernelChoice, Layout, Program, SaveChoice, row_products
 from stretto.nn import recompute, stack
 
 

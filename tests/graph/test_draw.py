@@ -11,20 +11,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stretto import cells
-from stretto.cells.cell import Cell, State
-from stretto.graph.adjoint import Body, derive
-from stretto.graph.analyse import Place, Plan, analyse
+from stretto.cells import Cell, State
+from stretto.graph import Body, Graph, Operator, Place, Plan, analyse, derive, document, draw, trace
 from stretto.graph.drawing.backward import backward_panel
-from stretto.graph.drawing.draw import draw
 from stretto.graph.drawing.forward import forward_panel
 from stretto.graph.drawing.layout import Layout, Rectangle, lay_out
 from stretto.graph.drawing.panel import Band, Box, Delayed, Look, Panel, is_drawn
 from stretto.graph.drawing.rows import arrange
-from stretto.graph.drawing.svg import document, escaped
+from stretto.graph.drawing.svg import escaped
 from stretto.graph.network import builders
-from stretto.graph.network.graph import Graph
-from stretto.graph.summary import SAME_VALUE_BACKWARD, Operator
-from stretto.graph.trace import trace
+from stretto.graph.summary import SAME_VALUE_BACKWARD
 
 F, H = 3, 4
 

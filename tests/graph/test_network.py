@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.cells.cell import Cell
+from stretto.cells import Cell
+from stretto.graph import Graph
 from stretto.graph.network.builders import delayed, gru, lstm, peephole_lstm, two_loops
-from stretto.graph.network.graph import Graph
 
 BUILDERS = [lstm, peephole_lstm, gru, delayed, two_loops]
 

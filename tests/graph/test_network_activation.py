@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
+from stretto.graph import Graph
 from stretto.graph.network.activation import ACTIVATIONS
-from stretto.graph.network.graph import Graph
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
 

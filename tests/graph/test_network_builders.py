@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from stretto.graph import Graph, GraphCell
 from stretto.graph.network.builders import delayed, gru, lstm, peephole_lstm, two_loops
-from stretto.graph.network.cell import GraphCell
-from stretto.graph.network.graph import Graph
 
 ROWS, STEPS, FEATURES, HIDDEN = 3, 7, 5, 4
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}

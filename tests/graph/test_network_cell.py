@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stretto.cells.cell import Cell
+from stretto.cells import Cell
 from stretto.errors import StrettoError
+from stretto.graph import Graph, GraphCell
 from stretto.graph.network.builders import delayed, gru, lstm, peephole_lstm, two_loops
-from stretto.graph.network.cell import GraphCell
-from stretto.graph.network.graph import Graph
 
 
 def _rich() -> Graph:

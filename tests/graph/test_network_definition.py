@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from stretto.graph import Graph
 from stretto.graph.network.builders import delayed, gru, lstm, peephole_lstm, two_loops
 from stretto.graph.network.connection import Connection
-from stretto.graph.network.graph import Graph
 
 MAX_DELAY = 4
 TOLERANCE = 1e-10

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.graph import Graph
 from stretto.graph.network.builders import delayed, lstm
-from stretto.graph.network.graph import Graph
 
 
 def _sound() -> Graph:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto.nn.carried_state import detach_state
+from stretto.nn import detach_state
 
 F, H = 2, 3
 NAMES = ["lstm", "gru", "loop"]

@@ -111,7 +111,7 @@ def test_nested_models_change_in_place_and_keep_what_they_share(x_TBF: torch.Ten
     assert stretto.accelerate(model, kernel="cpp") is model
     assert model.again is model.shared
     layers = [model.inner[0], *model.middle, model.shared]
-    assert [type(layer).__module__ for layer in layers] == ["stretto.nn.accelerate"] * 4
+    assert [type(layer).__module__ for layer in layers] == ["stretto.nn.torch_layers"] * 4
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     assert repr(model) == text
     _assert_close(_gradients(model, x_TBF), wanted)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from stretto.nn.bidirectional_lstm import BidirectionalLSTM
+from stretto.nn import BidirectionalLSTM
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 LENGTHS = [[1], [1, 1, 1], [7, 1, 4], [2, 9, 9, 1, 5], [3, 3, 3]]

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from stretto.errors import StrettoError
-from stretto.nn.carried_state import CarriedState, detach_state, reset_rows
-from stretto.nn.streams import Streams
+from stretto.nn import CarriedState, Streams, detach_state, reset_rows
 
 
 class Memory(NamedTuple):

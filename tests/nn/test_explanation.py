@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stretto import RNN, cells
-from stretto.cells.cell import Cell, State
+from stretto.cells import Cell, State
 from stretto.graph.network import builders
 from stretto.nn.explanation import KERNELS, PLACES, Explanation
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.nn.reversal import reverse_padded
+from stretto.nn import reverse_padded
 
 
 @st.composite

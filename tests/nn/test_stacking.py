@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.nn.stacking import stack_steps, stacked_lengths
+from stretto.nn import stack_steps, stacked_lengths
 
 
 @settings(deadline=None, max_examples=100)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.data.sequences import SequenceSet
-from stretto.nn.standardise import Standardise
+from stretto.data import SequenceSet
+from stretto.nn import Standardise
 
 
 def _set(features_SF: npt.NDArray[Any], lengths: list[int]) -> SequenceSet:

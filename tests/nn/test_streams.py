@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from stretto.errors import StrettoError
-from stretto.nn.streams import Chunk, Streams
+from stretto.nn import Chunk, Streams
 
 LENGTHS = st.lists(st.integers(1, 23), min_size=1, max_size=9)
 

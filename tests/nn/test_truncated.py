@@ -26,8 +26,7 @@ from bptt_definition import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.nn.carried_state import detach_state
-from stretto.nn.truncated import Part, TruncatedBPTT
+from stretto.nn import Part, TruncatedBPTT, detach_state
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -16,8 +16,7 @@ from bptt_definition import (
 from torch import nn
 
 from stretto.errors import StrettoError
-from stretto.nn.streams import Streams
-from stretto.nn.truncated import TruncatedBPTT
+from stretto.nn import Streams, TruncatedBPTT
 
 
 def test_inputs_from_other_layers_are_refused_where_their_graph_would_be_used_twice() -> None:

@@ -31,8 +31,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stretto.errors import StrettoError
-from stretto.nn.streams import Streams
-from stretto.nn.truncated import TruncatedBPTT
+from stretto.nn import Streams, TruncatedBPTT
 
 
 @pytest.mark.parametrize("takes_lengths", [True, False])

@@ -14,8 +14,7 @@ from parity_own_cells import TwoLoops
 from torch.nn import functional
 
 import stretto
-from stretto.kernels import generate
-from stretto.kernels.layout import Layout
+from stretto.kernels import Layout, generate
 from stretto.nn import stack
 
 THREADS = (1, 2, 4)

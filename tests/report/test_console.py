@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from stretto.report.console import LiveView, PlainView, console_view, shown_metric
-from stretto.training.events import Event, Subscriber
+from stretto.report import console_view
+from stretto.report.console import LiveView, PlainView, shown_metric
+from stretto.training import Event, Subscriber
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 

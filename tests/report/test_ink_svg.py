@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.data.handwriting import HandwritingSettings, make_handwriting
+from stretto.data import HandwritingSettings
+from stretto.data.handwriting import make_handwriting
 from stretto.report.ink import HEIGHT_PIXELS, MOST_WIDTH_PIXELS, ink_svg, stroke_path
 from stretto.report.samples import compare, samples_html
 

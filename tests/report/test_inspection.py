@@ -10,15 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from stretto.batching.sampler import BucketSampler
-from stretto.batching.shuffled import shuffled_slots
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import AbstractTargets, Labels, Transcripts
+from stretto.batching import BucketSampler, shuffled_slots
+from stretto.data import AbstractTargets, Labels, SequenceSet, Transcripts
 from stretto.errors import StrettoError
-from stretto.report.inspection import Inspection, inspect_lengths, render
-from stretto.report.inspection_page import write_inspection_page
+from stretto.report import inspect_lengths, length_histogram, render, write_inspection_page
+from stretto.report.inspection import Inspection
 from stretto.report.length_bars import LengthBars
-from stretto.report.length_histogram import length_histogram
 
 HOSTILE = "<script>alert(1)</script>[bold]\x1b[31m"
 
@@ -54,12 +51,12 @@ def _printed(inspection: Inspection, *, width: int, encoding: str = "utf-8") -> 
     return stream.read()
 
 
-def _plain_slots(lengths: list[int], *, batch_size: int | None, max_steps: int | None) -> int:
+def _plain_slots(lengths: list[int], *, batch_size: int | None, max_padded_steps: int | None) -> int:
     """Batches as lists, one sequence after the other."""
     batches: list[list[int]] = [[]]
     for length in np.random.default_rng(0).permutation(lengths).tolist():
         grown = [*batches[-1], length]
-        too_wide = max_steps is not None and len(grown) * max(grown) > max_steps
+        too_wide = max_padded_steps is not None and len(grown) * max(grown) > max_padded_steps
         if batches[-1] and (too_wide or len(grown) > (batch_size or len(lengths))):
             batches.append([length])
         else:
@@ -71,30 +68,31 @@ def _plain_slots(lengths: list[int], *, batch_size: int | None, max_steps: int |
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
     batch_size=st.one_of(st.none(), st.integers(1, 9)),
-    max_steps=st.one_of(st.none(), st.integers(40, 200)),
+    max_padded_steps=st.one_of(st.none(), st.integers(40, 200)),
 )
 def test_shuffled_slots_equal_those_of_listed_batches(
-    lengths: list[int], batch_size: int | None, max_steps: int | None
+    lengths: list[int], batch_size: int | None, max_padded_steps: int | None
 ) -> None:
-    if batch_size is None and max_steps is None:
+    if batch_size is None and max_padded_steps is None:
         batch_size = 4
-    found = shuffled_slots(np.array(lengths), batch_size=batch_size, max_steps=max_steps)
-    assert found == _plain_slots(lengths, batch_size=batch_size, max_steps=max_steps)
+    found = shuffled_slots(np.array(lengths), batch_size=batch_size, max_padded_steps=max_padded_steps)
+    assert found == _plain_slots(lengths, batch_size=batch_size, max_padded_steps=max_padded_steps)
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "max_steps", "num_buckets"), [(16, None, "auto"), (None, 2000, 5), (8, 2000, 1), (16, None, 64)]
+    ("batch_size", "max_padded_steps", "num_buckets"),
+    [(16, None, "auto"), (None, 2000, 5), (8, 2000, 1), (16, None, 64)],
 )
 def test_numbers_equal_a_plain_recomputation(
-    batch_size: int | None, max_steps: int | None, num_buckets: int | Literal["auto"]
+    batch_size: int | None, max_padded_steps: int | None, num_buckets: int | Literal["auto"]
 ) -> None:
     data = _random_set()
-    found = inspect_lengths(data, batch_size=batch_size, max_steps=max_steps, num_buckets=num_buckets)
+    found = inspect_lengths(data, batch_size=batch_size, max_padded_steps=max_padded_steps, num_buckets=num_buckets)
     lengths = data.lengths_N[data.split_N == 0]
-    sampler = BucketSampler(lengths, batch_size=batch_size, max_steps=max_steps, num_buckets=num_buckets)
+    sampler = BucketSampler(lengths, batch_size=batch_size, max_padded_steps=max_padded_steps, num_buckets=num_buckets)
     batches = [lengths[batch] for batch in sampler]
     slots = sum(len(batch) * int(batch.max()) for batch in batches)
-    shuffled = _plain_slots(lengths.tolist(), batch_size=batch_size, max_steps=max_steps)
+    shuffled = _plain_slots(lengths.tolist(), batch_size=batch_size, max_padded_steps=max_padded_steps)
 
     assert found.num_sequences == len(data)
     assert found.parts == {name: int((data.split_N == k).sum()) for k, name in enumerate(("train", "valid", "test"))}
@@ -149,7 +147,7 @@ def test_the_lines_of_the_terminal_count_every_sequence_once(lengths: list[int])
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_the_terminal_shows_the_numbers_at_any_width(width: int) -> None:
-    found = inspect_lengths(_random_set(), batch_size=16, max_steps=None, num_buckets=6)
+    found = inspect_lengths(_random_set(), batch_size=16, max_padded_steps=None, num_buckets=6)
     text = _printed(found, width=width)
     assert max(map(len, text.splitlines())) <= width
     words = " ".join(text.split())
@@ -164,7 +162,7 @@ def test_the_terminal_shows_the_numbers_at_any_width(width: int) -> None:
 
 def test_a_plain_terminal_gets_plain_characters() -> None:
     text = _printed(
-        inspect_lengths(_random_set(), batch_size=16, max_steps=None, num_buckets=6), width=80, encoding="ascii"
+        inspect_lengths(_random_set(), batch_size=16, max_padded_steps=None, num_buckets=6), width=80, encoding="ascii"
     )
     assert "#" in text
     assert "< " in text
@@ -178,14 +176,14 @@ def test_many_edges_on_one_line_are_counted() -> None:
 
 
 def test_without_training_sequences_all_are_looked_at() -> None:
-    found = inspect_lengths(_set([3, 4, 90], split=[2, 2, 2]), batch_size=2, max_steps=None, num_buckets=2)
+    found = inspect_lengths(_set([3, 4, 90], split=[2, 2, 2]), batch_size=2, max_padded_steps=None, num_buckets=2)
     assert found.whose == "sequences"
     assert sum(found.counts) == 3
     assert found.parts == {"train": 0, "valid": 0, "test": 3}
 
 
 def test_equal_lengths_need_one_bucket_and_no_padding() -> None:
-    found = inspect_lengths(_set([28] * 50), batch_size=8, max_steps=None, num_buckets="auto")
+    found = inspect_lengths(_set([28] * 50), batch_size=8, max_padded_steps=None, num_buckets="auto")
     assert found.edges == [28]
     assert found.padding == found.shuffled_padding == 0.0
     assert found.slot_ratio == 1.0
@@ -197,30 +195,30 @@ def test_what_the_targets_are_is_told() -> None:
     labels = Labels(values_N=np.array([0, 1]), names=("a", "b"))
     texts = Transcripts.of(["ab", "c"])
     for targets, kind in ((labels, "labels"), (texts, "transcripts"), (None, "none")):
-        found = inspect_lengths(_set([3, 4], targets=targets), batch_size=2, max_steps=None, num_buckets=1)
+        found = inspect_lengths(_set([3, 4], targets=targets), batch_size=2, max_padded_steps=None, num_buckets=1)
         assert found.target_kind == kind
 
 
 def test_no_size_of_a_batch_is_an_error() -> None:
-    with pytest.raises(StrettoError, match="batch_size, max_steps or both"):
-        inspect_lengths(_set([3, 4]), batch_size=None, max_steps=None, num_buckets=1)
+    with pytest.raises(StrettoError, match="batch_size, max_padded_steps or both"):
+        inspect_lengths(_set([3, 4]), batch_size=None, max_padded_steps=None, num_buckets=1)
 
 
 def test_a_sequence_beyond_the_cap_is_an_error() -> None:
     with pytest.raises(StrettoError, match="sequence 1 has 40 steps"):
-        inspect_lengths(_set([3, 40]), batch_size=None, max_steps=20, num_buckets=1)
+        inspect_lengths(_set([3, 40]), batch_size=None, max_padded_steps=20, num_buckets=1)
 
 
 def test_hostile_names_do_nothing_in_a_terminal() -> None:
     data = _set([3, 4], name=HOSTILE, notes=(HOSTILE,))
-    text = _printed(inspect_lengths(data, batch_size=2, max_steps=None, num_buckets=1), width=100)
+    text = _printed(inspect_lengths(data, batch_size=2, max_padded_steps=None, num_buckets=1), width=100)
     assert "\x1b" not in text
     assert text.count("<script>alert(1)</script>[bold]") == 2
 
 
 def test_the_page_shows_the_numbers_and_escapes_names(tmp_path: Path) -> None:
     data = _set([3, 4, 5, 50, 60, 70], name=HOSTILE, notes=(HOSTILE,))
-    found = inspect_lengths(data, batch_size=3, max_steps=None, num_buckets=2)
+    found = inspect_lengths(data, batch_size=3, max_padded_steps=None, num_buckets=2)
     write_inspection_page(found, tmp_path / "new" / "page.html")
     text = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
     assert "<script>alert(1)" not in text

@@ -6,7 +6,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from stretto.report.line_chart import HEIGHT, WIDTH, Line, line_chart
+from stretto.report import Line, line_chart
+from stretto.report.line_chart import HEIGHT, WIDTH
 
 TICKS = [(0.0, "0"), (1.0, "1")]
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.extras import optional
-from stretto.report.page import (
+from stretto.report import (
     BigNumber,
     Html,
     Section,
@@ -21,8 +21,8 @@ from stretto.report.page import (
     headline,
     page,
     paragraph,
+    plot,
 )
-from stretto.report.plot import plot
 
 HOSTILE = "<script>alert(1)</script> \"double\" 'single' & <img src=x onerror=alert(2)>"
 

@@ -11,9 +11,8 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.extras import optional
-from stretto.report import figures
+from stretto.report import figures, write_run_report
 from stretto.report.figures import running_mean
-from stretto.report.run_report import write_run_report
 
 HOSTILE = "</script><script>alert(1)</script> \"double\" 'single'"
 SECTIONS = ["Training", "Batches", "Samples", "Results", "Notes and warnings", "Settings", "Data and versions"]
@@ -27,7 +26,13 @@ def _started(**changes: Any) -> Event:
         "event": "started",
         "time": 1_700_000_000.0,
         "task": "handwriting",
-        "settings": {"epochs": 2, "batch_size": 4, "learning_rate": 0.005, "max_steps": None, "num_buckets": "auto"},
+        "settings": {
+            "epochs": 2,
+            "batch_size": 4,
+            "learning_rate": 0.005,
+            "max_padded_steps": None,
+            "num_buckets": "auto",
+        },
         "data": {
             "name": "ink",
             "sequences": {"train": 4321, "valid": 432, "test": 431},
@@ -189,7 +194,7 @@ def test_the_tables_are_the_numbers_of_the_events(tmp_path: Path) -> None:
         "largest batch, in slots": "160",
         "distinct shapes": "7",
         "learning_rate": "0.005",
-        "max_steps": "not set",
+        "max_padded_steps": "not set",
         "num_buckets": "auto",
     }
     for name, value in rows.items():

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from stretto.report import write_run_report
 from stretto.report.console import PlainView
 from stretto.report.record import RunRecord
-from stretto.report.run_report import write_run_report
 from stretto.report.samples import samples_html
 from stretto.report.solver_panel import bytes_in_words, small, solver_html
-from stretto.training.solving import summary_of
+from stretto.training import summary_of
 
 Event = dict[str, Any]
 HOSTILE = "</script><script>alert(1)</script>"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import stretto
-from stretto.graph.structure import flatten, like
+from stretto.state import flatten, unflatten
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -39,7 +39,7 @@ def results(rnn: stretto.RNN, x_BTF: torch.Tensor, **words: Any) -> dict[str, to
     state = rnn.initial_state(len(x_BTF))
     generator = torch.Generator().manual_seed(3)
     given = [part.detach().clone().normal_(generator=generator).requires_grad_() for part in flatten(state)]
-    y, after = rnn(x_BTF, like(state, given), **words)
+    y, after = rnn(x_BTF, unflatten(state, given), **words)
     generator = torch.Generator().manual_seed(5)
     found = {"y": y, **{f"final {n}": part for n, part in enumerate(flatten(after))}}
     loss = sum((t * torch.randn(t.shape, generator=generator, dtype=t.dtype)).sum() for t in found.values())

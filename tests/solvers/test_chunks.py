@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.kernels.layout import Layout
+from stretto.kernels import Layout
 from stretto.solvers.chunks import Chunks
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=6)

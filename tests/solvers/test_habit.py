@@ -19,12 +19,11 @@ from newton_cells import Rotated
 from solver_oracle import assert_equal, pair, results
 
 import stretto
-from stretto.solvers import habit
+from stretto.solvers import AbstractSolver, habit
 from stretto.solvers.habit import EARLY, FIRST, LATE, MOST, Habit
 from stretto.solvers.multigrid.reverse_cycles import ReverseCycles
 from stretto.solvers.shooting import shooting
 from stretto.solvers.shooting.memory import Memory
-from stretto.solvers.solver import AbstractSolver
 
 F, H = 2, 8
 CHAOTIC = 8.0

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stretto
-from stretto.graph.structure import flatten, like
-from stretto.kernels.layout import Layout
+from stretto.kernels import Layout
+from stretto.solvers import AbstractSolver, Chain, Serial, Solved
 from stretto.solvers.chunks import Chunks
 from stretto.solvers.newton.jacobian import Steps
 from stretto.solvers.newton.line import Line
-from stretto.solvers.serial import Serial
-from stretto.solvers.solver import AbstractSolver, Chain, Solved
+from stretto.state import flatten, unflatten
 
 F, H = 3, 5
 LENGTHS = [4, 0, 6, 1]
@@ -95,7 +94,7 @@ def test_jacobians_are_those_of_the_cell(cell_name: str) -> None:
 
     def moved(earlier_S: torch.Tensor, x_F: torch.Tensor) -> torch.Tensor:
         parts = earlier_S[None].split([part.shape[1] for part in flatten(state)], dim=1)
-        return torch.cat([part[0] for part in flatten(cell(x_F[None], like(state, parts))[1])])
+        return torch.cat([part[0] for part in flatten(cell(x_F[None], unflatten(state, parts))[1])])
 
     taken = steps.taken(earlier_PS)
     dense_PSS, diagonal_PS = taken.jacobians("dense"), taken.jacobians("diagonal")

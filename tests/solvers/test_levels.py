@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.kernels.layout import Layout
+from stretto.kernels import Layout
 from stretto.solvers.multigrid.levels import Level, levels
 from stretto.solvers.multigrid.outlook import Outlook
 

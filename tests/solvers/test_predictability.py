@@ -13,7 +13,7 @@ from newton_cells import Rotated, counted
 from solver_oracle import assert_equal, results
 
 import stretto
-from stretto.solvers.solver import AbstractSolver
+from stretto.solvers import AbstractSolver
 
 H = 16
 GAINS = (0.5, 0.8, 1.0, 1.2, 1.6, 2.0, 2.5, 3.0)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.batching.collate import Batch
-from stretto.training.task import AbstractTask
+from stretto.batching import Batch
+from stretto.training import AbstractTask
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,8 @@ import pytest
 import torch
 from task_gradients import assert_same, built, loss_and_gradients
 
-from stretto.batching.collate import collate
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import AbstractTargets, Labels, Transcripts
+from stretto.batching import collate
+from stretto.data import AbstractTargets, Labels, SequenceSet, Transcripts
 from stretto.errors import StrettoError
 from stretto.tasks.classify import Classify, ClassifyConfig
 

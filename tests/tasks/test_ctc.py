@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from stretto.data.targets import Transcripts
+from stretto.data import Transcripts
 from stretto.tasks.ctc import BLANK, beam_decode, greedy_decode, steps_needed
 
 Labels = tuple[int, ...]

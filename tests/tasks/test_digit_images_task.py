@@ -12,11 +12,9 @@ import torch
 from torch.nn import functional
 
 import stretto
-from stretto.batching.collate import Batch, collate
+from stretto.batching import Batch, collate
+from stretto.data import AbstractTargets, Labels, SequenceSet, write_npz
 from stretto.data.drawn_digits import DrawnDigitsSettings, make_drawn_digits
-from stretto.data.npz import write_npz
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import AbstractTargets, Labels
 from stretto.errors import StrettoError
 from stretto.tasks.digit_images import DigitImages, DigitImagesConfig, DigitImagesModel
 

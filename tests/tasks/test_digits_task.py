@@ -18,11 +18,9 @@ from torch import nn
 from torch.nn import functional
 
 import stretto
-from stretto.batching.collate import Batch, collate
+from stretto.batching import Batch, collate
+from stretto.data import AbstractTargets, Labels, SequenceSet, Transcripts, write_npz
 from stretto.data.drawn_digits import DrawnDigitsSettings, make_drawn_digits
-from stretto.data.npz import write_npz
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import AbstractTargets, Labels, Transcripts
 from stretto.errors import StrettoError
 from stretto.tasks.digits import Digits, DigitsConfig, DigitsModel, one_scale
 

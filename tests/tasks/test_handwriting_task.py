@@ -11,12 +11,11 @@ import pytest
 import torch
 from task_gradients import assert_same, built, loss_and_gradients
 
-from stretto.batching.collate import Batch, collate
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import AbstractTargets, Labels, NoTargets, Transcripts
+from stretto.batching import Batch, collate
+from stretto.data import AbstractTargets, Labels, NoTargets, SequenceSet, Transcripts
 from stretto.errors import StrettoError
 from stretto.tasks.handwriting import Handwriting, HandwritingConfig
-from stretto.training.task import Reading
+from stretto.training import Reading
 
 LENGTHS = [7, 20, 6, 13, 1, 9]
 TEXTS = ["ab", "abba", "bb", "a b", "c", "ca"]

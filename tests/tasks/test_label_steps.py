@@ -13,9 +13,8 @@ from task_gradients import assert_same, built, loss_and_gradients
 from torch import nn
 
 import stretto
-from stretto.batching.collate import collate
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import AbstractTargets, Labels, StepLabels, Transcripts
+from stretto.batching import collate
+from stretto.data import AbstractTargets, Labels, SequenceSet, StepLabels, Transcripts
 from stretto.errors import StrettoError
 from stretto.tasks.label_steps import LabelSteps, LabelStepsConfig
 
@@ -163,7 +162,7 @@ def test_a_set_without_any_label_to_learn_is_refused() -> None:
 
 
 def test_the_embedded_set_is_learnt_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stretto.data.regimes import RegimeSettings, make_regimes
+    from stretto.data import RegimeSettings, make_regimes
 
     small = RegimeSettings(num_train=24, median_length=60, mean_stay=30)
     monkeypatch.setattr("stretto.tasks.label_steps.make_regimes", lambda: make_regimes(small))

@@ -15,8 +15,8 @@ import torch
 from task_gradients import assert_same, built, loss_and_gradients
 from torch.nn import functional
 
-from stretto.batching.collate import collate
-from stretto.data.sequences import SequenceSet
+from stretto.batching import collate
+from stretto.data import SequenceSet
 from stretto.data.text import read_text
 from stretto.errors import StrettoError
 from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling

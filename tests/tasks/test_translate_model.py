@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from stretto.batching.collate import Batch, collate
-from stretto.data.sequences import Sample
+from stretto.batching import Batch, collate
+from stretto.data import Sample
 from stretto.errors import StrettoError
-from stretto.nn.attention import Attention
+from stretto.nn import Attention
+from stretto.tasks import PAD
 from stretto.tasks.translate_model import Sides, TranslateModel, TranslateShape
 from stretto.tasks.translate_search import LENGTH_POWER, LONGER, ROOM, search
-from stretto.tasks.translate_vocabulary import BEGIN, END, PAD
+from stretto.tasks.translate_vocabulary import BEGIN, END
 
 PIECES = 11
 PAIRS = [([3, 4, 5], [6, 7]), ([8], [9, 10, 3, 4, 5]), ([4, 4, 9, 10, 3, 7], [8]), ([5, 6], [3, 3])]

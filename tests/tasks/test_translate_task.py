@@ -14,18 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from stretto.batching.collate import Batch, collate
-from stretto.data.number_words import NumberWordsSettings, make_number_words
-from stretto.data.parallel_text import LinePairs, line_pairs, parallel_set
-from stretto.data.sequences import SequenceSet
+from stretto.batching import Batch, collate
+from stretto.data import LinePairs, SequenceSet, line_pairs, make_number_words
+from stretto.data.number_words import NumberWordsSettings
+from stretto.data.parallel_text import parallel_set
 from stretto.errors import StrettoError
-from stretto.tasks.bleu import Bleu, BleuWords, bleu_names, fitting_words
-from stretto.tasks.registry import CONFIGS, TASKS
-from stretto.tasks.translate import Translate, TranslateConfig
+from stretto.tasks import CONFIGS, PAD, TASKS, Translate, fitting_words
+from stretto.tasks.bleu import Bleu, BleuWords, bleu_names
+from stretto.tasks.translate import TranslateConfig
 from stretto.tasks.translate_model import TranslateModel
-from stretto.tasks.translate_vocabulary import END, FEWEST_PIECES, MARKS, PAD, Vocabulary
-from stretto.training.evaluate import evaluate
-from stretto.training.task import Score
+from stretto.tasks.translate_vocabulary import END, FEWEST_PIECES, MARKS, Vocabulary
+from stretto.training import Score, evaluate
 
 TEXTS = [
     ("a man in a hat .", "ein mann mit hut ."),

@@ -16,13 +16,11 @@ from task_gradients import assert_same, built, loss_and_gradients
 from torch import nn
 
 import stretto
-from stretto.batching.collate import collate
-from stretto.cells.weights import store_layer
+from stretto.batching import collate
+from stretto.cells import store_layer
 from stretto.cli.main import main
-from stretto.data.frames import Framing, read_clips
-from stretto.data.npz import write_npz
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels, Transcripts
+from stretto.data import Framing, Labels, SequenceSet, Transcripts, write_npz
+from stretto.data.frames import read_clips
 from stretto.errors import StrettoError
 from stretto.tasks.video import Video, VideoConfig
 

@@ -17,17 +17,13 @@ from torch.nn import functional
 
 import stretto
 from stretto.cli.train import _config
-from stretto.data.made_text import TextSettings, make_text
-from stretto.data.sequences import SequenceSet
-from stretto.distributed.world import World
+from stretto.data import SequenceSet, make_text
+from stretto.data.made_text import TextSettings
+from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
 from stretto.tasks.text_net import TextNet
-from stretto.training.config import checked
-from stretto.training.evaluate import evaluate
-from stretto.training.events import EVENTS_FILE, EventLog, Subscriber, read_events
-from stretto.training.loop import Trainer
-from stretto.training.outcome import Interrupted
+from stretto.training import EVENTS_FILE, EventLog, Interrupted, Subscriber, Trainer, checked, evaluate, read_events
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +255,7 @@ def test_the_published_net_begins_uniform(text: SequenceSet) -> None:
         ({"tokens": "characters"}, "was read as words, and tokens='characters' was given"),
         ({"window": 0}, "window: "),
         ({"batch_size": 100_000}, "100000 streams"),
-        ({"max_steps": 20}, "4 streams with windows of 7 make 28 slots"),
+        ({"max_padded_steps": 20}, "4 streams with windows of 7 make 28 slots"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(text: SequenceSet, settings: dict[str, Any], told: str) -> None:

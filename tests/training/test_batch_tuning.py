@@ -17,22 +17,28 @@ import pytest
 import safetensors.torch
 import torch
 
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels
+from stretto.data import Labels, SequenceSet
 from stretto.errors import StrettoError
-from stretto.report.run_report import write_run_report
-from stretto.tasks.registry import CONFIGS, TASKS
-from stretto.training import batch_tuning
+from stretto.large_batch import BatchTuner, ThroughputTable
+from stretto.large_batch.guard import Verdict
+from stretto.report import write_run_report
+from stretto.tasks import CONFIGS, TASKS
+from stretto.training import (
+    EVENTS_FILE,
+    MODEL_FILE,
+    AbstractTask,
+    Event,
+    EventLog,
+    Subscriber,
+    Trainer,
+    Updater,
+    batch_tuning,
+    checked,
+    read_events,
+)
 from stretto.training.batch_tuning import _few
 from stretto.training.carrying import carrying_parts
-from stretto.training.config import checked
-from stretto.training.events import EVENTS_FILE, Event, EventLog, Subscriber, read_events
-from stretto.training.loop import MODEL_FILE, Interrupted, LoopResult, Trainer
-from stretto.training.task import AbstractTask
-from stretto.training.update import Updater
-from stretto.tuning.batch_tuner import BatchTuner
-from stretto.tuning.guard import Verdict
-from stretto.tuning.probe import ThroughputTable
+from stretto.training.loop import Interrupted, LoopResult
 
 FIRST = 4
 SEQUENCES = 480

@@ -16,7 +16,8 @@ import safetensors.torch
 import torch
 
 from stretto.errors import StrettoError
-from stretto.training.checkpoint import FOLDER, STATE, TENSORS, Checkpoint, load_newest, save_checkpoint
+from stretto.training import FOLDER
+from stretto.training.checkpoint import STATE, TENSORS, Checkpoint, load_newest, save_checkpoint
 
 FULL_DISK = """
 import resource, sys

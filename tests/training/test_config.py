@@ -12,7 +12,7 @@ from stretto.errors import StrettoError
 from stretto.tasks.classify import ClassifyConfig
 from stretto.tasks.handwriting import HandwritingConfig
 from stretto.tasks.language_model import LanguageModelConfig
-from stretto.training.config import TrainConfig, checked, read_toml
+from stretto.training import TrainConfig, checked, read_toml
 
 CONFIGS = [HandwritingConfig, ClassifyConfig, LanguageModelConfig]
 
@@ -26,7 +26,9 @@ def test_defaults_pass_their_own_checks(kind: type[TrainConfig]) -> None:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_what_is_recorded_comes_back_through_json(kind: type[TrainConfig]) -> None:
-    config = kind(data=Path("some/ink.npz"), out=Path("runs/x"), epochs=3, num_buckets=4, dropout=0.25, max_steps=700)
+    config = kind(
+        data=Path("some/ink.npz"), out=Path("runs/x"), epochs=3, num_buckets=4, dropout=0.25, max_padded_steps=700
+    )
     recorded = json.loads(json.dumps(config.recorded()))
     assert "out" not in recorded
     assert "resume" not in recorded
@@ -54,7 +56,7 @@ def test_what_is_recorded_comes_back_through_json(kind: type[TrainConfig]) -> No
         ("decay_factor", 1.5),
         ("flat_epochs", -1),
         ("gates", "some"),
-        ("max_steps", 0),
+        ("max_padded_steps", 0),
         ("num_buckets", 0),
         ("num_buckets", "some"),
         ("hidden_size", 0),

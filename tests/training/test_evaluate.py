@@ -10,17 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.batching.collate import Batch, collate
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels
+from stretto.batching import Batch, collate
+from stretto.data import Labels, SequenceSet
 from stretto.errors import StrettoError
 from stretto.tasks.classify import Classify, ClassifyConfig
+from stretto.training import EVENTS_FILE, FOLDER, EventLog, Score, Trainer, evaluate
 from stretto.training.bucket_feed import EVALUATION_ROWS
-from stretto.training.checkpoint import FOLDER
-from stretto.training.evaluate import evaluate, show_readings
-from stretto.training.events import EVENTS_FILE, EventLog
-from stretto.training.loop import Trainer
-from stretto.training.task import Score
+from stretto.training.evaluate import show_readings
 
 
 def _task(*, huge: dict[int, float] | None = None, wide: bool = False, **settings: Any) -> Classify:

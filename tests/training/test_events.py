@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.training.events import EVENTS_FILE, Event, EventLog, read_events
+from stretto.training import EVENTS_FILE, Event, EventLog, read_events
 
 FULL_DISK = """
 import resource, sys

@@ -14,16 +14,25 @@ import pytest
 import safetensors.torch
 import torch
 
-from stretto.batching.collate import Batch
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels, Transcripts
+from stretto.batching import Batch
+from stretto.data import Labels, SequenceSet, Transcripts
 from stretto.errors import StrettoError
-from stretto.tasks.registry import CONFIGS, TASKS
-from stretto.training.checkpoint import FOLDER, TENSORS
-from stretto.training.config import checked
-from stretto.training.events import EVENTS_FILE, Event, EventLog, Subscriber, read_events
-from stretto.training.loop import MODEL_FILE, Interrupted, LoopResult, Trainer
-from stretto.training.task import AbstractTask, LossSum
+from stretto.tasks import CONFIGS, TASKS
+from stretto.training import (
+    EVENTS_FILE,
+    FOLDER,
+    MODEL_FILE,
+    AbstractTask,
+    Event,
+    EventLog,
+    LossSum,
+    Subscriber,
+    Trainer,
+    checked,
+    read_events,
+)
+from stretto.training.checkpoint import TENSORS
+from stretto.training.loop import Interrupted, LoopResult
 
 EPOCHS, STEPS = 3, 4
 Outcome = dict[str, Any]

@@ -18,23 +18,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stretto
-from stretto.batching.collate import Batch
-from stretto.data.npz import write_npz
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import StepLabels
-from stretto.distributed.world import World
+from stretto.batching import Batch
+from stretto.data import SequenceSet, StepLabels, write_npz
+from stretto.distributed import World
 from stretto.errors import StrettoError
+from stretto.solvers import AbstractSolver, Chain, Solution, Solved
 from stretto.solvers.shooting.trajectory_cache import Place
-from stretto.solvers.solver import AbstractSolver, Chain, Solution, Solved
 from stretto.tasks.label_steps import LabelSteps, LabelStepsConfig
+from stretto.training import (
+    EVENTS_FILE,
+    MODEL_FILE,
+    EpochRecord,
+    Event,
+    EventLog,
+    LossSum,
+    SilentLog,
+    Trainer,
+    checked,
+    evaluate,
+    read_events,
+    summary_of,
+)
 from stretto.training.carried import pack_caches, unpack_caches
 from stretto.training.checkpoint import Checkpoint, load_newest, save_checkpoint
-from stretto.training.config import checked
-from stretto.training.evaluate import evaluate
-from stretto.training.events import EVENTS_FILE, Event, EventLog, SilentLog, read_events
-from stretto.training.loop import MODEL_FILE, EpochRecord, Interrupted, Trainer
-from stretto.training.solving import Solving, summary_of
-from stretto.training.task import LossSum
+from stretto.training.loop import Interrupted
+from stretto.training.solving import Solving
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

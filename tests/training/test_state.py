@@ -12,10 +12,10 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR, OneCycleLR
 
 from stretto.errors import StrettoError
+from stretto.large_batch import OptimizerName
+from stretto.training import TrainConfig, TrainState
 from stretto.training.checkpoint import load_newest, save_checkpoint
-from stretto.training.config import TrainConfig
-from stretto.training.state import EpochTotals, TrainState
-from stretto.tuning.optimisers import OptimizerName
+from stretto.training.state import EpochTotals
 
 SCHEDULES = get_args(typing.get_type_hints(TrainConfig)["schedule"])
 

@@ -12,15 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stretto.batching.collate import Batch
-from stretto.data.sequences import SequenceSet
-from stretto.distributed.world import World
+from stretto.batching import Batch
+from stretto.data import SequenceSet
+from stretto.distributed import World
 from stretto.errors import StrettoError
+from stretto.training import Carrying, StreamFeed, TrainConfig, fresh_state, measured_windows
 from stretto.training.bucket_feed import BucketFeed
-from stretto.training.carrying import Carrying, fresh_state
-from stretto.training.config import TrainConfig
-from stretto.training.stream_feed import StreamFeed
-from stretto.training.stream_text import measured_windows
 
 
 def _text(num_words: int, *, seed: int = 0) -> SequenceSet:
@@ -283,7 +280,7 @@ def test_no_gradient_goes_into_the_window_before() -> None:
     ("changes", "told"),
     [
         ({"batch_size": 50}, "makes 50 streams of a text of 49 words"),
-        ({"max_steps": 11}, "3 streams with windows of 4 make 12 slots, more than max_steps=11"),
+        ({"max_padded_steps": 11}, "3 streams with windows of 4 make 12 slots, more than max_padded_steps=11"),
         ({"num_words": 1}, "a single word"),
     ],
 )

@@ -9,16 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.data.sequences import PARTS, SequenceSet
-from stretto.data.targets import Labels
-from stretto.distributed.world import World
-from stretto.tasks.registry import CONFIGS, task_named
-from stretto.training.config import checked
-from stretto.training.events import SilentLog
-from stretto.training.loop import Trainer
-from stretto.training.state import TrainState
-from stretto.training.task import AbstractTask
-from stretto.training.update import Updater
+from stretto.data import PARTS, Labels, SequenceSet
+from stretto.distributed import World
+from stretto.tasks import CONFIGS, task_named
+from stretto.training import AbstractTask, SilentLog, Trainer, TrainState, Updater, checked
 
 LENGTHS_VARY = ("handwriting", "label-steps", "language-model", "translate", "classify")
 # A clip is an element, as for classify.

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stretto.data.sequences import Sample
+from stretto.data import Sample
 from stretto.errors import StrettoError
 
 NO_STEP: Final = -1

@@ -41,27 +41,29 @@ class StepCost:
     """The time of one sequence when a batch of B sequences of L steps takes a + L (s0 + s1 B).
 
     Call it with lengths: it is a `cost` for `optimal_edges` and `BucketSampler`. With a step budget a batch holds
-    B = max_steps // L sequences, so the latency s0 of a step is shared by fewer sequences the longer they are, and
-    the cost grows faster than L.
+    B = max_padded_steps // L sequences, so the latency s0 of a step is shared by fewer sequences the longer they are,
+    and the cost grows faster than L.
 
     Attributes:
         per_batch: a, spent once a batch (launch, optimiser, all-reduce).
         per_step: s0, spent once a time step whatever the batch.
         per_slot: s1, spent on each sequence's step.
-        max_steps: The step budget, slots of a padded batch.
+        max_padded_steps: The step budget, slots of a padded batch.
         batch_size: The fixed batch size, instead of a budget.
     """
 
     per_batch: float
     per_step: float
     per_slot: float
-    max_steps: int | None = None
+    max_padded_steps: int | None = None
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.max_steps is None) == (self.batch_size is None) or (self.max_steps or self.batch_size or 0) < 1:
+        if (self.max_padded_steps is None) == (self.batch_size is None) or (
+            self.max_padded_steps or self.batch_size or 0
+        ) < 1:
             raise StrettoError(
-                f"StepCost got max_steps={self.max_steps} and batch_size={self.batch_size}",
+                f"StepCost got max_padded_steps={self.max_padded_steps} and batch_size={self.batch_size}",
                 fix="Give exactly one of them, at least 1.",
             )
         terms = (self.per_batch, self.per_step, self.per_slot)
@@ -75,8 +77,8 @@ class StepCost:
         """Seconds of one sequence padded to each of the lengths."""
         length_V = np.asarray(lengths, dtype=np.float64)
         rows_V = np.full_like(length_V, self.batch_size or 0)
-        if self.max_steps is not None:
-            rows_V = np.maximum(1.0, np.floor(self.max_steps / length_V))
+        if self.max_padded_steps is not None:
+            rows_V = np.maximum(1.0, np.floor(self.max_padded_steps / length_V))
         return (self.per_batch + self.per_step * length_V) / rows_V + self.per_slot * length_V
 
     @classmethod
@@ -85,7 +87,7 @@ class StepCost:
         shapes: Sequence[tuple[int, int]],
         seconds: Sequence[float],
         *,
-        max_steps: int | None = None,
+        max_padded_steps: int | None = None,
         batch_size: int | None = None,
     ) -> "StepCost":
         """Fit the three terms, none below zero, to timed (rows, steps) shapes by relative least squares."""
@@ -106,7 +108,11 @@ class StepCost:
         terms = _non_negative_least_squares(design_M3, np.ones_like(time_M))
         per_batch, per_step, per_slot = (float(term) for term in terms)
         return cls(
-            per_batch=per_batch, per_step=per_step, per_slot=per_slot, max_steps=max_steps, batch_size=batch_size
+            per_batch=per_batch,
+            per_step=per_step,
+            per_slot=per_slot,
+            max_padded_steps=max_padded_steps,
+            batch_size=batch_size,
         )
 
     @classmethod
@@ -115,13 +121,13 @@ class StepCost:
         train_step: Callable[[int, int], object],
         *,
         longest: int,
-        max_steps: int | None = None,
+        max_padded_steps: int | None = None,
         batch_size: int | None = None,
         repeats: int = 3,
     ) -> "StepCost":
         """Time `train_step(rows, steps)` at nine shapes up to `longest` steps, interleaved, and fit the minima."""
         steps = sorted({max(1, longest // 16), max(1, longest // 4), longest})
-        most = batch_size if batch_size is not None else max(1, (max_steps or 1) // longest)
+        most = batch_size if batch_size is not None else max(1, (max_padded_steps or 1) // longest)
         shapes = [(rows, length) for length in steps for rows in sorted({1, max(1, most // 2), most})]
         if len(shapes) < 3:
             shapes = [(1, 1), (1, 2), (2, 1)]
@@ -130,7 +136,9 @@ class StepCost:
             begun = time.perf_counter()
             train_step(*shape)
             best[shape] = min(best[shape], time.perf_counter() - begun)
-        return cls.fit(shapes, [best[shape] for shape in shapes], max_steps=max_steps, batch_size=batch_size)
+        return cls.fit(
+            shapes, [best[shape] for shape in shapes], max_padded_steps=max_padded_steps, batch_size=batch_size
+        )
 
 
 def _non_negative_least_squares(

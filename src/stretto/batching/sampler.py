@@ -38,7 +38,7 @@ class BucketSampler(Sampler[list[int]]):
     Args:
         lengths: Steps of each sequence, at least 1.
         batch_size: Most sequences of one rank's batch.
-        max_steps: Most slots (rows times longest) of one rank's batch, never exceeded. Either or both may be given.
+        max_padded_steps: Most padded steps (rows times longest) of one rank's batch, a hard cap. Give either or both.
         num_buckets: How many buckets, or "auto": as many as pay for the ragged tail batch that each one brings.
         edges: Bucket edges to use instead of the optimal ones.
         cost: Of one sequence padded to a length, non-decreasing; None counts steps.
@@ -58,7 +58,7 @@ class BucketSampler(Sampler[list[int]]):
         lengths: npt.ArrayLike,
         *,
         batch_size: int | None = None,
-        max_steps: int | None = None,
+        max_padded_steps: int | None = None,
         num_buckets: int | Literal["auto"] = "auto",
         edges: npt.ArrayLike | None = None,
         cost: Cost | None = None,
@@ -69,9 +69,9 @@ class BucketSampler(Sampler[list[int]]):
     ) -> None:
         self._lengths_N = as_lengths(lengths)
         self._batch_size = self._rows = _positive("batch_size", batch_size)
-        self._max_steps = _positive("max_steps", max_steps)
-        if batch_size is None and max_steps is None:
-            raise StrettoError("BucketSampler got no size of a batch", fix="Give batch_size, max_steps or both.")
+        self._max_padded_steps = _positive("max_padded_steps", max_padded_steps)
+        if batch_size is None and max_padded_steps is None:
+            raise StrettoError("BucketSampler got no size of a batch", fix="Give batch_size, max_padded_steps or both.")
         self._refuse_too_long()
         self._num_buckets = int(num_buckets) if isinstance(num_buckets, np.integer) else num_buckets
         self._cost = cost
@@ -253,9 +253,9 @@ class BucketSampler(Sampler[list[int]]):
             edges_K = optimal_edges(self._lengths_N, self._num_buckets, self._cost, bucket_price=price)
         most = len(self._lengths_N)
         rows_K = np.full(len(edges_K), min(rows or most, most))
-        if self._max_steps is not None:
+        if self._max_padded_steps is not None:
             # More slots than all sequences have together cap nothing.
-            capped = min(self._max_steps, most * int(edges_K[-1]))
+            capped = min(self._max_padded_steps, most * int(edges_K[-1]))
             rows_K = np.minimum(rows_K, np.maximum(1, capped // edges_K))
         return Buckets(edges_K=edges_K, bucket_N=bucket_of(self._lengths_N, edges_K), rows_K=rows_K)
 
@@ -265,15 +265,16 @@ class BucketSampler(Sampler[list[int]]):
         if self._cost is not None:
             distinct, inverse = np.unique(self._lengths_N, return_inverse=True)
             cost_N = np.abs(cost_of(distinct, self._cost))[inverse]
-        by_budget = self._max_steps / self._lengths_N.mean() if self._max_steps is not None else np.inf
+        by_budget = self._max_padded_steps / self._lengths_N.mean() if self._max_padded_steps is not None else np.inf
         return float(min(rows or np.inf, by_budget) * world_size * cost_N.mean() / 2)
 
     def _refuse_too_long(self) -> None:
         longest = int(self._lengths_N.argmax())
-        if self._max_steps is not None and self._lengths_N[longest] > self._max_steps:
+        if self._max_padded_steps is not None and self._lengths_N[longest] > self._max_padded_steps:
             raise StrettoError(
-                f"sequence {longest} has {self._lengths_N[longest]} steps, more than max_steps={self._max_steps}",
-                fix="Raise max_steps to at least that, or shorten or remove the sequence.",
+                f"sequence {longest} has {self._lengths_N[longest]} steps, "
+                f"more than max_padded_steps={self._max_padded_steps}",
+                fix="Raise max_padded_steps to at least that, or shorten or remove the sequence.",
             )
 
     def _checked_edges(self, edges: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -289,13 +290,13 @@ class BucketSampler(Sampler[list[int]]):
                 f"edges {edges_K.tolist()} do not rise up to the longest sequence ({self._lengths_N.max()} steps)",
                 fix="Give rising edges, the last at least as long as the longest sequence.",
             )
-        if self._max_steps is not None:
+        if self._max_padded_steps is not None:
             # An edge may lie beyond the longest sequence; the cap must hold when batches are padded to it.
             edges_K = np.unique(np.minimum(edges_K, self._lengths_N.max()))
         return edges_K
 
     def _digest(self) -> str:
-        settings = [self._batch_size, self._max_steps, self._num_buckets, self._shuffle, self._seed]
+        settings = [self._batch_size, self._max_padded_steps, self._num_buckets, self._shuffle, self._seed]
         hasher = hashlib.sha256(json.dumps(settings).encode())
         if self._cost is not None:
             hasher.update(cost_of(np.unique(self._lengths_N), self._cost).tobytes())

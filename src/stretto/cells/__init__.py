@@ -1,10 +1,11 @@
 """Recurrent cells: what one is, the well-known ones, wrappers around any, and weights from and to torch."""
 
 from stretto.cells.attention_cell import AttentionCell
-from stretto.cells.cell import Cell
+from stretto.cells.cell import Cell, State
 from stretto.cells.clockwork import Clockwork
 from stretto.cells.coupled_lstm import CoupledLSTM
 from stretto.cells.elman import Elman
+from stretto.cells.gated import AbstractGatedCell
 from stretto.cells.gru import GRU
 from stretto.cells.implicit_gru import ImplicitGRU
 from stretto.cells.indrnn import IndRNN
@@ -23,6 +24,7 @@ from stretto.cells.zoneout import Zoneout
 __all__ = [
     "GRU",
     "LSTM",
+    "AbstractGatedCell",
     "AttentionCell",
     "Cell",
     "Clockwork",
@@ -38,6 +40,7 @@ __all__ = [
     "PeepholeLSTM",
     "ProjectedLSTM",
     "RecurrentDropout",
+    "State",
     "Zoneout",
     "cell_from",
     "load_layer",

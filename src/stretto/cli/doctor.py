@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stretto.cells.elman import Elman
+from stretto.cells import Elman
 from stretto.cli.parsing import parse
 from stretto.errors import StrettoError
 from stretto.extras import EXTRA_OF
-from stretto.kernels.compiler import Compiler, NoCompiler, find_compiler, library_folder
-from stretto.nn.rnn import RNN
-from stretto.storage import CACHE_VARIABLE, cache_folder
+from stretto.files import CACHE_VARIABLE, cache_folder
+from stretto.kernels import Compiler, NoCompiler, find_compiler, library_folder
+from stretto.nn import RNN
 
 PACKAGES: Final = {"HersheyFonts": "Hershey-Fonts", "PIL": "pillow"}
 """Packages that are called otherwise than their modules."""

@@ -21,15 +21,13 @@ from rich.text import Text
 from torch import nn
 
 import stretto.cells
-from stretto.cells.cell import Cell
+from stretto.cells import Cell
 from stretto.cli.parsing import checked_flags, parse
 from stretto.errors import StrettoError
-from stretto.graph.network.cell import GraphCell
-from stretto.graph.network.graph import Graph
-from stretto.graph.trace import stepped
-from stretto.nn.rnn import RNN
-from stretto.storage import write_text_atomically
-from stretto.training.config import Count
+from stretto.files import write_text_atomically
+from stretto.graph import Graph, GraphCell, stepped
+from stretto.nn import RNN
+from stretto.training import Count
 
 INPUT_SIZE: Final = 64
 HIDDEN_SIZE: Final = 128

@@ -9,11 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from stretto.cli.parsing import checked_flags, parse
-from stretto.data.handwriting import load_handwriting
-from stretto.data.opening import open_sequences
-from stretto.report.inspection import inspect_lengths, render
-from stretto.report.inspection_page import write_inspection_page
-from stretto.training.config import Count
+from stretto.data import load_handwriting, open_sequences
+from stretto.report import inspect_lengths, render, write_inspection_page
+from stretto.training import Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,14 +22,14 @@ class InspectSettings:
         data: A file or folder (.npz, .parquet, .arrow, .feather, .txt, .txt.gz, .inkml, IAM-OnDB), or the word
             handwriting for the embedded set.
         batch_size: Sequences in a batch; 32 when max-steps is left out too.
-        max_steps: Most slots (sequences times longest) in a batch.
+        max_padded_steps: Most slots (sequences times longest) in a batch.
         num_buckets: How many, or auto: as many as pay.
         html: Also write a page to this file.
     """
 
     data: tyro.conf.Positional[str]
     batch_size: Count | None = None
-    max_steps: Count | None = None
+    max_padded_steps: Count | None = None
     num_buckets: Count | Literal["auto"] = "auto"
     html: Path | None = None
 
@@ -41,9 +39,9 @@ def run(words: list[str]) -> int:
     settings = checked_flags(parse(InspectSettings, words, prog="stretto inspect"))
     named = settings.data == "handwriting" and not Path(settings.data).exists()
     data = load_handwriting() if named else open_sequences(settings.data)
-    batch_size = 32 if settings.batch_size is None and settings.max_steps is None else settings.batch_size
+    batch_size = 32 if settings.batch_size is None and settings.max_padded_steps is None else settings.batch_size
     inspection = inspect_lengths(
-        data, batch_size=batch_size, max_steps=settings.max_steps, num_buckets=settings.num_buckets
+        data, batch_size=batch_size, max_padded_steps=settings.max_padded_steps, num_buckets=settings.num_buckets
     )
     console = Console()
     console.print(render(inspection))

@@ -13,8 +13,6 @@ VERBS: Final = {
     "train": "train a task on your sequences or the embedded ones",
     "inspect": "lengths, buckets and padding of a data set",
     "report": "the HTML page of a run",
-    "bench": "side by side with peers, ratios from one run",
-    "reproduce": "a paper's experiment: a table, a plot and a JSON file",
     "explain": "what becomes of a cell: what leaves the time loop, and what a step costs",
     "doctor": "what Stretto will use on this machine, and why",
 }
@@ -30,8 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(f"stretto {importlib.metadata.version('stretto')}")
         return 0
+    return report_errors(_run_verb, words)
+
+
+def report_errors(command: Callable[[list[str]], int], words: list[str]) -> int:
+    """The exit code of a command; what the user can put right is printed as a sentence."""
     try:
-        return _verb(words[0])(words[1:])
+        return command(words)
     except StrettoError as error:
         return show_error(error)
     except KeyboardInterrupt:
@@ -42,11 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _verb(name: str) -> Callable[[list[str]], int]:
+def _run_verb(words: list[str]) -> int:
+    name, *rest = words
     if name not in VERBS:
         raise StrettoError(f"there is no verb {name!r}", fix=f"Choose one of {', '.join(VERBS)}.")
     run: Callable[[list[str]], int] = importlib.import_module(f"stretto.cli.{name}").run
-    return run
+    return run(rest)
 
 
 def usage() -> str:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import tyro
 
 from stretto.errors import StrettoError
-from stretto.training.config import checked
+from stretto.training import checked
 
 S = TypeVar("S")
 

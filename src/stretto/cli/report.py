@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stretto.cli.parsing import parse
-from stretto.report.run_report import write_run_report
+from stretto.report import write_run_report
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,15 +8,12 @@ from rich.text import Text
 
 from stretto.cli.fault import show_error
 from stretto.cli.parsing import checked_flags, choose, parse, take_option
-from stretto.distributed.joining import LostWorker, is_first, is_worker
-from stretto.distributed.launching import leave_exit, start_workers
+from stretto.distributed import LostWorker, is_first, is_worker, leave_exit, start_workers
 from stretto.errors import StrettoError
 from stretto.job import next_run, run_job, stored_settings
-from stretto.report.console import console_view
-from stretto.tasks.registry import CONFIGS, TASKS
-from stretto.training.config import TrainConfig, checked, read_toml
-from stretto.training.outcome import Interrupted
-from stretto.training.preset import PRESET, with_preset
+from stretto.report import console_view
+from stretto.tasks import CONFIGS, TASKS
+from stretto.training import PRESET, Interrupted, TrainConfig, checked, read_toml, with_preset
 
 INTERRUPTED = 130
 

@@ -17,7 +17,7 @@ from stretto.data.glyphs import font_glyphs
 from stretto.data.npz import read_npz, write_npz
 from stretto.data.sequences import PARTS, SequenceSet
 from stretto.data.targets import Labels
-from stretto.storage import cache_folder
+from stretto.files import cache_folder
 
 Array = npt.NDArray[Any]
 GENERATOR_VERSION: Final = 1

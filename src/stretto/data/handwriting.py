@@ -13,7 +13,7 @@ from stretto.data.npz import read_npz, write_npz
 from stretto.data.sequences import PARTS, SequenceSet
 from stretto.data.targets import Transcripts
 from stretto.data.writer import Writer
-from stretto.storage import cache_folder
+from stretto.files import cache_folder
 
 GENERATOR_VERSION: Final = 2
 

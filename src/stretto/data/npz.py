@@ -23,7 +23,7 @@ from stretto.data.ink import pen_features
 from stretto.data.sequences import PARTS, SequenceSet
 from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels, Transcripts
 from stretto.errors import StrettoError
-from stretto.storage import write_atomically
+from stretto.files import write_atomically
 
 Array = npt.NDArray[Any]
 LOCAL_HEADER_BYTES: Final = 30

@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.distributed.world import World
 from stretto.errors import StrettoError
-from stretto.graph.structure import mapped
-from stretto.nn.rnn import RNN
-from stretto.solvers.ranks.neighbours import count_ranks
-from stretto.solvers.ranks.relay import PIECE, Relay
+from stretto.nn import RNN
+from stretto.solvers import PIECE, Relay, count_ranks
+from stretto.state import map_state
 
 
 @final
@@ -138,7 +137,7 @@ class TimeMesh:
             # The ranks of a time group follow each other; a layer that reads backwards ends on the first.
             place = 0 if rnn.bidirectional and number % 2 else self.time.size - 1
             source = distributed.get_rank() - self.time.rank + place
-            found.append(mapped(one, lambda part, source=source: self._from(part, source)))  # type: ignore[misc]
+            found.append(map_state(lambda part, source=source: self._from(part, source), one))
         return found[0] if len(found) == 1 else tuple(found)
 
     def _from(self, part: torch.Tensor, source: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 from stretto.errors import StrettoError
 from stretto.graph.node import Node
 from stretto.graph.recorder import TWO_SIZES, Recording, Untraceable, merged, record, refuse_own_gradients
-from stretto.graph.structure import flatten, like
+from stretto.state import flatten, unflatten
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ def trace(cell: nn.Module, *, x_shape: tuple[int, ...], x_dtype: torch.dtype, st
                 name: recorder.enter(tensor, name.replace(".", "_")) for name, tensor in tensors.items()
             }
             with recorder:
-                y, after = _tried(cell, x, like(state, parts))
+                y, after = _tried(cell, x, unflatten(state, parts))
             _check_step(cell, y, after, parts)
             refuse_own_gradients(recorder, [y, *flatten(after)])
             found["y"], found["next"] = recorder.look_up(y), [recorder.look_up(part) for part in flatten(after)]

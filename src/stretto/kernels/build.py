@@ -10,11 +10,7 @@ import torch
 from torch import nn
 
 from stretto.errors import StrettoError
-from stretto.graph.adjoint import Body, derive
-from stretto.graph.analyse import Plan, analyse
-from stretto.graph.recorder import Untraceable
-from stretto.graph.structure import flatten
-from stretto.graph.trace import trace
+from stretto.graph import Body, Plan, Untraceable, analyse, derive, trace
 from stretto.kernels.compiler import NoCompiler
 from stretto.kernels.cpp import CppKernel
 from stretto.kernels.eager import EagerKernel
@@ -24,6 +20,7 @@ from stretto.kernels.lower import Unsupported
 from stretto.kernels.plain import PlainProgram
 from stretto.kernels.program import Program
 from stretto.kernels.row_products import warm_up
+from stretto.state import flatten
 
 KernelChoice: TypeAlias = Literal["auto", "eager", "cpp"]
 SaveChoice: TypeAlias = Literal["auto", "states"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import final
 
 from stretto.errors import StrettoError
-from stretto.storage import cache_folder, disk_errors, write_atomically, write_text_atomically
+from stretto.files import cache_folder, disk_errors, write_atomically, write_text_atomically
 
 COMPILER_VARIABLE = "CXX"
 OPTIONAL_FLAGS = ("-march=native", "-mcpu=native", "-fopenmp", "--param=avoid-fma-max-bits=0")

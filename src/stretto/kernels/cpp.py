@@ -10,9 +10,7 @@ from typing import Any, final
 
 import torch
 
-from stretto.graph.adjoint import Body, Kind
-from stretto.graph.interpret import run
-from stretto.graph.node import Node, sized
+from stretto.graph import Body, Kind, Node, run, sized
 from stretto.kernels.compiler import compiled
 from stretto.kernels.generate import Generated, generate_backward, generate_forward, source_of
 from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs

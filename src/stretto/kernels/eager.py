@@ -7,9 +7,7 @@ from typing import Any, final
 
 import torch
 
-from stretto.graph.adjoint import Kind
-from stretto.graph.interpret import run
-from stretto.graph.node import Node, Rows, sized
+from stretto.graph import Kind, Node, Rows, run, sized
 from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
 from stretto.kernels.layout import Layout
 

@@ -10,8 +10,7 @@ from typing import Any, final
 
 import torch
 
-from stretto.graph.interpret import evaluate
-from stretto.graph.node import Node
+from stretto.graph import Node, evaluate
 from stretto.kernels.row_norm import can_norm, norm
 from stretto.kernels.row_products import can_run, column_sums, product, weight_gradient
 

@@ -6,10 +6,7 @@ from typing import final
 
 import torch
 
-from stretto.graph.adjoint import Body, Kind
-from stretto.graph.node import Node
-from stretto.graph.operators import is_view
-from stretto.graph.recorder import filled
+from stretto.graph import Body, Kind, Node, filled, is_view
 from stretto.kernels.emit import StepWriter
 from stretto.kernels.lower import Lowering, Unsupported
 from stretto.kernels.rows import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stretto.graph.adjoint import Body
+from stretto.graph import Body
 from stretto.kernels.folded import Deferral
 from stretto.kernels.layout import Layout
 

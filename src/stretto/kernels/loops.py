@@ -11,8 +11,7 @@ from typing import Any, final
 
 import torch
 
-from stretto.graph.adjoint import Kind
-from stretto.graph.node import Node
+from stretto.graph import Kind, Node
 from stretto.kernels.eager import EagerKernel
 from stretto.kernels.folded import Earlier
 from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs

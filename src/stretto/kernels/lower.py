@@ -4,8 +4,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, final
 
-from stretto.graph.node import Node, Rows
-from stretto.graph.recorder import filled
+from stretto.graph import Node, Rows, filled
 from stretto.kernels.pointwise import POINTWISE
 from stretto.kernels.rows import (
     AbstractValue,

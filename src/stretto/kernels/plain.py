@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from stretto.graph.structure import flatten, like
-from stretto.graph.trace import stepped
+from stretto.graph import stepped
 from stretto.kernels.layout import Layout
 from stretto.kernels.program import Walk
+from stretto.state import flatten, unflatten
 
 
 @final
@@ -39,7 +39,7 @@ class PlainProgram:
         outputs = []
         for step in range(layout.num_steps):
             start, count = int(layout.starts_T[step]), int(layout.rows_T[step])
-            x, before = x_PF[start : start + count], like(self.structure, [s[:count] for s in now])
+            x, before = x_PF[start : start + count], unflatten(self.structure, [s[:count] for s in now])
             y, after = (
                 functional_call(self.cell, dict(parameters), (x, before)) if replaced else stepped(self.cell, x, before)
             )
@@ -51,7 +51,7 @@ class PlainProgram:
         if not outputs:
             with torch.no_grad():
                 one = x_PF.new_zeros(1, *x_PF.shape[1:])
-                y, _ = stepped(self.cell, one, like(self.structure, [s.new_zeros(1, *s.shape[1:]) for s in now]))
+                y, _ = stepped(self.cell, one, unflatten(self.structure, [s.new_zeros(1, *s.shape[1:]) for s in now]))
             outputs.append(y[:0])
         return torch.cat(outputs), now
         yield []  # type: ignore[unreachable]  # what makes this a walk, though one that asks for no loops

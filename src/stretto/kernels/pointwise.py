@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
-from stretto.graph.node import Node
+from stretto.graph import Node
 from stretto.kernels.rows import AbstractValue
 
 Take: TypeAlias = "Callable[[Any], AbstractValue]"

@@ -10,10 +10,7 @@ from typing import Any, TypeAlias, final
 import torch
 
 from stretto.errors import StrettoError
-from stretto.graph.adjoint import Body
-from stretto.graph.analyse import Loop, Place, Plan
-from stretto.graph.interpret import run
-from stretto.graph.node import Node
+from stretto.graph import Body, Loop, Node, Place, Plan, run
 from stretto.kernels.folded import evaluate_folded
 from stretto.kernels.kernel import AbstractKernel, Inputs
 from stretto.kernels.layout import Layout

@@ -1,13 +1,40 @@
 """Layers that users put in a model."""
 
-from stretto.nn.bidirectional_lstm import BidirectionalLSTM as BidirectionalLSTM
-from stretto.nn.carried_state import CarriedState as CarriedState
-from stretto.nn.carried_state import detach_state as detach_state
-from stretto.nn.carried_state import reset_rows as reset_rows
-from stretto.nn.reversal import reverse_padded as reverse_padded
-from stretto.nn.rnn import RNN as RNN
-from stretto.nn.standardise import Standardise as Standardise
-from stretto.nn.streams import Chunk as Chunk
-from stretto.nn.streams import Streams as Streams
-from stretto.nn.truncated import Part as Part
-from stretto.nn.truncated import TruncatedBPTT as TruncatedBPTT
+from stretto.nn.attention import Attention
+from stretto.nn.bidirectional_lstm import BidirectionalLSTM, LayerKernel, remember_by_default
+from stretto.nn.carried_state import CarriedState, detach_state, reset_rows
+from stretto.nn.ragged import as_rows
+from stretto.nn.reversal import reverse_padded
+from stretto.nn.rnn import RNN
+from stretto.nn.stack import Direction, run_stack
+from stretto.nn.stacking import stack_steps, stacked_lengths
+from stretto.nn.standardise import Standardise
+from stretto.nn.streams import Chunk, Streams
+from stretto.nn.torch_layers import DTYPES, accelerate, layer_program, layer_weights
+from stretto.nn.truncated import Part, TruncatedBPTT
+
+__all__ = [
+    "DTYPES",
+    "RNN",
+    "Attention",
+    "BidirectionalLSTM",
+    "CarriedState",
+    "Chunk",
+    "Direction",
+    "LayerKernel",
+    "Part",
+    "Standardise",
+    "Streams",
+    "TruncatedBPTT",
+    "accelerate",
+    "as_rows",
+    "detach_state",
+    "layer_program",
+    "layer_weights",
+    "remember_by_default",
+    "reset_rows",
+    "reverse_padded",
+    "run_stack",
+    "stack_steps",
+    "stacked_lengths",
+]

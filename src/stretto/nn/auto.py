@@ -11,10 +11,9 @@ from typing import Any, Final, final
 
 import torch
 
-from stretto.kernels.layout import Layout
+from stretto.kernels import Layout
 from stretto.nn.stack import Direction, StackResult, Way
-from stretto.solvers.shooting.shooting import Shooting
-from stretto.solvers.solver import Solution
+from stretto.solvers import Shooting, Solution
 
 BUDGET: Final = 0.02
 """The share of all time that trials may cost beyond step after step."""

@@ -8,10 +8,10 @@ from typing import Literal, TypeAlias, final
 import torch
 from torch import nn
 
-from stretto.nn.accelerate import DTYPES, layer_program, layer_weights
 from stretto.nn.ragged import as_rows
 from stretto.nn.reversal import reverse_padded
 from stretto.nn.stack import Direction, run_stack
+from stretto.nn.torch_layers import DTYPES, layer_program, layer_weights
 
 LayerKernel: TypeAlias = Literal["compiled", "torch"]
 

@@ -8,12 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from stretto.graph.drawing.draw import draw
-from stretto.graph.drawing.svg import document
-from stretto.graph.summary import LoopSummary, Operator, Product, Summary, sizes
-from stretto.kernels.build import Built
-from stretto.kernels.cpp import CppKernel
-from stretto.kernels.program import Program
+from stretto.graph import LoopSummary, Operator, Product, Summary, document, draw, sizes
+from stretto.kernels import Built, CppKernel, Program
 
 WIDTH: Final = 100
 INDENT: Final = 11

@@ -11,8 +11,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from stretto.errors import StrettoError
-from stretto.graph.structure import mapped
-from stretto.kernels.layout import Layout
+from stretto.kernels import Layout
+from stretto.state import map_state
 
 
 @final
@@ -40,14 +40,14 @@ class Rows:
         """A state of the batch in the order of the layout."""
         if self.order_B is None:
             return state
-        return mapped(state, lambda part: part.index_select(0, self._order(part)))
+        return map_state(lambda part: part.index_select(0, self._order(part)), state)
 
     def restored(self, state: Any) -> Any:
         """A state in the order of the layout in that of the batch."""
         if self.order_B is None:
             return state
         back_B = torch.argsort(self.order_B)
-        return mapped(state, lambda part: part.index_select(0, back_B.to(part.device)))
+        return map_state(lambda part: part.index_select(0, back_B.to(part.device)), state)
 
     def _order(self, part: torch.Tensor) -> torch.Tensor:
         assert self.order_B is not None

@@ -12,19 +12,17 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from stretto.cells.weights import cell_from
+from stretto.cells import cell_from
 from stretto.errors import StrettoError
-from stretto.graph.structure import flatten, like
-from stretto.graph.trace import stepped
-from stretto.kernels.build import Built, KernelChoice, SaveChoice, build
-from stretto.kernels.layout import Layout
+from stretto.graph import stepped
+from stretto.kernels import Built, KernelChoice, Layout, SaveChoice, build
 from stretto.nn.auto import Auto
 from stretto.nn.explanation import Explanation
 from stretto.nn.fingerprint import fingerprint
 from stretto.nn.ragged import Rows, as_rows
 from stretto.nn.stack import Direction, StackResult, Way, run_stack
-from stretto.solvers.solver import AbstractSolver, Solution
-from stretto.solvers.variants import AnyProgram, Variants
+from stretto.solvers import AbstractSolver, AnyProgram, Solution, Variants
+from stretto.state import flatten, unflatten
 
 TORCH_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
 
@@ -117,7 +115,7 @@ class RNN(nn.Module):
         if alone:
             assert isinstance(x, torch.Tensor)
             x = x.unsqueeze(0 if self.batch_first else 1)
-            state = None if state is None else like(state, [part.unsqueeze(0) for part in flatten(state)])
+            state = None if state is None else unflatten(state, [part.unsqueeze(0) for part in flatten(state)])
         data = x.data if isinstance(x, PackedSequence) else x
         if (
             not isinstance(data, torch.Tensor)
@@ -153,13 +151,13 @@ class RNN(nn.Module):
             self.solutions = tuple(result.solutions)
             y = rows.output(result.y_PF)
             after = [
-                rows.restored(like(initial, final_state))
+                rows.restored(unflatten(initial, final_state))
                 for initial, final_state in zip(states, result.states, strict=True)
             ]
         if alone:
             assert isinstance(y, torch.Tensor)
             y = y.squeeze(0 if self.batch_first else 1)
-            after = [like(part, [tensor.squeeze(0) for tensor in flatten(part)]) for part in after]
+            after = [unflatten(part, [tensor.squeeze(0) for tensor in flatten(part)]) for part in after]
         return y, after[0] if len(after) == 1 else tuple(after)
 
     def _run(
@@ -195,7 +193,9 @@ class RNN(nn.Module):
             elif x.is_floating_point():
                 x = x.to(own)
             if state is not None:
-                state = like(state, [part.to(own) if part.is_floating_point() else part for part in flatten(state)])
+                state = unflatten(
+                    state, [part.to(own) if part.is_floating_point() else part for part in flatten(state)]
+                )
             return x, state
         wrong = next((t.dtype for t in given if t.is_floating_point() and own is not None and t.dtype != own), None)
         if wrong is not None:
@@ -280,7 +280,7 @@ class RNN(nn.Module):
                     f"the state has the shapes {have} and the cell's own has {want}",
                     fix="Give a state as it is returned, with a row for each sequence.",
                 )
-        return [like(own, flatten(one)) for one, own in zip(given, made, strict=True)]
+        return [unflatten(own, flatten(one)) for one, own in zip(given, made, strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
         """Compiled code is found again, not stored."""
@@ -313,7 +313,7 @@ def output_shape(built: Built, cell: nn.Module, features: tuple[int, ...], initi
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         like_part = flatten(initial)
         x = torch.zeros(2, *features, dtype=like_part[0].dtype if like_part else None)
-        y, _ = stepped(cell, x, like(initial, [part.new_zeros(2, *part.shape[1:]) for part in like_part]))
+        y, _ = stepped(cell, x, unflatten(initial, [part.new_zeros(2, *part.shape[1:]) for part in like_part]))
     return tuple(y.shape[1:])
 
 

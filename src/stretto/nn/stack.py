@@ -11,14 +11,9 @@ from typing import final
 import torch
 from torch.nn import functional
 
-from stretto.kernels.build import SaveChoice
-from stretto.kernels.cpp import CppKernel
-from stretto.kernels.layout import Layout
-from stretto.kernels.plain import PlainProgram
-from stretto.kernels.program import Program, run_together
+from stretto.kernels import CppKernel, Layout, PlainProgram, Program, SaveChoice, run_together
 from stretto.nn.recompute import recomputed, stretches
-from stretto.solvers.solver import AbstractSolver, Chain, Solution
-from stretto.solvers.variants import Variants
+from stretto.solvers import AbstractSolver, Chain, Solution, Variants
 
 MOST_CHUNKS = 16
 CHUNK_COST = 1 << 24

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from stretto.data.sequences import SequenceSet
+from stretto.data import SequenceSet
 
 
 @final

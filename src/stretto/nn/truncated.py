@@ -10,7 +10,7 @@ from typing import Any, cast, final
 
 import torch
 
-from stretto.batching.lengths import as_lengths
+from stretto.batching import as_lengths
 from stretto.errors import StrettoError
 from stretto.nn.carried_state import Initial, NestedState, detach_state, start_rows
 from stretto.nn.ragged_call import RaggedCall

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from stretto.report.batch_panel import is_worth_telling
 from stretto.report.solver_panel import bytes_in_words, small
-from stretto.training.events import Event, Subscriber
+from stretto.training import Event, Subscriber
 
 SOLVERS: Final = {
     "auto": "exact within the tolerance, in the way that is expected to be fastest",

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stretto.batching.edges import bucket_of
+from stretto.batching import bucket_of
 from stretto.extras import optional
 from stretto.report.page import Html, escaped, figure, sentence
 from stretto.report.plot import AMBER, BLUE, BY_BUCKET, GREY, PALE, TEAL, log_axis, plot

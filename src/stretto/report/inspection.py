@@ -14,10 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stretto.batching.sampler import BucketSampler
-from stretto.batching.shuffled import shuffled_slots
-from stretto.data.sequences import PARTS, SequenceSet
-from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels
+from stretto.batching import BucketSampler, shuffled_slots
+from stretto.data import PARTS, AbstractTargets, Labels, NoTargets, SequenceSet, StepLabels
 from stretto.report.length_bars import LengthBars, span
 from stretto.report.length_histogram import length_histogram
 
@@ -65,7 +63,7 @@ class Inspection:
         notes: What the reader did that the user should know.
         whose: The sequences whose lengths follow: "training sequences", or "sequences" for all.
         batch_size: Most sequences of a batch, as asked for.
-        max_steps: Most slots of a batch, as asked for.
+        max_padded_steps: Most slots of a batch, as asked for.
         quantiles: Length by share of sequences, from 0 (the shortest) to 1 (the longest).
         mean: Of the lengths.
         bounds: Where the bins of the histogram begin, and the end of the last; a bin holds its begin, not its end.
@@ -88,7 +86,7 @@ class Inspection:
     notes: Sequence[str]
     whose: str
     batch_size: int | None
-    max_steps: int | None
+    max_padded_steps: int | None
     quantiles: Mapping[float, float]
     mean: float
     bounds: Sequence[int]
@@ -102,24 +100,29 @@ class Inspection:
 
 
 def inspect_lengths(
-    data: SequenceSet, *, batch_size: int | None, max_steps: int | None, num_buckets: int | Literal["auto"]
+    data: SequenceSet, *, batch_size: int | None, max_padded_steps: int | None, num_buckets: int | Literal["auto"]
 ) -> Inspection:
     """Measure the lengths of `data` and the batches that `BucketSampler` would draw from it.
 
     Args:
         data: The set.
         batch_size: Most sequences of a batch.
-        max_steps: Most slots of a batch. At least one of the two must be given.
+        max_padded_steps: Most slots of a batch. At least one of the two must be given.
         num_buckets: How many buckets, or "auto".
     """
     train_N = data.split_N == PARTS.index("train")
     lengths_N = data.lengths_N[train_N] if train_N.any() else data.lengths_N
     sampler = BucketSampler(
-        lengths_N, batch_size=batch_size, max_steps=max_steps, num_buckets=num_buckets, rank=0, world_size=1
+        lengths_N,
+        batch_size=batch_size,
+        max_padded_steps=max_padded_steps,
+        num_buckets=num_buckets,
+        rank=0,
+        world_size=1,
     )
     report = sampler.report()
     real = int(lengths_N.sum())
-    shuffled = shuffled_slots(lengths_N, batch_size=batch_size, max_steps=max_steps)
+    shuffled = shuffled_slots(lengths_N, batch_size=batch_size, max_padded_steps=max_padded_steps)
     histogram = length_histogram(lengths_N)
     return Inspection(
         name=data.name,
@@ -132,7 +135,7 @@ def inspect_lengths(
         notes=data.notes,
         whose="training sequences" if train_N.any() else "sequences",
         batch_size=batch_size,
-        max_steps=max_steps,
+        max_padded_steps=max_padded_steps,
         quantiles={share: float(np.quantile(lengths_N, share)) for share in QUANTILES},
         mean=float(lengths_N.mean()),
         bounds=histogram.bounds,
@@ -217,7 +220,7 @@ def batch_rule(inspection: Inspection) -> str:
     """What bounds a batch, in words."""
     rules = [
         f"at most {inspection.batch_size:,} sequences" if inspection.batch_size is not None else "",
-        f"at most {inspection.max_steps:,} slots" if inspection.max_steps is not None else "",
+        f"at most {inspection.max_padded_steps:,} slots" if inspection.max_padded_steps is not None else "",
     ]
     return " and ".join(filter(None, rules)) + " a batch"
 

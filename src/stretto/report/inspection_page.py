@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from stretto.files import write_text_atomically
 from stretto.report.inspection import (
     BUCKET_HEADER,
     Inspection,
@@ -13,7 +14,6 @@ from stretto.report.inspection import (
 )
 from stretto.report.lengths_figure import lengths_figure
 from stretto.report.page import BigNumber, Section, columns, facts, headline, joined, page, paragraph
-from stretto.storage import write_text_atomically
 
 
 def write_inspection_page(inspection: Inspection, path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from stretto.training.events import read_events
+from stretto.training import read_events
 
 Event = Mapping[str, Any]
 Numbers = npt.NDArray[np.float64]

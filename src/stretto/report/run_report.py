@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stretto.errors import StrettoError
+from stretto.files import write_text_atomically
 from stretto.report import figures
 from stretto.report.batch_panel import batch_html
 from stretto.report.lengths_figure import lengths_figure
@@ -30,7 +31,6 @@ from stretto.report.record import RunRecord
 from stretto.report.samples import samples_html
 from stretto.report.solver_panel import solver_html
 from stretto.report.workers import workers_html
-from stretto.storage import write_text_atomically
 
 PAGE_NAME: Final = "report.html"
 BATCH_FACTS: Final = {

@@ -14,7 +14,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from stretto.kernels.layout import Layout
+from stretto.kernels import Layout
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 

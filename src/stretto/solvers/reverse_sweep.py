@@ -10,7 +10,7 @@ from typing import final
 
 import torch
 
-from stretto.kernels.loops import without_weights
+from stretto.kernels import without_weights
 from stretto.solvers.chunks import Chunks
 
 

@@ -10,9 +10,7 @@ from typing import final
 
 import torch
 
-from stretto.kernels.layout import Layout
-from stretto.kernels.plain import PlainProgram
-from stretto.kernels.program import Program, run_together
+from stretto.kernels import Layout, PlainProgram, Program, run_together
 from stretto.solvers.variants import Variants
 
 

@@ -10,10 +10,8 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import nn
 
-from stretto.graph.structure import like
-from stretto.kernels.layout import Layout
-from stretto.kernels.plain import PlainProgram
-from stretto.kernels.program import Program, run_together
+from stretto.kernels import Layout, PlainProgram, Program, run_together
+from stretto.state import unflatten
 
 AnyProgram: TypeAlias = Program | PlainProgram
 Builder: TypeAlias = Callable[[nn.Module, tuple[int, ...], torch.dtype], AnyProgram]
@@ -63,4 +61,4 @@ class Variants:
 
     def nested(self, states: Sequence[Any]) -> Any:
         """Parts in the structure of the cell's state."""
-        return like(self.state, states)
+        return unflatten(self.state, states)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, final
 
 from stretto.extras import optional
-from stretto.training.task import Score
+from stretto.training import Score
 
 LONGEST: Final = 4
 """Words of the longest phrases that are compared."""

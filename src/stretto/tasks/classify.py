@@ -11,15 +11,11 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional
 
-from stretto.batching.collate import Batch
-from stretto.data.runs import cut_runs
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels, StepLabels
+from stretto.batching import Batch
+from stretto.data import Labels, SequenceSet, StepLabels, cut_runs
 from stretto.errors import StrettoError
-from stretto.nn.bidirectional_lstm import BidirectionalLSTM
-from stretto.nn.standardise import Standardise
-from stretto.training.config import Count, Positive, TrainConfig
-from stretto.training.task import AbstractTask, LossSum, Reading, Score
+from stretto.nn import BidirectionalLSTM, Standardise
+from stretto.training import AbstractTask, Count, LossSum, Positive, Reading, Score, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

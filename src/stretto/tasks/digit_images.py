@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from stretto.batching.collate import Batch
-from stretto.data.sequences import SequenceSet
+from stretto.batching import Batch
+from stretto.data import SequenceSet
 from stretto.errors import StrettoError
-from stretto.nn.standardise import Standardise
+from stretto.large_batch import DecayName, OptimizerName
+from stretto.nn import Standardise
 from stretto.tasks.digits import AbstractDigits, one_scale
-from stretto.training.config import Count, NotNegative, Positive, Share, TrainConfig
-from stretto.tuning.decay import DecayName
-from stretto.tuning.optimisers import OptimizerName
+from stretto.training import Count, NotNegative, Positive, Share, TrainConfig
 
 CHANNELS: Final = (16, 32)
 

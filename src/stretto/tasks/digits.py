@@ -13,20 +13,21 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from stretto.batching.collate import Batch
-from stretto.data.drawn_digits import load_drawn_digits
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels
+from stretto.batching import Batch
+from stretto.data import Labels, SequenceSet, load_drawn_digits
 from stretto.errors import StrettoError
-from stretto.nn.accelerate import DTYPES, layer_program, layer_weights
-from stretto.nn.bidirectional_lstm import remember_by_default
-from stretto.nn.ragged import as_rows
-from stretto.nn.stack import Direction, run_stack
-from stretto.nn.standardise import Standardise
-from stretto.training.config import Count, NotNegative, Positive, Share, TrainConfig
-from stretto.training.task import AbstractTask, LossSum, Reading, Score
-from stretto.tuning.decay import DecayName
-from stretto.tuning.optimisers import OptimizerName
+from stretto.large_batch import DecayName, OptimizerName
+from stretto.nn import (
+    DTYPES,
+    Direction,
+    Standardise,
+    as_rows,
+    layer_program,
+    layer_weights,
+    remember_by_default,
+    run_stack,
+)
+from stretto.training import AbstractTask, Count, LossSum, NotNegative, Positive, Reading, Score, Share, TrainConfig
 
 C = TypeVar("C", bound=TrainConfig)
 MEASURED_TOGETHER: Final = 1024

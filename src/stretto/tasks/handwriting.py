@@ -12,18 +12,13 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional
 
-from stretto.batching.collate import Batch
-from stretto.data.handwriting import load_handwriting
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Transcripts
+from stretto.batching import Batch
+from stretto.data import SequenceSet, Transcripts, load_handwriting
 from stretto.errors import StrettoError
 from stretto.extras import optional
-from stretto.nn.bidirectional_lstm import BidirectionalLSTM
-from stretto.nn.stacking import stack_steps, stacked_lengths
-from stretto.nn.standardise import Standardise
+from stretto.nn import BidirectionalLSTM, Standardise, stack_steps, stacked_lengths
 from stretto.tasks.ctc import BLANK, beam_decode, greedy_decode, steps_needed
-from stretto.training.config import Count, TrainConfig
-from stretto.training.task import AbstractTask, LossSum, Reading, Score
+from stretto.training import AbstractTask, Count, LossSum, Reading, Score, TrainConfig
 
 INK_FEATURES: Final = 3
 

@@ -14,17 +14,12 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from stretto.batching.collate import Batch
-from stretto.cells.gru import GRU
-from stretto.data.regimes import make_regimes
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import StepLabels
+from stretto.batching import Batch
+from stretto.cells import GRU
+from stretto.data import SequenceSet, StepLabels, make_regimes
 from stretto.errors import StrettoError
-from stretto.nn.rnn import RNN
-from stretto.nn.standardise import Standardise
-from stretto.training.config import Count, Positive
-from stretto.training.solver_config import SolverConfig
-from stretto.training.task import AbstractTask, LossSum, Reading, Score, Strip
+from stretto.nn import RNN, Standardise
+from stretto.training import AbstractTask, Count, LossSum, Positive, Reading, Score, SolverConfig, Strip
 
 LEFT_OUT: Final = -100
 SHOWN_STEPS: Final = 400

@@ -12,19 +12,25 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from stretto.batching.collate import Batch
-from stretto.data.made_text import make_text
-from stretto.data.sequences import SequenceSet
-from stretto.data.word_text import read_word_text
-from stretto.distributed.world import World
+from stretto.batching import Batch
+from stretto.data import SequenceSet, make_text, read_word_text
+from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.tasks.text_loss import summed_cross_entropy
 from stretto.tasks.text_net import TextNet
-from stretto.training.config import Count, Positive, Share, TrainConfig
-from stretto.training.feed import AbstractFeed
-from stretto.training.stream_feed import StreamFeed
-from stretto.training.stream_text import measured_windows
-from stretto.training.task import AbstractTask, LossSum, Reading, Score
+from stretto.training import (
+    AbstractFeed,
+    AbstractTask,
+    Count,
+    LossSum,
+    Positive,
+    Reading,
+    Score,
+    Share,
+    StreamFeed,
+    TrainConfig,
+    measured_windows,
+)
 
 FEWEST_TOKENS: Final = 2
 SHOWN_TOKENS = {"characters": 60, "words": 16}
@@ -153,7 +159,7 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
             self.data.part("train"),
             window=config.window,
             batch_size=config.rows,
-            max_steps=config.max_steps,
+            max_padded_steps=config.max_padded_steps,
             world=world,
         )
 

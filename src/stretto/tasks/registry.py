@@ -11,8 +11,7 @@ from stretto.tasks.label_steps import LabelSteps, LabelStepsConfig
 from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
 from stretto.tasks.translate import Translate, TranslateConfig
 from stretto.tasks.video import Video, VideoConfig
-from stretto.training.config import TrainConfig
-from stretto.training.task import AbstractTask
+from stretto.training import AbstractTask, TrainConfig
 
 TASKS: Final[dict[str, type[AbstractTask[Any]]]] = {
     task.name: task

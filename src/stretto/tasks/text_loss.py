@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from stretto.batching.collate import NO_STEP
+from stretto.batching import NO_STEP
 
 
 def summed_cross_entropy(scores_PC: torch.Tensor, targets_P: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,10 @@ from typing import Literal, final
 import torch
 from torch import nn
 
-from stretto.batching.collate import Batch
-from stretto.nn import accelerate as accelerated
-from stretto.nn.bidirectional_lstm import remember_by_default
-from stretto.training.carrying import Carrying
+from stretto.batching import Batch
+from stretto.nn import remember_by_default
+from stretto.nn import torch_layers as accelerated
+from stretto.training import Carrying
 
 
 @final

@@ -12,17 +12,14 @@ import torch
 from pydantic import Field
 from torch.nn import functional
 
-from stretto.batching.collate import Batch
-from stretto.data.number_words import make_number_words
-from stretto.data.parallel_text import LinePairs, line_pairs
-from stretto.data.sequences import PARTS, SequenceSet
+from stretto.batching import Batch
+from stretto.data import PARTS, LinePairs, SequenceSet, line_pairs, make_number_words
 from stretto.errors import StrettoError
 from stretto.tasks.bleu import Bleu, BleuWords, bleu_names, fitting_words
 from stretto.tasks.translate_model import Sides, TranslateModel, TranslateShape
 from stretto.tasks.translate_search import search
 from stretto.tasks.translate_vocabulary import END, FEWEST_PIECES, PAD, Vocabulary
-from stretto.training.config import Count, Positive, Share, TrainConfig
-from stretto.training.task import AbstractTask, LossSum, Reading, Score
+from stretto.training import AbstractTask, Count, LossSum, Positive, Reading, Score, Share, TrainConfig
 
 PAIRS_A_PIECE: Final = 7
 MOST_PIECES: Final = 6000

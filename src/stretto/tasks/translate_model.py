@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stretto.batching.collate import Batch
+from stretto.batching import Batch
 from stretto.errors import StrettoError
-from stretto.nn import accelerate as accelerated
-from stretto.nn.attention import Attention
-from stretto.nn.bidirectional_lstm import BidirectionalLSTM, LayerKernel, remember_by_default
+from stretto.nn import Attention, BidirectionalLSTM, LayerKernel, remember_by_default
+from stretto.nn import torch_layers as accelerated
 from stretto.tasks.translate_vocabulary import BEGIN, PAD
 
 States = list[tuple[torch.Tensor, torch.Tensor]]

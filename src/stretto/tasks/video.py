@@ -13,18 +13,12 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional
 
-from stretto.batching.collate import Batch
-from stretto.cells.gru import GRU
-from stretto.data.frames import LARGEST_FRAME, SMALLEST_FRAME, Framing
-from stretto.data.opening import open_sequences
-from stretto.data.sequences import SequenceSet
-from stretto.data.targets import Labels
+from stretto.batching import Batch
+from stretto.cells import GRU
+from stretto.data import LARGEST_FRAME, SMALLEST_FRAME, Framing, Labels, SequenceSet, open_sequences
 from stretto.errors import StrettoError
-from stretto.nn.rnn import RNN
-from stretto.nn.standardise import Standardise
-from stretto.training.config import Count, Positive
-from stretto.training.solver_config import SolverConfig
-from stretto.training.task import AbstractTask, LossSum, Reading, Score
+from stretto.nn import RNN, Standardise
+from stretto.training import AbstractTask, Count, LossSum, Positive, Reading, Score, SolverConfig
 
 CHANNELS: Final = (16, 32)
 PLACES: Final = 4

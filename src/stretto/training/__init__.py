@@ -1,1 +1,64 @@
 """Settings, loop, checkpoints, events."""
+
+from stretto.training.batch_tuning import BatchTuning
+from stretto.training.carrying import Carrying, fresh_state, reset_carried
+from stretto.training.checkpoint import FOLDER
+from stretto.training.config import Count, NotNegative, Positive, Share, TrainConfig, checked, read_toml
+from stretto.training.divergence import Diverged
+from stretto.training.evaluate import evaluate
+from stretto.training.events import EVENTS_FILE, AbstractLog, Event, EventLog, SilentLog, Subscriber, read_events
+from stretto.training.feed import AbstractFeed
+from stretto.training.loop import MODEL_FILE, EpochRecord, Trainer
+from stretto.training.outcome import Interrupted
+from stretto.training.preset import PRESET, with_preset
+from stretto.training.solver_config import SolverConfig
+from stretto.training.solving import summary_of
+from stretto.training.state import TrainState
+from stretto.training.stopping import stop_on_signals
+from stretto.training.stream_feed import StreamFeed
+from stretto.training.stream_text import measured_windows
+from stretto.training.task import AbstractTask, LossSum, Reading, Score, Strip
+from stretto.training.update import Updater
+
+__all__ = [
+    "EVENTS_FILE",
+    "FOLDER",
+    "MODEL_FILE",
+    "PRESET",
+    "AbstractFeed",
+    "AbstractLog",
+    "AbstractTask",
+    "BatchTuning",
+    "Carrying",
+    "Count",
+    "Diverged",
+    "EpochRecord",
+    "Event",
+    "EventLog",
+    "Interrupted",
+    "LossSum",
+    "NotNegative",
+    "Positive",
+    "Reading",
+    "Score",
+    "Share",
+    "SilentLog",
+    "SolverConfig",
+    "StreamFeed",
+    "Strip",
+    "Subscriber",
+    "TrainConfig",
+    "TrainState",
+    "Trainer",
+    "Updater",
+    "checked",
+    "evaluate",
+    "fresh_state",
+    "measured_windows",
+    "read_events",
+    "read_toml",
+    "reset_carried",
+    "stop_on_signals",
+    "summary_of",
+    "with_preset",
+]

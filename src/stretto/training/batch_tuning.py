@@ -12,20 +12,24 @@ from typing import Any, Final, final
 import torch
 from torch import distributed
 
-from stretto.batching.collate import Batch
-from stretto.distributed.world import World
+from stretto.batching import Batch
+from stretto.distributed import World
 from stretto.errors import StrettoError
+from stretto.large_batch import (
+    MOMENTUM,
+    BatchTuner,
+    Decision,
+    Guard,
+    LargeBatch,
+    ThroughputTable,
+    local_curvature,
+    probe,
+)
 from stretto.training.carrying import reset_carried
 from stretto.training.feed import AbstractFeed
 from stretto.training.state import TrainState
 from stretto.training.task import AbstractTask
 from stretto.training.update import Updater
-from stretto.tuning.batch_tuner import BatchTuner, Decision
-from stretto.tuning.curvature import local_curvature
-from stretto.tuning.guard import Guard
-from stretto.tuning.large_batch import LargeBatch
-from stretto.tuning.optimisers import MOMENTUM
-from stretto.tuning.probe import ThroughputTable, probe
 
 PROBED_MULTIPLES: Final = (1, 2, 4, 8, 16)
 PROBED_LENGTHS: Final = 4

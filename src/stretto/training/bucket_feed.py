@@ -8,12 +8,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from stretto.batching.collate import Batch, collate
-from stretto.batching.edges import bucket_of
-from stretto.batching.report import SamplerReport
-from stretto.batching.sampler import BucketSampler
-from stretto.data.sequences import SequenceSet
-from stretto.distributed.world import World
+from stretto.batching import Batch, BucketSampler, SamplerReport, bucket_of, collate
+from stretto.data import SequenceSet
+from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.training.config import TrainConfig
 from stretto.training.feed import AbstractFeed, Resumed
@@ -40,7 +37,7 @@ class BucketFeed(AbstractFeed):
         self.sampler = BucketSampler(
             part.lengths_N,
             batch_size=batch_size,
-            max_steps=config.max_steps,
+            max_padded_steps=config.max_padded_steps,
             num_buckets=config.num_buckets,
             seed=config.seed,
             rank=world.rank,
@@ -125,30 +122,30 @@ class BucketFeed(AbstractFeed):
         return Resumed(is_dealt_anew=state["used"][-1][0] != self._world.size)
 
 
-def refuse_too_long(data: SequenceSet, *, max_steps: int | None) -> None:
+def refuse_too_long(data: SequenceSet, *, max_padded_steps: int | None) -> None:
     """The cap holds for training and measuring alike, and the message has the sequence's number in the file."""
     longest = int(data.lengths_N.argmax())
-    if max_steps is not None and data.lengths_N[longest] > max_steps:
+    if max_padded_steps is not None and data.lengths_N[longest] > max_padded_steps:
         raise StrettoError(
             f"{data.name}: sequence {data.numbers_N[longest]} has {data.lengths_N[longest]} steps, "
-            f"more than max_steps={max_steps}",
-            fix="Raise --max-steps to at least that, or shorten or remove the sequence.",
+            f"more than max_padded_steps={max_padded_steps}",
+            fix="Raise --max-padded-steps to at least that, or shorten or remove the sequence.",
         )
 
 
-def measured_batches(part: SequenceSet, *, max_steps: int | None, device: str, world: World) -> Iterator[Batch]:
+def measured_batches(part: SequenceSet, *, max_padded_steps: int | None, device: str, world: World) -> Iterator[Batch]:
     """Every sequence to be measured on, once, shared out to workers.
 
     Args:
         part: The sequences.
-        max_steps: Most slots of a batch.
+        max_padded_steps: Most slots of a batch.
         device: Where batches are to be.
         world: The workers; one for which nothing is left gets empty batches.
     """
     sampler = BucketSampler(
         part.lengths_N,
         batch_size=EVALUATION_ROWS,
-        max_steps=max_steps,
+        max_padded_steps=max_padded_steps,
         shuffle=False,
         rank=world.rank,
         world_size=world.size,

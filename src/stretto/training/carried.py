@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stretto.solvers.shooting.trajectory_cache import TrajectoryCache
+from stretto.solvers import TrajectoryCache
 from stretto.training.checkpoint import Checkpoint
 
 PREFIX = "carried"

@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 
 from stretto.errors import StrettoError
-from stretto.storage import disk_errors, sync_folder
+from stretto.files import disk_errors, sync_folder
 
 FOLDER: Final = "checkpoints"
 TENSORS: Final = "tensors.safetensors"

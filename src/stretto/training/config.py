@@ -9,8 +9,7 @@ import pydantic
 from pydantic import Field
 
 from stretto.errors import StrettoError
-from stretto.tuning.large_batch import Rule
-from stretto.tuning.optimisers import OptimizerName
+from stretto.large_batch import OptimizerName, Rule
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,7 +39,7 @@ class TrainConfig:
             to; the rule adapts both to the batch in force. Left out, they are taken as they are.
         rule: How they follow the batch. Legw: the rate by the square root, the warm-up in proportion; sqrt and linear:
             the rate alone; none: neither.
-        max_steps: Most slots (sequences times longest) in a batch, a hard cap.
+        max_padded_steps: Most slots (sequences times longest) in a batch, a hard cap.
         num_buckets: Length buckets; 1 is plain shuffled batches, auto takes as many as pay.
         hidden_size: Units of the recurrent layer, each direction.
         num_layers: Recurrent layers.
@@ -82,7 +81,7 @@ class TrainConfig:
     batch_size: Count | Literal["auto"] = 32
     base_batch_size: Count | None = None
     rule: Rule = "legw"
-    max_steps: Count | None = None
+    max_padded_steps: Count | None = None
     num_buckets: Count | Literal["auto"] = "auto"
     hidden_size: Count = 128
     num_layers: Count = 1

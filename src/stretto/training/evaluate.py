@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto.data.sequences import SequenceSet
-from stretto.distributed.world import World
+from stretto.data import SequenceSet
+from stretto.distributed import World
 from stretto.training.bucket_feed import measured_batches
 from stretto.training.carrying import fresh_state
 from stretto.training.divergence import MOST_NAMED, diverged
@@ -96,7 +96,7 @@ def _numbers(score: Score | None) -> tuple[float, float]:
 def show_readings(task: AbstractTask[Any], model: nn.Module, part: SequenceSet, *, device: str) -> list[Reading]:
     """What the model makes of every sequence of `part`, for a person to see."""
     with _measuring(model):
-        batches = measured_batches(part, max_steps=task.config.max_steps, device=device, world=World())
+        batches = measured_batches(part, max_padded_steps=task.config.max_padded_steps, device=device, world=World())
         return [reading for batch in batches for reading in task.readings(model(batch), batch)]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO, final
 
 from stretto.errors import StrettoError
-from stretto.storage import disk_errors
+from stretto.files import disk_errors
 
 Event = dict[str, Any]
 Subscriber = Callable[[Event], None]

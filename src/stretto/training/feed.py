@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol, final
 
 from torch import nn
 
-from stretto.batching.collate import Batch
+from stretto.batching import Batch
 from stretto.training.checkpoint import Checkpoint
 
 

@@ -12,11 +12,12 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from stretto.batching.collate import Batch
-from stretto.data.sequences import SequenceSet
-from stretto.distributed.world import World
+from stretto.batching import Batch
+from stretto.data import SequenceSet
+from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.storage import write_atomically
+from stretto.files import write_atomically
+from stretto.large_batch import Decision, refuse_larger_than_data
 from stretto.training.background import BackgroundWriter
 from stretto.training.batch_tuning import BatchTuning
 from stretto.training.carrying import reset_carried
@@ -31,8 +32,6 @@ from stretto.training.stopping import stop_on_signals
 from stretto.training.task import AbstractTask
 from stretto.training.time_ranks import TimeRanks
 from stretto.training.update import Updater
-from stretto.tuning.batch_tuner import Decision
-from stretto.tuning.large_batch import refuse_larger_than_data
 
 __all__ = ["MODEL_FILE", "EpochRecord", "Interrupted", "LoopResult", "Trainer"]
 

@@ -6,10 +6,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from stretto.distributed.gradient_norms import LocalNorm, Parts, parts_of_ranks, squared_norm
-from stretto.distributed.world import World
-from stretto.tuning.noise import GradientParts
-from stretto.tuning.separate_parts import SeparateParts
+from stretto.distributed import LocalNorm, Parts, World, parts_of_ranks, squared_norm
+from stretto.large_batch import GradientParts, SeparateParts
 
 
 @final

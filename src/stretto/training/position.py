@@ -3,11 +3,11 @@
 import math
 from typing import final
 
+from stretto.large_batch import Decision
 from stretto.training.batch_tuning import BatchTuning
 from stretto.training.config import TrainConfig
 from stretto.training.feed import AbstractFeed
 from stretto.training.state import TrainState
-from stretto.tuning.batch_tuner import Decision
 
 
 @final

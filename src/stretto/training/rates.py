@@ -7,10 +7,8 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, OneCycleLR
 
 from stretto.errors import StrettoError
+from stretto.large_batch import LargeBatch, make_optimizer, named_decay
 from stretto.training.config import TrainConfig
-from stretto.tuning.decay import named_decay
-from stretto.tuning.large_batch import LargeBatch
-from stretto.tuning.optimisers import make_optimizer
 
 WARM_UP_SHARE: Final = 0.15
 WARM_UP_STEPS: Final = 100

@@ -6,10 +6,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from stretto.errors import StrettoError
-from stretto.solvers.multigrid.multigrid import Multigrid
-from stretto.solvers.shooting.shooting import MOST_ROWS, Shooting
-from stretto.solvers.shooting.trajectory_cache import TrajectoryCache
-from stretto.solvers.solver import AbstractSolver
+from stretto.solvers import MOST_ROWS, AbstractSolver, Multigrid, Shooting, TrajectoryCache
 from stretto.training.config import Count, Positive, TrainConfig
 
 Way = Literal["serial", "auto", "shooting", "carried", "multigrid"]

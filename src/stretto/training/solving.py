@@ -8,10 +8,9 @@ from typing import Any, Final, final
 
 from torch import nn
 
-from stretto.distributed.world import World
-from stretto.nn.rnn import RNN
-from stretto.solvers.shooting.shooting import Shooting
-from stretto.solvers.solver import Solution
+from stretto.distributed import World
+from stretto.nn import RNN
+from stretto.solvers import Shooting, Solution
 from stretto.training.carried import pack_caches, unpack_caches
 from stretto.training.checkpoint import Checkpoint
 from stretto.training.config import TrainConfig

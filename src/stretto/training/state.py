@@ -7,10 +7,10 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
+from stretto.large_batch import ClipMeter
 from stretto.training.checkpoint import Checkpoint
 from stretto.training.config import TrainConfig
 from stretto.training.rates import made_optimizer, made_recipe, made_schedule
-from stretto.tuning.clipping import ClipMeter
 
 
 @dataclasses.dataclass(slots=True)

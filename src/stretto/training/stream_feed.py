@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch import nn
 
-from stretto.batching.collate import Batch
-from stretto.data.sequences import SequenceSet
-from stretto.distributed.world import World
+from stretto.batching import Batch
+from stretto.data import SequenceSet
+from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.training.carrying import carrying_parts, reset_carried
 from stretto.training.checkpoint import Checkpoint
@@ -68,16 +68,21 @@ class StreamFeed(AbstractFeed):
         part: The training text; its sequences are joined in order.
         window: Most steps of a batch, and how far gradients go back.
         batch_size: Streams of one worker.
-        max_steps: Most slots of a batch.
+        max_padded_steps: Most slots of a batch.
         world: The workers, each with its share of the streams.
     """
 
     carries: ClassVar[bool] = True
 
     def __init__(
-        self, part: SequenceSet, *, window: int, batch_size: int, world: World, max_steps: int | None = None
+        self, part: SequenceSet, *, window: int, batch_size: int, world: World, max_padded_steps: int | None = None
     ) -> None:
-        self._text, self._world, self._window, self._max_steps = StreamText(part), world, window, max_steps
+        self._text, self._world, self._window, self._max_padded_steps = (
+            StreamText(part),
+            world,
+            window,
+            max_padded_steps,
+        )
         self._num_parts = len(part)
         self._epoch, self._start = 0, 0
         self._earlier: tuple[tuple[int, int], ...] = ()
@@ -275,11 +280,11 @@ class StreamFeed(AbstractFeed):
                 f"{self._text.num_steps} words",
                 fix=f"Lower --batch-size; up to {self.num_sequences} streams are as long as a window.",
             )
-        if self._max_steps is not None and batch_size * self._window > self._max_steps:
+        if self._max_padded_steps is not None and batch_size * self._window > self._max_padded_steps:
             raise StrettoError(
                 f"{batch_size} streams with windows of {self._window} make {batch_size * self._window} slots, "
-                f"more than max_steps={self._max_steps}",
-                fix="Raise --max-steps to at least that, or lower --batch-size or --window.",
+                f"more than max_padded_steps={self._max_padded_steps}",
+                fix="Raise --max-padded-steps to at least that, or lower --batch-size or --window.",
             )
 
     def _digest(self) -> str:

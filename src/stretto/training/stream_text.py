@@ -9,9 +9,9 @@ from typing import Final, final
 import numpy as np
 import torch
 
-from stretto.batching.collate import NO_STEP, Batch
-from stretto.data.sequences import SequenceSet
-from stretto.distributed.world import World
+from stretto.batching import NO_STEP, Batch
+from stretto.data import SequenceSet
+from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.training.stream_cut import Run, StreamCut, Window
 

@@ -8,9 +8,9 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import nn
 
-from stretto.batching.collate import Batch
-from stretto.data.sequences import SequenceSet
-from stretto.distributed.world import World
+from stretto.batching import Batch
+from stretto.data import SequenceSet
+from stretto.distributed import World
 from stretto.training.bucket_feed import BucketFeed, measured_batches, refuse_too_long
 from stretto.training.config import TrainConfig
 from stretto.training.feed import AbstractFeed
@@ -121,7 +121,7 @@ class AbstractTask(abc.ABC, Generic[C]):
         Args:
             world: The workers that share the training data.
         """
-        refuse_too_long(self.data, max_steps=self.config.max_steps)
+        refuse_too_long(self.data, max_padded_steps=self.config.max_padded_steps)
         return BucketFeed(self.data.part("train"), config=self.config, batch_size=self.config.rows, world=world)
 
     def measured(self, part: SequenceSet, *, world: World, device: str) -> Iterator[Batch]:
@@ -132,7 +132,7 @@ class AbstractTask(abc.ABC, Generic[C]):
             world: The workers.
             device: Where batches are to be.
         """
-        return measured_batches(part, max_steps=self.config.max_steps, device=device, world=world)
+        return measured_batches(part, max_padded_steps=self.config.max_padded_steps, device=device, world=world)
 
     def final_score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """The metrics of a batch of the test part, for which more time may be spent."""

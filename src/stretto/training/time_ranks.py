@@ -6,12 +6,11 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from stretto.batching.collate import Batch
-from stretto.data.targets import StepLabels
-from stretto.distributed.mesh import TimeMesh
-from stretto.distributed.world import World
+from stretto.batching import Batch
+from stretto.data import StepLabels
+from stretto.distributed import TimeMesh, World
 from stretto.errors import StrettoError
-from stretto.nn.rnn import RNN
+from stretto.nn import RNN
 from stretto.training.solver_config import SolverConfig
 from stretto.training.task import AbstractTask
 

@@ -13,11 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from stretto.batching.collate import Batch
-from stretto.distributed.gradient_norms import Parts
-from stretto.distributed.joining import lost_worker
-from stretto.distributed.replica import replicated
-from stretto.distributed.world import World
+from stretto.batching import Batch
+from stretto.distributed import Parts, World, lost_worker, replicated
 from stretto.errors import StrettoError
 from stretto.training.carrying import in_turn
 from stretto.training.divergence import MOST_NAMED, diverged

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stretto.cells.cell import Cell, State
+from stretto.cells import Cell, State
 from stretto.errors import StrettoError
 from stretto.graph.network.activation import ACTIVATIONS
 from stretto.graph.network.connection import Range

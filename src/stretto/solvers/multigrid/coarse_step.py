@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from stretto.errors import StrettoError
-from stretto.graph.structure import flatten, like
 from stretto.solvers.solver import Chain
+from stretto.state import flatten, unflatten
 
 
 @final
@@ -44,7 +44,7 @@ class ForcedCoarseStep(nn.Module):
             size = math.prod(part.shape[1:])
             forced.append(part + _shaped(row_BG[:, at : at + size], tuple(part.shape[1:])))
             at += size
-        return joined(forced), like(state, forced)
+        return joined(forced), unflatten(state, forced)
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

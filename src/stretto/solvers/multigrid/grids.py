@@ -13,7 +13,7 @@ from typing import final
 
 import torch
 
-from stretto.kernels.layout import Layout
+from stretto.kernels import Layout
 from stretto.solvers.multigrid.coarse_step import ForcedCoarseStep, joined, parted
 from stretto.solvers.multigrid.levels import Level
 from stretto.solvers.solver import Chain

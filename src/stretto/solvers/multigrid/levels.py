@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from stretto.kernels.layout import Layout
+from stretto.kernels import Layout
 from stretto.solvers.chunks import Chunks
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]

@@ -13,7 +13,7 @@ from typing import TypeAlias, final
 
 import torch
 
-from stretto.kernels.loops import without_weights
+from stretto.kernels import without_weights
 from stretto.solvers.multigrid.grids import Grids
 from stretto.solvers.multigrid.levels import Level, chosen
 from stretto.solvers.multigrid.outlook import Outlook

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, final
 
 import torch
 
-from stretto.kernels.layout import Layout
+from stretto.kernels import Layout
 from stretto.solvers.newton.line import Line
 from stretto.solvers.solver import Chain
 

@@ -12,7 +12,7 @@ from typing import final
 import numpy as np
 import torch
 
-from stretto.kernels.layout import Layout
+from stretto.kernels import Layout
 from stretto.solvers.chunks import Chunks
 
 

@@ -13,7 +13,7 @@ from typing import final
 
 import torch
 
-from stretto.kernels.layout import Layout
+from stretto.kernels import Layout
 from stretto.solvers.solver import Chain
 
 

@@ -13,9 +13,9 @@ from typing import Final, final
 import torch
 from torch import nn
 
-from stretto.graph.structure import flatten
 from stretto.solvers.chunks import Chunks
 from stretto.solvers.solver import Chain
+from stretto.state import flatten
 
 MOST_PAIRS: Final = 8
 SMALLEST_PAIR: Final = 1e-3

@@ -10,7 +10,7 @@ from typing import Final, final
 
 import torch
 
-from stretto.kernels.layout import Layout
+from stretto.kernels import Layout
 from stretto.solvers.chunks import Chunks
 from stretto.solvers.solver import Chain
 from stretto.solvers.sweep import mismatch

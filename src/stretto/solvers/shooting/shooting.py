@@ -14,7 +14,7 @@ from typing import Final, Literal, final
 import torch
 
 from stretto.errors import StrettoError
-from stretto.kernels.layout import Layout
+from stretto.kernels import Layout
 from stretto.solvers.chunks import Chunks
 from stretto.solvers.habit import Habit, Key, alike
 from stretto.solvers.reverse_sweep import Limits, Swept

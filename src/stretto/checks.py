@@ -1,0 +1,72 @@
+"""Checks of arguments: each returns the value in its plain type, or raises a StrettoError that names the argument."""
+
+import math
+import operator
+from collections.abc import Collection
+from numbers import Real
+from typing import Any
+
+from stretto.errors import StrettoError
+
+
+def check_int(value: Any, *, name: str, at_least: int = 1, owner: str = "") -> int:
+    """A whole number: Python's, numpy's, or anything else with `__index__`; a bool is none.
+
+    Args:
+        value: What was given.
+        name: The argument, named in the error.
+        at_least: The smallest that is allowed.
+        owner: Whose argument it is, where the name alone does not tell: "GRU".
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < at_least:
+        raise _unfit(value, name, owner, fix=f"Give {name} as a whole number, at least {at_least}.")
+    return number
+
+
+def check_float(
+    value: Any,
+    *,
+    name: str,
+    above: float = -math.inf,
+    at_least: float = -math.inf,
+    below: float = math.inf,
+    at_most: float = math.inf,
+    owner: str = "",
+) -> float:
+    """A finite number within the bounds."""
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    except OverflowError:
+        number = math.inf
+    if not (math.isfinite(number) and above < number < below and at_least <= number <= at_most):
+        words = [
+            f"above {above:g}" if above > -math.inf else "",
+            f"at least {at_least:g}" if at_least > -math.inf else "",
+            f"below {below:g}" if below < math.inf else "",
+            f"at most {at_most:g}" if at_most < math.inf else "",
+        ]
+        bounds = ", ".join(word for word in words if word)
+        raise _unfit(value, name, owner, fix=f"Give {name} as a finite number{bounds and ', '}{bounds}.")
+    return number
+
+
+def check_bool(value: Any, *, name: str, owner: str = "") -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise _unfit(value, name, owner, fix=f"Give {name} as True or False.")
+    return value
+
+
+def check_choice(value: Any, *, name: str, choices: Collection[str], owner: str = "") -> str:
+    """One of the choices."""
+    if not isinstance(value, str) or value not in choices:
+        raise _unfit(value, name, owner, fix=f"Choose one of: {', '.join(map(repr, choices))}.")
+    return value
+
+
+def _unfit(value: Any, name: str, owner: str, *, fix: str) -> StrettoError:
+    return StrettoError(f"{owner} got {name}={value!r}" if owner else f"{name}={value!r} cannot be used", fix=fix)

@@ -1,1 +1,0 @@
-"""Large batches without re-tuning: rules of scale, gradient noise, measured throughput, and the choice of a batch."""

@@ -1,0 +1,183 @@
+"""Throughput that is measured: within bounds of memory and time, and never by running out of either."""
+
+import doctest
+import json
+import math
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from stretto.errors import StrettoError
+from stretto.large_batch import ThroughputTable, probe
+from stretto.large_batch import probe as probe_module
+from stretto.large_batch.probe import Entry
+
+MEGABYTE = 1_000_000
+
+
+class _Clock:
+    """A clock that only steps move, so that what a probe finds is exact."""
+
+    def __init__(self, seconds: Callable[[int, int], float]) -> None:
+        self.now, self.seconds, self.calls = 0.0, seconds, list[tuple[int, int]]()
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def run(self, batch_size: int, length: int) -> None:
+        self.calls.append((batch_size, length))
+        self.now += self.seconds(batch_size, length)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    made = _Clock(lambda size, length: 0.01 + 0.001 * size * length)
+    monkeypatch.setattr(probe_module.time, "perf_counter", made.perf_counter)
+    return made
+
+
+def test_lengths_are_weighed_by_their_share_of_sequences(clock: _Clock) -> None:
+    table = probe(clock.run, batch_sizes=[4, 1, 2], lengths={10: 3.0, 50: 1.0}, repeats=2)
+    assert table.batch_sizes == (1, 2, 4)
+    for size in (1, 2, 4):
+        assert table.seconds(size) == pytest.approx(0.01 + 0.001 * size * (0.75 * 10 + 0.25 * 50))
+    assert {entry.num_steps for entry in table.entries} == {10, 50, 20, 100, 40, 200}
+
+
+def test_shapes_are_timed_in_rounds_the_longest_of_a_size_first(clock: _Clock) -> None:
+    probe(clock.run, batch_sizes=[1, 2], lengths=[5, 9], repeats=2)
+    shapes = [(1, 9), (1, 5), (2, 9), (2, 5)]
+    # The very first is run once more before anything is measured.
+    assert clock.calls == [(1, 9), *shapes, *shapes, *shapes]
+
+
+def test_the_least_of_all_turns_counts(clock: _Clock) -> None:
+    slow = iter([9.0, 5.0, 3.0, 0.5, 4.0])
+    clock.seconds = lambda *_: next(slow)
+    table = probe(clock.run, batch_sizes=[3], lengths=[7], repeats=3, most_seconds=1000)
+    assert table.seconds(3) == 0.5
+
+
+def test_time_is_bounded_and_what_was_not_reached_is_marked(clock: _Clock) -> None:
+    clock.seconds = lambda size, _: 0.1 * size
+    table = probe(clock.run, batch_sizes=[1, 2, 4, 8, 16, 32], lengths=[1], repeats=50, most_seconds=3.0)
+    assert clock.now <= 3.0 + 1e-9
+    assert table.batch_sizes == (1, 2, 4, 8)
+    with pytest.raises(StrettoError, match=r"no time of a step of 16 sequences: it would take about 1.6 s"):
+        table.seconds(16)
+
+
+def test_the_smallest_batch_is_timed_at_every_length_whatever_it_takes(clock: _Clock) -> None:
+    clock.seconds = lambda size, length: 1.0 * size * length
+    table = probe(clock.run, batch_sizes=[2, 4], lengths=[30, 60, 90], most_seconds=0.5)
+    assert table.batch_sizes == (2,)
+    assert table.seconds(2) == pytest.approx(120.0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_running_out_of_memory_ends_the_growth(error: Exception, clock: _Clock) -> None:
+    def run(batch_size: int, length: int) -> None:
+        if batch_size >= 4:
+            raise error
+        clock.run(batch_size, length)
+
+    table = probe(run, batch_sizes=[1, 2, 4, 8], lengths=[3])
+    assert table.batch_sizes == (1, 2)
+    assert {entry.problem for entry in table.entries if entry.batch_size >= 4} == {"out of memory"}
+    with pytest.raises(StrettoError, match="not even a batch of 4 could be timed: out of memory"):
+        probe(run, batch_sizes=[4], lengths=[3])
+
+
+def test_other_faults_are_not_hidden() -> None:
+    def run(batch_size: int, length: int) -> None:
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        probe(run, batch_sizes=[1], lengths=[1])
+
+
+def test_memory_that_would_be_passed_is_not_asked_for() -> None:
+    """Each sequence takes 4 MB that are given back at once: only looking while the step runs shows it."""
+    asked = []
+
+    def run(batch_size: int, length: int) -> int:
+        asked.append(batch_size)
+        taken = torch.ones(batch_size * 4 * MEGABYTE // 4)
+        # Long enough for somebody to look.
+        time.sleep(0.02)
+        return int(taken[0]) * length
+
+    run(1, 1)
+    limit = probe_module._MemoryWatch("cpu", most_bytes=0).now() + 100 * MEGABYTE
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128]
+    table = probe(run, batch_sizes=sizes, lengths=[7], repeats=1, most_bytes=limit)
+    if not probe_module.STATEMENT.exists():
+        pytest.skip("resident memory cannot be told here")
+    assert max(asked) in (8, 16)
+    assert table.batch_sizes[-1] == max(asked)
+    assert "MB of memory" in table.entries[-1].problem
+    assert table.entries[0].num_steps == 7
+
+
+def test_the_bound_on_memory_comes_from_what_is_free() -> None:
+    watch = probe_module._MemoryWatch("cpu", most_bytes=None)
+    if not probe_module.STATEMENT.exists():
+        pytest.skip("resident memory cannot be told here")
+    assert 0 < watch.now() < watch.most < math.inf
+
+
+def test_the_optimiser_is_timed_apart(clock: _Clock) -> None:
+    def update() -> None:
+        clock.now += 0.004
+
+    assert probe(clock.run, batch_sizes=[1], lengths=[1], update=update).update_seconds == pytest.approx(0.004)
+    clock.seconds = lambda *_: 0.001
+    assert probe(clock.run, batch_sizes=[1], lengths=[1], update=update).update_seconds == pytest.approx(0.001)
+
+
+def test_a_table_survives_json() -> None:
+    table = ThroughputTable(
+        entries=(
+            Entry(batch_size=2, length=5, seconds=0.1, num_steps=9),
+            Entry(batch_size=2, length=9, seconds=0.3, num_steps=18),
+            Entry(batch_size=4, length=5, seconds=0.2, num_steps=20),
+            Entry(batch_size=4, length=9, seconds=None, problem="out of memory"),
+        ),
+        shares={5: 0.25, 9: 0.75},
+        update_seconds=0.01,
+    )
+    assert ThroughputTable.from_json(table.to_json()) == table
+    assert table.batch_sizes == (2,)
+    for text in ("{}", "[]", "no", json.dumps(table.to_dict() | {"version": 7})):
+        with pytest.raises(StrettoError, match="no table of throughput"):
+            ThroughputTable.from_json(text)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    entry = Entry(batch_size=1, length=1, seconds=1.0)
+    with pytest.raises(StrettoError, match="add up to 1"):
+        ThroughputTable(entries=(entry,), shares={1: 0.5})
+    with pytest.raises(StrettoError, match="do not go with the lengths"):
+        ThroughputTable(entries=(entry,), shares={2: 1.0})
+    with pytest.raises(StrettoError, match="seconds that are no time"):
+        ThroughputTable.of({1: 0.0})
+    with pytest.raises(StrettoError, match="update_seconds is -1"):
+        ThroughputTable.of({1: 1.0}, update_seconds=-1)
+    for sizes, lengths, said in (([], [1], "batch_sizes"), ([0], [1], "batch_sizes"), ([1], [], "lengths")):
+        with pytest.raises(StrettoError, match=said):
+            probe(lambda *_: None, batch_sizes=sizes, lengths=lengths)
+    with pytest.raises(StrettoError, match="repeats=0"):
+        probe(lambda *_: None, batch_sizes=[1], lengths=[1], repeats=0)
+
+
+def test_the_examples_run() -> None:
+    assert doctest.testmod(probe_module).failed == 0
