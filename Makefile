@@ -1,18 +1,29 @@
-# Two commands: `make run` trains on the embedded handwriting, `make test` runs every test.
+# `make run` trains on the embedded handwriting; `make test` runs the quick suite, `make test-all` everything.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+PEERS := $(VENV)/installed-peers
 # With torch already there, pip keeps it: this release has a CPU build and pyproject.toml stays free to ask for more.
 TORCH ?= torch==2.13.0
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+CODE := src bench experiments tests
 
-.PHONY: run test install lint docs peers clean
+NAME ?=
+PAPER ?=
+FLAGS ?=
+
+.PHONY: run test test-all install peers lint format docs bench reproduce clean
 
 run: install
 	$(BIN)/stretto train handwriting
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST) -m "not slow"
+
+# The full parity sweep, 2,000 fuzzed cells, the fault suite, bench and experiments, real data (STRETTO_DATA).
+test-all: peers
+	STRETTO_FUZZ=$${STRETTO_FUZZ:-2000} $(PYTEST)
 
 install: $(STAMP)
 
@@ -23,18 +34,32 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $(STAMP)
 
-# The other samplers that `stretto bench buckets` compares with.
-peers: install
+# What the benchmarks compare with: JAX, Lhotse, Hugging Face.
+peers: $(PEERS)
+
+$(PEERS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[peers]'
+	touch $(PEERS)
 
 lint: install
-	$(BIN)/ruff format --check src bench experiments tests
-	$(BIN)/ruff check src bench experiments tests
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+format: install
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
 docs: install
 	$(BIN)/mkdocs build --strict
+
+# make bench NAME=kernels FLAGS="--quick"        make reproduce PAPER=bucketing
+bench: peers
+	$(BIN)/python -m bench $(NAME) $(FLAGS)
+
+reproduce: peers
+	$(BIN)/python -m experiments $(PAPER) $(FLAGS)
 
 clean:
 	rm -rf $(VENV) site build dist
