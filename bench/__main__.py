@@ -20,6 +20,7 @@ from bench import (
 )
 from bench.buckets import BucketsBenchSettings, run_buckets_bench
 from bench.faults import FaultsBenchSettings, run_faults_bench
+from bench.harness import run_render
 from bench.kernels import KernelsBenchSettings, run_kernels_bench
 from bench.kernels_page import write_kernels_page
 from bench.time_page import write_time_figure, write_time_page
@@ -46,7 +47,9 @@ BENCHMARKS = {
 
 
 def run(words: list[str]) -> int:
-    """Run a benchmark."""
+    """Run a benchmark, or render the stored results."""
+    if words[:1] == ["render"]:
+        return run_render(words[1:])
     choice = choose(words, BENCHMARKS, usage="python -m bench NAME [flags]")
     if choice is None:
         return 0
