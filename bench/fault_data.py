@@ -78,7 +78,7 @@ def training_words(data: Path, out: Path, *, epochs: int, lost_after: float) -> 
         "--hidden-size": 16,
         "--lost-after": lost_after,
         "--checkpoint-minutes": 0.002,
-        "--kernel": "torch",
+        "--backend": "torch",
         "--num-buckets": 3,
     }
     return ["train", "classify", *(str(word) for pair in words.items() for word in pair), "--record-sequences"]

@@ -102,7 +102,7 @@ def field_of(net: Net, shape: StepShape, *, with_jax: bool) -> Field:
 def kernel_of(rnn: RNN) -> str:
     """What runs: "cpp", or what else and why."""
     told = rnn.explain()
-    return told.kernel if told.kernel == "cpp" else f"{told.kernel}: {told.reason}"
+    return told.backend if told.backend == "cpp" else f"{told.backend}: {told.reason}"
 
 
 @final

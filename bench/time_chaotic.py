@@ -148,7 +148,7 @@ def chaotic(cell: GRU, x_TF: torch.Tensor) -> Chaotic:
 
 def lyapunov(cell: GRU, x_TF: torch.Tensor) -> float:
     """The largest Lyapunov exponent along a walk: the logarithm of what a step makes of a small difference."""
-    rnn = RNN(copy.deepcopy(cell).double(), kernel="eager")
+    rnn = RNN(copy.deepcopy(cell).double(), backend="eager")
     x_BTF = x_TF.double()[None].expand(2, -1, -1)
     state_BH = torch.zeros(2, cell.hidden_size, dtype=torch.float64)
     state_BH[1] += SMALL / math.sqrt(cell.hidden_size)

@@ -240,7 +240,7 @@ def _trainer(
         "schedule": "constant",
         "learning_rate": 3e-3,
         # The compiled kernels skip padding by themselves; the question here is what padding costs where it is computed.
-        "kernel": "torch",
+        "backend": "torch",
     }
     task = TASKS[name](checked(CONFIGS[name], values, source="the experiment"), data)
     log = EventLog(run / "events.jsonl") if world.is_first else SilentLog()

@@ -42,8 +42,8 @@ ANALYSIS: Final = "graph analysis"
 FUSION: Final = "analysis and fusion"
 VARIANTS: Final = {
     LOOP: "the cell called in a Python loop, gradients by autograd",
-    ANALYSIS: "what is off the cycles runs for the whole window at once, forward and backward; kernel='eager'",
-    FUSION: "the same, and the loops that remain are compiled; kernel='cpp'",
+    ANALYSIS: "what is off the cycles runs for the whole window at once, forward and backward; backend='eager'",
+    FUSION: "the same, and the loops that remain are compiled; backend='cpp'",
 }
 BASELINE: Final = (LOOP, 1)
 
@@ -185,8 +185,8 @@ class _Contender:
         self._network, self._settings = network, settings
         self._cell = _drawn_cell(network, settings)
         layers = {
-            ANALYSIS: RNN(self._cell, batch_first=False, kernel="eager"),
-            FUSION: RNN(self._cell, batch_first=False, kernel="cpp"),
+            ANALYSIS: RNN(self._cell, batch_first=False, backend="eager"),
+            FUSION: RNN(self._cell, batch_first=False, backend="cpp"),
         }
         self.plan = dict(layers[FUSION].explain(settings.input_size).counts)
         self._forwards: dict[str, Forward] = {LOOP: step_after_step(self._cell)}

@@ -148,7 +148,7 @@ def test_the_loop_computes_what_torch_does(net: Any) -> None:
 
 def test_a_step_gives_the_same_gradients_again_and_leaves_the_input_alone() -> None:
     batch = drawn_batch(SHAPE)
-    step = our_step(RNN(drawn_cell("GRU", SHAPE), batch_first=False, kernel="eager"), batch=batch)
+    step = our_step(RNN(drawn_cell("GRU", SHAPE), batch_first=False, backend="eager"), batch=batch)
     first = step.results()
     step.run()
     assert _gate(step.results(), dict(first)) == 0

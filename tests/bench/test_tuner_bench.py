@@ -46,7 +46,7 @@ from stretto.training import AbstractTask, BatchTuning, SilentLog, Trainer, batc
 scales = st.floats(0.0, 1e5)
 SMALL = dataclasses.replace(
     CASES["digits"].quick,
-    settings={"hidden_size": 8, "row_size": 64, "optimizer": "momentum", "learning_rate": 0.03, "kernel": "torch"},
+    settings={"hidden_size": 8, "row_size": 64, "optimizer": "momentum", "learning_rate": 0.03, "backend": "torch"},
 )
 
 

@@ -131,7 +131,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def _counted(run: Run, *words: str) -> dict[str, object]:
-    code, out, _ = run(*words, "--kernel", "eager", "--json")
+    code, out, _ = run(*words, "--backend", "eager", "--json")
     assert code == 0
     told: dict[str, object] = json.loads(out)
     return told
@@ -185,7 +185,7 @@ def test_bytes_are_those_of_the_dtype(run: Run) -> None:
 
 
 def test_the_table_and_the_picture(run: Run) -> None:
-    code, out, err = run("mine:Leaky", "--kernel", "eager", "--svg", "deep/down/leaky.svg")
+    code, out, err = run("mine:Leaky", "--backend", "eager", "--svg", "deep/down/leaky.svg")
     assert (code, err) == (0, "a module that talks\n")
     lines = out.splitlines()
     assert lines[0] == "cell       Leaky"
@@ -197,9 +197,9 @@ def test_the_table_and_the_picture(run: Run) -> None:
 
 
 def test_json_is_all_that_is_printed(run: Run) -> None:
-    code, out, err = run("mine:ready", "--kernel", "eager", "--json", "--svg", "x.svg")
+    code, out, err = run("mine:ready", "--backend", "eager", "--json", "--svg", "x.svg")
     assert (code, err) == (0, "a module that talks\n")
-    assert json.loads(out)["kernel"] == "eager"
+    assert json.loads(out)["backend"] == "eager"
     assert Path("x.svg").exists()
 
 
@@ -208,7 +208,7 @@ def test_help_has_examples(run: Run) -> None:
     assert code == 0
     assert "stretto explain LSTM" in out
     assert "file.py:" in out
-    for flag in ("--input-size", "--hidden-size", "--set NAME=VALUE", "--svg", "--json", "--kernel", "--dtype"):
+    for flag in ("--input-size", "--hidden-size", "--set NAME=VALUE", "--svg", "--json", "--backend", "--dtype"):
         assert flag in out
 
 
@@ -259,8 +259,8 @@ def test_help_has_examples(run: Run) -> None:
         ("Clockwork --hidden-size 7", "Clockwork cannot share 7 hidden units"),
         ("LSTM --hidden-size 0", "hidden_size"),
         ("LSTM --hidden-size many", "--hidden-size"),
-        ("LSTM --kernel best", "--kernel"),
-        ("LSTM --kernel eager --svg mine.py/x.svg", "mine.py/x.svg"),
+        ("LSTM --backend best", "--backend"),
+        ("LSTM --backend eager --svg mine.py/x.svg", "mine.py/x.svg"),
     ],
 )
 def test_what_cannot_be_explained_is_told_with_exit_code_2(run: Run, line: str, told: str) -> None:

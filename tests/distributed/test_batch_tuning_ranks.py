@@ -44,7 +44,7 @@ def _train(world: World, run: str, settings: dict[str, Any], each: float = 0.0) 
         "optimizer": "sgd",
         "schedule": "constant",
         "learning_rate": 0.05,
-        "kernel": "torch",
+        "backend": "torch",
         **settings,
     }
     task = TASKS["classify"](checked(CONFIGS["classify"], values, source="the test"), _data())

@@ -19,7 +19,7 @@ from stretto.training import EVENTS_FILE, FOLDER, AbstractLog, EventLog, SilentL
 def _trainer(
     world: World, run: str, *, resume: bool = False, batch_size: int = 3, stop_at: int | None = None, **changes: Any
 ) -> Trainer:
-    values = {"hidden_size": 4, "embedding_size": 3, "dropout": 0.0, "window": 6, "epochs": 2, "kernel": "torch"}
+    values = {"hidden_size": 4, "embedding_size": 3, "dropout": 0.0, "window": 6, "epochs": 2, "backend": "torch"}
     config = checked(LanguageModelConfig, {**values, "batch_size": batch_size, **changes}, source="the test")
     task = LanguageModelling(config, make_text(TextSettings(num_train=20)))
     log: AbstractLog = EventLog(Path(run) / EVENTS_FILE) if world.is_first else SilentLog()

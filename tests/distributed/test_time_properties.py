@@ -100,7 +100,7 @@ def test_any_ranks_blocks_pieces_and_lengths(data: st.DataObject) -> None:
     inner = sorted(data.draw(st.lists(st.integers(0, steps), min_size=size - 1, max_size=size - 1)))
     bounds = [0, *inner, steps]
     torch.manual_seed(data.draw(st.integers(0, 99)))
-    serial = stretto.RNN(cell(F, H), layers, both_ways, kernel="eager").double()
+    serial = stretto.RNN(cell(F, H), layers, both_ways, backend="eager").double()
     with torch.no_grad():
         for name, parameter in serial.named_parameters():
             if "hh" in name:

@@ -36,7 +36,7 @@ class Case:
     memory: float = 0.3
     piece: int = 4
     hidden: int = H
-    kernel: str = "eager"
+    backend: str = "eager"
 
     @property
     def name(self) -> str:
@@ -46,14 +46,14 @@ class Case:
 
 CASES = [
     *(
-        Case(cell=cell, dtype=dtype, layers=layers, both_ways=both, lengths=(33, 5, 20, 33, 1), kernel="cpp")
+        Case(cell=cell, dtype=dtype, layers=layers, both_ways=both, lengths=(33, 5, 20, 33, 1), backend="cpp")
         for cell in ("GRU", "LSTM")
         for dtype in TOLERANCE
         for layers, both in ((1, False), (2, True))
     ),
-    *(Case(lengths=(T, T, T), both_ways=True, kernel="cpp", piece=p) for T in (1, 2, 8, 17, 64) for p in (3, 1000)),
+    *(Case(lengths=(T, T, T), both_ways=True, backend="cpp", piece=p) for T in (1, 2, 8, 17, 64) for p in (3, 1000)),
     *(
-        Case(lengths=lengths, padding=2, layers=2, kernel="cpp")
+        Case(lengths=lengths, padding=2, layers=2, backend="cpp")
         for lengths in ((2, 1, 0), (0, 0), (0, 9, 3, 9, 8), (1,))
     ),
     # What it remembers is longer than a block: more rounds, and as exact.
@@ -98,7 +98,7 @@ def _cell(case: Case) -> stretto.Cell:
 
 def _net(case: Case) -> stretto.RNN:
     torch.manual_seed(4)
-    net = stretto.RNN(_cell(case), case.layers, case.both_ways, kernel=case.kernel)  # type: ignore[arg-type]
+    net = stretto.RNN(_cell(case), case.layers, case.both_ways, backend=case.backend)  # type: ignore[arg-type]
     with torch.no_grad():
         for name, parameter in net.named_parameters():
             if "hh" in name:

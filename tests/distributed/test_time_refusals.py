@@ -33,7 +33,7 @@ def _refusals(world: World) -> dict[str, str]:
     odd = int(world.rank == 1)
 
     def net(hidden: int = H, **words: Any) -> stretto.RNN:
-        return stretto.RNN(stretto.cells.GRU(F, hidden), kernel="eager", solver=mesh.solver(**words))
+        return stretto.RNN(stretto.cells.GRU(F, hidden), backend="eager", solver=mesh.solver(**words))
 
     def frozen(x_BTF: torch.Tensor) -> None:
         with torch.set_grad_enabled(not odd):
@@ -97,7 +97,7 @@ def test_differences_are_refused_on_every_rank(tmp_path: Path) -> None:
 
 def _left_alone(world: World) -> dict[str, Any]:
     mesh = TimeMesh(time=world.size, minutes=0.05)
-    net, x_BTF = stretto.RNN(stretto.cells.GRU(F, H), kernel="eager"), torch.randn(2, 6, F)
+    net, x_BTF = stretto.RNN(stretto.cells.GRU(F, H), backend="eager"), torch.randn(2, 6, F)
     net(x_BTF)
     # What takes long, and may take one rank longer, is done: three seconds are enough for the rest.
     world.wait_for_all()
@@ -138,7 +138,7 @@ def test_settings_that_make_no_sense(words: dict[str, Any], said: str) -> None:
 
 def test_one_rank_alone_walks_step_after_step() -> None:
     mesh = TimeMesh(time=1)
-    net = stretto.RNN(stretto.cells.GRU(F, H), kernel="eager", solver=mesh.solver(tolerance=1e-4))
+    net = stretto.RNN(stretto.cells.GRU(F, H), backend="eager", solver=mesh.solver(tolerance=1e-4))
     x_BTF = torch.randn(2, 6, F)
     y_BTH, state = net(x_BTF)
     net.solver = "serial"

@@ -23,7 +23,7 @@ F, H = 3, 8
 
 def _net(memory: float) -> stretto.RNN:
     torch.manual_seed(1)
-    net = stretto.RNN(stretto.cells.GRU(F, H).double(), kernel="eager")
+    net = stretto.RNN(stretto.cells.GRU(F, H).double(), backend="eager")
     with torch.no_grad():
         net.cells[0].weight_hh.mul_(memory)  # type: ignore[operator]
     return net
@@ -103,7 +103,7 @@ class Labeller(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rnn = stretto.RNN([Started(), Started()], num_layers=2, kernel="eager")
+        self.rnn = stretto.RNN([Started(), Started()], num_layers=2, backend="eager")
         self.above = torch.nn.Linear(F, 1)
 
     def forward(self, x_BTF: torch.Tensor, **words: Any) -> torch.Tensor:

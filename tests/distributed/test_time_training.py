@@ -139,7 +139,7 @@ def _refused(world: World) -> dict[str, str]:
         object.__setattr__(task.config, "time_parallel", 2)
         found[name] = said(task)
     found["three"] = said(_task({"time_parallel": 3}))
-    found["torch"] = said(_task({"time_parallel": 2, "kernel": "torch"}))
+    found["torch"] = said(_task({"time_parallel": 2, "backend": "torch"}))
     found["solver"] = said(_task({"time_parallel": 2, "solver": "shooting"}))
     found["differing"] = said(_task({"time_parallel": 1 + world.rank}))
     found["right"] = said(_task({"time_parallel": 2}))
@@ -152,7 +152,7 @@ def test_what_cannot_be_divided_is_refused_on_every_worker(tmp_path: Path) -> No
         for name in ("classify", "language-model", "handwriting"):
             assert f"the task {name!r} needs whole sequences on one worker" in told[name]
         assert "time_parallel=3 does not divide the number of workers, which is 2" in told["three"]
-        assert "kernel='torch'" in told["torch"]
+        assert "backend='torch'" in told["torch"]
         assert "the solver is 'shooting'" in told["solver"]
         assert "time_parallel of rank 1 differs from that of rank 0" in told["differing"]
         assert told["right"] == "nothing"

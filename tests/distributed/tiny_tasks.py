@@ -37,7 +37,7 @@ def tiny_task(name: str, *, accumulate: int) -> AbstractTask[Any]:
         "learning_rate": 1e-30,
         "weight_decay": 0.0,
         "clip_norm": 1e30,
-        "kernel": "torch",
+        "backend": "torch",
         **({"stack": 1} if name == "handwriting" else {}),
     }
     return TASKS[name](checked(CONFIGS[name], values, source="the test"), _data(name))

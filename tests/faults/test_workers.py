@@ -27,7 +27,7 @@ PATIENCE = 150.0
 WITHIN = 30.0
 """Seconds after SIGTERM in which all has to be saved: torchrun gives its workers as many."""
 Train = Callable[..., tuple[int, str]]
-SETTINGS = ["--batch-size", "4", "--hidden-size", "4", "--num-buckets", "2", "--kernel", "torch"]
+SETTINGS = ["--batch-size", "4", "--hidden-size", "4", "--num-buckets", "2", "--backend", "torch"]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import stretto
-from stretto.kernels import KernelChoice, SaveChoice, generate, row_products
+from stretto.kernels import Backend, SaveChoice, generate, row_products
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 saves: st.SearchStrategy[SaveChoice] = st.sampled_from(("auto", "states"))
@@ -34,9 +34,9 @@ def _with_two_threads(rnn: stretto.RNN, cell: FuzzCell, batch: Batch) -> Results
         return by_stretto(rnn, cell, batch)
 
 
-def _check(recipe: Recipe, some: list[Case], kernel: KernelChoice, save: SaveChoice) -> None:
+def _check(recipe: Recipe, some: list[Case], backend: Backend, save: SaveChoice) -> None:
     cell = FuzzCell(recipe, seed=some[0].seed)
-    rnn = stretto.RNN(cell, kernel=kernel, save=save)
+    rnn = stretto.RNN(cell, backend=backend, save=save)
     for case in some:
         batch = Batch.of(recipe, case)
         wanted = by_definition(cell, batch)

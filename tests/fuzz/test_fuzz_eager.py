@@ -26,7 +26,7 @@ def _check(recipe: Recipe, case: Case, save: SaveChoice, *, twice: bool = False)
     batch = Batch.of(recipe, case, twice=twice)
     wanted = by_definition(cell, batch)
     assume(is_meaningful(cell, batch, wanted))
-    rnn = stretto.RNN(cell, kernel="eager", save=save)
+    rnn = stretto.RNN(cell, backend="eager", save=save)
     found = by_stretto(rnn, cell, batch)
     assert_same(found, wanted)
     assert_same_without_gradients(rnn, cell, batch, found)
@@ -38,7 +38,7 @@ def _check(recipe: Recipe, case: Case, save: SaveChoice, *, twice: bool = False)
 def test_random_cells_agree_with_their_definition(recipe: Recipe, case: Case, save: SaveChoice) -> None:
     rnn = _check(recipe, case, save)
     explanation = rnn.explain()
-    assert explanation.kernel == "eager", explanation.reason
+    assert explanation.backend == "eager", explanation.reason
 
 
 @fuzzed(100)

@@ -9,7 +9,7 @@ from fuzz_comparison import Batch, assert_same, by_definition, by_stretto
 from fuzz_recipe import Case, Op, Recipe
 
 import stretto
-from stretto.kernels import KernelChoice, SaveChoice
+from stretto.kernels import Backend, SaveChoice
 
 
 @final
@@ -208,11 +208,11 @@ FOUND = {
 
 
 @pytest.mark.usefixtures("quick_compiler")
-@pytest.mark.parametrize("kernel", ["eager", "cpp"])
+@pytest.mark.parametrize("backend", ["eager", "cpp"])
 @pytest.mark.parametrize("name", FOUND)
-def test_what_was_found_once_stays_right(name: str, kernel: KernelChoice) -> None:
+def test_what_was_found_once_stays_right(name: str, backend: Backend) -> None:
     found = FOUND[name]
     cell = FuzzCell(found.recipe, seed=found.case.seed)
     batch = Batch.of(found.recipe, found.case, twice=found.twice)
-    rnn = stretto.RNN(cell, kernel=kernel, save=found.save)
+    rnn = stretto.RNN(cell, backend=backend, save=found.save)
     assert_same(by_stretto(rnn, cell, batch), by_definition(cell, batch))

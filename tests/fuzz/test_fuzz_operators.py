@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 import stretto
-from stretto.kernels import KernelChoice
+from stretto.kernels import Backend
 
 WIDTH = 4
 TOGETHER = 1 if LONG_RUN else 8
@@ -100,10 +100,10 @@ def _recipe(names: list[str]) -> Recipe:
     return Recipe(x=(3,), states=((WIDTH,),), code=tuple(w.code), after=(state,), y=state)
 
 
-def _check(names: str, kernel: KernelChoice) -> None:
+def _check(names: str, backend: Backend) -> None:
     recipe = _recipe(names.split(", "))
     cell, batch = FuzzCell(recipe, seed=3), Batch.of(recipe, Case(lengths=(4, 2, 3), seed=3))
-    rnn = stretto.RNN(cell, kernel=kernel)
+    rnn = stretto.RNN(cell, backend=backend)
     assert_same(by_stretto(rnn, cell, batch), by_definition(cell, batch))
 
 
@@ -142,7 +142,7 @@ class HardSigmoid(stretto.Cell):
 def test_the_slope_of_a_hard_sigmoid_is_torch_s() -> None:
     """Torch takes a sixth in single precision even for doubles."""
     x_BTF = torch.zeros(1, 1, 1, dtype=torch.float64, requires_grad=True)
-    y_BTF, _ = stretto.RNN(HardSigmoid(), kernel="cpp")(x_BTF)
+    y_BTF, _ = stretto.RNN(HardSigmoid(), backend="cpp")(x_BTF)
     (slope_BTF,) = torch.autograd.grad(y_BTF.sum(), x_BTF)
     (expected_BTF,) = torch.autograd.grad(functional.hardsigmoid(x_BTF).sum(), x_BTF)
     assert y_BTF.item() == pytest.approx(0.5, abs=1e-15)

@@ -13,16 +13,16 @@ from fuzz_strategies import cases
 from hypothesis import assume, given
 
 import stretto
-from stretto.kernels import KernelChoice, Layout, Program, SaveChoice, row_products
+from stretto.kernels import Backend, Layout, Program, SaveChoice, row_products
 from stretto.nn import recompute, stack
 
 
-def _check(layers: list[list[Recipe]], case: Case, kernel: KernelChoice, save: SaveChoice = "auto") -> None:
+def _check(layers: list[list[Recipe]], case: Case, backend: Backend, save: SaveChoice = "auto") -> None:
     net = FuzzStack(layers, seed=case.seed)
     batch = Batch.of(layers[0][0], replace(case, given_state=False))
     wanted = net.by_definition(batch)
     assume(is_meaningful(net, batch, wanted, net.by_definition))
-    rnn = stretto.RNN(list(net.cells), len(layers), net.num_directions == 2, kernel=kernel, save=save)
+    rnn = stretto.RNN(list(net.cells), len(layers), net.num_directions == 2, backend=backend, save=save)
     assert_same(net.by_stretto(rnn, batch), wanted)
 
 

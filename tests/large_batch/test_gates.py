@@ -18,7 +18,7 @@ from stretto.large_batch.gates import Gate, parameters_by_gate
 class _Own(nn.Module):
     def __init__(self, cell: nn.Module) -> None:
         super().__init__()
-        self.rnn = stretto.RNN(cell, kernel="eager")
+        self.rnn = stretto.RNN(cell, backend="eager")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.rnn(x)[0]
@@ -36,7 +36,7 @@ class _Torch(nn.Module):
 
 
 def _accelerated() -> nn.Module:
-    return stretto.accelerate(_Torch(nn.GRU(3, 4, batch_first=True)), kernel="torch")
+    return stretto.accelerate(_Torch(nn.GRU(3, 4, batch_first=True)), backend="torch")
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {

@@ -80,7 +80,7 @@ def _call(layer: nn.RNNBase, kind: str, *, given: bool) -> Call:
 
 
 def _accelerated(layer: nn.RNNBase) -> nn.RNNBase:
-    return stretto.accelerate(copy.deepcopy(layer), kernel="cpp")
+    return stretto.accelerate(copy.deepcopy(layer), backend="cpp")
 
 
 def _refused(*_: Any, **__: Any) -> None:
@@ -243,13 +243,13 @@ def test_gradients_can_be_differentiated_again(layer: str) -> None:
 @pytest.mark.parametrize("lengths", [[6, 4, 4, 1], [4, 1, 6, 4], [6, 6, 6, 6], [0, 5, 3, 0], [0, 0, 0, 0]])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("both_ways", [False, True])
-@pytest.mark.parametrize("kernel", ["cpp", "torch"])
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
 def test_ragged_batches_are_those_of_each_sequence_by_itself(
-    kernel: Any, both_ways: bool, batch_first: bool, lengths: list[int]
+    backend: Any, both_ways: bool, batch_first: bool, lengths: list[int]
 ) -> None:
     theirs = nn.LSTM(F, H, num_layers=2, bidirectional=both_ways, batch_first=batch_first).double()
     x_BTF = torch.randn(B, T, F, dtype=torch.float64)
-    ours: Any = stretto.accelerate(copy.deepcopy(theirs), kernel=kernel)
+    ours: Any = stretto.accelerate(copy.deepcopy(theirs), backend=backend)
     y_BTH = ours.ragged(x_BTF, lengths) if batch_first else ours.ragged(x_BTF.transpose(0, 1), lengths).transpose(0, 1)
     assert y_BTH.shape == (B, T, 2 * H if both_ways else H)
     for b, length in enumerate(lengths):

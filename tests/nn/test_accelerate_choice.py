@@ -76,7 +76,7 @@ def test_who_was_faster_runs(
 def test_other_kinds_of_batches_are_measured_by_themselves(x_TBF: torch.Tensor) -> None:
     layer = stretto.accelerate(nn.GRU(F, H).double())
     wanted = copy.deepcopy(layer)
-    stretto.accelerate(wanted, kernel="torch")
+    stretto.accelerate(wanted, backend="torch")
     packed = pack_padded_sequence(x_TBF, torch.tensor([5, 3, 1]))
     batches = [x_TBF, x_TBF.repeat(4, 1, 1), x_TBF.repeat(1, 4, 1), packed]
     for number, batch in enumerate(batches, start=1):
@@ -116,10 +116,10 @@ def test_measurements_do_not_travel(again: Callable[[nn.Module], nn.Module], x_T
 
 
 def test_the_choice_can_be_made_anew(x_TBF: torch.Tensor, by_torch: list[int]) -> None:
-    layer = stretto.accelerate(nn.GRU(F, H).double(), kernel="torch")
+    layer = stretto.accelerate(nn.GRU(F, H).double(), backend="torch")
     wanted = layer(x_TBF)[0]
     assert len(by_torch) == 1
-    stretto.accelerate(layer, kernel="cpp")
+    stretto.accelerate(layer, backend="cpp")
     assert (layer(x_TBF)[0] - wanted).abs().max() <= 1e-10
     assert len(by_torch) == 1
     assert _measured(layer) == {}
@@ -135,7 +135,7 @@ def test_layers_whose_parameters_are_all_frozen_can_be_measured(x_TBF: torch.Ten
 
 def test_a_precision_without_a_kernel_is_left_to_torch(x_TBF: torch.Tensor, by_torch: list[int]) -> None:
     theirs = nn.GRU(F, H).bfloat16()
-    ours = stretto.accelerate(copy.deepcopy(theirs), kernel="cpp")
+    ours = stretto.accelerate(copy.deepcopy(theirs), backend="cpp")
     wanted = theirs(x_TBF.bfloat16())[0]
     by_torch.clear()
     assert torch.equal(ours(x_TBF.bfloat16())[0], wanted)
@@ -144,7 +144,7 @@ def test_a_precision_without_a_kernel_is_left_to_torch(x_TBF: torch.Tensor, by_t
 
 def test_autocast_is_left_to_torch(x_TBF: torch.Tensor, by_torch: list[int]) -> None:
     theirs = nn.GRU(F, H)
-    ours = stretto.accelerate(copy.deepcopy(theirs), kernel="cpp")
+    ours = stretto.accelerate(copy.deepcopy(theirs), backend="cpp")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         wanted = theirs(x_TBF.float())[0]
         by_torch.clear()
@@ -169,7 +169,7 @@ def test_wrong_input_is_refused_in_the_words_of_torch(what: str) -> None:
     layer = nn.GRU(F, H)
     with pytest.raises((RuntimeError, ValueError)) as theirs:
         WRONG[what](layer)
-    stretto.accelerate(layer, kernel="cpp")
+    stretto.accelerate(layer, backend="cpp")
     with pytest.raises(theirs.type) as ours:
         WRONG[what](layer)
     assert str(ours.value) == str(theirs.value)
@@ -183,5 +183,5 @@ def test_what_is_no_module_is_refused() -> None:
 def test_an_unknown_kernel_is_refused_and_nothing_is_changed() -> None:
     layer = nn.GRU(F, H)
     with pytest.raises(StrettoError, match="'fast'"):
-        stretto.accelerate(layer, kernel="fast")  # type: ignore[arg-type]
+        stretto.accelerate(layer, backend="fast")  # type: ignore[arg-type]
     assert type(layer) is nn.GRU

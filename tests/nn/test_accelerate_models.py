@@ -67,7 +67,7 @@ def x_TBF() -> torch.Tensor:
 
 
 def _accelerated(model: nn.Module) -> nn.Module:
-    return stretto.accelerate(copy.deepcopy(model), kernel="cpp")
+    return stretto.accelerate(copy.deepcopy(model), backend="cpp")
 
 
 def _gradients(model: nn.Module, x_TBF: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -108,7 +108,7 @@ def test_nested_models_change_in_place_and_keep_what_they_share(x_TBF: torch.Ten
     model = Nested().double()
     parameters, text = dict(model.named_parameters()), repr(model)
     wanted = _gradients(model, x_TBF)
-    assert stretto.accelerate(model, kernel="cpp") is model
+    assert stretto.accelerate(model, backend="cpp") is model
     assert model.again is model.shared
     layers = [model.inner[0], *model.middle, model.shared]
     assert [type(layer).__module__ for layer in layers] == ["stretto.nn.torch_layers"] * 4
@@ -121,7 +121,7 @@ def test_a_model_without_recurrent_layers_stays_as_it_is(x_TBF: torch.Tensor) ->
     model = nn.Sequential(nn.Linear(F, F), nn.Tanh(), nn.LSTMCell(F, H)).double()
     before = {name: type(module) for name, module in model.named_modules()}
     wanted = model(x_TBF[0])
-    assert stretto.accelerate(model, kernel="cpp") is model
+    assert stretto.accelerate(model, backend="cpp") is model
     assert {name: type(module) for name, module in model.named_modules()} == before
     for one, other in zip(model(x_TBF[0]), wanted, strict=True):
         assert torch.equal(one, other)
@@ -130,7 +130,7 @@ def test_a_model_without_recurrent_layers_stays_as_it_is(x_TBF: torch.Tensor) ->
 def test_layers_with_code_of_their_own_are_left_alone(x_TBF: torch.Tensor) -> None:
     layer = Doubled(F, H).double()
     wanted = layer(x_TBF)[0]
-    assert type(stretto.accelerate(layer, kernel="cpp")) is Doubled
+    assert type(stretto.accelerate(layer, backend="cpp")) is Doubled
     assert torch.equal(layer(x_TBF)[0], wanted)
 
 
@@ -140,7 +140,7 @@ def test_a_weight_that_is_computed(x_TBF: torch.Tensor, first: bool) -> None:
     ours = _accelerated(theirs) if first else copy.deepcopy(theirs)
     parametrizations.weight_norm(theirs, "weight_hh_l0")
     parametrizations.weight_norm(ours, "weight_hh_l0")
-    _assert_close(_gradients(stretto.accelerate(ours, kernel="cpp"), x_TBF), _gradients(theirs, x_TBF))
+    _assert_close(_gradients(stretto.accelerate(ours, backend="cpp"), x_TBF), _gradients(theirs, x_TBF))
 
 
 def test_parameters_tied_across_layers_gather_all_gradients(x_TBF: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ def test_parameters_tied_across_layers_gather_all_gradients(x_TBF: torch.Tensor)
 def test_states_load_both_ways(name: str, x_TBF: torch.Tensor) -> None:
     options = {"num_layers": 2, "bidirectional": True}
     theirs, ours = (LAYERS[name](F, H, **options).double() for _ in range(2))
-    stretto.accelerate(ours, kernel="cpp")
+    stretto.accelerate(ours, backend="cpp")
     assert list(ours.state_dict()) == list(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict(), strict=True)
     _assert_close(_gradients(ours, x_TBF), _gradients(theirs, x_TBF))
@@ -181,9 +181,9 @@ def test_copies_are_the_same_and_their_own(
     assert not torch.equal(_gradients(other, x_TBF)["y"], wanted["y"])
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "torch"])
-def test_copies_keep_the_choice(kernel: Any, x_TBF: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = _pickled(stretto.accelerate(nn.GRU(F, H).double(), kernel=kernel))
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_copies_keep_the_choice(backend: Any, x_TBF: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = _pickled(stretto.accelerate(nn.GRU(F, H).double(), backend=backend))
     calls: list[int] = []
     forward = nn.GRU.forward
 
@@ -193,7 +193,7 @@ def test_copies_keep_the_choice(kernel: Any, x_TBF: torch.Tensor, monkeypatch: p
 
     monkeypatch.setattr(nn.GRU, "forward", counted)
     other(x_TBF)
-    assert len(calls) == (kernel == "torch")
+    assert len(calls) == (backend == "torch")
 
 
 def test_training_takes_the_same_way(x_TBF: torch.Tensor) -> None:

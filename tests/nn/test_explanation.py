@@ -16,7 +16,7 @@ from torch import nn
 from stretto import RNN, cells
 from stretto.cells import Cell, State
 from stretto.graph.network import builders
-from stretto.nn.explanation import KERNELS, PLACES, Explanation
+from stretto.nn.explanation import BACKENDS, PLACES, Explanation
 
 TIMES = "\u00d7"
 OLD_KEYS = set(
@@ -59,7 +59,7 @@ class Deciding(Cell):
 
 
 def _explained(cell: nn.Module, input_size: int | None = None, **options: Any) -> Explanation:
-    return RNN(cell, **{"kernel": "eager"} | options).explain(input_size)
+    return RNN(cell, **{"backend": "eager"} | options).explain(input_size)
 
 
 def _gemms(explanation: Explanation, which: str) -> list[tuple[int, int]]:
@@ -150,8 +150,8 @@ def test_nothing_recurrent_is_told() -> None:
 
 
 def test_generated_code_makes_fewer_passes_than_operators() -> None:
-    eager, compiled = _explained(cells.GRU(3, 4)), _explained(cells.GRU(3, 4), kernel="auto")
-    assert (compiled.kernel, compiled.reason) == ("cpp", "")
+    eager, compiled = _explained(cells.GRU(3, 4)), _explained(cells.GRU(3, 4), backend="auto")
+    assert (compiled.backend, compiled.reason) == ("cpp", "")
     assert "because" not in str(compiled)
     for name in ("forward_passes", "backward_passes"):
         assert 0 < compiled.counts[name] < eager.counts[name]
@@ -164,19 +164,19 @@ def test_generated_code_makes_fewer_passes_than_operators() -> None:
 
 def test_a_reason_is_given_when_it_is_not_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _explained(cells.GRU(3, 4))
-    assert (asked.kernel, asked.reason) == ("eager", "asked for")
+    assert (asked.backend, asked.reason) == ("eager", "asked for")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    without = _explained(cells.GRU(3, 4), kernel="auto")
-    assert without.kernel == "eager"
+    without = _explained(cells.GRU(3, 4), backend="auto")
+    assert without.backend == "eager"
     assert "no-such-compiler" in without.reason
     for told in (asked, without):
         assert f"because: {told.reason}" in " ".join(str(told).split())
-        assert KERNELS["eager"] in told.svg()
+        assert BACKENDS["eager"] in told.svg()
 
 
 def test_a_cell_without_a_graph_is_told_with_its_reason() -> None:
-    told = _explained(Deciding(), kernel="auto")
-    assert (told.kernel, told.counts, told.operators, told.loops) == ("plain", {}, {}, ())
+    told = _explained(Deciding(), backend="auto")
+    assert (told.backend, told.counts, told.operators, told.loops) == ("torch", {}, {}, ())
     assert "depends on the data" in " ".join(str(told).split())
     root = ElementTree.fromstring(told.svg())
     assert "depends on the data" in "".join(root.itertext())
@@ -187,7 +187,7 @@ def test_a_cell_without_a_graph_is_told_with_its_reason() -> None:
     "cell", [cells.LSTM(3, 4), cells.AttentionCell(3, 4), Deciding()], ids=lambda c: type(c).__name__
 )
 def test_the_table_is_narrow_and_nothing_in_it_is_torn_apart(cell: Cell) -> None:
-    told = _explained(cell, kernel="auto" if isinstance(cell, Deciding) else "eager")
+    told = _explained(cell, backend="auto" if isinstance(cell, Deciding) else "eager")
     lines = str(told).splitlines()
     assert max(map(len, lines)) <= 100
     assert lines[0] == f"cell       {type(cell).__name__}"
@@ -221,6 +221,6 @@ def test_notebooks_get_escaped_text_and_the_picture() -> None:
 def test_it_is_a_value() -> None:
     told = _explained(cells.GRU(3, 4))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        told.kernel = "cpp"  # type: ignore[misc]
+        told.backend = "cpp"  # type: ignore[misc]
     assert "_built" not in repr(told)
-    assert repr(told).startswith("Explanation(name='GRU', kernel='eager'")
+    assert repr(told).startswith("Explanation(name='GRU', backend='eager'")

@@ -218,15 +218,15 @@ def assert_parity(
     """
     truth, results = expected(rnn, batch, seed=seed), {}
     rounding = functools.cache(lambda: _by_rounding(rnn, batch, truth, seed=seed))
-    for kernel in kernels:
-        rnn.kernel = kernel  # type: ignore[assignment]
-        results[kernel] = found(rnn, batch, seed=seed)
-        errors, dtype = errors_of(results[kernel], truth), batch.x_BTF.dtype
+    for backend in kernels:
+        rnn.backend = backend  # type: ignore[assignment]
+        results[backend] = found(rnn, batch, seed=seed)
+        errors, dtype = errors_of(results[backend], truth), batch.x_BTF.dtype
         allowed = TOLERANCE[dtype]
         if max(errors.values()) > allowed and (cancels or dtype == torch.float32):
             allowed = max(allowed, ROUNDING * rounding())
         wrong = {name: f"{error:.1e}" for name, error in errors.items() if error > allowed}
-        assert not wrong, f"{kernel} is beyond {allowed:.1e}: {wrong}"
+        assert not wrong, f"{backend} is beyond {allowed:.1e}: {wrong}"
     return results
 
 

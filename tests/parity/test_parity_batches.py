@@ -20,7 +20,7 @@ KERNELS = ["cpp", "eager"]
 
 @pytest.fixture(params=KERNELS)
 def lstm(request: pytest.FixtureRequest) -> stretto.RNN:
-    return layer("lstm", H, kernel=request.param)
+    return layer("lstm", H, backend=request.param)
 
 
 def _assert_close(ones: list[torch.Tensor], others: list[torch.Tensor]) -> None:
@@ -36,9 +36,9 @@ def _x(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("sort", [True, False])
 @pytest.mark.parametrize("both_ways", [True, False])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_packed_batches(kernel: str, sort: bool, both_ways: bool) -> None:
-    rnn = layer("lstm", H, kernel=kernel, num_layers=2, bidirectional=both_ways)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_packed_batches(backend: str, sort: bool, both_ways: bool) -> None:
+    rnn = layer("lstm", H, backend=backend, num_layers=2, bidirectional=both_ways)
     lengths = [11, 8, 8, 1] if sort else [5, 11, 1, 8]
     x_BTF = _x(B, T, F).requires_grad_()
     packed = pack_padded_sequence(x_BTF, torch.tensor(lengths), batch_first=True, enforce_sorted=sort)
@@ -111,10 +111,10 @@ def test_what_lies_behind_the_end_does_not_matter(lstm: stretto.RNN) -> None:
 
 
 @pytest.mark.parametrize("both_ways", [True, False])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("setting", ["lstm", "gru-before", "clockwork"])
-def test_no_steps(setting: str, kernel: str, both_ways: bool) -> None:
-    rnn = layer(setting, H, kernel=kernel, num_layers=2, bidirectional=both_ways)
+def test_no_steps(setting: str, backend: str, both_ways: bool) -> None:
+    rnn = layer(setting, H, backend=backend, num_layers=2, bidirectional=both_ways)
     states = tuple(cell.initial_state(B) for cell in rnn.cells)  # type: ignore[operator]
     given = [(part + torch.arange(B)[:, None]).requires_grad_() for part in tensors_in(states)]
     remaining = iter(given)
@@ -134,9 +134,9 @@ def test_no_steps(setting: str, kernel: str, both_ways: bool) -> None:
 @pytest.mark.parametrize("lengths", [None, []])
 @pytest.mark.parametrize("T", [0, 3])
 @pytest.mark.parametrize("both_ways", [True, False])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_no_sequences(kernel: str, both_ways: bool, T: int, lengths: list[int] | None) -> None:
-    rnn = layer("lstm", H, kernel=kernel, num_layers=2, bidirectional=both_ways)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_no_sequences(backend: str, both_ways: bool, T: int, lengths: list[int] | None) -> None:
+    rnn = layer("lstm", H, backend=backend, num_layers=2, bidirectional=both_ways)
     y_BTO, state = rnn(_x(0, T, F).requires_grad_(), lengths=lengths)
     assert y_BTO.shape == (0, T, H * (1 + both_ways))
     assert [tuple(part.shape) for part in tensors_in(state)] == [(0, H)] * (8 if both_ways else 4)
@@ -144,9 +144,9 @@ def test_no_sequences(kernel: str, both_ways: bool, T: int, lengths: list[int] |
     assert not any(p.grad is not None and bool(p.grad.any()) for p in rnn.parameters())
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_all_sequences_end_before_the_last_step(kernel: str) -> None:
-    rnn = layer("gru", H, kernel=kernel, bidirectional=True)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_all_sequences_end_before_the_last_step(backend: str) -> None:
+    rnn = layer("gru", H, backend=backend, bidirectional=True)
     x_BTF = _x(B, T, F)
     y_BTO, state = rnn(x_BTF, lengths=[4] * B)
     short_BTO, same = rnn(x_BTF[:, :4])

@@ -42,14 +42,14 @@ def _is_a_weight(name: str) -> bool:
 def test_threads_take_rows(setting: str, set_threads: Callable[[int], None]) -> None:
     """Gains of a norm on the input's side are left to torch's layer norm, which sums up thread by thread."""
     lengths = [9, 3, 0, 14, 14, 1, 2, 7, 5, 5, 11, 0, 6, 3, 14, 8, 2]
-    rnn = layer(setting, 7, kernel="cpp", num_layers=2, bidirectional=True)
+    rnn = layer(setting, 7, backend="cpp", num_layers=2, bidirectional=True)
     batch = drawn(rnn, T=14, B=17, lengths=lengths, given=True)
     _assert_the_same(rnn, batch, set_threads)
 
 
 @pytest.mark.parametrize("threads", THREADS)
 def test_without_compiled_code_runs_are_the_same(threads: int, set_threads: Callable[[int], None]) -> None:
-    rnn = layer("layer-norm-gru", 7, kernel="eager", num_layers=2, bidirectional=True)
+    rnn = layer("layer-norm-gru", 7, backend="eager", num_layers=2, bidirectional=True)
     batch = drawn(rnn, T=14, B=5, lengths=[9, 3, 0, 14, 14])
     set_threads(threads)
     assert_same_bits(found(rnn, batch), found(rnn, batch))
@@ -59,7 +59,7 @@ def test_without_compiled_code_runs_are_the_same(threads: int, set_threads: Call
 @pytest.mark.parametrize("both_ways", [True, False])
 def test_threads_share_few_rows(B: int, both_ways: bool, set_threads: Callable[[int], None]) -> None:
     """Weights of a step this large are shared out by columns when there are more threads than rows."""
-    rnn = layer("lstm", 100, kernel="cpp", bidirectional=both_ways)
+    rnn = layer("lstm", 100, backend="cpp", bidirectional=both_ways)
     _assert_the_same(rnn, drawn(rnn, T=20, B=B, given=True), set_threads)
 
 
@@ -68,14 +68,14 @@ def test_threads_share_few_rows(B: int, both_ways: bool, set_threads: Callable[[
 def test_shared_rows_equal_the_definition(
     threads: int, lengths: list[int] | None, set_threads: Callable[[int], None]
 ) -> None:
-    rnn = layer("lstm", 100, kernel="cpp")
+    rnn = layer("lstm", 100, backend="cpp")
     set_threads(threads)
     assert_parity(rnn, drawn(rnn, T=20, B=1 if lengths is None else len(lengths), lengths=lengths), kernels=["cpp"])
 
 
 @pytest.mark.parametrize("setting", ["gru-before", "layer-norm-gru"])
 def test_shared_rows_of_other_cells(setting: str, set_threads: Callable[[int], None]) -> None:
-    rnn = layer(setting, 110, kernel="cpp")
+    rnn = layer(setting, 110, backend="cpp")
     batch = drawn(rnn, T=9, B=2, lengths=[9, 4])
     alone = found(rnn, batch)
     set_threads(4)
@@ -88,7 +88,7 @@ def test_shared_rows_of_other_cells(setting: str, set_threads: Callable[[int], N
 @pytest.mark.parametrize("num_layers", [2, 3])
 def test_layers_as_a_wave_equal_the_definition(B: int, num_layers: int, set_threads: Callable[[int], None]) -> None:
     """Layers work on different chunks of time at once."""
-    rnn = layer("lstm", 7, kernel="cpp", num_layers=num_layers)
+    rnn = layer("lstm", 7, backend="cpp", num_layers=num_layers)
     set_threads(4)
     lengths = None if B == 1 else [100, 37, 64]
     assert_parity(rnn, drawn(rnn, T=100, B=B, lengths=lengths, given=True))
@@ -98,13 +98,13 @@ def test_layers_as_a_wave_equal_the_definition(B: int, num_layers: int, set_thre
 @pytest.mark.parametrize("T", [1, 2, 5, 64, 65, 600])
 def test_a_wave_makes_the_same_bits(T: int, set_threads: Callable[[int], None]) -> None:
     """But for weight gradients, which are summed up chunk by chunk then."""
-    rnn = layer("lstm", 7, kernel="cpp", num_layers=3)
+    rnn = layer("lstm", 7, backend="cpp", num_layers=3)
     _assert_the_same(rnn, drawn(rnn, T=T, B=1, given=True), set_threads, but=_is_a_weight)
 
 
 @pytest.mark.usefixtures("waves")
 def test_a_wave_over_ragged_rows_makes_the_same_bits(set_threads: Callable[[int], None]) -> None:
-    rnn = layer("gru", 7, kernel="cpp", num_layers=2)
+    rnn = layer("gru", 7, backend="cpp", num_layers=2)
     _assert_the_same(rnn, drawn(rnn, T=130, B=3, lengths=[40, 0, 130]), set_threads, but=_is_a_weight)
 
 
@@ -115,7 +115,7 @@ def test_a_wave_is_made_where_it_pays(
     hidden: int, T: int, threads: int, some: bool, set_threads: Callable[[int], None]
 ) -> None:
     """Long walks through small layers, and more threads than sequences."""
-    rnn = layer("lstm", hidden, kernel="cpp", num_layers=4, dtype=torch.float32)
+    rnn = layer("lstm", hidden, backend="cpp", num_layers=4, dtype=torch.float32)
     rnn(torch.zeros(1, 2, rnn.cells[0].input_size))
     layers = [[stack.Direction(built.program, {}, [])] for built in rnn._built.values()]
     set_threads(threads)
@@ -131,13 +131,13 @@ def test_independent_loops_make_the_same_bits(set_threads: Callable[[int], None]
 @pytest.mark.parametrize("B", [1, 4, 32])
 def test_weight_gradients_in_single_precision(B: int, set_threads: Callable[[int], None]) -> None:
     """They are products over the rows of all steps, by torch, which shares large ones out to threads as it likes."""
-    rnn = layer("lstm", 100, dtype=torch.float32, kernel="cpp")
+    rnn = layer("lstm", 100, dtype=torch.float32, backend="cpp")
     _assert_the_same(rnn, drawn(rnn, T=30, B=B), set_threads)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_sequence_does_not_depend_on_its_neighbours(threads: int, set_threads: Callable[[int], None]) -> None:
-    rnn = layer("lstm", 7, kernel="cpp")
+    rnn = layer("lstm", 7, backend="cpp")
     set_threads(threads)
     batch = drawn(rnn, T=20, B=6)
     y_BTH, (h_BH, _) = rnn(batch.x_BTF, lengths=[20, 3, 7, 20, 1, 12])
@@ -151,7 +151,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours(threads: int, set_threads:
 @pytest.mark.parametrize("H", [64, 96, 128])
 def test_gates_shared_in_whole_panels(setting: str, H: int, set_threads: Callable[[int], None]) -> None:
     """Sizes at which a thread's share of a product is its share of the pointwise work, and nobody waits in between."""
-    rnn = layer(setting, H, kernel="cpp")
+    rnn = layer(setting, H, backend="cpp")
     batch = drawn(rnn, T=11, B=2, lengths=[11, 6], given=True)
     set_threads(4)
     results = assert_parity(rnn, batch, kernels=["cpp"])
@@ -163,7 +163,7 @@ def test_gates_shared_in_whole_panels(setting: str, H: int, set_threads: Callabl
 @pytest.mark.parametrize("H", [64, 70])
 def test_walks_long_enough_to_try_both_ways(setting: str, H: int, set_threads: Callable[[int], None]) -> None:
     """Some stretches are walked by all threads and some by one; which, the clock decides."""
-    rnn = layer(setting, H, kernel="cpp")
+    rnn = layer(setting, H, backend="cpp")
     batch = drawn(rnn, T=700, B=1)
     _assert_the_same(rnn, batch, set_threads)
 
@@ -193,7 +193,7 @@ def test_shared_tables_make_the_same_bits(set_threads: Callable[[int], None], mo
     monkeypatch.setattr(generate, "WORTH_TRYING", 1)
     monkeypatch.setattr(generate, "LARGE_WEIGHTS", 1)
     torch.manual_seed(0)
-    rnn = stretto.RNN(Table().double(), kernel="cpp")
+    rnn = stretto.RNN(Table().double(), backend="cpp")
     # Short walks, often: a thread that comes late to the first steps finds what others have already overwritten.
     for T in (2, 3) * 20:
         x_BTF, state = torch.zeros(1, T, 3, dtype=torch.float64), torch.randn(1, 2, 3, dtype=torch.float64)

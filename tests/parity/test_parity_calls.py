@@ -22,7 +22,7 @@ Y_AND_STATES = tuple[torch.Tensor, list[torch.Tensor]]
 
 @pytest.fixture(params=KERNELS)
 def lstm(request: pytest.FixtureRequest) -> stretto.RNN:
-    return layer("lstm", H, kernel=request.param)
+    return layer("lstm", H, backend=request.param)
 
 
 def _hand(rnn: stretto.RNN, x_BTF: torch.Tensor, lengths: list[int] | None = None) -> Y_AND_STATES:
@@ -117,9 +117,9 @@ def test_nothing_is_learned(lstm: stretto.RNN) -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("setting", ["lstm", "layer-norm-gru", "attention"])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_without_gradients_the_same_numbers(setting: str, kernel: str, mode: Callable[[], Iterator[None]]) -> None:
-    rnn = layer(setting, H, kernel=kernel, num_layers=2, bidirectional=True)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_without_gradients_the_same_numbers(setting: str, backend: str, mode: Callable[[], Iterator[None]]) -> None:
+    rnn = layer(setting, H, backend=backend, num_layers=2, bidirectional=True)
     x_BTF = _x(B, T, F)
     y_BTO, state = rnn(x_BTF, lengths=LENGTHS)
     with mode():  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def test_a_first_call_without_gradients_does_not_spoil_the_next(lstm: stretto.RN
     batch = drawn(lstm, T=T, B=B, lengths=LENGTHS)
     with torch.inference_mode():
         lstm(batch.x_BTF, lengths=LENGTHS)
-    assert_same_bits(found(lstm, batch), found(layer("lstm", H, kernel=lstm.kernel), batch))
+    assert_same_bits(found(lstm, batch), found(layer("lstm", H, backend=lstm.backend), batch))
 
 
 def test_backward_twice(lstm: stretto.RNN) -> None:
@@ -192,7 +192,7 @@ def test_writing_into_a_result_is_right_or_refused(lstm: stretto.RNN, lengths: l
 
 
 def test_python_threads_do_not_disturb_each_other() -> None:
-    rnn = layer("lstm", H, kernel="cpp")
+    rnn = layer("lstm", H, backend="cpp")
     batches = [drawn(rnn, T=20 + number, B=1 + number, seed=number) for number in range(6)]
     alone = [rnn(batch.x_BTF)[0] for batch in batches]
     with ThreadPoolExecutor(6) as pool:

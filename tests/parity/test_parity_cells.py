@@ -49,7 +49,7 @@ def _three_of(settings: list[str]) -> list[tuple[str, str]]:
 
 
 def _check(setting: str, H: int, shape: Shape, *, dtype: torch.dtype) -> None:
-    rnn = layer(setting, H, dtype=dtype, num_layers=shape.layers, bidirectional=shape.both_ways, kernel="cpp")
+    rnn = layer(setting, H, dtype=dtype, num_layers=shape.layers, bidirectional=shape.both_ways, backend="cpp")
     batch = drawn(rnn, T=shape.T, B=shape.B, lengths=shape.lengths, given=shape.given)
     assert_parity(rnn, batch)
 
@@ -78,7 +78,7 @@ def test_every_cell_equals_the_definition_in_single_precision(setting: str, shap
 @pytest.mark.parametrize("shape", ["given", "three-both-ways", "many"])
 def test_masks_of_whole_sequences_are_the_definition_s_in_training(setting: str, shape: str) -> None:
     chosen = SHAPES[shape]
-    rnn = layer(setting, 7, training=True, num_layers=chosen.layers, bidirectional=chosen.both_ways, kernel="cpp")
+    rnn = layer(setting, 7, training=True, num_layers=chosen.layers, bidirectional=chosen.both_ways, backend="cpp")
     batch = drawn(rnn, T=chosen.T, B=chosen.B, lengths=chosen.lengths)
     results = assert_parity(rnn, batch, seed=3)
     other = found(rnn, batch, seed=4)
@@ -89,11 +89,11 @@ def test_masks_of_whole_sequences_are_the_definition_s_in_training(setting: str,
 @pytest.mark.parametrize("shape", ["given", "three-both-ways", "many"])
 def test_what_is_drawn_in_the_loop_is_the_same_for_compiled_code(setting: str, shape: str) -> None:
     chosen = SHAPES[shape]
-    rnn = layer(setting, 7, training=True, num_layers=chosen.layers, bidirectional=chosen.both_ways, kernel="cpp")
+    rnn = layer(setting, 7, training=True, num_layers=chosen.layers, bidirectional=chosen.both_ways, backend="cpp")
     batch = drawn(rnn, T=chosen.T, B=chosen.B, lengths=chosen.lengths)
     compiled = found(rnn, batch, seed=3)
     assert_same_bits(compiled, found(rnn, batch, seed=3))
-    rnn.kernel = "eager"
+    rnn.backend = "eager"
     errors = errors_of(compiled, found(rnn, batch, seed=3))
     assert max(errors.values()) < 1e-10, errors
     assert error_of(found(rnn, batch, seed=4).values["y"], compiled.values["y"]) > 0.01

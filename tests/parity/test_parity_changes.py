@@ -67,7 +67,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_cell_counts_at_the_next_call(change: str) -> None:
     torch.manual_seed(0)
-    rnn = stretto.RNN(Changeable().double(), kernel="eager")
+    rnn = stretto.RNN(Changeable().double(), backend="eager")
     batch = Batch(x_BTF=torch.randn(3, 4, F, dtype=torch.float64), lengths=[4, 0, 3])
     before = found(rnn, batch)
     CHANGES[change](rnn.cells[0])
@@ -83,7 +83,7 @@ def test_a_change_of_the_cell_counts_at_the_next_call(change: str) -> None:
 
 def test_another_cell_in_the_place_of_the_first_counts() -> None:
     torch.manual_seed(0)
-    rnn = stretto.RNN(Changeable().double(), kernel="eager")
+    rnn = stretto.RNN(Changeable().double(), backend="eager")
     x_BTF = torch.randn(3, 4, F, dtype=torch.float64)
     for _ in range(20):  # Python soon gives the memory of a cell that is gone to a new one.
         for kind in (Changeable, Subtracting):

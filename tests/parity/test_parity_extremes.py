@@ -29,10 +29,10 @@ def test_inputs_of_any_magnitude_in_single_precision(scale: float) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("kernel", ["cpp", "eager"])
+@pytest.mark.parametrize("backend", ["cpp", "eager"])
 @pytest.mark.parametrize("setting", ["lstm", "gru", "elman-relu-bare", "layer-norm-gru"])
-def test_what_is_no_number_stays_in_its_sequence(setting: str, kernel: str, value: float) -> None:
-    rnn = layer(setting, 7, kernel=kernel)
+def test_what_is_no_number_stays_in_its_sequence(setting: str, backend: str, value: float) -> None:
+    rnn = layer(setting, 7, backend=backend)
     torch.manual_seed(0)
     x_BTF = torch.randn(3, 6, F, dtype=torch.float64)
     clean_BTH, _ = rnn(x_BTF)
@@ -44,15 +44,15 @@ def test_what_is_no_number_stays_in_its_sequence(setting: str, kernel: str, valu
     assert torch.equal(y_BTH[1, :2], clean_BTH[1, :2])
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "eager"])
+@pytest.mark.parametrize("backend", ["cpp", "eager"])
 @pytest.mark.parametrize("setting", ["elman-relu-bare", "ligru-plain", "indrnn"])
-def test_the_slope_of_a_rectifier_at_zero_is_that_of_torch(setting: str, kernel: str) -> None:
-    rnn = layer(setting, 7, kernel=kernel)
+def test_the_slope_of_a_rectifier_at_zero_is_that_of_torch(setting: str, backend: str) -> None:
+    rnn = layer(setting, 7, backend=backend)
     with torch.no_grad():
         for name, parameter in rnn.named_parameters():
             if "bias" in name:
                 parameter.zero_()
-    assert_parity(rnn, Batch(x_BTF=torch.zeros(2, 4, F, dtype=torch.float64)), kernels=[kernel])
+    assert_parity(rnn, Batch(x_BTF=torch.zeros(2, 4, F, dtype=torch.float64)), kernels=[backend])
 
 
 @pytest.mark.parametrize("setting", ["layer-norm-lstm", "layer-norm-gru"])

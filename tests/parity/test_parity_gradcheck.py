@@ -48,7 +48,7 @@ def _function(rnn: stretto.RNN, lengths: list[int] | None) -> tuple[Callable[...
 @pytest.mark.parametrize("cell", CELLS)
 def test_first_derivatives(cell: str, lengths: list[int] | None) -> None:
     torch.manual_seed(0)
-    function, inputs = _function(stretto.RNN(CELLS[cell]().double(), kernel="cpp"), lengths)
+    function, inputs = _function(stretto.RNN(CELLS[cell]().double(), backend="cpp"), lengths)
     assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
 
 
@@ -56,21 +56,21 @@ def test_first_derivatives(cell: str, lengths: list[int] | None) -> None:
 @pytest.mark.parametrize("cell", CELLS)
 def test_second_derivatives(cell: str, lengths: list[int] | None) -> None:
     torch.manual_seed(0)
-    function, inputs = _function(stretto.RNN(CELLS[cell]().double(), kernel="cpp"), lengths)
+    function, inputs = _function(stretto.RNN(CELLS[cell]().double(), backend="cpp"), lengths)
     assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
 def test_every_entry_of_the_first_derivative() -> None:
     torch.manual_seed(0)
-    rnn = stretto.RNN(SETTINGS["indrnn-tanh-bare"](7).double(), kernel="cpp")
+    rnn = stretto.RNN(SETTINGS["indrnn-tanh-bare"](7).double(), backend="cpp")
     assert torch.autograd.gradcheck(*_function(rnn, [2, 3]))
 
 
 @pytest.mark.parametrize("both_ways", [True, False])
-@pytest.mark.parametrize("kernel", ["cpp", "eager"])
-def test_a_penalty_on_the_gradient_equals_the_definition_s(kernel: str, both_ways: bool) -> None:
+@pytest.mark.parametrize("backend", ["cpp", "eager"])
+def test_a_penalty_on_the_gradient_equals_the_definition_s(backend: str, both_ways: bool) -> None:
     torch.manual_seed(0)
-    rnn = stretto.RNN(SETTINGS["lstm"](7).double(), 2, both_ways, kernel=kernel)  # type: ignore[arg-type]
+    rnn = stretto.RNN(SETTINGS["lstm"](7).double(), 2, both_ways, backend=backend)  # type: ignore[arg-type]
     x_BTF = torch.randn(3, 4, F, dtype=torch.float64, requires_grad=True)
     lengths = [2, 0, 4]
     penalties = []
@@ -87,7 +87,7 @@ def test_a_penalty_on_the_gradient_equals_the_definition_s(kernel: str, both_way
 
 def test_a_third_derivative() -> None:
     torch.manual_seed(0)
-    rnn = stretto.RNN(SETTINGS["indrnn-tanh-bare"](7).double(), kernel="cpp")
+    rnn = stretto.RNN(SETTINGS["indrnn-tanh-bare"](7).double(), backend="cpp")
     x_BTF = torch.randn(1, 3, F, dtype=torch.float64, requires_grad=True)
     results = []
     for y_BTO in (rnn(x_BTF)[0], by_hand(list(rnn.cells), x_BTF, lengths=None, state=None, num_directions=1)[0]):
@@ -101,7 +101,7 @@ def test_a_third_derivative() -> None:
 
 def test_a_second_derivative_past_a_detached_value() -> None:
     torch.manual_seed(0)
-    rnn = stretto.RNN(Detached().double(), kernel="cpp")
+    rnn = stretto.RNN(Detached().double(), backend="cpp")
     x_BTF = torch.randn(2, 3, F, dtype=torch.float64, requires_grad=True)
     results = []
     for y_BTO in (rnn(x_BTF)[0], by_hand(list(rnn.cells), x_BTF, lengths=None, state=None, num_directions=1)[0]):

@@ -102,19 +102,19 @@ def test_a_layer_follows_its_dtype() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_runs_without_compiled_code(dtype: torch.dtype) -> None:
-    rnn = layer("lstm", 7, dtype=dtype, kernel="auto")
+    rnn = layer("lstm", 7, dtype=dtype, backend="auto")
     x_BTF = torch.randn(3, 5, F, dtype=dtype)
     y_BTH, _ = rnn(x_BTF, lengths=[2, 5, 0])
     hand_BTH, _ = by_hand(list(rnn.cells), x_BTF, lengths=[2, 5, 0], state=None, num_directions=1)
     assert y_BTH.dtype == dtype
     assert error_of(y_BTH, hand_BTH) < 0.02
-    assert rnn.explain().kernel == "eager"
+    assert rnn.explain().backend == "eager"
     assert str(dtype).removeprefix("torch.") in rnn.explain().reason
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "eager"])
-def test_autocast_leaves_the_loop_in_full_precision(kernel: str) -> None:
-    rnn, fresh = (layer("lstm", 33, dtype=torch.float32, kernel=kernel) for _ in range(2))
+@pytest.mark.parametrize("backend", ["cpp", "eager"])
+def test_autocast_leaves_the_loop_in_full_precision(backend: str) -> None:
+    rnn, fresh = (layer("lstm", 33, dtype=torch.float32, backend=backend) for _ in range(2))
     x_BTF = torch.randn(3, 5, F)
     y_BTH, _ = rnn(x_BTF)
     gradients = torch.autograd.grad(y_BTH.sum(), list(rnn.parameters()))
@@ -150,18 +150,18 @@ def test_a_plan_asked_for_under_autocast_is_the_same() -> None:
     rnn = layer("lstm", 33, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         explanation = rnn.explain()
-    assert explanation.kernel == "cpp"
+    assert explanation.backend == "cpp"
 
 
 def test_a_plan_asked_for_in_inference_mode_is_the_same() -> None:
     rnn = layer("lstm", 33, dtype=torch.float32)
     with torch.inference_mode():
         explanation = rnn.explain()
-    assert explanation.kernel == "cpp"
+    assert explanation.backend == "cpp"
 
 
 def test_training_and_evaluation_take_turns() -> None:
-    rnn = layer("zoneout", 7, kernel="cpp")
+    rnn = layer("zoneout", 7, backend="cpp")
     batch = drawn(rnn, T=5, B=3)
     still = found(rnn, batch)
     rnn.train()
@@ -170,9 +170,9 @@ def test_training_and_evaluation_take_turns() -> None:
     assert_same_bits(found(rnn, batch), still)
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "eager"])
-def test_functional_call(kernel: str) -> None:
-    rnn = layer("lstm", 7, kernel=kernel)
+@pytest.mark.parametrize("backend", ["cpp", "eager"])
+def test_functional_call(backend: str) -> None:
+    rnn = layer("lstm", 7, backend=backend)
     x_BTF = torch.randn(3, 5, F, dtype=torch.float64)
     given = {name: (2 * value).detach().requires_grad_() for name, value in rnn.named_parameters()}
     y_BTH, _ = torch.func.functional_call(rnn, given, (x_BTF,))
@@ -184,16 +184,16 @@ def test_functional_call(kernel: str) -> None:
         assert error_of(gradient, parameter.grad) < 1e-10
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "eager"])
-def test_dropout_between_layers(kernel: str) -> None:
-    rnn = layer("lstm", 7, kernel=kernel, num_layers=2, dropout=0.5)
+@pytest.mark.parametrize("backend", ["cpp", "eager"])
+def test_dropout_between_layers(backend: str) -> None:
+    rnn = layer("lstm", 7, backend=backend, num_layers=2, dropout=0.5)
     batch = drawn(rnn, T=5, B=3, lengths=[2, 5, 0])
-    assert_parity(rnn, batch, kernels=[kernel])
+    assert_parity(rnn, batch, kernels=[backend])
     rnn.train()
     one, two = found(rnn, batch, seed=1), found(rnn, batch, seed=1)
     assert_same_bits(one, two)
     assert error_of(found(rnn, batch, seed=2).values["y"], one.values["y"]) > 0.01
     rnn.dropout = 1.0
-    above = stretto.RNN(rnn.cells[1], kernel="eager")
+    above = stretto.RNN(rnn.cells[1], backend="eager")
     expected_BTH, _ = above(torch.zeros(3, 5, 7, dtype=torch.float64), lengths=batch.lengths)
     assert error_of(found(rnn, batch).values["y"], expected_BTH) < 1e-10

@@ -19,11 +19,11 @@ ODD: dict[type[Cell], tuple[str, str]] = {
     Counting: ("eager", "int64"),
     Switch: ("eager", "bool"),
     Gamma: ("eager", "lgamma"),
-    Sorted: ("plain", "rows of the batch"),
-    OverwritesState: ("plain", "in place"),
-    Branching: ("plain", "depends on the data"),
-    BatchNormed: ("plain", "batch"),
-    Centred: ("plain", "mixes the rows"),
+    Sorted: ("torch", "rows of the batch"),
+    OverwritesState: ("torch", "in place"),
+    Branching: ("torch", "depends on the data"),
+    BatchNormed: ("torch", "batch"),
+    Centred: ("torch", "mixes the rows"),
 }
 """What runs each cell, and a word of the reason."""
 MIXING = [Branching, BatchNormed, Centred]
@@ -37,16 +37,16 @@ def _layer(cell: type[Cell]) -> stretto.RNN:
 
 @pytest.mark.parametrize("cell", ODD)
 def test_the_reason_is_told(cell: type[Cell]) -> None:
-    kernel, word = ODD[cell]
+    backend, word = ODD[cell]
     explanation = _layer(cell).explain()
-    assert explanation.kernel == kernel
+    assert explanation.backend == backend
     assert word in explanation.reason
 
 
 @pytest.mark.parametrize("cell", ODD)
 def test_insisting_on_compiled_code_is_refused(cell: type[Cell]) -> None:
     rnn = _layer(cell)
-    rnn.kernel = "cpp"
+    rnn.backend = "cpp"
     with pytest.raises(StrettoError, match=f"no code can be generated for {cell.__name__}") as caught:
         rnn(torch.zeros(2, 3, F, dtype=torch.float64))
     assert ODD[cell][1] in str(caught.value)
@@ -89,3 +89,9 @@ def test_rows_that_mix_are_those_of_the_same_step(cell: type[Cell], lengths: lis
     others = torch.autograd.grad(hand_BTH.square().sum() + state.sum(), inputs)
     for one, other in zip((y_BTH, after, *ones), (hand_BTH, state, *others), strict=True):
         assert error_of(one, other) < 1e-10
+
+
+def test_the_cell_itself_runs_where_torch_is_asked_for() -> None:
+    rnn = stretto.RNN(stretto.cells.GRU(F, 3).double(), backend="torch")
+    assert (rnn.explain().backend, rnn.explain().reason) == ("torch", "asked for")
+    assert_parity(rnn, drawn(rnn, T=6, B=4, lengths=[3, 0, 6, 2], given=True), kernels=["torch"])

@@ -80,9 +80,9 @@ def test_own_cells_equal_the_definition_and_are_compiled(cell: type[Cell]) -> No
     for T, lengths, given in ((5, None, False), (6, [3, 0, 6, 2], True), (1, None, True), (2, [0, 0], True)):
         B = 3 if lengths is None else len(lengths)
         assert_parity(rnn, drawn(rnn, T=T, B=B, lengths=lengths, given=given), kernels=["cpp", "eager"])
-    rnn.kernel = "auto"
+    rnn.backend = "auto"
     explanation = rnn.explain()
-    assert (explanation.kernel, explanation.reason) == ("cpp", "")
+    assert (explanation.backend, explanation.reason) == ("cpp", "")
 
 
 @pytest.mark.parametrize("cell", [ConstantState, DelayLine, LoopBehindLoop, OldState, LearnedStart])
@@ -96,8 +96,8 @@ def test_own_cells_both_ways_in_two_layers(cell: type[Cell]) -> None:
     assert_parity(rnn, drawn(rnn, T=6, B=4, lengths=[3, 0, 6, 2], given=True))
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "eager"])
-def test_what_nothing_depends_on_gets_no_gradient(kernel: str) -> None:
+@pytest.mark.parametrize("backend", ["cpp", "eager"])
+def test_what_nothing_depends_on_gets_no_gradient(backend: str) -> None:
     """As when the cell is called by hand: None, not zeros."""
     torch.manual_seed(0)
 
@@ -106,7 +106,7 @@ def test_what_nothing_depends_on_gets_no_gradient(kernel: str) -> None:
             super().__init__()
             self.unused = nn.Linear(3, 3)
 
-    rnn = stretto.RNN(UnusedParameter().double(), kernel=kernel)  # type: ignore[arg-type]
+    rnn = stretto.RNN(UnusedParameter().double(), backend=backend)  # type: ignore[arg-type]
     y_BTH, _ = rnn(torch.randn(2, 3, F, dtype=torch.float64))
     y_BTH.sum().backward()
     graded = {name for name, parameter in rnn.cells[0].named_parameters() if parameter.grad is not None}
@@ -165,12 +165,12 @@ def test_weights_changed_between_forward_and_backward_are_noticed() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_random_numbers_of_a_step(training: bool) -> None:
-    rnn = _layer(Noisy, kernel="cpp").train(training)
+    rnn = _layer(Noisy, backend="cpp").train(training)
     batch = drawn(rnn, T=6, B=4, lengths=[3, 0, 6, 2])
     compiled = found(rnn, batch, seed=5)
     assert_same_bits(compiled, found(rnn, batch, seed=5))
     assert error_of(found(rnn, batch, seed=6).values["y"], compiled.values["y"]) > 0.01
-    rnn.kernel = "eager"
+    rnn.backend = "eager"
     errors = errors_of(compiled, found(rnn, batch, seed=5))
     assert max(errors.values()) < 1e-10, errors
 
@@ -190,8 +190,8 @@ def test_noise_is_drawn_anew_for_each_step_and_sequence() -> None:
     assert abs(y_BTF.std().item() - 1) < 0.05
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "eager"])
-def test_dropout_inside_a_step_drops_its_share(kernel: str) -> None:
+@pytest.mark.parametrize("backend", ["cpp", "eager"])
+def test_dropout_inside_a_step_drops_its_share(backend: str) -> None:
     class Dropping(OneState):
         def __init__(self) -> None:
             super().__init__()
@@ -202,7 +202,7 @@ def test_dropout_inside_a_step_drops_its_share(kernel: str) -> None:
             return h_BH, h_BH
 
     torch.manual_seed(0)
-    rnn = stretto.RNN(Dropping().double(), kernel=kernel)  # type: ignore[arg-type]
+    rnn = stretto.RNN(Dropping().double(), backend=backend)  # type: ignore[arg-type]
     batch = Batch(x_BTF=torch.randn(30, 40, F, dtype=torch.float64))
     share = (rnn(batch.x_BTF)[0] == 0).double().mean().item()
     assert abs(share - 0.25) < 0.03

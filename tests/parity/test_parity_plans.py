@@ -44,37 +44,37 @@ GEMMS: dict[str, tuple[int, int]] = {
 
 @pytest.mark.parametrize("setting", GEMMS)
 def test_products_in_the_loop(setting: str) -> None:
-    counts = layer(setting, 6, kernel="eager").explain().counts
+    counts = layer(setting, 6, backend="eager").explain().counts
     assert counts["loops"] == (2 if setting == "clockwork" else 1)
     assert (counts["forward_gemms"], counts["backward_gemms"]) == GEMMS[setting]
 
 
 @pytest.mark.parametrize("setting", ["elman", "lstm", "gru", "gru-before", "layer-norm-lstm", "ligru", "indrnn"])
 def test_the_product_with_the_input_is_hoisted(setting: str) -> None:
-    counts = layer(setting, 6, kernel="eager").explain().counts
+    counts = layer(setting, 6, backend="eager").explain().counts
     assert (counts["hoisted_gemms"], counts["sunk_gemms"]) == (1, 0)
 
 
 def test_weight_gradients_are_deferred() -> None:
-    explanation = layer("lstm", 6, kernel="eager").explain()
+    explanation = layer("lstm", 6, backend="eager").explain()
     assert explanation.counts["deferred_gemms"] == 1
     assert {"mm", "sum"} <= {operator.name for operator in explanation.operators["deferred"]}
 
 
 def test_an_lstm_stores_no_more_than_its_gates_and_a_cell() -> None:
     """Four gates after their activations and tanh(c), of 6 units each."""
-    assert 0 < layer("lstm", 6, kernel="eager").explain().counts["saved"] <= 5 * 6
+    assert 0 < layer("lstm", 6, backend="eager").explain().counts["saved"] <= 5 * 6
 
 
 def _plan(cell: type[Cell]) -> dict[str, int]:
     torch.manual_seed(0)
-    return stretto.RNN(cell().double(), kernel="eager").explain().counts
+    return stretto.RNN(cell().double(), backend="eager").explain().counts
 
 
 def test_a_product_of_a_concatenation_is_split() -> None:
     counts = _plan(Concatenated)
     assert (counts["loops"], counts["forward_gemms"], counts["backward_gemms"]) == (1, 1, 1)
-    explanation = stretto.RNN(Concatenated(), kernel="eager").explain()
+    explanation = stretto.RNN(Concatenated(), backend="eager").explain()
     assert explanation.counts["hoisted_gemms"] == 1
     assert any("split" in sentence for sentence in explanation.rewrites)
 
@@ -82,7 +82,7 @@ def test_a_product_of_a_concatenation_is_split() -> None:
 def test_products_of_separate_gates_are_merged() -> None:
     counts = _plan(SeparateGates)
     assert (counts["loops"], counts["forward_gemms"], counts["backward_gemms"]) == (1, 1, 1)
-    rewrites = stretto.RNN(SeparateGates(), kernel="eager").explain().rewrites
+    rewrites = stretto.RNN(SeparateGates(), backend="eager").explain().rewrites
     assert any("merged" in sentence for sentence in rewrites)
 
 
@@ -96,7 +96,7 @@ def test_what_reads_the_state_alone_is_sunk() -> None:
             h_BH = self.new(x_t, state)
             return self.head(h_BH), h_BH
 
-    explanation = stretto.RNN(WithHead(), kernel="eager").explain()
+    explanation = stretto.RNN(WithHead(), backend="eager").explain()
     assert (explanation.counts["sunk_gemms"], explanation.counts["forward_gemms"]) == (1, 1)
 
 
@@ -119,6 +119,6 @@ def test_what_depends_on_weights_alone_is_computed_once() -> None:
         def new(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> torch.Tensor:
             return torch.tanh(self.inward(x_BF) + h_BH @ (self.around.weight.T * 0.5).tanh())
 
-    explanation = stretto.RNN(Squared(F), kernel="eager").explain()
+    explanation = stretto.RNN(Squared(F), backend="eager").explain()
     assert "tanh" in {operator.name for operator in explanation.operators["once"]}
     assert explanation.counts["forward_gemms"] == 1

@@ -54,7 +54,7 @@ def test_no_own_cell_reads_what_was_not_written(cell: type[Cell]) -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("setting", ["lstm", "attention", "layer-norm-gru"])
 def test_nothing_unwritten_is_read_without_gradients(setting: str, mode: type[torch.no_grad]) -> None:
-    rnn = layer(setting, 7, kernel="cpp", num_layers=2, bidirectional=True)
+    rnn = layer(setting, 7, backend="cpp", num_layers=2, bidirectional=True)
     T, lengths = BATCHES["ragged"]
     batch = drawn(rnn, T=T, B=len(lengths), lengths=lengths)
     with mode():
@@ -65,11 +65,11 @@ def test_nothing_unwritten_is_read_without_gradients(setting: str, mode: type[to
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("read", ["y", "h", "c"])
 def test_nothing_unwritten_is_read_when_the_loss_reads_one_result(read: str) -> None:
-    rnn = layer("lstm", 7, kernel="cpp")
+    rnn = layer("lstm", 7, backend="cpp")
     T, lengths = BATCHES["ragged"]
     x_BTF = drawn(rnn, T=T, B=len(lengths)).x_BTF.requires_grad_()
-    for kernel in ("cpp", "eager"):
-        rnn.kernel = kernel
+    for backend in ("cpp", "eager"):
+        rnn.backend = backend
         y_BTH, (h_BH, c_BH) = rnn(x_BTF, lengths=lengths)
         total = {"y": y_BTH, "h": h_BH, "c": c_BH}[read].sum()
         for gradient in torch.autograd.grad(total, [x_BTF, *rnn.parameters()], allow_unused=True):
@@ -79,14 +79,14 @@ def test_nothing_unwritten_is_read_when_the_loss_reads_one_result(read: str) -> 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_threads_that_share_a_row_read_nothing_unwritten(rows: int, set_threads: Callable[[int], None]) -> None:
-    rnn = layer("lstm", 100, kernel="cpp")
+    rnn = layer("lstm", 100, backend="cpp")
     set_threads(4)
     assert_parity(rnn, drawn(rnn, T=6, B=rows, given=True), kernels=["cpp"])
 
 
 @pytest.mark.usefixtures("poisoned_memory", "waves")
 def test_layers_as_a_wave_read_nothing_unwritten(set_threads: Callable[[int], None]) -> None:
-    rnn = layer("lstm", 7, num_layers=3, kernel="cpp")
+    rnn = layer("lstm", 7, num_layers=3, backend="cpp")
     batch = drawn(rnn, T=100, B=2, lengths=[70, 100], given=True)
     one_by_one = found(rnn, batch)
     set_threads(4)

@@ -45,55 +45,55 @@ class TwoStates(OneState):
         return one_BH + two_BH, (one_BH, two_BH)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_one_state_of_ones(kernel: str) -> None:
+@pytest.mark.parametrize("backend", KERNELS)
+def test_one_state_of_ones(backend: str) -> None:
     """Ones of 3 features, 2 units: 3 + 2 * 0 = 3, then 3 + 2 * 3 = 9."""
-    rnn = stretto.RNN(OneState(3, 2), kernel=kernel)  # type: ignore[arg-type]
+    rnn = stretto.RNN(OneState(3, 2), backend=backend)  # type: ignore[arg-type]
     y_BTH, h_BH = rnn(torch.ones(1, 2, 3))
     assert y_BTH.tolist() == [[[3, 3], [9, 9]]]
     assert h_BH.tolist() == [[9, 9]]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_one_state_carried_on(kernel: str) -> None:
+@pytest.mark.parametrize("backend", KERNELS)
+def test_one_state_carried_on(backend: str) -> None:
     """From 9 on: 3 + 2 * 9 = 21, then 3 + 2 * 21 = 45."""
-    rnn = stretto.RNN(OneState(3, 2), kernel=kernel)  # type: ignore[arg-type]
+    rnn = stretto.RNN(OneState(3, 2), backend=backend)  # type: ignore[arg-type]
     _, state = rnn(torch.ones(1, 2, 3))
     y_BTH, h_BH = rnn(torch.ones(1, 2, 3), state)
     assert y_BTH.tolist() == [[[21, 21], [45, 45]]]
     assert h_BH.tolist() == [[45, 45]]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_one_state_from_one(kernel: str) -> None:
+@pytest.mark.parametrize("backend", KERNELS)
+def test_one_state_from_one(backend: str) -> None:
     """Ones of 2 features from a state of 1: 2 + 2 * 1 = 4, 2 + 2 * 4 = 10, 2 + 2 * 10 = 22."""
-    rnn = stretto.RNN(OneState(2, 2), kernel=kernel)  # type: ignore[arg-type]
+    rnn = stretto.RNN(OneState(2, 2), backend=backend)  # type: ignore[arg-type]
     y_BTH, h_BH = rnn(torch.ones(2, 3, 2), torch.ones(2, 2))
     assert y_BTH[..., 0].tolist() == [[4, 10, 22]] * 2
     assert h_BH.tolist() == [[22, 22]] * 2
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_two_states_of_ones(kernel: str) -> None:
+@pytest.mark.parametrize("backend", KERNELS)
+def test_two_states_of_ones(backend: str) -> None:
     """Twice what one state gives: 6 and 18, then 42 and 90; from a state of 1 with 2 features 44."""
-    rnn = stretto.RNN(TwoStates(3, 2), kernel=kernel)  # type: ignore[arg-type]
+    rnn = stretto.RNN(TwoStates(3, 2), backend=backend)  # type: ignore[arg-type]
     y_BTH, state = rnn(torch.ones(1, 2, 3))
     assert y_BTH.tolist() == [[[6, 6], [18, 18]]]
     assert [part.tolist() for part in state] == [[[9, 9]]] * 2
     assert rnn(torch.ones(1, 2, 3), state)[0].tolist() == [[[42, 42], [90, 90]]]
-    narrow = stretto.RNN(TwoStates(2, 2), kernel=kernel)  # type: ignore[arg-type]
+    narrow = stretto.RNN(TwoStates(2, 2), backend=backend)  # type: ignore[arg-type]
     y_BTH, _ = narrow(torch.ones(2, 3, 2), (torch.ones(2, 2), torch.ones(2, 2)))
     assert y_BTH[:, -1].tolist() == [[44, 44]] * 2
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_gradients_of_ones(kernel: str) -> None:
+@pytest.mark.parametrize("backend", KERNELS)
+def test_gradients_of_ones(backend: str) -> None:
     """The sum of h2 over units u is sum k_fu x2_f + sum r_vu h1_v, where h1_v = sum k_fv x1_f = 3.
 
     So a weight k counts once at step 2 and, through two r, twice at step 1: 3. A weight r counts h1 = 3. A feature of x
     reaches two units at step 2, and two times two by way of step 1.
     """
-    rnn = stretto.RNN(OneState(3, 2), kernel=kernel)  # type: ignore[arg-type]
+    rnn = stretto.RNN(OneState(3, 2), backend=backend)  # type: ignore[arg-type]
     x_BTF = torch.ones(1, 2, 3, requires_grad=True)
     _, h_BH = rnn(x_BTF)
     h_BH.sum().backward()
@@ -104,10 +104,10 @@ def test_gradients_of_ones(kernel: str) -> None:
     assert x_BTF.grad.tolist() == [[[4, 4, 4], [2, 2, 2]]]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_ragged_ones_backwards(kernel: str) -> None:
+@pytest.mark.parametrize("backend", KERNELS)
+def test_ragged_ones_backwards(backend: str) -> None:
     """One step of ones gives 3 either way; of two, the backward direction has 9 at the first and 3 at the second."""
-    rnn = stretto.RNN([OneState(3, 2), OneState(3, 2)], bidirectional=True, kernel=kernel)  # type: ignore[arg-type]
+    rnn = stretto.RNN([OneState(3, 2), OneState(3, 2)], bidirectional=True, backend=backend)  # type: ignore[arg-type]
     y_BTH, (ahead_BH, back_BH) = rnn(torch.ones(3, 2, 3), lengths=[1, 2, 0])
     assert y_BTH[..., [0, 2]].tolist() == [[[3, 3], [0, 0]], [[3, 9], [9, 3]], [[0, 0], [0, 0]]]
     assert ahead_BH[:, 0].tolist() == back_BH[:, 0].tolist() == [3, 9, 0]
@@ -118,7 +118,7 @@ def test_the_sizes_that_fused_kernels_are_checked_at(make: Any) -> None:
     """T = 250, B = 32, F = 128, H = 256 in single precision, against the cell in a loop in double precision."""
     torch.manual_seed(0)
     cell = make(128, 256)
-    rnn = stretto.RNN(cell, kernel="cpp")
+    rnn = stretto.RNN(cell, backend="cpp")
     x_BTF = torch.randn(32, 250, 128)
     factor_BTH = torch.randn(32, 250, 256)
 

@@ -45,12 +45,12 @@ def test_stretches_of_own_cells(cell: type[Cell]) -> None:
     assert_parity(rnn, drawn(rnn, T=100, B=len(LENGTHS), lengths=LENGTHS, given=True), kernels=["auto"])
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "eager"])
-def test_random_numbers_are_the_same_when_computed_again(kernel: str) -> None:
+@pytest.mark.parametrize("backend", ["cpp", "eager"])
+def test_random_numbers_are_the_same_when_computed_again(backend: str) -> None:
     """The slope along a line is that of the values on it, which are drawn with the same seed."""
     torch.manual_seed(0)
     cell = Noisy().double()
-    rnn = stretto.RNN(cell, save="states", kernel=kernel)  # type: ignore[arg-type]
+    rnn = stretto.RNN(cell, save="states", backend=backend)  # type: ignore[arg-type]
     x_BTF = torch.randn(40, 70, F, dtype=torch.float64)
     around_HH = cell.around.weight
     line_HH, start_HH = torch.randn_like(around_HH), around_HH.detach().clone()
@@ -118,7 +118,7 @@ def test_stretches_read_nothing_unwritten() -> None:
 
 
 def test_stretches_make_the_same_bits(set_threads: Callable[[int], None]) -> None:
-    rnn = layer("lstm", 7, save="states", kernel="cpp", num_layers=2)
+    rnn = layer("lstm", 7, save="states", backend="cpp", num_layers=2)
     batch = Batch(x_BTF=drawn(rnn, T=100, B=len(LENGTHS)).x_BTF, lengths=LENGTHS)
     results = []
     for threads in (1, 2, 4):

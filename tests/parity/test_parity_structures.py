@@ -106,10 +106,10 @@ class Sums(Pictures):
     flat = True
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("cell", [Pictures, Sums])
-def test_inputs_states_and_outputs_of_other_ranks(cell: type[Cell], kernel: str) -> None:
-    rnn = _layer(cell, kernel=kernel)
+def test_inputs_states_and_outputs_of_other_ranks(cell: type[Cell], backend: str) -> None:
+    rnn = _layer(cell, backend=backend)
     x_BT34, lengths = _x(3, 5, 3, 4).requires_grad_(), [2, 5, 0]
     y, state_B23 = rnn(x_BT34, lengths=lengths)
     assert y.shape == ((3, 5) if cell is Sums else (3, 5, 3, 2))
@@ -130,18 +130,18 @@ def test_inputs_states_and_outputs_of_other_ranks(cell: type[Cell], kernel: str)
         assert error_of(one, other) < 1e-10
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_numbers_from_both_ways_lie_side_by_side(kernel: str) -> None:
+@pytest.mark.parametrize("backend", KERNELS)
+def test_numbers_from_both_ways_lie_side_by_side(backend: str) -> None:
     ahead, back = Sums().double(), Sums().double()
     x_BT34 = _x(3, 5, 3, 4)
-    y_BT2, _ = stretto.RNN([ahead, back], bidirectional=True, kernel=kernel)(x_BT34)  # type: ignore[arg-type]
-    ahead_BT, _ = stretto.RNN(ahead, kernel="eager")(x_BT34)
-    back_BT, _ = stretto.RNN(back, kernel="eager")(x_BT34.flip(1))
+    y_BT2, _ = stretto.RNN([ahead, back], bidirectional=True, backend=backend)(x_BT34)  # type: ignore[arg-type]
+    ahead_BT, _ = stretto.RNN(ahead, backend="eager")(x_BT34)
+    back_BT, _ = stretto.RNN(back, backend="eager")(x_BT34.flip(1))
     assert error_of(y_BT2, torch.stack([ahead_BT, back_BT.flip(1)], dim=-1)) < 1e-10
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_whole_numbers_as_input(kernel: str) -> None:
+@pytest.mark.parametrize("backend", KERNELS)
+def test_whole_numbers_as_input(backend: str) -> None:
     class Reader(OneState):
         def __init__(self) -> None:
             super().__init__()
@@ -153,7 +153,7 @@ def test_whole_numbers_as_input(kernel: str) -> None:
     torch.manual_seed(0)
     cell = Reader().double()
     del cell.input_size
-    rnn = stretto.RNN(cell, kernel=kernel)  # type: ignore[arg-type]
+    rnn = stretto.RNN(cell, backend=backend)  # type: ignore[arg-type]
     x_BT1 = torch.randint(10, (3, 5, 1))
     y_BTH, _ = rnn(x_BT1, lengths=[2, 5, 0])
     others = []
@@ -170,14 +170,14 @@ def test_whole_numbers_as_input(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_an_initial_state_of_another_number_of_rows_is_refused(kernel: str, rows: int) -> None:
+@pytest.mark.parametrize("backend", KERNELS)
+def test_an_initial_state_of_another_number_of_rows_is_refused(backend: str, rows: int) -> None:
     class Stubborn(OneState):
         def initial_state(self, batch_size: int) -> Any:  # noqa: ARG002
             return self.zeros(rows, H)
 
     with pytest.raises(StrettoError, match="initial_state"):
-        _layer(Stubborn, kernel=kernel)(_x(2, 3, F))
+        _layer(Stubborn, backend=backend)(_x(2, 3, F))
 
 
 def _wrong_dtype(rnn: stretto.RNN) -> Any:
@@ -201,7 +201,7 @@ def _wrong_lengths(rnn: stretto.RNN) -> Any:
 
 
 @pytest.mark.parametrize("call", [_wrong_dtype, _wrong_features, _wrong_state_dtype, _wrong_state_rows, _wrong_lengths])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_what_does_not_fit_is_refused(kernel: str, call: Any) -> None:
+@pytest.mark.parametrize("backend", KERNELS)
+def test_what_does_not_fit_is_refused(backend: str, call: Any) -> None:
     with pytest.raises(StrettoError):
-        call(_layer(OneState, kernel=kernel))
+        call(_layer(OneState, backend=backend))

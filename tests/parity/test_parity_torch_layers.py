@@ -31,7 +31,7 @@ def _pair(kind: str, num_layers: int, both_ways: bool, *, batch_first: bool = Tr
     torch.manual_seed(0)
     make, cell = KINDS[kind]
     theirs = make(F, H, num_layers=num_layers, bidirectional=both_ways, batch_first=batch_first).double()
-    ours = stretto.RNN(cell().double(), num_layers, both_ways, batch_first=batch_first, kernel="cpp")
+    ours = stretto.RNN(cell().double(), num_layers, both_ways, batch_first=batch_first, backend="cpp")
     for index, one in enumerate(ours.cells):
         layer, reverse = divmod(index, 2) if both_ways else (index, 0)
         load_layer(one, theirs, layer=layer, reverse=bool(reverse))  # type: ignore[arg-type]

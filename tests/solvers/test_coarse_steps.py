@@ -154,6 +154,6 @@ class Wrong(stretto.Cell):
     ],
 )
 def test_a_coarse_step_of_the_wrong_make_up_is_refused(returned: Callable[[Any], Any], said: str) -> None:
-    rnn = stretto.RNN(Wrong(returned), kernel="eager", solver=stretto.Multigrid())
+    rnn = stretto.RNN(Wrong(returned), backend="eager", solver=stretto.Multigrid())
     with pytest.raises(StrettoError, match=rf"Wrong\.coarse_step returned .*{said.removeprefix('returned ')}"):
         rnn(torch.randn(2, 40, F))

@@ -256,7 +256,7 @@ def test_relaxation_that_comes_no_nearer_is_given_up() -> None:
     generator = torch.Generator().manual_seed(1)
     weight_HH = 2.5 * torch.randn(16, 16, generator=generator, dtype=torch.float64) / 4
     x_BTF = 0.3 * torch.randn(1, 300, 16, generator=generator, dtype=torch.float64)
-    serial = stretto.RNN(Rotated(weight_HH), kernel="eager")
+    serial = stretto.RNN(Rotated(weight_HH), backend="eager")
     parallel = copy.deepcopy(serial)
     parallel.solver = stretto.Multigrid(tolerance=1e-12)
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-12)

@@ -35,7 +35,7 @@ class _Kept(AbstractSolver):
 
 def _chain(cell: torch.nn.Module, x_BTF: torch.Tensor, lengths: list[int]) -> Chain:
     solver = _Kept()
-    stretto.RNN(cell, kernel="eager", solver=solver)(x_BTF, lengths=lengths)
+    stretto.RNN(cell, backend="eager", solver=solver)(x_BTF, lengths=lengths)
     return solver.chain
 
 

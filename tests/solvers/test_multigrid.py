@@ -114,10 +114,10 @@ def _slow(cell: Any, bias: float = 4.0) -> Any:
 
 
 @functools.cache
-def _pairs(cell: str, kernel: str, dtype: torch.dtype) -> list[stretto.RNN]:
+def _pairs(cell: str, backend: str, dtype: torch.dtype) -> list[stretto.RNN]:
     """Layers that are built once for all examples."""
     torch.manual_seed(1)
-    return pair(CELLS[cell](), None, dtype, kernel=kernel, scale=1.0)
+    return pair(CELLS[cell](), None, dtype, backend=backend, scale=1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -126,7 +126,7 @@ def test_run_to_convergence_it_equals_step_after_step(cell: str, dtype: torch.dt
     torch.manual_seed(0)
     tolerance = 1e-13 if dtype == torch.float64 else 1e-6
     solver = stretto.Multigrid(num_levels=2, tolerance=tolerance, max_iterations=99, backward_iterations=99)
-    serial, parallel = pair(_slow(CELLS[cell]()), solver, dtype, scale=1.0, kernel="eager")
+    serial, parallel = pair(_slow(CELLS[cell]()), solver, dtype, scale=1.0, backend="eager")
     x_BTF = torch.randn(2, 160, F, dtype=dtype).cumsum(1).sin()
     lengths = [160, 91]
     assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), TOLERANCE[dtype])
@@ -199,7 +199,7 @@ def test_it_equals_step_after_step_in_single_precision(cell: str, **sizes: Any) 
 def test_layers_and_directions(layers: int, both_ways: bool) -> None:
     torch.manual_seed(2)
     solver = stretto.Multigrid(tolerance=1e-13, max_iterations=99, backward_iterations=99)
-    serial, parallel = pair(CELLS["lstm"](), solver, num_layers=layers, bidirectional=both_ways, kernel="eager")
+    serial, parallel = pair(CELLS["lstm"](), solver, num_layers=layers, bidirectional=both_ways, backend="eager")
     x_BTF = torch.randn(3, 50, F, dtype=torch.float64)
     lengths = [50, 13, 37]
     assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-10)
@@ -211,7 +211,7 @@ def test_what_pays_is_not_given_up() -> None:
     """A long, smooth memory over many steps: cycles wait for fewer steps than there are, forwards and in reverse."""
     torch.manual_seed(0)
     solver = stretto.Multigrid(num_levels=3, coarsening=8, tolerance=1e-9)
-    serial, parallel = pair(_slow(stretto.cells.ImplicitGRU(F, H)), solver, scale=1.0, kernel="eager")
+    serial, parallel = pair(_slow(stretto.cells.ImplicitGRU(F, H)), solver, scale=1.0, backend="eager")
     x_BTF = torch.randn(1, 1500, F, dtype=torch.float64).cumsum(1).sin()
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-6)
     assert not parallel.solution.fell_back
@@ -222,7 +222,9 @@ def test_what_pays_is_not_given_up() -> None:
 def test_what_would_take_longer_than_step_after_step_is_given_up_and_told() -> None:
     torch.manual_seed(0)
     chaotic = 8.0
-    serial, parallel = pair(stretto.cells.GRU(F, 16), stretto.Multigrid(tolerance=1e-10), scale=chaotic, kernel="eager")
+    serial, parallel = pair(
+        stretto.cells.GRU(F, 16), stretto.Multigrid(tolerance=1e-10), scale=chaotic, backend="eager"
+    )
     x_BTF = torch.randn(1, 300, F, dtype=torch.float64)
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-13)
     solution = parallel.solution
@@ -236,7 +238,7 @@ def test_what_would_take_longer_than_step_after_step_is_given_up_and_told() -> N
 def test_a_gradient_that_would_take_longer_is_found_step_after_step_and_told() -> None:
     torch.manual_seed(0)
     solver = stretto.Multigrid(tolerance=1e-12, max_iterations=99)
-    serial, parallel = pair(stretto.cells.GRU(F, H), solver, scale=1.0, kernel="eager")
+    serial, parallel = pair(stretto.cells.GRU(F, H), solver, scale=1.0, backend="eager")
     x_BTF = torch.randn(2, 40, F, dtype=torch.float64)
     lengths = [40, 21]
     assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-10)
@@ -250,7 +252,7 @@ def test_the_residual_is_the_mismatch_at_the_boundaries(cell: stretto.Cell, iter
     torch.manual_seed(0)
     shown = Shown(copy.deepcopy(cell).double())
     shown.coarse_step = shown.inner.coarse_step  # type: ignore[attr-defined]
-    rnn = stretto.RNN(shown, kernel="eager", solver=stretto.Multigrid(max_iterations=iterations))
+    rnn = stretto.RNN(shown, backend="eager", solver=stretto.Multigrid(max_iterations=iterations))
     x_BTF = 3 * torch.randn(3, 42, F, dtype=torch.float64)
     lengths = [42, 29, 3]
     with torch.no_grad():
@@ -271,7 +273,7 @@ def test_the_residual_is_the_mismatch_at_the_boundaries(cell: stretto.Cell, iter
 @pytest.mark.parametrize("cell", ["gru", "lstm", "own"])
 def test_the_gap_to_step_after_step_shrinks_and_vanishes(cell: str, fine: Any) -> None:
     torch.manual_seed(0)
-    serial, parallel = pair(CELLS[cell](), None, scale=1.0, kernel="eager")
+    serial, parallel = pair(CELLS[cell](), None, scale=1.0, backend="eager")
     x_BTF = torch.randn(2, 32, F, dtype=torch.float64)
     exact = results(serial, x_BTF)
     gaps = []
@@ -290,7 +292,7 @@ def test_the_gap_to_step_after_step_shrinks_and_vanishes(cell: str, fine: Any) -
 
 def test_the_gap_of_gradients_shrinks_and_vanishes() -> None:
     torch.manual_seed(0)
-    serial, parallel = pair(_slow(CELLS["lstm"](), 2.0), None, scale=1.0, kernel="eager")
+    serial, parallel = pair(_slow(CELLS["lstm"](), 2.0), None, scale=1.0, backend="eager")
     x_BTF = torch.randn(2, 32, F, dtype=torch.float64)
     exact = results(serial, x_BTF, lengths=[32, 19])
     name, gaps, residuals = "d cells.0.weight_hh", [], []
@@ -311,8 +313,8 @@ def test_the_gap_of_gradients_shrinks_and_vanishes() -> None:
 def _at_coarse_points(cell: Any, x_BTF: torch.Tensor, solver: stretto.Multigrid) -> float:
     """The relative error of all states at points of the coarse grid, as they are handed out."""
     with torch.no_grad():
-        exact_BTH, _ = stretto.RNN(cell, kernel="eager")(x_BTF)
-        found_BTH, _ = stretto.RNN(cell, kernel="eager", solver=solver)(x_BTF)
+        exact_BTH, _ = stretto.RNN(cell, backend="eager")(x_BTF)
+        found_BTH, _ = stretto.RNN(cell, backend="eager", solver=solver)(x_BTF)
     points = slice(solver.coarsening - 1, None, solver.coarsening)
     return float((found_BTH - exact_BTH)[:, points].norm() / exact_BTH[:, points].norm())
 
@@ -357,7 +359,7 @@ def test_a_layer_of_24_steps(num_levels: int, iterations: int) -> None:
         stretto.Multigrid(num_levels=num_levels, max_iterations=iterations),
         torch.float32,
         scale=1.0,
-        kernel="eager",
+        backend="eager",
     )
     x_BTF = torch.randn(10, 24, 12)
     with torch.no_grad():
@@ -370,7 +372,7 @@ def test_a_layer_of_24_steps(num_levels: int, iterations: int) -> None:
 def test_every_gradient_of_a_layer_of_27_steps() -> None:
     torch.manual_seed(0)
     solver = stretto.Multigrid(tolerance=1e-6, max_iterations=20, backward_iterations=20)
-    serial, parallel = pair(stretto.cells.ImplicitGRU(12, 20), solver, torch.float32, scale=1.0, kernel="eager")
+    serial, parallel = pair(stretto.cells.ImplicitGRU(12, 20), solver, torch.float32, scale=1.0, backend="eager")
     x_BTF = torch.randn(8, 27, 12)
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-5)
     assert not parallel.solution.fell_back
@@ -378,7 +380,7 @@ def test_every_gradient_of_a_layer_of_27_steps() -> None:
 
 def test_the_published_settings_are_the_usual_ones() -> None:
     torch.manual_seed(0)
-    rnn = stretto.RNN(stretto.cells.ImplicitGRU(F, H), kernel="eager", solver=stretto.Multigrid())
+    rnn = stretto.RNN(stretto.cells.ImplicitGRU(F, H), backend="eager", solver=stretto.Multigrid())
     y_BTH, _ = rnn(torch.randn(4, 128, F))
     y_BTH.sum().backward()
     solution = rnn.solution
@@ -395,7 +397,7 @@ def test_the_published_settings_are_the_usual_ones() -> None:
 def test_zero_iterations_start_every_chunk_from_the_initial_state() -> None:
     torch.manual_seed(0)
     solver = stretto.Multigrid(max_iterations=0, backward_iterations=0, coarsening=5)
-    serial, parallel = pair(CELLS["gru"](), solver, kernel="eager")
+    serial, parallel = pair(CELLS["gru"](), solver, backend="eager")
     x_BTF = torch.randn(2, 13, F, dtype=torch.float64)
     y_BTH, _ = parallel(x_BTF)
     y_BTH.square().sum().backward()
@@ -411,7 +413,7 @@ def test_zero_iterations_start_every_chunk_from_the_initial_state() -> None:
 
 @pytest.mark.parametrize(("T", "coarsening"), [(1, 2), (4, 4), (3, 100)])
 def test_one_chunk_is_walked_step_after_step(T: int, coarsening: int) -> None:
-    serial, parallel = pair(CELLS["lstm"](), stretto.Multigrid(coarsening=coarsening), kernel="eager")
+    serial, parallel = pair(CELLS["lstm"](), stretto.Multigrid(coarsening=coarsening), backend="eager")
     x_BTF = torch.randn(2, T, F, dtype=torch.float64)
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-14)
     assert parallel.solution.fell_back
@@ -419,7 +421,7 @@ def test_one_chunk_is_walked_step_after_step(T: int, coarsening: int) -> None:
 
 
 def test_batches_without_steps_or_sequences() -> None:
-    rnn = stretto.RNN(CELLS["gru"](), kernel="eager", solver=stretto.Multigrid(tolerance=1e-6))
+    rnn = stretto.RNN(CELLS["gru"](), backend="eager", solver=stretto.Multigrid(tolerance=1e-6))
     assert rnn(torch.randn(0, 9, F))[0].shape == (0, 9, H)
     y_BTH, h_BH = rnn(torch.randn(2, 9, F), torch.ones(2, H), lengths=[0, 0])
     assert not y_BTH.any()
@@ -438,7 +440,7 @@ def test_without_coarse_grids_there_is_relaxation_only_and_it_is_told(cell: str,
     torch.manual_seed(0)
     make = {"own": Leaky, "counted": Counted, "level": CELLS["gru"]}[cell]
     solver = stretto.Multigrid(max_iterations=8, backward_iterations=8, num_levels=1 if cell == "level" else 3)
-    serial, parallel = pair(make(), solver, kernel="eager")
+    serial, parallel = pair(make(), solver, backend="eager")
     x_BTF = torch.randint(5, (2, 30, F)) if cell == "counted" else torch.randn(2, 30, F, dtype=torch.float64)
     for rnn in (serial, parallel):
         y_BTH, _ = rnn(x_BTF)
@@ -456,14 +458,14 @@ def test_inputs_of_several_dimensions() -> None:
 
     torch.manual_seed(0)
     solver = stretto.Multigrid(tolerance=1e-13, max_iterations=99, backward_iterations=99)
-    serial, parallel = pair(Framed(), solver, kernel="eager")
+    serial, parallel = pair(Framed(), solver, backend="eager")
     x_BTF = torch.randn(2, 20, 2, F, dtype=torch.float64)
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-10)
     assert "levels" in parallel.solution.reason
 
 
 def test_states_that_are_no_numbers_are_walked_step_after_step() -> None:
-    rnn = stretto.RNN(CELLS["gru"](), kernel="eager", solver=stretto.Multigrid())
+    rnn = stretto.RNN(CELLS["gru"](), backend="eager", solver=stretto.Multigrid())
     x_BTF = torch.randn(1, 40, F)
     x_BTF[0, 3] = torch.nan
     y_BTH, _ = rnn(x_BTF)
@@ -479,14 +481,14 @@ def test_a_coarse_step_that_fails_costs_time_and_no_result() -> None:
             return 1e200 * dt * state[0] * state[0], (state[1][0] * x_t[:, 0], state[1][1] / 0)
 
     torch.manual_seed(0)
-    serial, parallel = pair(Exploding(), stretto.Multigrid(), kernel="eager")
+    serial, parallel = pair(Exploding(), stretto.Multigrid(), backend="eager")
     x_BTF = torch.randn(1, 40, F, dtype=torch.float64)
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-14)
     assert parallel.solution.fell_back
 
 
 def test_gradients_that_are_no_numbers_are_those_of_step_after_step() -> None:
-    serial, parallel = pair(CELLS["gru"](), stretto.Multigrid(max_iterations=20), kernel="eager")
+    serial, parallel = pair(CELLS["gru"](), stretto.Multigrid(max_iterations=20), backend="eager")
     x_BTF = torch.randn(1, 40, F, dtype=torch.float64)
     found = []
     for rnn in (serial, parallel):
@@ -503,7 +505,7 @@ def test_gradients_that_are_no_numbers_are_those_of_step_after_step() -> None:
 def test_without_gradients_with_frozen_parameters_and_again() -> None:
     torch.manual_seed(0)
     solver = stretto.Multigrid(tolerance=1e-13, max_iterations=99, backward_iterations=99)
-    serial, parallel = pair(CELLS["gru"](), solver, kernel="eager")
+    serial, parallel = pair(CELLS["gru"](), solver, backend="eager")
     x_BTF = torch.randn(2, 60, F, dtype=torch.float64)
     with torch.no_grad():
         assert torch.allclose(parallel(x_BTF)[0], serial(x_BTF)[0], atol=1e-12)

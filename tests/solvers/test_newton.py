@@ -25,7 +25,7 @@ def test_it_equals_step_after_step(cell: str, dtype: torch.dtype, form: Any) -> 
     torch.manual_seed(0)
     tolerance = 1e-13 if dtype == torch.float64 else 1e-6
     solver = stretto.Newton(jacobian=form, tolerance=tolerance)
-    serial, parallel = pair(CELLS[cell](), solver, dtype, scale=0.9, kernel="eager")
+    serial, parallel = pair(CELLS[cell](), solver, dtype, scale=0.9, backend="eager")
     x_BTF = torch.randn(3, 150, F, dtype=dtype)
     lengths = [90, 0, 150]
     torch.manual_seed(1)
@@ -54,7 +54,7 @@ def test_compiled_steps_will_do(cell: str, quick_compiler: None) -> None:
 @functools.cache
 def _nets(cell: str) -> list[stretto.RNN]:
     torch.manual_seed(1)
-    return pair(CELLS[cell](), "serial", kernel="eager")
+    return pair(CELLS[cell](), "serial", backend="eager")
 
 
 @settings(max_examples=25, deadline=None)
@@ -81,7 +81,7 @@ def test_it_equals_step_after_step_for_any_sizes(
 def test_layers_and_directions(layers: int, both_ways: bool) -> None:
     torch.manual_seed(2)
     solver = stretto.Newton(tolerance=1e-13)
-    serial, parallel = pair(CELLS["gru"](), solver, num_layers=layers, bidirectional=both_ways, kernel="eager")
+    serial, parallel = pair(CELLS["gru"](), solver, num_layers=layers, bidirectional=both_ways, backend="eager")
     x_BTF = torch.randn(3, 60, F, dtype=torch.float64)
     lengths = [60, 13, 44]
     assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-10)
@@ -91,7 +91,7 @@ def test_layers_and_directions(layers: int, both_ways: bool) -> None:
 
 def test_a_linear_recurrence_takes_one_iteration() -> None:
     torch.manual_seed(0)
-    serial = stretto.RNN(Linear(0.4 * torch.randn(4, 4, dtype=torch.float64)), kernel="eager")
+    serial = stretto.RNN(Linear(0.4 * torch.randn(4, 4, dtype=torch.float64)), backend="eager")
     parallel = twin(serial, tolerance=1e-12)
     x_BTF = torch.randn(2, 100, 4, dtype=torch.float64)
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-10)
@@ -101,7 +101,7 @@ def test_a_linear_recurrence_takes_one_iteration() -> None:
 
 def test_an_easy_gru() -> None:
     torch.manual_seed(0)
-    serial = stretto.RNN(stretto.cells.GRU(2, 5).double(), kernel="eager")
+    serial = stretto.RNN(stretto.cells.GRU(2, 5).double(), backend="eager")
     parallel = twin(serial)
     x_BTF = torch.randn(1, 100, 2, dtype=torch.float64)
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_an_easy_gru() -> None:
 def test_a_difficult_gru_is_walked_step_after_step(seed: int, form: Any) -> None:
     """Weights a hundred times too large: gates switch, Jacobians overflow."""
     torch.manual_seed(seed)
-    serial = stretto.RNN(stretto.cells.GRU(2, 5), kernel="eager")
+    serial = stretto.RNN(stretto.cells.GRU(2, 5), backend="eager")
     with torch.no_grad():
         for parameter in serial.parameters():
             parameter.mul_(100.0)
@@ -130,7 +130,7 @@ def test_a_difficult_gru_is_walked_step_after_step(seed: int, form: Any) -> None
 def test_derivatives_are_those_of_finite_differences(form: Any) -> None:
     torch.manual_seed(0)
     rnn = stretto.RNN(
-        stretto.cells.GRU(1, 2).double(), kernel="eager", solver=stretto.Newton(jacobian=form, tolerance=1e-13)
+        stretto.cells.GRU(1, 2).double(), backend="eager", solver=stretto.Newton(jacobian=form, tolerance=1e-13)
     )
     names = [name for name, _ in rnn.named_parameters()]
 
@@ -147,7 +147,7 @@ def test_derivatives_are_those_of_finite_differences(form: Any) -> None:
 def test_weights_that_come_as_input() -> None:
     torch.manual_seed(0)
     size = 4
-    serial = stretto.RNN(WeightsAsInput(size).double(), kernel="eager")
+    serial = stretto.RNN(WeightsAsInput(size).double(), backend="eager")
     parallel = twin(serial, tolerance=1e-12)
     x_BTF = torch.randn(1, 1000, size * size + size, dtype=torch.float64) / math.sqrt(size)
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-10)
@@ -157,7 +157,7 @@ def test_weights_that_come_as_input() -> None:
 def test_a_rotation_that_hardly_forgets() -> None:
     torch.manual_seed(0)
     rotation_HH, _ = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64))
-    serial = stretto.RNN(Rotated(rotation_HH), kernel="eager")
+    serial = stretto.RNN(Rotated(rotation_HH), backend="eager")
     parallel = twin(serial, tolerance=1e-9)
     x_BTF = 0.05 * torch.randn(1, 4000, 6, dtype=torch.float64)
     with torch.no_grad():

@@ -18,7 +18,7 @@ from stretto.solvers.newton import newton
 
 def _strong(hidden: int, scale: float) -> stretto.RNN:
     """A GRU with recurrent weights scaled up."""
-    serial = stretto.RNN(stretto.cells.GRU(F, hidden).double(), kernel="eager")
+    serial = stretto.RNN(stretto.cells.GRU(F, hidden).double(), backend="eager")
     with torch.no_grad():
         serial.cells[0].weight_hh.mul_(scale)  # type: ignore[operator, union-attr]
     return serial
@@ -51,7 +51,7 @@ def test_steps_that_meet_must_meet_over_chunks_too() -> None:
 def test_fewer_steps_that_miss_are_progress_too() -> None:
     """Units that switch: each iteration leaves fewer steps that miss, and some of these by as much as before."""
     torch.manual_seed(3)
-    serial = stretto.RNN(stretto.cells.IndRNN(F, 16).double(), kernel="eager")
+    serial = stretto.RNN(stretto.cells.IndRNN(F, 16).double(), backend="eager")
     parallel = twin(serial)
     x_BTF = torch.randn(2, 1000, F, dtype=torch.float64)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_fewer_steps_that_miss_are_progress_too() -> None:
 def test_walks_that_do_not_meet_are_walked_step_after_step() -> None:
     """Steps differ by less than the tolerance each time they are taken, and chunks of them by more."""
     torch.manual_seed(0)
-    rnn = stretto.RNN(Noisy(torch.eye(2, dtype=torch.float64)), kernel="eager", solver=stretto.Newton())
+    rnn = stretto.RNN(Noisy(torch.eye(2, dtype=torch.float64)), backend="eager", solver=stretto.Newton())
     y_BTH, _ = rnn(torch.zeros(1, 2000, 2, dtype=torch.float64))
     assert rnn.solution.fell_back
     assert "do not meet" in rnn.solution.reason
@@ -70,7 +70,7 @@ def test_walks_that_do_not_meet_are_walked_step_after_step() -> None:
 
 
 def test_a_step_that_draws_is_walked_step_after_step() -> None:
-    rnn = stretto.RNN(stretto.cells.Zoneout(stretto.cells.GRU(F, H)), kernel="eager", solver=stretto.Newton())
+    rnn = stretto.RNN(stretto.cells.Zoneout(stretto.cells.GRU(F, H)), backend="eager", solver=stretto.Newton())
     rnn(torch.randn(2, 40, F))
     assert rnn.solution.fell_back
     assert "did not halve" in rnn.solution.reason
@@ -81,7 +81,7 @@ def test_a_step_that_draws_is_walked_step_after_step() -> None:
 
 def test_a_tolerance_finer_than_numbers_is_said_to_be() -> None:
     torch.manual_seed(0)
-    serial, parallel = pair(CELLS["gru"](), stretto.Newton(tolerance=1e-12), torch.float32, scale=1.0, kernel="eager")
+    serial, parallel = pair(CELLS["gru"](), stretto.Newton(tolerance=1e-12), torch.float32, scale=1.0, backend="eager")
     x_BTF = torch.randn(1, 200, F)
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-7)
     assert parallel.solution.fell_back
@@ -90,7 +90,7 @@ def test_a_tolerance_finer_than_numbers_is_said_to_be() -> None:
 
 def test_so_many_iterations_and_no_more() -> None:
     torch.manual_seed(0)
-    serial, parallel = pair(CELLS["gru"](), None, scale=1.0, kernel="eager")
+    serial, parallel = pair(CELLS["gru"](), None, scale=1.0, backend="eager")
     x_BTF = torch.randn(1, 200, F, dtype=torch.float64)
     for most in (1, 2):
         parallel.solver = stretto.Newton(tolerance=1e-13, max_iterations=most)
@@ -106,7 +106,7 @@ def test_so_many_iterations_and_no_more() -> None:
 
 def test_dense_jacobians_that_would_take_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(newton, "MOST_BYTES", 2 * 100 * (2 * H) ** 2 * 8)
-    rnn = stretto.RNN(stretto.cells.LSTM(F, H).double(), kernel="eager", solver=stretto.Newton())
+    rnn = stretto.RNN(stretto.cells.LSTM(F, H).double(), backend="eager", solver=stretto.Newton())
     rnn(torch.randn(2, 50, F, dtype=torch.float64))
     assert not rnn.solution.fell_back
     rnn(torch.randn(1, 101, F, dtype=torch.float64))
@@ -120,7 +120,7 @@ def test_dense_jacobians_that_would_take_too_much_memory(monkeypatch: pytest.Mon
 
 
 def test_a_state_of_whole_numbers_is_walked_step_after_step() -> None:
-    serial = stretto.RNN(Counting(torch.eye(2)), kernel="eager")
+    serial = stretto.RNN(Counting(torch.eye(2)), backend="eager")
     parallel = twin(serial)
     x_BTF = torch.randn(1, 30, 2)
     assert torch.equal(parallel(x_BTF)[0], serial(x_BTF)[0])
@@ -129,7 +129,7 @@ def test_a_state_of_whole_numbers_is_walked_step_after_step() -> None:
 
 
 def test_a_cell_without_a_state_is_walked_step_after_step() -> None:
-    rnn = stretto.RNN(Stateless(), kernel="eager", solver=stretto.Newton())
+    rnn = stretto.RNN(Stateless(), backend="eager", solver=stretto.Newton())
     x_BTF = torch.randn(2, 5, F)
     assert torch.equal(rnn(x_BTF)[0], torch.tanh(x_BTF))
     assert rnn.solution.fell_back
@@ -137,7 +137,7 @@ def test_a_cell_without_a_state_is_walked_step_after_step() -> None:
 
 
 def test_states_that_are_no_numbers_are_walked_step_after_step() -> None:
-    rnn = stretto.RNN(stretto.cells.GRU(F, H), kernel="eager", solver=stretto.Newton())
+    rnn = stretto.RNN(stretto.cells.GRU(F, H), backend="eager", solver=stretto.Newton())
     x_BTF = torch.randn(2, 40, F)
     x_BTF[0, 3] = torch.nan
     y_BTH, _ = rnn(x_BTF)
@@ -151,7 +151,7 @@ def test_states_that_are_no_numbers_are_walked_step_after_step() -> None:
 def test_an_overflow_on_the_way_is_walked_step_after_step() -> None:
     """States stay below 1, and differences grow a hundredfold at each step."""
     torch.manual_seed(0)
-    serial = stretto.RNN(Sine(100.0 * torch.linalg.qr(torch.randn(4, 4))[0]), kernel="eager")
+    serial = stretto.RNN(Sine(100.0 * torch.linalg.qr(torch.randn(4, 4))[0]), backend="eager")
     parallel = twin(serial)
     x_BTF = torch.randn(1, 300, 4)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_an_overflow_on_the_way_is_walked_step_after_step() -> None:
 
 @pytest.mark.parametrize("lengths", [[1], [1, 0, 1], [0, 0]])
 def test_nothing_to_find(lengths: list[int]) -> None:
-    serial, parallel = pair(CELLS["lstm"](), stretto.Newton(tolerance=1e-13), kernel="eager")
+    serial, parallel = pair(CELLS["lstm"](), stretto.Newton(tolerance=1e-13), backend="eager")
     x_BTF = torch.randn(len(lengths), 2, F, dtype=torch.float64)
     assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-12)
     assert parallel.solution.fell_back
@@ -172,7 +172,7 @@ def test_nothing_to_find(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode: Any) -> None:
-    serial, parallel = pair(CELLS["gru"](), stretto.Newton(tolerance=1e-13), kernel="eager")
+    serial, parallel = pair(CELLS["gru"](), stretto.Newton(tolerance=1e-13), backend="eager")
     x_BTF = torch.randn(2, 60, F, dtype=torch.float64)
     with mode():
         x_BTF = 1.0 * x_BTF
@@ -183,7 +183,7 @@ def test_without_gradients(mode: Any) -> None:
 
 
 def test_frozen_parameters_and_gradients_asked_for_again() -> None:
-    serial, parallel = pair(CELLS["gru"](), stretto.Newton(tolerance=1e-13), kernel="eager")
+    serial, parallel = pair(CELLS["gru"](), stretto.Newton(tolerance=1e-13), backend="eager")
     x_BTF = torch.randn(2, 60, F, dtype=torch.float64)
     for rnn in (serial, parallel):
         rnn.cells[0].weight_ih.requires_grad_(False)  # type: ignore[union-attr, operator]

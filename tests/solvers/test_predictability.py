@@ -53,7 +53,7 @@ def _sweep(T: int) -> list[Net]:
     x_BTF = 0.3 * torch.randn(1, T, H, generator=generator, dtype=torch.float64)
     nets = []
     for gain in GAINS:
-        rnn = stretto.RNN(Rotated(gain * weight_HH), kernel="eager")
+        rnn = stretto.RNN(Rotated(gain * weight_HH), backend="eager")
         expected = results(rnn, x_BTF)
         exponent = _exponent(gain * weight_HH, expected["y"][0])
         nets.append(Net(rnn=rnn, x_BTF=x_BTF, expected=expected, exponent=exponent))

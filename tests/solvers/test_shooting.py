@@ -55,15 +55,15 @@ def test_it_equals_step_after_step(cell: str, dtype: torch.dtype) -> None:
     num_chunks=st.integers(1, 12),
     lengths=st.lists(st.integers(0, 25), min_size=1, max_size=4),
     padding=st.integers(0, 2),
-    kernel=st.sampled_from(["eager", "auto"]),
+    backend=st.sampled_from(["eager", "auto"]),
     persist=st.booleans(),
 )
 def test_it_equals_step_after_step_for_any_sizes(
-    *, cell: str, num_chunks: int, lengths: list[int], padding: int, kernel: str, persist: bool
+    *, cell: str, num_chunks: int, lengths: list[int], padding: int, backend: str, persist: bool
 ) -> None:
     torch.manual_seed(1)
     solver = stretto.Shooting(num_chunks=num_chunks, tolerance=1e-13, persist=persist)
-    serial, parallel = pair(CELLS[cell](), solver, kernel=kernel)
+    serial, parallel = pair(CELLS[cell](), solver, backend=backend)
     x_BTF = torch.randn(len(lengths), max(1, max(lengths) + padding), F, dtype=torch.float64)
     assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-10)
 

@@ -97,18 +97,20 @@ def assert_same(found: Found, expected: Found) -> None:
         torch.testing.assert_close(gradient, expected[2][name], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kernel", ["compiled", "torch"])
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
 @pytest.mark.parametrize("lengths", [EVEN, RAGGED], ids=["even", "ragged"])
 @pytest.mark.parametrize("row_size", [FOLDED, APART])
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_the_net_is_that_of_plain_torch_layers(kernel: str, lengths: list[int], row_size: int, num_layers: int) -> None:
-    task = make(lengths, kernel=kernel, row_size=row_size, num_layers=num_layers)
+def test_the_net_is_that_of_plain_torch_layers(
+    backend: str, lengths: list[int], row_size: int, num_layers: int
+) -> None:
+    task = make(lengths, backend=backend, row_size=row_size, num_layers=num_layers)
     model = build(task)
     assert model._folds == (row_size == FOLDED)
     assert_same(loss_and_gradients(task, model, [whole(task)]), by_plain_torch(task, model))
 
 
-@pytest.mark.parametrize("changes", [{}, {"row_size": APART}, {"num_layers": 2}, {"kernel": "torch"}])
+@pytest.mark.parametrize("changes", [{}, {"row_size": APART}, {"num_layers": 2}, {"backend": "torch"}])
 def test_images_of_any_height_are_learnt_as_if_alone(changes: dict[str, Any]) -> None:
     task = make(RAGGED, **changes)
     model, items = build(task), [task.data[index] for index in range(len(RAGGED))]
@@ -118,9 +120,9 @@ def test_images_of_any_height_are_learnt_as_if_alone(changes: dict[str, Any]) ->
     assert_same(loss_and_gradients(task, model, [whole(task, edges=[29])]), alone)
 
 
-@pytest.mark.parametrize("kernel", ["compiled", "torch"])
-def test_what_stands_in_padded_slots_is_ignored(kernel: str) -> None:
-    task = make(RAGGED, kernel=kernel)
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_what_stands_in_padded_slots_is_ignored(backend: str) -> None:
+    task = make(RAGGED, backend=backend)
     model, batch = build(task), whole(task, edges=[20])
     loud_BTF = batch.features_BTF.double()
     loud_BTF[~batch.mask] = float("nan")
@@ -129,7 +131,7 @@ def test_what_stands_in_padded_slots_is_ignored(kernel: str) -> None:
 
 
 def test_both_kernels_make_the_same_net_of_a_seed() -> None:
-    ours, torchs = build(make(RAGGED)), build(make(RAGGED, kernel="torch"))
+    ours, torchs = build(make(RAGGED)), build(make(RAGGED, backend="torch"))
     assert ours.state_dict().keys() == torchs.state_dict().keys()
     for name, tensor in ours.state_dict().items():
         assert torch.equal(tensor, torchs.state_dict()[name])
@@ -192,8 +194,8 @@ def test_without_data_digits_are_drawn() -> None:
     assert (data.name, len(data), data.num_features) == ("drawn digits", 8000, 28)
 
 
-@pytest.mark.parametrize("kernel", ["compiled", "torch"])
-def test_digits_are_learnt(tmp_path: Path, kernel: str) -> None:
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_digits_are_learnt(tmp_path: Path, backend: str) -> None:
     write_npz(tmp_path / "few.npz", make_drawn_digits(DrawnDigitsSettings(num_train=900)))
     result = stretto.train(
         task="digits",
@@ -203,7 +205,7 @@ def test_digits_are_learnt(tmp_path: Path, kernel: str) -> None:
         batch_size=16,
         hidden_size=32,
         row_size=32,
-        kernel=kernel,
+        backend=backend,
     )
     assert result.metrics["accuracy"] > 0.3
     assert result.settings["optimizer"] == "momentum"

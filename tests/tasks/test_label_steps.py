@@ -44,8 +44,8 @@ def _items(task: LabelSteps) -> list[Any]:
 WAYS: list[dict[str, Any]] = [
     {},
     {"bidirectional": True, "num_layers": 2},
-    {"kernel": "torch"},
-    {"kernel": "torch", "bidirectional": True},
+    {"backend": "torch"},
+    {"backend": "torch", "bidirectional": True},
     {"solver": "shooting", "chunks": 3, "tolerance": 1e-13},
 ]
 

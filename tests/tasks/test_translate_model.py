@@ -37,9 +37,7 @@ def _batch(pairs: list[tuple[list[int], list[int]]], *, edge: int | None = None)
 
 
 def _shape(**changes: object) -> TranslateShape:
-    shape = TranslateShape(
-        num_pieces=PIECES, hidden_size=6, num_layers=2, dropout=0.0, tie_output=True, kernel="compiled"
-    )
+    shape = TranslateShape(num_pieces=PIECES, hidden_size=6, num_layers=2, dropout=0.0, tie_output=True, backend="cpp")
     return dataclasses.replace(shape, **changes)  # type: ignore[arg-type]
 
 
@@ -102,11 +100,11 @@ def _gradients(model: TranslateModel, loss: torch.Tensor) -> dict[str, torch.Ten
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("kernel", ["compiled", "torch"])
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
 @pytest.mark.parametrize("tie_output", [True, False])
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
-def test_a_batch_is_its_sentences_by_plain_torch(kernel: str, tie_output: bool, num_layers: int) -> None:
-    model = _model(kernel=kernel, tie_output=tie_output, num_layers=num_layers)
+def test_a_batch_is_its_sentences_by_plain_torch(backend: str, tie_output: bool, num_layers: int) -> None:
+    model = _model(backend=backend, tie_output=tie_output, num_layers=num_layers)
     batch = _batch(PAIRS)
     scores_PC = model(batch)[Sides.of(batch).target_BU != PAD]
     pieces_P = torch.tensor([piece for _, target in PAIRS for piece in (*target, END)])

@@ -81,10 +81,10 @@ def features_task(**settings: Any) -> Video:
 TASKS = [
     frames_task,
     lambda: frames_task(size=8, colour=True, num_layers=2),
-    lambda: frames_task(size=16, kernel="torch"),
+    lambda: frames_task(size=16, backend="torch"),
     lambda: frames_task(solver="shooting", chunks=2, tolerance=1e-13),
     lambda: features_task(num_layers=2),
-    lambda: features_task(kernel="torch"),
+    lambda: features_task(backend="torch"),
 ]
 
 
@@ -142,7 +142,7 @@ def test_frames_that_are_all_alike_do_no_harm() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_the_compiled_layer_is_torchs(num_layers: int) -> None:
-    task, other = frames_task(num_layers=num_layers), frames_task(num_layers=num_layers, kernel="torch")
+    task, other = frames_task(num_layers=num_layers), frames_task(num_layers=num_layers, backend="torch")
     model, twin = built(task), built(other)
     assert isinstance(model.gru, stretto.RNN)
     assert isinstance(twin.gru, nn.GRU)
@@ -215,8 +215,8 @@ def test_frames_of_another_size_than_set_are_refused() -> None:
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(StrettoError, match="kernel='torch' was given and the solver is 'shooting'"):
-        frames_task(kernel="torch", solver="shooting").build_model()
+    with pytest.raises(StrettoError, match="backend='torch' was given and the solver is 'shooting'"):
+        frames_task(backend="torch", solver="shooting").build_model()
 
 
 @pytest.fixture(scope="module")

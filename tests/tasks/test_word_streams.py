@@ -45,10 +45,10 @@ def _plain(model: TextNet, words_S: torch.Tensor) -> torch.Tensor:
     return scores
 
 
-@pytest.mark.parametrize("kernel", ["compiled", "torch"])
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
 @pytest.mark.parametrize("window", [1, 7, 1000])
-def test_windows_are_one_unbroken_run(text: SequenceSet, window: int, kernel: str) -> None:
-    task = _task(text, window=window, num_layers=2, kernel=kernel, batch_size=3)
+def test_windows_are_one_unbroken_run(text: SequenceSet, window: int, backend: str) -> None:
+    task = _task(text, window=window, num_layers=2, backend=backend, batch_size=3)
     torch.manual_seed(0)
     model = task.build_model().double()
     found: dict[int, list[torch.Tensor]] = {}

@@ -75,7 +75,7 @@ def _task(data: SequenceSet, **settings: Any) -> AbstractTask[Any]:
         "schedule": "constant",
         "warmup_epochs": 0.05,
         "learning_rate": 0.02,
-        "kernel": "torch",
+        "backend": "torch",
         **settings,
     }
     return TASKS["classify"](checked(CONFIGS["classify"], values, source="the test"), data)
@@ -351,7 +351,7 @@ def test_an_update_of_streams_taken_apart_carries_the_same_state(streams: int) -
         "num_layers": 2,
         "embedding_size": 3,
         "dropout": 0.0,
-        "kernel": "torch",
+        "backend": "torch",
         "optimizer": "sgd",
         "learning_rate": 0.1,
     }

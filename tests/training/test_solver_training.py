@@ -272,7 +272,7 @@ def test_the_last_epochs_are_exact_when_asked(tmp_path: Path) -> None:
         ({"solver": "shooting", "exact_epochs": 1}, "exact_epochs=1 was given and the solver is 'shooting'"),
         ({"solver": "carried", "exact_epochs": 3}, "exact_epochs=3 of epochs=3 leave none"),
         ({"solver": "carried", "workers": 2}, "the solver is 'carried' and there are 2 workers"),
-        ({"solver": "carried", "kernel": "torch"}, "kernel='torch' was given and the solver is 'carried'"),
+        ({"solver": "carried", "backend": "torch"}, "backend='torch' was given and the solver is 'carried'"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:

@@ -41,7 +41,7 @@ def _data(name: str, *, most: int) -> SequenceSet:
 
 
 def _task(name: str, **settings: Any) -> AbstractTask[Any]:
-    values = {"hidden_size": 4, "kernel": "torch", "batch_size": 8, "num_buckets": 3, "dropout": 0.0, **settings}
+    values = {"hidden_size": 4, "backend": "torch", "batch_size": 8, "num_buckets": 3, "dropout": 0.0, **settings}
     if name == "language-model":
         values["layout"] = "passages"
     return task_named(name)(checked(CONFIGS[name], values, source="the test"), _data(name, most=44))
@@ -52,7 +52,7 @@ def _task(name: str, **settings: Any) -> AbstractTask[Any]:
     [*((name, {}) for name in COUNTED), ("language-model", {"layout": "passages"}), ("label-steps", {"unlabelled": 0})],
 )
 def test_a_task_knows_how_many_elements_its_losses_are_sums_over(name: str, settings: dict[str, Any]) -> None:
-    values = {"hidden_size": 4, "kernel": "torch", **settings}
+    values = {"hidden_size": 4, "backend": "torch", **settings}
     task = task_named(name)(checked(CONFIGS[name], values, source="the test"), _data(name, most=20))
     model, part = task.build_model().eval(), task.data.part("train")
     with torch.no_grad():

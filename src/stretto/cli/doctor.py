@@ -137,7 +137,7 @@ def _self_test() -> Finding:
     except StrettoError as error:
         return Finding(name="self-test", value=f"failed: {error}", broken=True)
     explanation = rnn.explain()
-    if explanation.kernel != "cpp":
+    if explanation.backend != "cpp":
         return _found("self-test", f"no kernel could be made: {explanation.reason}; {WITHOUT}")
     state, outputs = cell.initial_state(len(x)), []
     for step in range(x.shape[1]):

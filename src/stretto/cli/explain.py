@@ -26,6 +26,7 @@ from stretto.cli.parsing import checked_flags, parse
 from stretto.errors import StrettoError
 from stretto.files import write_text_atomically
 from stretto.graph import Graph, GraphCell, stepped
+from stretto.kernels import Backend
 from stretto.nn import RNN
 from stretto.training import Count
 
@@ -49,7 +50,8 @@ class ExplainSettings:
         input_size: Features of a step; left out, what the cell has or 64.
         hidden_size: Hidden units the cell is made with; left out, the class's own default or 128.
         arguments: Another argument the cell is made with, as name=value with a Python literal; may be repeated.
-        kernel: auto takes generated code where it can be had, cpp insists on it, eager does without.
+        backend: Auto uses generated code where possible; cpp requires it; eager runs operator by operator; torch calls
+            the cell at each step.
         dtype: Of the cell's parameters.
         svg: Also write a picture to this file.
         json: Print JSON in place of the table.
@@ -61,7 +63,7 @@ class ExplainSettings:
     arguments: Annotated[
         tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE"), tyro.conf.UseAppendAction
     ] = ()
-    kernel: Literal["auto", "cpp", "eager"] = "auto"
+    backend: Backend = "auto"
     dtype: Literal["float32", "float64"] | None = None
     svg: Path | None = None
     json: bool = False
@@ -73,7 +75,7 @@ def run(words: list[str]) -> int:
     cell = find_cell(settings)
     if settings.dtype is not None:
         cell = cell.to(getattr(torch, settings.dtype))
-    rnn = RNN(cell, kernel=settings.kernel)
+    rnn = RNN(cell, backend=settings.backend)
     size = settings.input_size or _input_size(rnn.cells[0]) or INPUT_SIZE
     fix = "Put the cell right, or give the --input-size that it takes."
     with _told(f"{settings.cell!r} could not do a step on {size} features", fix=fix):

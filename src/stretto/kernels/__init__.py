@@ -1,6 +1,6 @@
 """Loops made runnable: the eager reference, generated C++, and what shares them out."""
 
-from stretto.kernels.build import Built, KernelChoice, SaveChoice, build
+from stretto.kernels.build import Backend, Built, SaveChoice, build
 from stretto.kernels.compiler import Compiler, NoCompiler, compiled, find_compiler, library_folder
 from stretto.kernels.cpp import CppKernel
 from stretto.kernels.layout import Layout
@@ -9,10 +9,10 @@ from stretto.kernels.plain import PlainProgram
 from stretto.kernels.program import Program, run_together
 
 __all__ = [
+    "Backend",
     "Built",
     "Compiler",
     "CppKernel",
-    "KernelChoice",
     "Layout",
     "NoCompiler",
     "PlainProgram",

@@ -22,7 +22,8 @@ from stretto.kernels.program import Program
 from stretto.kernels.row_products import warm_up
 from stretto.state import flatten
 
-KernelChoice: TypeAlias = Literal["auto", "eager", "cpp"]
+Backend: TypeAlias = Literal["auto", "cpp", "eager", "torch"]
+"""What runs a recurrent layer; "auto" takes the fastest that supports it."""
 SaveChoice: TypeAlias = Literal["auto", "states"]
 
 
@@ -33,8 +34,8 @@ class Built:
 
     Attributes:
         program: What runs.
-        kernel: "cpp" if the loops are compiled, "eager" if they run operator by operator, "plain" if the cell is called
-            step after step because nothing is known about it.
+        backend: "cpp" if the loops are compiled, "eager" if they run operator by operator, "torch" if the cell
+            itself is called at each step.
         reason: Why the fastest was not to be had; empty if it was.
         plan: Where everything goes; None for "plain".
         analysis_seconds: Time to trace, analyse and derive.
@@ -42,7 +43,7 @@ class Built:
     """
 
     program: Program | PlainProgram
-    kernel: str
+    backend: str
     reason: str
     plan: Plan | None
     analysis_seconds: float
@@ -55,7 +56,7 @@ def build(
     x_shape: tuple[int, ...],
     x_dtype: torch.dtype,
     state: Any,
-    kernel: KernelChoice = "auto",
+    backend: Backend = "auto",
     device: torch.device | None = None,
 ) -> Built:
     """Trace, analyse and compile one step of `cell`.
@@ -65,12 +66,15 @@ def build(
         x_shape: Sizes of a row of the input.
         x_dtype: Of the input.
         state: A state, for its structure, shapes and dtypes.
-        kernel: "auto" takes generated code where it can be had; "cpp" insists on it; "eager" does without.
+        backend: "auto" uses generated code where possible; "cpp" requires it; "eager" runs the same loops operator by
+            operator; "torch" calls the cell itself at each step.
         device: Where it will run; by default where the state is.
 
     Raises:
-        StrettoError: If `kernel` is "cpp" and no code can be generated; the reason is named.
+        StrettoError: If `backend` is "cpp" and no code can be generated; the reason is named.
     """
+    if backend == "torch":
+        return Built(PlainProgram(cell, state), "torch", "asked for", None, 0.0, 0.0)
     start = time.perf_counter()
     try:
         # Whoever calls first may be without gradients; what is built is for everybody.
@@ -79,11 +83,11 @@ def build(
             plan = analyse(graph)
             bodies = [[derive(graph, loop) for loop in level] for level in plan.loops]
     except Untraceable as reason:
-        _insist(kernel, cell, str(reason))
+        _insist(backend, cell, str(reason))
         seconds = time.perf_counter() - start
-        return Built(PlainProgram(cell, state), "plain", str(reason), None, seconds, 0.0)
+        return Built(PlainProgram(cell, state), "torch", str(reason), None, seconds, 0.0)
     middle = time.perf_counter()
-    kernels, used, why = _kernels(bodies, kernel, cell, device or _device_of(cell, state))
+    kernels, used, why = _kernels(bodies, backend, cell, device or _device_of(cell, state))
     return Built(Program(plan, kernels), used, why, plan, middle - start, time.perf_counter() - middle)
 
 
@@ -98,10 +102,10 @@ def _device_of(cell: nn.Module, state: Any) -> torch.device:
 
 
 def _kernels(
-    bodies: list[list[Body]], kernel: KernelChoice, cell: nn.Module, device: torch.device
+    bodies: list[list[Body]], backend: Backend, cell: nn.Module, device: torch.device
 ) -> tuple[list[list[AbstractKernel]], str, str]:
     eager: list[list[AbstractKernel]] = [[EagerKernel(body) for body in level] for level in bodies]
-    if kernel == "eager":
+    if backend == "eager":
         return eager, "eager", "asked for"
     products = threading.Thread(target=warm_up, args=(_real_of(bodies),), daemon=True)
     try:
@@ -109,7 +113,7 @@ def _kernels(
             products.start()
         made: list[list[AbstractKernel]] = [[_compiled(body, device) for body in level] for level in bodies]
     except (Unsupported, NoCompiler) as reason:
-        _insist(kernel, cell, str(reason))
+        _insist(backend, cell, str(reason))
         return eager, "eager", str(reason)
     finally:
         # Compiled side by side, for the first batch needs both.
@@ -134,9 +138,9 @@ def _compiled(body: Body, device: torch.device) -> CppKernel:
     return CppKernel(body, real[0])
 
 
-def _insist(kernel: KernelChoice, cell: nn.Module, reason: str) -> None:
-    if kernel == "cpp":
+def _insist(backend: Backend, cell: nn.Module, reason: str) -> None:
+    if backend == "cpp":
         raise StrettoError(
             f"no code can be generated for {type(cell).__name__}: {reason}",
-            fix="Choose kernel='auto' to run it without, or change the cell.",
+            fix="Choose backend='auto' to run it without, or change the cell.",
         )

@@ -1,7 +1,7 @@
 """Layers that users put in a model."""
 
 from stretto.nn.attention import Attention
-from stretto.nn.bidirectional_lstm import BidirectionalLSTM, LayerKernel, remember_by_default
+from stretto.nn.bidirectional_lstm import BidirectionalLSTM, remember_by_default
 from stretto.nn.carried_state import CarriedState, detach_state, reset_rows
 from stretto.nn.ragged import as_rows
 from stretto.nn.reversal import reverse_padded
@@ -21,7 +21,6 @@ __all__ = [
     "CarriedState",
     "Chunk",
     "Direction",
-    "LayerKernel",
     "Part",
     "Standardise",
     "Streams",

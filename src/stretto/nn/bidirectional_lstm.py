@@ -3,17 +3,16 @@
 Shape legend: B sequences, T steps, F features, H hidden units.
 """
 
-from typing import Literal, TypeAlias, final
+from typing import final
 
 import torch
 from torch import nn
 
+from stretto.kernels import Backend
 from stretto.nn.ragged import as_rows
 from stretto.nn.reversal import reverse_padded
 from stretto.nn.stack import Direction, run_stack
 from stretto.nn.torch_layers import DTYPES, layer_program, layer_weights
-
-LayerKernel: TypeAlias = Literal["compiled", "torch"]
 
 
 @final
@@ -29,8 +28,9 @@ class BidirectionalLSTM(nn.Module):
         hidden_size: Units of each direction; outputs have twice as many.
         num_layers: Layers.
         dropout: Share of a layer's outputs that is dropped.
-        kernel: "compiled", or "torch" for torch's layers on padded batches, reversed within their lengths; outputs
-            beyond a sequence's end are then not defined. Not on a CPU, torch's layers run anyway.
+        backend: "auto" and "cpp" run generated code; "torch" runs torch's layers on padded batches,
+            reversed within their lengths; outputs beyond a sequence's end are then not defined. Other
+            devices always use torch's layers.
     """
 
     def __init__(
@@ -40,20 +40,20 @@ class BidirectionalLSTM(nn.Module):
         hidden_size: int,
         num_layers: int = 1,
         dropout: float = 0.0,
-        kernel: LayerKernel = "compiled",
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
         sizes = [input_size] + [2 * hidden_size] * (num_layers - 1)
         self.forwards = nn.ModuleList(nn.LSTM(size, hidden_size, batch_first=True) for size in sizes)
         self.backwards = nn.ModuleList(nn.LSTM(size, hidden_size, batch_first=True) for size in sizes)
         self.dropout = nn.Dropout(dropout)
-        self.kernel = kernel
+        self.backend = backend
         for lstm in (*self.forwards, *self.backwards):
             remember_by_default(lstm)
 
     def forward(self, x_BTF: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         """Both directions side by side, (B, T, 2 H)."""
-        if self.kernel == "compiled" and x_BTF.device.type == "cpu" and x_BTF.dtype in DTYPES:
+        if self.backend != "torch" and x_BTF.device.type == "cpu" and x_BTF.dtype in DTYPES:
             return self._compiled(x_BTF, lengths_B)
         for forwards, backwards in zip(self.forwards, self.backwards, strict=True):
             ahead_BTH, _ = forwards(x_BTF)
@@ -69,7 +69,11 @@ class BidirectionalLSTM(nn.Module):
             for lstm in pair:
                 assert isinstance(lstm, nn.LSTM)
                 built = layer_program(
-                    "LSTM", input_size=lstm.input_size, hidden_size=lstm.hidden_size, dtype=x_BTF.dtype
+                    "LSTM",
+                    input_size=lstm.input_size,
+                    hidden_size=lstm.hidden_size,
+                    dtype=x_BTF.dtype,
+                    backend="eager" if self.backend == "eager" else "auto",
                 )
                 zeros_BH = x_BTF.new_zeros(len(x_BTF), lstm.hidden_size)
                 layer.append(Direction(built.program, layer_weights(lstm, 0), [zeros_BH, zeros_BH]))

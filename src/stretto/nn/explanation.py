@@ -15,10 +15,10 @@ WIDTH: Final = 100
 INDENT: Final = 11
 JOINED: Final = "\u00a0"
 KN: Final = "K\u00a0\u00d7\u00a0N"
-KERNELS: Final = {
+BACKENDS: Final = {
     "cpp": "the loops run as generated C++",
     "eager": "the loops run operator by operator",
-    "plain": "the cell is called step after step, as it is",
+    "torch": "the cell is called at each step, as it is",
 }
 PLACES: Final = {
     "once": "from weights alone",
@@ -36,12 +36,12 @@ class Explanation:
 
     Attributes:
         name: Of the cell.
-        kernel: "cpp", "eager" or "plain".
+        backend: "cpp", "eager" or "torch".
         reason: Why not the fastest; empty if it is.
         counts: Operators at each place: `once`, `hoisted`, `loop`, `sunk`, `deferred`. How many `loops`. What a step
             costs: `forward_gemms`, `forward_passes`, `backward_gemms`, `backward_passes`, and `saved` elements
             (`saved_bytes`) a row besides the `state` elements. What is done for all steps at once: `hoisted_gemms`,
-            `sunk_gemms`, `deferred_gemms`. Empty for "plain", of which nothing is known.
+            `sunk_gemms`, `deferred_gemms`. Empty for "torch", of which nothing is known.
         operators: The operators at each place.
         loops: The loops through time, in the order in which they run.
         rewrites: What was rewritten, in words.
@@ -50,7 +50,7 @@ class Explanation:
     """
 
     name: str
-    kernel: str
+    backend: str
     reason: str
     counts: dict[str, int]
     operators: dict[str, tuple[Operator, ...]]
@@ -70,7 +70,7 @@ class Explanation:
             counts = _counts(summary, built.program)
         return cls(
             name=name,
-            kernel=built.kernel,
+            backend=built.backend,
             reason=built.reason,
             counts=counts,
             operators={} if summary is None else summary.operators,
@@ -84,7 +84,7 @@ class Explanation:
 
     def svg(self) -> str:
         """The graph of a step, forward and backward, as a picture that stands alone."""
-        title, told = f"One step of {self.name}", f"{self.kernel}: {KERNELS[self.kernel]}"
+        title, told = f"One step of {self.name}", f"{self.backend}: {BACKENDS[self.backend]}"
         built = self._built
         if built.plan is None or not isinstance(built.program, Program):
             return document([], title=title, subtitle=told, words=f"There is no graph: {self.reason}.")
@@ -96,7 +96,7 @@ class Explanation:
         """Everything as plain values, for JSON."""
         return {
             "cell": self.name,
-            "kernel": self.kernel,
+            "backend": self.backend,
             "reason": self.reason,
             "counts": dict(self.counts),
             "operators": {
@@ -130,11 +130,11 @@ class Explanation:
 
     def _lines(self) -> Iterator[str]:
         yield from _row("cell", self.name)
-        yield from _row("kernel", f"{self.kernel}: {KERNELS[self.kernel]}")
+        yield from _row("backend", f"{self.backend}: {BACKENDS[self.backend]}")
         if self.reason:
             yield from _row("", f"not the fastest, because: {self.reason}")
         seconds = f"analysis {_time(self.analysis_seconds)}"
-        if self.kernel == "cpp":
+        if self.backend == "cpp":
             seconds += f"; generating and compiling, or finding it compiled, {_time(self.compile_seconds)}"
         yield from _row("took", seconds)
         if self._summary is None:

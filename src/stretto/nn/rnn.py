@@ -6,7 +6,7 @@ Shape legend: B sequences, T steps, F features of the input, O of the output, P 
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from stretto.cells import cell_from
 from stretto.errors import StrettoError
 from stretto.graph import stepped
-from stretto.kernels import Built, KernelChoice, Layout, SaveChoice, build
+from stretto.kernels import Backend, Built, Layout, SaveChoice, build
 from stretto.nn.auto import Auto
 from stretto.nn.explanation import Explanation
 from stretto.nn.fingerprint import fingerprint
@@ -42,7 +42,8 @@ class RNN(nn.Module):
         bidirectional: Whether each layer also reads backwards, from each sequence's own end.
         batch_first: Whether batches are (B, T, F), as by default, or (T, B, F).
         dropout: Share of each layer's outputs, but the last's, that is dropped in training.
-        kernel: "auto" runs generated code where it can be had; "cpp" insists on it; "eager" does without.
+        backend: "auto" runs generated code where possible; "cpp" requires it; "eager" runs the same loops operator by
+            operator; "torch" calls the cell itself at each step.
         save: What is stored for the backward pass: "auto" stores what is costly to compute again; "states" stores
             outputs and a state now and then, and computes the rest again: long sequences in little memory.
         solver: How to walk through time: "serial" is step after step; "auto" measures whether chunks of time at once
@@ -64,17 +65,17 @@ class RNN(nn.Module):
         *,
         batch_first: bool = True,
         dropout: float = 0.0,
-        kernel: KernelChoice = "auto",
+        backend: Backend = "auto",
         save: SaveChoice = "auto",
         solver: AbstractSolver | Literal["serial", "auto"] = "serial",
     ) -> None:
         super().__init__()
-        _check(num_layers, dropout, kernel, save, solver)
+        _check(num_layers, dropout, backend, save, solver)
         self.num_layers = num_layers
         self.bidirectional = bidirectional
         self.batch_first = batch_first
         self.dropout = dropout
-        self.kernel = kernel
+        self.backend = backend
         self.save = save
         self.solver = solver
         self.cells = nn.ModuleList(_stacked(cell, num_layers, 2 if bidirectional else 1))
@@ -244,10 +245,10 @@ class RNN(nn.Module):
         self._last_dtype = self._last_dtype or dtype
         parts = flatten(initial)
         shapes = tuple((part.shape[1:], part.dtype, part.device.type) for part in parts)
-        key = (features, dtype, shapes, self.kernel, fingerprint(cell))
+        key = (features, dtype, shapes, self.backend, fingerprint(cell))
         built = self._built.get(key)
         if built is None:
-            built = self._built[key] = build(cell, x_shape=features, x_dtype=dtype, state=initial, kernel=self.kernel)
+            built = self._built[key] = build(cell, x_shape=features, x_dtype=dtype, state=initial, backend=self.backend)
         return built
 
     def _variants(self, cell: nn.Module, initial: Any, place: int) -> Variants:
@@ -368,13 +369,13 @@ def _output_size(cell: nn.Module) -> int:
     return int(y.shape[-1])
 
 
-def _check(num_layers: int, dropout: float, kernel: str, save: str, solver: Any) -> None:
+def _check(num_layers: int, dropout: float, backend: str, save: str, solver: Any) -> None:
     if not isinstance(num_layers, int) or num_layers < 1:
         raise StrettoError(f"num_layers is {num_layers!r}", fix="Give a whole number from 1 on.")
     if not 0 <= dropout <= 1:
         raise StrettoError(f"dropout is {dropout!r}", fix="Give a share between 0 and 1.")
     for name, value, choices in (
-        ("kernel", kernel, ("auto", "eager", "cpp")),
+        ("backend", backend, get_args(Backend)),
         ("save", save, ("auto", "states")),
         ("solver", "serial" if isinstance(solver, AbstractSolver) else solver, ("serial", "auto")),
     ):

@@ -6,7 +6,7 @@ Shape legend: B sequences, T steps, P real steps of all sequences, L layers time
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias, TypeVar, final
+from typing import Any, TypeVar, final, get_args
 
 import torch
 from torch import nn
@@ -14,18 +14,24 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from stretto import cells
 from stretto.errors import StrettoError
-from stretto.kernels import Built, build
+from stretto.kernels import Backend, Built, build
 from stretto.nn.ragged import as_rows
 from stretto.nn.stack import Direction, run_stack
 
-Choice: TypeAlias = Literal["auto", "cpp", "torch"]
 Module = TypeVar("Module", bound=nn.Module)
 DTYPES = (torch.float32, torch.float64)
 
 
 @lru_cache(maxsize=256)
 def layer_program(
-    mode: str, *, input_size: int, hidden_size: int, proj_size: int = 0, bias: bool = True, dtype: torch.dtype
+    mode: str,
+    *,
+    input_size: int,
+    hidden_size: int,
+    proj_size: int = 0,
+    bias: bool = True,
+    dtype: torch.dtype,
+    backend: Backend = "auto",
 ) -> Built:
     """The program of one layer and direction; weights are given when it runs, so that all alike share it."""
     cell: cells.Cell
@@ -42,7 +48,7 @@ def layer_program(
             )
         cell = cell.to(dtype)
         state = cell.initial_state(1)
-    return build(cell, x_shape=(input_size,), x_dtype=dtype, state=state, device=torch.device("cpu"))
+    return build(cell, x_shape=(input_size,), x_dtype=dtype, state=state, device=torch.device("cpu"), backend=backend)
 
 
 def layer_weights(module: nn.RNNBase, number: int, *, reverse: bool = False) -> dict[str, torch.Tensor]:
@@ -57,11 +63,11 @@ def layer_weights(module: nn.RNNBase, number: int, *, reverse: bool = False) -> 
 class _Accelerated(nn.RNNBase):
     """What the three layers share; each is torch's layer in everything but who computes it."""
 
-    _choice: Choice = "auto"
+    _backend: Backend = "auto"
 
     def ragged(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
         """Outputs for a padded batch of sequences of these lengths: real steps alone are computed, others are zero."""
-        if self._choice == "torch" or self._why_not(x, None):
+        if self._backend == "torch" or self._why_not(x, None):
             return self._packed(x, torch.as_tensor(lengths).cpu())
         y, _ = self._run(x, None, lengths)
         return y  # type: ignore[no-any-return]
@@ -84,9 +90,9 @@ class _Accelerated(nn.RNNBase):
 
     def forward(self, input: Any, hx: Any = None) -> Any:  # noqa: A002 - torch's name
         """As torch's layer."""
-        if self._choice == "torch" or self._why_not(input, hx):
+        if self._backend == "torch" or self._why_not(input, hx):
             return super().forward(input, hx)
-        if self._choice == "cpp":
+        if self._backend != "auto":
             return self._run(input, hx)
         faster = self._faster(input, hx)
         return self._run(input, hx) if faster == "cpp" else super().forward(input, hx)
@@ -116,7 +122,9 @@ class _Accelerated(nn.RNNBase):
             return "state"
         sizes = self._sizes()
         made = [self._program(size, data.dtype) for size in sizes]
-        return next((item.reason for item in made if item.kernel != "cpp"), "")
+        return next(
+            (item.reason for item in made if item.backend != ("eager" if self._backend == "eager" else "cpp")), ""
+        )
 
     def _program(self, input_size: int, dtype: torch.dtype) -> Built:
         return layer_program(
@@ -126,6 +134,7 @@ class _Accelerated(nn.RNNBase):
             proj_size=self.proj_size,
             bias=self.bias,
             dtype=dtype,
+            backend="eager" if self._backend == "eager" else "auto",
         )
 
     def _sizes(self) -> list[int]:
@@ -243,7 +252,7 @@ class LSTM(_Accelerated, nn.LSTM):
 _TWIN: dict[type[nn.Module], type[nn.Module]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
 
 
-def accelerate(model: Module, *, kernel: Choice = "auto") -> Module:
+def accelerate(model: Module, *, backend: Backend = "auto") -> Module:
     """Let every `torch.nn.RNN`, `GRU` and `LSTM` inside `model` run on generated kernels.
 
     The layers are changed in place and stay what they are: the same parameters and `state_dict` keys, the same options,
@@ -251,9 +260,10 @@ def accelerate(model: Module, *, kernel: Choice = "auto") -> Module:
 
     Args:
         model: Any module; it is also returned.
-        kernel: "auto" measures, once for each kind of batch (sizes to the next power of two, training or not), whether
+        backend: "auto" measures, once for each kind of batch (sizes to the next power of two, training or not), whether
             the generated kernel or torch's own is faster, and takes that one. "cpp" always takes the generated kernel
-            where there is one, which also makes runs repeatable to the last digit; "torch" always torch's.
+            where there is one, which also makes runs repeatable to the last digit; "eager" runs the same loops operator
+            by operator; "torch" always runs torch's own.
 
     Example:
         >>> model = stretto.accelerate(torch.nn.Sequential(torch.nn.GRU(8, 32, batch_first=True)))
@@ -262,13 +272,13 @@ def accelerate(model: Module, *, kernel: Choice = "auto") -> Module:
     """
     if not isinstance(model, nn.Module):
         raise StrettoError(f"{type(model).__name__} is not a module", fix="Give a torch.nn.Module.")
-    if kernel not in {"auto", "cpp", "torch"}:
-        raise StrettoError(f"kernel is {kernel!r}", fix="Choose one of 'auto', 'cpp', 'torch'.")
+    if backend not in get_args(Backend):
+        raise StrettoError(f"backend is {backend!r}", fix=f"Choose one of {', '.join(map(repr, get_args(Backend)))}.")
     for module in model.modules():
         twin = _TWIN.get(type(module))
         if twin is not None:
             module.__class__ = twin
         if isinstance(module, _Accelerated):
-            module._choice = kernel
+            module._backend = backend
             module.__dict__.pop("_measured", None)
     return model

@@ -45,7 +45,7 @@ class ClassifyModel(nn.Module):
             hidden_size=config.hidden_size,
             num_layers=config.num_layers,
             dropout=config.dropout,
-            kernel=config.kernel,
+            backend=config.backend,
         )
         self.classify = nn.Linear(2 * config.hidden_size, num_classes)
 

@@ -71,13 +71,13 @@ class DigitsModel(nn.Module):
         remember_by_default(self.lstm)
         self.dropout = nn.Dropout(config.dropout)
         self.classify = nn.Linear(size, num_classes)
-        self.kernel = config.kernel
+        self.backend = config.backend
         self._folds = num_features * 4 * size < width * (num_features + 4 * size)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Scores of the classes (B, C)."""
         x_BTF = self.standardise(batch.features_BTF, batch.mask)
-        compiled = self.kernel == "compiled" and x_BTF.device.type == "cpu" and x_BTF.dtype in DTYPES
+        compiled = self.backend != "torch" and x_BTF.device.type == "cpu" and x_BTF.dtype in DTYPES
         last_BH = (self._compiled if compiled else self._plain)(x_BTF, batch.lengths)
         scores_BC: torch.Tensor = self.classify(self.dropout(last_BH))
         return scores_BC

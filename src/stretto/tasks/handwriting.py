@@ -54,7 +54,7 @@ class HandwritingModel(nn.Module):
             hidden_size=config.hidden_size,
             num_layers=config.num_layers,
             dropout=config.dropout,
-            kernel=config.kernel,
+            backend=config.backend,
         )
         self.classify = nn.Linear(2 * config.hidden_size, num_classes)
 

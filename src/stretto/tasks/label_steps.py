@@ -55,8 +55,15 @@ class LabelStepsModel(nn.Module):
         # torch warns when a single layer is given a dropout that it would not use.
         between = config.dropout if layers > 1 else 0.0
         self.gru: RNN | nn.GRU
-        if config.kernel == "compiled":
-            self.gru = RNN(GRU(num_features, size), layers, both, dropout=between, solver=config.made_solver())
+        if config.backend != "torch":
+            self.gru = RNN(
+                GRU(num_features, size),
+                layers,
+                both,
+                dropout=between,
+                backend=config.backend,
+                solver=config.made_solver(),
+            )
         else:
             config.refuse_contradictions()
             self.gru = nn.GRU(num_features, size, layers, batch_first=True, dropout=between, bidirectional=both)

@@ -147,7 +147,7 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
             dropout=config.dropout,
             input_dropout=config.input_dropout,
             init_scale=config.init_scale,
-            kernel=config.kernel,
+            backend=config.backend,
         )
 
     def feed(self, *, world: World) -> AbstractFeed:

@@ -4,12 +4,13 @@ Shape legend: B passages or streams, T steps, U steps that have a next one, E em
 all steps, C words or characters.
 """
 
-from typing import Literal, final
+from typing import final
 
 import torch
 from torch import nn
 
 from stretto.batching import Batch
+from stretto.kernels import Backend
 from stretto.nn import remember_by_default
 from stretto.nn import torch_layers as accelerated
 from stretto.training import Carrying
@@ -28,7 +29,7 @@ class TextNet(Carrying):
         input_dropout: Share of the embedding dropped.
         init_scale: All weights begin uniform between minus and plus this; left out, as torch has them, with open forget
             gates.
-        kernel: Who runs the layers.
+        backend: What runs the layers.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class TextNet(Carrying):
         dropout: float,
         input_dropout: float = 0.0,
         init_scale: float | None = None,
-        kernel: Literal["compiled", "torch"] = "compiled",
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(num_tokens, embedding_size)
@@ -49,7 +50,7 @@ class TextNet(Carrying):
         between = dropout if num_layers > 1 else 0.0
         self.lstm = accelerated.LSTM(embedding_size, hidden_size, num_layers, batch_first=True, dropout=between)
         remember_by_default(self.lstm)
-        accelerated.accelerate(self.lstm, kernel="cpp" if kernel == "compiled" else "torch")
+        accelerated.accelerate(self.lstm, backend="cpp" if backend == "auto" else backend)
         self.input_dropout, self.dropout = nn.Dropout(input_dropout), nn.Dropout(dropout)
         self.predict = nn.Linear(hidden_size, num_tokens)
         if init_scale is not None:

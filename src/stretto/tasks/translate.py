@@ -111,7 +111,7 @@ class Translate(AbstractTask[TranslateConfig]):
                 num_layers=self.config.num_layers,
                 dropout=self.config.dropout,
                 tie_output=self.config.tie_output,
-                kernel=self.config.kernel,
+                backend=self.config.backend,
             )
         )
         return self._model

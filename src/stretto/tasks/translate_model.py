@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from stretto.batching import Batch
 from stretto.errors import StrettoError
-from stretto.nn import Attention, BidirectionalLSTM, LayerKernel, remember_by_default
+from stretto.kernels import Backend
+from stretto.nn import Attention, BidirectionalLSTM, remember_by_default
 from stretto.nn import torch_layers as accelerated
 from stretto.tasks.translate_vocabulary import BEGIN, PAD
 
@@ -32,7 +33,7 @@ class TranslateShape:
         num_layers: Of the encoder, and of the decoder.
         dropout: Share of the inputs of each layer that is dropped.
         tie_output: Whether the output takes the embedding for its weights.
-        kernel: Who runs the recurrent layers.
+        backend: What runs the recurrent layers.
     """
 
     num_pieces: int
@@ -40,7 +41,7 @@ class TranslateShape:
     num_layers: int
     dropout: float
     tie_output: bool
-    kernel: LayerKernel
+    backend: Backend
 
 
 @final
@@ -100,12 +101,12 @@ class TranslateModel(nn.Module):
             )
         self.embed = nn.Embedding(shape.num_pieces, size)
         nn.init.normal_(self.embed.weight, std=size**-0.5)
-        self.both_ways = BidirectionalLSTM(size, hidden_size=size // 2, kernel=shape.kernel)
+        self.both_ways = BidirectionalLSTM(size, hidden_size=size // 2, backend=shape.backend)
         above = range(shape.num_layers - 1)
-        self.encoder = nn.ModuleList(_layer(size, size, shape.kernel) for _ in above)
-        self.bottom = _layer(size, size, shape.kernel)
+        self.encoder = nn.ModuleList(_layer(size, size, shape.backend) for _ in above)
+        self.bottom = _layer(size, size, shape.backend)
         self.attention = Attention(size)
-        self.decoder = nn.ModuleList(_layer(2 * size, size, shape.kernel) for _ in above)
+        self.decoder = nn.ModuleList(_layer(2 * size, size, shape.backend) for _ in above)
         if not above:
             # Without a layer above, what is attended to goes to the output straight away.
             self.join = nn.Linear(2 * size, size)
@@ -167,10 +168,10 @@ class TranslateModel(nn.Module):
         return functional.linear(self.dropout(hidden), weight_CH, self.output_bias)
 
 
-def _layer(input_size: int, size: int, kernel: LayerKernel) -> accelerated.LSTM:
+def _layer(input_size: int, size: int, backend: Backend) -> accelerated.LSTM:
     lstm = accelerated.LSTM(input_size, size, batch_first=True)
     remember_by_default(lstm)
-    return accelerated.accelerate(lstm, kernel="cpp" if kernel == "compiled" else "torch")
+    return accelerated.accelerate(lstm, backend="cpp" if backend == "auto" else backend)
 
 
 def _cell(

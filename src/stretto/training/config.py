@@ -9,6 +9,7 @@ import pydantic
 from pydantic import Field
 
 from stretto.errors import StrettoError
+from stretto.kernels import Backend
 from stretto.large_batch import OptimizerName, Rule
 
 if sys.version_info >= (3, 11):
@@ -60,7 +61,8 @@ class TrainConfig:
             biases and gains have none.
         clip_norm: Largest norm of a gradient.
         seed: Everything random follows from it.
-        kernel: Who runs the recurrent layers: compiled computes real steps only; torch is torch's own, padding and all.
+        backend: What runs the recurrent layers. Auto and cpp: generated code, which computes real steps only; eager:
+            the same, operator by operator; torch: PyTorch's own layers, padding and all.
         threads: Cores to use; left out, what torch takes.
         device: Where to train, as torch names it.
         checkpoint_minutes: Also save this often within an epoch; every epoch is saved anyway.
@@ -97,7 +99,7 @@ class TrainConfig:
     weight_decay: NotNegative | None = None
     clip_norm: Positive = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    kernel: Literal["compiled", "torch"] = "compiled"
+    backend: Backend = "auto"
     threads: Count | None = None
     device: str = "cpu"
     checkpoint_minutes: Positive = 5.0

@@ -55,10 +55,10 @@ class SolverConfig(TrainConfig):
     def refuse_contradictions(self) -> None:
         """Refuse what would be passed over in silence."""
         chosen = f"the solver is {self.solver!r}"
-        if self.kernel == "torch" and self.solver != "serial":
+        if self.backend == "torch" and self.solver != "serial":
             raise StrettoError(
-                f"kernel='torch' was given and {chosen}, which torch's own layers do not have",
-                fix="Leave --kernel or --solver out.",
+                f"backend='torch' was given and {chosen}, which torch's own layers do not have",
+                fix="Leave --backend or --solver out.",
             )
         if self.chunks != "auto" and self.solver not in ("shooting", "carried"):
             raise StrettoError(

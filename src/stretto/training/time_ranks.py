@@ -72,10 +72,10 @@ def _refuse(task: AbstractTask[Any], *, size: int) -> None:
             f"time_parallel={count} was given and the task {task.name!r} needs whole sequences on one worker",
             fix="Leave --time-parallel out, or train a task with a label for each step: label-steps.",
         )
-    if config.kernel == "torch":
+    if config.backend == "torch":
         raise StrettoError(
-            f"time_parallel={count} was given and kernel='torch', whose layers walk on one worker alone",
-            fix="Leave --kernel or --time-parallel out.",
+            f"time_parallel={count} was given and backend='torch', whose layers walk on one worker alone",
+            fix="Leave --backend or --time-parallel out.",
         )
     if isinstance(config, SolverConfig) and config.solver != "serial":
         raise StrettoError(
