@@ -68,7 +68,7 @@ def write_signs(path: Path) -> Path:
     return path
 
 
-def training_words(data: Path, out: Path, *, epochs: int, lost_after: float) -> list[str]:
+def training_words(data: Path, out: Path, *, epochs: int, rank_timeout_minutes: float) -> list[str]:
     """The command line of a run that saves all the time and records what each update was made of."""
     words = {
         "--data": data,
@@ -76,7 +76,7 @@ def training_words(data: Path, out: Path, *, epochs: int, lost_after: float) -> 
         "--epochs": epochs,
         "--batch-size": 8,
         "--hidden-size": 16,
-        "--lost-after": lost_after,
+        "--rank-timeout-minutes": rank_timeout_minutes,
         "--checkpoint-minutes": 0.002,
         "--backend": "torch",
         "--num-buckets": 3,

@@ -112,7 +112,7 @@ def _start(data: Path, run: Path, *, holds: bool) -> "subprocess.Popen[bytes]":
     launcher += ["--max-restarts=9", "--rdzv-backend=c10d", f"--rdzv-endpoint={ENDPOINT}", "--rdzv-id=two-nodes"]
     launcher += [f"--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,is_host={int(holds)}"]
     launcher += ["--local-addr=127.0.0.1", "-m", "stretto"]
-    words = training_words(data, run, epochs=EPOCHS, lost_after=LOST_AFTER)
+    words = training_words(data, run, epochs=EPOCHS, rank_timeout_minutes=LOST_AFTER)
     # With a store that launchers share, a node that came later is not told where it is (torch 2.13).
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.Popen([*launcher, *words], env=environment)  # noqa: S603
@@ -149,7 +149,7 @@ def _groups(run: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if event["event"] in {"started", "resumed"}:
-            groups.append({"workers": event["workers"], "lines": 0})
+            groups.append({"workers": event["world_size"], "lines": 0})
         elif groups:
             groups[-1]["lines"] += 1
     return groups

@@ -137,8 +137,8 @@ def _silence(line: str) -> None:
 
 
 def _words(data: Path, out: Path, settings: FaultsBenchSettings) -> list[str]:
-    words = training_words(data, out, epochs=EPOCHS_A_KILL * (settings.kills + 1), lost_after=LOST_AFTER)
-    return [*words, "--workers", str(settings.workers), "--restarts", str(2 * settings.kills + 2)]
+    words = training_words(data, out, epochs=EPOCHS_A_KILL * (settings.kills + 1), rank_timeout_minutes=LOST_AFTER)
+    return [*words, "--nproc", str(settings.workers), "--max-restarts", str(2 * settings.kills + 2)]
 
 
 def _start(words: list[str]) -> "subprocess.Popen[bytes]":

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from bench.kernel_gate import relative_error
 from stretto.cells import GRU
-from stretto.distributed import TimeMesh, World, joined
+from stretto.distributed import TimeMesh, World, join_ranks
 from stretto.nn import RNN
 from stretto.solvers import TOLD, AbstractSolver, Chain, Leg, Neighbours, Serial, Solved, Sums
 
@@ -32,7 +32,7 @@ def main(path: Path) -> None:
     """Do what the file says, and leave the answer of the first rank beside it."""
     asked = json.loads(path.read_text(encoding="utf-8"))
     torch.set_num_threads(asked["threads"])
-    with joined(minutes=5.0) as world:
+    with join_ranks(timeout_minutes=5.0) as world:
         rank = _Rank(asked, world)
         answer = {
             **rank.errors(),
@@ -40,7 +40,7 @@ def main(path: Path) -> None:
             "costs": rank.costs(asked["piece"]),
             **rank.messages(),
         }
-        if world.is_first:
+        if world.is_rank0:
             path.with_suffix(".answer").write_text(json.dumps(answer), encoding="utf-8")
 
 
@@ -98,7 +98,7 @@ class _Rank:
         gradient = max(relative_error(one, wanted=other) for one, other in zip(gradients, wanted, strict=True))
         said = self._relay.solution
         numbers = [output, gradient, said.residual, said.iterations, said.backward_iterations or 0, said.work]
-        worst = [max(values) for values in zip(*self._world.gathered(numbers), strict=True)]
+        worst = [max(values) for values in zip(*self._world.all_gather(numbers), strict=True)]
         names = ("output_error", "gradient_error", "residual", "rounds", "backward_rounds", "work")
         return dict(zip(names, worst, strict=True))
 
@@ -115,21 +115,21 @@ class _Rank:
         taken: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds):
             for name, (alone, run) in ways.items():
-                self._world.wait_for_all()
+                self._world.barrier()
                 begun = time.perf_counter()
-                if self._world.is_first or not alone:
+                if self._world.is_rank0 or not alone:
                     run()
                 seconds = time.perf_counter() - begun
-                taken[name].append(max(row[0] for row in self._world.gathered([seconds])))
+                taken[name].append(max(row[0] for row in self._world.all_gather([seconds])))
         return taken
 
     def costs(self, piece: int) -> list[dict[str, float]]:
         """Least seconds of a block as a relay walks it, in pieces of two lengths; the first rank alone."""
         found = []
         for length in (max(1, piece // 4), piece):
-            if self._world.is_first:
+            if self._world.is_rank0:
                 found.append(_block_seconds(self._chain(), length))
-            self._world.wait_for_all()
+            self._world.barrier()
         return found
 
     def _chain(self) -> Chain:

@@ -21,7 +21,7 @@ from bench.time_contest import EXACT
 from bench.time_rank_worker import CELL
 from bench.time_relay import TOLERANCE
 from bench.trained_nets import Nets
-from stretto.distributed import start_workers
+from stretto.distributed import launch_ranks
 from stretto.errors import StrettoError
 from stretto.solvers import PIECE
 
@@ -179,7 +179,7 @@ def _answer(tensors: dict[str, torch.Tensor], *, rounds: int, piece: int) -> dic
         }
         path = folder / "asked.json"
         path.write_text(json.dumps(asked), encoding="utf-8")
-        code = start_workers([str(path)], module=MODULE, workers=RANKS, threads=1, restarts=0)
+        code = launch_ranks([str(path)], module=MODULE, nproc=RANKS, threads=1, max_restarts=0)
         answer = path.with_suffix(".answer")
         if code or not answer.exists():
             raise StrettoError(

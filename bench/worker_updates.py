@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from bench.samplers import Draw, contestants
 from stretto.batching import Batch, BucketSampler, collate
 from stretto.data import SequenceSet, open_sequences
-from stretto.distributed import World, joined
+from stretto.distributed import World, join_ranks
 from stretto.tasks import CONFIGS, TASKS
 from stretto.training import TrainState, Updater, checked
 
@@ -27,7 +27,7 @@ def main(path: Path) -> None:
     """Do what the file says, and leave the answer beside it."""
     asked = json.loads(path.read_text(encoding="utf-8"))
     torch.set_num_threads(asked["threads"])
-    with joined(minutes=5.0) as world:
+    with join_ranks(timeout_minutes=5.0) as world:
         answer = {"updates": _updates(asked, world), "exchanges": _exchanges(world)}
         rank = asked["rank"] if world.size == 1 else world.rank
         path.with_name(f"{path.stem}-{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
@@ -85,7 +85,7 @@ def _batches(asked: dict[str, Any], train: SequenceSet, world: World) -> Iterato
             )
             dealt = list(sampler.batches(lengths_N, draw))
             # Not all deal equally many batches to all workers.
-            dealt = dealt[: int(min(row[0] for row in world.gathered([float(len(dealt))])))]
+            dealt = dealt[: int(min(row[0] for row in world.all_gather([float(len(dealt))])))]
         yield from DataLoader(train, batch_sampler=dealt, collate_fn=collate)
         epoch += 1
 

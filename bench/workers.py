@@ -20,7 +20,7 @@ from bench.stragglers import (
 )
 from bench.workers_model import CostModel, Prediction, predict
 from stretto.data import open_sequences
-from stretto.distributed import start_workers
+from stretto.distributed import launch_ranks
 from stretto.errors import StrettoError
 from stretto.files import write_text_atomically
 from stretto.tasks import CONFIGS, TASKS
@@ -195,7 +195,7 @@ def _run(settings: WorkersBenchSettings, folder: Path, way: Way) -> list[dict[st
     for rank, path in enumerate(paths):
         path.write_text(json.dumps({**asked, "rank": rank, "size": way.processes}), encoding="utf-8")
     if together:
-        codes = [start_workers([str(paths[0])], module=MODULE, workers=2, threads=way.threads, restarts=0)]
+        codes = [launch_ranks([str(paths[0])], module=MODULE, nproc=2, threads=way.threads, max_restarts=0)]
     else:
         commands = [[sys.executable, "-m", MODULE, str(path)] for path in paths]
         processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]  # noqa: S603
@@ -203,7 +203,7 @@ def _run(settings: WorkersBenchSettings, folder: Path, way: Way) -> list[dict[st
     if any(codes):
         raise StrettoError(
             f"a worker ended with the code {max(codes)}",
-            fix="Try the same task and data with `stretto train --workers 2`.",
+            fix="Try the same task and data with `stretto train --nproc 2`.",
         )
     answers = [folder / f"{paths[0 if together else rank].stem}-{rank}.json" for rank in range(way.processes)]
     return [json.loads(answer.read_text(encoding="utf-8")) for answer in answers]

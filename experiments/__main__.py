@@ -27,7 +27,7 @@ from experiments.multigrid_table import multigrid_table
 from stretto.cli.console import console_for
 from stretto.cli.fault import show_error
 from stretto.cli.parsing import checked_flags, choose, parse
-from stretto.distributed import World, is_worker, joined, leave_exit, lost_worker, start_workers
+from stretto.distributed import World, detect_lost_rank, is_distributed, join_ranks, launch_ranks, leave_exit_code
 from stretto.errors import StrettoError
 from stretto.training import EpochRecord
 
@@ -56,23 +56,23 @@ def run(words: list[str]) -> int:
 
 def _bucketing(words: list[str]) -> int:
     settings = checked_flags(parse(BucketingSettings, words, prog="python -m experiments bucketing"))
-    if settings.workers > 1 and not is_worker():
-        words = ["reproduce", "bucketing", *words]
-        return start_workers(words, workers=settings.workers, threads=None, restarts=0)
+    if settings.nproc > 1 and not is_distributed():
+        words = ["bucketing", *words]
+        return launch_ranks(words, nproc=settings.nproc, threads=None, max_restarts=0, module="experiments")
     try:
-        with joined(minutes=LONGEST_EPOCH) as world, lost_worker():
+        with join_ranks(timeout_minutes=LONGEST_EPOCH) as world, detect_lost_rank():
             return _compare_buckets(settings, world)
     except StrettoError as error:
-        if not is_worker():
+        if not is_distributed():
             raise
-        return leave_exit(show_error(error))
+        return leave_exit_code(show_error(error))
 
 
 def _compare_buckets(settings: BucketingSettings, world: World) -> int:
-    console = console_for(WIDE_TABLE) if world.is_first else Console(quiet=True)
+    console = console_for(WIDE_TABLE) if world.is_rank0 else Console(quiet=True)
 
     def watch(contender: Contender, record: EpochRecord) -> None:
-        workers = "" if settings.workers == 1 else f"{contender.workers} workers  "
+        workers = "" if settings.nproc == 1 else f"{contender.workers} workers  "
         console.print(
             f"{workers}{'none' if contender.buckets == 1 else contender.buckets:>5} buckets  epoch {record.epoch:>2}  "
             f"valid {record.valid_loss:.4f}  {record.seconds:6.2f} s  padding {record.padding:.1%}",
@@ -82,7 +82,7 @@ def _compare_buckets(settings: BucketingSettings, world: World) -> int:
     if world.size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.size))
     result = reproduce_bucketing(settings, watch=watch, world=world)
-    if world.is_first:
+    if world.is_rank0:
         console.print(bucketing_table(result))
         write_bucketing_figure(result, settings.out / "bucketing.svg")
         write_bucketing_page(result, settings.out / "bucketing.html")

@@ -41,7 +41,7 @@ class BucketingSettings:
         num_train: Training sequences to use at most.
         hidden_size: Units of the recurrent layer.
         seed: Of weights, data and batches.
-        workers: Also train with 2, 4, ... up to so many workers, each with batches of that size and as many threads.
+        nproc: Also train with 2, 4, ... up to so many ranks, each with batches of that size and as many threads.
         full: The long version: all data, or 12,000 lines of the embedded, and twice the epochs.
     """
 
@@ -53,7 +53,7 @@ class BucketingSettings:
     num_train: Count = 2400
     hidden_size: Count = 96
     seed: Annotated[int, Field(ge=0)] = 0
-    workers: Count = 1
+    nproc: Count = 1
     full: bool = False
 
 
@@ -129,25 +129,25 @@ def reproduce_bucketing(
     Args:
         settings: What to run.
         watch: If given, called after every epoch with the contender and the epoch's record.
-        world: The workers, `settings.workers` of them; of each contender the first so many take part.
+        world: The workers, `settings.nproc` of them; of each contender the first so many take part.
     """
     world = world or World()
-    if world.size != settings.workers:
+    if world.size != settings.nproc:
         raise StrettoError(
-            f"the experiment with workers={settings.workers} was started as {world.size}",
-            fix=f"Run stretto reproduce bucketing --workers {settings.workers}, which starts them.",
+            f"the experiment with nproc={settings.nproc} was started as {world.size}",
+            fix=f"Run python -m experiments bucketing --nproc {settings.nproc}, which starts them.",
         )
     data = _data(settings)
     name = _task_of(data)
     num_epochs = settings.epochs * (2 if settings.full else 1)
     contenders = [
         Contender(workers=workers, buckets=buckets)
-        for workers in _worker_counts(settings.workers)
+        for workers in _worker_counts(settings.nproc)
         for buckets in sorted({1, *settings.buckets})
     ]
     with tempfile.TemporaryDirectory(prefix="stretto-") as scratch:
         trainers: dict[Contender, Trainer | None] = {}
-        worlds = {workers: _first_workers(world, workers) for workers in _worker_counts(settings.workers)}
+        worlds = {workers: _first_workers(world, workers) for workers in _worker_counts(settings.nproc)}
         for number, contender in enumerate(contenders):
             own = worlds[contender.workers]
             run = Path(scratch) / str(number)
@@ -162,7 +162,7 @@ def reproduce_bucketing(
         rows=tuple(_row(contender, records, target=target) for contender in contenders),
         settings={key: str(v) if isinstance(v, Path) else v for key, v in dataclasses.asdict(settings).items()},
     )
-    if world.is_first:
+    if world.is_rank0:
         write_text_atomically(settings.out / "bucketing.json", result.to_json())
     return result
 
@@ -197,7 +197,7 @@ def _race(
                     continue
             own = None if trainer is None else dataclasses.asdict(trainer.train_epoch())
             # All hear of it, those too that wait while fewer workers train.
-            record = EpochRecord(**json.loads(world.told(json.dumps(own))))
+            record = EpochRecord(**json.loads(world.broadcast_str(json.dumps(own))))
             records[contender].append(record)
             if watch is not None:
                 watch(contender, record)
@@ -243,7 +243,7 @@ def _trainer(
         "backend": "torch",
     }
     task = TASKS[name](checked(CONFIGS[name], values, source="the experiment"), data)
-    log = EventLog(run / "events.jsonl") if world.is_first else SilentLog()
+    log = EventLog(run / "events.jsonl") if world.is_rank0 else SilentLog()
     return Trainer(task, run=run, log=log, resume=False, world=world)
 
 

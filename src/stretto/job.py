@@ -17,7 +17,7 @@ from torch import nn
 
 from stretto.batching import shuffled_slots
 from stretto.data import PARTS, SequenceSet, open_sequences
-from stretto.distributed import World, joined, lost_worker
+from stretto.distributed import World, detect_lost_rank, join_ranks
 from stretto.errors import StrettoError
 from stretto.files import disk_errors, locked, write_text_atomically
 from stretto.report import console_view, length_histogram, write_run_report
@@ -125,9 +125,9 @@ def run_job(name: str, config: TrainConfig, *, subscribers: list[Subscriber]) ->
         subscribers: Called with every event.
     """
     _check_device(config.device)
-    with joined(device=config.device, minutes=config.lost_after) as world, lost_worker():
+    with join_ranks(device=config.device, timeout_minutes=config.rank_timeout_minutes) as world, detect_lost_rank():
         settings = {**config.recorded(), "resume": config.resume, "record_sequences": config.record_sequences}
-        world.refuse_differences("a setting", json.dumps(settings), fix="Start all workers with the same settings.")
+        world.require_equal("a setting", json.dumps(settings), fix="Start all workers with the same settings.")
         again = _is_again(config, world)
         with contextlib.ExitStack() as stack:
 
@@ -135,7 +135,7 @@ def run_job(name: str, config: TrainConfig, *, subscribers: list[Subscriber]) ->
                 resume = config.resume
                 if again and config.out is not None:
                     # Workers of the same launch that were told to end may still be saving.
-                    stack.enter_context(locked(config.out, patience=60.0 * config.lost_after))
+                    stack.enter_context(locked(config.out, patience=60.0 * config.rank_timeout_minutes))
                     resume = resume or _can_go_on(config.out)
                 with disk_errors(config.out or RUNS, doing="use the run folder"):
                     run = _run_folder(name, dataclasses.replace(config, resume=resume))
@@ -145,7 +145,7 @@ def run_job(name: str, config: TrainConfig, *, subscribers: list[Subscriber]) ->
                     stack.enter_context(locked(run))
                 return json.dumps([str(run), resume])
 
-            run, resume = json.loads(world.by_first(claim))
+            run, resume = json.loads(world.on_rank0(claim))
             config = dataclasses.replace(config, resume=resume)
             return _run(name, config, run=Path(run), world=world, subscribers=subscribers)
 
@@ -156,7 +156,7 @@ def _is_again(config: TrainConfig, world: World) -> bool:
     torchrun counts a start after a loss, each node for itself, and does not count one after nodes came or went; then
     the name of the launch tells that the run in the folder is this one.
     """
-    restarted = max(row[0] for row in world.gathered([float(world.restarts)])) > 0
+    restarted = max(row[0] for row in world.all_gather([float(world.restarts)])) > 0
     out = config.out
     if out is None:
         if restarted and not config.resume:
@@ -165,7 +165,7 @@ def _is_again(config: TrainConfig, world: World) -> bool:
                 fix="Name one with --out, or let torchrun start them once with --max-restarts 0.",
             )
         return restarted
-    known = world.by_first(lambda: str(world.launch != "" and _launch_of(out) == world.launch))
+    known = world.on_rank0(lambda: str(world.launch != "" and _launch_of(out) == world.launch))
     return restarted or known == str(True)
 
 
@@ -190,7 +190,7 @@ def _run(name: str, config: TrainConfig, *, run: Path, world: World, subscribers
     if config.resume:
         _refuse_changes(config, stored_settings(name, config))
     kind = task_named(name)
-    log: AbstractLog = EventLog(run / EVENTS_FILE, subscribers=subscribers) if world.is_first else SilentLog()
+    log: AbstractLog = EventLog(run / EVENTS_FILE, subscribers=subscribers) if world.is_rank0 else SilentLog()
     try:
         with _threads(config.threads or _fair_share(world)), _memory_errors():
             data = kind.embedded_data() if config.data is None else open_sequences(config.data)
@@ -215,10 +215,10 @@ def _fair_share(world: World) -> int | None:
 def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: AbstractLog, world: World) -> TrainResult:
     trainer = Trainer(task, run=run, log=log, resume=config.resume, world=world)
     if not config.resume:
-        log.emit("started", **_description(task, config, trainer), workers=world.size, launch=world.launch)
+        log.emit("started", **_description(task, config, trainer), world_size=world.size, launch=world.launch)
     ended = trainer.run()
     # The first worker records; another one may look before it has begun to.
-    world.wait_for_all()
+    world.barrier()
     events = read_events(run)
     slot_ratio = next(e["slot_ratio"] for e in events if e["event"] == "started")
     solving = summary_of([event["solving"] for event in events if event["event"] == "epoch" and "solving" in event])
@@ -236,7 +236,7 @@ def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: Abst
         solving=solving,
         model=ended.model,
     )
-    if not world.is_first:
+    if not world.is_rank0:
         return result
     write_text_atomically(run / RESULT_FILE, result.to_json())
     log.emit(

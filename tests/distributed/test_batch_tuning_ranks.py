@@ -48,7 +48,7 @@ def _train(world: World, run: str, settings: dict[str, Any], each: float = 0.0) 
         **settings,
     }
     task = TASKS["classify"](checked(CONFIGS["classify"], values, source="the test"), _data())
-    log = EventLog(Path(run) / EVENTS_FILE) if world.is_first else SilentLog()
+    log = EventLog(Path(run) / EVENTS_FILE) if world.is_rank0 else SilentLog()
     trainer = Trainer(task, run=Path(run), log=log, resume=False, world=world)
     trainer.run()
     total = sum(float(parameter.detach().double().sum()) for parameter in trainer.state.model.parameters())

@@ -10,7 +10,7 @@ import pytest
 from worlds import run_world
 
 from quick_starts import quick_starts
-from stretto.distributed import World, joined
+from stretto.distributed import World, join_ranks
 from stretto.errors import StrettoError
 
 IN_TIME = 60.0
@@ -19,7 +19,7 @@ IN_TIME = 60.0
 def _meet(rank: int, port: int, said: "multiprocessing.Queue[str]") -> None:
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     try:
-        with joined(minutes=0.02):
+        with join_ranks(timeout_minutes=0.02):
             said.put("they met")
     except StrettoError as error:
         said.put(str(error))
@@ -41,7 +41,7 @@ def test_a_meeting_point_that_nobody_holds() -> None:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
         answer = _alone_at(1, port)
-    assert f"rank 1 could not meet the other 1 workers at 127.0.0.1:{port}" in answer
+    assert f"rank 1 could not meet the other 1 ranks at 127.0.0.1:{port}" in answer
     assert "--rdzv-endpoint" in answer
 
 
@@ -51,7 +51,7 @@ def test_a_port_in_use() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         answer = _alone_at(0, port)
-    assert f"rank 0 could not meet the other 1 workers at 127.0.0.1:{port}" in answer
+    assert f"rank 0 could not meet the other 1 ranks at 127.0.0.1:{port}" in answer
     assert "port is free" in answer
 
 
@@ -60,7 +60,7 @@ def test_variables_that_are_no_numbers(variable: str, value: str, monkeypatch: p
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv(variable, value)
-    with pytest.raises(StrettoError, match=f"the variable {variable} is '{value}'"), joined():
+    with pytest.raises(StrettoError, match=f"the variable {variable} is '{value}'"), join_ranks():
         pass
 
 

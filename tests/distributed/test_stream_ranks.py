@@ -22,9 +22,9 @@ def _trainer(
     values = {"hidden_size": 4, "embedding_size": 3, "dropout": 0.0, "window": 6, "epochs": 2, "backend": "torch"}
     config = checked(LanguageModelConfig, {**values, "batch_size": batch_size, **changes}, source="the test")
     task = LanguageModelling(config, make_text(TextSettings(num_train=20)))
-    log: AbstractLog = EventLog(Path(run) / EVENTS_FILE) if world.is_first else SilentLog()
+    log: AbstractLog = EventLog(Path(run) / EVENTS_FILE) if world.is_rank0 else SilentLog()
     trainer = Trainer(task, run=Path(run), log=log, resume=resume, world=world)
-    if stop_at is not None and world.is_first:
+    if stop_at is not None and world.is_rank0:
         trainer._log = _Stop(trainer, log, at=stop_at)
     return trainer
 

@@ -100,7 +100,7 @@ def _left_alone(world: World) -> dict[str, Any]:
     net, x_BTF = stretto.RNN(stretto.cells.GRU(F, H), backend="eager"), torch.randn(2, 6, F)
     net(x_BTF)
     # What takes long, and may take one rank longer, is done: three seconds are enough for the rest.
-    world.wait_for_all()
+    world.barrier()
     net.solver = mesh.solver()
     y_BTH, _ = net(x_BTF)
     begun = time.monotonic()

@@ -47,7 +47,7 @@ def _task(settings: dict[str, Any]) -> AbstractTask[Any]:
 
 def _train(world: World, run: str, settings: dict[str, Any], epochs: int = 2, resume: bool = False) -> dict[str, Any]:
     folder = Path(run)
-    log = EventLog(folder / EVENTS_FILE) if world.is_first else SilentLog()
+    log = EventLog(folder / EVENTS_FILE) if world.is_rank0 else SilentLog()
     trainer = Trainer(_task(settings), run=folder, log=log, resume=resume, world=world)
     found = {"metrics": trainer.run().metrics} if epochs == 2 else {"valid": {"loss": trainer.train_epoch().valid_loss}}
     weights = torch.cat([parameter.detach().reshape(-1) for parameter in trainer.state.model.parameters()])
@@ -196,9 +196,7 @@ def test_the_command_line(
 ) -> None:
     data, out = tmp_path / "signals.npz", tmp_path / "run"
     write_npz(data, make_regimes(SIGNALS))
-    words = (
-        "--workers 2 --time-parallel 2 --batch-size 3 --hidden-size 6 --num-buckets 2 --dropout 0 --epochs 2".split()
-    )
+    words = "--nproc 2 --time-parallel 2 --batch-size 3 --hidden-size 6 --num-buckets 2 --dropout 0 --epochs 2".split()
     code = main_in_time(["train", "label-steps", "--data", str(data), "--out", str(out), *words])
     assert code == 0, capfd.readouterr().err
     result = json.loads((out / "result.json").read_text())

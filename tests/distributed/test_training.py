@@ -16,7 +16,7 @@ from stretto.training import EVENTS_FILE, FOLDER, AbstractLog, EventLog, SilentL
 
 
 def _log(world: World, run: Path) -> AbstractLog:
-    return EventLog(run / EVENTS_FILE) if world.is_first else SilentLog()
+    return EventLog(run / EVENTS_FILE) if world.is_rank0 else SilentLog()
 
 
 def _trainer(
@@ -83,7 +83,7 @@ class _Full(AbstractLog):
 
 
 def _train_without_room(world: World, run: str) -> float:
-    trainer = _trainer(world, run, log=_Full() if world.is_first else None)
+    trainer = _trainer(world, run, log=_Full() if world.is_rank0 else None)
     trainer.run()
     return _sum_of(trainer)
 
@@ -164,7 +164,7 @@ def test_another_number_of_workers_deals_the_rest_of_the_epoch_once(tmp_path: Pa
     assert np.isfinite(sums[0])
     events = read_events(run)
     (resumed,) = [event for event in events if event["event"] == "resumed"]
-    assert resumed["workers"] == after
+    assert resumed["world_size"] == after
     assert resumed["step"] == 2
     for epoch in range(2):
         numbers = [
@@ -175,7 +175,7 @@ def test_another_number_of_workers_deals_the_rest_of_the_epoch_once(tmp_path: Pa
 
 def _train_a_part(world: World, run: str) -> str:
     trainer = _trainer(world, run)
-    if world.is_first:
+    if world.is_rank0:
         trainer._log = _StopAfterTwo(trainer, trainer._log)
     try:
         trainer.run()

@@ -12,11 +12,11 @@ from stretto.errors import StrettoError
 
 def _talk(world: World) -> dict[str, Any]:
     return {
-        "total": world.total([world.rank + 1.0, 0.5]),
-        "gathered": world.gathered([float(world.rank)]),
-        "told": world.told("grüße" if world.is_first else "nobody hears this"),
-        "empty": world.told(""),
-        "first": world.by_first(lambda: "claimed"),
+        "total": world.all_reduce_sum([world.rank + 1.0, 0.5]),
+        "gathered": world.all_gather([float(world.rank)]),
+        "told": world.broadcast_str("grüße" if world.is_rank0 else "nobody hears this"),
+        "empty": world.broadcast_str(""),
+        "first": world.on_rank0(lambda: "claimed"),
         "local": world.local_size,
     }
 
@@ -36,22 +36,22 @@ def test_all_hear_the_same(size: int, tmp_path: Path) -> None:
 
 def test_one_alone_needs_no_others() -> None:
     world = World()
-    assert world.total([2.0]) == [2.0]
-    assert world.gathered([2.0]) == [[2.0]]
-    assert world.told("a") == "a"
-    assert world.by_first(lambda: "b") == "b"
-    world.refuse_differences("anything", "a", fix="nothing")
+    assert world.all_reduce_sum([2.0]) == [2.0]
+    assert world.all_gather([2.0]) == [[2.0]]
+    assert world.broadcast_str("a") == "a"
+    assert world.on_rank0(lambda: "b") == "b"
+    world.require_equal("anything", "a", fix="nothing")
 
 
 def _differ(world: World) -> None:
-    world.refuse_differences("the data", "other" if world.rank == 1 else "same", fix="Give all the same.")
+    world.require_equal("the data", "other" if world.rank == 1 else "same", fix="Give all the same.")
 
 
 def _refuse(world: World) -> str:
     def work() -> str:
         raise StrettoError("the folder is taken", fix="Choose another.")
 
-    return world.by_first(work)
+    return world.on_rank0(work)
 
 
 def test_differences_are_refused_on_every_rank(tmp_path: Path) -> None:
@@ -59,5 +59,5 @@ def test_differences_are_refused_on_every_rank(tmp_path: Path) -> None:
     assert said == ["StrettoError: the data of rank 1 differs from that of rank 0. Give all the same."] * 3
 
 
-def test_the_first_worker_s_error_is_everybody_s(tmp_path: Path) -> None:
+def test_an_error_on_rank_0_is_raised_on_every_rank(tmp_path: Path) -> None:
     assert run_world(2, _refuse, tmp_path) == ["StrettoError: the folder is taken. Choose another."] * 2

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from quick_starts import quick_starts
-from stretto.distributed import World, joined
-from stretto.distributed.joining import STORE_VARIABLE
+from stretto.distributed import World, join_ranks
+from stretto.distributed.world import STORE_VARIABLE
 from stretto.errors import StrettoError
 
 LONGEST = 120
@@ -60,7 +60,7 @@ def _worker(rank: int, size: int, folder: str, prepare: Prepare | None, work: Ca
     try:
         if prepare is not None:
             prepare(rank)
-        with joined(minutes=1.0) as world:
+        with join_ranks(timeout_minutes=1.0) as world:
             answer = work(world)
     except StrettoError as error:
         answer = f"StrettoError: {error}"

@@ -179,7 +179,7 @@ def test_workers_are_the_second_axis(
 ) -> None:
     data = _write("signs.npz")
     words = ["--data", str(data), "--out", "out", "--buckets", "2", "--epochs", "2", "--batch-size", "4"]
-    code = main_in_time(["reproduce", "bucketing", *words, "--hidden-size", "4", "--workers", "3"])
+    code = main_in_time(["reproduce", "bucketing", *words, "--hidden-size", "4", "--nproc", "3"])
     done = capfd.readouterr()
     assert code == 0, done.err
     result = json.loads(Path("out/bucketing.json").read_text())
@@ -194,5 +194,5 @@ def test_workers_are_the_second_axis(
 
 
 def test_workers_must_be_as_many_as_were_asked_for() -> None:
-    with pytest.raises(StrettoError, match="workers=2 was started as 1"):
-        _run(_write("signs.npz"), workers=2)
+    with pytest.raises(StrettoError, match="nproc=2 was started as 1"):
+        _run(_write("signs.npz"), nproc=2)

@@ -102,7 +102,7 @@ def seen_in_order(run: Path) -> list[dict[str, Any]]:
 
 
 def test_two_workers_train_and_leave_one_record(signs: Path, tmp_path: Path, train: Train) -> None:
-    code, said = train(*words_for(signs, tmp_path / "run"), "--workers", "2", "--epochs", "2")
+    code, said = train(*words_for(signs, tmp_path / "run"), "--nproc", "2", "--epochs", "2")
     assert code == 0, said
     assert said.count("epoch   1") == 1, said
     events = read_events(tmp_path / "run")
@@ -161,7 +161,7 @@ def test_they_listen_on_loopback_alone_and_when_asked_to_stop_save_and_go_on_alo
     signs: Path, tmp_path: Path, train: Train
 ) -> None:
     run = tmp_path / "run"
-    process = start(signs, run, "--workers", "2", "--epochs", "40")
+    process = start(signs, run, "--nproc", "2", "--epochs", "40")
     try:
         wait_for_steps(run, 12)
         workers = [worker for worker, _ in workers_below(process.pid)]
@@ -182,7 +182,7 @@ def test_they_listen_on_loopback_alone_and_when_asked_to_stop_save_and_go_on_alo
 
 
 def test_a_gradient_that_is_no_number_stops_all_in_the_same_step(signs: Path, tmp_path: Path, train: Train) -> None:
-    words = ["--workers", "2", "--epochs", "4", "--learning-rate", "1e38"]
+    words = ["--nproc", "2", "--epochs", "4", "--learning-rate", "1e38"]
     code, said = train(*words_for(signs, tmp_path / "run"), *words)
     assert code == 2, said
     told = re.findall(r"error: the loss or gradient is \S+ at step (\d+), on training sequences (.*)", said)
@@ -205,7 +205,7 @@ def test_a_folder_in_use_is_refused(signs: Path, tmp_path: Path, train: Train) -
 def test_more_workers_than_the_machine_has_cores_are_refused(
     signs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", "classify", "--data", str(signs), "--out", str(tmp_path / "run"), "--workers", "5000"]
+    words = ["train", "classify", "--data", str(signs), "--out", str(tmp_path / "run"), "--nproc", "5000"]
     assert main(words) == 2
-    assert "5000 workers" in capsys.readouterr().err
+    assert "5000 ranks" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -271,7 +271,7 @@ def test_the_last_epochs_are_exact_when_asked(tmp_path: Path) -> None:
         ({"tolerance": 1e-3}, "tolerance=0.001 was given and the solver is 'serial'"),
         ({"solver": "shooting", "exact_epochs": 1}, "exact_epochs=1 was given and the solver is 'shooting'"),
         ({"solver": "carried", "exact_epochs": 3}, "exact_epochs=3 of epochs=3 leave none"),
-        ({"solver": "carried", "workers": 2}, "the solver is 'carried' and there are 2 workers"),
+        ({"solver": "carried", "nproc": 2}, "the solver is 'carried' and there are 2 workers"),
         ({"solver": "carried", "backend": "torch"}, "backend='torch' was given and the solver is 'carried'"),
     ],
 )

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from stretto.cli.fault import show_error
 from stretto.cli.parsing import checked_flags, choose, parse, take_option
-from stretto.distributed import LostWorker, is_first, is_worker, leave_exit, start_workers
+from stretto.distributed import LostRank, is_distributed, is_rank0, launch_ranks, leave_exit_code
 from stretto.errors import StrettoError
 from stretto.job import next_run, run_job, stored_settings
 from stretto.report import console_view
@@ -26,44 +26,44 @@ def run(words: list[str]) -> int:
         return 0
     name, rest = choice
     config = _config(name, rest)
-    if config.workers > 1 and not is_worker():
-        return _with_workers(name, rest, config)
+    if config.nproc > 1 and not is_distributed():
+        return _launch(name, rest, config)
     try:
         return _train(name, config)
     except StrettoError as error:
-        if not is_worker():
+        if not is_distributed():
             raise
         code = show_error(error)
         # With a failure of its own, torchrun starts all workers again.
-        return code if isinstance(error, LostWorker) else leave_exit(code)
+        return code if isinstance(error, LostRank) else leave_exit_code(code)
 
 
 def _train(name: str, config: TrainConfig) -> int:
     console = Console()
     try:
-        with console_view(console) if is_first() else contextlib.nullcontext() as view:
+        with console_view(console) if is_rank0() else contextlib.nullcontext() as view:
             result = run_job(name, config, subscribers=[] if view is None else [view])
     except Interrupted as stop:
         again = ["stretto", "train", name, "--out", str(stop.run), "--resume"]
-        if is_first():
+        if is_rank0():
             console.print(
                 Text(f"Stopped at step {stop.step}; everything is saved. Go on with:\n  {shlex.join(again)}"),
                 soft_wrap=True,
             )
-        return leave_exit(INTERRUPTED)
-    if is_first():
+        return leave_exit_code(INTERRUPTED)
+    if is_rank0():
         console.print(Text(f"run     {result.run}"), soft_wrap=True)
         if result.report is not None:
             console.print(Text(f"report  {result.report}"), soft_wrap=True)
     return 0
 
 
-def _with_workers(name: str, words: list[str], config: TrainConfig) -> int:
+def _launch(name: str, words: list[str], config: TrainConfig) -> int:
     """Start this command as several workers, all with one run folder."""
     words = ["train", name, *words]
     if config.out is None and not config.resume:
         words += ["--out", str(next_run(name))]
-    return start_workers(words, workers=config.workers, threads=config.threads, restarts=config.restarts)
+    return launch_ranks(words, nproc=config.nproc, threads=config.threads, max_restarts=config.max_restarts)
 
 
 def _config(name: str, words: list[str]) -> TrainConfig:

@@ -1,31 +1,29 @@
-"""Training by several workers: exact gradients over ranks, time laid over them, joining and leaving, starting them."""
+"""Training on several ranks: joining and launching them, exact gradients over ranks, time divided over ranks."""
 
 from stretto.distributed.gradient_norms import LocalNorm, Parts, denominators, parts_of_ranks, square_of, squared_norm
-from stretto.distributed.joining import LostWorker, is_first, is_worker, joined, lost_worker
-from stretto.distributed.launching import leave_exit, start_workers
+from stretto.distributed.launch import launch_ranks, leave_exit_code
 from stretto.distributed.mesh import TimeBlock, TimeMesh
-from stretto.distributed.replica import replicated
-from stretto.distributed.scaling import global_count, scale_loss
-from stretto.distributed.world import World
+from stretto.distributed.replica import global_count, replicate, scale_loss
+from stretto.distributed.world import LostRank, World, detect_lost_rank, is_distributed, is_rank0, join_ranks
 
 __all__ = [
     "LocalNorm",
-    "LostWorker",
+    "LostRank",
     "Parts",
     "TimeBlock",
     "TimeMesh",
     "World",
     "denominators",
+    "detect_lost_rank",
     "global_count",
-    "is_first",
-    "is_worker",
-    "joined",
-    "leave_exit",
-    "lost_worker",
+    "is_distributed",
+    "is_rank0",
+    "join_ranks",
+    "launch_ranks",
+    "leave_exit_code",
     "parts_of_ranks",
-    "replicated",
+    "replicate",
     "scale_loss",
     "square_of",
     "squared_norm",
-    "start_workers",
 ]

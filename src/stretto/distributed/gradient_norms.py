@@ -203,7 +203,7 @@ def parts_of_ranks(
         The parts; None if fewer than two workers had sequences.
     """
     own = [num_sequences, square / num_sequences, 1.0] if num_sequences > 0 else [0.0] * 3
-    total, weighted, count = world.total(own)
+    total, weighted, count = world.all_reduce_sum(own)
     if count < 2:
         return None
     factor = 1.0 / world.size if scale is None else scale

@@ -66,7 +66,7 @@ class TimeMesh:
         size = count_ranks(None)
         device = "cuda" if size > 1 and distributed.get_backend() == "nccl" else "cpu"
         every = World(size=size, device=device)
-        every.refuse_differences("the number of ranks that divide steps,", str(time), fix="Make the same mesh on all.")
+        every.require_equal("the number of ranks that divide steps,", str(time), fix="Make the same mesh on all.")
         if not isinstance(time, int) or time < 1 or size % time:
             raise StrettoError(
                 f"steps cannot be divided over {time!r} ranks each: there are {size} ranks",
@@ -104,7 +104,7 @@ class TimeMesh:
             StrettoError: On every rank of the time group, if their batches differ.
         """
         lengths_B = torch.as_tensor(lengths, dtype=torch.int64)
-        self.time.refuse_differences(
+        self.time.require_equal(
             "the number of steps, or the lengths,",
             str([num_steps, lengths_B.tolist()]),
             fix="Give all ranks of a time group the same batch, whole.",

@@ -1,36 +1,55 @@
-"""The workers of a run, as one of them sees them: sums, comparisons and messages, numbers only.
+"""The ranks of a run: joining them, and what they say to each other.
 
-Nothing that is sent is unpickled: values travel as tensors of numbers or bytes.
+Only numbers and bytes are sent, as tensors, and nothing received is ever unpickled.
 """
 
+import contextlib
 import dataclasses
+import datetime as dt
 import hashlib
-from collections.abc import Callable, Sequence
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Final, final
 
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from stretto.errors import StrettoError
 
-DONE: Final = "done:"
-REFUSED: Final = "refused:"
-APART: Final = "\0"
+STORE_VARIABLE: Final = "STRETTO_STORE"
+"""Where the ranks of one machine meet: the start of file names in a private folder, so that no port is opened."""
+INTERFACE_VARIABLES: Final = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
+NO_LAUNCH_ID: Final = "none"
+"""What torchrun calls a launch without --rdzv-id."""
+LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+LOST_RANK_WORDS: Final = ("gloo", "NCCL", "onnection", "Timed out", "timed out")
+"""What torch's errors say when another rank is gone."""
+DONE_PREFIX: Final = "done:"
+ERROR_PREFIX: Final = "error:"
+FIELD_SEPARATOR: Final = "\0"
+
+
+class LostRank(StrettoError):  # noqa: N818
+    """Another rank is gone; this one cannot continue alone, but all can be restarted."""
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """All workers, and which of them this is. The default is one alone.
+    """All ranks, and which of them this process is. The default is a single process.
 
     Attributes:
-        rank: This worker.
-        size: How many there are.
-        local_size: How many of them are on this machine.
-        restarts: How often all were started again after one was lost.
-        launch: The name that torchrun knows all of them by, across restarts and changes of their number; may be empty.
-        device: Where tensors that are sent must lie.
-        group: Torch's name for them; None is all that it knows of.
+        rank: This process.
+        size: Number of ranks.
+        local_size: Number of ranks on this machine.
+        restarts: How often torchrun has restarted all ranks after losing one.
+        launch: torchrun's id of this launch, the same across restarts and changes of size; may be empty.
+        device: Where tensors must be to be sent.
+        group: The process group; None is torch's default group.
     """
 
     rank: int = 0
@@ -42,30 +61,30 @@ class World:
     group: "distributed.ProcessGroup | None" = None
 
     @property
-    def is_first(self) -> bool:
-        """Whether this worker writes what only one may write."""
+    def is_rank0(self) -> bool:
+        """Whether this rank does what only one may do, such as writing files."""
         return self.rank == 0
 
-    def total(self, values: Sequence[float]) -> list[float]:
-        """Sums over all workers, each worker with equally many values."""
-        return self.begin_total(values)()
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sums over all ranks."""
+        return self.all_reduce_sum_async(values)()
 
-    def begin_total(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin to sum over all workers, each with equally many values; what is returned waits and gives the sums."""
+    def all_reduce_sum_async(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Start an all-reduce; the function returned waits for it and gives the sums."""
         if self.size == 1:
             return lambda: list(values)
         sums = torch.tensor(values, dtype=torch.float64, device=self.device)
         work = distributed.all_reduce(sums, async_op=True, group=self.group)
 
-        def finish() -> list[float]:
+        def wait() -> list[float]:
             if work is not None:
                 work.wait()
             return [float(value) for value in sums.tolist()]
 
-        return finish
+        return wait
 
-    def gathered(self, values: Sequence[float]) -> list[list[float]]:
-        """The values of every worker, by rank."""
+    def all_gather(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of every rank, by rank; all ranks must give equally many."""
         if self.size == 1:
             return [list(values)]
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -73,54 +92,158 @@ class World:
         distributed.all_gather(found, own, group=self.group)
         return [item.tolist() for item in found]
 
-    def told(self, text: str) -> str:
-        """The first worker's text, on all of them."""
+    def broadcast_str(self, text: str) -> str:
+        """Broadcast a string from rank 0."""
         if self.size == 1:
             return text
-        encoded = text.encode() if self.is_first else b""
+        encoded = text.encode() if self.is_rank0 else b""
         length = torch.tensor([len(encoded)], device=self.device)
         distributed.broadcast(length, src=0, group=self.group)
         content = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
-        if self.is_first and encoded:
+        if self.is_rank0 and encoded:
             content.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
         distributed.broadcast(content, src=0, group=self.group)
         return bytes(content.tolist()).decode()
 
-    def by_first(self, work: Callable[[], str]) -> str:
-        """What the first worker's `work` gives, on all workers; its error too."""
+    def on_rank0(self, work: Callable[[], str]) -> str:
+        """Run `work` on rank 0 and broadcast its result; a `StrettoError` is raised on every rank."""
         answer = ""
-        if self.is_first:
+        if self.is_rank0:
             try:
-                answer = f"{DONE}{work()}"
+                answer = f"{DONE_PREFIX}{work()}"
             except StrettoError as error:
                 if self.size == 1:
                     raise
-                answer = f"{REFUSED}{error.problem}{APART}{error.fix}"
-        answer = self.told(answer)
-        if answer.startswith(REFUSED):
-            problem, _, fix = answer.removeprefix(REFUSED).partition(APART)
+                answer = f"{ERROR_PREFIX}{error.problem}{FIELD_SEPARATOR}{error.fix}"
+        answer = self.broadcast_str(answer)
+        if answer.startswith(ERROR_PREFIX):
+            problem, _, fix = answer.removeprefix(ERROR_PREFIX).partition(FIELD_SEPARATOR)
             raise StrettoError(problem, fix=fix)
-        return answer.removeprefix(DONE)
+        return answer.removeprefix(DONE_PREFIX)
 
-    def wait_for_all(self) -> None:
-        """Go on when every worker has come here."""
-        self.total([0.0])
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        self.all_reduce_sum([0.0])
 
-    def refuse_differences(self, what: str, value: str, *, fix: str) -> None:
-        """Check that all workers have the same.
+    def require_equal(self, what: str, value: str, *, fix: str) -> None:
+        """Check that all ranks have the same.
 
         Args:
             what: Named in the error: "the training data".
-            value: A description of what this worker has; only its digest is sent.
-            fix: What to do about it.
+            value: What this rank has, as text; only a digest of it is sent.
+            fix: What to do about a difference.
 
         Raises:
-            StrettoError: On every worker, if any two differ.
+            StrettoError: On every rank, if any two differ.
         """
         digest = hashlib.sha256(value.encode()).digest()
-        # Four bytes at a time are exact as real numbers.
+        # Four bytes at a time are exact in a float64.
         numbers = [float(int.from_bytes(digest[at : at + 4], "big")) for at in range(0, 16, 4)]
-        found = self.gathered(numbers)
+        found = self.all_gather(numbers)
         others = [rank for rank, item in enumerate(found) if item != found[0]]
         if others:
             raise StrettoError(f"{what} of rank {', '.join(map(str, others))} differs from that of rank 0", fix=fix)
+
+
+def is_distributed() -> bool:
+    """Whether torchrun, or `--nproc`, started this process as one of several ranks."""
+    return _env_int("WORLD_SIZE", 1) > 1
+
+
+def is_rank0() -> bool:
+    """Whether this process is rank 0, or alone; for use before the ranks are joined."""
+    return not is_distributed() or os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def join_ranks(*, device: str = "cpu", timeout_minutes: float = 10.0) -> Iterator[World]:
+    """Join the ranks that this process was started with, for as long as the context lasts.
+
+    Args:
+        device: Where this rank trains; GPUs are joined by NCCL, everything else by gloo.
+        timeout_minutes: How long to wait for another rank, at the start and in every exchange.
+
+    Raises:
+        StrettoError: The other ranks cannot be reached, or run other versions.
+    """
+    restarts, launch = _env_int("TORCHELASTIC_RESTART_COUNT", 0), os.environ.get("TORCHELASTIC_RUN_ID", "")
+    launch = "" if launch == NO_LAUNCH_ID else launch
+    if not is_distributed():
+        yield World(restarts=restarts, launch=launch)
+        return
+    rank, size = _env_int("RANK"), _env_int("WORLD_SIZE")
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    _stay_on_loopback(backend)
+    timeout = dt.timedelta(minutes=timeout_minutes)
+    try:
+        store = _open_store(rank, size, timeout)
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except (RuntimeError, ValueError, OSError) as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise StrettoError(
+            f"rank {rank} could not meet the other {size - 1} ranks at {place} ({_first_line(error)})",
+            fix="Check that all were started with the same --rdzv-endpoint, that the port is free and reachable, and "
+            "that as many were started as --nnodes and --nproc-per-node say.",
+        ) from error
+    try:
+        world = World(
+            rank=rank,
+            size=size,
+            local_size=_env_int("LOCAL_WORLD_SIZE", size),
+            restarts=restarts,
+            launch=launch,
+            device=device if backend == "nccl" else "cpu",
+        )
+        versions = f"stretto {importlib.metadata.version('stretto')}, torch {torch.__version__}"
+        world.require_equal("the version of stretto or torch", versions, fix="Install the same on all machines.")
+        yield world
+    finally:
+        distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def detect_lost_rank() -> Iterator[None]:
+    """Turn torch's error about a failed exchange into a `LostRank`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(word in str(error) for word in LOST_RANK_WORDS):
+            raise
+        raise LostRank(
+            f"another rank is gone or does not answer ({_first_line(error)})",
+            fix="torchrun restarts all ranks if it may (--max-restarts); otherwise continue with --resume.",
+        ) from error
+
+
+def _env_int(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise StrettoError(
+            f"the variable {name} is {text!r} and must be a whole number", fix="Start the ranks with torchrun."
+        ) from None
+
+
+def _open_store(rank: int, size: int, timeout: dt.timedelta) -> Store:
+    place = os.environ.get(STORE_VARIABLE)
+    if place is not None:
+        store: Store = FileStore(f"{place}-{_env_int('TORCHELASTIC_RESTART_COUNT', 0)}", size)
+        store.set_timeout(timeout)
+        return store
+    # torchrun has set up a rendezvous; its agent holds the store.
+    found, _, _ = next(iter(rendezvous("env://", rank=rank, world_size=size, timeout=timeout)))
+    return PrefixStore("stretto", found)
+
+
+def _stay_on_loopback(backend: str) -> None:
+    """Let the ranks of one machine talk over loopback, unless the user has chosen an interface."""
+    is_one_machine = os.environ.get("MASTER_ADDR", "localhost") in LOOPBACK_NAMES or STORE_VARIABLE in os.environ
+    if is_one_machine and Path("/sys/class/net/lo").exists():
+        os.environ.setdefault(INTERFACE_VARIABLES[backend], "lo")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

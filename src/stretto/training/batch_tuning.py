@@ -242,7 +242,7 @@ class BatchTuning:
     def _slowest(self, table: ThroughputTable) -> ThroughputTable:
         """The same on all workers; what one could not run counts as not measured."""
         own = [math.inf if entry.seconds is None else entry.seconds for entry in table.entries]
-        found = self._world.gathered([*own, table.update_seconds])
+        found = self._world.all_gather([*own, table.update_seconds])
         *most, update_seconds = (max(column) for column in zip(*found, strict=True))
         entries = [
             entry if math.isfinite(seconds) else dataclasses.replace(entry, problem=entry.problem or "another worker")
@@ -261,11 +261,11 @@ class BatchTuning:
         count = sum(parameter.numel() for parameter in self._state.model.parameters() if parameter.requires_grad)
         numbers, taken = torch.zeros(count, device=self._world.device), []
         for _ in range(3):
-            self._world.wait_for_all()
+            self._world.barrier()
             begun = time.perf_counter()
             distributed.all_reduce(numbers, group=self._world.group)
             taken.append(time.perf_counter() - begun)
-        return max(row[0] for row in self._world.gathered([min(taken)]))
+        return max(row[0] for row in self._world.all_gather([min(taken)]))
 
     def _curvature(self, batch: Batch) -> float | None:
         """Along the gradient of a few sequences, now and then, averaged over workers; None if it is not measured."""
@@ -288,7 +288,7 @@ class BatchTuning:
                 curvature = local_curvature(gradient, weights)
             if math.isfinite(curvature):
                 found = [curvature, 1.0]
-        total, count = self._world.total(found)
+        total, count = self._world.all_reduce_sum(found)
         return total / count if count else None
 
 

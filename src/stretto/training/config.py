@@ -69,10 +69,10 @@ class TrainConfig:
         keep_checkpoints: How many to keep.
         accumulate: Batches that make one update, from different buckets.
         on_nan: When a loss or gradient is no number: stop, or skip that update and go on.
-        workers: Processes to train with on this machine; each takes batches of the size given.
-        time_parallel: Workers that share the same sequences and divide their steps; it must divide their number.
-        restarts: How often to start all workers again when one is lost.
-        lost_after: Minutes without an answer after which a worker counts as lost.
+        nproc: Ranks to train with on this machine; each takes batches of the size given.
+        time_parallel: Ranks that share the same sequences and divide their steps; it must divide their number.
+        max_restarts: How often to restart all ranks when one is lost.
+        rank_timeout_minutes: Minutes without an answer after which a rank counts as lost.
         record_sequences: Also record which sequences each update was made of, for an audit.
     """
 
@@ -106,10 +106,10 @@ class TrainConfig:
     keep_checkpoints: Count = 2
     accumulate: Count = 1
     on_nan: Literal["stop", "skip"] = "stop"
-    workers: Count = 1
+    nproc: Count = 1
     time_parallel: Count = 1
-    restarts: Annotated[int, Field(ge=0, lt=2**31)] = 3
-    lost_after: Positive = 10.0
+    max_restarts: Annotated[int, Field(ge=0, lt=2**31)] = 3
+    rank_timeout_minutes: Positive = 10.0
     record_sequences: bool = False
 
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = pydantic.ConfigDict(extra="forbid")
@@ -126,7 +126,15 @@ class TrainConfig:
     def recorded(self) -> dict[str, Any]:
         """The settings that shape the result, as JSON-ready values; where and how it runs is left out."""
         values = dataclasses.asdict(self)
-        for key in ("out", "resume", "workers", "time_parallel", "restarts", "lost_after", "record_sequences"):
+        for key in (
+            "out",
+            "resume",
+            "nproc",
+            "time_parallel",
+            "max_restarts",
+            "rank_timeout_minutes",
+            "record_sequences",
+        ):
             values.pop(key)
         values["data"] = None if self.data is None else str(self.data)
         return values

@@ -65,9 +65,9 @@ def evaluate(
             loss, count = loss + total, count + summed.count
             for name, score in (task.final_score if final else task.score)(output, batch).items():
                 scores[name] = scores[name] + score if name in scores else score
-    loss, total_count, *_ = world.total([loss, float(count)])
+    loss, total_count, *_ = world.all_reduce_sum([loss, float(count)])
     if not math.isfinite(loss):
-        numbers = world.gathered([float(n) for n in (*bad[:MOST_NAMED], *[-1] * (MOST_NAMED - len(bad)))])
+        numbers = world.all_gather([float(n) for n in (*bad[:MOST_NAMED], *[-1] * (MOST_NAMED - len(bad)))])
         named = [int(number) for row in numbers for number in row if number >= 0]
         raise diverged(named, loss, where=f"in measuring {part.name}, on sequences")
     return Evaluation(loss=loss / max(1.0, total_count), metrics=task.summary(_added_up(scores, world)))
@@ -77,15 +77,15 @@ def _added_up(scores: dict[str, Score], world: World) -> dict[str, Score]:
     """Scores of all workers; one without a share knows no names, but has nothing to add either."""
     names = _names(scores, world)
     own = [value for name in names for score in [scores.get(name)] for value in _numbers(score)]
-    sums = iter(world.total(own))
+    sums = iter(world.all_reduce_sum(own))
     return {name: Score(amount=next(sums), count=next(sums)) for name in names}
 
 
 def _names(scores: dict[str, Score], world: World) -> list[str]:
     """What any worker has measured: the first one may have no share."""
     letters = list("\n".join(scores).encode())
-    room = int(max(row[0] for row in world.gathered([float(len(letters))])))
-    found = world.gathered([*map(float, letters), *[float(ord("\n"))] * (room - len(letters))])
+    room = int(max(row[0] for row in world.all_gather([float(len(letters))])))
+    found = world.all_gather([*map(float, letters), *[float(ord("\n"))] * (room - len(letters))])
     return sorted({name for row in found for name in bytes(map(int, row)).decode().splitlines() if name})
 
 

@@ -72,7 +72,7 @@ class Trainer:
             refuse_larger_than_data(self._first_batch, self.feed.num_sequences)
         # Once: it reads all the data, and a checkpoint should not have to.
         self._digest = task.data.digest()
-        self._world.refuse_differences(
+        self._world.require_equal(
             "the data", self._digest, fix="Give every worker the same data, and the same --seed and sizes."
         )
         self._stop = threading.Event()
@@ -188,7 +188,7 @@ class Trainer:
                     self._save()
                 saved = ended = time.perf_counter()
         record = self._end_epoch()
-        asked_to_stop = bool(self._world.total([float(self._stop.is_set())])[0])
+        asked_to_stop = bool(self._world.all_reduce_sum([float(self._stop.is_set())])[0])
         if asked_to_stop and state.epoch < self._config.epochs:
             self._interrupt()
         return record
@@ -196,7 +196,7 @@ class Trainer:
     def _is_due(self, seconds: float) -> bool:
         """Whether to save within an epoch; where workers carry states, all must have a part in it."""
         due: bool = seconds >= 60 * self._config.checkpoint_minutes
-        return self._world.total([float(due and self._world.is_first)])[0] > 0 if self.feed.carries else due
+        return self._world.all_reduce_sum([float(due and self._world.is_rank0)])[0] > 0 if self.feed.carries else due
 
     def _count(self) -> None:
         state, taken = self.state, self._updater.taken
@@ -216,7 +216,7 @@ class Trainer:
             return {}
         numbers = self._updater.numbers
         room = self.feed.batch_size * self._position.accumulate - len(numbers)
-        found = self._world.gathered([*map(float, numbers), *[-1.0] * room])
+        found = self._world.all_gather([*map(float, numbers), *[-1.0] * room])
         return {"sequences": [int(number) for row in found for number in row if number >= 0]}
 
     def _emit_step(self, batch: Batch, sequences: dict[str, list[int]]) -> None:
@@ -276,7 +276,7 @@ class Trainer:
         """How each of several workers fared: its own real steps, and the time it waited for the slowest."""
         waited, self._updater.waited = self._updater.waited, 0.0
         mine, self._updater.own_steps = self._updater.own_steps, 0
-        found = self._world.gathered([float(mine), waited, totals.seconds])
+        found = self._world.all_gather([float(mine), waited, totals.seconds])
         if self._world.size == 1:
             return {}
         return {
@@ -305,7 +305,7 @@ class Trainer:
             metrics[f"{metric}_parallel"] = self._evaluate(test, final=True, by_solver=True).metrics[metric]
         with self._updater.told_to_all():
             self._wait_for_writer()
-            if self._world.is_first:
+            if self._world.is_rank0:
                 self._show(test)
         self._updater.agree()
         return LoopResult(
@@ -332,7 +332,7 @@ class Trainer:
         begun = time.perf_counter()
         # An epoch begins with nothing carried.
         carried = self.feed.carried(state.model) if state.used else Checkpoint(tensors={}, state={})
-        if self._tuning is None and not self._world.is_first:
+        if self._tuning is None and not self._world.is_rank0:
             return
         taken = state.to_checkpoint(
             sampler=self.feed.state_dict(epoch=state.epoch, used=state.used),
@@ -345,7 +345,7 @@ class Trainer:
         taken = taken.copied()
         if self._tuning is not None and self._tuning.can_go_back and not state.used:
             self._good = taken
-        if not self._world.is_first:
+        if not self._world.is_rank0:
             return
         step, keep = state.step, self._config.keep_checkpoints
         # What was told to be on disk is the newest there: another is begun after that.
@@ -381,7 +381,7 @@ class Trainer:
                 f"the checkpoint {str(found.path)!r} is of another model",
                 fix="Resume with the data and settings that the run was started with.",
             ) from error
-        self._world.refuse_differences(
+        self._world.require_equal(
             "the checkpoint to go on from",
             f"{found.path.name} {found.checkpoint.state['position']}",
             fix="Put the run folder where all workers see the same.",
@@ -398,7 +398,7 @@ class Trainer:
             self._position.keep_schedule()
         self._log.emit(
             "resumed",
-            workers=self._world.size,
+            world_size=self._world.size,
             step=self.state.step,
             epoch=self.state.epoch,
             batches=len(self.feed),

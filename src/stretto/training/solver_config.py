@@ -85,8 +85,8 @@ class SolverConfig(TrainConfig):
                 "the solver is 'carried' and chunks=1 has no boundaries to carry",
                 fix="Give --chunks 2 or more, or choose --solver serial.",
             )
-        if self.solver == "carried" and self.workers > 1:
-            raise refuse_workers(self.workers)
+        if self.solver == "carried" and self.nproc > 1:
+            raise refuse_workers(self.nproc)
 
 
 def refuse_workers(workers: int) -> StrettoError:

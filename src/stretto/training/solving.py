@@ -152,7 +152,7 @@ class Solving:
         if self._config is None:
             return None
         own = dataclasses.asdict(self._totals)
-        found = [_Totals(**dict(zip(own, row, strict=True))) for row in self._world.gathered(list(own.values()))]
+        found = [_Totals(**dict(zip(own, row, strict=True))) for row in self._world.all_gather(list(own.values()))]
         self._totals = _Totals()
         batches, backward = (max(1.0, sum(getattr(t, n) for t in found)) for n in ("batches", "backward_batches"))
         went_back = any(totals.backward_batches for totals in found)
@@ -186,7 +186,7 @@ class Solving:
         unpack_caches(checkpoint, self._caches)
         # Not there if the run went on a single worker, or several that each had whole sequences.
         told = checkpoint.state.get(PART)
-        if self._world.is_first and told is not None:
+        if self._world.is_rank0 and told is not None:
             self._totals, self._reason = _Totals(**told["totals"]), told["reason"]
 
 

@@ -255,7 +255,7 @@ class StreamFeed(AbstractFeed):
         if world.size == 1:
             return list(states)
         shapes = [float(size) for state_LBH in states for size in (state_LBH.shape[0], state_LBH.shape[2])]
-        headers = world.gathered([*shapes, *[0.0] * (2 * MOST_TENSORS - len(shapes))])
+        headers = world.all_gather([*shapes, *[0.0] * (2 * MOST_TENSORS - len(shapes))])
         sizes = [int(max(column)) for column in zip(*headers, strict=True)]
         each = -(-self._cut.num_streams // world.size)
         found = []
@@ -266,7 +266,7 @@ class StreamFeed(AbstractFeed):
             mine_LBH = torch.zeros(num_layers, each, width, dtype=torch.float64)
             if states:
                 mine_LBH[:, : states[which].shape[1]] = states[which]
-            rows = world.gathered(mine_LBH.flatten().tolist())
+            rows = world.all_gather(mine_LBH.flatten().tolist())
             all_LRH = torch.cat([torch.tensor(r, dtype=torch.float64).view_as(mine_LBH) for r in rows], dim=1)
             dtype = states[which].dtype if states else torch.float32
             found.append(all_LRH[:, : self._cut.num_streams].to(dtype))

@@ -33,13 +33,13 @@ class TimeRanks:
 
     def __init__(self, task: AbstractTask[Any], *, world: World) -> None:
         count = task.config.time_parallel
-        world.refuse_differences("time_parallel", str(count), fix="Start all workers with the same --time-parallel.")
+        world.require_equal("time_parallel", str(count), fix="Start all workers with the same --time-parallel.")
         self.data, self.time = world, World()
         self._mesh: TimeMesh | None = None
         if count == 1:
             return
         _refuse(task, size=world.size)
-        self._mesh = TimeMesh(time=count, minutes=task.config.lost_after)
+        self._mesh = TimeMesh(time=count, minutes=task.config.rank_timeout_minutes)
         self.data, self.time = self._mesh.data, self._mesh.time
 
     def take_over(self, model: nn.Module) -> None:
@@ -65,7 +65,7 @@ def _refuse(task: AbstractTask[Any], *, size: int) -> None:
     if size % count:
         raise StrettoError(
             f"time_parallel={count} does not divide the number of workers, which is {size}",
-            fix="Start a multiple of it, with --workers or torchrun --nproc-per-node.",
+            fix="Start a multiple of it, with --nproc or torchrun --nproc-per-node.",
         )
     if not isinstance(task.data.targets, StepLabels):
         raise StrettoError(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stretto.batching import Batch
-from stretto.distributed import Parts, World, lost_worker, replicated
+from stretto.distributed import Parts, World, detect_lost_rank, replicate
 from stretto.errors import StrettoError
 from stretto.training.carrying import in_turn
 from stretto.training.divergence import MOST_NAMED, diverged
@@ -100,7 +100,7 @@ class Updater:
         self._task, self._state, self._world, self._stop = task, state, world, stop
         self._sharers = sharers or World()
         self._config = task.config
-        self._replica = replicated(state.model, world)
+        self._replica = replicate(state.model, world)
         self._noise = NoiseParts(self._replica, state.optimizer, world=world) if measures_noise else None
         self.parts: Parts | None = None
         self.skips: bool = self._config.on_nan == "skip"
@@ -131,7 +131,7 @@ class Updater:
         """
         together = getattr(self._replica, "no_sync", None)
         sums: Callable[[], list[float]] | None = None
-        with contextlib.nullcontext() if is_last or together is None else together(), lost_worker():
+        with contextlib.nullcontext() if is_last or together is None else together(), detect_lost_rank():
             if (
                 is_last
                 and not self._own.rows
@@ -201,7 +201,7 @@ class Updater:
                 raise self._fault
             return ""
 
-        self._world.by_first(look)
+        self._world.on_rank0(look)
 
     def _add_halves(self, batch: Batch, noise: NoiseParts) -> Callable[[], list[float]]:
         """The halves of a batch one after the other, so that their gradients can be compared."""
@@ -230,7 +230,7 @@ class Updater:
         own.count += loss.count
         own.steps_real += batch.num_steps
         own.slots += batch.num_slots
-        if self._sharers.is_first:
+        if self._sharers.is_rank0:
             own.rows += len(batch)
             self.numbers += numbers
         self.own_steps += batch.num_steps
@@ -244,7 +244,7 @@ class Updater:
     def _begin_exchange(self) -> Callable[[], list[float]]:
         """Begin to sum what workers have taken, which goes on while gradients are computed."""
         self._own.stop, self._own.fault = float(self._stop.is_set()), float(self._fault is not None)
-        return self._world.begin_total([float(getattr(self._own, name)) for name in PARTS])
+        return self._world.all_reduce_sum_async([float(getattr(self._own, name)) for name in PARTS])
 
     def _note_time(self, parameter: torch.Tensor) -> None:  # noqa: ARG002
         self._computed = time.perf_counter()
@@ -282,7 +282,7 @@ class Updater:
         """Stop all workers in the same step and with the same words, or leave the update out."""
         named = [] if bad is None else bad.numbers[:MOST_NAMED]
         own = [math.nan if bad is None else bad.value, bad is not None, *named, *[-1] * (MOST_NAMED - len(named))]
-        found = [row for row in self._world.gathered([float(item) for item in own]) if row[1]]
+        found = [row for row in self._world.all_gather([float(item) for item in own]) if row[1]]
         if not self.skips:
             sequences = list(dict.fromkeys(int(number) for row in found for number in row[2:] if number >= 0))
             raise diverged(sequences, found[0][0], where=f"at step {self._state.step + 1}, on training sequences")

@@ -1,0 +1,96 @@
+"""Starting several ranks on this machine: torchrun, with a rendezvous in a private folder instead of a port."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from stretto.distributed.world import STORE_VARIABLE
+from stretto.errors import StrettoError
+
+MAX_RANKS_PER_CORE: Final = 4
+STORE_NAME: Final = "ranks"
+
+
+def launch_ranks(
+    words: Sequence[str], *, nproc: int, threads: int | None, max_restarts: int, module: str = "stretto"
+) -> int:
+    """Run a module's command line as several ranks, and restart all of them when one is lost.
+
+    Args:
+        words: The command line without the program's name.
+        nproc: Number of ranks.
+        threads: Of each rank; by default the cores are divided evenly.
+        max_restarts: How often to restart, at most.
+        module: Run as `python -m`.
+
+    Returns:
+        The exit code that the ranks agreed on.
+
+    Raises:
+        StrettoError: This machine has too few cores.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if nproc > MAX_RANKS_PER_CORE * cores:
+        raise StrettoError(
+            f"{nproc} ranks were asked for and there are {cores} cores",
+            fix=f"Ask for {cores} ranks, or start some on other machines with torchrun --nnodes.",
+        )
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={nproc}"),
+            *(f"--max-restarts={max_restarts}", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file"),
+            *(f"--rdzv-endpoint={folder}/agents", f"--rdzv-id={secrets.token_hex(8)}", "--local-addr=127.0.0.1"),
+            *("-m", module, *words),
+        ]
+        environment = {
+            **os.environ,
+            STORE_VARIABLE: f"{folder}/{STORE_NAME}",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "OMP_NUM_THREADS": str(threads or max(1, cores // nproc)),
+        }
+        code = _run(command, environment)
+        return _agreed_exit_code(Path(folder), otherwise=code)
+
+
+def leave_exit_code(code: int) -> int:
+    """Leave this rank's exit code in a file and exit with 0: torchrun would restart all for anything else.
+
+    Returns:
+        The exit code for the process itself.
+    """
+    place = os.environ.get(STORE_VARIABLE)
+    if place is None or code == 0:
+        return code
+    attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("RANK", "0")
+    Path(f"{place}-exit-{attempt}-{rank}").write_text(str(code), encoding="utf-8")
+    return 0
+
+
+def _agreed_exit_code(folder: Path, *, otherwise: int) -> int:
+    """The exit code that a rank of the last start left behind, or else the launcher's own."""
+    starts = [path.name.removeprefix(f"{STORE_NAME}-") for path in folder.glob(f"{STORE_NAME}-*")]
+    last = max((int(start) for start in starts if start.isdecimal()), default=0)
+    left = sorted(folder.glob(f"{STORE_NAME}-exit-{last}-*"))
+    return int(left[0].read_text(encoding="utf-8")) if left else otherwise
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+    # In a session of its own, so that Ctrl-C reaches the ranks once, through the launcher, and not twice.
+    process = subprocess.Popen(command, env=environment, start_new_session=True)  # noqa: S603
+
+    def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        process.send_signal(signal.SIGTERM)
+
+    earlier = {kind: signal.signal(kind, forward) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return process.wait()
+    finally:
+        for kind, handler in earlier.items():
+            signal.signal(kind, handler)
