@@ -190,8 +190,8 @@ def test_small_numbers(value: float | None, said: str) -> None:
 
 
 def test_labels_along_a_sequence_are_drawn_as_two_bands() -> None:
-    strip = {"names": ["sit", HOSTILE], "target": [[0, 5], [-1, 5]], "output": [[1, 10]], "right": 0.125}
-    text = samples_html([{"target": "sit", "output": "x", "ink": None, "strip": strip}], metric="accuracy")
+    track = {"names": ["sit", HOSTILE], "target": [[0, 5], [-1, 5]], "output": [[1, 10]], "right": 0.125}
+    text = samples_html([{"target": "sit", "output": "x", "ink": None, "track": track}], metric="accuracy")
     assert text.count("<rect") == 3
     assert 'x="0.00" y="0" width="215.00"' in text
     assert 'x="0.00" y="23" width="430.00"' in text

@@ -60,8 +60,8 @@ def test_the_score_is_the_share_of_right_classes() -> None:
     scores = task.score(output_BC, batch)
     assert (scores["accuracy"].amount, scores["accuracy"].count) == (3, 4)
     assert task.summary(task.final_score(output_BC, batch)) == {"accuracy": 0.75}
-    readings = task.readings(output_BC, batch)
-    assert [(reading.target, reading.output) for reading in readings] == [
+    samples = task.samples(output_BC, batch)
+    assert [(sample.target, sample.output) for sample in samples] == [
         ("left", "left"),
         ("stop", "stop"),
         ("right", "left"),

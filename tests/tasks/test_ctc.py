@@ -1,4 +1,4 @@
-"""CTC against naive code: what fits, greedy reading, and beam search against every alignment there is.
+"""CTC against naive code: what fits, greedy sample, and beam search against every alignment there is.
 
 Shape legend: T steps, C classes (0 is the blank), N sequences.
 """
@@ -121,7 +121,7 @@ def test_a_narrow_beam_still_gives_a_labelling_that_fits(
 
 
 def test_a_beam_sums_over_paths_where_greedy_does_not() -> None:
-    """Blank is the best of each step, yet the label is the more probable reading: 0.64 against 0.36."""
+    """Blank is the best of each step, yet the label is the more probable sample: 0.64 against 0.36."""
     log_probs_TC = np.log(np.array([[0.6, 0.4], [0.6, 0.4]]))
     assert greedy_decode(log_probs_TC) == []
     assert beam_decode(log_probs_TC) == [1]

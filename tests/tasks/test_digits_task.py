@@ -175,7 +175,7 @@ def test_the_score_is_the_share_of_right_classes() -> None:
     output_BC = torch.eye(3)[torch.tensor([0, 2, 0, 1])]
     scores = task.score(output_BC, batch)
     assert (scores["accuracy"].amount, scores["accuracy"].count) == (3, 4)
-    assert [(reading.target, reading.output) for reading in task.readings(output_BC, batch)] == [
+    assert [(sample.target, sample.output) for sample in task.samples(output_BC, batch)] == [
         ("one", "one"),
         ("three", "three"),
         ("two", "one"),

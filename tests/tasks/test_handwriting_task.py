@@ -15,7 +15,7 @@ from stretto.batching import Batch, collate
 from stretto.data import AbstractTargets, Labels, NoTargets, SequenceSet, Transcripts
 from stretto.errors import StrettoError
 from stretto.tasks.handwriting import Handwriting, HandwritingConfig
-from stretto.training import Reading
+from stretto.training import Sample
 
 LENGTHS = [7, 20, 6, 13, 1, 9]
 TEXTS = ["ab", "abba", "bb", "a b", "c", "ca"]
@@ -61,9 +61,9 @@ def test_readings_and_errors_do_not_depend_on_the_padding() -> None:
     model.classify.weight.data.mul_(9.0)  # type: ignore[union-attr,operator]
     with torch.no_grad():
         together, alone = collate(items, edges=[41]), [collate([item]) for item in items]
-        readings = task.readings(model(together), together)
-        assert readings == [reading for one in alone for reading in task.readings(model(one), one)]
-        assert len({reading.output for reading in readings}) > 1
+        samples = task.samples(model(together), together)
+        assert samples == [sample for one in alone for sample in task.samples(model(one), one)]
+        assert len({sample.output for sample in samples}) > 1
         scores = task.final_score(model(together), together)
         assert set(scores) == {"cer", "cer_greedy", "cer_beam"}
         for name, score in scores.items():
@@ -89,7 +89,7 @@ def test_the_error_rate_counts_edits_by_characters(decoder: str) -> None:
     task = _task(texts=["abba", "a b", "cc", "ca", "c", "bc"], lengths=[40] * 6, decoder=decoder)
     batch = collate([task.data[0], task.data[1], task.data[2]])
     output_BUC = _sharp(task, batch, ["abba", "ab", "ca"])
-    assert [reading.output for reading in task.readings(output_BUC, batch)] == ["abba", "ab", "ca"]
+    assert [sample.output for sample in task.samples(output_BUC, batch)] == ["abba", "ab", "ca"]
     for scores in (task.score(output_BUC, batch), task.final_score(output_BUC, batch)):
         assert (scores["cer"].amount, scores["cer"].count) == (2, 9)
         assert task.summary(scores)["cer"] == pytest.approx(2 / 9)
@@ -98,12 +98,12 @@ def test_the_error_rate_counts_edits_by_characters(decoder: str) -> None:
 def test_readings_carry_the_ink_of_real_steps_where_there_is_ink() -> None:
     task = _task()
     batch = collate([task.data[0], task.data[2]])
-    first, second = task.readings(_sharp(task, batch, ["a", "b"]), batch)
-    assert first == Reading(target="ab", output="a", ink=first.ink)
+    first, second = task.samples(_sharp(task, batch, ["a", "b"]), batch)
+    assert first == Sample(target="ab", output="a", ink=first.ink)
     assert (len(first.ink or []), len(second.ink or [])) == (7, 6)
     np.testing.assert_allclose(first.ink or [], task.data[0].features_TF.numpy(), atol=5e-4)
     other = Handwriting(HandwritingConfig(stack=2), _set(Transcripts.of(TEXTS), num_features=2))
-    assert other.readings(_sharp(other, batch, ["a", "b"]), collate([other.data[0], other.data[2]]))[0].ink is None
+    assert other.samples(_sharp(other, batch, ["a", "b"]), collate([other.data[0], other.data[2]]))[0].ink is None
 
 
 @pytest.mark.parametrize("targets", [NoTargets(count=6), Labels(values_N=np.zeros(6, dtype=np.int64), names=("a",))])

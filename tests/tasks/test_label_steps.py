@@ -139,13 +139,13 @@ def test_readings_are_runs_of_labels() -> None:
     output_1TC = torch.zeros(1, 13, 3)
     output_1TC[0, :5, 0] = 1.0
     output_1TC[0, 5:, 1] = 1.0
-    (reading,) = task.readings(output_1TC, collate([task.data[5]]))
-    assert reading.strip is not None
-    assert reading.strip.names == ["sit", "walk", "lie"]
-    assert reading.strip.target == [[-1, 2], [0, 3], [1, 4], [2, 2], [-1, 1], [2, 1]]
-    assert reading.strip.output == [[0, 5], [1, 8]]
-    assert reading.strip.right == pytest.approx(7 / 10)
-    assert (reading.target, reading.output) == ("sit, then walk, then lie, then lie", "sit, then walk")
+    (sample,) = task.samples(output_1TC, collate([task.data[5]]))
+    assert sample.track is not None
+    assert sample.track.names == ["sit", "walk", "lie"]
+    assert sample.track.target == [[-1, 2], [0, 3], [1, 4], [2, 2], [-1, 1], [2, 1]]
+    assert sample.track.output == [[0, 5], [1, 8]]
+    assert sample.track.right == pytest.approx(7 / 10)
+    assert (sample.target, sample.output) == ("sit, then walk, then lie, then lie", "sit, then walk")
 
 
 @pytest.mark.parametrize(

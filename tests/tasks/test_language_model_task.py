@@ -90,7 +90,7 @@ def test_equal_scores_have_the_perplexity_of_the_alphabet(text: SequenceSet) -> 
 def test_readings_show_what_is_expected_at_each_place(text: SequenceSet) -> None:
     task, batch = _task(text), collate([text[0], text[1]])
     output_BUC = torch.nn.functional.one_hot(batch.features_BTF[:, :-1, 0], len(text.alphabet)).double()
-    first, second = task.readings(output_BUC, batch)
+    first, second = task.samples(output_BUC, batch)
     assert (first.target, first.output) == ("ab", "aa")
     assert (second.target, second.output) == (PASSAGES[1], "a" + PASSAGES[1][:-1])
 

@@ -125,7 +125,7 @@ def test_scores_are_those_of_sacrebleu_over_all_batches() -> None:
         batch = _batch(task, *indices)
         with torch.no_grad():
             output = model(batch)
-        texts += [reading.output for reading in task.readings(output, batch)]
+        texts += [sample.output for sample in task.samples(output, batch)]
         for name, score in task.final_score(output, batch).items():
             sums[name] = sums[name] + score if name in sums else score
     references = [TEXTS[index][1] for index in (0, 1, 2, 3, 5)]
@@ -181,8 +181,8 @@ def test_readings_have_the_references() -> None:
     task = _task()
     model, batch = _model(task), _batch(task, 4, 1)
     with torch.no_grad():
-        shown = task.readings(model(batch), batch)
-    assert [reading.target for reading in shown] == [TEXTS[4][1], TEXTS[1][1]]
+        shown = task.samples(model(batch), batch)
+    assert [sample.target for sample in shown] == [TEXTS[4][1], TEXTS[1][1]]
 
 
 def test_references_are_found_in_a_part() -> None:
@@ -190,7 +190,7 @@ def test_references_are_found_in_a_part() -> None:
     model, part = _model(task), task.data.part("test")
     batch = collate([part[0]])
     with torch.no_grad():
-        assert task.readings(model(batch), batch)[0].target == "zwei männer"
+        assert task.samples(model(batch), batch)[0].target == "zwei männer"
 
 
 def test_scores_of_another_model_are_refused() -> None:

@@ -16,7 +16,7 @@ from stretto.errors import StrettoError
 from stretto.tasks.classify import Classify, ClassifyConfig
 from stretto.training import EVENTS_FILE, FOLDER, EventLog, Score, Trainer, evaluate
 from stretto.training.bucket_feed import EVALUATION_ROWS
-from stretto.training.evaluate import show_readings
+from stretto.training.evaluate import sample_predictions
 
 
 def _task(*, huge: dict[int, float] | None = None, wide: bool = False, **settings: Any) -> Classify:
@@ -94,9 +94,9 @@ def test_only_the_final_measure_asks_for_the_slow_score(monkeypatch: pytest.Monk
 def test_every_sequence_is_shown_once() -> None:
     task = _task()
     part = task.data.part("valid")
-    shown = show_readings(task, task.build_model(), part, device="cpu")
+    shown = sample_predictions(task, task.build_model(), part, device="cpu")
     targets = sorted(str(part[index].target) for index in range(len(part)))
-    assert sorted(reading.target for reading in shown) == targets
+    assert sorted(sample.target for sample in shown) == targets
 
 
 @pytest.mark.parametrize(("number", "part"), [(47, "valid"), (145, "test")])

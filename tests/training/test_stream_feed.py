@@ -16,7 +16,7 @@ from stretto.batching import Batch
 from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.training import Carrying, StreamFeed, TrainConfig, fresh_state, measured_windows
+from stretto.training import Carrying, StreamFeed, TrainConfig, eval_windows, fresh_state
 from stretto.training.bucket_feed import BucketFeed
 
 
@@ -252,7 +252,7 @@ def test_examples_are_of_the_size_and_length_that_is_asked_for() -> None:
 def test_measuring_reads_everything_once_in_up_to_twenty_streams(num_words: int, most: int) -> None:
     for size in (1, 2, 3, 30):
         worlds = [World(rank=rank, size=size) for rank in range(size)]
-        dealt = [list(measured_windows(_text(num_words), window=4, world=world, device="cpu")) for world in worlds]
+        dealt = [list(eval_windows(_text(num_words), window=4, world=world, device="cpu")) for world in worlds]
         pairs = sorted(pair for batches in dealt for pair in _pairs(batches))
         assert pairs == [(word, word + 1) for word in range(num_words - 1)]
         assert sum(len(batches[0]) for batches in dealt) == most

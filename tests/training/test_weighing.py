@@ -56,7 +56,7 @@ def test_a_task_knows_how_many_elements_its_losses_are_sums_over(name: str, sett
     task = task_named(name)(checked(CONFIGS[name], values, source="the test"), _data(name, most=20))
     model, part = task.build_model().eval(), task.data.part("train")
     with torch.no_grad():
-        counts = [task.loss(model(b), b).count for b in task.measured(part, world=World(), device="cpu")]
+        counts = [task.loss(model(b), b).count for b in task.eval_batches(part, world=World(), device="cpu")]
     assert sum(counts) == task.num_elements(part) > 0
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from stretto.report.ink import ink_svg
 from stretto.report.page import Html, escaped
-from stretto.report.strip import strip_svg
+from stretto.report.strip import label_track_svg
 
 EMPTY: Final = Html('<i class="detail">(empty)</i>')
 
@@ -16,7 +16,7 @@ Edit = Literal["same", "changed", "missing", "extra"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Alignment:
     """A target and an output with the places where they differ.
 
     Attributes:
@@ -30,11 +30,11 @@ class Reading:
     errors: int
 
 
-def compare(target: str, output: str) -> Reading:
+def compare(target: str, output: str) -> Alignment:
     """Line the two texts up with the fewest edits."""
     edits = _fewest_edits(target, output)
     lefts, rights = iter(target), iter(output)
-    return Reading(
+    return Alignment(
         target=tuple((next(lefts), edit != "same") for edit in edits if edit != "extra"),
         output=tuple((next(rights), edit != "same") for edit in edits if edit != "missing"),
         errors=sum(edit != "same" for edit in edits),
@@ -46,7 +46,7 @@ def samples_html(items: Iterable[Mapping[str, Any]], *, metric: str) -> Html:
 
     Args:
         items: Each with `target`, `output` and `ink` (rows of dx, dy, pen-up, or None); where labels of steps are
-            learnt, with a `strip` of them, which is shown instead.
+            learnt, with a `track` of them, which is shown instead.
         metric: The task's; it decides what counts as wrong: characters that must be edited for "cer", the
             whole for "accuracy", characters at their place for "perplexity", nothing otherwise.
     """
@@ -54,18 +54,20 @@ def samples_html(items: Iterable[Mapping[str, Any]], *, metric: str) -> Html:
 
 
 def _card(item: Mapping[str, Any], *, metric: str) -> Html:
-    strip = item.get("strip")
-    if strip:
-        right = f"truth above, output below: {strip['right']:.1%} right"
-        return Html(f'<div class="sample">{strip_svg(strip)}<div class="detail">{escaped(right)}</div></div>')
+    track = item.get("track")
+    if track:
+        right = f"truth above, output below: {track['right']:.1%} right"
+        return Html(f'<div class="sample">{label_track_svg(track)}<div class="detail">{escaped(right)}</div></div>')
     target, output = _text(item.get("target")), _text(item.get("output"))
     ink = item.get("ink")
     drawing = ink_svg(ink, label=target) if ink else ""
     verdict = ""
     if metric == "cer":
-        reading = compare(target, output)
-        shown_target, shown_output = _marked(reading.target), _marked(reading.output)
-        verdict = f"{reading.errors} {'error' if reading.errors == 1 else 'errors'}" if reading.errors else "correct"
+        alignment = compare(target, output)
+        shown_target, shown_output = _marked(alignment.target), _marked(alignment.output)
+        verdict = (
+            f"{alignment.errors} {'error' if alignment.errors == 1 else 'errors'}" if alignment.errors else "correct"
+        )
     elif metric == "accuracy":
         shown_target = escaped(target)
         shown_output = Html(f"<mark>{escaped(output)}</mark>") if target != output else escaped(output)

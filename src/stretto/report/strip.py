@@ -15,17 +15,17 @@ COLOURS: Final = (
 UNKNOWN: Final = "#e4e8ec"
 
 
-def strip_svg(strip: Mapping[str, Any]) -> Html:
+def label_track_svg(track: Mapping[str, Any]) -> Html:
     """Two bands, the target above the output, and the names of their colours below.
 
     Args:
-        strip: `names` of the labels, and `target` and `output` as runs of [label, steps]; -1 is no label.
+        track: `names` of the labels, and `target` and `output` as runs of [label, steps]; -1 is no label.
     """
     height = 2 * BAND + APART
-    bands = _band(strip["target"], strip["names"], top=0) + _band(strip["output"], strip["names"], top=BAND + APART)
-    used = sorted({int(label) for side in ("target", "output") for label, _ in strip[side]})
+    bands = _band(track["target"], track["names"], top=0) + _band(track["output"], track["names"], top=BAND + APART)
+    used = sorted({int(label) for side in ("target", "output") for label, _ in track[side]})
     keys = "".join(
-        f'<span><i style="background:{_colour(label)}"></i>{escaped(_name(strip["names"], label))}</span>'
+        f'<span><i style="background:{_colour(label)}"></i>{escaped(_name(track["names"], label))}</span>'
         for label in used
     )
     return Html(

@@ -15,7 +15,7 @@ from stretto.batching import Batch
 from stretto.data import Labels, SequenceSet, StepLabels, cut_runs
 from stretto.errors import StrettoError
 from stretto.nn import BidirectionalLSTM, Standardise
-from stretto.training import AbstractTask, Count, LossSum, Positive, Reading, Score, TrainConfig
+from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class Classify(AbstractTask[ClassifyConfig]):
         right = int((output.argmax(dim=1) == batch.targets).sum())
         return {self.metric: Score(amount=right, count=len(batch))}
 
-    def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
+    def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
         """True and recognised classes."""
         pairs = zip(batch.targets.tolist(), output.argmax(dim=1).tolist(), strict=True)
-        return [Reading(target=self._names[y], output=self._names[found], ink=None) for y, found in pairs]
+        return [Sample(target=self._names[y], output=self._names[found]) for y, found in pairs]

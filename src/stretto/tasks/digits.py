@@ -27,7 +27,7 @@ from stretto.nn import (
     remember_by_default,
     run_stack,
 )
-from stretto.training import AbstractTask, Count, LossSum, NotNegative, Positive, Reading, Score, Share, TrainConfig
+from stretto.training import AbstractTask, Count, LossSum, NotNegative, Positive, Sample, Score, Share, TrainConfig
 
 C = TypeVar("C", bound=TrainConfig)
 MEASURED_TOGETHER: Final = 1024
@@ -147,10 +147,10 @@ class AbstractDigits(AbstractTask[C]):
         right = int((output.argmax(dim=1) == batch.targets).sum())
         return {self.metric: Score(amount=right, count=len(batch))}
 
-    def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
+    def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
         """True and recognised classes."""
         pairs = zip(batch.targets.tolist(), output.argmax(dim=1).tolist(), strict=True)
-        return [Reading(target=self._names[y], output=self._names[found], ink=None) for y, found in pairs]
+        return [Sample(target=self._names[y], output=self._names[found]) for y, found in pairs]
 
 
 @final

@@ -18,7 +18,7 @@ from stretto.errors import StrettoError
 from stretto.extras import optional
 from stretto.nn import BidirectionalLSTM, Standardise, stack_steps, stacked_lengths
 from stretto.tasks.ctc import BLANK, beam_decode, greedy_decode, steps_needed
-from stretto.training import AbstractTask, Count, LossSum, Reading, Score, TrainConfig
+from stretto.training import AbstractTask, Count, LossSum, Sample, Score, TrainConfig
 
 INK_FEATURES: Final = 3
 
@@ -129,11 +129,11 @@ class Handwriting(AbstractTask[HandwritingConfig]):
         }
         return {self.metric: errors[f"cer_{self.config.decoder}"], **errors}
 
-    def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
+    def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
         """The lines with what the model reads."""
         lines = self._read(output, batch, decoder=self.config.decoder)
         return [
-            Reading(target=target, output=line, ink=_ink(features_TF[:length]))
+            Sample(target=target, output=line, ink=_ink(features_TF[:length]))
             for target, line, features_TF, length in zip(
                 batch.targets, lines, batch.features_BTF, batch.lengths.tolist(), strict=True
             )

@@ -19,7 +19,7 @@ from stretto.cells import GRU
 from stretto.data import SequenceSet, StepLabels, make_regimes
 from stretto.errors import StrettoError
 from stretto.nn import RNN, Standardise
-from stretto.training import AbstractTask, Count, LossSum, Positive, Reading, Score, SolverConfig, Strip
+from stretto.training import AbstractTask, Count, LabelTrack, LossSum, Positive, Sample, Score, SolverConfig
 
 LEFT_OUT: Final = -100
 SHOWN_STEPS: Final = 400
@@ -144,11 +144,11 @@ class LabelSteps(AbstractTask[LabelStepsConfig]):
         right_P = output[batch.mask].argmax(dim=1) == classes_P
         return {self.metric: Score(amount=int(right_P.sum()), count=int((classes_P != LEFT_OUT).sum()))}
 
-    def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
+    def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
         """Labels along each sequence, true and found."""
         best_BT, truth_BT = output.argmax(dim=2).cpu(), self._class_of[batch.targets.cpu()]
         return [
-            self._reading(truth_T[:length], best_T[:length])
+            self._sample(truth_T[:length], best_T[:length])
             for truth_T, best_T, length in zip(truth_BT, best_BT, batch.lengths.tolist(), strict=True)
         ]
 
@@ -156,13 +156,13 @@ class LabelSteps(AbstractTask[LabelStepsConfig]):
         targets_P = batch.targets[batch.mask]
         return self._class_of.to(targets_P.device)[targets_P]
 
-    def _reading(self, truth_T: torch.Tensor, best_T: torch.Tensor) -> Reading:
+    def _sample(self, truth_T: torch.Tensor, best_T: torch.Tensor) -> Sample:
         labelled_T = truth_T != LEFT_OUT
         at = np.unique(np.linspace(0, len(truth_T) - 1, min(len(truth_T), SHOWN_STEPS)).round().astype(np.int64))
         target, output = _runs(truth_T[at]), _runs(best_T[at])
         right = float((truth_T == best_T).sum()) / max(1, int(labelled_T.sum()))
-        strip = Strip(names=self._names, target=target, output=output, right=right)
-        return Reading(target=self._told(target), output=self._told(output), ink=None, strip=strip)
+        track = LabelTrack(names=self._names, target=target, output=output, right=right)
+        return Sample(target=self._told(target), output=self._told(output), track=track)
 
     def _told(self, runs: list[list[int]]) -> str:
         return ", then ".join(self._names[number] for number, _ in runs if number >= 0)

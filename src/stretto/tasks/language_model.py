@@ -24,12 +24,12 @@ from stretto.training import (
     Count,
     LossSum,
     Positive,
-    Reading,
+    Sample,
     Score,
     Share,
     StreamFeed,
     TrainConfig,
-    measured_windows,
+    eval_windows,
 )
 
 FEWEST_TOKENS: Final = 2
@@ -163,11 +163,11 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
             world=world,
         )
 
-    def measured(self, part: SequenceSet, *, world: World, device: str) -> Iterator[Batch]:
+    def eval_batches(self, part: SequenceSet, *, world: World, device: str) -> Iterator[Batch]:
         """In streams, up to 20 of them, each from a state of zero on, every word but the first said once."""
         if not self.in_streams:
-            return super().measured(part, world=world, device=device)
-        return measured_windows(part, window=self.config.window, world=world, device=device)
+            return super().eval_batches(part, world=world, device=device)
+        return eval_windows(part, window=self.config.window, world=world, device=device)
 
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
         """Cross-entropy of all that comes next, counted in words or characters."""
@@ -196,7 +196,7 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
         """The exponential of the mean loss."""
         return {self.metric: math.exp(min(scores["nats"].ratio, LARGEST_NATS))}
 
-    def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
+    def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
         """Passages, and the word or character that the model expects at each place."""
         best_BU = output.argmax(dim=-1)
         most = SHOWN_TOKENS["words" if self.data.vocabulary else "characters"]
@@ -205,7 +205,7 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
             count = min(length, most)
             actual = batch.features_BTF[row, :count, 0].tolist()
             expected = [actual[0], *best_BU[row, : count - 1].tolist()]
-            shown.append(Reading(target=self._spell(actual), output=self._spell(expected), ink=None))
+            shown.append(Sample(target=self._spell(actual), output=self._spell(expected)))
         return shown
 
     def _spell(self, numbers: list[int]) -> str:

@@ -19,7 +19,7 @@ from stretto.tasks.bleu import Bleu, BleuWords, bleu_names, fitting_words
 from stretto.tasks.translate_model import Sides, TranslateModel, TranslateShape
 from stretto.tasks.translate_search import search
 from stretto.tasks.translate_vocabulary import END, FEWEST_PIECES, PAD, Vocabulary
-from stretto.training import AbstractTask, Count, LossSum, Positive, Reading, Score, Share, TrainConfig
+from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, Share, TrainConfig
 
 PAIRS_A_PIECE: Final = 7
 MOST_PIECES: Final = 6000
@@ -74,7 +74,7 @@ class Translate(AbstractTask[TranslateConfig]):
     the shorter one: a pair is as long as the longer of the two, the translation counted with its end mark, and buckets
     are made by that. The vocabulary is learnt from the training part.
 
-    Translating takes the model, so `score` and `readings` use the one that `build_model` made last; they refuse scores
+    Translating takes the model, so `score` and `samples` use the one that `build_model` made last; they refuse scores
     of another.
 
     Attributes:
@@ -156,14 +156,11 @@ class Translate(AbstractTask[TranslateConfig]):
             "accuracy": scores["accuracy"].ratio,
         }
 
-    def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
+    def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
         """The references and what the model makes of the sources."""
         width = self.config.beam_width if self.config.decoder == "beam" else 1
         texts = self._translations(output, batch, width=width)
-        return [
-            Reading(target=reference, output=text, ink=None)
-            for reference, text in zip(self._true(batch), texts, strict=True)
-        ]
+        return [Sample(target=reference, output=text) for reference, text in zip(self._true(batch), texts, strict=True)]
 
     def _guesses(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         pieces_BU = _target_pieces(output, batch)

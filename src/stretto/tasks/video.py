@@ -18,7 +18,7 @@ from stretto.cells import GRU
 from stretto.data import LARGEST_FRAME, SMALLEST_FRAME, Framing, Labels, SequenceSet, open_sequences
 from stretto.errors import StrettoError
 from stretto.nn import RNN, Standardise
-from stretto.training import AbstractTask, Count, LossSum, Positive, Reading, Score, SolverConfig
+from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, SolverConfig
 
 CHANNELS: Final = (16, 32)
 PLACES: Final = 4
@@ -161,10 +161,10 @@ class Video(AbstractTask[VideoConfig]):
         right = int((output.argmax(dim=1) == batch.targets).sum())
         return {self.metric: Score(amount=right, count=len(batch))}
 
-    def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
+    def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
         """True and recognised classes."""
         pairs = zip(batch.targets.tolist(), output.argmax(dim=1).tolist(), strict=True)
-        return [Reading(target=self._names[y], output=self._names[found], ink=None) for y, found in pairs]
+        return [Sample(target=self._names[y], output=self._names[found]) for y, found in pairs]
 
 
 def pixel_scale(data: SequenceSet, *, channels: int) -> Standardise:

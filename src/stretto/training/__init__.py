@@ -16,8 +16,8 @@ from stretto.training.solving import summary_of
 from stretto.training.state import TrainState
 from stretto.training.stopping import stop_on_signals
 from stretto.training.stream_feed import StreamFeed
-from stretto.training.stream_text import measured_windows
-from stretto.training.task import AbstractTask, LossSum, Reading, Score, Strip
+from stretto.training.stream_text import eval_windows
+from stretto.training.task import AbstractTask, LabelTrack, LossSum, Sample, Score
 from stretto.training.update import Updater
 
 __all__ = [
@@ -36,25 +36,25 @@ __all__ = [
     "Event",
     "EventLog",
     "Interrupted",
+    "LabelTrack",
     "LossSum",
     "NotNegative",
     "Positive",
-    "Reading",
+    "Sample",
     "Score",
     "Share",
     "SilentLog",
     "SolverConfig",
     "StreamFeed",
-    "Strip",
     "Subscriber",
     "TrainConfig",
     "TrainState",
     "Trainer",
     "Updater",
     "checked",
+    "eval_windows",
     "evaluate",
     "fresh_state",
-    "measured_windows",
     "read_events",
     "read_toml",
     "reset_carried",

@@ -133,7 +133,7 @@ def refuse_too_long(data: SequenceSet, *, max_padded_steps: int | None) -> None:
         )
 
 
-def measured_batches(part: SequenceSet, *, max_padded_steps: int | None, device: str, world: World) -> Iterator[Batch]:
+def eval_batches(part: SequenceSet, *, max_padded_steps: int | None, device: str, world: World) -> Iterator[Batch]:
     """Every sequence to be measured on, once, shared out to workers.
 
     Args:

@@ -11,11 +11,11 @@ from torch import nn
 
 from stretto.data import SequenceSet
 from stretto.distributed import World
-from stretto.training.bucket_feed import measured_batches
+from stretto.training.bucket_feed import eval_batches
 from stretto.training.carrying import fresh_state
 from stretto.training.divergence import MOST_NAMED, diverged
 from stretto.training.solving import step_after_step
-from stretto.training.task import AbstractTask, Reading, Score
+from stretto.training.task import AbstractTask, Sample, Score
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def evaluate(
     scores: dict[str, Score] = {}
     bad: list[int] = []
     with _measuring(model, by_solver=by_solver):
-        for batch in task.measured(part, world=world, device=device):
+        for batch in task.eval_batches(part, world=world, device=device):
             if not len(batch):
                 continue
             output = model(batch)
@@ -93,11 +93,11 @@ def _numbers(score: Score | None) -> tuple[float, float]:
     return (0.0, 0.0) if score is None else (score.amount, score.count)
 
 
-def show_readings(task: AbstractTask[Any], model: nn.Module, part: SequenceSet, *, device: str) -> list[Reading]:
-    """What the model makes of every sequence of `part`, for a person to see."""
+def sample_predictions(task: AbstractTask[Any], model: nn.Module, part: SequenceSet, *, device: str) -> list[Sample]:
+    """Targets and predictions of every sequence of `part`, for the report."""
     with _measuring(model):
-        batches = measured_batches(part, max_padded_steps=task.config.max_padded_steps, device=device, world=World())
-        return [reading for batch in batches for reading in task.readings(model(batch), batch)]
+        batches = eval_batches(part, max_padded_steps=task.config.max_padded_steps, device=device, world=World())
+        return [sample for batch in batches for sample in task.samples(model(batch), batch)]
 
 
 @contextlib.contextmanager

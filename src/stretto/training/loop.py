@@ -22,7 +22,7 @@ from stretto.training.background import BackgroundWriter
 from stretto.training.batch_tuning import BatchTuning
 from stretto.training.carrying import reset_carried
 from stretto.training.checkpoint import Checkpoint, load_newest, save_checkpoint, save_tensors
-from stretto.training.evaluate import Evaluation, evaluate, show_readings
+from stretto.training.evaluate import Evaluation, evaluate, sample_predictions
 from stretto.training.events import AbstractLog
 from stretto.training.outcome import EpochRecord, Interrupted, LoopResult
 from stretto.training.position import Position
@@ -321,8 +321,8 @@ class Trainer:
     def _show(self, test: SequenceSet) -> None:
         state = self.state
         shown = np.random.default_rng(self._config.seed).permutation(len(test))[:12]
-        readings = show_readings(self._task, state.model, test.subset(shown), device=self._config.device)
-        self._log.emit("samples", items=[dataclasses.asdict(reading) for reading in readings])
+        samples = sample_predictions(self._task, state.model, test.subset(shown), device=self._config.device)
+        self._log.emit("samples", items=[dataclasses.asdict(sample) for sample in samples])
         write_atomically(self._run / MODEL_FILE, lambda path: save_tensors(state.model.state_dict(), path))
 
     def _save(self) -> None:

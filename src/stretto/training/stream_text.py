@@ -63,7 +63,7 @@ class StreamText:
         )
 
 
-def measured_windows(part: SequenceSet, *, window: int, world: World, device: str) -> Iterator[Batch]:
+def eval_windows(part: SequenceSet, *, window: int, world: World, device: str) -> Iterator[Batch]:
     """A text to be measured on: windows of up to 20 streams, however many workers share these.
 
     Args:

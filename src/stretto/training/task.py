@@ -11,7 +11,7 @@ from torch import nn
 from stretto.batching import Batch
 from stretto.data import SequenceSet
 from stretto.distributed import World
-from stretto.training.bucket_feed import BucketFeed, measured_batches, refuse_too_long
+from stretto.training.bucket_feed import BucketFeed, eval_batches, refuse_too_long
 from stretto.training.config import TrainConfig
 from stretto.training.feed import AbstractFeed
 
@@ -46,7 +46,7 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Strip:
+class LabelTrack:
     """Labels along a sequence, at evenly spaced steps, as runs of [label, steps]; -1 is no label.
 
     Attributes:
@@ -63,19 +63,19 @@ class Strip:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """One test sequence for the report: what it is, what the net makes of it, and its ink or labels, if any."""
+class Sample:
+    """One test sequence for the report: its target, what the model predicts, and its ink or labels, if any."""
 
     target: str
     output: str
-    ink: list[list[float]] | None
-    strip: Strip | None = None
+    ink: list[list[float]] | None = None
+    track: LabelTrack | None = None
 
 
 class AbstractTask(abc.ABC, Generic[C]):
     """A kind of data with its model, loss and metric.
 
-    A model is called with a `Batch` and returns one tensor, sequences first, which loss, score and readings take. The
+    A model is called with a `Batch` and returns one tensor, sequences first, which loss, score and samples take. The
     loss of some rows of it, with the same rows of the batch, is that of these sequences alone.
 
     Attributes:
@@ -112,8 +112,8 @@ class AbstractTask(abc.ABC, Generic[C]):
         """The metrics of a batch by name."""
 
     @abc.abstractmethod
-    def readings(self, output: torch.Tensor, batch: Batch) -> list[Reading]:
-        """What the model makes of the sequences, to be shown to a person."""
+    def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
+        """Targets and predictions of the sequences, for the report."""
 
     def feed(self, *, world: World) -> AbstractFeed:
         """Where the batches of training come from; unless a task says otherwise, from buckets of similar length.
@@ -124,15 +124,15 @@ class AbstractTask(abc.ABC, Generic[C]):
         refuse_too_long(self.data, max_padded_steps=self.config.max_padded_steps)
         return BucketFeed(self.data.part("train"), config=self.config, batch_size=self.config.rows, world=world)
 
-    def measured(self, part: SequenceSet, *, world: World, device: str) -> Iterator[Batch]:
-        """What a model is measured on: all of `part`, once, shared out to workers.
+    def eval_batches(self, part: SequenceSet, *, world: World, device: str) -> Iterator[Batch]:
+        """The batches of an evaluation: every sequence of `part` once, divided among the ranks.
 
         Args:
             part: Of the data.
             world: The workers.
             device: Where batches are to be.
         """
-        return measured_batches(part, max_padded_steps=self.config.max_padded_steps, device=device, world=world)
+        return eval_batches(part, max_padded_steps=self.config.max_padded_steps, device=device, world=world)
 
     def final_score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """The metrics of a batch of the test part, for which more time may be spent."""
