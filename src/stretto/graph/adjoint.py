@@ -25,9 +25,9 @@ class Kind(str, Enum):
     """What an input of a loop's body is."""
 
     STATE = "state"
-    STEP = "step"
-    ONCE = "once"
-    KEPT = "kept"
+    PER_STEP = "per_step"
+    WEIGHT = "weight"
+    CONSTANT = "constant"
 
 
 @dataclass(slots=True)
@@ -48,26 +48,26 @@ class Body:
     Attributes:
         ports: Inputs: states, values of the step, weights, parts of the state that never change.
         next_states: Values that become the state, in the order of the loop's states.
-        emits: Values that are read outside.
+        outputs: Values that are read outside.
         state_gradients: Inputs of the backward step: the gradient of each next state.
-        emit_gradients: Inputs of the backward step: the gradient of each emitted value.
+        output_gradients: Inputs of the backward step: the gradient of each output.
         forward: Operators of the forward step.
         backward: Operators of the backward step that stay in the loop.
         deferred: Operators that run once after the backward loop.
         saved: Forward values that are stored for the backward pass; everything else it needs is computed again.
-        handed: Values of the backward loop that the deferred operators read.
+        to_deferred: Values of the backward loop that the deferred operators read.
     """
 
     ports: list[Port]
     next_states: list[Node]
-    emits: list[Node]
+    outputs: list[Node]
     state_gradients: list[Node]
-    emit_gradients: list[Node]
+    output_gradients: list[Node]
     forward: list[Node] = field(default_factory=list)
     backward: list[Node] = field(default_factory=list)
     deferred: list[Node] = field(default_factory=list)
     saved: list[Node] = field(default_factory=list)
-    handed: list[Node] = field(default_factory=list)
+    to_deferred: list[Node] = field(default_factory=list)
 
     _by_kind: dict[Kind, list[Port]] = field(default_factory=dict, repr=False)
 
@@ -89,10 +89,10 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
         Untraceable: If the body cannot be differentiated as a fixed graph.
     """
     sources = [(Kind.STATE, graph.states[index], index) for index in loop.states]
-    sources += [(Kind.STEP, node, index) for index, node in enumerate(loop.steps)]
-    sources += [(Kind.ONCE, node, index) for index, node in enumerate(loop.once)]
-    sources += [(Kind.KEPT, graph.states[index], index) for index in loop.kept]
-    outputs = [*(graph.next_states[index] for index in loop.states), *loop.emits]
+    sources += [(Kind.PER_STEP, node, index) for index, node in enumerate(loop.per_step)]
+    sources += [(Kind.WEIGHT, node, index) for index, node in enumerate(loop.weights)]
+    sources += [(Kind.CONSTANT, graph.states[index], index) for index in loop.constants_per_row]
+    outputs = [*(graph.next_states[index] for index in loop.states), *loop.outputs]
     try:
         recordings = [_record(rows, sources, outputs, loop.nodes, graph) for rows in TWO_SIZES]
     except RuntimeError as error:
@@ -107,9 +107,9 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
     body = Body(
         ports=ports,
         next_states=found["outputs"][:count],
-        emits=found["outputs"][count:],
+        outputs=found["outputs"][count:],
         state_gradients=found["cotangents"][:count],
-        emit_gradients=found["cotangents"][count:],
+        output_gradients=found["cotangents"][count:],
     )
     return _take_apart(nodes, body)
 
@@ -183,13 +183,13 @@ def _device(graph: StepGraph) -> Any:
 
 def _take_apart(nodes: list[Node], body: Body) -> Body:
     """Sort the operators of both directions into those that stay in a loop and those that are deferred."""
-    outputs = [*body.next_states, *body.emits]
-    late = set(body.state_gradients + body.emit_gradients)
+    outputs = [*body.next_states, *body.outputs]
+    late = set(body.state_gradients + body.output_gradients)
     for node in nodes:
         if node.op is not None and any(item in late for item in node.inputs):
             late.add(node)
-    in_loop = needed_for([p.gradient for p in body.ports if p.kind is not Kind.ONCE and p.gradient is not None])
-    sums = [port.gradient for port in body.ports if port.kind is Kind.ONCE and port.gradient is not None]
+    in_loop = needed_for([p.gradient for p in body.ports if p.kind is not Kind.WEIGHT and p.gradient is not None])
+    sums = [port.gradient for port in body.ports if port.kind is Kind.WEIGHT and port.gradient is not None]
     deferred = {node for node in needed_for(sums) - in_loop if node in late and node.op is not None}
     for node in in_loop:
         if node.op is not None and node in late and (reason := why_not_rowwise(node)):
@@ -206,13 +206,13 @@ def _take_apart(nodes: list[Node], body: Body) -> Body:
     available = free | set(body.saved)
     again = _recomputed(in_loop, late, available)
     folded = _recomputed(deferred, late, available)
-    handed = {item for node in deferred for item in node.inputs if item in late and item not in deferred}
-    handed |= {gradient for gradient in sums if gradient in late and gradient not in deferred}
+    to_deferred = {item for node in deferred for item in node.inputs if item in late and item not in deferred}
+    to_deferred |= {gradient for gradient in sums if gradient in late and gradient not in deferred}
     operators = [node for node in nodes if node.op is not None]
     body.forward = [node for node in operators if node in early]
     body.backward = [node for node in operators if node in again or (node in in_loop and node in late)]
     body.deferred = [node for node in operators if node in folded or node in deferred]
-    body.handed = [node for node in nodes if node in handed]
+    body.to_deferred = [node for node in nodes if node in to_deferred]
     return body
 
 

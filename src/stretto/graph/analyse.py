@@ -34,19 +34,19 @@ class Loop:
     Attributes:
         states: Indices of the parts of the state that this loop carries.
         nodes: Its operators, in order.
-        steps: Values it reads that differ from step to step.
-        once: Values it reads that stay.
-        kept: Indices of the parts of the state that it reads and that never change.
-        emits: Values, other than next states, that are read outside.
+        per_step: Values it reads that differ from step to step.
+        weights: Values it reads that are the same for all rows and steps.
+        constants_per_row: Indices of the parts of the state that it reads and that never change.
+        outputs: Values, other than next states, that are read outside.
         level: How many loops come before it, itself included.
     """
 
     states: list[int]
     nodes: list[Node]
-    steps: list[Node]
-    once: list[Node]
-    kept: list[int]
-    emits: list[Node]
+    per_step: list[Node]
+    weights: list[Node]
+    constants_per_row: list[int]
+    outputs: list[Node]
     level: int
 
 
@@ -60,7 +60,7 @@ class Plan:
         maps: Operators outside of loops by level, in order. A part of the state in between stands for the value that
             the next state had one step earlier.
         loops: Loops by level; those of one level do not depend on each other.
-        kept: Parts of the state that never change.
+        constants_per_row: Indices of the parts of the state that never change.
         rewrites: What was rewritten, in words.
     """
 
@@ -68,7 +68,7 @@ class Plan:
     place: dict[Node, Place]
     maps: list[list[Node]]
     loops: list[list[Loop]]
-    kept: set[int]
+    constants_per_row: set[int]
     rewrites: list[str] = field(default_factory=list)
 
     @property
@@ -93,8 +93,8 @@ def analyse(graph: StepGraph) -> Plan:
     drop_unused(graph)
     if count := merge_products(graph, set().union(*(cycle for cycle in _cycles(graph)[1]))):
         rewrites.append(f"{count} product(s) in the loop merged with another one of the same vector")
-    kept, cycles, order = *_cycles(graph), graph.nodes
-    level = _levels(graph, kept, cycles)
+    constants, cycles, order = *_cycles(graph), graph.nodes
+    level = _levels(graph, constants, cycles)
     cycle_of = {node: index for index, cycle in enumerate(cycles) for node in cycle}
     once = _once(graph)
     place: dict[Node, Place] = {}
@@ -111,7 +111,7 @@ def analyse(graph: StepGraph) -> Plan:
         else:
             place[node] = Place.SUNK
     users = _users(graph)
-    loops = [_loop(graph, cycle, place=place, level=level, kept=kept, users=users) for cycle in cycles]
+    loops = [_loop(graph, cycle, place=place, level=level, constants=constants, users=users) for cycle in cycles]
     depth = max([*level.values(), 0])
     by_level: list[list[Loop]] = [[] for _ in range(depth + 1)]
     for loop in sorted(loops, key=lambda loop: loop.states):
@@ -127,18 +127,20 @@ def analyse(graph: StepGraph) -> Plan:
                 raise Untraceable(reason)
             maps[level[node]].append(node)
     _drop_unread_views(maps, loops, graph)
-    maps = [_with_shifts(graph, nodes, kept, cycle_of) for nodes in maps]
-    return Plan(graph=graph, place=place, maps=maps, loops=by_level, kept=kept, rewrites=rewrites)
+    maps = [_with_shifts(graph, nodes, constants, cycle_of) for nodes in maps]
+    return Plan(graph=graph, place=place, maps=maps, loops=by_level, constants_per_row=constants, rewrites=rewrites)
 
 
 def _cycles(graph: StepGraph) -> tuple[set[int], list[set[Node]]]:
     """Parts of the state that never change, and the loops through time."""
-    kept = {index for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True)) if old is new}
+    constants = {
+        index for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True)) if old is new
+    }
     network = nx.DiGraph()
     network.add_nodes_from(graph.nodes)
     network.add_edges_from((item, node) for node in graph.nodes for item in node.inputs)
     for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True)):
-        if index not in kept:
+        if index not in constants:
             network.add_edge(new, old)
     cycles = [set(part) for part in nx.strongly_connected_components(network) if len(part) > 1]
     cycle_of = {node: cycle for cycle in cycles for node in cycle}
@@ -146,10 +148,10 @@ def _cycles(graph: StepGraph) -> tuple[set[int], list[set[Node]]]:
         # The parts of an operator with several outputs stay with it, also those that nothing in the loop reads.
         if node.op is operator.getitem and node.args[0] in cycle_of:
             cycle_of[node.args[0]].add(node)
-    return kept, cycles
+    return constants, cycles
 
 
-def _levels(graph: StepGraph, kept: set[int], cycles: list[set[Node]]) -> dict[Node, int]:
+def _levels(graph: StepGraph, constants: set[int], cycles: list[set[Node]]) -> dict[Node, int]:
     """Levels, by one walk over the graph of components."""
     component = {node: index for index, cycle in enumerate(cycles) for node in cycle}
     for index, node in enumerate(node for node in graph.nodes if node not in component):
@@ -159,7 +161,7 @@ def _levels(graph: StepGraph, kept: set[int], cycles: list[set[Node]]) -> dict[N
     for node in graph.nodes:
         network.add_edges_from((component[item], component[node]) for item in node.inputs)
     for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True)):
-        if index not in kept:
+        if index not in constants:
             network.add_edge(component[new], component[old])
     network.remove_edges_from([(index, index) for index in component.values()])
     found: dict[int, int] = {}
@@ -206,7 +208,7 @@ def _loop(
     *,
     place: dict[Node, Place],
     level: dict[Node, int],
-    kept: set[int],
+    constants: set[int],
     users: dict[Node, list[Node]],
 ) -> Loop:
     states = [index for index, state in enumerate(graph.states) if state in cycle]
@@ -222,8 +224,8 @@ def _loop(
     for node in nodes:
         read.update((item, None) for item in node.inputs if item not in known)
     next_states = {graph.next_states[index] for index in states}
-    kept_nodes = {graph.states[index]: index for index in kept}
-    emits = [
+    constant_nodes = {graph.states[index]: index for index in constants}
+    emitted = [
         node
         for node in nodes
         if place[node] is not Place.HOISTED
@@ -235,12 +237,14 @@ def _loop(
     return Loop(
         states=states,
         nodes=nodes,
-        steps=[
-            n for n in read if place.get(n) is not Place.ONCE and n not in kept_nodes and (n.has_rows or n is graph.x)
+        per_step=[
+            n
+            for n in read
+            if place.get(n) is not Place.ONCE and n not in constant_nodes and (n.has_rows or n is graph.x)
         ],
-        once=[node for node in read if not node.has_rows and node is not graph.x],
-        kept=[kept_nodes[node] for node in read if node in kept_nodes],
-        emits=emits,
+        weights=[node for node in read if not node.has_rows and node is not graph.x],
+        constants_per_row=[constant_nodes[node] for node in read if node in constant_nodes],
+        outputs=emitted,
         level=mine,
     )
 
@@ -284,12 +288,12 @@ def _absorb_results(
             inside.add(node)
 
 
-def _with_shifts(graph: StepGraph, nodes: list[Node], kept: set[int], cycle_of: dict[Node, int]) -> list[Node]:
+def _with_shifts(graph: StepGraph, nodes: list[Node], constants: set[int], cycle_of: dict[Node, int]) -> list[Node]:
     """States that lie on no loop are their next state, one step later; they are put where that is known."""
     after = {
         old: new
         for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True))
-        if index not in kept and old not in cycle_of
+        if index not in constants and old not in cycle_of
     }
     here = set(nodes)
     order: dict[Node, None] = {}
@@ -309,7 +313,7 @@ def _with_shifts(graph: StepGraph, nodes: list[Node], kept: set[int], cycle_of: 
 
 def _drop_unread_views(maps: list[list[Node]], loops: list[Loop], graph: StepGraph) -> None:
     """Views that were taken into loops need not be made outside as well."""
-    read = {graph.y, *graph.next_states} | {node for loop in loops for node in [*loop.steps, *loop.once]}
+    read = {graph.y, *graph.next_states} | {node for loop in loops for node in [*loop.per_step, *loop.weights]}
     for level in reversed(maps):
         for node in reversed(level):
             if node in read or not is_view(node):

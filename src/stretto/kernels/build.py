@@ -130,7 +130,7 @@ def _real_of(bodies: list[list[Body]]) -> torch.dtype:
 def _compiled(body: Body, device: torch.device) -> CppKernel:
     if device.type != "cpu":
         raise Unsupported(f"code is generated for the CPU, and this runs on {device.type}")
-    kinds = {node.dtype for node in [*body.next_states, *body.emits]} | {port.node.dtype for port in body.ports}
+    kinds = {node.dtype for node in [*body.next_states, *body.outputs]} | {port.node.dtype for port in body.ports}
     real = [kind for kind in kinds if kind is not torch.bool]
     if len(real) != 1 or real[0] not in REALS:
         names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))

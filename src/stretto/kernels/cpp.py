@@ -151,7 +151,7 @@ class CppKernel(AbstractKernel):
         body, total, rows = self.body, layout.total, layout.num_rows
         return Outputs(
             after=[self._empty(total, node) for node in body.next_states],
-            emits=[self._empty(total, node) for node in body.emits],
+            emits=[self._empty(total, node) for node in body.outputs],
             finals=[self._empty(rows, node) for node in body.next_states],
             saved=[self._empty(total if keep else rows, node) for node in body.saved],
         )
@@ -166,13 +166,13 @@ class CppKernel(AbstractKernel):
             # Two, for a step reads one and writes the other; a sequence joins in at its last step with either.
             carry = fresh(2, *state.shape, dtype=self.dtype)
             carried.append(carry.zero_() if last is None else carry.copy_(last.expand_as(carry)))
-        ports = body.ports_of(Kind.STEP)
+        ports = body.ports_of(Kind.PER_STEP)
         steps = [None if port.gradient is None else self._empty(total, port.node) for port in ports]
         by_node = {port.gradient: step for port, step in zip(ports, steps, strict=True) if step is not None}
-        handed = [by_node[node] if node in by_node else self._empty(total, node) for node in body.handed]
+        handed = [by_node[node] if node in by_node else self._empty(total, node) for node in body.to_deferred]
         kept = [
             None if port.gradient is None else torch.zeros(tensor.shape, dtype=self.dtype)
-            for port, tensor in zip(body.ports_of(Kind.KEPT), inputs.kept, strict=True)
+            for port, tensor in zip(body.ports_of(Kind.CONSTANT), inputs.kept, strict=True)
         ]
         gradients = Gradients(states=[carry[0] for carry in carried], steps=steps, kept=kept, handed=handed)
         nothing: list[torch.Tensor] = [torch.empty(0)]
@@ -180,7 +180,7 @@ class CppKernel(AbstractKernel):
             "carry_in": carried,
             "carry_out": carried,
             "d_after": [self._arriving(t, node) for t, node in zip(arriving.after, body.next_states, strict=True)],
-            "d_emit": [self._arriving(t, node) for t, node in zip(arriving.emits, body.emits, strict=True)],
+            "d_emit": [self._arriving(t, node) for t, node in zip(arriving.emits, body.outputs, strict=True)],
             "d_step": [nothing[0] if step is None else step for step in steps],
             "handed": handed,
             "d_kept": [nothing[0] if tensor is None else tensor for tensor in kept],
@@ -213,7 +213,7 @@ class _Run:
         self.kernel, self.function, self.name = kernel, function, name
         self.layout, self.keep, self.tensors = layout, keep, tensors
         values: dict[Node, Any] = {}
-        for port, tensor in zip(kernel.body.ports_of(Kind.ONCE), once, strict=True):
+        for port, tensor in zip(kernel.body.ports_of(Kind.WEIGHT), once, strict=True):
             values[port.node] = tensor.detach()
         run(function.prepared, values, layout.total)
         real = kernel.dtype

@@ -19,7 +19,7 @@ class EagerKernel(AbstractKernel):
     def forward(self, layout: Layout, inputs: Inputs, *, keep: bool) -> Outputs:
         """Run all steps."""
         body = self.body
-        wanted = [*body.next_states, *body.emits, *(body.saved if keep else [])]
+        wanted = [*body.next_states, *body.outputs, *(body.saved if keep else [])]
         history: dict[Node, list[torch.Tensor]] = {node: [] for node in wanted}
         states = list(inputs.states)
         for step in range(layout.num_steps):
@@ -33,9 +33,9 @@ class EagerKernel(AbstractKernel):
         made = [_stacked(history[node], node, inputs) for node in wanted]
         return Outputs(
             after=made[:count],
-            emits=made[count : count + len(body.emits)],
+            emits=made[count : count + len(body.outputs)],
             finals=states,
-            saved=made[count + len(body.emits) :],
+            saved=made[count + len(body.outputs) :],
         )
 
     def backward(self, layout: Layout, inputs: Inputs, outputs: Outputs, cotangents: Cotangents) -> Gradients:
@@ -47,7 +47,7 @@ class EagerKernel(AbstractKernel):
         ]
         kept = [torch.zeros_like(tensor) for tensor in inputs.kept]
         ports = {kind: body.ports_of(kind) for kind in Kind}
-        wanted = [*(port.gradient for port in ports[Kind.STEP] if port.gradient is not None), *body.handed]
+        wanted = [*(port.gradient for port in ports[Kind.PER_STEP] if port.gradient is not None), *body.to_deferred]
         history: dict[Node, list[torch.Tensor]] = {node: [] for node in wanted}
         before = [layout.shifted(after, state) for after, state in zip(outputs.after, inputs.states, strict=True)]
         for step in reversed(range(layout.num_steps)):
@@ -56,14 +56,14 @@ class EagerKernel(AbstractKernel):
             values = self._given(inputs, [tensor[here] for tensor in before], start, count)
             for nodes, tensors in (
                 (body.next_states, outputs.after),
-                (body.emits, outputs.emits),
+                (body.outputs, outputs.emits),
                 (body.saved, outputs.saved),
             ):
                 values.update((node, tensor[_span(node, here)]) for node, tensor in zip(nodes, tensors, strict=True))
             for node, carry, arriving in zip(body.state_gradients, carried, cotangents.after, strict=True):
                 # The backward step was recorded on rows that lie one after another.
                 values[node] = (carry[:count] if arriving is None else carry[:count] + arriving[here]).contiguous()
-            for node, arriving, emitted in zip(body.emit_gradients, cotangents.emits, outputs.emits, strict=True):
+            for node, arriving, emitted in zip(body.output_gradients, cotangents.emits, outputs.emits, strict=True):
                 rows_here = _span(node, here)
                 values[node] = (
                     torch.zeros_like(emitted[rows_here]) if arriving is None else arriving[rows_here].contiguous()
@@ -75,29 +75,30 @@ class EagerKernel(AbstractKernel):
                 _onto(torch.zeros_like(carry[:count]) if port.gradient is None else values[port.gradient], carry)
                 for port, carry in zip(ports[Kind.STATE], carried, strict=True)
             ]
-            for index, port in enumerate(ports[Kind.KEPT]):
+            for index, port in enumerate(ports[Kind.CONSTANT]):
                 if port.gradient is not None:
                     kept[index] = _onto(kept[index][:count] + values[port.gradient], kept[index])
         stacked = {node: _stacked(rows[::-1], node, inputs) for node, rows in history.items()}
         return Gradients(
             states=carried,
-            steps=[None if port.gradient is None else stacked[port.gradient] for port in ports[Kind.STEP]],
+            steps=[None if port.gradient is None else stacked[port.gradient] for port in ports[Kind.PER_STEP]],
             kept=[
-                None if port.gradient is None else tensor for port, tensor in zip(ports[Kind.KEPT], kept, strict=True)
+                None if port.gradient is None else tensor
+                for port, tensor in zip(ports[Kind.CONSTANT], kept, strict=True)
             ],
-            handed=[stacked[node] for node in body.handed],
+            handed=[stacked[node] for node in body.to_deferred],
         )
 
     def _given(self, inputs: Inputs, states: list[torch.Tensor], start: int, count: int) -> dict[Node, Any]:
         values: dict[Node, Any] = {}
         tensors = {
             Kind.STATE: [state[:count] for state in states],
-            Kind.STEP: [
+            Kind.PER_STEP: [
                 tensor[_span(port.node, slice(start, start + count))]
-                for port, tensor in zip(self.body.ports_of(Kind.STEP), inputs.steps, strict=True)
+                for port, tensor in zip(self.body.ports_of(Kind.PER_STEP), inputs.steps, strict=True)
             ],
-            Kind.ONCE: inputs.once,
-            Kind.KEPT: [tensor[:count] for tensor in inputs.kept],
+            Kind.WEIGHT: inputs.once,
+            Kind.CONSTANT: [tensor[:count] for tensor in inputs.kept],
         }
         for kind, given in tensors.items():
             values.update((port.node, tensor) for port, tensor in zip(self.body.ports_of(kind), given, strict=True))

@@ -91,7 +91,7 @@ class _Writer:
         self.once: dict[Node, Buffer] = {}
         self.values: dict[Node, AbstractValue] = {}
         # In order: the code, which names the library in the cache, must be the same for the same body.
-        self.still = dict.fromkeys(port.node for port in body.ports_of(Kind.ONCE))
+        self.still = dict.fromkeys(port.node for port in body.ports_of(Kind.WEIGHT))
         self.prepared: list[Node] = []
         self.moving: list[Node] = []
         for node in nodes:
@@ -197,7 +197,7 @@ def generate_forward(body: Body) -> tuple[Generated, list[Node]]:
         Root(writer.values[node], writer.buffer(role, index, where, node.row_shape))
         for role, where, nodes in (
             ("after", Where.PACKED, body.next_states),
-            ("emit", Where.PACKED, body.emits),
+            ("emit", Where.PACKED, body.outputs),
             ("saved", Where.STORED, body.saved),
         )
         for index, node in enumerate(nodes)
@@ -212,7 +212,7 @@ def generate_backward(body: Body) -> tuple[Generated, list[Node]]:
     """The backward loop, and the once-computed vectors it reads."""
     writer = _Writer(body, body.backward)
     _read_ports(writer, body)
-    for role, nodes in (("after", body.next_states), ("emit", body.emits), ("saved", body.saved)):
+    for role, nodes in (("after", body.next_states), ("emit", body.outputs), ("saved", body.saved)):
         for index, node in enumerate(nodes):
             read = writer.read(role, index, Where.PACKED, node)
             writer.values.setdefault(node, read)
@@ -220,7 +220,7 @@ def generate_backward(body: Body) -> tuple[Generated, list[Node]]:
         carry = writer.read("carry_in", index, Where.CARRY_IN, node)
         arriving = writer.read("d_after", index, Where.ARRIVING, node)
         writer.values[node] = Map(node.row_shape, "{0} + {1}", (carry, arriving))
-    for index, node in enumerate(body.emit_gradients):
+    for index, node in enumerate(body.output_gradients):
         writer.values[node] = writer.read("d_emit", index, Where.ARRIVING, node)
     writer.lower()
     roots: list[Root] = []
@@ -228,15 +228,15 @@ def generate_backward(body: Body) -> tuple[Generated, list[Node]]:
         gradient = port.gradient
         value = Constant(port.node.row_shape, 0.0) if gradient is None else _shaped(writer.values[gradient], port.node)
         roots.append(Root(value, writer.buffer("carry_out", index, Where.CARRY_OUT, port.node.row_shape)))
-    for index, port in enumerate(body.ports_of(Kind.STEP)):
+    for index, port in enumerate(body.ports_of(Kind.PER_STEP)):
         if port.gradient is not None:
             buffer = writer.buffer("d_step", index, Where.PACKED, port.node.row_shape)
             roots.append(Root(_shaped(writer.values[port.gradient], port.node), buffer))
-    outgoing = {port.gradient for port in body.ports_of(Kind.STEP)}
-    for index, node in enumerate(body.handed):
+    outgoing = {port.gradient for port in body.ports_of(Kind.PER_STEP)}
+    for index, node in enumerate(body.to_deferred):
         if node not in outgoing:
             roots.append(Root(writer.values[node], writer.buffer("handed", index, Where.PACKED, node.row_shape)))
-    for index, port in enumerate(body.ports_of(Kind.KEPT)):
+    for index, port in enumerate(body.ports_of(Kind.CONSTANT)):
         if port.gradient is not None:
             buffer = writer.buffer("d_kept", index, Where.ROW, port.node.row_shape)
             sum_so_far = Read(port.node.row_shape, buffer)
@@ -257,9 +257,9 @@ def _read_ports(writer: _Writer, body: Body) -> None:
         writer.values[port.node] = writer.read("before", index, Where.BEFORE, port.node)
         writer.slots.append(Slot("initial", index))
         writer.buffers.append(Buffer(f"initial{index}", Where.ROW, (), size=port.node.row_size))
-    for index, port in enumerate(body.ports_of(Kind.STEP)):
+    for index, port in enumerate(body.ports_of(Kind.PER_STEP)):
         writer.values[port.node] = writer.read("step", index, Where.PACKED, port.node)
-    for index, port in enumerate(body.ports_of(Kind.KEPT)):
+    for index, port in enumerate(body.ports_of(Kind.CONSTANT)):
         writer.values[port.node] = writer.read("kept", index, Where.ROW, port.node)
 
 

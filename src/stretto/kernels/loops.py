@@ -67,7 +67,7 @@ def run_loops(requests: Sequence[LoopRequest]) -> list[LoopResult]:
     results: list[LoopResult] = []
     remaining = iter(made)
     for request in requests:
-        count, emitted = len(request.kernel.body.next_states), len(request.kernel.body.emits)
+        count, emitted = len(request.kernel.body.next_states), len(request.kernel.body.outputs)
         results.append(
             LoopResult(
                 after=[next(remaining) for _ in range(count)],
@@ -91,7 +91,7 @@ def taken_apart(kernels: Sequence[AbstractKernel], tensors: Sequence[torch.Tenso
     found = []
     for kernel in kernels:
         parts = {kind: [next(remaining) for _ in kernel.body.ports_of(kind)] for kind in Kind}
-        found.append(Inputs(parts[Kind.STATE], parts[Kind.STEP], parts[Kind.ONCE], parts[Kind.KEPT]))
+        found.append(Inputs(parts[Kind.STATE], parts[Kind.PER_STEP], parts[Kind.WEIGHT], parts[Kind.CONSTANT]))
     return found
 
 
@@ -127,7 +127,7 @@ class _Loops(torch.autograd.Function):
         gradients: list[torch.Tensor | None] = []
         for kernel, layout, item, output, gradient in zip(kernels, layouts, given, made, found, strict=True):
             wanted = {kind: [next(needed) for _ in kernel.body.ports_of(kind)] for kind in Kind}
-            once = [needs and _asked.weights for needs in wanted[Kind.ONCE]]
+            once = [needs and _asked.weights for needs in wanted[Kind.WEIGHT]]
             weights = deferred(kernel, layout, item, output, found=gradient, wanted=once)
             gradients += [*gradient.states, *gradient.steps, *weights, *gradient.kept]
         return None, None, *gradients
@@ -137,7 +137,7 @@ def _split(kernels: list[AbstractKernel], flat: Sequence[Any], saved: Sequence[t
     remaining, stored = iter(flat), iter(saved)
     found = []
     for kernel in kernels:
-        count, emitted = len(kernel.body.next_states), len(kernel.body.emits)
+        count, emitted = len(kernel.body.next_states), len(kernel.body.outputs)
         after = [next(remaining) for _ in range(count)]
         emits = [next(remaining) for _ in range(emitted)]
         found.append(
@@ -157,21 +157,25 @@ def deferred(
 ) -> list[torch.Tensor | None]:
     """Gradients of what stays the same over all steps: one operation over the rows of all of them."""
     body = kernel.body
-    ports = body.ports_of(Kind.ONCE)
+    ports = body.ports_of(Kind.WEIGHT)
     asked = [port.gradient if needs else None for port, needs in zip(ports, wanted, strict=True)]
     if not any(node is not None for node in asked):
         return [None] * len(ports)
-    values: dict[Node, Any] = dict(zip(body.handed, found.handed, strict=True))
-    for nodes, tensors in ((body.next_states, outputs.after), (body.emits, outputs.emits), (body.saved, outputs.saved)):
+    values: dict[Node, Any] = dict(zip(body.to_deferred, found.handed, strict=True))
+    for nodes, tensors in (
+        (body.next_states, outputs.after),
+        (body.outputs, outputs.emits),
+        (body.saved, outputs.saved),
+    ):
         values.update((node, truth(tensor, node)) for node, tensor in zip(nodes, tensors, strict=True))
     values.update((port.node, tensor) for port, tensor in zip(ports, inputs.once, strict=True))
-    values.update((port.node, tensor) for port, tensor in zip(body.ports_of(Kind.STEP), inputs.steps, strict=True))
+    values.update((port.node, tensor) for port, tensor in zip(body.ports_of(Kind.PER_STEP), inputs.steps, strict=True))
     read = kernel.deferral.read | {node for node in asked if node is not None}
     for port, after, initial in zip(body.ports_of(Kind.STATE), outputs.after, inputs.states, strict=True):
         if port.node in read and port.node not in values:
             even = layout.is_even and layout.num_steps > 1
             values[port.node] = Earlier(initial, after) if even else layout.shifted(after, initial)
-    for port, kept in zip(body.ports_of(Kind.KEPT), inputs.kept, strict=True):
+    for port, kept in zip(body.ports_of(Kind.CONSTANT), inputs.kept, strict=True):
         if port.node in read:
             values[port.node] = layout.spread(kept)
     kernel.deferral.run(values, layout.total)

@@ -67,8 +67,8 @@ class Program:
         values[graph.x] = x_PF.contiguous()
         states = [state.contiguous() for state in states]
         run(plan.nodes_at(Place.ONCE), values, layout.total)
-        finals: dict[int, torch.Tensor] = {index: states[index] for index in plan.kept}
-        for index in plan.kept:
+        finals: dict[int, torch.Tensor] = {index: states[index] for index in plan.constants_per_row}
+        for index in plan.constants_per_row:
             if any(graph.states[index] in node.inputs for level in plan.maps for node in level):
                 values[graph.states[index]] = layout.spread(states[index])
         after = dict(zip(graph.states, graph.next_states, strict=True))
@@ -96,7 +96,7 @@ class Program:
         graph = self.plan.graph
         while node not in values:
             index = graph.states.index(node)
-            if index in self.plan.kept:
+            if index in self.plan.constants_per_row:
                 values[node] = layout.spread(states[index])
             else:
                 chain.append((node, index))
@@ -120,9 +120,9 @@ class Program:
                 layout,
                 Inputs(
                     states=[states[index] for index in loop.states],
-                    steps=[self._value(node, values, layout, states) for node in loop.steps],
-                    once=[values[node] for node in loop.once],
-                    kept=[states[index] for index in loop.kept],
+                    steps=[self._value(node, values, layout, states) for node in loop.per_step],
+                    once=[values[node] for node in loop.weights],
+                    kept=[states[index] for index in loop.constants_per_row],
                 ),
             )
             for loop, kernel in zip(loops, kernels, strict=True)
@@ -140,7 +140,7 @@ class Program:
     ) -> None:
         graph = self.plan.graph
         for loop, result in zip(loops, results, strict=True):
-            values.update((node, truth(t, node)) for node, t in zip(loop.emits, result.emits, strict=True))
+            values.update((node, truth(t, node)) for node, t in zip(loop.outputs, result.emits, strict=True))
             for index, after, final_state in zip(loop.states, result.after, result.finals, strict=True):
                 values[graph.next_states[index]] = after
                 finals[index] = final_state

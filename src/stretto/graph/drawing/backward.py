@@ -23,7 +23,7 @@ class _Backward:
     def __init__(self, body: Body, panel: Panel, *, which: str) -> None:
         self.body, self.panel, self.which = body, panel, which
         self.in_loop: dict[Node, int] = {}
-        self.once = {port.node for port in body.ports_of(Kind.ONCE)}
+        self.once = {port.node for port in body.ports_of(Kind.WEIGHT)}
         self.names = {port.node: _origin(port.source) for port in body.ports}
         for node in body.backward:
             # A weight looked at differently is made before the loop.
@@ -46,7 +46,7 @@ class _Backward:
             pills.append(
                 self._pill(node, f"d {port.source.name}", band, "unchanged" if same else "from the step after")
             )
-        for node, emitted in zip(self.body.emit_gradients, self.body.emits, strict=True):
+        for node, emitted in zip(self.body.output_gradients, self.body.outputs, strict=True):
             self._pill(node, f"d {self._name(emitted)}", band, "arrives")
         loop = [node for node in self.body.backward if _is_drawn(node) and node not in self.once]
         self._operators(loop, self.in_loop, band)
@@ -54,18 +54,18 @@ class _Backward:
             source = None if port.gradient is None else self.in_loop.get(_shown(port.gradient))
             if source is not None and source != pill:
                 self.panel.delayed.append(Delayed(source=source, target=pill))
-        self._results({Kind.STEP: "for all steps", Kind.KEPT: "summed up"}, self.in_loop, band)
+        self._results({Kind.PER_STEP: "for all steps", Kind.CONSTANT: "summed up"}, self.in_loop, band)
         self._deferred()
 
     def _deferred(self) -> None:
         nodes = [node for node in self.body.deferred if _is_drawn(node)]
-        sums = [port.gradient for port in self.body.ports_of(Kind.ONCE) if port.gradient is not None]
+        sums = [port.gradient for port in self.body.ports_of(Kind.WEIGHT) if port.gradient is not None]
         if not nodes and not sums:
             return
         band = self._band(f"Deferred{self.which}", "for all steps at once, after the backward loop", "deferred")
         after: dict[Node, int] = {}
         self._operators(nodes, after, band)
-        self._results({Kind.ONCE: "gradient"}, {**self.in_loop, **after}, band)
+        self._results({Kind.WEIGHT: "gradient"}, {**self.in_loop, **after}, band)
 
     def _band(self, title: str, note: str, place: str) -> int:
         self.panel.bands.append(Band(title=title, note=note, place=place))

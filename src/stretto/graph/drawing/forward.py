@@ -26,7 +26,7 @@ def forward_panel(plan: Plan) -> Panel:
     for key in shown_keys:
         panel.bands.append(_band(plan, key, working={keys[node] for node in operators}))
     number = {key: position for position, key in enumerate(shown_keys)}
-    kept = {graph.states[index] for index in plan.kept}
+    kept = {graph.states[index] for index in plan.constants_per_row}
     boxes: dict[Node, int] = {graph.x: panel.value("x", graph.x, band=number[keys[graph.x]], note="input")}
     for state in states:
         note = "never changes" if state in kept else ""
@@ -105,7 +105,7 @@ class _Bands:
             for position, loop in enumerate(loops):
                 self.loop.update((graph.states[index], (level, 0, position)) for index in loop.states)
                 self.loop.update((node, (level, 0, position)) for node in loop.nodes)
-        self.keys.update((graph.states[index], INPUT) for index in plan.kept)
+        self.keys.update((graph.states[index], INPUT) for index in plan.constants_per_row)
         for state in graph.states:
             self.key(state)
         for node in graph.nodes:
