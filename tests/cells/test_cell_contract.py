@@ -1,12 +1,16 @@
-"""What holds for every cell: shapes, rows apart, gradients, copies, further layers, traceable operators.
+"""What holds for every cell: shapes, independent rows, gradients, copies, other input sizes, operators, arguments.
 
 Shape legend: B sequences, F features.
 """
 
 import copy
+import inspect
+import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +19,51 @@ from stretto import cells
 from stretto.cells import Cell, State
 from stretto.errors import StrettoError
 
-F = 5
+F, H = 5, 6
+"""Features and hidden units; three divides the units for the three periods of the clockwork."""
+
+MAKERS: dict[str, Callable[[], Cell]] = {
+    "elman": lambda: cells.Elman(F, H),
+    "elman-relu": lambda: cells.Elman(F, H, nonlinearity="relu", bias=False),
+    "gru": lambda: cells.GRU(F, H),
+    "gru-before": lambda: cells.GRU(F, H, reset="before"),
+    "gru-before-bare": lambda: cells.GRU(F, H, reset="before", bias=False),
+    "implicit-gru": lambda: cells.ImplicitGRU(F, H),
+    "implicit-gru-bare": lambda: cells.ImplicitGRU(F, H, bias=False),
+    "lstm": lambda: cells.LSTM(F, H),
+    "lstm-bare": lambda: cells.LSTM(F, H, bias=False),
+    "peephole": lambda: cells.PeepholeLSTM(F, H),
+    "layer-norm-lstm": lambda: cells.LayerNormLSTM(F, H),
+    "layer-norm-lstm-bare": lambda: cells.LayerNormLSTM(F, H, bias=False),
+    "layer-norm-gru": lambda: cells.LayerNormGRU(F, H),
+    "projected": lambda: cells.ProjectedLSTM(F, H, proj_size=2),
+    "coupled": lambda: cells.CoupledLSTM(F, H),
+    "multiplicative": lambda: cells.MultiplicativeLSTM(F, H),
+    "ligru": lambda: cells.LiGRU(F, H),
+    "ligru-plain": lambda: cells.LiGRU(F, H, norm="none"),
+    "minimal": lambda: cells.MinimalGatedUnit(F, H),
+    "minimal-bare": lambda: cells.MinimalGatedUnit(F, H, bias=False),
+    "indrnn": lambda: cells.IndRNN(F, H),
+    "indrnn-tanh": lambda: cells.IndRNN(F, H, nonlinearity="tanh", bias=False),
+    "clockwork": lambda: cells.Clockwork(F, H, periods=(1, 2, 3)),
+    "attention": lambda: cells.AttentionCell(F, H, memory_size=3),
+    "zoneout": lambda: cells.Zoneout(cells.LSTM(F, H), p=(0.1, 0.5)),
+    "zoneout-gru": lambda: cells.Zoneout(cells.GRU(F, H), p=0.3),
+    "recurrent-dropout": lambda: cells.RecurrentDropout(cells.LSTM(F, H), p=0.4),
+    "recurrent-dropout-elman": lambda: cells.RecurrentDropout(cells.Elman(F, H), p=0.4),
+    "nested": lambda: cells.Zoneout(cells.RecurrentDropout(cells.Clockwork(F, H, periods=(1, 3)), p=0.2), p=0.2),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def cell(request: pytest.FixtureRequest) -> Cell:
+    torch.manual_seed(0)
+    made = MAKERS[request.param]().double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            # Gains of one and shifts of zero would hide a mix-up.
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return made
 
 
 def _parts(state: State) -> tuple[torch.Tensor, ...]:
@@ -148,11 +196,14 @@ def test_copies_compute_the_same_and_stand_alone(cell: Cell, duplicate: Any) -> 
         for weight in twin.parameters():
             weight.zero_()
     assert torch.equal(_step(cell, x_BF, state)[0], expected[0])
-    assert twin.resized(3)(torch.zeros(2, 3, dtype=torch.float64), cell.initial_state(2))[0].shape == expected[0].shape
+    assert (
+        twin.with_input_size(3)(torch.zeros(2, 3, dtype=torch.float64), cell.initial_state(2))[0].shape
+        == expected[0].shape
+    )
 
 
-def test_resized_changes_the_input_and_nothing_else(cell: Cell) -> None:
-    other = cell.resized(9)
+def test_another_input_size_changes_the_input_and_nothing_else(cell: Cell) -> None:
+    other = cell.with_input_size(9)
     assert type(other) is type(cell)
     assert {weight.dtype for weight in other.parameters()} == {torch.float64}
     sizes = {name: tuple(weight.shape) for name, weight in cell.named_parameters()}
@@ -189,11 +240,85 @@ def test_a_state_of_another_make_up_is_refused(cell: Cell) -> None:
 
 def test_the_package_exports_what_it_lists() -> None:
     assert all(getattr(cells, name) is not None for name in cells.__all__)
-    made = {name for name in cells.__all__ if isinstance(getattr(cells, name), type)} - {"Cell"}
-    assert len(made) == 17
-    assert all(issubclass(getattr(cells, name), Cell) for name in made)
+    classes = [getattr(cells, name) for name in cells.__all__ if isinstance(getattr(cells, name), type)]
+    assert all(issubclass(kind, Cell) for kind in classes)
+    assert {kind for kind in classes if inspect.isabstract(kind)} == {Cell, cells.AbstractGatedCell}
+    # The fixture tries every one of the others.
+    tried = {type(part) for make in MAKERS.values() for part in make().modules() if isinstance(part, Cell)}
+    assert tried == set(classes) - {Cell, cells.AbstractGatedCell}
 
 
 def test_a_printed_cell_shows_how_it_was_made() -> None:
     assert repr(cells.GRU(3, 4, reset="before")) == "GRU(3, 4, reset='before')"
     assert "p=(0.5, 0.5)" in repr(cells.Zoneout(cells.LSTM(3, 4), p=0.5))
+
+
+SIMPLE = [
+    cells.Elman,
+    cells.GRU,
+    cells.LSTM,
+    cells.PeepholeLSTM,
+    cells.LayerNormLSTM,
+    cells.LayerNormGRU,
+    cells.CoupledLSTM,
+    cells.MultiplicativeLSTM,
+    cells.LiGRU,
+    cells.MinimalGatedUnit,
+    cells.IndRNN,
+    cells.Clockwork,
+    cells.AttentionCell,
+]
+
+
+@pytest.mark.parametrize("kind", SIMPLE)
+def test_sizes_below_1_or_not_whole_are_refused(kind: type[Cell]) -> None:
+    for wrong in (0, -3, 2.0, "4", None, True):
+        with pytest.raises(StrettoError, match=rf"{kind.__name__} got input_size={wrong!r}"):
+            kind(wrong, 4)
+        with pytest.raises(StrettoError, match=rf"{kind.__name__} got hidden_size={wrong!r}"):
+            kind(4, wrong)
+
+
+@pytest.mark.parametrize("kind", SIMPLE)
+def test_sizes_may_come_from_numpy_and_settings_are_given_by_name(kind: type[Cell]) -> None:
+    cell = kind(np.int64(3), np.int32(4))
+    assert (cell.input_size, cell.hidden_size) == (3, 4)
+    assert kind(3, 4, bias=False).with_input_size(2).bias_ih is None
+    with pytest.raises(TypeError):
+        kind(3, 4, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (cells.Elman, {"nonlinearity": "sigmoid"}),
+        (cells.IndRNN, {"nonlinearity": None}),
+        (cells.GRU, {"reset": "never"}),
+        (cells.LiGRU, {"norm": "batch"}),
+        (cells.AttentionCell, {"memory_size": 0}),
+        (cells.ProjectedLSTM, {"proj_size": 0}),
+        (cells.ProjectedLSTM, {"proj_size": 4}),
+        (cells.ProjectedLSTM, {"proj_size": 9}),
+    ],
+)
+def test_unknown_settings_are_refused(kind: type[Cell], settings: dict[str, object]) -> None:
+    ((name, value),) = settings.items()
+    with pytest.raises(StrettoError, match=rf"{kind.__name__} got {name}={value!r}") as caught:
+        kind(3, 4, **settings)
+    assert caught.value.fix.endswith(".")
+
+
+@pytest.mark.parametrize("kind", [*SIMPLE, lambda F, H: cells.ProjectedLSTM(F, H, proj_size=7)])
+def test_weights_are_drawn_within_the_bound_of_torch(kind: type[Cell]) -> None:
+    torch.manual_seed(0)
+    bound = 1 / math.sqrt(64)
+    for name, weight in kind(30, 64).named_parameters():
+        if "norm" in name:
+            assert torch.equal(weight, torch.full_like(weight, 1.0 if name.endswith("weight") else 0.0)), name
+        elif weight.dim() == 2:
+            assert weight.abs().max() <= bound, name
+            assert weight.abs().max() > 0.98 * bound, name
+            assert abs(weight.mean()) < 0.1 * bound, name
+    state = cells.IndRNN(3, 500).weight_hh
+    assert 0 <= state.min() < 0.02
+    assert 0.98 < state.max() <= 1

@@ -147,7 +147,7 @@ def test_several_inputs_share_the_columns() -> None:
     y_BF, _ = cell(torch.tensor([[1.0, 2.0, 10.0]]), ())
     assert y_BF.tolist() == [[11.0, 12.0]]
     with pytest.raises(StrettoError, match=r"2 inputs, 'z', 'a'"):
-        cell.resized(5)
+        cell.with_input_size(5)
 
 
 def test_two_connections_that_are_alike_count_twice() -> None:
@@ -214,16 +214,16 @@ def test_a_learned_initial_value_gets_a_gradient() -> None:
 
 def test_resized_makes_a_fresh_cell_of_the_same_kind() -> None:
     cell = peephole_lstm(3, 4).cell().double()
-    wider = cell.resized(7)
+    wider = cell.with_input_size(7)
     assert isinstance(wider, GraphCell)
     assert wider.wiring == peephole_lstm(7, 4).wiring()
     assert wider.weight_x_to_candidate_d0.dtype == torch.float64
     assert wider.weight_c_to_output_gate_d0.data_ptr() != cell.weight_c_to_output_gate_d0.data_ptr()
     assert _run(wider, torch.randn(2, 3, 7, dtype=torch.float64)).shape == (2, 3, 4)
     with pytest.raises(StrettoError, match="size of layer 'x' is 0"):
-        cell.resized(0)
+        cell.with_input_size(0)
     with pytest.raises(StrettoError, match="uses units 1 to 3 of 'x', which has 2"):
-        _rich().cell().resized(2)
+        _rich().cell().with_input_size(2)
 
 
 def test_a_cell_without_parameters_follows_its_dtype() -> None:
@@ -235,7 +235,7 @@ def test_a_cell_without_parameters_follows_its_dtype() -> None:
     graph.output("h")
     cell = graph.cell().double()
     assert cell.initial_state(1)[0].dtype == torch.float64
-    assert cell.resized(2).initial_state(1)[0].dtype == torch.float64
+    assert cell.with_input_size(2).initial_state(1)[0].dtype == torch.float64
 
 
 @pytest.mark.parametrize("build", [lstm, peephole_lstm, gru, delayed, two_loops])

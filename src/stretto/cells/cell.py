@@ -1,6 +1,10 @@
-"""What a recurrent cell is: one step from an input and a state to an output and the next state."""
+"""What a recurrent cell is: one step from an input and a state to an output and the next state.
+
+Shape legend: B sequences, F features, H hidden units, G gates, R units that the recurrent product reads.
+"""
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from typing import Any, TypeAlias
 
@@ -8,6 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from stretto.checks import check_int
 from stretto.errors import StrettoError
 
 State: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
@@ -16,16 +21,19 @@ State: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 class Cell(nn.Module, ABC):
     """One step of a recurrent network, in plain PyTorch. Subclass it and put it into `stretto.RNN`.
 
-    The step must treat the rows of the batch (dimension 0) alike and apart. What does not depend on the state is taken
-    out of the time loop, the rest is compiled; see `stretto.RNN.explain`.
+    The step must treat each row of the batch (dimension 0) independently and in the same way. Whatever does not depend
+    on the state is moved out of the time loop and the rest is compiled; see `stretto.RNN.explain`.
 
-    A cell may have a method `coarse_step(x_t, state, dt)`, which `stretto.Multigrid` takes on its coarse grids: one
-    step that does about what `dt` steps do, `dt` a number above 1, and reads the first of their inputs alone. It
-    returns the next state, in the structure and of the shapes of `state`. Write the step as a differential equation
-    and solve it implicitly, so that it stays stable for large `dt`; see `stretto.cells.GRU`.
+    Three hooks are optional. A cell has them or not; nothing is registered:
 
-    It may also have a method `carry(x_t, state)`, which tells `stretto.Shooting` how much of each unit of the state the
-    step keeps, in the structure of `state`: the gate that the old state is multiplied with.
+    - `coarse_step(x_t, state, dt)` gives `stretto.Multigrid` its coarse grids. It returns the state after about `dt`
+      steps (`dt` > 1), reading only the first of their inputs, in the structure and shapes of `state`. Write the
+      step as a differential equation and take one implicit step of it, which stays stable for large `dt`; see
+      `stretto.cells.GRU`. Without it, Multigrid relaxes on the fine grid alone.
+    - `retention(x_t, state)` tells `stretto.Shooting` what share of each unit survives the step, in the structure of
+      `state`: the gate that multiplies the old state. Shooting then corrects its chunks by products of gates.
+    - `passive_parts` counts the tensors at the end of the state that are not units of the net, such as a step counter,
+      a mask or a record of earlier states. `Zoneout` leaves them alone.
 
     Example:
         >>> class Leaky(stretto.Cell):
@@ -41,12 +49,12 @@ class Cell(nn.Module, ABC):
         ...         return new, new
     """
 
-    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+    _init_args: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Remember the arguments, so that further layers can be made of the same cell."""
+        """Remember the arguments, so that `with_input_size` can build the cell again for another layer."""
         cell = super().__new__(cls)
-        object.__setattr__(cell, "_made_with", (args, kwargs))
+        object.__setattr__(cell, "_init_args", (args, kwargs))
         return cell
 
     @abstractmethod
@@ -58,19 +66,19 @@ class Cell(nn.Module, ABC):
         """One step: the output and the next state, which has the shapes of `state`."""
 
     def zeros(self, *size: int) -> torch.Tensor:
-        """Zeros of the dtype and on the device of the cell's parameters."""
+        """Zeros with the dtype and device of the cell's parameters."""
         like = next(self.parameters(), None)
         if like is None:
             return torch.zeros(*size)
         return torch.zeros(*size, dtype=like.dtype, device=like.device)
 
-    def resized(self, input_size: int) -> "Cell":
-        """A new cell with fresh parameters, made with the same arguments but for `input_size`.
+    def with_input_size(self, input_size: int) -> "Cell":
+        """A new cell with fresh parameters, built with the same arguments except `input_size`.
 
         Raises:
-            StrettoError: If the cell's constructor has no argument called `input_size`.
+            StrettoError: The cell's constructor has no argument called `input_size`.
         """
-        args, kwargs = self._made_with
+        args, kwargs = self._init_args
         try:
             bound = inspect.signature(type(self)).bind(*args, **kwargs)
             bound.apply_defaults()
@@ -78,10 +86,76 @@ class Cell(nn.Module, ABC):
             bound = None
         if bound is None or "input_size" not in bound.arguments:
             raise StrettoError(
-                f"{type(self).__name__} cannot be made again for another layer: it takes no argument 'input_size'",
-                fix="Name that argument 'input_size', or give one cell for each layer and direction as a list.",
+                f"{type(self).__name__} cannot be built again for another layer: it takes no argument 'input_size'",
+                fix="Name that argument 'input_size', or give a list with one cell for each layer and direction.",
             )
         bound.arguments["input_size"] = input_size
         cell = type(self)(*bound.args, **bound.kwargs)
         like = next(self.parameters(), None)
         return cell if like is None else cell.to(device=like.device, dtype=like.dtype)
+
+
+class AbstractGatedCell(Cell):
+    """Holds `weight_ih` (G H, F), `weight_hh` (G H, R), `bias_ih` and `bias_hh` (G H), as torch names and draws them.
+
+    Args:
+        input_size: F.
+        hidden_size: H.
+        num_gates: G, the blocks of H rows in each parameter.
+        bias: Whether there are biases.
+        recurrent_size: R, if it is not H.
+    """
+
+    bias_ih: nn.Parameter | None
+    bias_hh: nn.Parameter | None
+
+    def __init__(
+        self, input_size: int, hidden_size: int, *, num_gates: int, bias: bool, recurrent_size: int | None = None
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        self.input_size = check_int(input_size, name="input_size", owner=name)
+        self.hidden_size = check_int(hidden_size, name="hidden_size", owner=name)
+        rows = num_gates * self.hidden_size
+        self.weight_ih = self.new_parameter(rows, self.input_size)
+        self.weight_hh = self.new_parameter(rows, recurrent_size or self.hidden_size)
+        self.register_parameter("bias_ih", self.new_parameter(rows) if bias else None)
+        self.register_parameter("bias_hh", self.new_parameter(rows) if bias else None)
+
+    def new_parameter(self, *shape: int) -> nn.Parameter:
+        """A parameter drawn uniformly within 1/sqrt(H) of zero, as torch draws those of recurrent layers."""
+        bound = 1.0 / math.sqrt(self.hidden_size)
+        return nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
+
+    def split_hh(self, *rows: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The recurrent weight and bias in blocks of rows, for gates that need products of their own."""
+        weights = torch.split(self.weight_hh, list(rows))
+        biases = [None] * len(rows) if self.bias_hh is None else torch.split(self.bias_hh, list(rows))
+        return list(zip(weights, biases, strict=True))
+
+    def extra_repr(self) -> str:
+        """The arguments the cell was built with."""
+        args, kwargs = self._init_args
+        return ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
+
+
+def expect_tensor(state: State, *, cell: nn.Module) -> torch.Tensor:
+    """The state of a cell that keeps a single tensor."""
+    if not isinstance(state, torch.Tensor):
+        raise _wrong_state(state, "one tensor", cell)
+    return state
+
+
+def expect_tuple(state: State, count: int, *, cell: nn.Module) -> tuple[torch.Tensor, ...]:
+    """The state of a cell that keeps a tuple of `count` tensors."""
+    if isinstance(state, torch.Tensor) or len(state) != count:
+        raise _wrong_state(state, f"a tuple of {count} tensors", cell)
+    return state
+
+
+def _wrong_state(state: State, wanted: str, cell: nn.Module) -> StrettoError:
+    given = "one tensor" if isinstance(state, torch.Tensor) else f"a tuple of {len(state)}"
+    return StrettoError(
+        f"{type(cell).__name__} got {given} as its state, which must be {wanted}",
+        fix="Start from the cell's initial_state(batch_size) and pass on the state that each step returns.",
+    )

@@ -243,7 +243,7 @@ def _input_size(cell: nn.Module) -> int | None:
     """The features that a cell says it takes, or was made for."""
     if isinstance(cell, GraphCell):
         return cell.wiring.input_size
-    args, kwargs = getattr(cell, "_made_with", ((), {}))
+    args, kwargs = getattr(cell, "_init_args", ((), {}))
     given: dict[str, Any] = {}
     with contextlib.suppress(TypeError, ValueError):
         given = inspect.signature(type(cell)).bind(*args, **kwargs).arguments

@@ -342,14 +342,14 @@ def _stacked(cell: nn.Module | Sequence[nn.Module], num_layers: int, directions:
     if wanted == 1:
         return [cell]
     size = _output_size(cell)
-    first = [cell, *(cell.resized(_input_size(cell)) for _ in range(directions - 1))]  # type: ignore[operator]
-    return first + [cell.resized(size * directions) for _ in range(wanted - directions)]  # type: ignore[operator]
+    first = [cell, *(cell.with_input_size(_input_size(cell)) for _ in range(directions - 1))]  # type: ignore[operator]
+    return first + [cell.with_input_size(size * directions) for _ in range(wanted - directions)]  # type: ignore[operator]
 
 
 def _input_size(cell: nn.Module) -> int:
     size = getattr(cell, "input_size", None)
     if size is None:
-        made_with: Any = getattr(cell, "_made_with", ((), {}))
+        made_with: Any = getattr(cell, "_init_args", ((), {}))
         args, kwargs = made_with
         size = kwargs.get("input_size", args[0] if args else None)
     if not isinstance(size, int):

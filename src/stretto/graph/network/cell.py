@@ -96,7 +96,7 @@ class GraphCell(Cell):
         """Features of a step."""
         return self.wiring.input_size
 
-    def resized(self, input_size: int) -> Cell:
+    def with_input_size(self, input_size: int) -> Cell:
         """A cell of the same graph with fresh parameters and an input of another size.
 
         Raises:

@@ -91,13 +91,13 @@ class _WithGates(nn.Module):
 
     def forward(self, x_t: torch.Tensor, state: object) -> tuple[torch.Tensor, object]:
         _, after = self.cell(x_t, state)
-        carried = self.cell.carry(x_t, state)  # type: ignore[operator]
+        carried = self.cell.retention(x_t, state)  # type: ignore[operator]
         return packed(flatten(carried)), after
 
 
 @final
 class Gates(AbstractCorrection):
-    """The product of what each step carries over by its gates: a diagonal, for cells that tell their `carry`."""
+    """The product of what each step carries over by its gates: a diagonal, for cells that have a `retention`."""
 
     name = "products of gates"
 
@@ -107,7 +107,7 @@ class Gates(AbstractCorrection):
     @staticmethod
     def knows(chain: Chain) -> bool:
         """Whether the cell tells."""
-        return hasattr(chain.variants.cell, "carry")
+        return hasattr(chain.variants.cell, "retention")
 
     def walk(self, chain: Chain, chunks: Chunks, starts_CS: torch.Tensor) -> torch.Tensor:
         """One walk, which also puts out the gates."""

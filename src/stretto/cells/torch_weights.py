@@ -8,28 +8,25 @@ from torch import nn
 from stretto.cells.cell import Cell
 from stretto.cells.elman import Elman
 from stretto.cells.gru import GRU
-from stretto.cells.lstm import LSTM
-from stretto.cells.projected_lstm import ProjectedLSTM
+from stretto.cells.lstm import LSTM, ProjectedLSTM
 from stretto.errors import StrettoError
 
-NAMES: Final = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+WEIGHT_NAMES: Final = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
 def cell_from(module: nn.Module) -> Cell:
-    """Turn a cell of torch into the matching cell of Stretto, which holds the very same parameters.
-
-    What trains the one trains the other.
+    """The cell of Stretto that matches a cell of torch and shares its parameters: training one trains the other.
 
     Args:
         module: A `torch.nn.RNNCell`, `GRUCell` or `LSTMCell`.
 
     Raises:
-        StrettoError: If it is anything else, a subclass included, or its weights are not plain parameters.
+        StrettoError: The module is anything else, a subclass included, or its weights are not plain parameters.
     """
-    # Parameters that are replaced at once need neither memory nor random numbers.
+    # These parameters are replaced below, so spend neither memory nor random numbers on them.
     with torch.device("meta"):
-        cell = _like(module)
-    for name in NAMES:
+        cell = _matching_cell(module)
+    for name in WEIGHT_NAMES:
         parameter = getattr(module, name)
         if parameter is not None and not isinstance(parameter, nn.Parameter):
             raise StrettoError(
@@ -50,7 +47,7 @@ def load_layer(cell: Cell, module: nn.Module, *, layer: int = 0, reverse: bool =
         reverse: Whether to take the backward direction of a bidirectional module.
 
     Raises:
-        StrettoError: If cell and module differ in kind, sizes or dtype, or the module has no such layer.
+        StrettoError: Cell and module differ in kind, sizes or dtype, or the module has no such layer.
     """
     with torch.no_grad():
         for inside, outside in _pairs(cell, module, layer=layer, reverse=reverse):
@@ -67,15 +64,15 @@ def store_layer(cell: Cell, module: nn.Module, *, layer: int = 0, reverse: bool 
         reverse: Whether to fill the backward direction of a bidirectional module.
 
     Raises:
-        StrettoError: If cell and module differ in kind, sizes or dtype, or the module has no such layer.
+        StrettoError: Cell and module differ in kind, sizes or dtype, or the module has no such layer.
     """
     with torch.no_grad():
         for inside, outside in _pairs(cell, module, layer=layer, reverse=reverse):
             outside.copy_(inside)
 
 
-def _like(module: nn.Module) -> Cell:
-    # A subclass may compute something else, so only torch's own classes are taken.
+def _matching_cell(module: nn.Module) -> Cell:
+    # A subclass may compute something else, so only torch's own classes match.
     if type(module) is nn.RNNCell:
         squash: Literal["tanh", "relu"] = "relu" if module.nonlinearity == "relu" else "tanh"
         return Elman(module.input_size, module.hidden_size, bias=module.bias, nonlinearity=squash)
@@ -90,12 +87,12 @@ def _like(module: nn.Module) -> Cell:
 
 
 def _pairs(cell: Cell, module: nn.Module, *, layer: int, reverse: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each parameter of the cell beside that of the layer, once all of them are known to match."""
-    wanted, given = _kind_of_layers(module), _kind_of_cell(cell)
+    """(parameter of the cell, parameter of the layer), after checking that all of them match."""
+    wanted, given = _describe_layer(module), _describe_cell(cell)
     if wanted != given:
         raise StrettoError(
             f"{given} does not compute what a layer of {type(module).__name__} does",
-            fix=f"Use {wanted}; of a wrapped cell, give its .cell.",
+            fix=f"Use {wanted}; for a wrapped cell, give its .cell.",
         )
     suffix = f"_l{layer}{'_reverse' if reverse else ''}"
     inside = dict(cell.named_parameters())
@@ -105,7 +102,7 @@ def _pairs(cell: Cell, module: nn.Module, *, layer: int, reverse: bool) -> list[
             f"{module} has no layer {layer}{' in reverse' if reverse else ''}",
             fix="Count layers from 0, and ask for reverse only if the module is bidirectional.",
         )
-    here, there = _sizes(inside), _sizes(outside)
+    here, there = _describe_sizes(inside), _describe_sizes(outside)
     if here != there:
         raise StrettoError(
             f"the cell has {here}, layer {layer} of the {type(module).__name__} has {there}",
@@ -114,7 +111,7 @@ def _pairs(cell: Cell, module: nn.Module, *, layer: int, reverse: bool) -> list[
     return [(inside[name], outside[name]) for name in inside]
 
 
-def _kind_of_layers(module: nn.Module) -> str:
+def _describe_layer(module: nn.Module) -> str:
     if isinstance(module, nn.RNN):
         return f"Elman with nonlinearity={module.nonlinearity!r}"
     if isinstance(module, nn.GRU):
@@ -126,7 +123,7 @@ def _kind_of_layers(module: nn.Module) -> str:
     )
 
 
-def _kind_of_cell(cell: Cell) -> str:
+def _describe_cell(cell: Cell) -> str:
     if isinstance(cell, Elman):
         return f"Elman with nonlinearity={cell.nonlinearity!r}"
     if isinstance(cell, GRU):
@@ -134,5 +131,5 @@ def _kind_of_cell(cell: Cell) -> str:
     return type(cell).__name__ if isinstance(cell, LSTM | ProjectedLSTM) else f"the cell {type(cell).__name__}"
 
 
-def _sizes(parameters: dict[str, nn.Parameter]) -> str:
+def _describe_sizes(parameters: dict[str, nn.Parameter]) -> str:
     return ", ".join(f"{name} {tuple(value.shape)} of {value.dtype}" for name, value in sorted(parameters.items()))
