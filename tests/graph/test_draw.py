@@ -12,7 +12,7 @@ from torch import nn
 
 from stretto import cells
 from stretto.cells import Cell, State
-from stretto.graph import Body, Graph, Operator, Place, Plan, analyse, derive, document, draw, trace
+from stretto.graph import Body, Graph, Operator, Plan, Stage, analyse, derive, document, draw, trace
 from stretto.graph.drawing.backward import backward_panel
 from stretto.graph.drawing.forward import forward_panel
 from stretto.graph.drawing.layout import Layout, Rectangle, lay_out
@@ -96,8 +96,8 @@ def test_a_picture_shows_every_operator_at_its_place(name: str) -> None:
     for node in [node for node in backward if is_drawn(node, hidden=SAME_VALUE_BACKWARD)]:
         assert Operator.of(node).name in texts
     assert {"x", "y", name, "getitem"} & set(texts) == {"x", "y", name}
-    for place in Place:
-        titles = {Place.LOOP: "Loop", Place.ONCE: "Once", Place.HOISTED: "Hoisted", Place.SUNK: "Sunk"}
+    for place in Stage:
+        titles = {Stage.LOOP: "Loop", Stage.ONCE: "Once", Stage.HOISTED: "Hoisted", Stage.SUNK: "Sunk"}
         if plan.nodes_at(place):
             assert any(text.startswith(titles[place]) for text in texts)
 

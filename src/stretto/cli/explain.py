@@ -25,7 +25,7 @@ from stretto.cells import Cell
 from stretto.cli.parsing import checked_flags, parse
 from stretto.errors import StrettoError
 from stretto.files import write_text_atomically
-from stretto.graph import Graph, GraphCell, stepped
+from stretto.graph import Graph, GraphCell, call_cell
 from stretto.kernels import Backend
 from stretto.nn import RNN
 from stretto.training import Count
@@ -255,7 +255,7 @@ def _try_step(cell: nn.Module, input_size: int) -> None:
     state = cell.initial_state(2)  # type: ignore[operator]
     like = next((tensor for tensor in cell.parameters() if tensor.is_floating_point()), torch.zeros(()))
     with torch.no_grad():
-        stepped(cell, torch.zeros(2, input_size, dtype=like.dtype, device=like.device), state)
+        call_cell(cell, torch.zeros(2, input_size, dtype=like.dtype, device=like.device), state)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch
 
 from stretto.graph.analyse import Loop
 from stretto.graph.decompose import DECOMPOSED
-from stretto.graph.node import Node, Rows, needed_for, replaced, sized
+from stretto.graph.node import BatchDim, Node, concrete_shape, needed_for, replaced
 from stretto.graph.operators import EXPENSIVE, is_view, why_not_rowwise
 from stretto.graph.recorder import TWO_SIZES, Untraceable, merged, record
 from stretto.graph.trace import StepGraph
@@ -120,7 +120,7 @@ def _record(
     device = _device(graph)
 
     def example(node: Node) -> torch.Tensor:
-        return torch.zeros(sized(node.shape, rows), dtype=node.dtype, device=device)
+        return torch.zeros(concrete_shape(node.shape, rows), dtype=node.dtype, device=device)
 
     def run(recorder: Any) -> dict[str, Any]:
         inputs = [example(source) for _, source, _ in sources]
@@ -169,7 +169,7 @@ def _run(nodes: list[Node], values: dict[Node, Any], rows: int) -> None:
     def known(value: Any) -> Any:
         if isinstance(value, Node):
             return values[value]
-        return value.each * rows if isinstance(value, Rows) else value
+        return value.factor * rows if isinstance(value, BatchDim) else value
 
     for node in nodes:
         op = DECOMPOSED.get(node.label, node.op)

@@ -18,7 +18,7 @@ from stretto.graph.rewrite import drop_unused, merge_products, split_products_of
 from stretto.graph.trace import StepGraph
 
 
-class Place(str, Enum):
+class Stage(str, Enum):
     """Where a node is computed."""
 
     ONCE = "once"
@@ -65,7 +65,7 @@ class Plan:
     """
 
     graph: StepGraph
-    place: dict[Node, Place]
+    place: dict[Node, Stage]
     maps: list[list[Node]]
     loops: list[list[Loop]]
     constants_per_row: set[int]
@@ -76,7 +76,7 @@ class Plan:
         """The loops of all levels."""
         return [loop for level in self.loops for loop in level]
 
-    def nodes_at(self, place: Place) -> list[Node]:
+    def nodes_at(self, place: Stage) -> list[Node]:
         """The operators at one place, in order."""
         return [node for node in self.graph.nodes if self.place.get(node) is place]
 
@@ -97,19 +97,19 @@ def analyse(graph: StepGraph) -> Plan:
     level = _levels(graph, constants, cycles)
     cycle_of = {node: index for index, cycle in enumerate(cycles) for node in cycle}
     once = _once(graph)
-    place: dict[Node, Place] = {}
+    place: dict[Node, Stage] = {}
     feeds_loop = _feeding(graph, cycle_of)
     for node in order:
         if node.op is None:
             continue
         if node in once:
-            place[node] = Place.ONCE
+            place[node] = Stage.ONCE
         elif node in cycle_of:
-            place[node] = Place.LOOP
+            place[node] = Stage.LOOP
         elif level[node] == 0 or node in feeds_loop:
-            place[node] = Place.HOISTED
+            place[node] = Stage.HOISTED
         else:
-            place[node] = Place.SUNK
+            place[node] = Stage.SUNK
     users = _users(graph)
     loops = [_loop(graph, cycle, place=place, level=level, constants=constants, users=users) for cycle in cycles]
     depth = max([*level.values(), 0])
@@ -119,8 +119,8 @@ def analyse(graph: StepGraph) -> Plan:
     absorbed = {node for loop in loops for node in loop.nodes}
     maps: list[list[Node]] = [[] for _ in range(depth + 1)]
     for node in order:
-        outside = place.get(node) in {Place.HOISTED, Place.SUNK} and not (
-            place[node] is Place.SUNK and node in absorbed
+        outside = place.get(node) in {Stage.HOISTED, Stage.SUNK} and not (
+            place[node] is Stage.SUNK and node in absorbed
         )
         if outside:
             if reason := why_not_rowwise(node):
@@ -206,7 +206,7 @@ def _loop(
     graph: StepGraph,
     cycle: set[Node],
     *,
-    place: dict[Node, Place],
+    place: dict[Node, Stage],
     level: dict[Node, int],
     constants: set[int],
     users: dict[Node, list[Node]],
@@ -228,8 +228,8 @@ def _loop(
     emitted = [
         node
         for node in nodes
-        if place[node] is not Place.HOISTED
-        and place[node] is not Place.ONCE
+        if place[node] is not Stage.HOISTED
+        and place[node] is not Stage.ONCE
         and node not in next_states
         and node.dtype is not None
         and (node in outputs or any(user not in inside for user in users.get(node, [])))
@@ -240,7 +240,7 @@ def _loop(
         per_step=[
             n
             for n in read
-            if place.get(n) is not Place.ONCE and n not in constant_nodes and (n.has_rows or n is graph.x)
+            if place.get(n) is not Stage.ONCE and n not in constant_nodes and (n.has_rows or n is graph.x)
         ],
         weights=[node for node in read if not node.has_rows and node is not graph.x],
         constants_per_row=[constant_nodes[node] for node in read if node in constant_nodes],
@@ -249,12 +249,12 @@ def _loop(
     )
 
 
-def _absorb_views(inside: set[Node], place: dict[Node, Place]) -> None:
+def _absorb_views(inside: set[Node], place: dict[Node, Stage]) -> None:
     """A slice of a value computed before the loop is read where it lies."""
     waiting = list(inside)
     while waiting:
         for item in waiting.pop().inputs:
-            if item not in inside and place.get(item) is Place.HOISTED and is_view(item) and _still_rows(item):
+            if item not in inside and place.get(item) is Stage.HOISTED and is_view(item) and _still_rows(item):
                 inside.add(item)
                 waiting.append(item)
 
@@ -268,20 +268,20 @@ def _absorb_results(
     graph: StepGraph,
     inside: set[Node],
     *,
-    place: dict[Node, Place],
+    place: dict[Node, Stage],
     level: dict[Node, int],
     mine: int,
     states: set[Node],
 ) -> None:
     """Pointwise work on values of the loop that are no states stays in it: sinking it would store those values."""
     for node in graph.nodes:
-        if place.get(node) is not Place.SUNK or level[node] != mine or node in inside:
+        if place.get(node) is not Stage.SUNK or level[node] != mine or node in inside:
             continue
         if not (is_pointwise(node) or is_view(node)) or depends_on_chance(node):
             continue
         read = node.inputs
         reachable = all(
-            item in inside or item in states or place.get(item, Place.ONCE) is not Place.SUNK for item in read
+            item in inside or item in states or place.get(item, Stage.ONCE) is not Stage.SUNK for item in read
         )
         own = all(item in inside or item in states or level[item] < mine for item in read)
         if reachable and own and any(item in inside and item not in graph.next_states for item in read):

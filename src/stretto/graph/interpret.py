@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from stretto.graph.node import Node, Rows, replaced
+from stretto.graph.node import BatchDim, Node, replaced
 
 
 def evaluate(node: Node, values: dict[Node, Any], rows: int) -> Any:
@@ -12,7 +12,7 @@ def evaluate(node: Node, values: dict[Node, Any], rows: int) -> Any:
     def known(value: Any) -> Any:
         if isinstance(value, Node):
             return values[value]
-        return value.each * rows if isinstance(value, Rows) else value
+        return value.factor * rows if isinstance(value, BatchDim) else value
 
     assert node.op is not None
     if not node.kwargs and all(isinstance(item, Node) for item in node.args):

@@ -9,16 +9,16 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class BatchDim:
     """An integer that is a multiple of the number of rows, such as the first size of a batch."""
 
-    each: int
+    factor: int
 
     def __repr__(self) -> str:
-        return "rows" if self.each == 1 else f"{self.each}*rows"
+        return "rows" if self.factor == 1 else f"{self.factor}*rows"
 
 
-Size: TypeAlias = "int | Rows"
+Size: TypeAlias = "int | BatchDim"
 
 
 @dataclass(eq=False, slots=True)
@@ -28,9 +28,9 @@ class Node:
     Attributes:
         name: Unique in its graph, and readable.
         op: The operator that computes it; None for an input.
-        args: Its arguments, with nodes and `Rows` in place of tensors and batch-dependent integers.
+        args: Its arguments, with nodes and `BatchDim` in place of tensors and batch-dependent integers.
         kwargs: Its keyword arguments, likewise.
-        shape: Sizes; a leading `Rows` says that it has a row for each sequence.
+        shape: Sizes; a leading `BatchDim` says that it has a row for each sequence.
         dtype: Of the elements; None for an operator with several outputs, which further nodes take apart.
     """
 
@@ -56,17 +56,17 @@ class Node:
     @property
     def has_rows(self) -> bool:
         """Whether there is a value for each row of the batch."""
-        return bool(self.shape) and isinstance(self.shape[0], Rows)
+        return bool(self.shape) and isinstance(self.shape[0], BatchDim)
 
     @property
     def row_shape(self) -> tuple[int, ...]:
         """The sizes within a row."""
-        sizes = tuple(size for size in self.shape if not isinstance(size, Rows))
+        sizes = tuple(size for size in self.shape if not isinstance(size, BatchDim))
         if not self.has_rows:
             return sizes
         first = self.shape[0]
-        assert isinstance(first, Rows)
-        return sizes if first.each == 1 else (first.each, *sizes)
+        assert isinstance(first, BatchDim)
+        return sizes if first.factor == 1 else (first.factor, *sizes)
 
     @property
     def row_size(self) -> int:
@@ -128,6 +128,6 @@ def needed_for(outputs: list[Node], *, stop: "set[Node] | None" = None) -> set[N
     return found
 
 
-def sized(shape: tuple[Size, ...], rows: int) -> list[int]:
+def concrete_shape(shape: tuple[Size, ...], rows: int) -> list[int]:
     """Sizes for a number of rows."""
-    return [size.each * rows if isinstance(size, Rows) else size for size in shape]
+    return [size.factor * rows if isinstance(size, BatchDim) else size for size in shape]

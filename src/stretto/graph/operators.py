@@ -5,8 +5,8 @@ from typing import Any, Final
 
 import torch
 
-from stretto.graph.node import Node, Rows
-from stretto.graph.recorder import draw, filled
+from stretto.graph.node import BatchDim, Node
+from stretto.graph.recorder import constant_fill, draw
 
 VIEWS: Final = frozenset(
     "view _unsafe_view t transpose permute slice select unsqueeze squeeze expand split split_with_sizes getitem alias "
@@ -61,10 +61,10 @@ def why_not_rowwise(node: Node) -> str | None:
     Steps can be laid out as further rows of such an operator: that is what takes it out of the time loop.
     """
     with_rows = [item for item in node.inputs if item.has_rows or _has_rows_elsewhere(item)]
-    if node.op in (draw, filled):
+    if node.op in (draw, constant_fill):
         return None
     if not with_rows:
-        if any(isinstance(value, Rows) for value in _flat(node.args)) and not node.has_rows:
+        if any(isinstance(value, BatchDim) for value in _flat(node.args)) and not node.has_rows:
             return f"{node.label} uses the number of rows"
         return None
     if any(not item.has_rows and item.dtype is not None for item in with_rows):
@@ -109,7 +109,7 @@ def _reason(node: Node) -> str | None:  # noqa: PLR0911 - one line a kind of ope
 
 
 def _aligned(node: Node) -> bool:
-    if any(isinstance(value, Rows) for value in _flat(node.args)):
+    if any(isinstance(value, BatchDim) for value in _flat(node.args)):
         return False
     for item in node.inputs:
         if item.has_rows:
@@ -132,7 +132,7 @@ def _first_stays(node: Node) -> bool:
 def _has_rows_elsewhere(node: Node) -> bool:
     if node.dtype is None:
         return any(item.has_rows or _has_rows_elsewhere(item) for item in node.inputs)
-    return any(isinstance(size, Rows) for size in node.shape)
+    return any(isinstance(size, BatchDim) for size in node.shape)
 
 
 def _flat(value: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stretto.graph.node import Node, Rows, replaced
+from stretto.graph.node import BatchDim, Node, replaced
 
 TWO_SIZES: Final = (3, 5)
 """Batch sizes a function is recorded at."""
@@ -35,7 +35,7 @@ def draw(
     return getattr(torch.empty(tuple(shape), dtype=dtype, device=device), method)(*arguments)  # type: ignore[no-any-return]
 
 
-def filled(shape: Sequence[int], value: float, dtype: torch.dtype, device: Any) -> torch.Tensor:
+def constant_fill(shape: Sequence[int], value: float, dtype: torch.dtype, device: Any) -> torch.Tensor:
     """A tensor of one value."""
     return torch.full(tuple(shape), value, dtype=dtype, device=device)
 
@@ -163,7 +163,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = args[1] if base != "new_full" else args[2]
         if value is not None and not isinstance(value, Node):
             arguments = (list(shape), value, dtype, result.device)
-            return Node(self.name(base.removesuffix("_like")), filled, arguments, {}, shape, dtype)
+            return Node(self.name(base.removesuffix("_like")), constant_fill, arguments, {}, shape, dtype)
         method = {"rand_like": "uniform_", "randn_like": "normal_", "rand": "uniform_", "randn": "normal_"}.get(base)
         if method is not None:
             node = self.drawn(result, method, (), {})
@@ -248,7 +248,7 @@ def _size(first: Any, second: Any) -> Any:
         return first
     small, large = TWO_SIZES
     if first * large == second * small and first % small == 0:
-        return Rows(first // small)
+        return BatchDim(first // small)
     raise Untraceable(f"a size is {first} for {small} rows and {second} for {large} rows")
 
 

@@ -6,8 +6,8 @@ from typing import Final, final
 import torch
 
 from stretto.graph.adjoint import Body, Kind
-from stretto.graph.analyse import Loop, Place, Plan
-from stretto.graph.node import Node, Rows
+from stretto.graph.analyse import Loop, Plan, Stage
+from stretto.graph.node import BatchDim, Node
 from stretto.graph.operators import is_view
 
 PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "baddbmm"})
@@ -19,7 +19,7 @@ SAME_VALUE: Final = frozenset({"alias"})
 SAME_VALUE_BACKWARD: Final = SAME_VALUE | {"detach"}
 """The same in a backward step, where autograd also cuts off values that it keeps; that is no work, and no news."""
 
-PLAIN_NAMES: Final = {"t": "transpose", "draw": "random", "filled": "constant"}
+PLAIN_NAMES: Final = {"t": "transpose", "draw": "random", "constant_fill": "constant"}
 
 
 @final
@@ -45,7 +45,7 @@ class Operator:
         return cls(name=PLAIN_NAMES.get(name, name), shape=node.row_shape, is_view=is_view(node))
 
     def __str__(self) -> str:
-        return f"{self.name} {sizes(self.shape)}"
+        return f"{self.name} {format_shape(self.shape)}"
 
 
 @final
@@ -54,7 +54,7 @@ class Product:
     """A product of matrices: row vectors of size K times a matrix of K x N.
 
     Attributes:
-        K: Rows of the matrix; of the result, for a gradient that sums over all steps.
+        K: BatchDim of the matrix; of the result, for a gradient that sums over all steps.
         N: Columns of the matrix.
         vectors: How many vectors of one row of the batch it multiplies.
     """
@@ -67,13 +67,13 @@ class Product:
     def of(cls, node: Node) -> "Product":
         """The sizes of a product."""
         left, right = node.args[-2:]
-        inner = left.shape[-2] if isinstance(right.shape[-2], Rows) else right.shape[-2]
+        inner = left.shape[-2] if isinstance(right.shape[-2], BatchDim) else right.shape[-2]
         columns = right.shape[-1]
         vectors = node.row_size // columns if node.has_rows and columns else 1
         return cls(K=inner, N=columns, vectors=vectors)
 
     def __str__(self) -> str:
-        return sizes((self.K, self.N)) + (f" ({self.vectors} vectors a row)" if self.vectors > 1 else "")
+        return format_shape((self.K, self.N)) + (f" ({self.vectors} vectors a row)" if self.vectors > 1 else "")
 
 
 @final
@@ -141,25 +141,25 @@ class Summary:
     def of(cls, plan: Plan, bodies: list[Body]) -> "Summary":
         """Count a plan whose loops have the given bodies, in order."""
         place = places(plan)
-        nodes = {where: [node for node in plan.graph.nodes if place.get(node) is where] for where in Place}
+        nodes = {where: [node for node in plan.graph.nodes if place.get(node) is where] for where in Stage}
         operators = {where.value: _operators(found) for where, found in nodes.items()}
         deferred = [node for body in bodies for node in body.deferred]
         operators["deferred"] = _operators(deferred, hidden=SAME_VALUE_BACKWARD)
         return cls(
             operators=operators,
             loops=tuple(LoopSummary.of(loop, body) for loop, body in zip(plan.all_loops, bodies, strict=True)),
-            hoisted=products_of(nodes[Place.HOISTED]),
-            sunk=products_of(nodes[Place.SUNK]),
+            hoisted=products_of(nodes[Stage.HOISTED]),
+            sunk=products_of(nodes[Stage.SUNK]),
         )
 
 
-def places(plan: Plan) -> dict[Node, Place]:
+def places(plan: Plan) -> dict[Node, Stage]:
     """Where each operator is computed in the end: a loop takes in work that would cost more outside of it."""
     taken = {node for loop in plan.all_loops for node in loop.nodes}
-    return {node: Place.LOOP if node in taken and place is Place.SUNK else place for node, place in plan.place.items()}
+    return {node: Stage.LOOP if node in taken and place is Stage.SUNK else place for node, place in plan.place.items()}
 
 
-def sizes(shape: tuple[int, ...]) -> str:
+def format_shape(shape: tuple[int, ...]) -> str:
     """A shape as a person writes it."""
     return " \u00d7 ".join(map(str, shape)) or "1"
 

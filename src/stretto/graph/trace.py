@@ -93,14 +93,14 @@ def _example(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 def _tried(cell: nn.Module, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
     try:
-        return stepped(cell, x, state)
+        return call_cell(cell, x, state)
     except (Untraceable, StrettoError):
         raise
     except Exception as error:  # if it is the cell's own, it comes again when the cell runs as it is
         raise Untraceable(f"the step failed when it was traced: {type(error).__name__}: {error}") from error
 
 
-def stepped(cell: nn.Module, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+def call_cell(cell: nn.Module, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
     """One step, for our cells and for torch's, which return the next state alone."""
     result = cell(x, state)
     if isinstance(cell, nn.LSTMCell):

@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 
-from stretto.graph import Body, Kind, Node, run, sized
+from stretto.graph import Body, Kind, Node, concrete_shape, run
 from stretto.kernels.compiler import compiled
 from stretto.kernels.generate import Generated, generate_backward, generate_forward, source_of
 from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
@@ -144,7 +144,7 @@ class CppKernel(AbstractKernel):
         return tensor.to(self.dtype).contiguous()
 
     def _empty(self, rows: int, node: Node) -> torch.Tensor:
-        return fresh(*sized(node.shape, rows), dtype=self.dtype)
+        return fresh(*concrete_shape(node.shape, rows), dtype=self.dtype)
 
     def empty_outputs(self, layout: Layout, *, keep: bool) -> Outputs:
         """Room for what the loop makes; what nothing will need again gets one row for each sequence."""

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from stretto.graph import Kind, Node, Rows, run, sized
+from stretto.graph import BatchDim, Kind, Node, concrete_shape, run
 from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
 from stretto.kernels.layout import Layout
 
@@ -108,8 +108,8 @@ class EagerKernel(AbstractKernel):
 def _span(node: Node, rows: slice) -> slice:
     """The rows of a value that has several for each row of the batch."""
     first = node.shape[0]
-    assert isinstance(first, Rows)
-    return slice(rows.start * first.each, rows.stop * first.each)
+    assert isinstance(first, BatchDim)
+    return slice(rows.start * first.factor, rows.stop * first.factor)
 
 
 def _onto(going: torch.Tensor, all_rows: torch.Tensor) -> torch.Tensor:
@@ -121,4 +121,4 @@ def _stacked(rows: list[torch.Tensor], node: Node, inputs: Inputs) -> torch.Tens
     if rows:
         return torch.cat(rows)
     like = (inputs.states or inputs.steps)[0]
-    return torch.zeros(sized(node.shape, 0), dtype=node.dtype, device=like.device)
+    return torch.zeros(concrete_shape(node.shape, 0), dtype=node.dtype, device=like.device)

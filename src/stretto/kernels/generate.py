@@ -6,7 +6,7 @@ from typing import final
 
 import torch
 
-from stretto.graph import Body, Kind, Node, filled, is_view
+from stretto.graph import Body, Kind, Node, constant_fill, is_view
 from stretto.kernels.emit import StepWriter
 from stretto.kernels.lower import Lowering, Unsupported
 from stretto.kernels.rows import (
@@ -95,7 +95,7 @@ class _Writer:
         self.prepared: list[Node] = []
         self.moving: list[Node] = []
         for node in nodes:
-            if node.op is filled:
+            if node.op is constant_fill:
                 self.values[node] = Constant(node.row_shape, float(node.args[1]))
             elif not node.has_rows and node.inputs and all(item in self.still for item in node.inputs):
                 self.still[node] = None

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, final
 
-from stretto.graph import Node, Rows, filled
+from stretto.graph import BatchDim, Node, constant_fill
 from stretto.kernels.pointwise import POINTWISE
 from stretto.kernels.rows import (
     AbstractValue,
@@ -50,7 +50,7 @@ class Lowering:
         name = node.label
         if node.op is operator.getitem:
             self.values[node] = self._part(node)
-        elif node.op is filled:
+        elif node.op is constant_fill:
             self.values[node] = Constant(node.row_shape, float(node.args[1]))
         elif name in POINTWISE:
             self.values[node] = self._pointwise(node)
@@ -93,7 +93,7 @@ class Lowering:
         rank = len(node.shape) if rank is None else rank
         dimension %= rank
         first = node.shape[0]
-        merged = isinstance(first, Rows) and first.each > 1
+        merged = isinstance(first, BatchDim) and first.factor > 1
         if dimension == 0:
             raise Unsupported(f"{node.label} over the rows of the batch")
         return dimension if merged else dimension - 1
@@ -122,7 +122,7 @@ class Lowering:
         if order[0] != 0:
             raise Unsupported(f"{node.label} of the rows of the batch")
         axes = [self._axis(source, d) for d in order[1:]]
-        if isinstance(source.shape[0], Rows) and source.shape[0].each > 1:
+        if isinstance(source.shape[0], BatchDim) and source.shape[0].factor > 1:
             axes = [0, *axes]
         factors: list[tuple[int, ...]] = [()] * len(axes)
         for position, axis in enumerate(axes):
@@ -290,7 +290,7 @@ class Lowering:
         return Reshape((rows, columns), total)
 
     def _matrix(self, node: Node) -> AbstractValue:
-        if not node.has_rows or node.shape[0] != Rows(1) or len(node.row_shape) != 2:
+        if not node.has_rows or node.shape[0] != BatchDim(1) or len(node.row_shape) != 2:
             raise Unsupported("a batched product other than one matrix for each row")
         return self.value(node)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from stretto.graph import stepped
+from stretto.graph import call_cell
 from stretto.kernels.layout import Layout
 from stretto.kernels.program import Walk
 from stretto.state import flatten, unflatten
@@ -41,7 +41,9 @@ class PlainProgram:
             start, count = int(layout.starts_T[step]), int(layout.rows_T[step])
             x, before = x_PF[start : start + count], unflatten(self.structure, [s[:count] for s in now])
             y, after = (
-                functional_call(self.cell, dict(parameters), (x, before)) if replaced else stepped(self.cell, x, before)
+                functional_call(self.cell, dict(parameters), (x, before))
+                if replaced
+                else call_cell(self.cell, x, before)
             )
             outputs.append(y)
             fresh = flatten(after)
@@ -51,7 +53,7 @@ class PlainProgram:
         if not outputs:
             with torch.no_grad():
                 one = x_PF.new_zeros(1, *x_PF.shape[1:])
-                y, _ = stepped(self.cell, one, unflatten(self.structure, [s.new_zeros(1, *s.shape[1:]) for s in now]))
+                y, _ = call_cell(self.cell, one, unflatten(self.structure, [s.new_zeros(1, *s.shape[1:]) for s in now]))
             outputs.append(y[:0])
         return torch.cat(outputs), now
         yield []  # type: ignore[unreachable]  # what makes this a walk, though one that asks for no loops

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, final
 import torch
 
 from stretto.errors import StrettoError
-from stretto.graph import Body, Loop, Node, Place, Plan, run
+from stretto.graph import Body, Loop, Node, Plan, Stage, run
 from stretto.kernels.folded import evaluate_folded
 from stretto.kernels.kernel import AbstractKernel, Inputs
 from stretto.kernels.layout import Layout
@@ -66,7 +66,7 @@ class Program:
         # The step was traced on rows that lie one after another.
         values[graph.x] = x_PF.contiguous()
         states = [state.contiguous() for state in states]
-        run(plan.nodes_at(Place.ONCE), values, layout.total)
+        run(plan.nodes_at(Stage.ONCE), values, layout.total)
         finals: dict[int, torch.Tensor] = {index: states[index] for index in plan.constants_per_row}
         for index in plan.constants_per_row:
             if any(graph.states[index] in node.inputs for level in plan.maps for node in level):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from stretto.graph import LoopSummary, Operator, Product, Summary, document, draw, sizes
+from stretto.graph import LoopSummary, Operator, Product, Summary, document, draw, format_shape
 from stretto.kernels import Built, CppKernel, Program
 
 WIDTH: Final = 100
@@ -157,7 +157,7 @@ class Explanation:
             yield from _row("loops", "none: nothing is recurrent")
             return
         for number, loop in enumerate(self.loops, start=1):
-            states = ", ".join(f"{name} ({sizes(shape)})" for name, shape in loop.states.items())
+            states = ", ".join(f"{name} ({format_shape(shape)})" for name, shape in loop.states.items())
             yield from _row(f"loop {number}", f"level {loop.level}, carries {states}")
         yield ""
         yield from self._costs()

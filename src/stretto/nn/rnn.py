@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from stretto.cells import cell_from
 from stretto.errors import StrettoError
-from stretto.graph import stepped
+from stretto.graph import call_cell
 from stretto.kernels import Backend, Built, Layout, SaveChoice, build
 from stretto.nn.auto import Auto
 from stretto.nn.explanation import Explanation
@@ -314,7 +314,7 @@ def output_shape(built: Built, cell: nn.Module, features: tuple[int, ...], initi
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         like_part = flatten(initial)
         x = torch.zeros(2, *features, dtype=like_part[0].dtype if like_part else None)
-        y, _ = stepped(cell, x, unflatten(initial, [part.new_zeros(2, *part.shape[1:]) for part in like_part]))
+        y, _ = call_cell(cell, x, unflatten(initial, [part.new_zeros(2, *part.shape[1:]) for part in like_part]))
     return tuple(y.shape[1:])
 
 
@@ -365,7 +365,7 @@ def _output_size(cell: nn.Module) -> int:
     like_part = next((t for t in tensors.values() if t.is_floating_point()), torch.zeros(()))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         x = torch.zeros(2, _input_size(cell), dtype=like_part.dtype, device=like_part.device)
-        y, _ = stepped(cell, x, _initial(cell, 2))
+        y, _ = call_cell(cell, x, _initial(cell, 2))
     return int(y.shape[-1])
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, TypeAlias
 
-from stretto.graph.analyse import Place, Plan
+from stretto.graph.analyse import Plan, Stage
 from stretto.graph.drawing.panel import Band, Delayed, Panel, is_drawn, shown, sources
 from stretto.graph.node import Node
 from stretto.graph.summary import places
@@ -97,7 +97,7 @@ class _Bands:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         graph = plan.graph
-        self.place: dict[Node, Place] = places(plan)
+        self.place: dict[Node, Stage] = places(plan)
         self.keys: dict[Node, Key] = {graph.x: INPUT}
         self.level = {node: level for level, nodes in enumerate(plan.maps) for node in nodes}
         self.loop: dict[Node, Any] = {}
@@ -126,17 +126,17 @@ class _Bands:
         before = self.key(graph.next_states[graph.states.index(state)])
         if not reading:
             return max(before, INPUT)
-        if all(self.place[node] is Place.SUNK for node in reading):
+        if all(self.place[node] is Stage.SUNK for node in reading):
             return _sunk(self.plan)
         return (max(before[0], 0), 1, 0)
 
     def _operator(self, node: Node) -> Key:
-        place = self.place.get(node, Place.ONCE)
-        if place is Place.ONCE:
+        place = self.place.get(node, Stage.ONCE)
+        if place is Stage.ONCE:
             return ONCE
-        if place is Place.SUNK:
+        if place is Stage.SUNK:
             return _sunk(self.plan)
-        if place is Place.LOOP:
+        if place is Stage.LOOP:
             return self.loop[node]  # type: ignore[no-any-return]
         # A view that a loop reads where it lies belongs to what it looks at.
         level = self.level.get(node, max([0, *(self.key(item)[0] for item in node.inputs)]))

@@ -5,7 +5,7 @@ from enum import Enum
 from typing import final
 
 from stretto.graph.node import Node
-from stretto.graph.summary import PRODUCTS, SAME_VALUE, Operator, sizes
+from stretto.graph.summary import PRODUCTS, SAME_VALUE, Operator, format_shape
 
 
 class Look(str, Enum):
@@ -24,7 +24,7 @@ class Box:
 
     Attributes:
         title: Its name.
-        shape: Its sizes.
+        shape: Its format_shape.
         reads: Names of what it reads without an arrow: weights, and values of the forward pass.
         band: Number of the band it lies in.
         look: What kind of box it is.
@@ -78,7 +78,9 @@ class Panel:
     def value(self, title: str, node: Node, *, band: int, note: str = "") -> int:
         """Add a box for something that is there, or that is a result."""
         tip = f"{title}, {note}" if note else title
-        return self.add(Box(title=title, shape=sizes(node.row_shape), reads=note, band=band, look=Look.VALUE, tip=tip))
+        return self.add(
+            Box(title=title, shape=format_shape(node.row_shape), reads=note, band=band, look=Look.VALUE, tip=tip)
+        )
 
     def operator(self, node: Node, *, reads: list[str], band: int) -> int:
         """Add a box for an operator."""
@@ -86,7 +88,9 @@ class Panel:
         look = Look.PRODUCT if node.label in PRODUCTS else Look.VIEW if told.is_view else Look.WORK
         names = ", ".join(dict.fromkeys(reads))
         tip = f"{node.name}: {told}" + (f", reads {names}" if names else "")
-        return self.add(Box(title=told.name, shape=sizes(told.shape), reads=names, band=band, look=look, tip=tip))
+        return self.add(
+            Box(title=told.name, shape=format_shape(told.shape), reads=names, band=band, look=look, tip=tip)
+        )
 
 
 def shown(node: Node, *, hidden: frozenset[str] = SAME_VALUE) -> Node:
