@@ -14,7 +14,8 @@ from bench.training_sides import PlainScript, StrettoSide
 from stretto.batching import Batch, collate
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.training import AbstractTask, fresh_state
+from stretto.nn import fresh_state
+from stretto.training import AbstractTask
 
 TOLERANCE: Final = 1e-4
 SAMPLES: Final = 32

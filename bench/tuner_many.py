@@ -9,7 +9,8 @@ import torch
 
 from stretto.distributed import World
 from stretto.large_batch import BatchTuner, ThroughputTable, probe
-from stretto.training import AbstractTask, TrainState, Updater, reset_carried
+from stretto.nn import reset_carried
+from stretto.training import AbstractTask, TrainState, Updater
 
 WORKERS: Final = 64
 SHARES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)

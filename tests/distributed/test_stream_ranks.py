@@ -102,10 +102,10 @@ def test_other_workers_read_what_is_left_once_and_say_so(tmp_path: Path, before:
     run = tmp_path / "run"
     run_world(before, _train, tmp_path / "cut", str(run), {"stop_at": 2})
     (state,) = [json.loads(path.read_text()) for path in (run / FOLDER).glob("step-*/state.json")]
-    assert state["sampler"]["used"][0][0] == 3 * before
+    assert state["sampler"]["streams"]["num_streams"] == 3 * before
     _weights(run_world(after, _train, tmp_path / "rest", str(run), {"resume": True}))
     (message,) = [event["message"] for event in read_events(run) if event["event"] == "warning"]
-    assert f"cut into {3 * after} streams, not {3 * before}; each starts from a state of zero" in message
+    assert f"cut into {3 * after} streams, not {3 * before}; each starts from its initial state" in message
     words = make_text(TextSettings(num_train=20)).part("train").num_steps - 1
     for epoch in range(2):
         assert sum(step["steps_real"] for step in _steps(run) if step["epoch"] == epoch) == words

@@ -62,7 +62,7 @@ def test_rows_are_zero_without_an_initial_state() -> None:
         (torch.zeros(2, 3), [[True], [False]], {}, r"shape \(2, 1\)"),
         (torch.zeros(1, 2, 3), [True, False], {}, "2 rows in dimension 0.*batch_dim"),
         (torch.zeros(2), [True, False], {"batch_dim": 1}, "dimension 1"),
-        ("no state", [True, False], {}, "expected form: str"),
+        ("no state", [True, False], {}, "this is str"),
         (torch.zeros(2, 3), [True, False], {"initial": (torch.zeros(2, 3),)}, r"Tensor against \(Tensor\)"),
         ((torch.zeros(2, 3),) * 2, [True, False], {"initial": (torch.zeros(2, 3),)}, r"\(Tensor, Tensor\) against"),
     ],

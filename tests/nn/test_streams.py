@@ -9,6 +9,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,6 +188,74 @@ def test_resuming_yields_the_rest_and_then_whole_passes(used: int) -> None:
     assert [part.x_BT.tolist() for part in streams] == whole
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 25), st.integers(1, 5))
+def test_ranks_divide_the_streams_of_one_sequence(length: int, num_streams: int, chunk: int, size: int) -> None:
+    num_streams = min(num_streams, length)
+    ranks = [
+        Streams(torch.arange(length), num_streams=num_streams, chunk=chunk, rank=rank, world_size=size)
+        for rank in range(size)
+    ]
+    (alone,) = {len(streams) for streams in ranks}
+    whole = Streams(torch.arange(length), num_streams=num_streams, chunk=chunk)
+    assert alone == len(whole)
+    for part, *parts in zip(whole, *ranks, strict=True):
+        assert torch.equal(torch.cat([one.lengths for one in parts]), part.lengths)
+        assert torch.equal(torch.cat([one.offsets for one in parts]), part.offsets)
+        rows = [row[:n].tolist() for one in parts for row, n in zip(one.x_BT, one.lengths, strict=True)]
+        assert rows == [row[:n].tolist() for row, n in zip(part.x_BT, part.lengths, strict=True)]
+        assert all((one.lengths[1:] <= one.lengths[:-1]).all() for one in parts)
+    slots = sum(one.x_BT.shape[0] * one.x_BT.shape[1] for streams in ranks for one in streams)
+    assert ranks[0].padding == pytest.approx(1 - length / slots)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    length=st.integers(1, 200),
+    chunk=st.integers(1, 12),
+    legs=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4), st.floats(0, 1)), min_size=1, max_size=4),
+)
+def test_what_is_left_when_the_number_of_streams_changes_is_read_once(
+    length: int, chunk: int, legs: list[tuple[int, int, float]]
+) -> None:
+    """Again and again, with other streams and ranks each time; the last ones read to the end."""
+    seen: list[int] = []
+    state: dict[str, Any] | None = None
+    for at, (wanted, size, share) in enumerate(legs):
+        num_streams, planned = min(wanted, length), length - len(seen)
+        ranks = []
+        for rank in range(size):
+            before = num_streams if state is None else state["num_streams"]
+            streams = Streams(torch.arange(length), num_streams=before, chunk=chunk, rank=rank, world_size=size)
+            if state is not None:
+                streams.load_state_dict(state)
+                streams.resize(num_streams)
+            assert streams.planned_steps == planned
+            ranks.append(streams)
+        used = len(ranks[0]) if at == len(legs) - 1 else int(share * len(ranks[0]))
+        for streams in ranks:
+            for part in itertools.islice(streams, used):
+                assert part.resets.all() == (part.index == 0 or not len(part))
+                seen += [int(x) for row, n in zip(part.x_BT, part.lengths, strict=True) for x in row[:n]]
+        state = json.loads(json.dumps(ranks[0].state_dict(used=used)))
+    assert sorted(seen) == list(range(length))
+
+
+def test_another_number_of_streams_holds_for_later_passes() -> None:
+    streams = Streams(torch.arange(11), num_streams=3, chunk=3)
+    first = next(iter(streams))
+    assert first.x_BT.tolist() == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
+    streams.resize(1)
+    (rest,) = streams
+    assert rest.x_BT.tolist() == [[3, 7]]
+    assert (rest.offsets.tolist(), rest.resets.tolist()) == ([3], [True])
+    assert [part.x_BT.tolist() for part in streams] == [[[0, 1, 2]], [[3, 4, 5]], [[6, 7, 8]], [[9, 10]]]
+    with pytest.raises(StrettoError, match="whole sequences"):
+        Streams([torch.arange(3), torch.arange(3)], num_streams=2, chunk=3).resize(1)
+    with pytest.raises(StrettoError, match="only 11 steps"):
+        streams.resize(12)
+
+
 def test_a_state_of_other_streams_is_refused() -> None:
     saved = Streams(torch.arange(30), num_streams=2, chunk=3).state_dict()
     for other in (
@@ -233,6 +302,7 @@ def test_moving_a_chunk_leaves_what_describes_it_on_the_cpu() -> None:
         (torch.arange(5), {"num_streams": True}, "num_streams=True"),
         (torch.arange(5), {"chunk": 1.5}, "chunk=1.5"),
         (torch.arange(5), {"num_streams": 6}, "only 5 steps"),
+        (torch.arange(5), {"rank": 1}, "rank=1 of world_size=1"),
         ([torch.arange(5)], {"num_streams": 2}, "only 1 sequences"),
         ([], {}, "empty list"),
         ([1, 2, 3], {}, "sequence 0 is int"),

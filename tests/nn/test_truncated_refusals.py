@@ -47,7 +47,7 @@ def test_inputs_from_other_layers_are_refused_where_their_graph_would_be_used_tw
         ({"x": Streams(torch.zeros(4, F), num_streams=1, chunk=2), "batch_dim": 0}, "batch_dim=1"),
         ({"x": Streams(torch.zeros(4, F), num_streams=1, chunk=3)}, "chunk 0 has 3 steps, more than step=2"),
         ({"x": [torch.zeros(2, 3, F)]}, "gave a Tensor"),
-        ({"state": "nothing"}, "expected form: str"),
+        ({"state": "nothing"}, "this is str"),
         ({"initial": torch.zeros(1, 2, H)}, "instead of `initial`"),
         ({"rnn": nn.GRU(F, H)}, "batch_first=False"),
         ({"rnn": nn.GRU(F, H, batch_first=True, bidirectional=True)}, "bidirectional"),

@@ -173,13 +173,13 @@ def test_a_state_that_is_no_number_is_not_carried_on(text: SequenceSet, tmp_path
     trainer = Trainer(task, run=tmp_path, log=EventLog(tmp_path / EVENTS_FILE), resume=False)
     model = trainer.state.model
     assert isinstance(model, TextNet)
-    plain, calls = model.keep, []
+    plain, calls = model.carried.keep, []
 
     def keep(state: tuple[torch.Tensor, ...]) -> None:
         calls.append(state)
         plain(tuple(part * math.nan for part in state) if len(calls) == 2 else state)
 
-    model.keep = keep  # type: ignore[method-assign]
+    model.carried.keep = keep  # type: ignore[method-assign]
     record = trainer.train_epoch()
     warnings = [event["message"] for event in read_events(tmp_path) if event["event"] == "warning"]
     assert warnings == ["step 3 was skipped: its loss or gradient is no number"]

@@ -21,7 +21,9 @@ from stretto.data import Labels, SequenceSet
 from stretto.errors import StrettoError
 from stretto.large_batch import BatchTuner, ThroughputTable
 from stretto.large_batch.guard import Verdict
+from stretto.nn import carried_states
 from stretto.report import write_run_report
+from stretto.state import flatten
 from stretto.tasks import CONFIGS, TASKS
 from stretto.training import (
     EVENTS_FILE,
@@ -37,7 +39,6 @@ from stretto.training import (
     read_events,
 )
 from stretto.training.batch_tuning import _few
-from stretto.training.carrying import carrying_parts
 from stretto.training.loop import Interrupted, LoopResult
 
 FIRST = 4
@@ -367,7 +368,7 @@ def test_an_update_of_streams_taken_apart_carries_the_same_state(streams: int) -
             updater.begin(measured=measured)
             updater.add(batch, is_last=True)
             assert (updater.parts is not None) == (measured and len(batch) > 1)
-        carried = [tensor for part in carrying_parts(state.model) for tensor in part.carried]
+        carried = [tensor for part in carried_states(state.model) for tensor in flatten(part.state)]
         assert carried
         found.append([*carried, *(w.detach() for w in state.model.parameters())])
     for one, other in zip(*found, strict=True):

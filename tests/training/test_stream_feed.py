@@ -16,7 +16,9 @@ from stretto.batching import Batch
 from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.training import Carrying, StreamFeed, TrainConfig, eval_windows, fresh_state
+from stretto.nn import CarriedState, fresh_state
+from stretto.state import flatten
+from stretto.training import StreamFeed, TrainConfig, eval_windows
 from stretto.training.bucket_feed import BucketFeed
 
 
@@ -35,24 +37,20 @@ def _feed(num_words: int = 50, *, rank: int = 0, size: int = 1, **changes: Any) 
     return StreamFeed(_text(num_words), world=World(rank=rank, size=size), **values)
 
 
-class _Model(Carrying):
-    """Carries the last word of each row, and refuses a row that does not go on from it."""
+class _Model(nn.Module):
+    """Carries the last word of each row, and refuses a row that does not continue from it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
-        self.resets = 0
-
-    def reset(self) -> None:
-        super().reset()
-        self.resets += 1
+        self.carried = CarriedState(batch_dim=1)
 
     def follow(self, batch: Batch) -> None:
-        state = self.start(len(batch))
+        state = self.carried.rows(slice(len(batch)))
         if state is not None:
             assert torch.equal(batch.features_BTF[:, 0, 0], state[0][0, :, 0].long() + 1)
         last_B = batch.features_BTF[torch.arange(len(batch)), batch.lengths - 1, 0]
-        self.keep((last_B[None, :, None].double(),))
+        self.carried.keep((last_B[None, :, None].double(),))
 
 
 def _pairs(batches: list[Batch]) -> list[tuple[int, int]]:
@@ -121,14 +119,14 @@ def test_the_same_streams_go_on_where_they_were_left(used: int) -> None:
     resumed.load_carried(whole.carried(model), later)
     assert (told.is_dealt_anew, told.told) == (False, "")
     resumed.begin_epoch(2, later)
-    assert later.resets == (used == 0)
+    assert (later.carried.state is None) == (used == 0)
     rest = list(resumed)
     assert _pairs(rest) == _pairs(batches[used:])
     for batch in rest:
         later.follow(batch)
     resumed.begin_epoch(3, later)
     assert _pairs(list(resumed)) == _pairs(batches)
-    assert later.carried == ()
+    assert later.carried.state is None
 
 
 @settings(deadline=None, max_examples=60)
@@ -142,13 +140,13 @@ def test_other_workers_read_what_is_left_once(legs: list[tuple[int, int]], num_w
     for at, (size, wanted) in enumerate([*legs, (2, 1000)]):
         feeds = [_feed(num_words, rank=rank, size=size) for rank in range(size)]
         if state is not None:
-            before = state["used"][-1][0]
+            before = state["streams"]["num_streams"]
             told = [feed.load_state_dict(state) for feed in feeds]
             assert {item.is_dealt_anew for item in told} == {before != 3 * size}
             assert all(
                 (f"cut into {3 * size} streams, not {before}" in item.told) == item.is_dealt_anew for item in told
             )
-            start = state["used"][-1][1] if before == 3 * size else 0
+            start = state["streams"]["used"] if before == 3 * size else 0
         else:
             start = 0
         used = min(wanted, len(feeds[0]) - start - (at < len(legs)))
@@ -175,7 +173,7 @@ def test_the_same_streams_on_other_workers_keep_their_states() -> None:
     for rank, feed in enumerate(feeds):
         feed.load_state_dict(alone.state_dict(epoch=0, used=1))
         feed.load_carried(alone.carried(model), after)
-        assert torch.equal(after.carried[0], model.carried[0][:, 3 * rank : 3 * rank + 3])
+        assert torch.equal(after.carried.state[0], model.carried.state[0][:, 3 * rank : 3 * rank + 3])
         for batch in feed:
             if len(batch):
                 after.follow(batch)
@@ -191,8 +189,7 @@ def test_another_size_cuts_what_is_left() -> None:
     feed.resize(5, used=2)
     assert (feed.batch_size, feed.left) == (5, 25 / 49)
     feed.begin_epoch(0, model)
-    assert model.carried == ()
-    assert model.resets == 2
+    assert model.carried.state is None
     rest = list(feed)
     assert len(rest[0]) == 5
     assert sorted(_pairs([*read, *rest])) == [(word, word + 1) for word in range(49)]
@@ -263,17 +260,31 @@ def test_a_model_measures_with_a_state_of_its_own() -> None:
     model, (first, second, *_) = _Model(), _feed()
     model.follow(first)
     with fresh_state(model):
-        assert model.carried == ()
+        assert model.carried.state is None
         model.follow(first)
         model.follow(second)
     model.follow(second)
 
 
-def test_no_gradient_goes_into_the_window_before() -> None:
-    model, state = _Model(), torch.ones(1, 2, 3, requires_grad=True) * 2
-    model.keep((state,))
-    assert not model.carried[0].requires_grad
+def test_what_is_carried_is_no_part_of_the_trained_model() -> None:
+    model = _Model()
+    model.carried.keep((torch.ones(1, 2, 3),))
     assert model.state_dict().keys() == {"weight"}
+
+
+def test_a_nested_state_comes_back_from_a_checkpoint_as_it_was() -> None:
+    feed, model, later = _feed(), _Model(), _Model()
+    feed.begin_epoch(0, model)
+    batches = iter(feed)
+    next(batches)
+    for carried in (model.carried, later.carried):
+        carried.batch_dim = 0
+    model.carried.keep((torch.randn(3, 2), (torch.randn(3, 4, dtype=torch.float64), torch.arange(3))))
+    feed.load_state_dict(feed.state_dict(epoch=0, used=1))
+    feed.load_carried(feed.carried(model), later)
+    one, (two, three) = later.carried.state
+    assert (two.dtype, three.dtype) == (torch.float64, torch.int64)
+    assert all(map(torch.equal, (one, two, three), flatten(model.carried.state)))
 
 
 @pytest.mark.parametrize(
@@ -294,7 +305,7 @@ def test_a_position_in_another_text_is_refused() -> None:
     for other in (_feed(51), _feed(window=5)):
         with pytest.raises(StrettoError, match="another text or window"):
             other.load_state_dict(state)
-    with pytest.raises(StrettoError, match="version 1, not 2"):
+    with pytest.raises(StrettoError, match="version 1, not 3"):
         _feed().load_state_dict(state | {"version": 1})
     with pytest.raises(StrettoError, match="50 streams"):
         _feed().resize(50)

@@ -1,8 +1,18 @@
-"""Layers that users put in a model."""
+"""Layers that users put in a model, and long sequences in streams."""
 
 from stretto.nn.attention import Attention
 from stretto.nn.bidirectional_lstm import BidirectionalLSTM, remember_by_default
-from stretto.nn.carried_state import CarriedState, detach_state, reset_rows
+from stretto.nn.bptt import (
+    CarriedState,
+    Part,
+    TruncatedBPTT,
+    carried_states,
+    detach_state,
+    fresh_state,
+    in_turn,
+    reset_carried,
+    reset_rows,
+)
 from stretto.nn.ragged import as_rows
 from stretto.nn.reversal import reverse_padded
 from stretto.nn.rnn import RNN
@@ -11,7 +21,6 @@ from stretto.nn.stacking import stack_steps, stacked_lengths
 from stretto.nn.standardise import Standardise
 from stretto.nn.streams import Chunk, Streams
 from stretto.nn.torch_layers import DTYPES, accelerate, layer_program, layer_weights
-from stretto.nn.truncated import Part, TruncatedBPTT
 
 __all__ = [
     "DTYPES",
@@ -27,10 +36,14 @@ __all__ = [
     "TruncatedBPTT",
     "accelerate",
     "as_rows",
+    "carried_states",
     "detach_state",
+    "fresh_state",
+    "in_turn",
     "layer_program",
     "layer_weights",
     "remember_by_default",
+    "reset_carried",
     "reset_rows",
     "reverse_padded",
     "run_stack",

@@ -2,6 +2,17 @@
 
 Shape legend: B streams, T steps of a chunk, N sequences, S steps of one sequence, K chunks. Dimensions of a step follow
 behind B and T and stay as they are.
+
+A stream is a row of spans. One long sequence is cut into streams of equal length, without gaps; whole sequences start
+at the beginning of a chunk:
+
+    one sequence                                a list of sequences
+    stream 0 |aaaaaa|aaaaaa|aaaa|               stream 0 |aaaaaa|aaa   |bbbbbb|
+    stream 1 |bbbbbb|bbbbbb|bbbb|               stream 1 |cccccc|cccccc|dd    |
+             chunk 0 chunk 1 chunk 2                     chunk 0 chunk 1 chunk 2
+
+When the number of streams of one sequence changes in the middle of a pass, what is left of all streams is laid end to
+end and cut again. A stream may then consist of several spans, one directly behind the other.
 """
 
 import bisect
@@ -18,9 +29,10 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from stretto.checks import check_int
 from stretto.errors import StrettoError
 
-STATE_VERSION: Final = 1
+STATE_VERSION: Final = 2
 
 LongSequence: TypeAlias = torch.Tensor | npt.NDArray[Any]
 
@@ -30,14 +42,14 @@ class Chunk:
     """The next steps of every stream.
 
     A row that is shorter than the chunk has come to its end: in the next chunk it starts another sequence, or has no
-    more steps. So the state behind a row's end is never carried on, and masking the loss is enough.
+    more steps. So the state behind a row's end is never used again, and masking the loss is enough.
 
     Attributes:
         x_BT: The steps, as many as the longest row has; zero after each row's end.
         targets_BT: The targets of the same steps, zero after each row's end; None where none were given.
         lengths: Real steps of each row, 0 for a stream that has come to its end; int64 on the CPU.
-        resets: Whether the row starts from an initial state here instead of going on; bool on the CPU.
-        sequences: The number of the sequence that the row is a part of, -1 for a row without steps.
+        resets: Whether the row starts from an initial state here instead of continuing; bool on the CPU.
+        sequences: The number of the sequence that the row's first step is in, -1 for a row without steps.
         offsets: The place of the row's first step in that sequence.
         index: The number of the chunk in the pass.
     """
@@ -70,36 +82,44 @@ class Chunk:
         return dataclasses.replace(self, x_BT=self.x_BT.pin_memory(), targets_BT=targets_BT)
 
 
-class _Piece(NamedTuple):
-    """Steps of one sequence, laid in one stream from the chunk `first` on."""
+class _Span(NamedTuple):
+    """Steps of one sequence, from `begin` on, which are laid in a stream from its step `at` on."""
 
     sequence: int
     begin: int
     length: int
-    first: int
+    at: int
+
+    @property
+    def end(self) -> int:
+        return self.at + self.length
 
 
 @final
 class Streams(IterableDataset[Chunk]):
-    """Long sequences side by side, in chunks that go on where the chunk before ended.
+    """Long sequences side by side, in chunks that continue where the chunk before ended.
 
-    One sequence is cut into `num_streams` equal parts. Of a list, each sequence stays whole: it goes to one stream and
-    starts there at the beginning of a chunk. The longest are placed first, each in the stream with the fewest chunks;
-    within a stream they keep the order of the list. Every step appears exactly once in a pass, in one row of one chunk.
+    One sequence is cut into `num_streams` parts that differ by at most one step. Of a list, each sequence stays whole:
+    it goes to one stream and starts there at the beginning of a chunk. The longest are placed first, each in the stream
+    with the fewest chunks; within a stream they keep the order of the list. Every step appears exactly once in a pass,
+    in one row of one chunk.
 
-    Iterating to the end begins the next pass, the same as this one. `torch.utils.data.DataLoader(streams,
-    batch_size=None)` takes it as it is; several of its workers share the chunks and hand them over in order.
+    Iterating to the end begins the next pass. `torch.utils.data.DataLoader(streams, batch_size=None)` takes it as it
+    is; several of its workers share the chunks and return them in order.
 
     Args:
         sequence: A tensor or array of shape (S, ...), which may be memory-mapped; or a list of them.
-        num_streams: Rows of every chunk.
+        num_streams: Rows of every chunk, over all ranks.
         chunk: Most steps of a chunk.
         targets: "next" for the step that follows (the last step of a sequence is then a target only); or what has the
-            form of `sequence`, with one target a step; or None.
+            form of `sequence`, with one target per step; or None.
+        rank: Which rank's rows to read.
+        world_size: Ranks that divide the streams, as evenly as whole streams allow. All have equally many chunks.
 
     Attributes:
         num_streams, chunk: As given.
-        num_steps: Real steps of a pass.
+        num_steps: Real steps of a pass, over all ranks.
+        planned_steps: Those of the pass under way since `resize`, if it was called.
 
     Example:
         >>> streams = Streams(torch.arange(10), num_streams=2, chunk=3)
@@ -114,34 +134,50 @@ class Streams(IterableDataset[Chunk]):
         num_streams: int,
         chunk: int,
         targets: LongSequence | Sequence[LongSequence] | Literal["next"] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
-        self.num_streams = _count("num_streams", num_streams)
-        self.chunk = _count("chunk", chunk)
-        alone = not isinstance(sequence, list | tuple)
-        self._x_N, self._targets_N = _paired(_as_list("sequence", sequence), targets)
-        lengths = [len(x) for x in self._x_N]
-        self.num_steps = sum(lengths)
-        places = lengths[0] if alone else len(lengths)
-        if self.num_streams > places:
-            raise StrettoError(
-                f"num_streams={self.num_streams}, but there are only {places} {'steps' if alone else 'sequences'}",
-                fix="Give fewer streams" + ("." if alone else ", or one sequence, not in a list, to have it cut."),
-            )
-        self._lanes_B = _cut(lengths[0], self.num_streams) if alone else _dealt(lengths, self.num_streams, self.chunk)
-        self._firsts_B = [[piece.first for piece in lane] for lane in self._lanes_B]
-        self._num_chunks = max(lane[-1].first + -(-lane[-1].length // self.chunk) for lane in self._lanes_B)
+        self.num_streams = check_int(num_streams, name="num_streams")
+        self.chunk = check_int(chunk, name="chunk")
+        self._world_size = check_int(world_size, name="world_size")
+        self._rank = check_int(rank, name="rank", at_least=0)
+        if self._rank >= self._world_size:
+            raise StrettoError(f"rank={rank} of world_size={world_size}", fix="Give a rank below world_size.")
+        self._is_cut = not isinstance(sequence, list | tuple)
+        self._x_N, self._targets_N = _check_targets(_check_sequences("sequence", sequence), targets)
+        self._lengths = [len(x) for x in self._x_N]
+        self.num_steps = sum(self._lengths)
+        self._refuse_too_many(self.num_streams)
         self._start = self._used = 0
+        self._earlier: tuple[tuple[int, int], ...] = ()
+        self._plan()
 
     @property
     def padding(self) -> float:
-        """The share of a pass's slots, rows times steps of each chunk, that hold no real step."""
-        width_K = np.zeros(self._num_chunks, dtype=np.int64)
-        for piece in (piece for lane in self._lanes_B for piece in lane):
-            full, rest = divmod(piece.length, self.chunk)
-            width_K[piece.first : piece.first + full] = self.chunk
-            if rest:
-                width_K[piece.first + full] = max(width_K[piece.first + full], rest)
-        return 1.0 - self.num_steps / (self.num_streams * int(width_K.sum()))
+        """The fraction of a pass's slots, rows times steps of each rank's chunks, that hold no real step."""
+        slots = 0
+        for rank in range(self._world_size):
+            rows = self.share(rank)
+            width_K = np.zeros(len(self), dtype=np.int64)
+            for span in (span for lane in self._lanes_B[rows] for span in lane):
+                last, rest = divmod(span.end, self.chunk)
+                width_K[span.at // self.chunk : last] = self.chunk
+                if rest:
+                    width_K[last] = max(width_K[last], rest)
+            slots += (rows.stop - rows.start) * int(width_K.sum())
+        return 1.0 - self.planned_steps / slots
+
+    def share(self, rank: int) -> slice:
+        """The streams of one rank."""
+        total = len(self._lanes_B)
+        each = -(-total // self._world_size)
+        return slice(min(rank * each, total), min((rank + 1) * each, total))
+
+    def chunk_lengths(self, index: int) -> npt.NDArray[np.int64]:
+        """Real steps of every stream of all ranks in one chunk."""
+        return np.array(
+            [sum(s.length for s in self._spans(b, index)) for b in range(len(self._lanes_B))], dtype=np.int64
+        )
 
     def __len__(self) -> int:
         return self._num_chunks
@@ -152,64 +188,161 @@ class Streams(IterableDataset[Chunk]):
         for turn in range(self._start, self._num_chunks, count):
             self._used = min(turn + count, self._num_chunks)
             if turn + number < self._num_chunks:
-                yield self._read(turn + number)
-        self._start = self._used = 0
+                yield self.read(turn + number)
+        self.restart()
+
+    def restart(self) -> None:
+        """Go to the beginning of a whole pass, with the number of streams that is in force."""
+        self._earlier = ()
+        self._plan()
+
+    def resize(self, num_streams: int, *, used: int | None = None) -> None:
+        """Cut what is left of the pass, and later passes, into another number of streams.
+
+        The new streams begin in the middle of old ones, so all start from an initial state.
+
+        Args:
+            num_streams: Over all ranks.
+            used: The chunks that training has used, `chunk.index + 1`; by default those that the iteration has given.
+
+        Raises:
+            StrettoError: There are not as many steps, or the streams hold whole sequences.
+        """
+        if not self._is_cut:
+            raise StrettoError("streams of whole sequences cannot be cut again", fix="Make new Streams.")
+        number, used = check_int(num_streams, name="num_streams"), self._used if used is None else used
+        self._refuse_too_many(number)
+        if used:
+            self._earlier = (*self._earlier, (self.num_streams, used))
+        self.num_streams = number
+        self._plan()
 
     def state_dict(self, *, used: int | None = None) -> dict[str, Any]:
         """The position in the pass, as JSON-ready values. The state of the net is not part of it.
 
         Args:
-            used: The chunks that training has used up, `chunk.index + 1`. To be given where a DataLoader with workers
+            used: The chunks that training has used, `chunk.index + 1`. To be given where a DataLoader with workers
                 draws ahead; otherwise the iteration knows.
         """
-        return {"version": STATE_VERSION, "used": self._used if used is None else used, "digest": self._digest()}
+        return {
+            "version": STATE_VERSION,
+            "digest": self._digest(),
+            "num_streams": self.num_streams,
+            "earlier": [[*cut] for cut in self._earlier],
+            "used": self._used if used is None else used,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken: the next iteration yields what is left of the pass, if only nothing."""
-        if state.get("version") != STATE_VERSION or state.get("digest") != self._digest():
+        """Continue where `state` was taken: the next iteration yields the rest of the pass, which may be empty."""
+        same = state.get("num_streams") == self.num_streams and state.get("digest") == self._digest()
+        if state.get("version") != STATE_VERSION or not same:
             raise StrettoError(
                 "the state was saved for other streams",
                 fix="Restore it into Streams of the same sequences with the same num_streams, chunk and targets.",
             )
-        used = state.get("used")
+        used, before = state.get("used"), self._earlier
+        self._earlier = tuple((int(number), int(chunks)) for number, chunks in state["earlier"])
+        self._plan()
         if not isinstance(used, int) or not 0 <= used <= self._num_chunks:
+            self._earlier = before
+            self._plan()
             raise StrettoError(
                 f"the state says that {used!r} of {self._num_chunks} chunks are used",
                 fix="Restore a state that was saved by state_dict().",
             )
         self._start = self._used = used
 
-    def _read(self, index: int) -> Chunk:
-        pieces = [
-            lane[bisect.bisect(firsts, index) - 1] for lane, firsts in zip(self._lanes_B, self._firsts_B, strict=True)
-        ]
-        done_B = np.array([(index - piece.first) * self.chunk for piece in pieces])
-        lengths_B = np.clip([piece.length for piece in pieces] - done_B, 0, self.chunk)
-        sequences_B = np.where(lengths_B, [piece.sequence for piece in pieces], -1)
-        offsets_B = np.where(lengths_B, [piece.begin for piece in pieces] + done_B, 0)
-        rows = [*zip(sequences_B.tolist(), offsets_B.tolist(), lengths_B.tolist(), strict=True)]
+    def read(self, index: int) -> Chunk:
+        """The chunk with this number of the pass under way."""
+        rows = [self._spans(stream, index) for stream in range(*self.share(self._rank).indices(len(self._lanes_B)))]
+        resets = [bool(spans) and self._starts(spans[0], index) for spans in rows]
+        lengths_B = np.array([sum(span.length for span in spans) for spans in rows], dtype=np.int64)
+        firsts = [(spans[0].sequence, spans[0].begin) if spans else (-1, 0) for spans in rows]
         return Chunk(
-            x_BT=_padded(self._x_N, rows),
-            targets_BT=None if self._targets_N is None else _padded(self._targets_N, rows),
+            x_BT=_gather(self._x_N, rows, lengths_B),
+            targets_BT=None if self._targets_N is None else _gather(self._targets_N, rows, lengths_B),
             lengths=torch.from_numpy(lengths_B),
-            resets=torch.from_numpy(done_B == 0),
-            sequences=torch.from_numpy(sequences_B),
-            offsets=torch.from_numpy(offsets_B),
+            resets=torch.tensor(resets, dtype=torch.bool),
+            sequences=torch.tensor([sequence for sequence, _ in firsts], dtype=torch.int64),
+            offsets=torch.tensor([begin for _, begin in firsts], dtype=torch.int64),
             index=index,
         )
 
+    def _starts(self, span: _Span, index: int) -> bool:
+        """Whether a row that begins with this span starts from an initial state."""
+        return index == 0 if self._is_cut else span.begin == 0
+
+    def _spans(self, stream: int, index: int) -> list[_Span]:
+        """What a stream has in a chunk."""
+        lane, begin, end = self._lanes_B[stream], index * self.chunk, (index + 1) * self.chunk
+        found = []
+        for span in itertools.islice(lane, max(0, bisect.bisect_right(self._ats_B[stream], begin) - 1), None):
+            if span.at >= end:
+                break
+            skipped = max(0, begin - span.at)
+            length = min(span.end, end) - span.at - skipped
+            if length > 0:
+                found.append(_Span(span.sequence, span.begin + skipped, length, span.at + skipped))
+        return found
+
+    def _plan(self) -> None:
+        """Lay the streams of the pass: all of it, or what earlier numbers of streams have left."""
+        if self._is_cut:
+            runs = [(0, self._lengths[0])]
+            for num_streams, used in self._earlier:
+                runs = _rest(_cut(runs, num_streams), used * self.chunk)
+            self._lanes_B = _cut(runs, self.num_streams)
+        else:
+            self._lanes_B = _place(self._lengths, self.num_streams, self.chunk)
+        self._ats_B = [[span.at for span in lane] for lane in self._lanes_B]
+        self.planned_steps = sum(span.length for lane in self._lanes_B for span in lane)
+        self._num_chunks = max(-(-lane[-1].end // self.chunk) if lane else 0 for lane in self._lanes_B)
+        self._start = self._used = 0
+
+    def _refuse_too_many(self, num_streams: int) -> None:
+        most, unit = (self.num_steps, "steps") if self._is_cut else (len(self._lengths), "sequences")
+        if num_streams > most:
+            raise StrettoError(
+                f"num_streams={num_streams}, but there are only {most} {unit}",
+                fix="Give fewer streams"
+                + ("." if self._is_cut else ", or one sequence, not in a list, to have it cut."),
+            )
+
     def _digest(self) -> str:
-        settings = [self.chunk, self._targets_N is not None, self._lanes_B]
+        settings = [self.chunk, self._targets_N is not None, self._is_cut, self._lengths]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
-def _cut(length: int, num_streams: int) -> list[list[_Piece]]:
-    """One sequence in parts that differ by a step at most."""
-    bounds = [length * stream // num_streams for stream in range(num_streams + 1)]
-    return [[_Piece(0, begin, end - begin, 0)] for begin, end in itertools.pairwise(bounds)]
+def _cut(runs: Sequence[tuple[int, int]], num_streams: int) -> list[list[_Span]]:
+    """Runs of steps (begin, end), end to end, in streams that differ by a step at most; the longer ones come first.
+
+    So the streams that have come to their end are always the last rows. Fewer steps than streams make fewer streams.
+    """
+    total = sum(end - begin for begin, end in runs)
+    num_streams = max(1, min(num_streams, total))
+    shortest, num_longer = divmod(total, num_streams)
+    remaining, begin, end = iter(runs), 0, 0
+    lanes: list[list[_Span]] = []
+    for stream in range(num_streams):
+        lane: list[_Span] = []
+        at, length = 0, shortest + (stream < num_longer)
+        while at < length:
+            if begin == end:
+                begin, end = next(remaining)
+            step = min(end - begin, length - at)
+            lane.append(_Span(0, begin, step, at))
+            begin, at = begin + step, at + step
+        lanes.append(lane)
+    return lanes
 
 
-def _dealt(lengths: list[int], num_streams: int, chunk: int) -> list[list[_Piece]]:
+def _rest(lanes: list[list[_Span]], used: int) -> list[tuple[int, int]]:
+    """What is left of every stream, in order, when so many steps of each are used."""
+    cut = [(span.begin + max(0, used - span.at), span.begin + span.length) for lane in lanes for span in lane]
+    return [(begin, end) for begin, end in cut if begin < end]
+
+
+def _place(lengths: list[int], num_streams: int, chunk: int) -> list[list[_Span]]:
     """Whole sequences, the longest first, each to the stream with the fewest chunks."""
     chunks = [-(-length // chunk) for length in lengths]
     fewest = [(0, stream) for stream in range(num_streams)]
@@ -218,22 +351,29 @@ def _dealt(lengths: list[int], num_streams: int, chunk: int) -> list[list[_Piece
         filled, stream = fewest[0]
         members[stream].append(sequence)
         heapq.heapreplace(fewest, (filled + chunks[sequence], stream))
-    lanes: list[list[_Piece]] = []
+    lanes = []
     for lane in map(sorted, members):
         firsts = itertools.accumulate((chunks[sequence] for sequence in lane), initial=0)
-        lanes.append(
-            [_Piece(sequence, 0, lengths[sequence], first) for sequence, first in zip(lane, firsts, strict=False)]
-        )
+        lanes.append([_Span(item, 0, lengths[item], first * chunk) for item, first in zip(lane, firsts, strict=False)])
     return lanes
 
 
-def _padded(sources: list[LongSequence], rows: list[tuple[int, int, int]]) -> torch.Tensor:
-    """The rows (sequence, offset, length) one below the other, with zeros behind their ends."""
+def _gather(sources: list[LongSequence], rows: list[list[_Span]], lengths_B: npt.NDArray[np.int64]) -> torch.Tensor:
+    """The rows one below the other, with zeros behind their ends."""
+    num_steps = int(lengths_B.max()) if len(rows) else 0
+    if num_steps and len(sources) == 1 and all(len(spans) == 1 and spans[0].length == num_steps for spans in rows):
+        # Almost all chunks of one sequence: one indexing instead of a copy per row.
+        places_BT = np.array([spans[0].begin for spans in rows])[:, None] + np.arange(num_steps)
+        (source,) = sources
+        return _as_tensor(source[torch.from_numpy(places_BT) if isinstance(source, torch.Tensor) else places_BT])
     like = _as_tensor(sources[0][:0])
-    padded_BT = like.new_zeros((len(rows), max(length for _, _, length in rows), *like.shape[1:]))
-    for row, (sequence, offset, length) in enumerate(rows):
-        if length:
-            padded_BT[row, :length] = _as_tensor(sources[sequence][offset : offset + length])
+    padded_BT = like.new_zeros((len(rows), num_steps, *like.shape[1:]))
+    for row, spans in enumerate(rows):
+        filled = 0
+        for span in spans:
+            steps = _as_tensor(sources[span.sequence][span.begin : span.begin + span.length])
+            padded_BT[row, filled : filled + span.length] = steps
+            filled += span.length
     return padded_BT
 
 
@@ -244,8 +384,8 @@ def _as_tensor(rows: LongSequence) -> torch.Tensor:
     return torch.from_numpy(np.array(rows, dtype=rows.dtype.newbyteorder("=")))
 
 
-def _as_list(name: str, given: Any) -> list[LongSequence]:
-    """The sequences, checked: tensors or arrays of numbers with a step in common."""
+def _check_sequences(name: str, given: Any) -> list[LongSequence]:
+    """The sequences: tensors or arrays of numbers whose steps have one shape and dtype."""
     sources = list(given) if isinstance(given, list | tuple) else [given]
     if not sources:
         raise StrettoError(f"{name} is an empty list", fix="Give at least one sequence.")
@@ -270,29 +410,23 @@ def _as_list(name: str, given: Any) -> list[LongSequence]:
     return sources
 
 
-def _paired(sources: list[LongSequence], targets: Any) -> tuple[list[LongSequence], list[LongSequence] | None]:
-    """What goes in and what is to come out, one a step."""
-    following = isinstance(targets, str) and targets == "next"
+def _check_targets(sources: list[LongSequence], targets: Any) -> tuple[list[LongSequence], list[LongSequence] | None]:
+    """Inputs and targets, one of each per step."""
+    is_next = isinstance(targets, str) and targets == "next"
     for number, source in enumerate(sources):
-        if len(source) < 1 + following:
+        if len(source) < 1 + is_next:
             raise StrettoError(
-                f"sequence {number} has {len(source)} steps" + (", none of which has a next one" if following else ""),
-                fix="Remove sequences without steps" + (" or with just one." if following else "."),
+                f"sequence {number} has {len(source)} steps" + (", none of which has a next one" if is_next else ""),
+                fix="Remove sequences without steps" + (" or with just one." if is_next else "."),
             )
-    if following:
+    if is_next:
         return [source[:-1] for source in sources], [source[1:] for source in sources]
     if targets is None:
         return sources, None
-    found = _as_list("targets", targets)
+    found = _check_sequences("targets", targets)
     if [len(target) for target in found] != [len(source) for source in sources]:
         raise StrettoError(
             f"targets have {[len(t) for t in found][:8]} steps, the sequences {[len(s) for s in sources][:8]}",
             fix='Give exactly one target for each step, or "next".',
         )
     return sources, found
-
-
-def _count(name: str, value: Any) -> int:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-        raise StrettoError(f"{name}={value!r} cannot be used", fix="Give a whole number of at least 1.")
-    return int(value)

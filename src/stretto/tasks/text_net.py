@@ -11,13 +11,12 @@ from torch import nn
 
 from stretto.batching import Batch
 from stretto.kernels import Backend
-from stretto.nn import remember_by_default
+from stretto.nn import CarriedState, remember_by_default
 from stretto.nn import torch_layers as accelerated
-from stretto.training import Carrying
 
 
 @final
-class TextNet(Carrying):
+class TextNet(nn.Module):
     """Words or characters embedded, an LSTM, and scores of what comes next.
 
     Args:
@@ -45,6 +44,7 @@ class TextNet(Carrying):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
+        self.carried = CarriedState(batch_dim=1)
         self.embed = nn.Embedding(num_tokens, embedding_size)
         # torch warns when a single layer is given a dropout that it would not use.
         between = dropout if num_layers > 1 else 0.0
@@ -69,8 +69,8 @@ class TextNet(Carrying):
     def _window(self, batch: Batch) -> torch.Tensor:
         """Padding, if there is any, is behind the end of the text: what is made of it is neither used nor carried."""
         embedded_BTE = self.input_dropout(self.embed(batch.features_BTF[:, :, 0]))
-        hidden_BTH, state = self.lstm(embedded_BTE, self.start(len(batch)))
-        self.keep(state)
+        hidden_BTH, state = self.lstm(embedded_BTE, self.carried.rows(slice(len(batch))))
+        self.carried.keep(state)
         # The layer leaves its outputs step by step; rows in that order need no copy, nor do scores of them.
         hidden_TBH = hidden_BTH.transpose(0, 1)
         scores_PC: torch.Tensor = self.predict(self.dropout(hidden_TBH.flatten(0, 1)))

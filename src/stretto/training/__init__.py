@@ -1,7 +1,6 @@
 """Settings, loop, checkpoints, events."""
 
 from stretto.training.batch_tuning import BatchTuning
-from stretto.training.carrying import Carrying, fresh_state, reset_carried
 from stretto.training.checkpoint import FOLDER
 from stretto.training.config import Count, NotNegative, Positive, Share, TrainConfig, checked, read_toml
 from stretto.training.divergence import Diverged
@@ -15,8 +14,7 @@ from stretto.training.solver_config import SolverConfig
 from stretto.training.solving import summary_of
 from stretto.training.state import TrainState
 from stretto.training.stopping import stop_on_signals
-from stretto.training.stream_feed import StreamFeed
-from stretto.training.stream_text import eval_windows
+from stretto.training.stream_feed import StreamFeed, eval_windows
 from stretto.training.task import AbstractTask, LabelTrack, LossSum, Sample, Score
 from stretto.training.update import Updater
 
@@ -29,7 +27,6 @@ __all__ = [
     "AbstractLog",
     "AbstractTask",
     "BatchTuning",
-    "Carrying",
     "Count",
     "Diverged",
     "EpochRecord",
@@ -54,10 +51,8 @@ __all__ = [
     "checked",
     "eval_windows",
     "evaluate",
-    "fresh_state",
     "read_events",
     "read_toml",
-    "reset_carried",
     "stop_on_signals",
     "summary_of",
     "with_preset",

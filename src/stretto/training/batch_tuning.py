@@ -25,7 +25,7 @@ from stretto.large_batch import (
     local_curvature,
     probe,
 )
-from stretto.training.carrying import reset_carried
+from stretto.nn import reset_carried
 from stretto.training.feed import AbstractFeed
 from stretto.training.state import TrainState
 from stretto.training.task import AbstractTask

@@ -11,8 +11,8 @@ from torch import nn
 
 from stretto.data import SequenceSet
 from stretto.distributed import World
+from stretto.nn import fresh_state
 from stretto.training.bucket_feed import eval_batches
-from stretto.training.carrying import fresh_state
 from stretto.training.divergence import MOST_NAMED, diverged
 from stretto.training.solving import step_after_step
 from stretto.training.task import AbstractTask, Sample, Score

@@ -18,9 +18,9 @@ from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.files import write_atomically
 from stretto.large_batch import Decision, refuse_larger_than_data
+from stretto.nn import reset_carried
 from stretto.training.background import BackgroundWriter
 from stretto.training.batch_tuning import BatchTuning
-from stretto.training.carrying import reset_carried
 from stretto.training.checkpoint import Checkpoint, load_newest, save_checkpoint, save_tensors
 from stretto.training.evaluate import Evaluation, evaluate, sample_predictions
 from stretto.training.events import AbstractLog

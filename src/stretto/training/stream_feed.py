@@ -1,47 +1,46 @@
-"""Batches of a long text in parallel streams, each batch going on where the one before ended.
+"""Batches of a long text in parallel streams, each batch continuing where the one before ended.
 
-Shape legend: L layers, R streams of all workers, B streams of one, H hidden units.
+Shape legend: S words of the text, N sequences, R streams of all ranks, B streams of one, T steps of a window.
 """
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Iterator
 from typing import Any, ClassVar, Final, final
 
+import numpy as np
 import torch
 from torch import nn
 
-from stretto.batching import Batch
+from stretto.batching import NO_STEP, Batch
 from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.training.carrying import carrying_parts, reset_carried
+from stretto.nn import CarriedState, Chunk, Streams, carried_states, reset_carried
+from stretto.state import flatten, unflatten
 from stretto.training.checkpoint import Checkpoint
 from stretto.training.feed import AbstractFeed, Resumed
-from stretto.training.stream_cut import StreamCut
-from stretto.training.stream_text import StreamText
 
-STATE_VERSION: Final = 2
+STATE_VERSION: Final = 3
 PREFIX: Final = "streams"
-MOST_TENSORS: Final = 4
-"""That the state of a recurrent layer is made of; an LSTM's has two."""
+EVALUATION_STREAMS: Final = 20
+"""Rows of an evaluation: each starts from an initial state, and together they read every word once."""
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StreamReport:
-    """The windows of one epoch over all workers.
+    """The windows of one epoch over all ranks.
 
     Attributes:
-        epoch: Which epoch.
+        epoch: Counted from 0.
         num_sequences: Sequences of the text.
-        num_buckets: One: windows are of one length.
-        batches: Windows, the same number for every worker.
-        padding: Share of slots that is padding; only the last window can have any.
+        num_buckets: 1: windows are of one length.
+        batches: Windows, the same number for every rank.
+        padding: Fraction of slots that is padding; only the last window can have any.
         largest_batch: Most slots of one batch.
         most_rows: Most streams of one batch.
-        streams: Of all workers.
+        streams: Of all ranks.
         window: Most steps of a batch.
     """
 
@@ -57,19 +56,74 @@ class StreamReport:
 
 
 @final
+class _Text:
+    """The sequences of a set joined in order: every word but the last is read, every word but the first a target."""
+
+    def __init__(self, part: SequenceSet) -> None:
+        ends_N = part.starts_N + part.lengths_N
+        if np.array_equal(part.starts_N[1:], ends_N[:-1]):
+            self._words_S = part.features_SF[part.starts_N[0] : ends_N[-1], 0]
+        else:
+            pieces = zip(part.starts_N, ends_N, strict=True)
+            self._words_S = np.concatenate([part.features_SF[begin:end, 0] for begin, end in pieces])
+        self._numbers_N, self._ends_N = part.numbers_N, np.cumsum(part.lengths_N)
+        self.num_steps = len(self._words_S) - 1
+        if self.num_steps < 1:
+            raise StrettoError(f"{part.name} has a single word, which nothing follows", fix="Give a longer text.")
+
+    def streams(self, *, num_streams: int, window: int, world: World) -> Streams:
+        return Streams(
+            self._words_S,
+            num_streams=min(num_streams, self.num_steps),
+            chunk=window,
+            targets="next",
+            rank=world.rank,
+            world_size=world.size,
+        )
+
+    def batch(self, chunk: Chunk) -> Batch:
+        """Without the streams that have ended, which are the last; indices are of the sequences that rows begin in."""
+        assert chunk.targets_BT is not None
+        num_rows = int((chunk.lengths > 0).sum())
+        next_BT = chunk.targets_BT[:num_rows].long().masked_fill_(~chunk.mask[:num_rows], NO_STEP)
+        sequences_B = np.searchsorted(self._ends_N, chunk.offsets[:num_rows].numpy(), side="right")
+        return Batch(
+            features_BTF=chunk.x_BT[:num_rows].long()[:, :, None],
+            lengths=chunk.lengths[:num_rows],
+            targets=next_BT,
+            indices=torch.from_numpy(self._numbers_N[sequences_B]),
+        )
+
+
+def eval_windows(part: SequenceSet, *, window: int, world: World, device: str) -> Iterator[Batch]:
+    """The batches of an evaluation on a text: windows of up to 20 streams, however many ranks divide these.
+
+    Args:
+        part: The text.
+        window: Most steps of a window.
+        world: The ranks; one for which no stream is left gets empty batches.
+        device: Where batches are to be.
+    """
+    text = _Text(part)
+    most = max(1, min(EVALUATION_STREAMS, text.num_steps // window))
+    for chunk in text.streams(num_streams=most, window=window, world=world):
+        yield text.batch(chunk).to(device)
+
+
+@final
 class StreamFeed(AbstractFeed):
-    """The text cut into streams, as many as all workers have rows, which are read side by side in windows.
+    """The text in streams, as many as all ranks have rows, which are read side by side in windows.
 
     Each epoch reads the same streams from their beginning, every word once. A model carries its state from window to
-    window and starts from zero in every epoch. With another number of streams the text is cut anew: in the middle of an
+    window and starts anew in every epoch. With another number of streams the text is cut again: in the middle of an
     epoch, what is left of it.
 
     Args:
         part: The training text; its sequences are joined in order.
         window: Most steps of a batch, and how far gradients go back.
-        batch_size: Streams of one worker.
+        batch_size: Streams of one rank.
         max_padded_steps: Most slots of a batch.
-        world: The workers, each with its share of the streams.
+        world: The ranks, each with its share of the streams.
     """
 
     carries: ClassVar[bool] = True
@@ -77,18 +131,12 @@ class StreamFeed(AbstractFeed):
     def __init__(
         self, part: SequenceSet, *, window: int, batch_size: int, world: World, max_padded_steps: int | None = None
     ) -> None:
-        self._text, self._world, self._window, self._max_padded_steps = (
-            StreamText(part),
-            world,
-            window,
-            max_padded_steps,
-        )
+        self._text, self._world, self._window, self._max_padded_steps = _Text(part), world, window, max_padded_steps
         self._num_parts = len(part)
-        self._epoch, self._start = 0, 0
-        self._earlier: tuple[tuple[int, int], ...] = ()
         self._refuse(batch_size)
         self._made_for = self.batch_size = batch_size
-        self._cut = self._whole()
+        self._epoch, self._start = 0, 0
+        self._streams = self._text.streams(num_streams=batch_size * world.size, window=window, world=world)
 
     @property
     def num_sequences(self) -> int:
@@ -112,62 +160,56 @@ class StreamFeed(AbstractFeed):
 
     @property
     def left(self) -> float:
-        """The share of the words that the cut has."""
-        return self._cut.num_steps / self._text.num_steps
+        """The fraction of the words that the streams have."""
+        return self._streams.planned_steps / self._text.num_steps
 
     @property
     def whole_epoch(self) -> int:
         """Windows of an epoch that is read from its beginning."""
-        return self._whole().num_windows
+        longest = -(-self._text.num_steps // (self.batch_size * self._world.size))
+        return -(-longest // self._window)
 
     def __len__(self) -> int:
-        return self._cut.num_windows
+        return len(self._streams)
 
     def __iter__(self) -> Iterator[Batch]:
-        share = self._cut.share(rank=self._world.rank, size=self._world.size)
-        for number in range(self._start, self._cut.num_windows):
-            yield self._text.batch(self._cut.read(number, share))
+        for number in range(self._start, len(self._streams)):
+            yield self._text.batch(self._streams.read(number))
 
     def begin_epoch(self, epoch: int, model: nn.Module) -> None:
-        """Be at the beginning of the text, with a model that starts from zero, or where the epoch was left."""
+        """Be at the beginning of the text, with a model that starts anew, or where the epoch was left."""
         self._move_to(epoch)
         if self._start == 0:
             reset_carried(model)
 
     def resize(self, batch_size: int, *, used: int = 0) -> None:
-        """Cut what is left of the text, and all of it in later epochs, into another number of streams.
-
-        The new streams begin in the middle of old ones, so each starts from a state of zero.
-        """
+        """Cut what is left of the text, and all of it in later epochs, into another number of streams."""
         self._refuse(batch_size)
-        if used:
-            self._earlier = (*self._earlier, (self._streams, used))
+        self._streams.resize(batch_size * self._world.size, used=used)
         self.batch_size, self._start = batch_size, 0
-        self._cut = self._after(self._earlier)
 
     def report(self) -> StreamReport:
         """Windows and padding of the epoch."""
-        cut, size = self._cut, self._world.size
-        shares = [cut.share(rank=rank, size=size) for rank in range(size)]
+        streams, size = self._streams, self._world.size
+        shares = [streams.share(rank) for rank in range(size)]
         widest = max(share.stop - share.start for share in shares)
-        last = [cut.read(cut.num_windows - 1, share) for share in shares]
-        empty = sum(window.places_BT.size - int(window.lengths_B.sum()) for window in last)
+        last_R = streams.chunk_lengths(len(streams) - 1)
+        empty = sum(int((last_R[share].max(initial=0) - last_R[share])[last_R[share] > 0].sum()) for share in shares)
         return StreamReport(
             epoch=self._epoch,
             num_sequences=self._num_parts,
             num_buckets=1,
-            batches=cut.num_windows,
-            padding=empty / (cut.num_steps + empty),
+            batches=len(streams),
+            padding=empty / (streams.planned_steps + empty),
             largest_batch=widest * self._window,
             most_rows=widest,
-            streams=cut.num_streams,
+            streams=len(last_R),
             window=self._window,
         )
 
     def example(self, batch_size: int, length: int) -> Batch:
         """The first window of so many streams."""
-        cut = StreamCut(self._text.runs, num_streams=batch_size, window=length)
-        return self._text.batch(cut.read(0, slice(0, cut.num_streams)))
+        return self._text.batch(self._text.streams(num_streams=batch_size, window=length, world=World()).read(0))
 
     def state_dict(self, *, epoch: int, used: int) -> dict[str, Any]:
         """The position: how the epoch was cut and how many windows of each cut were used."""
@@ -175,117 +217,103 @@ class StreamFeed(AbstractFeed):
         return {
             "version": STATE_VERSION,
             "epoch": epoch,
-            "used": [[*segment] for segment in (*self._earlier, (self._streams, used))],
-            "digest": self._digest(),
+            "streams": self._streams.state_dict(used=used),
             "made_for": self._made_for,
             "batch_size": self.batch_size,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> Resumed:
-        """Continue where `state` was taken; with another number of streams, what is left is cut anew."""
+        """Continue where `state` was taken; with another number of streams, what is left is cut again."""
         if state.get("version") != STATE_VERSION:
             raise StrettoError(
                 f"the position in the text has version {state.get('version')!r}, not {STATE_VERSION}",
                 fix="Resume with the version of Stretto that saved it, or start a new run.",
             )
-        if state.get("digest") != self._digest():
+        saved, world = state["streams"], self._world
+        before = self._text.streams(num_streams=saved["num_streams"], window=self._window, world=world)
+        if saved["digest"] != before.state_dict()["digest"]:
             raise StrettoError(
                 "the position in the text was saved for another text or window",
                 fix="Resume with the text, --layout and --window that the run was started with.",
             )
         if state["made_for"] == self._made_for:
             self.batch_size = int(state["batch_size"])
-        *earlier, (streams, used) = [(int(number), int(windows)) for number, windows in state["used"]]
-        self._epoch = int(state["epoch"])
-        same = streams == self._streams
-        if same or not used:
-            self._earlier, self._start = tuple(earlier), used
-        else:
-            self._earlier, self._start = (*earlier, (streams, used)), 0
-        self._cut = self._after(self._earlier)
-        if self._cut.num_steps == 0 or self._start >= len(self):
+        before.load_state_dict(saved)
+        self._streams, self._epoch, self._start = before, int(state["epoch"]), int(saved["used"])
+        wanted, is_same = self.batch_size * world.size, saved["num_streams"] == self.batch_size * world.size
+        if not is_same:
+            self._streams.resize(wanted, used=self._start)
+            self._start = 0
+        is_cut_short = self._streams.planned_steps < self._text.num_steps
+        if self._start >= len(self):
             self._move_to(self._epoch + 1)
-        if same:
+        if is_same:
             return Resumed(is_dealt_anew=False)
-        what = "what is left of the epoch is" if self._earlier else "the text is"
-        told = f"{what} cut into {self._streams} streams, not {streams}; each starts from a state of zero"
+        what = "what is left of the epoch is" if is_cut_short else "the text is"
+        told = f"{what} cut into {wanted} streams, not {saved['num_streams']}; each starts from its initial state"
         return Resumed(is_dealt_anew=True, told=told)
 
     def carried(self, model: nn.Module) -> Checkpoint:
-        """The states of all streams, in their order, which each worker has a share of."""
-        tensors = {}
-        for number, part in enumerate(carrying_parts(model)):
-            for which, state_LRH in enumerate(self._gathered(part.carried)):
-                tensors[f"{PREFIX}.{number}.{which}"] = state_LRH
-        return Checkpoint(tensors=tensors, state={})
+        """The states of all streams, in their order, which each rank has a share of."""
+        tensors, forms = {}, []
+        for number, carried in enumerate(carried_states(model)):
+            own = [] if carried.state is None else flatten(carried.state)
+            # A rank without streams has no state: rank 0, which always has some, says what it looks like.
+            form = None if carried.state is None else _form(carried)
+            forms.append(json.loads(self._world.broadcast_str(json.dumps(form))))
+            for which, (dtype, shape) in enumerate(forms[-1]["tensors"] if forms[-1] else []):
+                part = own[which] if own else torch.zeros(shape, dtype=getattr(torch, dtype))
+                tensors[f"{PREFIX}.{number}.{which}"] = self._all_rows(part, carried.batch_dim)
+        return Checkpoint(tensors=tensors, state={PREFIX: forms})
 
     def load_carried(self, checkpoint: Checkpoint, model: nn.Module) -> None:
         """Give each row the state of its stream, if the streams still are the same."""
         if self._start == 0:
             return
-        share = self._cut.share(rank=self._world.rank, size=self._world.size)
-        like = next(model.parameters())
-        for number, part in enumerate(carrying_parts(model)):
-            names = [f"{PREFIX}.{number}.{which}" for which in range(MOST_TENSORS)]
-            states = [checkpoint.tensors[name] for name in names if name in checkpoint.tensors]
-            part.carried = tuple(state_LRH[:, share].to(like.device) for state_LRH in states)
+        device = next(model.parameters()).device
+        for number, (carried, form) in enumerate(zip(carried_states(model), checkpoint.state[PREFIX], strict=True)):
+            carried.reset()
+            if form is not None:
+                names = [f"{PREFIX}.{number}.{which}" for which in range(len(form["tensors"]))]
+                carried.state = unflatten(form["nesting"], [checkpoint.tensors[name].to(device) for name in names])
+                carried.state = carried.rows(self._streams.share(self._world.rank))
 
-    @property
-    def _streams(self) -> int:
-        return self.batch_size * self._world.size
-
-    def _whole(self) -> StreamCut:
-        return StreamCut(self._text.runs, num_streams=self._streams, window=self._window)
-
-    def _after(self, earlier: tuple[tuple[int, int], ...]) -> StreamCut:
-        """What is left when so many windows of so many streams were used, cut into the streams of now."""
-        runs = self._text.runs
-        for streams, used in earlier:
-            runs = StreamCut(runs, num_streams=streams, window=self._window).rest(used)
-        return StreamCut(runs, num_streams=self._streams, window=self._window)
+    def _all_rows(self, part: torch.Tensor, batch_dim: int) -> torch.Tensor:
+        """The rows of all ranks side by side."""
+        if self._world.size == 1:
+            return part
+        own = part.movedim(batch_dim, 0).double()
+        padded = own.new_zeros(self._streams.share(0).stop, *own.shape[1:])
+        padded[: len(own)] = own
+        ranks = self._world.all_gather(padded.flatten().tolist())
+        rows = torch.cat([torch.tensor(values, dtype=torch.float64).view_as(padded) for values in ranks])
+        return rows[: self._streams.share(self._world.size - 1).stop].to(part.dtype).movedim(0, batch_dim).contiguous()
 
     def _move_to(self, epoch: int) -> None:
         if epoch != self._epoch:
-            self._epoch, self._start, self._earlier = epoch, 0, ()
-            self._cut = self._whole()
-
-    def _gathered(self, states: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """The states (L, B, H) of all workers side by side; a worker without streams has none."""
-        world = self._world
-        if world.size == 1:
-            return list(states)
-        shapes = [float(size) for state_LBH in states for size in (state_LBH.shape[0], state_LBH.shape[2])]
-        headers = world.all_gather([*shapes, *[0.0] * (2 * MOST_TENSORS - len(shapes))])
-        sizes = [int(max(column)) for column in zip(*headers, strict=True)]
-        each = -(-self._cut.num_streams // world.size)
-        found = []
-        for which in range(MOST_TENSORS):
-            num_layers, width = sizes[2 * which : 2 * which + 2]
-            if not num_layers:
-                break
-            mine_LBH = torch.zeros(num_layers, each, width, dtype=torch.float64)
-            if states:
-                mine_LBH[:, : states[which].shape[1]] = states[which]
-            rows = world.all_gather(mine_LBH.flatten().tolist())
-            all_LRH = torch.cat([torch.tensor(r, dtype=torch.float64).view_as(mine_LBH) for r in rows], dim=1)
-            dtype = states[which].dtype if states else torch.float32
-            found.append(all_LRH[:, : self._cut.num_streams].to(dtype))
-        return found
+            self._epoch, self._start = epoch, 0
+            self._streams.restart()
 
     def _refuse(self, batch_size: int) -> None:
-        streams = batch_size * self._world.size
+        streams, slots = batch_size * self._world.size, batch_size * self._window
         if streams > self._text.num_steps:
             raise StrettoError(
-                f"batch_size={batch_size} on {self._world.size} workers makes {streams} streams of a text of "
+                f"batch_size={batch_size} on {self._world.size} ranks makes {streams} streams of a text of "
                 f"{self._text.num_steps} words",
                 fix=f"Lower --batch-size; up to {self.num_sequences} streams are as long as a window.",
             )
-        if self._max_padded_steps is not None and batch_size * self._window > self._max_padded_steps:
+        if self._max_padded_steps is not None and slots > self._max_padded_steps:
             raise StrettoError(
-                f"{batch_size} streams with windows of {self._window} make {batch_size * self._window} slots, "
-                f"more than max_padded_steps={self._max_padded_steps}",
+                f"{batch_size} streams with windows of {self._window} make {slots} slots, more than "
+                f"max_padded_steps={self._max_padded_steps}",
                 fix="Raise --max-padded-steps to at least that, or lower --batch-size or --window.",
             )
 
-    def _digest(self) -> str:
-        return hashlib.sha256(json.dumps([self._text.num_steps, self._window]).encode()).hexdigest()[:16]
+
+def _form(carried: CarriedState) -> dict[str, Any]:
+    """How a state is nested, as JSON, and the type of each tensor and its shape without rows."""
+    tensors = flatten(carried.state)
+    shapes = [[0 if at == carried.batch_dim % t.ndim else size for at, size in enumerate(t.shape)] for t in tensors]
+    types = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    nesting = unflatten(carried.state, range(len(tensors)))
+    return {"nesting": nesting, "tensors": [[*pair] for pair in zip(types, shapes, strict=True)]}

@@ -16,7 +16,7 @@ from torch import nn
 from stretto.batching import Batch
 from stretto.distributed import Parts, World, detect_lost_rank, replicate
 from stretto.errors import StrettoError
-from stretto.training.carrying import in_turn
+from stretto.nn import in_turn
 from stretto.training.divergence import MOST_NAMED, diverged
 from stretto.training.feed import AbstractFeed
 from stretto.training.noise_parts import NoiseParts

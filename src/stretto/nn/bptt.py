@@ -1,0 +1,541 @@
+"""Truncated back-propagation through time: the state between the pieces of a long sequence, and overlapping windows.
+
+Shape legend: B rows, M some of them, T steps of a sequence or of a piece of it; dimensions of a step follow behind B
+and T.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeAlias, cast, final
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from stretto.batching import as_lengths
+from stretto.checks import check_int
+from stretto.errors import StrettoError
+from stretto.nn.streams import Chunk
+from stretto.state import map_state
+
+NestedState: TypeAlias = torch.Tensor | tuple["NestedState", ...]
+Initial: TypeAlias = NestedState | Callable[[int], NestedState] | None
+
+
+def detach_state(state: NestedState) -> NestedState:
+    """The same values without their graph, of a tensor or nested tuples of tensors."""
+    return cast("NestedState", map_state(torch.Tensor.detach, state))
+
+
+def reset_rows(
+    state: NestedState, rows_B: torch.Tensor, *, initial: NestedState | None = None, batch_dim: int = 0
+) -> NestedState:
+    """The state with some rows put back to their initial values; no gradient goes from them into the old state.
+
+    Args:
+        state: A tensor or nested tuples of tensors.
+        rows_B: Which rows, true or false.
+        initial: The values of these rows, in the form of `state`, with their graph if they are learned; None for zeros.
+        batch_dim: Where each tensor has its rows: 0 for `stretto.RNN`, 1 for `torch.nn.LSTM`, `GRU` and `RNN`.
+    """
+    if rows_B.dtype != torch.bool or rows_B.ndim != 1:
+        raise StrettoError(
+            f"rows are {rows_B.dtype} of shape {tuple(rows_B.shape)}", fix="Give one true or false for each row."
+        )
+
+    def reset(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        _check_rows(old, len(rows_B), batch_dim=batch_dim)
+        shape = [1] * old.ndim
+        shape[batch_dim] = -1
+        return torch.where(rows_B.to(old.device).view(shape), new.to(old), old)
+
+    return cast(
+        "NestedState", map_state(reset, state, map_state(torch.zeros_like, state) if initial is None else initial)
+    )
+
+
+def _start_rows(
+    state: NestedState | None, resets_B: torch.Tensor, *, initial: Initial, batch_dim: int
+) -> NestedState | None:
+    """The state before a chunk, or None where all rows start and the net is to make its own initial state."""
+    made = initial(len(resets_B)) if callable(initial) else initial
+    if resets_B.all():
+        return made
+    if state is None:
+        raise StrettoError(
+            f"{int((~resets_B).sum())} of {len(resets_B)} rows continue a sequence without a state to continue from",
+            fix="Give the state that was carried when the streams were left, or begin with the first chunk.",
+        )
+    return reset_rows(state, resets_B, initial=made, batch_dim=batch_dim) if resets_B.any() else state
+
+
+@final
+class CarriedState:
+    """The state between the chunks of `Streams`: detached after each one, initial in rows that start a sequence.
+
+    Kept as an attribute of a module, it is neither a parameter nor a buffer: a trained model is the same without it.
+    `stretto.train` finds it there, saves it in checkpoints and resets it at the start of an epoch.
+
+    Args:
+        initial: What a sequence starts from: a state of all rows, or a function that makes one for a number of rows,
+            such as a cell's `initial_state`. None for zeros, as `torch.nn.LSTM` has them.
+        batch_dim: Where each tensor of the state has its rows: 0 for `stretto.RNN`, 1 for `torch.nn.LSTM` and its like.
+        state: What to continue from, when streams are resumed.
+
+    Attributes:
+        state: What was kept last, None before that.
+        batch_dim: As given.
+
+    Example:
+        >>> carried = CarriedState(batch_dim=1)
+        >>> for chunk in streams:
+        ...     y_BTF, state = lstm(chunk.x_BT, carried.start(chunk.resets))
+        ...     carried.keep(state)
+    """
+
+    def __init__(self, *, initial: Initial = None, batch_dim: int = 0, state: NestedState | None = None) -> None:
+        self._initial = initial
+        self.batch_dim = batch_dim
+        self.state = state
+
+    def start(self, resets_B: torch.Tensor) -> NestedState | None:
+        """The state before a chunk, or None where all rows start and the net is to make its own initial state."""
+        return _start_rows(self.state, resets_B, initial=self._initial, batch_dim=self.batch_dim)
+
+    def rows(self, rows: slice) -> NestedState | None:
+        """The kept state of some rows, or None at the start: streams that have ended are the last rows."""
+        if self.state is None:
+            return None
+        index = (slice(None),) * self.batch_dim + (rows,)
+        return cast("NestedState", map_state(lambda tensor: tensor[index].contiguous(), self.state))
+
+    def keep(self, state: NestedState) -> None:
+        """Store the state after a chunk, without its graph."""
+        self.state = detach_state(state)
+
+    def reset(self) -> None:
+        """Start anew, with whatever number of rows comes next."""
+        self.state = None
+
+
+def carried_states(model: nn.Module) -> list[CarriedState]:
+    """All carried states that a model or its parts have as attributes, in the order of the parts."""
+    return [item for part in model.modules() for item in vars(part).values() if isinstance(item, CarriedState)]
+
+
+def reset_carried(model: nn.Module) -> None:
+    """Let all parts of a model start anew."""
+    for carried in carried_states(model):
+        carried.reset()
+
+
+@contextlib.contextmanager
+def fresh_state(model: nn.Module) -> Iterator[None]:
+    """Within it a model starts anew; afterwards it carries what it did before."""
+    before = [(carried, carried.state) for carried in carried_states(model)]
+    reset_carried(model)
+    try:
+        yield
+    finally:
+        for carried, state in before:
+            carried.state = state
+
+
+def in_turn(model: nn.Module, rows: Sequence[slice], *, num_rows: int) -> Iterator[slice]:
+    """Let a model compute a batch in parts, each from its own rows of the state; afterwards it carries that of all.
+
+    Args:
+        model: Called with a part each time that its rows are given.
+        rows: The parts, which together are the batch.
+        num_rows: Of the batch.
+    """
+    every = carried_states(model)
+    before = []
+    for carried in every:
+        carried.state = carried.rows(slice(num_rows))
+        before.append([carried.rows(part) for part in rows])
+    after: list[list[NestedState | None]] = [[] for _ in every]
+    for number, part in enumerate(rows):
+        for carried, states in zip(every, before, strict=True):
+            carried.state = states[number]
+        yield part
+        for carried, found in zip(every, after, strict=True):
+            found.append(carried.state)
+
+    def join(batch_dim: int, *parts: torch.Tensor) -> torch.Tensor:
+        shape = list(parts[0].shape)
+        shape[batch_dim] = num_rows
+        whole = parts[0].new_empty(shape)
+        for each, part in zip(rows, parts, strict=True):
+            whole[(slice(None),) * batch_dim + (each,)] = part
+        return whole
+
+    for carried, found in zip(every, after, strict=True):
+        if all(state is not None for state in found):
+            carried.state = map_state(partial(join, carried.batch_dim), *found)
+
+
+def _check_rows(tensor: torch.Tensor, count: int, *, batch_dim: int) -> None:
+    if not -tensor.ndim <= batch_dim < tensor.ndim or tensor.shape[batch_dim] != count:
+        raise StrettoError(
+            f"a state of shape {tuple(tensor.shape)} does not have {count} rows in dimension {batch_dim}",
+            fix="Give batch_dim, the dimension of the rows: 0 for stretto.RNN, 1 for torch.nn.LSTM, GRU and RNN.",
+        )
+
+
+@final
+class _RaggedCall:
+    """Calls a net on rows of unequal length, so that each row's state stops at its last real step.
+
+    What torch has is packed; any other net is called with `lengths`. Neither sees a row that has no steps.
+
+    Args:
+        rnn: `y, state = rnn(x, state)` and, if it is to know of unequal lengths, `rnn(x, state, lengths=lengths)`.
+        batch_dim: Where each tensor of the state has its rows.
+        rows_needed: Whether rows of the state will have to be told apart.
+        lengths_needed: Whether to refuse a net that cannot be told the lengths, instead of running it on past the ends.
+    """
+
+    def __init__(self, rnn: Callable[..., Any], *, batch_dim: int, rows_needed: bool, lengths_needed: bool) -> None:
+        name = type(rnn).__name__
+        if getattr(rnn, "bidirectional", False):
+            raise StrettoError(
+                f"{name} is bidirectional: it needs the end of a sequence before its beginning",
+                fix="Give a net that runs forward only.",
+            )
+        if not getattr(rnn, "batch_first", True):
+            raise StrettoError(f"{name} has batch_first=False", fix="Make it with batch_first=True.")
+        of_torch = isinstance(rnn, nn.RNNBase)
+        if of_torch and batch_dim != 1 and rows_needed:
+            raise StrettoError(f"the state of {name} has its rows in dimension 1", fix="Give batch_dim=1.")
+        self._rnn, self._of_torch, self._batch_dim = rnn, of_torch, batch_dim
+        self._takes_lengths = of_torch or _has_lengths(rnn)
+        if lengths_needed and not self._takes_lengths:
+            raise StrettoError(
+                f"lengths are given, but {name} takes none, so the states after each row's end would be wrong",
+                fix="Let it take `lengths`, or leave them out and mask the loss if the last state is not needed.",
+            )
+
+    def run(
+        self, x_BT: torch.Tensor, state: NestedState | None, lengths_B: torch.Tensor
+    ) -> tuple[torch.Tensor, NestedState]:
+        """The outputs, and the state after each row's last real step if the net can know of it."""
+        if not self._takes_lengths or bool((lengths_B == x_BT.shape[1]).all()):
+            return self._call(x_BT, state, None)
+        rows_M = lengths_B.nonzero().flatten()
+        if state is None or len(rows_M) == len(lengths_B):
+            return self._call(x_BT, state, lengths_B)
+        there_M = rows_M.to(x_BT.device)
+        dim = self._batch_dim
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            _check_rows(tensor, len(lengths_B), batch_dim=dim)
+            return tensor.index_select(dim, rows_M.to(tensor.device))
+
+        y_MT, after = self._call(x_BT[there_M], map_state(take, state), lengths_B[rows_M])
+        y_BT = y_MT.new_zeros((len(lengths_B), *y_MT.shape[1:])).index_copy(0, there_M, y_MT)
+        return y_BT, map_state(lambda old, new: old.index_copy(dim, rows_M.to(old.device), new), state, after)
+
+    def _call(
+        self, x_BT: torch.Tensor, state: NestedState | None, lengths_B: torch.Tensor | None
+    ) -> tuple[torch.Tensor, NestedState]:
+        if lengths_B is None:
+            answer = self._rnn(x_BT, state)
+        elif self._of_torch:
+            packed = pack_padded_sequence(x_BT, lengths_B, batch_first=True, enforce_sorted=False)
+            y, after = self._rnn(packed, state)
+            answer = pad_packed_sequence(y, batch_first=True, total_length=x_BT.shape[1])[0], after
+        else:
+            answer = self._rnn(x_BT, state, lengths=lengths_B)
+        if not isinstance(answer, tuple | list) or len(answer) != 2 or not isinstance(answer[0], torch.Tensor):
+            raise StrettoError(
+                f"{type(self._rnn).__name__} gave {type(answer).__name__} instead of outputs and state",
+                fix="Let it return (y, state).",
+            )
+        if answer[0].shape[:2] != x_BT.shape[:2]:
+            raise StrettoError(
+                f"{type(self._rnn).__name__} gave outputs of shape {tuple(answer[0].shape)} for {tuple(x_BT.shape)}",
+                fix="Let it be batch first and give one output a step.",
+            )
+        return answer[0], answer[1]
+
+
+def _has_lengths(rnn: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(rnn.forward if isinstance(rnn, nn.Module) else rnn).parameters
+    except (TypeError, ValueError):
+        return False
+    return "lengths" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """New steps, whose loss is to be back-propagated.
+
+    Attributes:
+        y_new: Outputs of the new steps, with the graph of the whole window behind them.
+        span: Where the new steps are in time: `target[:, part.span]`.
+        lengths: Real new steps of each row; int64 on the CPU.
+        state: After the new steps, and of a row that has ended after its last one; without its graph.
+        depth: Steps of the window: how far the gradient goes back from the end of the part, unless a row starts in it.
+        chunk: The chunk that the new steps are, None where they are from a tensor.
+    """
+
+    y_new: torch.Tensor
+    span: slice
+    lengths: torch.Tensor
+    state: NestedState
+    depth: int
+    chunk: Chunk | None
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """(B, new steps), true on real steps, on the device of the outputs."""
+        steps_T = torch.arange(self.y_new.shape[1], device=self.y_new.device)
+        return steps_T < self.lengths.to(self.y_new.device)[:, None]
+
+
+@final
+class TruncatedBPTT:
+    """Truncated back-propagation through time, BPTT(h; h') of Hwang and Sung, as an iterable over parts.
+
+    Each part has `step` (h') new steps. Its loss is that of the new steps alone; its gradient goes back through
+    `window` (h) steps, the new ones and `window - step` before them. With plain truncation, `window == step`, the first
+    of the new steps sends no gradient into its past; otherwise each sends it at least `window - step` steps back.
+
+    The graphs of earlier parts are no use: an optimiser has since changed the weights in place, so torch refuses to go
+    back through them, and their values belong to older weights. Each part runs its whole window anew instead, with the
+    weights as they are, from a stored state without graph. That is exact: the gradient is that of back-propagation over
+    the window from that state with the current weights. The stored state is the one that the part before had there, so
+    its latest `step` steps are one update old. The price is that each step is run `window / step` times. With
+    `window == step`, or without gradients (`torch.no_grad`), nothing is run twice.
+
+    A window begins `window - step` steps before its new steps, also where a row, or all of them, end before `step` new
+    steps. So a row has the same gradients in a ragged batch as alone.
+
+    Args:
+        rnn: Called as `y, state = rnn(x, state)`, batch first: `stretto.RNN`, `torch.nn.LSTM(batch_first=True)` and its
+            like, any module or function. Ragged rows are packed for what torch has, and call `rnn(x, state,
+            lengths=lengths)` otherwise.
+        x: (B, T, ...); or chunks of `Streams`, at whose resets the state is initial and the gradient ends. If
+            the net takes no `lengths`, the state of a row behind its end means nothing; nothing depends on it either.
+        window: Steps that the gradient goes back through, h.
+        step: New steps of a part, h'; with chunks, the most that one has.
+        state: Before the first step, used without its graph. None for the net's own initial state, made anew as long as
+            the window reaches back to it: one that is learnt gets its gradient.
+        lengths: Real steps of each row of a tensor `x`, None for all. Steps behind the longest are left out.
+        initial: With chunks, what a row starts from: a state, or a function that makes one for a number of rows. None
+            for `rnn.initial_state` where there is one, else zeros.
+        batch_dim: Where each tensor of the state has its rows: 0 for `stretto.RNN`, 1 for `torch.nn.LSTM` and its like.
+            Used for ragged rows and resets only.
+
+    Example:
+        >>> for part in TruncatedBPTT(rnn, x, window=256, step=128):
+        ...     loss = criterion(part.y_new, target[:, part.span])
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        rnn: Callable[..., Any],
+        x: torch.Tensor | Iterable[Chunk],
+        *,
+        window: int,
+        step: int,
+        state: NestedState | None = None,
+        lengths: Any = None,
+        initial: Initial = None,
+        batch_dim: int = 0,
+    ) -> None:
+        window, step = check_int(window, name="window"), check_int(step, name="step")
+        if window < step:
+            raise StrettoError(
+                f"window={window} is shorter than step={step}, so some new steps would get no gradient",
+                fix="Give a window no shorter than step; window=step is plain truncation.",
+            )
+        if initial is not None and isinstance(x, torch.Tensor):
+            raise StrettoError(
+                "initial is for rows that start in chunks, and x is a tensor", fix="Give `state` instead of `initial`."
+            )
+        self._x, self._window, self._step = x, window, step
+        self._state = None if state is None else detach_state(state)
+        self._lengths_B = _checked_lengths(x, lengths)
+        self._initial = getattr(rnn, "initial_state", None) if initial is None else initial
+        self._batch_dim = batch_dim
+        self._net = _RaggedCall(
+            rnn,
+            batch_dim=batch_dim,
+            rows_needed=lengths is not None or self._lengths_B is None,
+            lengths_needed=lengths is not None,
+        )
+
+    def __len__(self) -> int:
+        if isinstance(self._x, torch.Tensor) and self._lengths_B is not None:
+            return math.ceil(int(self._lengths_B.max()) / self._step)
+        return len(self._x)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Part]:
+        window = _Window(
+            self._net,
+            state=self._state,
+            overlap=self._window - self._step,
+            initial=self._initial,
+            batch_dim=self._batch_dim,
+        )
+        for piece in self._pieces():
+            # Not bound to a name, which would keep the graph until the next part is there.
+            yield window.advance(piece)
+
+    def _pieces(self) -> Iterator["_Piece"]:
+        if not isinstance(self._x, torch.Tensor) or self._lengths_B is None:
+            for chunk in self._x:
+                yield _piece_of(chunk, step=self._step)
+            return
+        longest = int(self._lengths_B.max())
+        if longest > self._step:
+            _check_graph(self._x)
+        for begin in range(0, longest, self._step):
+            x_BT = self._x[:, begin : min(begin + self._step, longest)]
+            yield _Piece(x_BT=x_BT, lengths_B=(self._lengths_B - begin).clamp(0, x_BT.shape[1]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Consecutive steps, and which rows start at the first of them."""
+
+    x_BT: torch.Tensor
+    lengths_B: torch.Tensor
+    resets_B: torch.Tensor | None = None
+    chunk: Chunk | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return self.x_BT.shape[1]
+
+    def cut(self, at: int) -> tuple["_Piece", "_Piece"]:
+        head = _Piece(x_BT=self.x_BT[:, :at], lengths_B=self.lengths_B.clamp(max=at), resets_B=self.resets_B)
+        return head, _Piece(x_BT=self.x_BT[:, at:], lengths_B=(self.lengths_B - at).clamp(min=0))
+
+
+@final
+class _Window:
+    """The inputs that the next part runs again, and the state before them."""
+
+    def __init__(
+        self, net: _RaggedCall, *, state: NestedState | None, overlap: int, initial: Initial, batch_dim: int
+    ) -> None:
+        self._net, self._state, self._overlap = net, state, overlap
+        self._initial, self._batch_dim = initial, batch_dim
+        self._past: list[_Piece] = []
+        self._time = 0
+
+    def advance(self, piece: _Piece) -> Part:
+        if piece.resets_B is not None and piece.resets_B.all():
+            self._past, self._state = [], None
+        pieces = [*self._past, piece]
+        depth = sum(earlier.num_steps for earlier in pieces)
+        overlap = self._overlap if torch.is_grad_enabled() else 0
+        head, tail = _split(pieces, max(0, depth - overlap))
+        outputs, origin = self._run(head, self._state)
+        further, state = self._run(tail, origin)
+        self._past, self._state = tail, None if origin is None else detach_state(origin)
+        self._time += piece.num_steps
+        return Part(
+            y_new=_last([*outputs, *further], piece.num_steps),
+            span=slice(self._time - piece.num_steps, self._time),
+            lengths=piece.lengths_B,
+            state=detach_state(cast("NestedState", state)),
+            depth=depth,
+            chunk=piece.chunk,
+        )
+
+    def _run(self, pieces: list[_Piece], state: NestedState | None) -> tuple[list[torch.Tensor], NestedState | None]:
+        """In as few calls as there are moments at which rows start."""
+        outputs = []
+        groups: list[list[_Piece]] = []
+        for piece in pieces:
+            if not groups or (piece.resets_B is not None and piece.resets_B.any()):
+                groups.append([])
+            groups[-1].append(piece)
+        for group in groups:
+            resets_B = group[0].resets_B
+            if resets_B is not None:
+                state = _start_rows(state, resets_B, initial=self._initial, batch_dim=self._batch_dim)
+            x_BT = group[0].x_BT if len(group) == 1 else torch.cat([piece.x_BT for piece in group], dim=1)
+            lengths_B = torch.stack([piece.lengths_B for piece in group]).sum(dim=0)
+            y_BT, state = self._net.run(x_BT, state, lengths_B)
+            outputs.append(y_BT)
+        return outputs, state
+
+
+def _split(pieces: list[_Piece], at: int) -> tuple[list[_Piece], list[_Piece]]:
+    """The first `at` steps and the rest."""
+    head: list[_Piece] = []
+    for number, piece in enumerate(pieces):
+        if at == 0:
+            return head, pieces[number:]
+        if at < piece.num_steps:
+            first, second = piece.cut(at)
+            return [*head, first], [second, *pieces[number + 1 :]]
+        head.append(piece)
+        at -= piece.num_steps
+    return head, []
+
+
+def _last(outputs: list[torch.Tensor], count: int) -> torch.Tensor:
+    """The last `count` steps of outputs that follow one another."""
+    found: list[torch.Tensor] = []
+    while count:
+        found.insert(0, outputs.pop()[:, -count:])
+        count -= found[0].shape[1]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+def _checked_lengths(x: Any, lengths: Any) -> torch.Tensor | None:
+    """The real steps of each row, or None where `x` is no tensor but chunks, which know theirs."""
+    if not isinstance(x, torch.Tensor):
+        if lengths is not None:
+            raise StrettoError("lengths are given for chunks, which have their own", fix="Leave lengths out.")
+        return None
+    if x.ndim < 2 or 0 in x.shape[:2]:
+        raise StrettoError(
+            f"x has shape {tuple(x.shape)}", fix="Give rows and steps: (B, T, ...), at least one of each."
+        )
+    if lengths is None:
+        return torch.full((x.shape[0],), x.shape[1])
+    lengths_B = torch.from_numpy(as_lengths(lengths))
+    if len(lengths_B) != x.shape[0] or int(lengths_B.max()) > x.shape[1]:
+        raise StrettoError(
+            f"{len(lengths_B)} lengths of up to {int(lengths_B.max())} steps do not fit x of shape {tuple(x.shape)}",
+            fix="Give one length for each row, none longer than x.",
+        )
+    return lengths_B
+
+
+def _check_graph(x_BT: torch.Tensor) -> None:
+    if x_BT.grad_fn is not None and torch.is_grad_enabled():
+        raise StrettoError(
+            f"x is the output of other layers ({x_BT.grad_fn.name()}), and each part would go back there again",
+            fix="Give rnn as a module that has these layers in it, or x.detach() if they are not to be trained.",
+        )
+
+
+def _piece_of(chunk: Any, *, step: int) -> _Piece:
+    if not isinstance(chunk, Chunk):
+        raise StrettoError(
+            f"x is neither a tensor nor made of chunks: it gave a {type(chunk).__name__}",
+            fix="Give a tensor (B, T, ...), or Streams, or what yields their chunks.",
+        )
+    if chunk.x_BT.shape[1] > step:
+        raise StrettoError(
+            f"chunk {chunk.index} has {chunk.x_BT.shape[1]} steps, more than step={step}",
+            fix="Give step the `chunk` of the streams.",
+        )
+    _check_graph(chunk.x_BT)
+    return _Piece(x_BT=chunk.x_BT, lengths_B=chunk.lengths, resets_B=chunk.resets, chunk=chunk)
