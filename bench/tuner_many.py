@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import torch
 
 from stretto.distributed import World
-from stretto.large_batch import BatchTuner, ThroughputTable, probe
+from stretto.large_batch import BatchTuner, LargeBatch, SplitNorms, ThroughputTable, probe
 from stretto.nn import reset_carried
 from stretto.training import AbstractTask, TrainState, Updater
 
@@ -92,12 +92,10 @@ def decisions_with(
         exchange: Seconds of the sum of gradients, once an update.
     """
     tuner = BatchTuner(
-        base_batch_size=base_batch_size,
-        base_lr=0.1,
+        LargeBatch(base_batch_size=base_batch_size, base_lr=0.1, batch_size=base_batch_size, epochs=EPOCHS),
         num_sequences=SEQUENCES,
-        epochs=EPOCHS,
         table=table,
-        workers=workers,
+        world_size=workers,
         exchange_seconds=exchange,
     )
     decisions: list[Growth] = []
@@ -105,12 +103,12 @@ def decisions_with(
         half = tuner.batch_size / 2
         for _ in range(OBSERVED):
             # Two parts as they are on average where the gradient has a norm of 1.
-            tuner.observe(
-                loss=1.0,
+            norms = SplitNorms(
                 sizes=[half, half],
                 squares=[1 + noise_scale / half] * 2,
                 square_of_mean=1 + noise_scale / (2 * half),
             )
+            tuner.observe(loss=1.0, norms=norms)
         decision = tuner.decide(epoch=epoch)
         decisions.append(
             Growth(action=decision.action, batch_size=decision.batch_size, predicted_gain=decision.predicted_gain)
@@ -141,7 +139,7 @@ def time_shares(task: AbstractTask[Any]) -> ThroughputTable:
             return batch.num_steps
 
         sizes = [size for size in SHARES if size <= feed.num_sequences]
-        return probe(step, batch_sizes=sizes, lengths=[length], most_seconds=PROBE_SECONDS)
+        return probe(step, batch_sizes=sizes, lengths=[length], max_seconds=PROBE_SECONDS)
     finally:
         torch.set_rng_state(earlier)
 

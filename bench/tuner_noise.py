@@ -12,7 +12,7 @@ from typing import Any, Final, final
 import torch
 
 from stretto.distributed import World
-from stretto.large_batch import GradientParts, NoiseMeter
+from stretto.large_batch import NoiseScale, SplitByMicroBatch
 from stretto.training import AbstractTask, TrainState, Updater
 
 GOAL: Final = 0.10
@@ -73,7 +73,7 @@ def quadratic_row(*, dimension: int, parts: int, dtype: torch.dtype, updates: in
     weights_D = weights_D.to(dtype).requires_grad_()
     held_D = weights_D.detach().double()
     true = float((curvature_D * spread_D).square().sum() / (curvature_D * held_D).square().sum())
-    meter, found = NoiseMeter(memory=1_000_000, least=1), GradientParts([weights_D])
+    meter, split = NoiseScale(memory=1_000_000, min_updates=1), SplitByMicroBatch([weights_D])
     curvature_D, spread_D = curvature_D.to(dtype), spread_D.to(dtype)
     for _ in range(updates):
         weights_D.grad = None
@@ -81,10 +81,10 @@ def quadratic_row(*, dimension: int, parts: int, dtype: torch.dtype, updates: in
             x_ND = spread_D * torch.randn(A_PART, dimension, generator=generator, dtype=dtype)
             loss = 0.5 * (curvature_D * (weights_D - x_ND).square()).sum()
             loss.backward()  # type: ignore[no-untyped-call]
-            found.add(A_PART)
-        taken = found.take(scale=1.0 / (parts * A_PART))
-        assert taken is not None
-        meter.add(sizes=taken.sizes, squares=taken.squares, square_of_mean=taken.square_of_mean)
+            split.add(A_PART)
+        norms = split.take(scale=1.0 / (parts * A_PART))
+        assert norms is not None
+        meter.add(norms)
     measured = math.inf if meter.scale is None else meter.scale
     return QuadraticRow(
         dimension=dimension, parts=parts, dtype=str(dtype).removeprefix("torch."), true=true, measured=measured
@@ -155,7 +155,7 @@ def noise_along(task: AbstractTask[Any], *, updates: int) -> NoiseAlong | None:
         model = task.build_model().to(task.config.device)
         state = TrainState(model, config=task.config, steps_per_epoch=len(feed), batch_size=feed.batch_size)
         updater = Updater(task, state, world=World(), stop=threading.Event(), measures_noise=True)
-        whole, meter, known = NoiseMeter(memory=1_000_000), NoiseMeter(memory=ALONG), list[float | None]()
+        whole, meter, known = NoiseScale(memory=1_000_000), NoiseScale(memory=ALONG), list[float | None]()
         model.train()
         for epoch in range(task.config.epochs):
             feed.begin_epoch(epoch, model)
@@ -167,11 +167,10 @@ def noise_along(task: AbstractTask[Any], *, updates: int) -> NoiseAlong | None:
                 updater.begin(measured=True)
                 updater.add(batch.to(task.config.device), is_last=True)
                 state.step += 1
-                parts = updater.parts
-                if parts is not None:
+                if updater.norms is not None:
                     for each in (whole, meter) if state.step <= updates else (meter,):
-                        each.add(sizes=parts.sizes, squares=parts.squares, square_of_mean=parts.square_of_mean)
-                known.append(meter.cautious)
+                        each.add(updater.norms)
+                known.append(meter.cautious_scale)
     finally:
         torch.set_rng_state(earlier)
     scales = moved(filled(known), by=AGE)[:updates]

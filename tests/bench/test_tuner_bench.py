@@ -39,8 +39,7 @@ from bench.tuner_tables import bench_tables, tables, within_text
 from stretto.cli.main import main
 from stretto.data import SequenceSet
 from stretto.errors import StrettoError
-from stretto.large_batch import ThroughputTable
-from stretto.large_batch.choice import choose_batch
+from stretto.large_batch import ThroughputTable, choose_batch
 from stretto.training import AbstractTask, BatchTuning, SilentLog, Trainer, batch_tuning, evaluate
 
 scales = st.floats(0.0, 1e5)
@@ -115,9 +114,9 @@ def test_predicted_updates_lie_between_no_gain_and_all_of_it(
     found = predicted_updates(updates, noise_scale=phi, base_batch_size=base, batch_size=base * multiple)
     assert updates / multiple * (1 - 1e-9) <= found <= updates * (1 + 1e-9)
     table = ThroughputTable.of({base: 1.0, base * multiple: 1.0})
-    rows = choose_batch(table, noise_scale=phi, base_batch_size=base).rows
+    rows = choose_batch(table, noise_scale=phi, base_batch_size=base).candidates
     (row,) = [row for row in rows if row.batch_size == base * multiple]
-    assert found == pytest.approx(updates * row.steps_ratio)
+    assert found == pytest.approx(updates * row.updates_ratio)
 
 
 @given(values=st.lists(scales, min_size=1, max_size=30), base=st.integers(1, 512), multiple=st.sampled_from([1, 2, 16]))

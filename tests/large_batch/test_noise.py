@@ -1,9 +1,8 @@
-"""Gradient noise: estimates without bias, right on quadratics, from real micro-batches, and told when they cannot be.
+"""Gradient noise: estimates without bias, right on quadratics, and from real micro-batches.
 
 Shape legend: D dimensions, N sequences.
 """
 
-import doctest
 import itertools
 import json
 import math
@@ -17,11 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stretto.distributed import Parts, World, parts_of_ranks, squared_norm
 from stretto.errors import StrettoError
-from stretto.large_batch import GradientParts, NoiseMeter, SeparateParts, noise
-from stretto.large_batch.gates import parameters_by_gate
-from stretto.large_batch.noise import noise_of
+from stretto.large_batch import NoiseScale, SplitByMicroBatch, SplitNorms, noise_of, parameters_by_gate, squared_norm
 
 
 def _quadratic(seed: int, num_dims: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -43,17 +39,17 @@ def test_the_scale_of_a_quadratic_is_within_a_tenth(seed: int, dtype: torch.dtyp
     known = trace / float((hessian_DD @ x_D).square().sum())
     weight_D = nn.Parameter(x_D.to(dtype))
     hessian_DD, deviation_D = hessian_DD.to(dtype), deviation_D.to(dtype)
-    parts, meter = GradientParts([weight_D]), NoiseMeter(memory=2000)
+    split, meter = SplitByMicroBatch([weight_D]), NoiseScale(memory=2000)
     torch.manual_seed(seed)
     for _ in range(500):
         weight_D.grad = None
         for size in sizes:
             gap_ND = weight_D - torch.randn(size, 30, dtype=dtype) * deviation_D
             torch.autograd.backward(0.5 * ((gap_ND @ hessian_DD) * gap_ND).sum() / sum(sizes))
-            parts.add(size)
-        found = parts.take()
+            split.add(size)
+        found = split.take()
         assert found is not None
-        meter.add(sizes=found.sizes, squares=found.squares, square_of_mean=found.square_of_mean)
+        meter.add(found)
     assert meter.scale == pytest.approx(known, rel=0.1)
     assert meter.trace == pytest.approx(trace, rel=0.05)
 
@@ -62,20 +58,22 @@ def test_the_scale_of_a_quadratic_is_within_a_tenth(seed: int, dtype: torch.dtyp
 def test_few_dimensions_do_not_bias_the_scale(num_dims: int) -> None:
     """The squared gradient of an update is then many times smaller by chance alone."""
     rng = np.random.default_rng(1)
-    truth, meter = np.full(num_dims, 1.0), NoiseMeter(memory=1_000_000)
+    truth, meter = np.full(num_dims, 1.0), NoiseScale(memory=1_000_000)
     for _ in range(20_000):
         parts = truth + rng.normal(size=(2, num_dims))
         whole = parts.mean(axis=0)
-        meter.add(sizes=[4, 4], squares=(parts**2).sum(axis=1).tolist(), square_of_mean=float(whole @ whole))
+        meter.add(
+            SplitNorms(sizes=[4, 4], squares=(parts**2).sum(axis=1).tolist(), square_of_mean=float(whole @ whole))
+        )
     # Four sequences have a covariance of one, so one has a trace of 4 a dimension.
     assert meter.scale == pytest.approx(4.0, rel=0.1)
 
 
-def _parts(groups: Sequence[Sequence[float]]) -> Parts:
+def _parts(groups: Sequence[Sequence[float]]) -> SplitNorms:
     """Parts of gradients of one dimension."""
     means = [sum(group) / len(group) for group in groups]
     mean = sum(map(sum, groups)) / sum(map(len, groups))
-    return Parts(sizes=tuple(map(len, groups)), squares=tuple(value**2 for value in means), square_of_mean=mean**2)
+    return SplitNorms(sizes=tuple(map(len, groups)), squares=tuple(value**2 for value in means), square_of_mean=mean**2)
 
 
 @settings(max_examples=40, deadline=None)
@@ -89,7 +87,7 @@ def test_both_estimates_are_without_bias(population: list[int], sizes: list[int]
     for draw in itertools.product(population, repeat=sum(sizes)):
         values = iter(map(float, draw))
         parts = _parts([list(itertools.islice(values, size)) for size in sizes])
-        found = noise_of(sizes=parts.sizes, squares=parts.squares, square_of_mean=parts.square_of_mean)
+        found = noise_of(parts)
         traces.append(found.trace)
         squares.append(found.square)
     mean = sum(population) / len(population)
@@ -107,12 +105,12 @@ def test_both_estimates_are_without_bias(population: list[int], sizes: list[int]
 )
 def test_averages_are_exponential_and_start_without_bias(values: list[tuple[float, float, int]], memory: int) -> None:
     """Each update relative to the size of those before it, which follows by an eighth of the way in powers."""
-    meter = NoiseMeter(memory=memory, least=1)
+    meter = NoiseScale(memory=memory, min_updates=1)
     weights = trace = square = 0.0
     keep, usual = 1 - 1 / memory, values[0][1]
     for between, mean, updates in values:
         squares = [mean + between, mean + between]
-        meter.add(sizes=[1, 1], squares=squares, square_of_mean=mean, stands_for=updates)
+        meter.add(SplitNorms(sizes=[1, 1], squares=squares, square_of_mean=mean), stands_for=updates)
         size = float(np.clip(usual, mean / 1e5, mean * 1e5))
         usual = size ** (7 / 8) * mean ** (1 / 8)
         weights = keep * weights + updates / size
@@ -129,67 +127,67 @@ def test_averages_are_exponential_and_start_without_bias(values: list[tuple[floa
 @settings(max_examples=40, deadline=None)
 @given(unit=st.floats(1e-30, 1e30), sizes=st.lists(st.floats(0.1, 5), min_size=2, max_size=40))
 def test_the_unit_of_gradients_does_not_matter(unit: float, sizes: list[float]) -> None:
-    plain, scaled = NoiseMeter(least=1), NoiseMeter(least=1)
+    plain, scaled = NoiseScale(min_updates=1), NoiseScale(min_updates=1)
     for size in sizes:
-        plain.add(sizes=[2, 2], squares=[1.2 * size, 1.4 * size], square_of_mean=size)
-        scaled.add(sizes=[2, 2], squares=[1.2 * size * unit, 1.4 * size * unit], square_of_mean=size * unit)
+        plain.add(SplitNorms(sizes=[2, 2], squares=[1.2 * size, 1.4 * size], square_of_mean=size))
+        scaled.add(SplitNorms(sizes=[2, 2], squares=[1.2 * size * unit, 1.4 * size * unit], square_of_mean=size * unit))
     assert scaled.scale == pytest.approx(plain.scale, rel=1e-6)
-    assert scaled.cautious == pytest.approx(plain.cautious, rel=1e-6)
+    assert scaled.cautious_scale == pytest.approx(plain.cautious_scale, rel=1e-6)
 
 
 @pytest.mark.parametrize("falls", [1.0, 1e-2, 1e-12])
 def test_large_gradients_of_long_ago_do_not_drown_those_of_now(falls: float) -> None:
     """As in the first updates of Adam, whose denominators grow by orders of magnitude."""
-    meter = NoiseMeter(memory=16)
+    meter = NoiseScale(memory=16)
     for phi, unit, count in ((8.0, 1.0, 40), (200.0, falls, 80)):
         for _ in range(count):
             # Two parts of 8 with noise phi, on average.
             square_of_mean = unit * (1 + phi / 16)
-            meter.add(sizes=[8, 8], squares=[unit * (1 + phi / 8)] * 2, square_of_mean=square_of_mean)
+            meter.add(SplitNorms(sizes=[8, 8], squares=[unit * (1 + phi / 8)] * 2, square_of_mean=square_of_mean))
     assert meter.scale == pytest.approx(200.0, rel=0.1)
 
 
 def test_updates_between_the_measured_ones_tell_how_gradients_shrink() -> None:
     """Measured now and then, while gradients fall and their noise rises: nearly as if all had been measured."""
     every = 8
-    dense, told, untold = NoiseMeter(memory=8 * every), NoiseMeter(memory=8), NoiseMeter(memory=8)
+    dense, observed, blind = NoiseScale(memory=8 * every), NoiseScale(memory=8), NoiseScale(memory=8)
     for at in range(20 * every):
         size, phi = (1.0, 10.0) if at < 12 * every else (0.01, 200.0)
         squares, mean = [size * (1 + phi / 8)] * 2, size * (1 + phi / 16)
-        dense.add(sizes=[8, 8], squares=squares, square_of_mean=mean)
+        dense.add(SplitNorms(sizes=[8, 8], squares=squares, square_of_mean=mean))
         if at % every == every - 1:
-            for meter in (told, untold):
-                meter.add(sizes=[8, 8], squares=squares, square_of_mean=mean, stands_for=every)
+            for meter in (observed, blind):
+                meter.add(SplitNorms(sizes=[8, 8], squares=squares, square_of_mean=mean), stands_for=every)
         # In units of their own.
-        told.see(1e-6 * mean)
+        observed.observe_norm(1e-6 * mean)
     assert dense.scale is not None
-    assert told.scale is not None
-    assert untold.scale is not None
-    assert told.scale == pytest.approx(dense.scale, rel=0.2)
-    assert untold.scale < 0.5 * dense.scale
-    told.see(math.nan)
-    again = NoiseMeter(memory=8)
-    again.load_state_dict(json.loads(json.dumps(told.state_dict())))
-    for meter in (told, again):
-        meter.see(1e-9)
-        meter.add(sizes=[8, 8], squares=[3.0, 3.0], square_of_mean=2.0)
-    assert again.state_dict() == told.state_dict()
+    assert observed.scale is not None
+    assert blind.scale is not None
+    assert observed.scale == pytest.approx(dense.scale, rel=0.2)
+    assert blind.scale < 0.5 * dense.scale
+    observed.observe_norm(math.nan)
+    again = NoiseScale(memory=8)
+    again.load_state_dict(json.loads(json.dumps(observed.state_dict())))
+    for meter in (observed, again):
+        meter.observe_norm(1e-9)
+        meter.add(SplitNorms(sizes=[8, 8], squares=[3.0, 3.0], square_of_mean=2.0))
+    assert again.state_dict() == observed.state_dict()
 
 
-def _noisy_update(draw: random.Random, num_dims: int = 50) -> Parts:
+def _noisy_update(draw: random.Random, num_dims: int = 50) -> SplitNorms:
     xs = [[0.3 + draw.gauss(0, 1) / 2 for _ in range(num_dims)] for _ in range(2)]
     mean = [(a + b) / 2 for a, b in zip(*xs, strict=True)]
     squares = tuple(sum(value**2 for value in x) for x in xs)
-    return Parts(sizes=(4, 4), squares=squares, square_of_mean=sum(value**2 for value in mean))
+    return SplitNorms(sizes=(4, 4), squares=squares, square_of_mean=sum(value**2 for value in mean))
 
 
 def test_the_standard_error_is_about_the_deviation_over_repetitions() -> None:
     scales, errors = [], []
     for seed in range(30):
-        draw, meter = random.Random(seed), NoiseMeter(memory=40)
+        draw, meter = random.Random(seed), NoiseScale(memory=40)
         for _ in range(150):
             update = _noisy_update(draw)
-            meter.add(sizes=update.sizes, squares=update.squares, square_of_mean=update.square_of_mean)
+            meter.add(update)
         assert meter.scale is not None
         assert meter.standard_error is not None
         scales.append(meter.scale)
@@ -200,52 +198,55 @@ def test_the_standard_error_is_about_the_deviation_over_repetitions() -> None:
     assert 0.6 < sum(errors) / len(errors) / deviation < 1.6
 
 
-def test_a_gradient_that_noise_hides_is_told() -> None:
-    meter = NoiseMeter(least=2)
-    assert meter.said == "the noise scale is not known yet: 0 of 2 updates measured"
+def test_a_gradient_that_noise_hides_is_reported() -> None:
+    meter = NoiseScale(min_updates=2)
+    assert str(meter) == "the noise scale is not known yet: 0 of 2 updates measured"
     for _ in range(3):
-        meter.add(sizes=[2, 2], squares=[10.0, 10.0], square_of_mean=1.0)
+        meter.add(SplitNorms(sizes=[2, 2], squares=[10.0, 10.0], square_of_mean=1.0))
     assert meter.scale is None
     assert meter.standard_error is None
     assert meter.square < 0
-    assert "too noisy to tell" in meter.said
+    assert "too noisy to measure" in str(meter)
 
 
 def test_without_noise_the_scale_is_zero() -> None:
-    meter = NoiseMeter(least=1)
-    meter.add(sizes=[3, 5], squares=[2.0, 2.0 - 1e-9], square_of_mean=2.0)
+    meter = NoiseScale(min_updates=1)
+    meter.add(SplitNorms(sizes=[3, 5], squares=[2.0, 2.0 - 1e-9], square_of_mean=2.0))
     assert meter.scale == 0.0
 
 
-def test_norms_that_are_no_numbers_are_left_out_and_counted() -> None:
-    meter = NoiseMeter(least=1)
+def test_norms_of_nan_or_inf_are_left_out_and_counted() -> None:
+    meter = NoiseScale(min_updates=1)
     for square in (math.nan, math.inf):
-        meter.add(sizes=[1, 1], squares=[square, 1.0], square_of_mean=1.0)
-    assert (meter.num_updates, meter.num_left_out, meter.scale) == (0, 2, None)
+        meter.add(SplitNorms(sizes=[1, 1], squares=[square, 1.0], square_of_mean=1.0))
+    assert (meter.num_updates, meter.num_nonfinite, meter.scale) == (0, 2, None)
 
 
 @pytest.mark.parametrize("stands_for", [0, -1, math.inf, math.nan])
 def test_an_update_that_stands_for_nothing_is_refused(stands_for: float) -> None:
-    with pytest.raises(StrettoError, match=f"stands for {stands_for}"):
-        NoiseMeter().add(sizes=[4, 4], squares=[3.0, 3.0], square_of_mean=2.0, stands_for=stands_for)
+    with pytest.raises(StrettoError, match=f"stands_for={stands_for}"):
+        NoiseScale().add(SplitNorms(sizes=[4, 4], squares=[3.0, 3.0], square_of_mean=2.0), stands_for=stands_for)
 
 
 def test_one_update_that_counts_for_most_makes_the_mean_as_unsure_as_itself() -> None:
     """Forty that count alike tell that noise does not hide the gradient; with one that outweighs them it may."""
     for last, is_hidden in ((1.0, False), (1e6, True)):
-        meter = NoiseMeter(memory=1_000_000)
+        meter = NoiseScale(memory=1_000_000)
         for at in range(41):
             square = 2.0 + (at % 2)
-            meter.add(sizes=[4, 4], squares=[square + 1] * 2, square_of_mean=square, stands_for=last if at == 40 else 1)
+            meter.add(
+                SplitNorms(sizes=[4, 4], squares=[square + 1] * 2, square_of_mean=square),
+                stands_for=last if at == 40 else 1,
+            )
         assert meter.is_hidden is is_hidden
 
 
 def test_a_meter_goes_on_from_its_state_to_the_bit() -> None:
-    draw, meter, restored = random.Random(0), NoiseMeter(memory=20), NoiseMeter(memory=20)
+    draw, meter, restored = random.Random(0), NoiseScale(memory=20), NoiseScale(memory=20)
     for at in range(300):
         update = _noisy_update(draw, 5)
         for one in (meter, restored)[: 2 if at >= 150 else 1]:
-            one.add(sizes=update.sizes, squares=update.squares, square_of_mean=update.square_of_mean)
+            one.add(update)
         if at == 149:
             restored.load_state_dict(json.loads(json.dumps(meter.state_dict())))
     assert restored.state_dict() == meter.state_dict()
@@ -266,9 +267,9 @@ def test_a_meter_goes_on_from_its_state_to_the_bit() -> None:
 )
 def test_parts_that_make_no_sense_are_refused(sizes: list[float], squares: list[float], mean: float, said: str) -> None:
     with pytest.raises(StrettoError, match=said):
-        noise_of(sizes=sizes, squares=squares, square_of_mean=mean)
+        noise_of(SplitNorms(sizes=sizes, squares=squares, square_of_mean=mean))
     with pytest.raises(StrettoError, match="memory=0"):
-        NoiseMeter(memory=0)
+        NoiseScale(memory=0)
 
 
 def _net() -> nn.Module:
@@ -309,7 +310,7 @@ def test_norms_of_micro_batches_are_those_of_separate_gradients_as_the_optimiser
         torch.autograd.backward(model(torch.randn(5, 4).double()).square().mean())
         optimizer.step()
     batches = [torch.randn(size, 4).double() for size in (2, 5, 3)]
-    parts = GradientParts(model.parameters(), optimizer=optimizer)
+    parts = SplitByMicroBatch(model.parameters(), optimizer=optimizer)
     for _ in range(2):
         optimizer.zero_grad()
         for batch in batches:
@@ -328,46 +329,49 @@ def test_norms_of_micro_batches_are_those_of_separate_gradients_as_the_optimiser
     assert found.sizes == (2, 5, 3)
 
 
-@pytest.mark.parametrize(("name", "sparse"), [("sgd", False), ("sgd", True), ("adam", False)])
-def test_parts_that_are_kept_apart_are_those_that_were_added_up(name: str, sparse: bool) -> None:
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_gradient_of_a_measured_update_is_that_of_plain_accumulation_to_the_bit(sparse: bool) -> None:
     torch.manual_seed(3)
-    embed, read, unused = nn.Embedding(9, 4, sparse=sparse).double(), nn.Linear(4, 2).double(), nn.Linear(2, 2)
+    embed, read, unused = nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 2), nn.Linear(2, 2)
     weights = [*embed.parameters(), *read.parameters(), *unused.parameters()]
-    optimizer: torch.optim.Optimizer = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name](weights, lr=0.1)
-
-    def backward(words: torch.Tensor) -> None:
-        torch.autograd.backward(read(embed(words)).square().sum())
-
     batches = [torch.randint(0, 9, (size, 3)) for size in (2, 5, 3)]
-    backward(batches[0])
-    optimizer.step()
-    found, sums = [], []
-    together, apart = GradientParts(weights, optimizer=optimizer), SeparateParts(weights, optimizer=optimizer)
-    for _ in range(2):
-        for is_apart in (False, True):
-            for weight in weights:
-                weight.grad = None
-            for batch in batches:
-                backward(batch)
-                (apart.set_aside if is_apart else together.add)(len(batch))
-            found.append((apart.put_back if is_apart else together.take)(scale=0.1))
-            sums.append([None if weight.grad is None else weight.grad.to_dense() for weight in weights])
-    assert found[0] is not None
-    for other in found[1:]:
-        assert other is not None
-        assert other.sizes == found[0].sizes == (2, 5, 3)
-        assert other.squares == pytest.approx(found[0].squares, rel=1e-9, nan_ok=True)
-        assert other.square_of_mean == pytest.approx(found[0].square_of_mean, rel=1e-9, nan_ok=True)
-    for many in zip(*sums, strict=True):
-        for other in many[1:]:
-            assert (other is None) == (many[0] is None)
-            assert other is None or torch.allclose(other, many[0], rtol=1e-12)
-    apart.set_aside(4)
-    apart.begin()
-    backward(batches[0])
-    apart.set_aside(2)
-    assert apart.put_back() is None
-    assert read.weight.grad is not None
+    sums, split = [], SplitByMicroBatch(weights)
+    for is_on in (False, True, True):
+        for weight in weights:
+            weight.grad = None
+        split.begin(is_on=is_on)
+        for batch in batches:
+            torch.autograd.backward(read(embed(batch)).square().sum())
+            split.add(len(batch))
+        assert (split.take() is None) is not is_on
+        sums.append([None if weight.grad is None else weight.grad.to_dense() for weight in weights])
+    for plain, *others in zip(*sums, strict=True):
+        assert all(other is None if plain is None else torch.equal(other, plain) for other in others)
+
+
+def test_a_dense_part_joins_a_sparse_sum() -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    split = SplitByMicroBatch(table.parameters())
+    torch.autograd.backward(table(torch.tensor([1, 3])).sum())
+    split.add(2)
+    torch.autograd.backward((2.0 * table.weight).sum())
+    split.add(5)
+    assert split.take() is not None
+    assert table.weight.grad is not None
+    assert table.weight.grad.to_dense()[:, 0].tolist() == [2.0, 3.0, 2.0, 3.0, 2.0]
+
+
+def test_an_update_of_one_part_keeps_its_gradient_and_has_no_norms() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    split = SplitByMicroBatch([weight])
+    torch.autograd.backward((5.0 * weight).sum())
+    split.add(4)
+    split.begin()
+    torch.autograd.backward((2.0 * weight).sum())
+    split.add(2)
+    assert split.take() is None
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0] * 3
 
 
 def test_an_adaptive_optimiser_without_a_step_gives_no_norm() -> None:
@@ -414,23 +418,10 @@ def test_parameters_that_the_optimiser_does_not_have_are_refused() -> None:
         squared_norm([*model.parameters(), *other.parameters()], optimizer)
 
 
-def test_a_gradient_that_is_clipped_before_it_is_asked_for_counts_as_it_was() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    parts = GradientParts([weight])
-    for value in (1.0, 3.0):
-        torch.autograd.backward((value * weight).sum() / 2)
-        parts.add(1)
-    assert weight.grad is not None
-    weight.grad.mul_(0.01)
-    assert parts.take() == Parts(
-        sizes=(1, 1), squares=(pytest.approx(3.0), pytest.approx(27.0)), square_of_mean=pytest.approx(12.0)
-    )
-
-
 def test_sparse_and_missing_gradients_count_as_what_they_are() -> None:
     table, unused = nn.Embedding(10, 3, sparse=True), nn.Linear(2, 2)
     every = [*table.parameters(), *unused.parameters()]
-    parts = GradientParts(every)
+    parts = SplitByMicroBatch(every)
     dense = nn.Embedding.from_pretrained(table.weight.detach(), freeze=False)
     for numbers in ([1, 1, 4], [4, 7]):
         for layer in (table, dense):
@@ -438,10 +429,10 @@ def test_sparse_and_missing_gradients_count_as_what_they_are() -> None:
         parts.add(len(numbers))
     assert dense.weight.grad is not None
     wanted = float(dense.weight.grad.double().square().sum())
-    assert squared_norm(every) == pytest.approx(wanted, rel=1e-6)
     found = parts.take()
     assert found is not None
     assert found.square_of_mean == pytest.approx(wanted, rel=1e-6)
+    assert squared_norm(every) == pytest.approx(wanted, rel=1e-6)
     assert parts.take() is None
     assert squared_norm(unused.parameters()) == 0.0
 
@@ -452,30 +443,24 @@ def test_half_precision_is_summed_in_single() -> None:
     assert squared_norm([weight]) == pytest.approx(70_000, rel=1e-5)
 
 
-def test_one_worker_alone_has_no_parts() -> None:
-    assert parts_of_ranks(World(), num_sequences=4, square=1.0, square_of_mean=1.0) is None
-
-
-def test_the_examples_run() -> None:
-    assert doctest.testmod(noise).failed == 0
-
-
 def test_noise_that_hides_the_gradient_does_not_make_the_scale_endless() -> None:
     """Half of many draws end without a scale, or with a huge one; what is used instead is near the truth or below."""
     rng = np.random.default_rng(0)
     dimensions, hidden, huge, far, unknown = 20, 0, 0, 0, 0
     for _ in range(200):
         truth = rng.normal(size=dimensions) * 0.05
-        meter = NoiseMeter()
+        meter = NoiseScale()
         for _ in range(40):
             parts = truth + rng.normal(size=(2, dimensions)) / np.sqrt(4)
             whole = parts.mean(axis=0)
-            meter.add(sizes=[4, 4], squares=(parts**2).sum(axis=1).tolist(), square_of_mean=float(whole @ whole))
+            meter.add(
+                SplitNorms(sizes=[4, 4], squares=(parts**2).sum(axis=1).tolist(), square_of_mean=float(whole @ whole))
+            )
         phi = dimensions / float(truth @ truth)
         hidden += meter.is_hidden
         huge += meter.scale is None or meter.scale > 2 * phi
-        unknown += meter.cautious is None
-        far += meter.cautious is not None and not 0 < meter.cautious <= 2 * phi
+        unknown += meter.cautious_scale is None
+        far += meter.cautious_scale is not None and not 0 < meter.cautious_scale <= 2 * phi
     assert unknown < 20
     assert hidden > 100
     assert huge > 60
@@ -483,10 +468,10 @@ def test_noise_that_hides_the_gradient_does_not_make_the_scale_endless() -> None
 
 
 def test_a_scale_that_is_known_is_taken_as_it_is() -> None:
-    meter = NoiseMeter(least=2)
-    assert meter.cautious is None
+    meter = NoiseScale(min_updates=2)
+    assert meter.cautious_scale is None
     assert meter.is_hidden
     for square in (2.0, 2.5, 2.2):
-        meter.add(sizes=[4, 4], squares=[square + 1, square + 1], square_of_mean=square)
+        meter.add(SplitNorms(sizes=[4, 4], squares=[square + 1, square + 1], square_of_mean=square))
     assert not meter.is_hidden
-    assert meter.cautious == pytest.approx(meter.scale)
+    assert meter.cautious_scale == pytest.approx(meter.scale)

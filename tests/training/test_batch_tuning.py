@@ -19,8 +19,7 @@ import torch
 
 from stretto.data import Labels, SequenceSet
 from stretto.errors import StrettoError
-from stretto.large_batch import BatchTuner, ThroughputTable
-from stretto.large_batch.guard import Verdict
+from stretto.large_batch import BatchTuner, ThroughputTable, Verdict
 from stretto.nn import carried_states
 from stretto.report import write_run_report
 from stretto.state import flatten
@@ -200,7 +199,7 @@ def _trouble_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def observed(self: BatchTuner, **values: Any) -> Verdict:
         seen[0] += 1
         verdict = observe(self, **values)
-        return Verdict(state="trouble", reason="made up") if seen[0] == number else verdict
+        return Verdict(reason="made up") if seen[0] == number else verdict
 
     monkeypatch.setattr(BatchTuner, "observe", observed)
 
@@ -318,15 +317,15 @@ def test_an_update_taken_apart_is_the_same_update(data: SequenceSet) -> None:
                 updater.add(batch, is_last=number == accumulate - 1)
             found.append([p.grad.clone() for p in state.model.parameters() if p.grad is not None])
             if not measured:
-                assert updater.parts is None
+                assert updater.norms is None
                 continue
-            parts = updater.parts
-            assert parts is not None
-            assert parts.sizes == ((6, 6) if accumulate == 1 else (12, 12))
+            norms = updater.norms
+            assert norms is not None
+            assert norms.sizes == ((6, 6) if accumulate == 1 else (12, 12))
             whole = sum(float(g.square().sum()) for g in found[0])
-            assert parts.square_of_mean == pytest.approx(whole, rel=1e-9)
+            assert norms.square_of_mean == pytest.approx(whole, rel=1e-9)
             assert updater.last["gradient_norm"] == pytest.approx(math.sqrt(whole), rel=1e-6)
-            spread = sum(n * s for n, s in zip(parts.sizes, parts.squares, strict=True)) / sum(parts.sizes)
+            spread = sum(n * s for n, s in zip(norms.sizes, norms.squares, strict=True)) / sum(norms.sizes)
             assert spread >= whole
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
@@ -367,7 +366,7 @@ def test_an_update_of_streams_taken_apart_carries_the_same_state(streams: int) -
         for batch in trainer.feed:
             updater.begin(measured=measured)
             updater.add(batch, is_last=True)
-            assert (updater.parts is not None) == (measured and len(batch) > 1)
+            assert (updater.norms is not None) == (measured and len(batch) > 1)
         carried = [tensor for part in carried_states(state.model) for tensor in flatten(part.state)]
         assert carried
         found.append([*carried, *(w.detach() for w in state.model.parameters())])
@@ -404,7 +403,7 @@ def test_one_sequence_an_update_cannot_be_taken_apart(
     _train(tmp_path, _task(data, base_batch_size=1, epochs=2))
     (decision,) = _decisions(tmp_path)
     assert decision["action"] == "keep"
-    assert "one sequence an update" in decision["reason"]
+    assert "one sequence per update" in decision["reason"]
 
 
 @pytest.mark.parametrize(("dropout", "alike"), [(0.2, 3), (0.0, 64)])

@@ -1,19 +1,15 @@
 """Training on several ranks: joining and launching them, exact gradients over ranks, time divided over ranks."""
 
-from stretto.distributed.gradient_norms import LocalNorm, Parts, denominators, parts_of_ranks, square_of, squared_norm
 from stretto.distributed.launch import launch_ranks, leave_exit_code
 from stretto.distributed.mesh import TimeBlock, TimeMesh
 from stretto.distributed.replica import global_count, replicate, scale_loss
 from stretto.distributed.world import LostRank, World, detect_lost_rank, is_distributed, is_rank0, join_ranks
 
 __all__ = [
-    "LocalNorm",
     "LostRank",
-    "Parts",
     "TimeBlock",
     "TimeMesh",
     "World",
-    "denominators",
     "detect_lost_rank",
     "global_count",
     "is_distributed",
@@ -21,9 +17,6 @@ __all__ = [
     "join_ranks",
     "launch_ranks",
     "leave_exit_code",
-    "parts_of_ranks",
     "replicate",
     "scale_loss",
-    "square_of",
-    "squared_norm",
 ]

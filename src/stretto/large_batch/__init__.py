@@ -1,33 +1,73 @@
-"""Large batches without re-tuning: rules of scale, gradient noise, measured throughput, and the choice of a batch."""
+"""Large batches without re-tuning: scaling rules, schedules, gradient noise, measured throughput, and the tuner."""
 
-from stretto.large_batch.batch_tuner import BatchTuner, Decision
-from stretto.large_batch.clipping import ClipMeter
-from stretto.large_batch.curvature import local_curvature
-from stretto.large_batch.decay import DecayName, named_decay
-from stretto.large_batch.guard import Guard
-from stretto.large_batch.noise import GradientParts, NoiseMeter
-from stretto.large_batch.optimizers import MOMENTUM, OptimizerName, make_optimizer
-from stretto.large_batch.probe import ThroughputTable, probe
-from stretto.large_batch.scaling import LargeBatch, Rule, refuse_larger_than_data
-from stretto.large_batch.separate_parts import SeparateParts
+from stretto.large_batch.choose import Candidate, Choice, choose_batch, split_share
+from stretto.large_batch.guard import ClipMeter, Guard, Verdict, local_curvature
+from stretto.large_batch.noise import (
+    AbstractSplit,
+    Noise,
+    NoiseScale,
+    SplitByMicroBatch,
+    SplitByRank,
+    SplitNorms,
+    make_split,
+    noise_of,
+    squared_norm,
+)
+from stretto.large_batch.optimizers import MOMENTUM, OptimizerName, make_optimizer, parameters_by_gate
+from stretto.large_batch.scaling import LargeBatch, ScalingRule, refuse_larger_than_data
+from stretto.large_batch.schedules import (
+    AbstractDecay,
+    Constant,
+    Cosine,
+    DecayName,
+    Exponential,
+    FlatThenDivide,
+    Polynomial,
+    ScheduleName,
+    Step,
+    make_decay,
+)
+from stretto.large_batch.throughput import Entry, ThroughputTable, probe
+from stretto.large_batch.tuner import BatchTuner, Decision
 
 __all__ = [
     "MOMENTUM",
+    "AbstractDecay",
+    "AbstractSplit",
     "BatchTuner",
+    "Candidate",
+    "Choice",
     "ClipMeter",
+    "Constant",
+    "Cosine",
     "DecayName",
     "Decision",
-    "GradientParts",
+    "Entry",
+    "Exponential",
+    "FlatThenDivide",
     "Guard",
     "LargeBatch",
-    "NoiseMeter",
+    "Noise",
+    "NoiseScale",
     "OptimizerName",
-    "Rule",
-    "SeparateParts",
+    "Polynomial",
+    "ScalingRule",
+    "ScheduleName",
+    "SplitByMicroBatch",
+    "SplitByRank",
+    "SplitNorms",
+    "Step",
     "ThroughputTable",
+    "Verdict",
+    "choose_batch",
     "local_curvature",
+    "make_decay",
     "make_optimizer",
-    "named_decay",
+    "make_split",
+    "noise_of",
+    "parameters_by_gate",
     "probe",
     "refuse_larger_than_data",
+    "split_share",
+    "squared_norm",
 ]

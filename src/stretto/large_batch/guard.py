@@ -1,19 +1,29 @@
-"""Watches training for signs that a larger batch, and the larger rate that comes with it, went wrong."""
+"""Watches training for signs that a larger batch, and the larger rate that comes with it, went wrong.
 
+`Guard` judges updates by what they know anyway: loss, gradient norm, and now and then `local_curvature`. `ClipMeter`
+counts how often clipping bites, which a larger batch changes silently.
+"""
+
+import bisect
 import dataclasses
 import math
-from typing import Any, Final, Literal, final
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, final
 
+import torch
+
+from stretto.checks import check_float, check_int
 from stretto.errors import StrettoError
-from stretto.large_batch.sorted_window import SortedWindow
+from stretto.large_batch.noise import sum_of_squares
 
 STATE_VERSION: Final = 1
-WITHIN: Final = ((0.5, 1.4826), (0.9, 0.608))
-"""Shares of deviations, and the standard deviation of normal noise relative to what so many of them are within."""
-SPIKES: Final = 3
+SPREAD_QUANTILES: Final = ((0.5, 1.4826), (0.9, 0.608))
+"""Quantiles of absolute deviations, and the standard deviation of normal noise relative to each of them."""
+SPIKES_IN_A_ROW: Final = 3
 """Gradients in a row that must be far too large: one alone is common in recurrent nets."""
-STEEP: Final = 3
-"""Looks at the curvature in a row that must be too steep for the rate; there is one in a few hundred updates."""
+STEEP_IN_A_ROW: Final = 3
+"""Measurements in a row whose curvature is too steep for the rate; there is one in a few hundred updates."""
 
 
 @final
@@ -22,29 +32,24 @@ class Verdict:
     """What the last update looks like.
 
     Attributes:
-        state: "fine" or "trouble".
         reason: What the trouble is; empty if there is none.
     """
 
-    state: Literal["fine", "trouble"]
     reason: str = ""
 
     @property
     def is_trouble(self) -> bool:
-        """Whether to go back."""
-        return self.state == "trouble"
-
-
-FINE: Final = Verdict(state="fine")
+        """Whether to roll back."""
+        return bool(self.reason)
 
 
 @final
 class Guard:
-    """Tells divergence from noise, from what every update knows anyway.
+    """Distinguishes divergence from noise, from what every update knows anyway.
 
     Trouble is any of these:
 
-    - The loss or the norm of the gradient is no number.
+    - The loss or the norm of the gradient is NaN or inf.
     - The smoothed loss, the median of the last `window`, stays for `patience` updates above the best it has been by
       both `tolerance` times the size of that best and `spreads` standard deviations of the noise of the loss. The
       noise is taken from the median absolute deviation of calm updates, or what nine in ten deviate if that says more
@@ -52,26 +57,25 @@ class Guard:
       cannot hide behind its own spread.
     - Three gradients in a row have norms of `spike` times their recent median, while the smoothed loss is above its
       best by a standard deviation. A gradient that grows while the loss falls is a net that has begun to learn.
-    - The product of rate and curvature was above `limit` the last three times that it was told. The limit is 2 for
-      plain gradient descent, 2 (1 + m) with momentum m.
+    - The product of rate and curvature was above `max_rate_times_curvature` the last three times that it was measured.
+      The limit is 2 for plain gradient descent, 2 (1 + m) with momentum m.
 
-    Losses may be negative. Noise that is stationary, of any size and with outliers, is no trouble, nor is a loss that
-    falls.
+    Losses may be negative. Stationary noise, of any size and with outliers, is no trouble, nor is a falling loss.
 
     Args:
-        tolerance: Rise of the smoothed loss that is borne, relative to the size of its best.
-        spreads: Rise that is borne in standard deviations of the noise.
+        tolerance: Tolerated rise of the smoothed loss, relative to the size of its best.
+        spreads: Tolerated rise in standard deviations of the noise.
         patience: Updates in a row.
         window: Updates that the loss is smoothed over.
         memory: Calm updates that noise and norms are judged by.
         spike: Norm of a gradient relative to the median.
-        limit: Of rate times curvature.
+        max_rate_times_curvature: See above.
 
     Example:
         >>> guard = Guard()
         >>> verdicts = [guard.observe(loss=1.0 + 0.1 * (at % 3)) for at in range(100)]
-        >>> verdicts[-1].state, guard.observe(loss=float("nan")).reason
-        ('fine', 'the loss is nan')
+        >>> verdicts[-1].is_trouble, guard.observe(loss=float("nan")).reason
+        (False, 'the loss is nan')
     """
 
     def __init__(
@@ -83,21 +87,22 @@ class Guard:
         window: int = 15,
         memory: int = 128,
         spike: float = 20.0,
-        limit: float = 2.0,
+        max_rate_times_curvature: float = 2.0,
     ) -> None:
-        if min(patience, window, memory) < 1 or min(tolerance, spreads, spike, limit) < 0:
-            raise StrettoError(
-                f"Guard got patience={patience}, window={window}, memory={memory}, tolerance={tolerance}, "
-                f"spreads={spreads}, spike={spike} and limit={limit}",
-                fix="Give counts of at least 1 and other numbers of at least 0.",
-            )
-        self.tolerance, self.spreads, self.patience = tolerance, spreads, patience
-        self.spike, self.limit = spike, limit
+        self.tolerance = check_float(tolerance, name="tolerance", at_least=0.0, owner="Guard")
+        self.spreads = check_float(spreads, name="spreads", at_least=0.0, owner="Guard")
+        self.patience = check_int(patience, name="patience", owner="Guard")
+        self.spike = check_float(spike, name="spike", at_least=0.0, owner="Guard")
+        self.max_rate_times_curvature = check_float(
+            max_rate_times_curvature, name="max_rate_times_curvature", at_least=0.0, owner="Guard"
+        )
+        for name, size in (("window", window), ("memory", memory)):
+            check_int(size, name=name, owner="Guard")
         self._recent, self._gaps, self._norms = SortedWindow(window), SortedWindow(memory), SortedWindow(memory)
         self.restart()
 
     def restart(self) -> None:
-        """Forget everything: after going back, the loss is another."""
+        """Forget everything: after a roll-back the loss is another."""
         for kept in (self._recent, self._gaps, self._norms):
             kept.clear()
         self._best: float | None = None
@@ -106,7 +111,7 @@ class Guard:
     def observe(
         self, *, loss: float, gradient_norm: float | None = None, rate_times_curvature: float | None = None
     ) -> Verdict:
-        """Look at an update.
+        """Judge an update.
 
         Args:
             loss: Its mean loss.
@@ -115,17 +120,18 @@ class Guard:
         """
         for name, value in (("the loss", loss), ("the norm of the gradient", gradient_norm)):
             if value is not None and not math.isfinite(value):
-                return _trouble(f"{name} is {value}")
-        reasons = [self._look_at_loss(loss)]
+                return Verdict(reason=f"{name} is {value}")
+        reasons = [self._judge_loss(loss)]
         if gradient_norm is not None:
-            reasons.append(self._look_at_norm(gradient_norm))
+            reasons.append(self._judge_norm(gradient_norm))
         if rate_times_curvature is not None and not math.isnan(rate_times_curvature):
-            self._steep = self._steep + 1 if rate_times_curvature > self.limit else 0
-            if self._steep >= STEEP:
-                product = f"rate times curvature is {rate_times_curvature:.3g}"
-                reasons.append(f"{product}, above {self.limit:g} {self._steep} times running")
-        told = [reason for reason in reasons if reason]
-        return _trouble("; ".join(told)) if told else FINE
+            limit = self.max_rate_times_curvature
+            self._steep = self._steep + 1 if rate_times_curvature > limit else 0
+            if self._steep >= STEEP_IN_A_ROW:
+                reasons.append(
+                    f"rate times curvature is {rate_times_curvature:.3g}, above {limit:g} {self._steep} times in a row"
+                )
+        return Verdict(reason="; ".join(reason for reason in reasons if reason))
 
     @property
     def smoothed(self) -> float | None:
@@ -137,9 +143,9 @@ class Guard:
         """The standard deviation of the noise of the loss; infinite until there are enough calm updates."""
         if len(self._gaps) < min(self._recent.size, self._gaps.size):
             return math.inf
-        return max(factor * self._gaps.quantile(share) for share, factor in WITHIN)
+        return max(factor * self._gaps.quantile(share) for share, factor in SPREAD_QUANTILES)
 
-    def _look_at_loss(self, loss: float) -> str:
+    def _judge_loss(self, loss: float) -> str:
         self._recent.append(loss)
         smoothed = self.smoothed
         if smoothed is None:
@@ -147,8 +153,8 @@ class Guard:
         best = smoothed if self._best is None else min(self._best, smoothed)
         self._best = best
         rise, spread = smoothed - best, self.spread
-        borne = max(self.tolerance * abs(best), self.spreads * spread)
-        if rise <= borne:
+        tolerated = max(self.tolerance * abs(best), self.spreads * spread)
+        if rise <= tolerated:
             self._high = 0
             self._gaps.append(abs(loss - smoothed))
             return ""
@@ -157,10 +163,10 @@ class Guard:
             return ""
         return (
             f"the smoothed loss is {smoothed:.4g}, {rise:.3g} above its best of {best:.4g}, for {self._high} updates; "
-            f"{borne:.3g} are borne (noise {spread:.3g})"
+            f"{tolerated:.3g} are tolerated (noise {spread:.3g})"
         )
 
-    def _look_at_norm(self, norm: float) -> str:
+    def _judge_norm(self, norm: float) -> str:
         usual = self._norms.median if len(self._norms) >= self.patience else math.inf
         if norm <= self.spike * usual:
             self._norms.append(norm)
@@ -171,12 +177,12 @@ class Guard:
             self._spiked = 0
             return ""
         self._spiked += 1
-        if self._spiked < SPIKES:
+        if self._spiked < SPIKES_IN_A_ROW:
             return ""
-        return f"the norm of the gradient is {norm:.3g}, usually {usual:.3g}, {self._spiked} times running"
+        return f"the norm of the gradient is {norm:.3g}, usually {usual:.3g}, {self._spiked} times in a row"
 
     def state_dict(self) -> dict[str, Any]:
-        """All that was seen, ready for JSON."""
+        """Everything that was observed, ready for JSON."""
         return {
             "version": STATE_VERSION,
             "recent": list(self._recent),
@@ -187,7 +193,7 @@ class Guard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave; settings stay as they are here."""
+        """Continue from what `state_dict` gave; settings stay as they are here."""
         if state.get("version") != STATE_VERSION:
             raise StrettoError(
                 f"the state of a guard has version {state.get('version')!r}, not {STATE_VERSION}",
@@ -200,5 +206,186 @@ class Guard:
         self._high, self._spiked, self._steep = map(int, state["counts"])
 
 
-def _trouble(reason: str) -> Verdict:
-    return Verdict(state="trouble", reason=reason)
+@final
+class SortedWindow:
+    """The last `size` numbers of a stream, kept in order, so that quantiles of them cost next to nothing.
+
+    Args:
+        size: How many are kept; the oldest goes first.
+        values: To begin with, the oldest first.
+
+    Example:
+        >>> window = SortedWindow(3, [5.0, 1.0, 4.0, 2.0])
+        >>> list(window), window.median, window.quantile(0.0)
+        ([1.0, 4.0, 2.0], 2.0, 1.0)
+    """
+
+    def __init__(self, size: int, values: Iterable[float] = ()) -> None:
+        self.size = check_int(size, name="size", owner="SortedWindow")
+        self._aged: deque[float] = deque()
+        self._ordered: list[float] = []
+        for value in values:
+            self.append(value)
+
+    def __len__(self) -> int:
+        return len(self._ordered)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._aged)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `size` numbers are there."""
+        return len(self._ordered) == self.size
+
+    @property
+    def median(self) -> float:
+        """The middle one, or the mean of the two in the middle; there must be one."""
+        half = len(self._ordered) // 2
+        if len(self._ordered) % 2:
+            return self._ordered[half]
+        return (self._ordered[half - 1] + self._ordered[half]) / 2
+
+    def quantile(self, share: float) -> float:
+        """The largest of the lower share of the numbers, none between them."""
+        return self._ordered[int(share * (len(self._ordered) - 1))]
+
+    def append(self, value: float) -> None:
+        """Add a finite number; drop the oldest if there are too many."""
+        if self.is_full:
+            oldest = self._aged.popleft()
+            del self._ordered[bisect.bisect_left(self._ordered, oldest)]
+        self._aged.append(value)
+        bisect.insort(self._ordered, value)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._aged.clear()
+        self._ordered.clear()
+
+
+@final
+@dataclasses.dataclass(slots=True)
+class ClipMeter:
+    """Counts updates whose gradient was clipped, and by how much.
+
+    Clipping takes part in the learning rate: an update that is scaled down by 0.3 is an update at 0.3 of the rate. The
+    square of a gradient's norm is |G|^2 + tr / B for a batch of B sequences, so the same threshold bites less often the
+    larger the batch is, and the effective rate rises by more than the scaling rule says.
+
+    Attributes:
+        num_updates: Updates seen.
+        num_clipped: Those whose norm was above the threshold.
+        sum_factors: Sum of what they were multiplied by, 1 for the others.
+
+    Example:
+        >>> meter = ClipMeter()
+        >>> for norm in (0.5, 1.0, 4.0):
+        ...     meter.add(norm, clip_norm=1.0)
+        >>> round(meter.share, 3), round(meter.mean_factor, 3)
+        (0.333, 0.75)
+    """
+
+    num_updates: int = 0
+    num_clipped: int = 0
+    sum_factors: float = 0.0
+
+    def add(self, norm: float, *, clip_norm: float) -> None:
+        """Count an update.
+
+        Args:
+            norm: Of the gradient before clipping, as `torch.nn.utils.clip_grad_norm_` returns it. NaN and
+                inf belong to an update that does not happen, and are not counted.
+            clip_norm: The threshold.
+        """
+        if not math.isfinite(norm):
+            return
+        self.num_updates += 1
+        self.num_clipped += norm > clip_norm
+        self.sum_factors += min(1.0, clip_norm / norm) if norm else 1.0
+
+    @property
+    def share(self) -> float | None:
+        """The share of updates that were clipped; None before the first."""
+        return self.num_clipped / self.num_updates if self.num_updates else None
+
+    @property
+    def mean_factor(self) -> float | None:
+        """The average factor of the rate that clipping amounts to; None before the first update."""
+        return self.sum_factors / self.num_updates if self.num_updates else None
+
+    def reset(self) -> None:
+        """Start counting anew, as at the start of an epoch."""
+        self.num_updates, self.num_clipped, self.sum_factors = 0, 0, 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was counted, JSON-ready."""
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue counting from there."""
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, state[field.name])
+
+
+@torch.no_grad()
+def local_curvature(
+    gradient_at: Callable[[], Sequence[torch.Tensor]],
+    parameters: Sequence[torch.Tensor],
+    *,
+    gradients: Sequence[torch.Tensor] | None = None,
+    distance: float | None = None,
+) -> float:
+    """The local Lipschitz constant of the gradient along itself, L(x, g) ~ |g(x + e g/|g|) - g(x)| / e.
+
+    On a quadratic with Hessian A it is |A g| / |g|, at most the largest eigenvalue. Plain gradient descent at rate r
+    overshoots along its step where r L > 2. It peaks early in training, which is what warm-up waits for (You et al.
+    2019, arXiv 1901.08256). It costs one or two gradients of a batch, which may be small. For optimisers that divide
+    gradients, such as Adam, r L says nothing.
+
+    Args:
+        gradient_at: Gives the gradient of each parameter at the weights as they are, always of the same batch and with
+            the same random draws. It may return the same tensors every time.
+        parameters: The weights. They are moved and restored bit for bit, also if `gradient_at` fails.
+        gradients: The gradient at the weights as they are, if it is already known.
+        distance: e; by default the root of the precision times 1 + |x|, |x| the norm of all weights.
+
+    Returns:
+        The curvature; NaN where the gradient is zero, NaN or inf, since there is no direction to look along.
+
+    Raises:
+        StrettoError: Gradients do not match parameters, or the distance is too small to move the weights.
+
+    Example:
+        >>> x = torch.tensor([3.0, 4.0], dtype=torch.float64)
+        >>> round(local_curvature(lambda: [5.0 * x], [x]), 6)
+        5.0
+    """
+    weights = list(parameters)
+    if not weights:
+        raise StrettoError("there are no parameters to look along", fix="Give those that are trained.")
+    first = [gradient.detach().clone() for gradient in (gradient_at() if gradients is None else gradients)]
+    found, wanted = ([tuple(tensor.shape) for tensor in tensors] for tensors in (first, weights))
+    if found != wanted:
+        raise StrettoError(
+            f"gradients have the shapes {found}, parameters {wanted}",
+            fix="Give one gradient per parameter, in the same order.",
+        )
+    norm = math.sqrt(float(sum_of_squares(first, None)))
+    if not math.isfinite(norm) or norm == 0.0:
+        return math.nan
+    if distance is None:
+        precision = max(torch.finfo(weight.dtype).eps for weight in weights)
+        distance = math.sqrt(precision) * (1.0 + math.sqrt(float(sum_of_squares(weights, None))))
+    kept = [weight.clone() for weight in weights]
+    try:
+        torch._foreach_add_(weights, first, alpha=distance / norm)
+        if all(torch.equal(weight, copy) for weight, copy in zip(weights, kept, strict=True)):
+            raise StrettoError(
+                f"a distance of {distance:.3g} does not move the weights", fix="Give a larger distance, or none."
+            )
+        second = [gradient.detach() for gradient in gradient_at()]
+        gap = torch._foreach_sub(second, first)
+        return math.sqrt(float(sum_of_squares(gap, None))) / distance
+    finally:
+        torch._foreach_copy_(weights, kept)

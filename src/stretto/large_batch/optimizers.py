@@ -1,22 +1,28 @@
-"""Optimisers by name: those of torch, and LARS and LAMB for large batches."""
+"""Optimisers by name: torch's own, and LARS and LAMB for large batches, with a trust ratio per matrix or per gate.
 
+Shape legend: G gates, H hidden units, F features.
+"""
+
+import copy
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, final, get_args
 
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from stretto.cells import AbstractGatedCell
+from stretto.checks import check_choice, check_float
 from stretto.errors import StrettoError
 from stretto.extras import optional
-from stretto.large_batch.gates import parameters_by_gate
 
 OptimizerName = Literal["adamw", "adam", "sgd", "momentum", "nesterov", "lars", "lamb"]
-BY_TENSOR: Final = ("lars", "lamb")
+TRUST_RATIO_OPTIMIZERS: Final = ("lars", "lamb")
 MOMENTUM: Final = 0.9
 FUSED_DEVICES: Final = ("cpu", "cuda")
+PACKED_WEIGHTS: Final = ("weight_ih", "weight_hh", "weight_read")
 
 
 def make_optimizer(
@@ -25,6 +31,7 @@ def make_optimizer(
     *,
     lr: float,
     weight_decay: float = 0.0,
+    decay_biases: bool = False,
     gates: bool = False,
 ) -> Optimizer:
     """An optimiser with groups that suit recurrent nets.
@@ -36,34 +43,35 @@ def make_optimizer(
       in "adam"; "adamw" takes it from the weights instead. Torch's fused code runs wherever it exists.
     - "lars" (You et al. 2017): momentum SGD, the gradient of each matrix scaled by 0.001 |w| / (|g| + decay |w|). Its
       rate is thus relative to the weights, and far above that of SGD: 4 to 32 on ImageNet. But biases and gains move by
-      plain SGD at that same rate, and so does a matrix that is all zeros: start none at zero. A step writes into the
+      plain SGD at that same rate, and so does a matrix that is all zeros: start none at zero. An update writes into the
       gradients: read norms before it.
     - "lamb" (You et al. 2020): Adam's direction plus decay w, for each matrix scaled to the length |w|. Moments are not
-      corrected for their start, since the scaling takes any factor out; those of biases and gains, which are not
+      corrected for their start, since the scaling cancels any factor; those of biases and gains, which are not
       scaled, are. The norm of the weights is not bounded.
 
     Args:
-        name: Which.
+        name: Which optimiser.
         parameters: A model, or its parameters.
-        lr: The rate.
+        lr: The learning rate.
         weight_decay: Of matrices.
-        gates: For "lars" and "lamb": give every gate of a packed recurrent weight a trust ratio of its own. It takes
+        decay_biases: Decay biases and gains too, all in one group, as `torch.optim.AdamW(model.parameters())` does.
+        gates: For "lars" and "lamb": give every gate of a packed recurrent weight a trust ratio of its own. It needs
             the model, for parameters do not say what they are.
 
     Raises:
         StrettoError: There is no such optimiser, there is nothing to train, or gates were asked for where they change
             nothing or cannot be found.
     """
-    if name not in get_args(OptimizerName):
-        raise StrettoError(
-            f"there is no optimiser {name!r}", fix=f"Choose one of {', '.join(map(repr, get_args(OptimizerName)))}."
-        )
-    if not 0 <= weight_decay < math.inf:
-        raise StrettoError(f"weight_decay is {weight_decay!r}", fix="Give a number from 0 on.")
-    groups = _groups(_listed(name, parameters, gates=gates), weight_decay=weight_decay)
-    if name in BY_TENSOR:
-        return _by_tensor(name, groups, lr=lr)
-    tensors = [tensor for group in groups for tensor in group["params"]]
+    check_choice(name, name="optimizer", choices=get_args(OptimizerName))
+    check_float(weight_decay, name="weight_decay", at_least=0.0)
+    tensors = _trained_tensors(name, parameters, gates=gates)
+    groups: list[dict[str, Any]] = [
+        {"params": [t for t in tensors if t.dim() >= 2 or decay_biases], "weight_decay": weight_decay},
+        {"params": [t for t in tensors if t.dim() < 2 and not decay_biases], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if name in TRUST_RATIO_OPTIMIZERS:
+        return _with_trust_ratios(name, groups, lr=lr)
     # Where there is no fused code torch decides.
     fused = True if all(t.device.type in FUSED_DEVICES and t.is_floating_point() for t in tensors) else None
     if name in ("adam", "adamw"):
@@ -72,16 +80,15 @@ def make_optimizer(
     return SGD(groups, lr=lr, momentum=momentum, nesterov=name == "nesterov", fused=fused)
 
 
-def _listed(name: str, parameters: nn.Module | Iterable[torch.Tensor], *, gates: bool) -> list[torch.Tensor]:
-    is_model = isinstance(parameters, nn.Module)
-    if gates and name not in BY_TENSOR:
+def _trained_tensors(name: str, parameters: nn.Module | Iterable[torch.Tensor], *, gates: bool) -> list[torch.Tensor]:
+    if gates and name not in TRUST_RATIO_OPTIMIZERS:
         raise StrettoError(
-            f"gates were asked for with the optimiser {name!r}, which has no trust ratios for them to have",
+            f"gates=True was given with the optimiser {name!r}, which has no trust ratios",
             fix="Leave gates out, or choose 'lars' or 'lamb'.",
         )
-    if gates and not is_model:
+    if gates and not isinstance(parameters, nn.Module):
         raise StrettoError(
-            "gates were asked for and parameters given, which do not say which of them hold gates",
+            "gates=True was given with parameters, which do not say which of them hold gates",
             fix="Give the model in their place.",
         )
     if isinstance(parameters, nn.Module):
@@ -100,27 +107,17 @@ def _listed(name: str, parameters: nn.Module | Iterable[torch.Tensor], *, gates:
     return trained
 
 
-def _groups(tensors: list[torch.Tensor], *, weight_decay: float) -> list[dict[str, Any]]:
-    matrices = [tensor for tensor in tensors if tensor.dim() >= 2]
-    others = [tensor for tensor in tensors if tensor.dim() < 2]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def _by_tensor(name: str, groups: list[dict[str, Any]], *, lr: float) -> Optimizer:
-    complex_one = next((t.dtype for group in groups for t in group["params"] if t.is_complex()), None)
-    if complex_one is not None:
-        raise StrettoError(f"{name!r} was given a parameter of {complex_one}", fix="Use parameters of real numbers.")
+def _with_trust_ratios(name: str, groups: list[dict[str, Any]], *, lr: float) -> Optimizer:
+    complex_dtype = next((t.dtype for group in groups for t in group["params"] if t.is_complex()), None)
+    if complex_dtype is not None:
+        raise StrettoError(f"{name!r} was given a parameter of {complex_dtype}", fix="Use parameters of real numbers.")
     if name == "lars":
-        made: Optimizer = optional("pytorch_optimizer").LARS(groups, lr=lr, momentum=MOMENTUM)
-        return made
+        lars: Optimizer = optional("pytorch_optimizer").LARS(groups, lr=lr, momentum=MOMENTUM)
+        return lars
     for group in groups:
         is_scaled = group["params"][0].dim() >= 2
         # With `adam` there is no trust ratio; `adam_debias` leaves the library's own correction out, which in scaled
-        # updates would make the first step ten times too long.
+        # updates would make the first one ten times too long.
         group |= {"adam": not is_scaled, "adam_debias": is_scaled}
     # Not decoupled: decay is a part of what is scaled, as published.
     lamb: Optimizer = _lamb()(groups, lr=lr, weight_decouple=False)
@@ -150,3 +147,91 @@ def _lamb() -> Any:
                     group["lr"] = rate
 
     return Lamb
+
+
+@final
+class Gate(nn.Parameter):
+    """Some rows of a packed weight, as a parameter that an optimiser can hold in its place.
+
+    It shares the memory of the packed weight: an update of the one is an update of the other. Its gradient is those
+    rows of the packed weight's gradient, looked up whenever it is read, so that backward, clipping, all-reduce and
+    `zero_grad` work as usual. Models never see it; the model's `state_dict` has the packed weight alone.
+
+    Args:
+        packed: The packed weight (G H, F).
+        start: The first row.
+        stop: The row after the last.
+    """
+
+    packed: nn.Parameter
+    start: int
+    stop: int
+
+    def __new__(cls, packed: nn.Parameter, start: int, stop: int) -> "Gate":
+        """A view with the packed weight's own version counter, which autograd checks."""
+        gate = torch.Tensor._make_subclass(cls, packed.detach()[start:stop], packed.requires_grad)
+        gate.packed, gate.start, gate.stop = packed, start, stop
+        return gate
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Everything is done in `__new__`; `nn.Parameter` would make another tensor."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """These rows of the gradient of the packed weight."""
+        self._follow()
+        return None if self.packed.grad is None else self.packed.grad[self.start : self.stop]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        """None removes the gradient of the packed weight; all of its gates are zeroed together."""
+        if value is None:
+            self.packed.grad = None
+            return
+        if self.packed.grad is None:
+            self.packed.grad = torch.zeros_like(self.packed)
+        self.packed.grad[self.start : self.stop] = value
+
+    def _follow(self) -> None:
+        """The packed weight has other memory if the model was moved to a device or into one block of memory."""
+        there = self.packed.detach()[self.start : self.stop]
+        if there.data_ptr() != self.data_ptr() or there.device != self.device:
+            self.data = there
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Gate":
+        """Of the copy of the packed weight, which is the model's copy if both are copied together."""
+        if id(self) not in memo:
+            memo[id(self)] = Gate(copy.deepcopy(self.packed, memo), self.start, self.stop)
+        copied: Gate = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return Gate, (self.packed, self.start, self.stop)
+
+
+def parameters_by_gate(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a model in their order, packed weights of recurrent layers replaced by their gates.
+
+    `torch.nn.LSTM` and `GRU` keep the weights of 4 and 3 gates in one matrix, and so do the cells of Stretto and
+    accelerated layers. An optimiser that scales each matrix by its own norm would treat them as one, although a forget
+    gate and a candidate differ in the size of their weights and gradients. Weights that are one matrix stay as they
+    are: those of `torch.nn.RNN`, projections, everything outside recurrent layers, and biases, which have no trust
+    ratio. Your own cells are split if they derive from `AbstractGatedCell`.
+
+    Args:
+        model: Any module.
+    """
+    rows: dict[int, int] = {}
+    for module in model.modules():
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase, AbstractGatedCell)):
+            for name, weight in module.named_parameters(recurse=False):
+                if name.startswith(PACKED_WEIGHTS) and weight.dim() == 2 and weight.shape[0] % module.hidden_size == 0:
+                    rows[id(weight)] = module.hidden_size
+    found: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        each = rows.get(id(parameter), 0)
+        if each and len(parameter) > each:
+            found += [Gate(parameter, start, start + each) for start in range(0, len(parameter), each)]
+        else:
+            found.append(parameter)
+    return found

@@ -2,34 +2,38 @@
 
 import dataclasses
 import math
-import numbers
+import warnings
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, final, get_args
+from typing import Final, Literal, final, get_args
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, OneCycleLR
 
+from stretto.checks import check_choice, check_float, check_int
 from stretto.errors import StrettoError
-from stretto.large_batch.decay import AbstractDecay, Constant, named_decay
 from stretto.large_batch.optimizers import OptimizerName, make_optimizer
-from stretto.large_batch.rate_curve import RateCurve
+from stretto.large_batch.schedules import (
+    AbstractDecay,
+    Constant,
+    ScheduleName,
+    WarmupThenDecay,
+    make_decay,
+    refuse_unused,
+)
 
-Rule = Literal["legw", "sqrt", "linear", "none"]
-
-
-class Built(NamedTuple):
-    """An optimiser, and its schedule, which is stepped once after each update."""
-
-    optimizer: Optimizer
-    schedule: LRScheduler
+ScalingRule = Literal["legw", "sqrt", "linear", "none"]
+ONE_CYCLE_WARMUP_SHARE: Final = 0.15
+"""Share of the run that one-cycle spends on rising, unless a warm-up is given."""
+CONSTANT_WARMUP_UPDATES: Final = 100
+"""Updates from a tenth of the rate to the whole in a constant schedule, unless a warm-up is given."""
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LargeBatch:
-    """The settings for a large batch that follow from those tuned for a small one, k times smaller.
+    """The settings for a large batch, derived from those tuned for one k times smaller.
 
     The rule is LEGW (You et al. 2019): the learning rate grows by sqrt(k), and the warm-up by k in epochs, which keeps
     its updates as many as they were. The number of epochs and the decay, counted in epochs, stay.
@@ -44,11 +48,11 @@ class LargeBatch:
     A gradient of B sequences has the mean square norm |G|^2 (1 + phi / B) with the noise scale phi, so a clipping
     threshold bites less often in larger batches, and more of the rate comes through. `clip_norm` stays as it is by
     default: right for a threshold that is there for the rare explosion. With `clip="scaled"` it follows the expected
-    norm, by sqrt((1 + phi / B) / (1 + phi / B0)), and bites about as often as at the base batch: right for a threshold
-    that bites all the time and thereby sets the length of most steps.
+    norm, by sqrt((1 + phi / B) / (1 + phi / B0)), and bites about as often as at the base batch: right if most updates
+    are clipped, so that the threshold sets their size.
 
     Attributes:
-        base_batch_size: The batch that the other base settings were tuned for, in sequences over all workers.
+        base_batch_size: The batch that the other base settings were tuned for, in sequences over all ranks.
         base_lr: Its peak learning rate.
         base_warmup_epochs: Its warm-up.
         batch_size: The batch to train with.
@@ -58,7 +62,7 @@ class LargeBatch:
         epochs: Epochs of the whole run, where known.
         base_clip_norm: The largest norm of a gradient at the base batch.
         clip: Whether that stays "unchanged" or is "scaled", which needs `noise_scale`.
-        noise_scale: phi, in sequences; see `stretto.large_batch.noise`.
+        noise_scale: phi, in sequences; see `NoiseScale`.
 
     Raises:
         StrettoError: A number is out of range, the batch is smaller than its base, or warm-up would fill the run.
@@ -75,7 +79,7 @@ class LargeBatch:
     base_lr: float
     base_warmup_epochs: float = 0.0
     batch_size: int
-    rule: Rule = "legw"
+    rule: ScalingRule = "legw"
     warmup_cap: float | None = None
     epochs: float | None = None
     base_clip_norm: float | None = None
@@ -83,25 +87,20 @@ class LargeBatch:
     noise_scale: float | None = None
 
     def __post_init__(self) -> None:
-        self._refuse_out_of_range()
-        if self.rule != "none" and self.batch_size < self.base_batch_size:
-            raise StrettoError(
-                f"batch_size={self.batch_size} is smaller than base_batch_size={self.base_batch_size}, and the rule "
-                f"{self.rule!r} is for larger ones",
-                fix="Give the smaller one as base, with the settings tuned for it, or choose the rule 'none'.",
-            )
-        if self.warmup_cap is not None and self.epochs is None:
-            raise StrettoError(
-                f"warmup_cap={self.warmup_cap} was given without epochs, of which it is a share",
-                fix="Give epochs=..., the length of the whole run.",
-            )
-        if self.clip == "scaled" and (self.base_clip_norm is None or self.noise_scale is None):
-            raise StrettoError(
-                f"clip='scaled' was given with base_clip_norm={self.base_clip_norm} and noise_scale={self.noise_scale}",
-                fix="Give both, or leave clip out.",
-            )
-        if self.epochs is not None:
-            self._refuse_endless_warmup(self.epochs)
+        check_choice(self.rule, name="rule", choices=get_args(ScalingRule), owner="LargeBatch")
+        check_choice(self.clip, name="clip", choices=("unchanged", "scaled"), owner="LargeBatch")
+        for name in ("base_batch_size", "batch_size"):
+            check_int(getattr(self, name), name=name, owner="LargeBatch")
+        check_float(self.base_lr, name="base_lr", above=0.0, owner="LargeBatch")
+        check_float(self.base_warmup_epochs, name="base_warmup_epochs", at_least=0.0, owner="LargeBatch")
+        for name in ("epochs", "base_clip_norm"):
+            if getattr(self, name) is not None:
+                check_float(getattr(self, name), name=name, above=0.0, owner="LargeBatch")
+        if self.noise_scale is not None:
+            check_float(self.noise_scale, name="noise_scale", at_least=0.0, owner="LargeBatch")
+        if self.warmup_cap is not None:
+            check_float(self.warmup_cap, name="warmup_cap", at_least=0.0, below=1.0, owner="LargeBatch")
+        self._refuse_contradictions()
 
     @property
     def scale(self) -> float:
@@ -132,17 +131,17 @@ class LargeBatch:
         """The threshold that bites at this batch about as often as `base_clip_norm` at the base batch.
 
         It is as large a multiple of the expected norm, the root of |G|^2 (1 + phi / B): unchanged without noise, and
-        smaller by sqrt(k) where noise is all there is.
+        smaller by sqrt(k) where everything is noise.
 
         Args:
             noise_scale: phi, in sequences.
 
         Raises:
-            StrettoError: phi is no number from 0 on, or there is no `base_clip_norm`.
+            StrettoError: phi is negative, NaN or inf, or there is no `base_clip_norm`.
         """
         if self.base_clip_norm is None:
             raise StrettoError("there is no base_clip_norm to scale", fix="Give LargeBatch(base_clip_norm=...).")
-        _refuse_unless(0 <= noise_scale < math.inf, "noise_scale", noise_scale, fix="Give a number from 0 on.")
+        check_float(noise_scale, name="noise_scale", at_least=0.0)
         here, base = (1.0 + noise_scale / size for size in (self.batch_size, self.base_batch_size))
         return self.base_clip_norm * math.sqrt(here / base)
 
@@ -159,122 +158,147 @@ class LargeBatch:
         parameters: nn.Module | Iterable[torch.Tensor],
         *,
         optimizer: OptimizerName = "sgd",
-        decay: AbstractDecay | str | None = None,
+        decay: AbstractDecay | ScheduleName | None = None,
         steps_per_epoch: int,
         epochs: float | None = None,
         weight_decay: float = 0.0,
         gates: bool = False,
-    ) -> Built:
-        """An optimiser at the scaled rate and its schedule: step both once an update.
+    ) -> tuple[Optimizer, LRScheduler]:
+        """An optimiser at the scaled rate and its schedule: step both once per update.
 
         Args:
             parameters: The model, or its parameters.
-            optimizer: "sgd", "momentum", "nesterov", "adam", "adamw", "lars" or "lamb": `make_optimizer` in
-                `stretto.large_batch.optimizers` says what to know of each.
-            decay: A decay of `stretto.large_batch.decay` or the name of one; the rate stays at its peak by default.
-            steps_per_epoch: Updates of an epoch at this batch size.
-            epochs: Epochs of the whole run, if the recipe does not have them; "poly", "step" and "cosine" need them.
+            optimizer: "sgd", "momentum", "nesterov", "adam", "adamw", "lars" or "lamb"; see `make_optimizer`.
+            decay: A decay or the name of a schedule, see `make_decay`; the rate stays at its peak by default.
+            steps_per_epoch: Updates per epoch at this batch size.
+            epochs: Epochs of the whole run, if not given before; "one-cycle", "poly", "step" and "cosine" need them.
             weight_decay: Of matrices; biases and gains have none.
             gates: For "lars" and "lamb", with the model given: a trust ratio for each gate of a recurrent layer.
 
         Raises:
             StrettoError: Settings are missing or contradict each other, or warm-up would fill the run.
         """
-        _refuse_unless(
-            0 < steps_per_epoch < math.inf, "steps_per_epoch", steps_per_epoch, fix="Give the updates of an epoch."
-        )
+        check_float(steps_per_epoch, name="steps_per_epoch", above=0.0)
         if epochs is not None and self.epochs not in (None, epochs):
             raise StrettoError(
-                f"build was given epochs={epochs} and the recipe has epochs={self.epochs}", fix="Give one of the two."
+                f"build got epochs={epochs}, and LargeBatch has epochs={self.epochs}", fix="Give one of the two."
             )
         whole = self if epochs is None else dataclasses.replace(self, epochs=epochs)
-        falling = named_decay(decay, epochs=whole.epochs) if isinstance(decay, str) else decay or Constant()
-        if not isinstance(falling, AbstractDecay):
-            raise StrettoError(
-                f"the decay is {decay!r}", fix="Give the name of one, or one of those in stretto.large_batch.decay."
-            )
         made = make_optimizer(optimizer, parameters, lr=self.lr, weight_decay=weight_decay, gates=gates)
-        return Built(made, whole.schedule(made, decay=falling, updates=steps_per_epoch))
+        return made, whole.schedule(made, decay=Constant() if decay is None else decay, updates=steps_per_epoch)
 
     def schedule(
-        self, optimizer: Optimizer, *, decay: AbstractDecay, updates: float, updates_epochs: float = 1
+        self,
+        optimizer: Optimizer,
+        *,
+        decay: AbstractDecay | ScheduleName,
+        updates: float,
+        updates_epochs: float = 1,
+        done: int = 0,
+        default_warmup: bool = False,
+        decay_factor: float | None = None,
+        flat_epochs: int | None = None,
     ) -> LRScheduler:
-        """The schedule for an optimiser whose rate is `lr`: the warm-up, then the decay.
+        """The learning rate of every update, as a torch scheduler: the warm-up, then the decay.
 
-        Its state is JSON-ready, and every rate follows from the number of the update alone.
+        Its state is JSON-ready, and every rate follows from the number of the update alone. An optimiser that had a
+        schedule before gets the peak rate `lr` first.
 
         Args:
-            optimizer: What to schedule.
-            decay: How the rate falls.
+            optimizer: At the peak rate.
+            decay: How the rate falls, or the name of a schedule.
             updates: Updates in `updates_epochs` epochs.
-            updates_epochs: One, unless only the updates of several together are known.
+            updates_epochs: One, unless only the updates of several epochs together are known.
+            done: Updates already made.
+            default_warmup: Warm up as is usual for the schedule, whatever `warmup_epochs` says: 15 % of the run in
+                "one-cycle", 100 updates from a tenth of the rate in "constant".
+            decay_factor: For a decay by name, see `make_decay`.
+            flat_epochs: Likewise.
 
         Raises:
-            StrettoError: The decay needs the number of epochs and the recipe has none.
+            StrettoError: The schedule needs the number of epochs, or does not use a number given.
         """
-        if decay.needs_epochs and self.epochs is None:
-            raise StrettoError(
-                f"the decay {decay.name!r} needs the number of epochs", fix="Give epochs=... to LargeBatch or build."
+        for group in optimizer.param_groups:
+            if group.pop("initial_lr", None) is not None:
+                group["lr"] = self.lr
+        schedule: LRScheduler
+        if decay == "one-cycle":
+            refuse_unused(decay, decay_factor=decay_factor, flat_epochs=flat_epochs)
+            epochs = self._known_epochs(decay)
+            # With plain SGD it would introduce a momentum.
+            has_momentum = all("betas" in group or group.get("momentum") for group in optimizer.param_groups)
+            schedule = OneCycleLR(
+                optimizer,
+                max_lr=self.lr,
+                total_steps=round(updates * epochs / updates_epochs) + 1,
+                pct_start=ONE_CYCLE_WARMUP_SHARE if default_warmup else self.warmup_epochs / epochs,
+                cycle_momentum=has_momentum,
             )
-        warmup = self.warmup_updates(steps_per_epoch=updates / updates_epochs)
-        curve = RateCurve(
-            decay, warmup_updates=warmup, updates=updates, updates_epochs=updates_epochs, epochs=self.epochs
-        )
-        return LambdaLR(optimizer, curve)
+        else:
+            falling = decay
+            if isinstance(falling, str):
+                falling = make_decay(falling, epochs=self.epochs, decay_factor=decay_factor, flat_epochs=flat_epochs)
+            if not isinstance(falling, AbstractDecay):
+                raise StrettoError(
+                    f"decay={decay!r} cannot be used", fix="Give the name of a schedule, or a decay of make_decay."
+                )
+            if falling.needs_epochs:
+                self._known_epochs(falling.name)
+            if default_warmup and falling == Constant():
+                schedule = LinearLR(optimizer, start_factor=0.1, total_iters=CONSTANT_WARMUP_UPDATES)
+            else:
+                factors = WarmupThenDecay(
+                    falling,
+                    warmup_updates=self.warmup_updates(steps_per_epoch=updates / updates_epochs),
+                    updates=updates,
+                    updates_epochs=updates_epochs,
+                    epochs=self.epochs,
+                )
+                schedule = LambdaLR(optimizer, factors)
+        with warnings.catch_warnings():
+            # torch warns when a schedule moves before the optimiser does; it has moved, under another schedule.
+            warnings.simplefilter("ignore", UserWarning)
+            for _ in range(done):
+                schedule.step()
+        return schedule
 
-    def _refuse_out_of_range(self) -> None:
-        if self.rule not in get_args(Rule):
+    def _known_epochs(self, name: str) -> float:
+        if self.epochs is None:
             raise StrettoError(
-                f"there is no rule {self.rule!r}", fix=f"Choose one of {', '.join(map(repr, get_args(Rule)))}."
+                f"the schedule {name!r} needs the number of epochs", fix="Give epochs=... to LargeBatch or build."
             )
-        if self.clip not in ("unchanged", "scaled"):
-            raise StrettoError(f"clip is {self.clip!r}", fix="Choose 'unchanged' or 'scaled'.")
-        for name in ("base_batch_size", "batch_size"):
-            _refuse_unless(
-                _is_count(getattr(self, name)), name, getattr(self, name), fix="Give a whole number from 1 on."
-            )
-        for name in ("base_lr", "epochs", "base_clip_norm"):
-            value = getattr(self, name)
-            is_left_out = value is None and name != "base_lr"
-            _refuse_unless(is_left_out or 0 < value < math.inf, name, value, fix="Give a number above 0.")
-        for name in ("base_warmup_epochs", "noise_scale"):
-            value = getattr(self, name)
-            is_left_out = value is None and name != "base_warmup_epochs"
-            _refuse_unless(is_left_out or 0 <= value < math.inf, name, value, fix="Give a number from 0 on.")
-        cap = self.warmup_cap
-        _refuse_unless(cap is None or 0 <= cap < 1, "warmup_cap", cap, fix="Give a share from 0 to below 1.")
+        return self.epochs
 
-    def _refuse_endless_warmup(self, epochs: float) -> None:
-        if self.warmup_epochs >= epochs:
+    def _refuse_contradictions(self) -> None:
+        if self.rule != "none" and self.batch_size < self.base_batch_size:
+            raise StrettoError(
+                f"batch_size={self.batch_size} is smaller than base_batch_size={self.base_batch_size}, and the rule "
+                f"{self.rule!r} is for larger ones",
+                fix="Give the smaller one as base, with the settings tuned for it, or choose the rule 'none'.",
+            )
+        if self.warmup_cap is not None and self.epochs is None:
+            raise StrettoError(
+                f"warmup_cap={self.warmup_cap} was given without epochs, of which it is a share",
+                fix="Give epochs=..., the length of the whole run.",
+            )
+        if self.clip == "scaled" and (self.base_clip_norm is None or self.noise_scale is None):
+            raise StrettoError(
+                f"clip='scaled' was given with base_clip_norm={self.base_clip_norm} and noise_scale={self.noise_scale}",
+                fix="Give both, or leave clip out.",
+            )
+        if self.epochs is not None and self.warmup_epochs >= self.epochs:
             raise StrettoError(
                 f"the warm-up of {self.warmup_epochs:g} epochs ({self.base_warmup_epochs:g} at a batch of "
-                f"{self.base_batch_size}, now {self.batch_size}) fills the run of {epochs:g} epochs",
+                f"{self.base_batch_size}, now {self.batch_size}) fills the run of {self.epochs:g} epochs",
                 fix="Give warmup_cap, the largest share of all updates to spend on it, such as 0.2, "
                 "or a smaller batch or warm-up.",
             )
 
 
 def refuse_larger_than_data(batch_size: int, num_sequences: int) -> None:
-    """Refuse a batch that the data cannot fill.
-
-    Args:
-        batch_size: Sequences of a batch, over all workers.
-        num_sequences: Sequences to train on.
-
-    Raises:
-        StrettoError: The batch is larger than the data.
-    """
+    """Refuse a batch, over all ranks, that the training data cannot fill."""
     if batch_size > num_sequences:
         raise StrettoError(
             f"a batch of {batch_size} sequences is larger than the data, which has {num_sequences} to train on",
             fix=f"Give a batch size of at most {num_sequences}.",
         )
-
-
-def _is_count(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= 1
-
-
-def _refuse_unless(is_right: bool, name: str, value: object, *, fix: str) -> None:
-    if not is_right:
-        raise StrettoError(f"{name} is {value!r}", fix=fix)

@@ -13,7 +13,7 @@ from torch import nn
 from stretto.batching import Batch
 from stretto.data import SequenceSet
 from stretto.errors import StrettoError
-from stretto.large_batch import DecayName, OptimizerName
+from stretto.large_batch import OptimizerName, ScheduleName
 from stretto.nn import Standardise
 from stretto.tasks.digits import AbstractDigits, one_scale
 from stretto.training import Count, NotNegative, Positive, Share, TrainConfig
@@ -36,7 +36,7 @@ class DigitImagesConfig(TrainConfig):
     dropout: Share = 0.0
     optimizer: OptimizerName = "momentum"
     learning_rate: Positive = 0.05
-    schedule: DecayName | Literal["one-cycle"] = "constant"
+    schedule: ScheduleName = "constant"
     warmup_epochs: NotNegative | None = 0.1
 
 

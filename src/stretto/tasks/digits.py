@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from stretto.batching import Batch
 from stretto.data import Labels, SequenceSet, load_drawn_digits
 from stretto.errors import StrettoError
-from stretto.large_batch import DecayName, OptimizerName
+from stretto.large_batch import OptimizerName, ScheduleName
 from stretto.nn import (
     DTYPES,
     Direction,
@@ -48,7 +48,7 @@ class DigitsConfig(TrainConfig):
     dropout: Share = 0.0
     optimizer: OptimizerName = "momentum"
     learning_rate: Positive = 0.1
-    schedule: DecayName | Literal["one-cycle"] = "constant"
+    schedule: ScheduleName = "constant"
     warmup_epochs: NotNegative | None = 0.1
 
 

@@ -75,15 +75,18 @@ class BatchTuning:
                 fix="Leave these out: it accumulates by itself where that pays, and takes whole sequences.",
             )
         self._tuner = BatchTuner(
-            base_batch_size=state.batch_size,
-            base_lr=state.recipe.lr,
-            base_warmup_epochs=state.recipe.warmup_epochs,
+            LargeBatch(
+                base_batch_size=state.batch_size,
+                base_lr=state.recipe.lr,
+                base_warmup_epochs=state.recipe.warmup_epochs,
+                batch_size=state.batch_size,
+                rule=config.rule,
+                warmup_cap=config.warmup_cap,
+                epochs=config.epochs,
+            ),
             num_sequences=feed.num_sequences,
-            epochs=config.epochs,
-            rule=config.rule,
-            warmup_cap=config.warmup_cap,
-            workers=world.size,
-            guard=Guard(limit=STEEPEST.get(config.optimizer, 2.0)),
+            world_size=world.size,
+            guard=Guard(max_rate_times_curvature=STEEPEST.get(config.optimizer, 2.0)),
         )
 
     @property
@@ -109,11 +112,11 @@ class BatchTuning:
     @property
     def can_go_back(self) -> bool:
         """Whether there is a smaller batch to go back to."""
-        return self._tuner.batch_size > self._tuner.recipe.base_batch_size
+        return self._tuner.can_roll_back
 
     def is_measured(self, step: int) -> bool:
         """Whether the update after `step` others is taken apart."""
-        every = next(every for until, every in NOISE_EVERY if self._tuner.meter.num_updates < until)
+        every = next(every for until, every in NOISE_EVERY if self._tuner.noise.num_updates < until)
         return step % every == every - 1
 
     def probe(self) -> dict[str, Any]:
@@ -132,7 +135,7 @@ class BatchTuning:
                 lambda size, length: self._try(scratch, size, length),
                 batch_sizes=sizes or [base],
                 lengths=lengths,
-                most_seconds=self._allowed_seconds(scratch, base, lengths),
+                max_seconds=self._allowed_seconds(scratch, base, lengths),
                 device=self._task.config.device,
                 update=scratch.optimizer.step,
             )
@@ -151,13 +154,11 @@ class BatchTuning:
         Returns:
             What went wrong, if anything did; empty otherwise. It is the same on all workers.
         """
-        bad, last, parts = bool(updater.taken.bad), updater.last, updater.parts
+        bad, last = bool(updater.taken.bad), updater.last
         verdict = self._tuner.observe(
             loss=math.nan if bad else last["loss"],
             gradient_norm=None if bad else last["gradient_norm"],
-            sizes=None if parts is None else parts.sizes,
-            squares=None if parts is None else parts.squares,
-            square_of_mean=None if parts is None else parts.square_of_mean,
+            norms=updater.norms,
             curvature=None if bad else self._curvature(batch),
             lr=None if bad else last["rate"],
         )

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from stretto.errors import StrettoError
 from stretto.kernels import Backend
-from stretto.large_batch import OptimizerName, Rule
+from stretto.large_batch import OptimizerName, ScalingRule, ScheduleName
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -82,7 +82,7 @@ class TrainConfig:
     epochs: Count = 10
     batch_size: Count | Literal["auto"] = 32
     base_batch_size: Count | None = None
-    rule: Rule = "legw"
+    rule: ScalingRule = "legw"
     max_padded_steps: Count | None = None
     num_buckets: Count | Literal["auto"] = "auto"
     hidden_size: Count = 128
@@ -90,7 +90,7 @@ class TrainConfig:
     dropout: Share = 0.1
     learning_rate: Positive = 5e-3
     optimizer: OptimizerName = "adamw"
-    schedule: Literal["one-cycle", "constant", "poly", "exponential", "step", "cosine", "ptb"] = "one-cycle"
+    schedule: ScheduleName = "one-cycle"
     warmup_epochs: NotNegative | None = None
     warmup_cap: Share | None = 0.2
     decay_factor: Annotated[float, Field(gt=0.0, le=1.0)] | None = None

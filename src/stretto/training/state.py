@@ -1,16 +1,15 @@
 """All that training carries from one step to the next, and its way into a checkpoint and back."""
 
 import dataclasses
-import warnings
 from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from stretto.large_batch import ClipMeter
+from stretto.large_batch import ClipMeter, LargeBatch, make_optimizer
 from stretto.training.checkpoint import Checkpoint
 from stretto.training.config import TrainConfig
-from stretto.training.rates import made_optimizer, made_recipe, made_schedule
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,11 +50,20 @@ class TrainState:
         self.model = model
         self._config = config
         self.batch_size = config.rows * config.accumulate if batch_size is None else batch_size
-        self.recipe = made_recipe(config, batch_size=self.batch_size)
-        self.optimizer = made_optimizer(model, config, lr=self.recipe.lr)
-        self.schedule = made_schedule(
-            self.optimizer, config, recipe=self.recipe, total_steps=config.epochs * steps_per_epoch
+        self.recipe = self._scaled()
+        is_adamw = config.optimizer == "adamw"
+        weight_decay = config.weight_decay
+        if weight_decay is None:
+            weight_decay = ADAMW_DECAY if is_adamw else 0.0
+        self.optimizer = make_optimizer(
+            config.optimizer,
+            model,
+            lr=self.recipe.lr,
+            weight_decay=weight_decay,
+            decay_biases=is_adamw,
+            gates=config.gates,
         )
+        self.schedule = self._schedule(config.epochs * steps_per_epoch)
         self.step = 0
         self.epoch = 0
         self.used = 0
@@ -78,16 +86,38 @@ class TrainState:
         """
         self._config = config
         self.batch_size = self.batch_size if batch_size is None else batch_size
-        self.recipe = made_recipe(config, batch_size=self.batch_size)
-        for group in self.optimizer.param_groups:
-            group.pop("initial_lr", None)
-            group["lr"] = self.recipe.lr
-        with warnings.catch_warnings():
-            # torch warns when a schedule moves before the optimiser does; it did move, under another schedule.
-            warnings.simplefilter("ignore", UserWarning)
-            self.schedule = made_schedule(self.optimizer, config, recipe=self.recipe, total_steps=done + remaining)
-            for _ in range(done):
-                self.schedule.step()
+        self.recipe = self._scaled()
+        self.schedule = self._schedule(done + remaining, done=done)
+
+    def _scaled(self) -> LargeBatch:
+        """The peak rate and the warm-up for the batch in force.
+
+        The settings belong to the base batch, or to the first one if the batch is to be found, or else to any batch.
+        """
+        config = self._config
+        base = config.base_batch_size or (config.rows if config.batch_size == "auto" else self.batch_size)
+        return LargeBatch(
+            base_batch_size=base,
+            base_lr=config.learning_rate,
+            base_warmup_epochs=config.warmup_epochs or 0.0,
+            batch_size=self.batch_size,
+            rule=config.rule,
+            warmup_cap=config.warmup_cap,
+            epochs=config.epochs,
+        )
+
+    def _schedule(self, total_updates: int, *, done: int = 0) -> LRScheduler:
+        config = self._config
+        return self.recipe.schedule(
+            self.optimizer,
+            decay=config.schedule,
+            updates=total_updates,
+            updates_epochs=config.epochs,
+            done=done,
+            default_warmup=config.warmup_epochs is None,
+            decay_factor=config.decay_factor,
+            flat_epochs=config.flat_epochs,
+        )
 
     def to_checkpoint(self, *, sampler: dict[str, Any], data_digest: str, world_size: int = 1) -> Checkpoint:
         """Everything that the next step depends on."""
@@ -133,7 +163,7 @@ class TrainState:
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.schedule.load_state_dict(checkpoint.state["schedule"])
         self.batch_size = checkpoint.state["batch_size"]
-        self.recipe = made_recipe(self._config, batch_size=self.batch_size)
+        self.recipe = self._scaled()
         self.clip_norm = checkpoint.state["clip_norm"]
         self.clips.load_state_dict(checkpoint.state["clips"])
         for name, value in checkpoint.state["position"].items():
@@ -154,4 +184,5 @@ def _retyped(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(own.get(key), tuple) else value for key, value in saved.items()}
 
 
+ADAMW_DECAY: Final = 0.01
 POSITION: Final = ("step", "epoch", "used", "seconds", "train_seconds", "slots", "steps_real")

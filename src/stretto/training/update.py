@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from stretto.batching import Batch
-from stretto.distributed import Parts, World, detect_lost_rank, replicate
+from stretto.distributed import World, detect_lost_rank, replicate
 from stretto.errors import StrettoError
+from stretto.large_batch import AbstractSplit, SplitNorms, make_split
 from stretto.nn import in_turn
 from stretto.training.divergence import MOST_NAMED, diverged
 from stretto.training.feed import AbstractFeed
-from stretto.training.noise_parts import NoiseParts
 from stretto.training.state import TrainState
 from stretto.training.task import AbstractTask, LossSum
 
@@ -77,7 +77,7 @@ class Updater:
         measures_noise: Whether some updates are to be taken apart, to tell how noisy gradients are.
 
     Attributes:
-        parts: What the last update was made of, if it was taken apart.
+        norms: Of the parts of the last update, if they were measured.
         skips: Whether updates whose loss or gradient is no number are left out, instead of ending the run.
         taken: What went into the last update, over all workers.
         numbers: The sequences of this worker in the update under way, or the last one.
@@ -101,8 +101,8 @@ class Updater:
         self._sharers = sharers or World()
         self._config = task.config
         self._replica = replicate(state.model, world)
-        self._noise = NoiseParts(self._replica, state.optimizer, world=world) if measures_noise else None
-        self.parts: Parts | None = None
+        self._split = make_split(self._replica, state.optimizer, world=world) if measures_noise else None
+        self.norms: SplitNorms | None = None
         self.skips: bool = self._config.on_nan == "skip"
         self.taken, self._own = Taken(), Taken()
         self.numbers: list[int] = []
@@ -136,10 +136,11 @@ class Updater:
                 is_last
                 and not self._own.rows
                 and len(batch) > 1
-                and self._noise is not None
-                and self._noise.wants_halves
+                and self._split is not None
+                and self._split.is_on
+                and self._split.needs_halves
             ):
-                sums = self._add_halves(batch, self._noise)
+                sums = self._add_halves(batch, self._split)
             else:
                 loss = self._loss(batch)
                 sums = self._begin_exchange() if is_last else None
@@ -177,9 +178,9 @@ class Updater:
             measured: Whether to take this one apart, for the noise of its gradient.
         """
         self.taken, self._own = Taken(), Taken()
-        self.parts = None
-        if self._noise is not None:
-            self._noise.begin(is_on=measured)
+        self.norms = None
+        if self._split is not None:
+            self._split.begin(is_on=measured)
         self.numbers, self._bad = [], None
         self._state.optimizer.zero_grad(set_to_none=True)
 
@@ -203,12 +204,12 @@ class Updater:
 
         self._world.on_rank0(look)
 
-    def _add_halves(self, batch: Batch, noise: NoiseParts) -> Callable[[], list[float]]:
+    def _add_halves(self, batch: Batch, split: AbstractSplit) -> Callable[[], list[float]]:
         """The halves of a batch one after the other, so that their gradients can be compared."""
         for rows in in_turn(self._state.model, [slice(0, None, 2), slice(1, None, 2)], num_rows=len(batch)):
             half = batch.take(rows)
             torch.autograd.backward(self._loss(half))
-            noise.set_aside(len(half))
+            split.add(len(half))
         return self._begin_exchange()
 
     def _loss(self, batch: Batch) -> torch.Tensor:
@@ -238,8 +239,8 @@ class Updater:
 
     def _backward(self, loss: torch.Tensor, *, rows: int) -> None:
         torch.autograd.backward(loss)
-        if self._noise is not None:
-            self._noise.add(rows)
+        if self._split is not None:
+            self._split.add(rows)
 
     def _begin_exchange(self) -> Callable[[], list[float]]:
         """Begin to sum what workers have taken, which goes on while gradients are computed."""
@@ -257,8 +258,8 @@ class Updater:
             # Workers' sums were averaged; what counts is the mean over all elements of all workers.
             count = self._usual or taken.count
             scale = self._world.size / max(1.0, count)
-            if self._noise is not None:
-                self.parts = self._noise.take(num_sequences=self._own.rows, count=count)
+            if self._split is not None:
+                self.norms = self._split.take(scale=1.0 / max(1.0, count))
             gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
             norm = scale * float(nn.utils.get_total_norm(gradients))
             state.clips.add(norm, clip_norm=state.clip_norm)

@@ -3,7 +3,6 @@
 Shape legend: N sequences, D features.
 """
 
-import doctest
 import json
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 from torch import nn
 
 from stretto.errors import StrettoError
-from stretto.large_batch import BatchTuner, GradientParts, ThroughputTable, batch_tuner
-from stretto.large_batch.probe import Entry
+from stretto.large_batch import BatchTuner, Entry, LargeBatch, SplitByMicroBatch, SplitNorms, ThroughputTable
 
 SIZES = [8, 16, 32, 64, 128, 256, 512]
 FLAT = ThroughputTable.of({size: 1.0 + 0.0001 * size for size in SIZES})
@@ -21,22 +19,18 @@ LINEAR = ThroughputTable.of({size: 0.001 + 0.01 * size for size in SIZES})
 
 
 def _tuner(**changed: Any) -> BatchTuner:
-    settings = {"base_batch_size": 16, "base_lr": 0.1, "num_sequences": 10_000, "epochs": 10, "table": FLAT}
-    return BatchTuner(**(settings | changed))
+    base: dict[str, Any] = {"base_batch_size": 16, "base_lr": 0.1, "base_warmup_epochs": 0.0, "epochs": 10}
+    base |= {name: changed.pop(name) for name in (*base, "warmup_cap") if name in changed}
+    settings = LargeBatch(**{"batch_size": base["base_batch_size"], "warmup_cap": 0.2, **base})
+    return BatchTuner(settings, **({"num_sequences": 10_000, "table": FLAT} | changed))
 
 
 def _measure(tuner: BatchTuner, *, phi: float = 400.0, updates: int = 40) -> None:
     """Updates with exactly this noise scale: |G| is 1, and both parts have their expected norms."""
     half = tuner.batch_size / 2
     for _ in range(updates):
-        verdict = tuner.observe(
-            loss=1.0,
-            gradient_norm=1.0,
-            sizes=[half, half],
-            squares=[1 + phi / half] * 2,
-            square_of_mean=1 + phi / tuner.batch_size,
-        )
-        assert not verdict.is_trouble
+        norms = SplitNorms(sizes=[half, half], squares=[1 + phi / half] * 2, square_of_mean=1 + phi / tuner.batch_size)
+        assert not tuner.observe(loss=1.0, gradient_norm=1.0, norms=norms).is_trouble
 
 
 def test_it_grows_step_by_step_with_rate_and_warm_up_by_the_rule() -> None:
@@ -47,7 +41,7 @@ def test_it_grows_step_by_step_with_rate_and_warm_up_by_the_rule() -> None:
         decision = tuner.decide(epoch=epoch)
         sizes.append(decision.batch_size)
         assert decision.noise_scale == pytest.approx(400.0)
-        assert decision.lr == pytest.approx(0.1 * (decision.batch_size / 16) ** 0.5) == tuner.recipe.lr
+        assert decision.lr == pytest.approx(0.1 * (decision.batch_size / 16) ** 0.5) == tuner.settings.lr
         assert decision.warmup_epochs == pytest.approx(0.01 * decision.batch_size / 16)
         assert tuner.batch_size == decision.batch_size
         assert tuner.accumulate == decision.accumulate
@@ -96,10 +90,10 @@ def test_a_measured_update_counts_for_those_since_the_last() -> None:
         tuner = _tuner()
         tuner.load_state_dict(state)
         _measure(tuner, phi=400.0, updates=1)
-    keep = 1 - 1 / tuner.meter.memory
+    keep = 1 - 1 / tuner.noise.memory
     early, late = sum(keep**at for at in range(3, 19)), 32 * sum(keep**at for at in range(3))
     assert tuner.decide(epoch=1).noise_scale == pytest.approx((early * 100 + late * 400) / (early + late), rel=0.2)
-    assert tuner.meter.scale > 350
+    assert tuner.noise.scale > 350
 
 
 def test_it_declines_where_time_grows_with_the_batch() -> None:
@@ -108,7 +102,7 @@ def test_it_declines_where_time_grows_with_the_batch() -> None:
     decision = tuner.decide(epoch=1)
     assert (decision.action, decision.batch_size) == ("keep", 16)
     assert decision.reason.startswith("stays at 16")
-    assert decision.rows
+    assert decision.candidates
 
 
 def test_it_shrinks_to_the_base_at_most_when_noise_has_gone() -> None:
@@ -125,11 +119,11 @@ def test_it_shrinks_to_the_base_at_most_when_noise_has_gone() -> None:
 @pytest.mark.parametrize(
     ("changed", "epoch", "most", "said"),
     [
-        ({"num_sequences": 400, "epochs": 50}, 1, 40, "10 updates an epoch are needed"),
+        ({"num_sequences": 400, "epochs": 50}, 1, 40, "10 updates per epoch are needed"),
         ({"num_sequences": 3000}, 9, 30, "100 updates until the end are needed"),
-        ({"largest": 50}, 1, 50, "the largest that was allowed"),
-        ({"growth": 2.0}, 1, 32, "2 times the batch in force"),
-        ({"num_sequences": 20, "epochs": 50}, 1, 16, "10 updates an epoch are needed"),
+        ({"max_batch_size": 50}, 1, 50, "max_batch_size"),
+        ({"max_growth": 2.0}, 1, 32, "2 times the batch in force"),
+        ({"num_sequences": 20, "epochs": 50}, 1, 16, "10 updates per epoch are needed"),
     ],
 )
 def test_growth_has_bounds_that_are_told(changed: dict[str, Any], epoch: int, most: int, said: str) -> None:
@@ -141,8 +135,9 @@ def test_growth_has_bounds_that_are_told(changed: dict[str, Any], epoch: int, mo
     assert decision.action == ("grow" if most >= 32 else "keep")
 
 
-def test_going_back_sets_a_ceiling() -> None:
+def test_rolling_back_sets_a_ceiling() -> None:
     tuner = _tuner()
+    assert not tuner.can_roll_back
     _measure(tuner)
     tuner.decide(epoch=1)
     _measure(tuner)
@@ -164,19 +159,19 @@ def test_going_back_sets_a_ceiling() -> None:
 
 def test_what_is_not_known_keeps_the_batch_and_is_told() -> None:
     alone = _tuner(base_batch_size=1)
-    alone.observe(loss=1.0, sizes=[1], squares=[1.0], square_of_mean=1.0)
-    assert "one sequence an update on one worker" in alone.decide(epoch=1).reason
+    alone.observe(loss=1.0, norms=SplitNorms(sizes=[1], squares=[1.0], square_of_mean=1.0))
+    assert "one sequence per update on one rank" in alone.decide(epoch=1).reason
     assert "observe got no update of two or more parts" in _tuner().decide(epoch=1).reason
     few = _tuner()
     _measure(few, updates=3)
     assert few.decide(epoch=1).reason == "the noise scale is not known yet: 3 of 16 updates measured"
     hidden = _tuner()
     for _ in range(20):
-        hidden.observe(loss=1.0, sizes=[8, 8], squares=[9.0, 9.0], square_of_mean=1.0)
-    assert "too noisy to tell" in hidden.decide(epoch=1).reason
+        hidden.observe(loss=1.0, norms=SplitNorms(sizes=[8, 8], squares=[9.0, 9.0], square_of_mean=1.0))
+    assert "too noisy to measure" in hidden.decide(epoch=1).reason
     unmeasured = _tuner(table=None)
     _measure(unmeasured)
-    assert "no table of throughput" in unmeasured.decide(epoch=1).reason
+    assert "no throughput table" in unmeasured.decide(epoch=1).reason
     entries = (
         Entry(batch_size=16, length=5, seconds=1.0, num_steps=80, problem=""),
         Entry(batch_size=16, length=9, seconds=None, num_steps=0, problem="out of memory"),
@@ -201,9 +196,9 @@ def test_a_warm_up_that_would_fill_the_run_is_not_chosen() -> None:
     assert "so 64 is not used" in decision.reason
 
 
-def test_workers_share_a_batch_and_micro_batches_are_accumulated() -> None:
+def test_ranks_share_a_batch_and_micro_batches_are_accumulated() -> None:
     table = ThroughputTable.of({1: 1.0, 2: 1.05, 4: 1.1, 8: 4.0})
-    tuner = _tuner(table=table, workers=4, exchange_seconds=5.0, base_batch_size=16)
+    tuner = _tuner(table=table, world_size=4, exchange_seconds=5.0, base_batch_size=16)
     assert tuner.accumulate == 1
     _measure(tuner, phi=4000.0)
     decision = tuner.decide(epoch=1)
@@ -239,14 +234,14 @@ def test_a_tuner_goes_on_from_its_state() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(StrettoError, match="10 sequences and 10 epochs are too few for batches of 16"):
+    with pytest.raises(StrettoError, match="num_sequences=10"):
         _tuner(num_sequences=10)
-    with pytest.raises(StrettoError, match="growth=1"):
-        _tuner(growth=1.0)
-    with pytest.raises(StrettoError, match="largest=8"):
-        _tuner(largest=8)
-    with pytest.raises(StrettoError, match=r"sizes=\[1, 1\], squares=None"):
-        _tuner().observe(loss=1.0, sizes=[1, 1])
+    with pytest.raises(StrettoError, match="max_growth=1"):
+        _tuner(max_growth=1.0)
+    with pytest.raises(StrettoError, match="max_batch_size=8"):
+        _tuner(max_batch_size=8)
+    with pytest.raises(StrettoError, match="epochs"):
+        BatchTuner(LargeBatch(base_batch_size=4, base_lr=0.1, batch_size=4), num_sequences=100)
 
 
 class _Loop:
@@ -257,31 +252,26 @@ class _Loop:
         self.x_ND = torch.randn(4096, 10)
         self.y_N = self.x_ND @ torch.linspace(-1, 1, 10) + 2.0 * torch.randn(4096)
         self.model = nn.Linear(10, 1)
-        self.tuner = BatchTuner(base_batch_size=16, base_lr=0.01, num_sequences=4096, epochs=20, table=table)
+        settings = LargeBatch(base_batch_size=16, base_lr=0.01, batch_size=16, epochs=20)
+        self.tuner = BatchTuner(settings, num_sequences=4096, table=table)
         self.rate = 1.0
 
     def epoch(self) -> str:
         """One epoch; the trouble it met, if any."""
-        tuner, parts = self.tuner, GradientParts(self.model.parameters())
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=tuner.recipe.lr * self.rate)
+        tuner, split = self.tuner, SplitByMicroBatch(self.model.parameters())
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=tuner.settings.lr * self.rate)
         for batch in torch.randperm(len(self.x_ND)).split(tuner.batch_size):
             optimizer.zero_grad()
             total = 0.0
             for half in batch.chunk(2):
                 loss = (self.model(self.x_ND[half])[:, 0] - self.y_N[half]).square().sum() / len(batch)
                 torch.autograd.backward(loss)
-                parts.add(len(half))
+                split.add(len(half))
                 total += float(loss.detach())
-            found = parts.take()
-            assert found is not None
+            norms = split.take()
+            assert norms is not None
             optimizer.step()
-            verdict = tuner.observe(
-                loss=total,
-                gradient_norm=found.square_of_mean**0.5,
-                sizes=found.sizes,
-                squares=found.squares,
-                square_of_mean=found.square_of_mean,
-            )
+            verdict = tuner.observe(loss=total, gradient_norm=norms.square_of_mean**0.5, norms=norms)
             if verdict.is_trouble:
                 return verdict.reason
         return ""
@@ -312,7 +302,3 @@ def test_end_to_end_a_flat_table_makes_it_grow_and_an_explosion_takes_it_back() 
     loop.rate = 1.0
     assert loop.epoch() == ""
     assert loop.tuner.decide(epoch=3).batch_size < grown.batch_size
-
-
-def test_the_examples_run() -> None:
-    assert doctest.testmod(batch_tuner).failed == 0

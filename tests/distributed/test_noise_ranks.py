@@ -1,4 +1,4 @@
-"""The norm of each worker's own gradient, read as gradients are exchanged, gives the noise that shares really have."""
+"""The norm of each rank's own gradient, read during the all-reduce, gives the noise between the ranks' shares."""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import run_world
 
-from stretto.distributed import LocalNorm, World, parts_of_ranks, scale_loss, squared_norm
-from stretto.large_batch.noise import noise_of
+from stretto.distributed import World, scale_loss
+from stretto.large_batch import SplitByRank, SplitNorms, noise_of
 
 SIZES = [2, 5]
 
@@ -20,29 +20,28 @@ def _batches() -> list[torch.Tensor]:
     return [torch.randn(size, 4, generator=generator, dtype=torch.float64) for size in SIZES]
 
 
-def _measured(world: World, adaptive: bool) -> dict[str, Any]:
+def _measure(world: World, adaptive: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01) if adaptive else None
     replica = DistributedDataParallel(model, process_group=world.group, gradient_as_bucket_view=True)
-    local = LocalNorm(replica, optimizer=optimizer)
+    split = SplitByRank(replica, world=world, optimizer=optimizer)
     batch, found = _batches()[world.rank], {}
     for update in range(2):
         for off in (True, False):
-            local.is_on = not off
+            split.begin(is_on=not off)
             model.zero_grad()
             with replica.no_sync():
                 torch.autograd.backward(scale_loss(replica(batch[:1]).square().sum(), 1, total=sum(SIZES)))
             rest = scale_loss(replica(batch[1:]).square().sum(), len(batch) - 1, total=sum(SIZES))
             torch.autograd.backward(rest)
-            own = local.take()
-        mean = squared_norm(model.parameters(), optimizer)
-        parts = parts_of_ranks(world, num_sequences=len(batch), square=own, square_of_mean=mean)
-        assert parts is not None
+            split.add(len(batch))
+            norms = split.take()
+            assert (norms is None) is off
         if optimizer is not None and update == 0:
             optimizer.step()
             continue
-        noise = noise_of(sizes=parts.sizes, squares=parts.squares, square_of_mean=parts.square_of_mean)
+        noise = noise_of(norms)
         below = (
             [(optimizer.state[p]["exp_avg_sq"] / 0.001).sqrt() + 1e-8 for p in model.parameters()] if optimizer else []
         )
@@ -51,24 +50,36 @@ def _measured(world: World, adaptive: bool) -> dict[str, Any]:
             torch.cat([(g / below[at] if below else g).flatten() for at, g in enumerate(gradients)]) for gradients in xs
         ]
         whole = sum(size * x for size, x in zip(SIZES, flat, strict=True)) / sum(SIZES)
-        wanted = noise_of(sizes=SIZES, squares=[float(x @ x) for x in flat], square_of_mean=float(whole @ whole))
+        squares = [float(x @ x) for x in flat]
+        wanted = noise_of(SplitNorms(sizes=SIZES, squares=squares, square_of_mean=float(whole @ whole)))
         found = {"found": [noise.trace, noise.square], "wanted": [wanted.trace, wanted.square]}
     return found
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_shares_of_two_workers_tell_the_noise(adaptive: bool, tmp_path: Path) -> None:
-    answers = run_world(2, _measured, tmp_path, adaptive)
-    assert isinstance(answers[0], dict), answers[0]
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_world(2, _measure_both, tmp_path_factory.mktemp("world"))
+
+
+def _measure_both(world: World) -> list[dict[str, Any]]:
+    return [_measure(world, adaptive) for adaptive in (False, True)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "adaptive"])
+def test_shares_of_two_ranks_give_the_noise(kind: str, two_ranks: list[list[dict[str, Any]]]) -> None:
+    answers = [own[kind == "adaptive"] for own in two_ranks]
     for answer in answers:
         assert answer["found"] == pytest.approx(answer["wanted"], rel=1e-9)
         assert answer == answers[0] or answer["found"] == pytest.approx(answers[0]["found"], rel=1e-12)
 
 
 def _empty(world: World) -> Any:
-    parts = parts_of_ranks(world, num_sequences=3 * world.rank, square=1.0, square_of_mean=1.0)
-    return parts is None
+    model = nn.Linear(2, 1)
+    split = SplitByRank(DistributedDataParallel(model, process_group=world.group), world=world)
+    torch.autograd.backward(model(torch.ones(1, 2)).sum())
+    split.add(3 * world.rank)
+    return split.take() is None
 
 
-def test_a_single_worker_with_sequences_is_no_two_parts(tmp_path: Path) -> None:
+def test_one_rank_with_sequences_does_not_make_two_parts(tmp_path: Path) -> None:
     assert run_world(2, _empty, tmp_path) == [True, True]

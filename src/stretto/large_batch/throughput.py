@@ -1,9 +1,8 @@
-"""What steps of training really take: batch sizes and lengths timed in turn, within a bound on memory and time."""
+"""What training updates really take: batch sizes and lengths timed in turn, within bounds on memory and time."""
 
 import dataclasses
 import gc
 import itertools
-import json
 import math
 import os
 import threading
@@ -14,18 +13,19 @@ from typing import Any, Final, final
 
 import torch
 
+from stretto.checks import check_float, check_int
 from stretto.errors import StrettoError
 
-MARGIN: Final = 1.2
-"""Memory that a size is expected to need, as a multiple of what the size before suggests."""
-FREE_SHARE: Final = 0.8
-"""Of the memory that is free, what a probe may use unless it is told."""
-LOOK_SECONDS: Final = 0.001
-STATEMENT: Final = Path("/proc/self/statm")
-FREE: Final = Path("/proc/meminfo")
-GROUP: Final = Path("/sys/fs/cgroup")
-OUT_OF_MEMORY: Final = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
 TABLE_VERSION: Final = 1
+MEMORY_MARGIN: Final = 1.2
+"""Memory that a size is expected to need, as a multiple of what the size before suggests."""
+FREE_MEMORY_SHARE: Final = 0.8
+"""Share of the free memory that a probe may use by default."""
+MEMORY_POLL_SECONDS: Final = 0.001
+OUT_OF_MEMORY: Final = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
+PROCESS_MEMORY: Final = Path("/proc/self/statm")
+SYSTEM_MEMORY: Final = Path("/proc/meminfo")
+CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 @final
@@ -35,8 +35,8 @@ class Entry:
 
     Attributes:
         batch_size: Sequences.
-        length: Steps of each.
-        seconds: The least that a step took; None if it cannot be run, or was not.
+        length: Time steps of each.
+        seconds: The fastest update; None if the shape was not run.
         num_steps: Real time steps that it computed.
         problem: Why there are no seconds; empty if there are.
     """
@@ -51,13 +51,13 @@ class Entry:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputTable:
-    """Measured seconds of a step of training, by batch size and length.
+    """Measured seconds per training update, by batch size and length.
 
     Attributes:
         entries: Everything that was tried.
         shares: What share of all sequences has about each length; they add up to 1.
-        update_seconds: The part of every step that is spent once an update however many micro-batches are accumulated:
-            the optimiser. 0 counts it with each of them.
+        update_seconds: The part of each entry's seconds that is spent once per update however many micro-batches are
+            accumulated: the optimiser. 0 counts it with each of them.
 
     Example:
         >>> table = ThroughputTable.of({16: 0.5, 32: 0.75})
@@ -70,25 +70,21 @@ class ThroughputTable:
     update_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        wrong = [e for e in self.entries if e.seconds is not None and not 0.0 < e.seconds < math.inf]
-        if wrong:
-            raise StrettoError(f"{wrong[0]} has seconds that are no time", fix="Measure it anew.")
-        strange = {entry.length for entry in self.entries} ^ set(self.shares)
-        if strange or not all(0.0 <= share <= 1.0 for share in self.shares.values()):
+        for entry in self.entries:
+            if entry.seconds is not None:
+                check_float(entry.seconds, name="seconds", above=0.0, owner="Entry")
+        check_float(self.update_seconds, name="update_seconds", at_least=0.0, owner="ThroughputTable")
+        unmatched = {entry.length for entry in self.entries} ^ set(self.shares)
+        shares = self.shares.values()
+        if unmatched or min(shares, default=0.0) < 0.0 or not math.isclose(sum(shares), 1.0, rel_tol=1e-6):
             raise StrettoError(
-                f"the shares {dict(self.shares)} do not go with the lengths that were measured",
-                fix="Give each length a share of all sequences between 0 and 1.",
-            )
-        if not math.isclose(sum(self.shares.values()), 1.0, rel_tol=1e-6):
-            raise StrettoError(f"the shares {dict(self.shares)} do not add up to 1", fix="Divide them by their sum.")
-        if not math.isfinite(self.update_seconds) or self.update_seconds < 0:
-            raise StrettoError(
-                f"update_seconds is {self.update_seconds}", fix="Give the seconds of the optimiser's step, or 0."
+                f"the shares {dict(self.shares)} do not match the lengths that were measured, or do not add up to 1",
+                fix="Give each length the share of all sequences that it stands for.",
             )
 
     @classmethod
     def of(cls, seconds: Mapping[int, float], *, length: int = 1, update_seconds: float = 0.0) -> "ThroughputTable":
-        """A table of one length from seconds of a step by batch size, however they are known."""
+        """A table of one length from seconds per update by batch size, however they are known."""
         entries = [
             Entry(batch_size=size, length=length, seconds=float(each), num_steps=size * length)
             for size, each in sorted(seconds.items())
@@ -97,7 +93,7 @@ class ThroughputTable:
 
     @property
     def seconds_by_size(self) -> dict[int, float]:
-        """Mean seconds of a step, lengths weighted by their shares, of sizes measured at every length, rising."""
+        """Mean seconds per update, lengths weighted by their shares, of the sizes measured at every length."""
         found: dict[int, dict[int, float]] = {}
         for entry in self.entries:
             if entry.seconds is not None:
@@ -110,20 +106,20 @@ class ThroughputTable:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Sizes that were measured at every length, rising."""
+        """Sizes that were measured at every length, increasing."""
         return tuple(self.seconds_by_size)
 
     def seconds(self, batch_size: int) -> float:
-        """The mean seconds of a step over all sequences, lengths weighted by their shares.
+        """The mean seconds per update at this batch size, lengths weighted by their shares.
 
         Raises:
-            StrettoError: If this batch size was not measured at every length.
+            StrettoError: This batch size was not measured at every length.
         """
         found = self.seconds_by_size.get(batch_size)
         if found is None:
             problems = [entry.problem for entry in self.entries if entry.batch_size == batch_size and entry.problem]
             raise StrettoError(
-                f"there is no time of a step of {batch_size} sequences: {problems[0] if problems else 'not measured'}",
+                f"an update of {batch_size} sequences has no time: {problems[0] if problems else 'not measured'}",
                 fix=f"Use one of {list(self.batch_sizes)}.",
             )
         return found
@@ -142,7 +138,7 @@ class ThroughputTable:
         """The table that `to_dict` gave.
 
         Raises:
-            StrettoError: If it is none.
+            StrettoError: It is not one.
         """
         try:
             if content["version"] != TABLE_VERSION:
@@ -155,64 +151,50 @@ class ThroughputTable:
         except StrettoError:
             raise
         except (KeyError, TypeError, ValueError) as error:
-            raise StrettoError(f"this is no table of throughput ({error})", fix="Measure a new one.") from error
-
-    def to_json(self) -> str:
-        """The table as text."""
-        return json.dumps(self.to_dict())
-
-    @classmethod
-    def from_json(cls, text: str) -> "ThroughputTable":
-        """The table that `to_json` gave; errors are those of `from_dict`."""
-        try:
-            content = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise StrettoError(f"this is no table of throughput ({error})", fix="Measure a new one.") from error
-        return cls.from_dict(content if isinstance(content, dict) else {})
+            raise StrettoError(f"this is not a throughput table ({error})", fix="Measure a new one.") from error
 
 
 def probe(
-    run_step: Callable[[int, int], object],
+    run_update: Callable[[int, int], object],
     *,
     batch_sizes: Iterable[int],
     lengths: Mapping[int, float] | Sequence[int],
     repeats: int = 3,
-    most_bytes: int | None = None,
-    most_seconds: float = 10.0,
+    max_bytes: int | None = None,
+    max_seconds: float = 10.0,
     update: Callable[[], object] | None = None,
     device: torch.device | str = "cpu",
 ) -> ThroughputTable:
-    """Time steps of training at several batch sizes and lengths.
+    """Time training updates at several batch sizes and lengths.
 
-    First every shape is run once, in rising size and the longest sequences of a size first, while memory is watched.
-    Before a size is run, what it needs is predicted from the size before; one that would pass `most_bytes`, or that
-    fails for want of memory, ends the growth. Only the smallest size runs unpredicted. Then all shapes are timed in
-    rounds, one after the other, so that a change of the machine's load hits all of them, and the least counts.
+    First every shape is run once, by increasing size and the longest sequences of a size first, while memory is
+    watched. Before a size is run, what it needs is predicted from the size before; one that would pass `max_bytes`, or
+    that runs out of memory, ends the growth. Only the smallest size runs without a prediction. Then all shapes are
+    timed in rounds, one after the other, so that a change of the machine's load hits all of them; the minimum counts.
 
     Args:
-        run_step: Does one step of training (forward, backward, optimiser) on a batch of the given size and length; may
-            return how many real time steps that was. It must leave no trace: weights and optimiser are the caller's to
-            guard.
+        run_update: Makes one training update (forward, backward, optimiser) on a batch of the given size and length;
+            may return how many real time steps that was. It must leave no trace: weights and optimiser are the
+            caller's to protect.
         batch_sizes: Sizes to try.
-        lengths: Lengths to try, with the share of all sequences that each stands for; equal shares if not given.
+        lengths: Lengths to try, with the share of all sequences that each stands for; a sequence means equal shares.
         repeats: Rounds.
-        most_bytes: The most memory that this process, or the GPU, may use; four fifths of what is free, by default.
+        max_bytes: The most memory that this process, or the GPU, may use; four fifths of what is free, by default.
             Where memory cannot be watched (no /proc, no GPU), only failures end the growth.
-        most_seconds: After which no step is begun that is expected to end later. Sizes not reached are marked. The
-            smallest is run at every length whatever it takes, for without it nothing is known.
-        update: Does the optimiser's step alone, if that can be told apart.
-        device: Where steps run.
+        max_seconds: No update is begun that is expected to end later. Sizes not reached are marked. The smallest is run
+            at every length whatever it takes, for without it nothing is known.
+        update: Runs the optimiser alone, if that can be separated.
+        device: Where updates run.
 
     Raises:
-        StrettoError: If a size, length or bound makes no sense, or not even the smallest batch could be run.
+        StrettoError: A size, length or bound makes no sense, or not even the smallest batch could be run.
     """
-    sizes, shares = sorted(set(batch_sizes)), _shares(lengths)
-    if not sizes or sizes[0] < 1 or repeats < 1 or not most_seconds > 0:
-        raise StrettoError(
-            f"probe got batch_sizes={sizes}, repeats={repeats} and most_seconds={most_seconds}",
-            fix="Give sizes and repeats of at least 1, and some seconds.",
-        )
-    run = _Run(run_step, _MemoryWatch(device, most_bytes=most_bytes), time.perf_counter() + most_seconds)
+    sizes, shares = sorted({check_int(size, name="batch_sizes") for size in batch_sizes}), _shares(lengths)
+    check_int(repeats, name="repeats")
+    check_float(max_seconds, name="max_seconds", above=0.0)
+    if not sizes:
+        raise StrettoError("probe got no batch sizes", fix="Give at least one.")
+    run = _Run(run_update, _MemoryWatch(device, max_bytes=max_bytes), deadline=time.perf_counter() + max_seconds)
     for size in sizes:
         for length in sorted(shares, reverse=True):
             run.grow(size, length)
@@ -226,8 +208,8 @@ def probe(
         run.repeat(shape)
     update_seconds = 0.0
     if update is not None:
-        update_seconds = min(run.timed(update) for _ in range(repeats + 1))
-        # Once more than a whole step would be noise of the clock.
+        update_seconds = min(run.seconds_of(update) for _ in range(repeats + 1))
+        # More than a whole update would be noise of the clock.
         update_seconds = min(update_seconds, *run.seconds.values())
     entries = [
         Entry(
@@ -242,35 +224,31 @@ def probe(
     return ThroughputTable(entries=tuple(entries), shares=shares, update_seconds=update_seconds)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY)
-
-
 @final
 class _MemoryWatch:
-    """Tells how much memory work takes: the resident memory of this process, or what torch has on a GPU.
+    """Measures memory in use: the resident memory of this process, or what torch has allocated on a GPU.
 
     Args:
         device: Where the work is done.
-        most_bytes: The most that may be used; None takes a share of what is free.
+        max_bytes: The most that may be used; None is a share of what is free.
 
     Attributes:
-        most: The most that may be used; infinite where it cannot be told.
+        limit: The most that may be used; infinite where memory cannot be watched.
     """
 
-    def __init__(self, device: torch.device | str, *, most_bytes: int | None) -> None:
+    def __init__(self, device: torch.device | str, *, max_bytes: int | None) -> None:
         self._device = torch.device(device)
         self._is_cuda = self._device.type == "cuda"
-        self._can_look = self._is_cuda or STATEMENT.exists()
-        self.most = float(most_bytes) if most_bytes is not None else self.now() + FREE_SHARE * self._free()
+        self._can_look = self._is_cuda or PROCESS_MEMORY.exists()
+        self.limit = float(max_bytes) if max_bytes is not None else self.now() + FREE_MEMORY_SHARE * self._free()
 
     def now(self) -> int:
-        """Bytes in use; 0 where it cannot be told."""
+        """Bytes in use; 0 where memory cannot be watched."""
         if self._is_cuda:
             return torch.cuda.memory_allocated(self._device)
         if not self._can_look:
             return 0
-        return int(STATEMENT.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(PROCESS_MEMORY.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def peak_of(self, work: Callable[[], object]) -> int:
         """Do the work; the most bytes in use meanwhile."""
@@ -279,29 +257,29 @@ class _MemoryWatch:
             work()
             torch.cuda.synchronize(self._device)
             return torch.cuda.max_memory_allocated(self._device)
-        # What a step takes is mostly given back when it ends, so somebody has to look while it runs.
+        # Most of the memory of an update is freed when it ends, so a thread polls while it runs.
         peak, over = [self.now()], threading.Event()
 
-        def look() -> None:
-            while not over.wait(LOOK_SECONDS):
+        def poll() -> None:
+            while not over.wait(MEMORY_POLL_SECONDS):
                 peak[0] = max(peak[0], self.now())
 
-        looker = threading.Thread(target=look, daemon=True)
-        looker.start()
+        poller = threading.Thread(target=poll, daemon=True)
+        poller.start()
         try:
             work()
         finally:
             over.set()
-            looker.join()
+            poller.join()
         return max(peak[0], self.now())
 
-    def wait(self) -> None:
-        """Until a GPU has done what it was given."""
+    def synchronize(self) -> None:
+        """Wait until a GPU has finished."""
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
 
-    def free(self) -> None:
-        """Give back what a failed step has left."""
+    def release(self) -> None:
+        """Free what a failed update has left."""
         gc.collect()
         if self._is_cuda:
             torch.cuda.empty_cache()
@@ -310,11 +288,12 @@ class _MemoryWatch:
         if self._is_cuda:
             return float(torch.cuda.mem_get_info(self._device)[0])
         free = math.inf
-        if FREE.exists():
-            lines = dict(line.split(":", 1) for line in FREE.read_text(encoding="ascii").splitlines() if ":" in line)
+        if SYSTEM_MEMORY.exists():
+            text = SYSTEM_MEMORY.read_text(encoding="ascii")
+            lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
             if "MemAvailable" in lines:
                 free = float(lines["MemAvailable"].split()[0]) * 1024
-        bound, used = (GROUP / "memory.max", GROUP / "memory.current")
+        bound, used = (CGROUP / "memory.max", CGROUP / "memory.current")
         if bound.exists() and used.exists():
             limit = bound.read_text(encoding="ascii").strip()
             if limit.isdigit():
@@ -324,62 +303,64 @@ class _MemoryWatch:
 
 @final
 class _Run:
-    """A probe under way: what shapes took, and why some were not run."""
+    """A probe under way: seconds by shape, and why some shapes were not run."""
 
-    def __init__(self, run_step: Callable[[int, int], object], watch: _MemoryWatch, ends: float) -> None:
-        self._run_step, self._watch, self._ends = run_step, watch, ends
+    def __init__(self, run_update: Callable[[int, int], object], watch: _MemoryWatch, *, deadline: float) -> None:
+        self._run_update, self._watch, self._deadline = run_update, watch, deadline
         self.seconds: dict[tuple[int, int], float] = {}
         self.num_steps: dict[tuple[int, int], int] = {}
         self.problems: dict[tuple[int, int], str] = {}
-        self._full = ""
-        self._slots, self._bytes, self._floor = 0, 0, 0
-        self._smallest, self._pace = 0, 0.0
+        self._stopped = ""
+        self._slots, self._peak_bytes, self._base_bytes = 0, 0, 0
+        self._smallest, self._seconds_per_slot = 0, 0.0
 
     def grow(self, size: int, length: int) -> None:
         """Run a shape for the first time, unless it would not fit; once one did not, no larger size is run."""
         slots = size * length
         self._smallest = self._smallest or size
-        if not self._full and self._slots:
-            needed = self._floor + MARGIN * max(0, self._bytes - self._floor) * slots / self._slots
-            if needed > self._watch.most:
-                self._full = f"it would use {needed / 1e6:,.0f} MB of memory, {self._watch.most / 1e6:,.0f} are allowed"
-            elif size > self._smallest and time.perf_counter() + self._pace * slots > self._ends:
-                self._full = f"it would take about {self._pace * slots:.2g} s, longer than is left"
-        if self._full:
-            self.problems[size, length] = self._full
+        if not self._stopped and self._slots:
+            grown = max(0, self._peak_bytes - self._base_bytes) * slots / self._slots
+            needed, limit = self._base_bytes + MEMORY_MARGIN * grown, self._watch.limit
+            seconds = self._seconds_per_slot * slots
+            if needed > limit:
+                self._stopped = f"it would use {needed / 1e6:,.0f} MB of memory, {limit / 1e6:,.0f} are allowed"
+            elif size > self._smallest and time.perf_counter() + seconds > self._deadline:
+                self._stopped = f"it would take about {seconds:.2g} s, and too little time is left"
+        if self._stopped:
+            self.problems[size, length] = self._stopped
             return
         try:
             if not self._slots:
-                # Kernels, threads and the optimiser's state come with the first step, and stay.
-                self._run_step(size, length)
-                self._floor = self._watch.now()
+                # Kernels, threads and the optimiser's state come with the first update, and stay.
+                self._run_update(size, length)
+                self._base_bytes = self._watch.now()
             answer: list[object] = []
             begun = time.perf_counter()
-            peak = self._watch.peak_of(lambda: answer.append(self._run_step(size, length)))
+            peak = self._watch.peak_of(lambda: answer.append(self._run_update(size, length)))
             taken = time.perf_counter() - begun
         except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not isinstance(error, MemoryError) and not any(words in str(error).lower() for words in OUT_OF_MEMORY):
                 raise
-            self._watch.free()
-            self._full = self.problems[size, length] = "out of memory"
+            self._watch.release()
+            self._stopped = self.problems[size, length] = "out of memory"
             return
         self.seconds[size, length] = taken
         self.num_steps[size, length] = answer[0] if isinstance(answer[0], int) else slots
-        self._pace = taken / slots
+        self._seconds_per_slot = taken / slots
         if slots >= self._slots:
-            self._slots, self._bytes = slots, peak
+            self._slots, self._peak_bytes = slots, peak
 
     def repeat(self, shape: tuple[int, int]) -> None:
         """Time a shape once more, if there is time."""
-        if time.perf_counter() + self.seconds[shape] <= self._ends:
-            self.seconds[shape] = min(self.seconds[shape], self.timed(lambda: self._run_step(*shape)))
+        if time.perf_counter() + self.seconds[shape] <= self._deadline:
+            self.seconds[shape] = min(self.seconds[shape], self.seconds_of(lambda: self._run_update(*shape)))
 
-    def timed(self, work: Callable[[], object]) -> float:
+    def seconds_of(self, work: Callable[[], object]) -> float:
         """Seconds of some work."""
-        self._watch.wait()
+        self._watch.synchronize()
         begun = time.perf_counter()
         work()
-        self._watch.wait()
+        self._watch.synchronize()
         return time.perf_counter() - begun
 
 

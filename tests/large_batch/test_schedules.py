@@ -3,25 +3,26 @@
 import itertools
 import json
 import math
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
-from stretto.large_batch import named_decay
-from stretto.large_batch.decay import (
-    DECAYS,
+from stretto.large_batch import (
     AbstractDecay,
     Constant,
     Cosine,
+    DecayName,
     Exponential,
     FlatThenDivide,
     Polynomial,
+    ScheduleName,
     Step,
-    decay_from_json,
+    make_decay,
 )
-from stretto.large_batch.rate_curve import RateCurve
+from stretto.large_batch.schedules import DECAYS, WarmupThenDecay, decay_from_json
 
 ALL: list[AbstractDecay] = [
     Constant(),
@@ -77,35 +78,35 @@ def test_a_decay_comes_back_through_json(decay: AbstractDecay) -> None:
 
 
 def test_names_stand_for_the_usual_numbers() -> None:
-    assert named_decay("constant") == Constant()
-    assert named_decay("poly") == Polynomial(power=2.0)
-    assert named_decay("exponential", factor=0.9) == Exponential(factor=0.9)
-    assert named_decay("step", epochs=9) == Step(milestones=(3.0, 6.0), factor=0.1)
-    assert named_decay("step", epochs=10, flat_epochs=4, factor=0.3) == Step(milestones=(4, 8), factor=0.3)
-    assert named_decay("step", epochs=4, flat_epochs=4) == Step(milestones=(), factor=0.1)
-    assert named_decay("cosine") == Cosine(floor=0.0)
-    assert named_decay("ptb") == FlatThenDivide(flat_epochs=4, divide_by=2.0)
-    assert named_decay("ptb", flat_epochs=0, factor=0.25) == FlatThenDivide(flat_epochs=0, divide_by=4.0)
-    assert {kind.name for kind in DECAYS.values()} == {"constant", "poly", "exponential", "step", "cosine", "ptb"}
+    assert make_decay("constant") == Constant()
+    assert make_decay("poly") == Polynomial(power=2.0)
+    assert make_decay("exponential", decay_factor=0.9) == Exponential(factor=0.9)
+    assert make_decay("step", epochs=9) == Step(milestones=(3.0, 6.0), factor=0.1)
+    assert make_decay("step", epochs=10, flat_epochs=4, decay_factor=0.3) == Step(milestones=(4, 8), factor=0.3)
+    assert make_decay("step", epochs=4, flat_epochs=4) == Step(milestones=(), factor=0.1)
+    assert make_decay("cosine") == Cosine(floor=0.0)
+    assert make_decay("ptb") == FlatThenDivide(flat_epochs=4, divide_by=2.0)
+    assert make_decay("ptb", flat_epochs=0, decay_factor=0.25) == FlatThenDivide(flat_epochs=0, divide_by=4.0)
+    assert set(DECAYS) == set(get_args(DecayName)) == set(get_args(ScheduleName)) - {"one-cycle"}
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: named_decay("linear"), r"no decay 'linear'.*'poly'"),
-        (lambda: named_decay("poly", factor=0.5), r"factor of 0.5 .* 'poly'.*Leave it out"),
-        (lambda: named_decay("exponential", flat_epochs=3), r"flat_epochs=3 .* 'exponential'"),
-        (lambda: named_decay("ptb", factor=0.0), r"factor of a decay is 0.0"),
-        (lambda: named_decay("step"), r"'step' .* needs the number of epochs.*epochs="),
-        (lambda: named_decay("step", epochs=5, flat_epochs=0), r"flat_epochs of a decay is 0"),
-        (lambda: Polynomial(power=0.0), r"power of a decay is 0.0"),
-        (lambda: Exponential(factor=1.1), r"factor of a decay is 1.1"),
-        (lambda: Exponential(factor=math.nan), r"factor of a decay is nan"),
-        (lambda: Step(milestones=(3, 2)), r"milestones of a decay is \(3, 2\)"),
-        (lambda: Step(milestones=(0, 2)), r"milestones of a decay is \(0, 2\)"),
-        (lambda: Cosine(floor=-0.1), r"floor of a decay is -0.1"),
-        (lambda: FlatThenDivide(flat_epochs=-1), r"flat_epochs of a decay is -1"),
-        (lambda: FlatThenDivide(divide_by=0.5), r"divide_by of a decay is 0.5"),
+        (lambda: make_decay("linear"), r"decay='linear'.*'poly'"),
+        (lambda: make_decay("poly", decay_factor=0.5), r"decay_factor=0.5 .* 'poly'.*Leave it out"),
+        (lambda: make_decay("exponential", flat_epochs=3), r"flat_epochs=3 .* 'exponential'"),
+        (lambda: make_decay("ptb", decay_factor=0.0), r"decay_factor=0.0"),
+        (lambda: make_decay("step"), r"'step' needs the number of epochs.*epochs="),
+        (lambda: make_decay("step", epochs=5, flat_epochs=0), r"flat_epochs=0"),
+        (lambda: Polynomial(power=0.0), r"power=0.0"),
+        (lambda: Exponential(factor=1.1), r"factor=1.1"),
+        (lambda: Exponential(factor=math.nan), r"factor=nan"),
+        (lambda: Step(milestones=(3, 2)), r"milestones=\(3, 2\)"),
+        (lambda: Step(milestones=(0, 2)), r"milestones=\(0, 2\)"),
+        (lambda: Cosine(floor=-0.1), r"floor=-0.1"),
+        (lambda: FlatThenDivide(flat_epochs=-1), r"flat_epochs=-1"),
+        (lambda: FlatThenDivide(divide_by=0.5), r"divide_by=0.5"),
     ],
 )
 def test_bad_numbers_are_named(call: object, words: str) -> None:
@@ -123,9 +124,9 @@ def test_the_curve_rises_to_the_peak_and_then_is_the_decay(
     warmup: int, per_epoch: int, epochs: int, index: int
 ) -> None:
     decay = ALL[index]
-    curve = RateCurve(decay, warmup_updates=warmup, updates=per_epoch, epochs=epochs)
+    curve = WarmupThenDecay(decay, warmup_updates=warmup, updates=per_epoch, epochs=epochs)
     total = per_epoch * epochs
-    by_total = RateCurve(decay, warmup_updates=warmup, updates=total, updates_epochs=epochs, epochs=epochs)
+    by_total = WarmupThenDecay(decay, warmup_updates=warmup, updates=total, updates_epochs=epochs, epochs=epochs)
     for update in range(total):
         expected = (update + 1) / warmup if update < warmup else decay.at(update / per_epoch, epochs=epochs)
         assert curve(update) == expected

@@ -9,12 +9,13 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from stretto.errors import StrettoError
-from stretto.large_batch import LargeBatch, refuse_larger_than_data
-from stretto.large_batch.decay import Cosine, FlatThenDivide, Polynomial
-from stretto.large_batch.scaling import Built
+from stretto.large_batch import Cosine, FlatThenDivide, LargeBatch, Polynomial, make_optimizer, refuse_larger_than_data
 
+Built = tuple[Optimizer, LRScheduler]
 BASE: dict[str, Any] = {"base_batch_size": 20, "base_lr": 1.0, "base_warmup_epochs": 0.2}
 
 
@@ -69,20 +70,17 @@ def test_the_cap_bounds_the_share_of_updates(cap: float, epochs: float, steps: i
 
 
 def _rates(built: Built, count: int) -> list[float]:
-    found = []
+    (optimizer, schedule), found = built, []
     for _ in range(count):
-        found.append(built.optimizer.param_groups[0]["lr"])
-        built.optimizer.step()
-        built.schedule.step()
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
     return found
 
 
 def test_rates_of_a_whole_run() -> None:
     recipe = LargeBatch(base_batch_size=10, base_lr=0.5, base_warmup_epochs=0.1, batch_size=40, epochs=6)
     built = recipe.build(nn.Linear(2, 2).parameters(), steps_per_epoch=10, decay=FlatThenDivide(flat_epochs=2))
-    optimizer, schedule = built
-    assert optimizer is built.optimizer
-    assert schedule is built.schedule
     rates = _rates(built, 60)
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4:20] == [1.0] * 16
@@ -110,13 +108,52 @@ def test_a_stopped_schedule_goes_on_to_the_bit(decay: Any, stop: int) -> None:
     whole = _rates(made(0.1), 49)
     first = made(0.1)
     assert _rates(first, stop) == whole[:stop]
-    saved = json.loads(json.dumps([first.schedule.state_dict(), first.optimizer.state_dict()], allow_nan=False))
+    saved = json.loads(json.dumps([each.state_dict() for each in first], allow_nan=False))
     # Another rate, another warm-up and another decay: all of it is in the saved state.
     recipe = LargeBatch(base_batch_size=2, base_lr=9.0, base_warmup_epochs=0.01, batch_size=2)
     second = recipe.build(nn.Linear(3, 2), optimizer="momentum", steps_per_epoch=3)
-    second.optimizer.load_state_dict(saved[1])
-    second.schedule.load_state_dict(saved[0])
+    for each, state in zip(second, saved, strict=True):
+        each.load_state_dict(state)
     assert _rates(second, 49 - stop) == whole[stop:]
+
+
+def _scheduled(optimizer: str, **settings: Any) -> tuple[list[float], Optimizer]:
+    made = make_optimizer(optimizer, nn.Linear(2, 2), lr=0.5)
+    recipe = LargeBatch(base_batch_size=4, base_lr=0.5, batch_size=4, epochs=10)
+    schedule = recipe.schedule(made, updates=1000, updates_epochs=10, **settings)
+    return _rates((made, schedule), 1000), made
+
+
+def test_one_cycle_rises_for_15_percent_of_the_run_and_gives_plain_sgd_no_momentum() -> None:
+    rates, plain = _scheduled("sgd", decay="one-cycle", default_warmup=True)
+    assert rates.index(max(rates)) == pytest.approx(150, abs=1)
+    assert max(rates) == pytest.approx(0.5, rel=1e-4)
+    assert plain.param_groups[0]["momentum"] == 0.0
+    assert _scheduled("momentum", decay="one-cycle", default_warmup=True)[1].param_groups[0]["momentum"] > 0.9
+
+
+def test_a_constant_rate_rises_over_100_updates_by_default() -> None:
+    rates, _ = _scheduled("adam", decay="constant", default_warmup=True)
+    assert rates[0] == pytest.approx(0.05)
+    assert rates[99] < 0.5
+    assert rates[100:] == pytest.approx([0.5] * 900)
+    assert _scheduled("adam", decay="constant")[0] == [0.5] * 1000
+
+
+@pytest.mark.parametrize("decay", ["one-cycle", "constant", "cosine", "ptb"])
+def test_a_new_schedule_starts_where_updates_already_made_would_have_brought_it(decay: Any) -> None:
+    whole, _ = _scheduled("sgd", decay=decay)
+    _, optimizer = _scheduled("sgd", decay="exponential")
+    recipe = LargeBatch(base_batch_size=4, base_lr=0.5, batch_size=4, epochs=10)
+    schedule = recipe.schedule(optimizer, decay=decay, updates=1000, updates_epochs=10, done=400)
+    assert _rates((optimizer, schedule), 600) == pytest.approx(whole[400:])
+
+
+def test_numbers_that_a_schedule_does_not_use_are_refused() -> None:
+    with pytest.raises(StrettoError, match=r"decay_factor=0.5 .* 'one-cycle'"):
+        _scheduled("sgd", decay="one-cycle", decay_factor=0.5)
+    with pytest.raises(StrettoError, match=r"flat_epochs=2 .* 'poly'"):
+        _scheduled("sgd", decay="poly", flat_epochs=2)
 
 
 @given(noise=st.floats(0, 1e9), base=st.integers(1, 500), times=st.integers(1, 100), threshold=st.floats(1e-3, 1e3))
@@ -155,23 +192,23 @@ def test_a_scaled_threshold_bites_as_often() -> None:
     ("values", "words"),
     [
         ({"batch_size": 10}, r"batch_size=10 is smaller than base_batch_size=20.*Give the smaller one as base"),
-        ({"batch_size": 0}, r"batch_size is 0\. Give a whole number"),
-        ({"batch_size": 2.5}, r"batch_size is 2.5"),
-        ({"batch_size": True}, r"batch_size is True"),
-        ({"base_batch_size": -1}, r"base_batch_size is -1"),
-        ({"base_lr": 0.0}, r"base_lr is 0.0"),
-        ({"base_lr": -1.0}, r"base_lr is -1.0"),
-        ({"base_lr": math.nan}, r"base_lr is nan"),
-        ({"base_warmup_epochs": -0.1}, r"base_warmup_epochs is -0.1"),
-        ({"epochs": 0}, r"epochs is 0"),
-        ({"rule": "cubic"}, r"no rule 'cubic'.*'legw'"),
-        ({"warmup_cap": 1.0, "epochs": 3}, r"warmup_cap is 1.0"),
+        ({"batch_size": 0}, r"batch_size=0\. Give batch_size as a whole number"),
+        ({"batch_size": 2.5}, r"batch_size=2.5"),
+        ({"batch_size": True}, r"batch_size=True"),
+        ({"base_batch_size": -1}, r"base_batch_size=-1"),
+        ({"base_lr": 0.0}, r"base_lr=0.0"),
+        ({"base_lr": -1.0}, r"base_lr=-1.0"),
+        ({"base_lr": math.nan}, r"base_lr=nan"),
+        ({"base_warmup_epochs": -0.1}, r"base_warmup_epochs=-0.1"),
+        ({"epochs": 0}, r"epochs=0"),
+        ({"rule": "cubic"}, r"rule='cubic'.*'legw'"),
+        ({"warmup_cap": 1.0, "epochs": 3}, r"warmup_cap=1.0"),
         ({"warmup_cap": 0.2}, r"warmup_cap=0.2 was given without epochs"),
         ({"epochs": 6}, r"warm-up of 6.4 epochs \(0.2 at a batch of 20, now 640\) fills .* 6 epochs.*warmup_cap"),
-        ({"base_clip_norm": 0.0}, r"base_clip_norm is 0.0"),
-        ({"clip": "often"}, r"clip is 'often'"),
+        ({"base_clip_norm": 0.0}, r"base_clip_norm=0.0"),
+        ({"clip": "often"}, r"clip='often'"),
         ({"clip": "scaled", "base_clip_norm": 1.0}, r"clip='scaled' .* noise_scale=None"),
-        ({"noise_scale": -2.0}, r"noise_scale is -2.0"),
+        ({"noise_scale": -2.0}, r"noise_scale=-2.0"),
     ],
 )
 def test_bad_settings_are_quoted_with_the_way_out(values: dict[str, Any], words: str) -> None:
@@ -187,12 +224,12 @@ def test_a_smaller_batch_is_fine_without_a_rule_and_a_long_warm_up_with_a_cap() 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"steps_per_epoch": 0}, r"steps_per_epoch is 0"),
+        ({"steps_per_epoch": 0}, r"steps_per_epoch=0"),
         ({"decay": "poly"}, r"'poly' needs the number of epochs"),
-        ({"decay": 0.5}, r"the decay is 0.5"),
-        ({"decay": "slow"}, r"no decay 'slow'"),
+        ({"decay": 0.5}, r"decay=0.5"),
+        ({"decay": "slow"}, r"decay='slow'"),
         ({"epochs": 0.1}, r"warm-up of 0.2 epochs .* fills"),
-        ({"optimizer": "rprop"}, r"no optimiser 'rprop'"),
+        ({"optimizer": "rprop"}, r"optimizer='rprop'"),
     ],
 )
 def test_bad_arguments_of_build(values: dict[str, Any], words: str) -> None:
@@ -203,7 +240,7 @@ def test_bad_arguments_of_build(values: dict[str, Any], words: str) -> None:
 
 def test_two_lengths_of_a_run_are_refused() -> None:
     recipe = LargeBatch(**BASE, batch_size=20, epochs=3)
-    with pytest.raises(StrettoError, match=r"epochs=4 and the recipe has epochs=3"):
+    with pytest.raises(StrettoError, match=r"epochs=4, and LargeBatch has epochs=3"):
         recipe.build(nn.Linear(2, 2), steps_per_epoch=5, epochs=4)
     with pytest.raises(StrettoError, match="no base_clip_norm"):
         recipe.scaled_clip(3.0)
