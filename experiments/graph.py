@@ -25,17 +25,16 @@ from bench.machine import Machine, machine_with
 from bench.training_step import Forward, StepShape, TorchStep, drawn_batch, step_after_step
 from stretto.errors import StrettoError
 from stretto.files import write_text_atomically
-from stretto.graph import Graph, GraphCell
-from stretto.graph.network import builders
+from stretto.graph import Graph, GraphCell, delayed_graph, lstm_graph, peephole_lstm_graph, two_loop_graph
 from stretto.kernels import NoCompiler, find_compiler
 from stretto.nn import RNN
 from stretto.training import Count
 
 NETWORKS: Final[Mapping[str, Callable[[int, int], Graph]]] = {
-    "LSTM": builders.lstm,
-    "peephole LSTM": builders.peephole_lstm,
-    "delays": builders.delayed,
-    "two loops": builders.two_loops,
+    "LSTM": lstm_graph,
+    "peephole LSTM": peephole_lstm_graph,
+    "delays": delayed_graph,
+    "two loops": two_loop_graph,
 }
 LOOP: Final = "step by step"
 ANALYSIS: Final = "graph analysis"

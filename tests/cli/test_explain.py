@@ -152,7 +152,7 @@ def _counted(run: Run, *words: str) -> dict[str, object]:
         ("mine:torch_cell", "GRU", {"state0": [3]}),
         ("torch.nn:LSTMCell", "LSTM", {"state0": [128], "state1": [128]}),
         ("package/cells.py:cell", "GRU", {"state0": [3]}),
-        ("stretto.graph.network.builders:gru", "GraphCell", {"state0": [128]}),
+        ("stretto.graph:gru_graph", "GraphCell", {"state0": [128]}),
     ],
 )
 def test_a_cell_is_found(run: Run, cell: str, name: str, states: dict[str, list[int]]) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of steps: well-formed, complete, escaped, the same every time, and nothing lies upon anything else."""
+"""Pictures of steps: well-formed, complete, escaped, the same every time, and nothing overlaps."""
 
 from collections.abc import Callable
 from itertools import combinations, pairwise
@@ -12,14 +12,23 @@ from torch import nn
 
 from stretto import cells
 from stretto.cells import Cell, State
-from stretto.graph import Body, Graph, Operator, Plan, Stage, analyse, derive, document, draw, trace
-from stretto.graph.drawing.backward import backward_panel
-from stretto.graph.drawing.forward import forward_panel
-from stretto.graph.drawing.layout import Layout, Rectangle, lay_out
-from stretto.graph.drawing.panel import Band, Box, Delayed, Look, Panel, is_drawn
-from stretto.graph.drawing.rows import arrange
-from stretto.graph.drawing.svg import escaped
-from stretto.graph.network import builders
+from stretto.graph import (
+    Body,
+    Graph,
+    Operator,
+    Plan,
+    Stage,
+    analyse,
+    delayed_graph,
+    derive,
+    document,
+    draw,
+    trace,
+    two_loop_graph,
+)
+from stretto.graph.draw import escape
+from stretto.graph.draw_layout import Layout, Rectangle, assign_rows, lay_out
+from stretto.graph.draw_panels import Band, Box, Delayed, Look, Panel, backward_panel, forward_panel, is_drawn
 from stretto.graph.summary import SAME_VALUE_BACKWARD
 
 F, H = 3, 4
@@ -63,14 +72,14 @@ CELLS: dict[str, Callable[[], Cell]] = {
     "LayerNormLSTM": lambda: cells.LayerNormLSTM(F, H),
     "AttentionCell": lambda: cells.AttentionCell(F, H, memory_size=2),
     "Clockwork": lambda: cells.Clockwork(F, H, periods=(1, 2)),
-    "two loops": lambda: builders.two_loops(F, H).cell(),
-    "delays": lambda: builders.delayed(F, H, delays=(1, 3)).cell(),
+    "two loops": lambda: two_loop_graph(F, H).cell(),
+    "delays": lambda: delayed_graph(F, H, delays=(1, 3)).cell(),
     "delay line": _delay_line,
     "everything": Everything,
 }
 
 
-def _taken_apart(cell: Cell) -> tuple[Plan, list[Body]]:
+def _analysed(cell: Cell) -> tuple[Plan, list[Body]]:
     plan = analyse(trace(cell, x_shape=(F,), x_dtype=torch.float32, state=cell.initial_state(1)))
     return plan, [derive(plan.graph, loop) for loop in plan.all_loops]
 
@@ -80,14 +89,14 @@ def _texts(svg: str) -> list[str]:
 
 
 def _panels(cell: Cell) -> list[Panel]:
-    plan, bodies = _taken_apart(cell)
+    plan, bodies = _analysed(cell)
     return [forward_panel(plan), backward_panel(bodies)]
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_a_picture_shows_every_operator_at_its_place(name: str) -> None:
+def test_a_picture_shows_every_operator_at_its_stage(name: str) -> None:
     torch.manual_seed(0)
-    plan, bodies = _taken_apart(CELLS[name]())
+    plan, bodies = _analysed(CELLS[name]())
     svg = draw(plan, bodies, title=name)
     texts = _texts(svg)
     backward = [node for body in bodies for node in [*body.backward, *body.deferred] if node.has_rows]
@@ -96,15 +105,14 @@ def test_a_picture_shows_every_operator_at_its_place(name: str) -> None:
     for node in [node for node in backward if is_drawn(node, hidden=SAME_VALUE_BACKWARD)]:
         assert Operator.of(node).name in texts
     assert {"x", "y", name, "getitem"} & set(texts) == {"x", "y", name}
-    for place in Stage:
-        titles = {Stage.LOOP: "Loop", Stage.ONCE: "Once", Stage.HOISTED: "Hoisted", Stage.SUNK: "Sunk"}
-        if plan.nodes_at(place):
-            assert any(text.startswith(titles[place]) for text in texts)
+    for stage in Stage:
+        if plan.nodes_at(stage):
+            assert any(text.startswith(stage.value.capitalize()) for text in texts)
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_a_picture_is_the_same_every_time_and_stands_alone(name: str) -> None:
-    first, second = (draw(*_taken_apart(CELLS[name]()), title=name) for _ in range(2))
+    first, second = (draw(*_analysed(CELLS[name]()), title=name) for _ in range(2))
     assert first == second
     root = ElementTree.fromstring(first)
     ground = next(root.iter("{http://www.w3.org/2000/svg}rect"))
@@ -127,7 +135,7 @@ def test_a_picture_is_the_same_every_time_and_stands_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_nothing_lies_upon_anything_else(name: str) -> None:
+def test_nothing_overlaps(name: str) -> None:
     for panel in _panels(CELLS[name]()):
         _assert_tidy(panel, lay_out(panel))
 
@@ -167,28 +175,28 @@ def _linked(panel: Panel) -> list[tuple[str, str, str]]:
 
 
 def test_next_states_become_states() -> None:
-    panel = forward_panel(_taken_apart(cells.LSTM(F, H))[0])
+    panel = forward_panel(_analysed(cells.LSTM(F, H))[0])
     assert _linked(panel) == [("mul", "state0", ""), ("add", "state1", "")]
-    panel = forward_panel(_taken_apart(builders.two_loops(F, H).cell())[0])
+    panel = forward_panel(_analysed(two_loop_graph(F, H).cell())[0])
     assert _linked(panel) == [("tanh", "state0", ""), ("state0", "state1", ""), ("tanh", "state2", "")]
 
 
-def test_what_is_only_passed_on_is_told_as_a_number_of_steps() -> None:
-    panel = forward_panel(_taken_apart(builders.delayed(F, H, delays=(1, 30)).cell())[0])
+def test_what_is_only_passed_on_is_labelled_with_a_number_of_steps() -> None:
+    panel = forward_panel(_analysed(delayed_graph(F, H, delays=(1, 30)).cell())[0])
     assert _linked(panel) == [("tanh", "state0", ""), ("state0", "state29", "29 steps")]
     assert [box.title for box in panel.boxes if box.title.startswith("state")] == ["state0", "state29"]
 
 
 def test_gradients_are_carried_back() -> None:
-    panel = backward_panel(_taken_apart(cells.GRU(F, H))[1])
+    panel = backward_panel(_analysed(cells.GRU(F, H))[1])
     assert _linked(panel) == [("add", "d state0", "")]
     results = [box.title for box in panel.boxes if box.look is Look.VALUE]
     assert results == ["d state0", "d addmm", "d bias_hh", "d weight_hh"]
-    assert [band.place for band in panel.bands] == ["backward", "deferred"]
+    assert [band.stage for band in panel.bands] == ["backward", "deferred"]
 
 
 def test_the_parts_of_a_split_are_read_from_what_was_split() -> None:
-    panel = forward_panel(_taken_apart(cells.LSTM(F, H))[0])
+    panel = forward_panel(_analysed(cells.LSTM(F, H))[0])
     parts = [number for number, box in enumerate(panel.boxes) if box.title == "split"]
     assert len(parts) == 4
     read = [source for source, target in panel.edges if target in parts]
@@ -196,9 +204,9 @@ def test_the_parts_of_a_split_are_read_from_what_was_split() -> None:
     assert {panel.boxes[part].look for part in parts} == {Look.VIEW}
 
 
-def test_places_of_unusual_states() -> None:
-    panel = forward_panel(_taken_apart(Everything())[0])
-    band = {box.title: panel.bands[box.band].place for box in panel.boxes}
+def test_unusual_states_are_drawn_at_their_stage() -> None:
+    panel = forward_panel(_analysed(Everything())[0])
+    band = {box.title: panel.bands[box.band].stage for box in panel.boxes}
     notes = {box.title: box.reads for box in panel.boxes}
     assert (band["state0"], band["state1"], band["state2"]) == ("loop", "hoisted", "sunk")
     assert notes["state1"] == "never changes"
@@ -207,7 +215,7 @@ def test_places_of_unusual_states() -> None:
 
 
 @pytest.mark.parametrize("text", ["<script>alert(1)</script>", 'a"b', "a&b", "\x00\x1b", "\ud800", "�&amp;"])
-def test_text_is_escaped(text: str) -> None:
+def test_text_is_escape(text: str) -> None:
     root = ElementTree.fromstring(document([], title=text, subtitle=text, words=text))
     assert "script" not in {item.tag.rpartition("}")[2] for item in root.iter()}
     shown = "".join(c if c.isprintable() and c != "\ud800" else "\ufffd" for c in text)
@@ -215,7 +223,7 @@ def test_text_is_escaped(text: str) -> None:
     assert ["".join(item.itertext()) for item in root.iter("{http://www.w3.org/2000/svg}text")] == [shown] * 3
 
 
-def test_names_of_parameters_are_escaped() -> None:
+def test_names_of_parameters_are_escape() -> None:
     class Named(Cell):
         def __init__(self) -> None:
             super().__init__()
@@ -229,26 +237,26 @@ def test_names_of_parameters_are_escaped() -> None:
             new = x_t + state * self.get_parameter('<b>"&')
             return new, new
 
-    svg = draw(*_taken_apart(Named()), title="")
+    svg = draw(*_analysed(Named()), title="")
     assert "<b>" not in svg
     assert '<b>"&' in _texts(svg)
 
 
-def test_long_names_are_shortened_and_told_in_full_when_pointed_at() -> None:
+def test_long_names_are_shortened_and_shown_in_full_when_pointed_at() -> None:
     name = "weight_" * 20
-    panel = Panel("p", bands=[Band(title="b", note="", place="loop")])
+    panel = Panel("p", bands=[Band(title="b", note="", stage="loop")])
     panel.add(Box(title="mm", shape="3", reads=name, band=0, look=Look.PRODUCT, tip=f"mm, reads {name}"))
     svg = document([(panel, lay_out(panel))], title="")
     assert not any(name in text for text in _texts(svg))
     assert any(text.startswith("weight_weight_") and text.endswith("…") for text in _texts(svg))
-    assert f"<title>{escaped(f'mm, reads {name}')}</title>" in svg
+    assert f"<title>{escape(f'mm, reads {name}')}</title>" in svg
 
 
 @st.composite
 def _any_panel(draw: st.DrawFn) -> Panel:
     panel = Panel("any")
     num_bands, num_boxes = draw(st.integers(1, 3)), draw(st.integers(1, 14))
-    panel.bands = [Band(title=f"band {number}", note="", place="loop") for number in range(num_bands)]
+    panel.bands = [Band(title=f"band {number}", note="", stage="loop") for number in range(num_bands)]
     bands = sorted(draw(st.lists(st.integers(0, num_bands - 1), min_size=num_boxes, max_size=num_boxes)))
     for number, band in enumerate(bands):
         look = draw(st.sampled_from(Look))
@@ -269,5 +277,5 @@ def test_any_graph_is_laid_out_tidily(panel: Panel) -> None:
     _assert_tidy(panel, layout)
     assert lay_out(panel) == layout
     ElementTree.fromstring(document([(panel, layout)], title="any"))
-    grid = arrange(panel)
+    grid = assign_rows(panel)
     assert sorted(item for row in grid.rows for item in row) == list(range(len(grid.row_of)))

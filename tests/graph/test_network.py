@@ -1,8 +1,9 @@
-"""Graphs as objects: what they hold, how they compare, and how they are written down.
+"""Graphs of layers: what they hold, how they compare and are written down, and the cells they make.
 
 Shape legend: B rows, T steps, F features.
 """
 
+import copy
 import dataclasses
 import json
 import random
@@ -10,12 +11,13 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from stretto.cells import Cell
-from stretto.graph import Graph
-from stretto.graph.network.builders import delayed, gru, lstm, peephole_lstm, two_loops
+from stretto.errors import StrettoError
+from stretto.graph import Graph, GraphCell, delayed_graph, gru_graph, lstm_graph, peephole_lstm_graph, two_loop_graph
 
-BUILDERS = [lstm, peephole_lstm, gru, delayed, two_loops]
+BUILDERS = [lstm_graph, peephole_lstm_graph, gru_graph, delayed_graph, two_loop_graph]
 
 
 def _rich() -> Graph:
@@ -44,7 +46,7 @@ def _run(cell: Cell, x_BTF: torch.Tensor) -> torch.Tensor:
     return torch.stack(outputs, dim=1)
 
 
-def _shuffled(graph: Graph, *, seed: int) -> Graph:
+def _shuffle(graph: Graph, *, seed: int) -> Graph:
     """The same content, declared in another order; inputs and outputs keep theirs."""
     document = graph.to_dict()
     inputs = [layer for layer in document["layers"] if layer["role"] == "input"]
@@ -75,7 +77,7 @@ def test_layers_and_connections_are_kept_as_declared() -> None:
         graph.connections[0].delay = 5
 
 
-def test_repr_tells_everything() -> None:
+def test_repr_shows_everything() -> None:
     assert repr(Graph()) == "Graph()"
     assert repr(_rich()).splitlines() == [
         "Graph(",
@@ -131,9 +133,9 @@ def test_settings_may_be_left_out_of_a_document() -> None:
 
 def test_equality_is_by_content() -> None:
     assert _rich() == _rich()
-    assert lstm(3, 4) != lstm(3, 5)
-    assert lstm(3, 4) != peephole_lstm(3, 4)
-    assert lstm(3, 4) != "lstm"
+    assert lstm_graph(3, 4) != lstm_graph(3, 5)
+    assert lstm_graph(3, 4) != peephole_lstm_graph(3, 4)
+    assert lstm_graph(3, 4) != "lstm"
     twice, once = _rich(), _rich()
     twice.connect("h", "gate", kind="identity")
     assert twice != once
@@ -147,7 +149,7 @@ def test_equality_is_by_content() -> None:
 def test_the_order_of_declaring_does_not_matter(build) -> None:
     x_BTF = torch.randn(2, 5, 3)
     cells = []
-    for graph in (build(), *(_shuffled(build(), seed=seed) for seed in range(4))):
+    for graph in (build(), *(_shuffle(build(), seed=seed) for seed in range(4))):
         assert graph == build()
         torch.manual_seed(0)
         cells.append(graph.cell())
@@ -156,3 +158,220 @@ def test_the_order_of_declaring_does_not_matter(build) -> None:
         assert cell.state_names == cells[0].state_names
         assert [name for name, _ in cell.named_parameters()] == [name for name, _ in cells[0].named_parameters()]
         assert torch.equal(_run(cell, x_BTF), expected)
+
+
+def test_the_state_holds_what_delays_need_and_moves_on_by_one() -> None:
+    graph = Graph()
+    graph.input("x", 2)
+    for name in ("a", "b", "c"):
+        graph.layer(name, 3, activation="tanh")
+    graph.connect("x", "a")
+    graph.connect("a", "b", delay=3)
+    graph.connect("a", "b", delay=1)
+    graph.connect("x", "b", delay=2)
+    graph.connect("b", "c")
+    graph.output("c")
+    cell = graph.cell()
+    assert cell.state_names == ("x_1", "x_2", "a_1", "a_2", "a_3")
+    state = cell.initial_state(4)
+    assert [tuple(value.shape) for value in state] == [(4, 2), (4, 2), (4, 3), (4, 3), (4, 3)]
+    x_BF = torch.randn(4, 2)
+    _, following = cell(x_BF, state)
+    assert following[0] is x_BF
+    assert following[1] is state[0]
+    assert following[3] is state[2]
+    assert following[4] is state[3]
+    torch.testing.assert_close(following[2], torch.tanh(x_BF @ cell.weight_x_to_a_d0.T))
+
+
+def test_a_graph_without_delays_has_no_state() -> None:
+    graph = Graph()
+    graph.input("x", 2)
+    graph.layer("h", 3, activation="relu")
+    graph.connect("x", "h")
+    graph.output("h")
+    cell = graph.cell()
+    x_BF = torch.randn(4, 2)
+    y_BF, state = cell(x_BF, cell.initial_state(4))
+    assert state == ()
+    torch.testing.assert_close(y_BF, torch.relu(x_BF @ cell.weight_x_to_h_d0.T))
+
+
+def test_parameters_have_readable_names_that_never_clash() -> None:
+    graph = Graph()
+    for name in ("a", "a_to_b", "state"):
+        graph.input(name, 4, learn_initial=True)
+        graph.connect(name, "c", delay=1)
+        graph.connect(name, "b_to_c", delay=1)
+    graph.layer("c", 4, bias=True)
+    graph.layer("b_to_c", 4)
+    graph.connect("c", "c", kind="diagonal", delay=1)
+    graph.connect("c", "c", delay=1)
+    graph.connect("a", "c", source_range=(0, 2), destination_range=slice(3))
+    graph.output("c")
+    graph.output("b_to_c")
+    assert {name: tuple(value.shape) for name, value in graph.cell().named_parameters()} == {
+        "initial_value_a": (4,),
+        "initial_value_a_to_b": (4,),
+        "initial_value_state": (4,),
+        "bias_c": (4,),
+        "weight_a_to_c_d1": (4, 4),
+        "weight_state_to_c_d1": (4, 4),
+        "weight_a_to_b_to_c_d1": (4, 4),
+        "weight_a_to_b_to_c_d1_2": (4, 4),
+        "weight_a_to_b_to_b_to_c_d1": (4, 4),
+        "weight_state_to_b_to_c_d1": (4, 4),
+        "weight_c_to_c_d1": (4,),
+        "weight_c_to_c_d1_2": (4, 4),
+        "weight_a_to_c_d0_from_0_2_into_0_3": (3, 2),
+    }
+
+
+def test_parameters_start_at_their_initial_values() -> None:
+    torch.manual_seed(0)
+    cell = _rich().cell()
+    assert torch.equal(cell.bias_h, torch.ones(4))
+    assert torch.equal(cell.initial_value_h, torch.full((4,), -0.5))
+    weight = cell.weight_x_to_gate_d1.detach()
+    assert 0.1 < float(weight.abs().max()) <= 0.5
+    assert set(cell.state_dict()) == {name for name, _ in cell.named_parameters()}
+    drawn = weight.clone()
+    with torch.no_grad():
+        cell.bias_h.zero_()
+    cell.reset_parameters()
+    assert torch.equal(cell.bias_h, torch.ones(4))
+    assert not torch.equal(cell.weight_x_to_gate_d1, drawn)
+
+
+def test_a_cell_keeps_the_graph_it_was_made_from() -> None:
+    graph = lstm_graph(3, 4)
+    cell = graph.cell()
+    graph.output("c")
+    x_BTF = torch.randn(2, 3, 3)
+    assert _run(cell, x_BTF).shape == (2, 3, 4)
+    assert _run(graph.cell(), x_BTF).shape == (2, 3, 8)
+    twin = copy.deepcopy(cell)
+    assert torch.equal(_run(twin, x_BTF), _run(cell, x_BTF))
+
+
+def test_several_inputs_share_the_columns() -> None:
+    graph = Graph()
+    graph.input("z", 2)
+    graph.input("a", 1)
+    graph.layer("h", 2)
+    graph.connect("z", "h", kind="identity")
+    graph.connect("a", "h", kind="broadcast")
+    graph.output("h")
+    cell = graph.cell()
+    y_BF, _ = cell(torch.tensor([[1.0, 2.0, 10.0]]), ())
+    assert y_BF.tolist() == [[11.0, 12.0]]
+    with pytest.raises(StrettoError, match=r"2 inputs, 'z', 'a'"):
+        cell.with_input_size(5)
+
+
+def test_two_connections_that_are_alike_count_twice() -> None:
+    for aggregation, expected in (("sum", 6.0), ("multiply", 9.0)):
+        graph = Graph()
+        graph.input("x", 1)
+        graph.layer("h", 1, aggregation=aggregation)
+        graph.connect("x", "h", kind="identity")
+        graph.connect("x", "h", kind="identity")
+        graph.output("h")
+        assert graph.cell()(torch.tensor([[3.0]]), ())[0].tolist() == [[expected]]
+
+
+def test_a_delay_longer_than_the_sequence_gives_the_initial_value() -> None:
+    graph = Graph()
+    graph.input("x", 2, initial=4.0)
+    graph.layer("h", 2)
+    graph.connect("x", "h", kind="identity", delay=7)
+    graph.output("h")
+    x_BTF = torch.randn(3, 9, 2)
+    y_BTF = _run(graph.cell(), x_BTF)
+    assert torch.equal(y_BTF[:, :7], torch.full((3, 7, 2), 4.0))
+    assert torch.equal(y_BTF[:, 7:], x_BTF[:, :2])
+    assert torch.equal(_run(graph.cell(), x_BTF[:, :3]), torch.full((3, 3, 2), 4.0))
+
+
+def test_a_layer_fed_by_constants_alone_can_be_kept_and_put_out() -> None:
+    graph = Graph()
+    graph.input("x", 1)
+    graph.constant("one", 2, value=3.0)
+    graph.layer("fixed", 2, activation="negate")
+    graph.layer("mixed", 3)
+    graph.connect("one", "fixed", kind="identity")
+    graph.connect("fixed", "mixed", kind="identity", destination_range=(0, 2), delay=1)
+    graph.connect("fixed", "mixed", kind="identity", source_range=(0, 1), destination_range=(1, 2))
+    graph.connect("x", "mixed", kind="identity", destination_range=(2, 3))
+    for name in ("one", "fixed", "mixed"):
+        graph.output(name)
+    y_BTF = _run(graph.cell(), torch.tensor([[[1.0], [2.0]], [[5.0], [6.0]]]))
+    assert y_BTF.tolist() == [
+        [[3.0, 3.0, -3.0, -3.0, 0.0, -3.0, 1.0], [3.0, 3.0, -3.0, -3.0, -3.0, -6.0, 2.0]],
+        [[3.0, 3.0, -3.0, -3.0, 0.0, -3.0, 5.0], [3.0, 3.0, -3.0, -3.0, -3.0, -6.0, 6.0]],
+    ]
+
+
+def test_what_is_known_early_is_added_first() -> None:
+    arriving = two_loop_graph(3, 4).wiring().wires["upper"]
+    assert [(wire.source, wire.delay) for wire in arriving] == [("x", 0), ("lower", 0), ("lower", 2), ("upper", 1)]
+
+
+def test_a_learned_initial_value_gets_a_gradient() -> None:
+    graph = Graph()
+    graph.input("x", 2)
+    graph.layer("h", 2, learn_initial=True, initial=0.5)
+    graph.connect("x", "h", kind="identity")
+    graph.connect("h", "h", kind="identity", delay=2)
+    graph.output("h")
+    cell = graph.cell()
+    y_BTF = _run(cell, torch.zeros(3, 4, 2))
+    assert torch.equal(y_BTF, torch.full((3, 4, 2), 0.5))
+    y_BTF.sum().backward()
+    assert cell.initial_value_h.grad.tolist() == [12.0, 12.0]
+
+
+def test_another_input_size_makes_a_fresh_cell_of_the_same_kind() -> None:
+    cell = peephole_lstm_graph(3, 4).cell().double()
+    wider = cell.with_input_size(7)
+    assert isinstance(wider, GraphCell)
+    assert wider.wiring == peephole_lstm_graph(7, 4).wiring()
+    assert wider.weight_x_to_candidate_d0.dtype == torch.float64
+    assert wider.weight_c_to_output_gate_d0.data_ptr() != cell.weight_c_to_output_gate_d0.data_ptr()
+    assert _run(wider, torch.randn(2, 3, 7, dtype=torch.float64)).shape == (2, 3, 4)
+    with pytest.raises(StrettoError, match="layer 'x' got size=0"):
+        cell.with_input_size(0)
+    with pytest.raises(StrettoError, match="uses units 1 to 3 of 'x', which has 2"):
+        _rich().cell().with_input_size(2)
+
+
+def test_a_cell_without_parameters_follows_its_dtype() -> None:
+    graph = Graph()
+    graph.input("x", 2)
+    graph.layer("h", 2)
+    graph.connect("x", "h", kind="identity")
+    graph.connect("h", "h", kind="identity", delay=1)
+    graph.output("h")
+    cell = graph.cell().double()
+    assert cell.initial_state(1)[0].dtype == torch.float64
+    assert cell.with_input_size(2).initial_state(1)[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_a_step_is_traced_without_writes_or_reads_of_values(build) -> None:
+    cell = build(3, 4).cell()
+    traced = make_fx(cell)(torch.randn(2, 3), cell.initial_state(2))
+    operators = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    assert any(name.startswith("aten.mm") for name in operators)
+    assert not [name for name in operators if name.split(".")[1].endswith("_") or "local_scalar" in name]
+
+
+def test_inputs_and_states_of_another_form_are_refused() -> None:
+    cell = lstm_graph(3, 4).cell()
+    with pytest.raises(StrettoError, match=r"shape \(2, 5\) for its input 'x' of 3 features"):
+        cell(torch.randn(2, 5), cell.initial_state(2))
+    with pytest.raises(StrettoError, match=r"shape \(3,\)"):
+        cell(torch.randn(3), cell.initial_state(2))
+    for state in ((), torch.zeros(2, 4), cell.initial_state(2)[:1]):
+        with pytest.raises(StrettoError, match="not a tuple of 2 tensors"):
+            cell(torch.randn(2, 3), state)

@@ -1,23 +1,47 @@
-"""Random graphs against their definition, evaluated literally: the value of a layer at a step, one at a time.
+"""Graphs against their definition: activations, well-known networks, and random graphs evaluated literally.
 
-Shape legend: B rows, T steps, F features, N units of a layer.
+Shape legend: B rows, T steps, F features, H hidden units, N units of a layer.
 """
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from stretto.graph import Graph
-from stretto.graph.network.builders import delayed, gru, lstm, peephole_lstm, two_loops
-from stretto.graph.network.connection import Connection
+from stretto.graph import (
+    ACTIVATIONS,
+    Connection,
+    Graph,
+    GraphCell,
+    delayed_graph,
+    gru_graph,
+    lstm_graph,
+    peephole_lstm_graph,
+    two_loop_graph,
+)
 
 MAX_DELAY = 4
 TOLERANCE = 1e-10
+ROWS, STEPS, FEATURES, HIDDEN = 3, 7, 5, 4
+
+Parameters = dict[str, torch.Tensor]
+
+
+def _erf(x: torch.Tensor) -> torch.Tensor:
+    """Erf by its Maclaurin series, good for small arguments."""
+    terms = [(-1) ** n / (math.factorial(n) * (2 * n + 1)) * x ** (2 * n + 1) for n in range(40)]
+    return 2.0 / math.sqrt(math.pi) * torch.stack(terms).sum(dim=0)
+
+
+def _selu(x: torch.Tensor) -> torch.Tensor:
+    scale, alpha = 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
+    return scale * torch.where(x > 0, x, alpha * (x.exp() - 1.0))
 
 
 FORMULAS = {
@@ -29,12 +53,30 @@ FORMULAS = {
     "softmax": lambda x: x.exp() / x.exp().sum(dim=1, keepdim=True),
     "one_minus": lambda x: 1.0 - x,
     "negate": lambda x: -x,
+    "abs": lambda x: torch.where(x > 0, x, -x),
+    "cos": lambda x: torch.sin(x + math.pi / 2.0),
+    "elu": lambda x: torch.where(x > 0, x, x.exp() - 1.0),
+    "erf": _erf,
+    "exp": lambda x: math.e**x,
+    "gelu": lambda x: 0.5 * x * (1.0 + _erf(x / math.sqrt(2.0))),
+    "hardtanh": lambda x: x.clamp(-1.0, 1.0),
+    "leaky_relu": lambda x: torch.where(x > 0, x, 0.01 * x),
+    "logsigmoid": lambda x: -(1.0 + (-x).exp()).log(),
+    "mish": lambda x: x * torch.tanh((1.0 + x.exp()).log()),
+    "selu": _selu,
+    "silu": lambda x: x / (1.0 + (-x).exp()),
     "sin": lambda x: torch.cos(x - math.pi / 2.0),
+    "softsign": lambda x: x / (1.0 + torch.where(x > 0, x, -x)),
+    "square": lambda x: x * x,
 }
 
 
+IN_RANDOM_GRAPHS = ["linear", "sigmoid", "tanh", "relu", "softplus", "softmax", "one_minus", "negate", "sin"]
+"""Activations whose formula is good for any argument."""
+
+
 class Definition:
-    """Looks up any layer's value at any step, from the declarations alone."""
+    """Computes any layer's value at any step, one at a time, from the declarations alone."""
 
     def __init__(self, graph: Graph, parameters: dict[str, torch.Tensor], x_BTF: torch.Tensor) -> None:
         self.layers = {layer.name: layer for layer in graph.layers}
@@ -167,7 +209,7 @@ def _graphs(draw: st.DrawFn) -> Graph:
             graph.constant(name, sizes[name], value=draw(st.sampled_from([1.0, -0.5])))
         else:
             aggregation = draw(st.sampled_from(["sum", "multiply"]))
-            activation = draw(st.sampled_from(list(FORMULAS)))
+            activation = draw(st.sampled_from(IN_RANDOM_GRAPHS))
             bias = aggregation == "sum" and draw(st.booleans())
             graph.layer(name, sizes[name], aggregation=aggregation, activation=activation, bias=bias, **start)
     for one in draw(st.permutations(connections)):
@@ -247,7 +289,210 @@ def test_random_graphs_survive_a_document(graph: Graph) -> None:
     assert again.wiring() == graph.wiring()
 
 
-@pytest.mark.parametrize("build", [lstm, peephole_lstm, gru, delayed, two_loops])
+@pytest.mark.parametrize("build", [lstm_graph, peephole_lstm_graph, gru_graph, delayed_graph, two_loop_graph])
 @pytest.mark.parametrize("num_steps", [1, 2, 8])
 def test_builders_are_as_defined(build, num_steps: int) -> None:
     _assert_as_defined(build(3, 4), num_steps=num_steps, num_rows=2, seed=5)
+
+
+def test_every_activation_has_a_formula() -> None:
+    assert FORMULAS.keys() == ACTIVATIONS.keys()
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_an_activation_is_its_formula(name: str) -> None:
+    graph = Graph()
+    graph.input("x", 4)
+    graph.layer("h", 4, activation=name)
+    graph.connect("x", "h", kind="identity")
+    graph.output("h")
+    x_BF = torch.linspace(-1.7, 1.9, 12, dtype=torch.float64).reshape(3, 4).requires_grad_()
+    ours_BN, _ = graph.cell()(x_BF, ())
+    theirs_BN = FORMULAS[name](x_BF)
+    torch.testing.assert_close(ours_BN, theirs_BN, rtol=TOLERANCE, atol=TOLERANCE)
+    weights_BN = torch.arange(12.0, dtype=torch.float64).reshape(3, 4)
+    gradients = [torch.autograd.grad((y_BN * weights_BN).sum(), x_BF)[0] for y_BN in (ours_BN, theirs_BN)]
+    torch.testing.assert_close(*gradients, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _run(cell: GraphCell, x_BTF: torch.Tensor) -> torch.Tensor:
+    state = cell.initial_state(len(x_BTF))
+    outputs = []
+    for x_BF in x_BTF.unbind(1):
+        y_BH, state = cell(x_BF, state)
+        outputs.append(y_BH)
+    return torch.stack(outputs, dim=1)
+
+
+def _drawn(graph: Graph) -> GraphCell:
+    cell = graph.cell().double()
+    with torch.no_grad():
+        for parameter in cell.parameters():
+            parameter.normal_(std=0.5)
+    return cell
+
+
+def _input() -> torch.Tensor:
+    return torch.randn(ROWS, STEPS, FEATURES, dtype=torch.float64, requires_grad=True)
+
+
+def _compare(
+    graph: Graph, equations: Callable[[Parameters, torch.Tensor], torch.Tensor], *, idle: frozenset[str] = frozenset()
+) -> None:
+    """Outputs, and gradients by the input and all parameters, which but for the idle ones must have some."""
+    torch.manual_seed(3)
+    cell, x_BTF = _drawn(graph), _input()
+    parameters = dict(cell.named_parameters())
+    leaves = [*parameters.values(), x_BTF]
+    ours_BTH, theirs_BTH = _run(cell, x_BTF), equations(parameters, x_BTF)
+    torch.testing.assert_close(ours_BTH, theirs_BTH, rtol=TOLERANCE, atol=TOLERANCE)
+    weights_BTH = torch.randn_like(ours_BTH)
+    ours = torch.autograd.grad((ours_BTH * weights_BTH).sum(), leaves)
+    theirs = torch.autograd.grad((theirs_BTH * weights_BTH).sum(), leaves)
+    for name, one, other in zip([*parameters, "x"], ours, theirs, strict=True):
+        assert (float(other.abs().max()) > 0.0) == (name not in idle)
+        torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _stacked(parameters: Parameters, pattern: str, gates: list[str]) -> torch.Tensor:
+    return torch.cat([parameters[pattern.format(gate)] for gate in gates])
+
+
+def test_lstm_is_torchs() -> None:
+    gates = ["input_gate", "forget_gate", "candidate", "output_gate"]
+
+    def torchs(parameters: Parameters, x_BTF: torch.Tensor) -> torch.Tensor:
+        theirs = nn.LSTMCell(FEATURES, HIDDEN).double()
+        values = {
+            "weight_ih": _stacked(parameters, "weight_x_to_{}_d0", gates),
+            "weight_hh": _stacked(parameters, "weight_h_to_{}_d1", gates),
+            "bias_ih": _stacked(parameters, "bias_{}", gates),
+            "bias_hh": torch.zeros(4 * HIDDEN, dtype=torch.float64),
+        }
+        state, outputs = None, []
+        for x_BF in x_BTF.unbind(1):
+            state = torch.func.functional_call(theirs, values, (x_BF, state))
+            outputs.append(state[0])
+        return torch.stack(outputs, dim=1)
+
+    _compare(lstm_graph(FEATURES, HIDDEN), torchs)
+
+
+def test_gru_is_torchs() -> None:
+    def torchs(parameters: Parameters, x_BTF: torch.Tensor) -> torch.Tensor:
+        theirs = nn.GRUCell(FEATURES, HIDDEN).double()
+        both = ["reset_gate", "update_gate"]
+        values = {
+            "weight_ih": _stacked(parameters, "weight_x_to_{}_d0", [*both, "candidate"]),
+            "weight_hh": _stacked(parameters, "weight_h_to_{}_d1", [*both, "recalled"]),
+            "bias_ih": _stacked(parameters, "bias_{}", [*both, "candidate"]),
+            "bias_hh": torch.cat([torch.zeros(2 * HIDDEN, dtype=torch.float64), parameters["bias_recalled"]]),
+        }
+        h_BH, outputs = None, []
+        for x_BF in x_BTF.unbind(1):
+            h_BH = torch.func.functional_call(theirs, values, (x_BF, h_BH))
+            outputs.append(h_BH)
+        return torch.stack(outputs, dim=1)
+
+    _compare(gru_graph(FEATURES, HIDDEN), torchs)
+
+
+def _peephole_equations(p: Parameters, x_BTF: torch.Tensor) -> torch.Tensor:
+    h = c = x_BTF.new_zeros(len(x_BTF), HIDDEN)
+    outputs = []
+
+    def before(gate: str, x_BF: torch.Tensor) -> torch.Tensor:
+        return x_BF @ p[f"weight_x_to_{gate}_d0"].T + h @ p[f"weight_h_to_{gate}_d1"].T + p[f"bias_{gate}"]
+
+    for x_BF in x_BTF.unbind(1):
+        i = torch.sigmoid(before("input_gate", x_BF) + p["weight_c_to_input_gate_d1"] * c)
+        f = torch.sigmoid(before("forget_gate", x_BF) + p["weight_c_to_forget_gate_d1"] * c)
+        new_c = f * c + i * torch.tanh(before("candidate", x_BF))
+        o = torch.sigmoid(before("output_gate", x_BF) + p["weight_c_to_output_gate_d0"] * new_c)
+        c, h = new_c, o * torch.tanh(new_c)
+        outputs.append(h)
+    return torch.stack(outputs, dim=1)
+
+
+def test_peephole_lstm_is_its_equations() -> None:
+    _compare(peephole_lstm_graph(FEATURES, HIDDEN), _peephole_equations)
+
+
+def test_peepholes_as_products_with_weights_of_a_constant_are_the_same() -> None:
+    graph = lstm_graph(FEATURES, HIDDEN)
+    one = graph.constant("one")
+    for gate, delay in (("input_gate", 1), ("forget_gate", 1), ("output_gate", 0)):
+        peephole = graph.layer(f"{gate}_peephole", HIDDEN, aggregation="multiply")
+        graph.connect("c", peephole, kind="identity", delay=delay)
+        graph.connect(one, peephole)
+        graph.connect(peephole, gate, kind="identity")
+
+    def equations(p: Parameters, x_BTF: torch.Tensor) -> torch.Tensor:
+        diagonal = {
+            f"weight_c_to_{gate}_d{delay}": p[f"weight_one_to_{gate}_peephole_d0"][:, 0]
+            for gate, delay in (("input_gate", 1), ("forget_gate", 1), ("output_gate", 0))
+        }
+        return _peephole_equations({**p, **diagonal}, x_BTF)
+
+    _compare(graph, equations)
+
+
+@pytest.mark.parametrize("delays", [(1,), (1, 3), (2, 5), (4,), (3, 30)])
+def test_delayed_is_its_equation(delays: tuple[int, ...]) -> None:
+    def equation(p: Parameters, x_BTF: torch.Tensor) -> torch.Tensor:
+        h: list[torch.Tensor] = []
+        for step, x_BF in enumerate(x_BTF.unbind(1)):
+            total = x_BF @ p["weight_x_to_h_d0"].T + p["bias_h"]
+            for delay in delays:
+                earlier = h[step - delay] if step >= delay else x_BF.new_zeros(ROWS, HIDDEN)
+                total = total + earlier @ p[f"weight_h_to_h_d{delay}"].T
+            h.append(torch.tanh(total))
+        return torch.stack(h, dim=1)
+
+    idle = frozenset(f"weight_h_to_h_d{delay}" for delay in delays if delay >= STEPS)
+    _compare(delayed_graph(FEATURES, HIDDEN, delays=delays), equation, idle=idle)
+
+
+def test_two_loops_is_its_equations() -> None:
+    def equations(p: Parameters, x_BTF: torch.Tensor) -> torch.Tensor:
+        zero = x_BTF.new_zeros(ROWS, HIDDEN)
+        lower, upper = [zero, zero], [zero]
+        for x_BF in x_BTF.unbind(1):
+            now = torch.tanh(
+                x_BF @ p["weight_x_to_lower_d0"].T + lower[-1] @ p["weight_lower_to_lower_d1"].T + p["bias_lower"]
+            )
+            upper.append(
+                torch.tanh(
+                    x_BF @ p["weight_x_to_upper_d0"].T
+                    + now @ p["weight_lower_to_upper_d0"].T
+                    + lower[-2] @ p["weight_lower_to_upper_d2"].T
+                    + upper[-1] @ p["weight_upper_to_upper_d1"].T
+                    + p["bias_upper"]
+                )
+            )
+            lower.append(now)
+        return torch.stack(upper[1:], dim=1)
+
+    _compare(two_loop_graph(FEATURES, HIDDEN), equations)
+
+
+@pytest.mark.parametrize(
+    ("build", "state"),
+    [
+        (lstm_graph, {"c_1", "h_1"}),
+        (peephole_lstm_graph, {"c_1", "h_1"}),
+        (gru_graph, {"h_1"}),
+        (delayed_graph, {"h_1", "h_2", "h_3"}),
+        (two_loop_graph, {"lower_1", "lower_2", "upper_1"}),
+    ],
+)
+def test_states_hold_what_is_read_later_and_no_more(build: Callable[[int, int], Graph], state: set[str]) -> None:
+    names = build(FEATURES, HIDDEN).cell().state_names
+    assert len(names) == len(state)
+    assert set(names) == state
+
+
+def test_a_new_lstm_remembers_by_default() -> None:
+    cell = lstm_graph(FEATURES, HIDDEN).cell()
+    assert torch.equal(cell.bias_forget_gate, torch.ones(HIDDEN))
+    assert torch.equal(cell.bias_input_gate, torch.zeros(HIDDEN))

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.graph import Graph
-from stretto.graph.network.builders import delayed, lstm
+from stretto.graph import Graph, delayed_graph, lstm_graph
 
 
 def _sound() -> Graph:
@@ -75,42 +74,51 @@ AT_ONCE: dict[str, tuple[Callable[[Graph], object], str]] = {
     "name with a dot": (lambda graph: graph.layer("a.b", 2), "name of a layer is 'a.b'"),
     "empty name": (lambda graph: graph.input("", 2), "name of a layer is ''"),
     "name that is a number": (lambda graph: graph.layer(3, 2), "name of a layer is 3"),
-    "no size": (lambda graph: graph.layer("a", 0), "size of layer 'a' is 0"),
-    "negative size": (lambda graph: graph.input("a", -2), "size of layer 'a' is -2"),
-    "broken size": (lambda graph: graph.layer("a", 2.5), "size of layer 'a' is 2.5"),
-    "true as a size": (lambda graph: graph.layer("a", True), "size of layer 'a' is True"),
+    "no size": (lambda graph: graph.layer("a", 0), "layer 'a' got size=0"),
+    "negative size": (lambda graph: graph.input("a", -2), "layer 'a' got size=-2"),
+    "broken size": (lambda graph: graph.layer("a", 2.5), "layer 'a' got size=2.5"),
+    "true as a size": (lambda graph: graph.layer("a", True), "layer 'a' got size=True"),
     "aggregation": (
         lambda graph: graph.layer("a", 2, aggregation="max"),
-        "aggregation of layer 'a' is 'max'.*multiply",
+        "layer 'a' got aggregation='max'.*multiply",
     ),
-    "activation": (lambda graph: graph.layer("a", 2, activation="tan"), "activation of layer 'a' is 'tan'.*one_minus"),
-    "activation of another type": (lambda graph: graph.layer("a", 2, activation=[]), "activation of layer 'a' is"),
-    "bias that is a number": (lambda graph: graph.layer("a", 2, bias=1.0), "'bias' of layer 'a' is 1.0"),
+    "activation": (lambda graph: graph.layer("a", 2, activation="tan"), "layer 'a' got activation='tan'.*one_minus"),
+    "activation of another type": (lambda graph: graph.layer("a", 2, activation=[]), "layer 'a' got activation="),
+    "bias that is a number": (lambda graph: graph.layer("a", 2, bias=1.0), "layer 'a' got bias=1.0"),
     "bias in a product": (
         lambda graph: graph.layer("a", 2, aggregation="multiply", bias=True),
         "layer 'a' multiplies and has a bias",
     ),
     "start of no bias": (lambda graph: graph.layer("a", 2, initial_bias=1.0), "'a' has an 'initial_bias' and no bias"),
-    "initial nan": (lambda graph: graph.layer("a", 2, initial=math.nan), "'initial' of layer 'a' is nan"),
-    "initial too large": (lambda graph: graph.layer("a", 2, initial=10**400), "'initial' of layer 'a' is 1000"),
-    "initial text": (lambda graph: graph.layer("a", 2, initial="zero"), "'initial' of layer 'a' is 'zero'"),
-    "constant infinity": (lambda graph: graph.constant("a", value=math.inf), "'initial' of layer 'a' is inf"),
-    "kind": (lambda graph: graph.connect("x", "h", kind="sparse"), "kind of the connection 'x' -> 'h' is 'sparse'"),
-    "negative delay": (lambda graph: graph.connect("x", "h", delay=-1), "delay of the connection 'x' -> 'h' is -1"),
-    "broken delay": (lambda graph: graph.connect("x", "h", delay=1.5), "delay of the connection 'x' -> 'h' is 1.5"),
+    "initial nan": (lambda graph: graph.layer("a", 2, initial=math.nan), "layer 'a' got initial=nan"),
+    "initial too large": (lambda graph: graph.layer("a", 2, initial=10**400), "layer 'a' got initial=1000"),
+    "initial text": (lambda graph: graph.layer("a", 2, initial="zero"), "layer 'a' got initial='zero'"),
+    "constant infinity": (lambda graph: graph.constant("a", value=math.inf), "layer 'a' got initial=inf"),
+    "kind": (lambda graph: graph.connect("x", "h", kind="sparse"), "the connection 'x' -> 'h' got kind='sparse'"),
+    "negative delay": (lambda graph: graph.connect("x", "h", delay=-1), "the connection 'x' -> 'h' got delay=-1"),
+    "broken delay": (lambda graph: graph.connect("x", "h", delay=1.5), "the connection 'x' -> 'h' got delay=1.5"),
     "source that is no name": (lambda graph: graph.connect(None, "h"), "source of a connection is None"),
     "destination that is no name": (lambda graph: graph.connect("x", 4), "destination of a connection is 4"),
     "range with a step": (
         lambda graph: graph.connect("x", "h", source_range=slice(0, 3, 2)),
-        "'source_range' of the connection 'x' -> 'h' is slice",
+        "the connection 'x' -> 'h' got source_range=slice",
     ),
-    "range without an end": (lambda graph: graph.connect("x", "h", source_range=slice(1, None)), "'x' -> 'h' is None"),
-    "range from the end": (lambda graph: graph.connect("x", "h", destination_range=(-2, 4)), "'x' -> 'h' is -2"),
+    "range without an end": (
+        lambda graph: graph.connect("x", "h", source_range=slice(1, None)),
+        "'x' -> 'h' got a unit of source_range=None",
+    ),
+    "range from the end": (
+        lambda graph: graph.connect("x", "h", destination_range=(-2, 4)),
+        "'x' -> 'h' got a unit of destination_range=-2",
+    ),
     "range of three": (
         lambda graph: graph.connect("x", "h", source_range=(0, 1, 2)),
-        "'source_range' of the connection",
+        "the connection 'x' -> 'h' got source_range=",
     ),
-    "empty range": (lambda graph: graph.connect("x", "h", source_range=(2, 2)), "'x' -> 'h' is .* holds no unit"),
+    "empty range": (
+        lambda graph: graph.connect("x", "h", source_range=(2, 2)),
+        "'x' -> 'h' got source_range=.* holds no unit",
+    ),
 }
 
 WHEN_WHOLE: dict[str, tuple[Callable[[Graph], object], str]] = {
@@ -202,10 +210,10 @@ def _set(*path: str | int, to: object) -> Callable[[dict[str, Any]], object]:
 
 
 DOCUMENTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no format": (_without("format"), "no description of a graph: .*'connections', 'layers', 'outputs'"),
-    "another format": (_set("format", to="stretto.Graph 2"), "no description of a graph"),
-    "no layers": (_without("layers"), "no description of a graph"),
-    "more than there is": (_set("weights", to=[]), "no description of a graph"),
+    "no format": (_without("format"), "does not describe a graph: .*'connections', 'layers', 'outputs'"),
+    "another format": (_set("format", to="stretto.Graph 2"), "does not describe a graph"),
+    "no layers": (_without("layers"), "does not describe a graph"),
+    "more than there is": (_set("weights", to=[]), "does not describe a graph"),
     "layers that are no list": (_set("layers", to={"x": 3}), "'layers' of the graph is"),
     "layer that is no mapping": (_set("layers", 0, to="x"), "'x' among the 'layers' of the graph"),
     "layer without a name": (lambda document: document["layers"][0].pop("name"), "among the 'layers'.*name and size"),
@@ -214,15 +222,18 @@ DOCUMENTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda document: document["connections"][0].pop("source"),
         "among the 'connections'.*destination and source",
     ),
-    "size that is text": (_set("layers", 0, "size", to="3"), "size of layer 'x' is '3'"),
-    "role": (_set("layers", 0, "role", to="output"), "role of layer 'x' is 'output'"),
+    "size that is text": (_set("layers", 0, "size", to="3"), "layer 'x' got size='3'"),
+    "role": (_set("layers", 0, "role", to="output"), "layer 'x' got role='output'"),
     "input that computes": (_set("layers", 0, "activation", to="tanh"), "input layer 'x' has an aggregation, an activ"),
     "constant that learns": (
         lambda document: document["layers"][0].update(role="constant", learn_initial=True),
         "constant layer 'x' has 'learn_initial'",
     ),
-    "kind": (_set("connections", 0, "kind", to=None), "kind of the connection 'x' -> 'h' is None"),
-    "range that is text": (_set("connections", 0, "source_range", to="01"), "'source_range' of the connection"),
+    "kind": (_set("connections", 0, "kind", to=None), "the connection 'x' -> 'h' got kind=None"),
+    "range that is text": (
+        _set("connections", 0, "source_range", to="01"),
+        "the connection 'x' -> 'h' got source_range=",
+    ),
     "range outside": (_set("connections", 0, "source_range", to=[0, 9]), "uses units 0 to 9 of 'x', which has 3"),
     "output that is no name": (_set("outputs", to=[{}]), "name of an output is {}"),
     "no output": (_set("outputs", to=[]), "the graph has no output"),
@@ -241,20 +252,21 @@ def test_documents_are_checked(spoil: Callable[[dict[str, Any]], object], proble
 
 
 def test_a_document_that_is_no_mapping_is_refused() -> None:
-    with pytest.raises(StrettoError, match="no description of a graph: list"):
+    with pytest.raises(StrettoError, match="does not describe a graph: list"):
         Graph.from_dict([])
 
 
 @pytest.mark.parametrize(
-    ("delays", "problem"), [((), r"delays are \(\)"), ((1, 1), r"delays are \(1, 1\)"), ((0, 1), r"\(0, 1\) is 0")]
+    ("delays", "problem"),
+    [((), r"delays are \(\)"), ((1, 1), r"delays are \(1, 1\)"), ((0, 1), r"delays=\(0, 1\) got delay=0")],
 )
 def test_delays_are_checked(delays: tuple[int, ...], problem: str) -> None:
     with pytest.raises(StrettoError, match=problem):
-        delayed(2, 3, delays=delays)
+        delayed_graph(2, 3, delays=delays)
 
 
 def test_builders_refuse_sizes_by_the_layer() -> None:
-    with pytest.raises(StrettoError, match="size of layer 'x' is 0"):
-        lstm(0, 3)
-    with pytest.raises(StrettoError, match="size of layer 'input_gate' is -1"):
-        lstm(2, -1)
+    with pytest.raises(StrettoError, match="layer 'x' got size=0"):
+        lstm_graph(0, 3)
+    with pytest.raises(StrettoError, match="layer 'input_gate' got size=-1"):
+        lstm_graph(2, -1)

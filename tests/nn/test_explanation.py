@@ -15,7 +15,7 @@ from torch import nn
 
 from stretto import RNN, cells
 from stretto.cells import Cell, State
-from stretto.graph.network import builders
+from stretto.graph import delayed_graph, two_loop_graph
 from stretto.nn.explanation import BACKENDS, PLACES, Explanation
 
 TIMES = "\u00d7"
@@ -86,8 +86,8 @@ def test_the_numbers_of_an_lstm_are_those_of_its_equations(F: int, H: int, doubl
     [
         (cells.GRU(3, 4), [1]),
         (cells.AttentionCell(3, 4, memory_size=2), [2]),
-        (builders.two_loops(3, 4).cell(), [1, 1]),
-        (builders.delayed(3, 4, delays=(1, 3)).cell(), [3]),
+        (two_loop_graph(3, 4).cell(), [1, 1]),
+        (delayed_graph(3, 4, delays=(1, 3)).cell(), [3]),
         (Projecting(3, 4, 2), [1]),
     ],
     ids=lambda value: type(value).__name__,
@@ -106,7 +106,7 @@ def test_counts_are_flat_and_agree_with_what_is_listed(cell: Cell, carried: list
 
 
 def test_loops_behind_each_other_have_levels() -> None:
-    told = _explained(builders.two_loops(3, 4).cell(), 3)
+    told = _explained(two_loop_graph(3, 4).cell(), 3)
     assert [(loop.level, list(loop.states)) for loop in told.loops] == [(1, ["state0"]), (2, ["state2"])]
     assert "loop 2     level 2, carries state2 (4)" in str(told)
 

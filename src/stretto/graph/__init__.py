@@ -1,24 +1,40 @@
-"""One step of a cell as a graph: traced or written down, analysed, and differentiated."""
+"""One step of a cell as a graph: traced or written down, analysed, differentiated and drawn.
+
+node, operators          what a graph is made of, and what is known about PyTorch's operators
+trace                    a cell -> StepGraph
+rewrite, analyse         StepGraph -> Plan: what is computed once, hoisted, in a loop, or sunk
+adjoint                  Loop -> Body: the loop with its backward step, and what is deferred
+summary, draw*           a plan in numbers and as a picture
+network*                 `stretto.Graph`: layers and connections with delays, as a cell
+"""
 
 from stretto.graph.adjoint import Body, Kind, derive
 from stretto.graph.analyse import Loop, Plan, Stage, analyse
-from stretto.graph.drawing.draw import draw
-from stretto.graph.drawing.svg import document
-from stretto.graph.interpret import evaluate, run
-from stretto.graph.network.cell import GraphCell
-from stretto.graph.network.graph import Graph
-from stretto.graph.node import BatchDim, Node, concrete_shape
+from stretto.graph.draw import document, draw
+from stretto.graph.network import (
+    Graph,
+    GraphCell,
+    delayed_graph,
+    gru_graph,
+    lstm_graph,
+    peephole_lstm_graph,
+    two_loop_graph,
+)
+from stretto.graph.network_layers import ACTIVATIONS, Connection, Layer
+from stretto.graph.node import BatchDim, Node, concrete_shape, evaluate, run
 from stretto.graph.operators import is_view
-from stretto.graph.recorder import Untraceable, constant_fill
 from stretto.graph.summary import LoopSummary, Operator, Product, Summary, format_shape
-from stretto.graph.trace import call_cell, trace
+from stretto.graph.trace import Untraceable, call_cell, constant_fill, trace
 
 __all__ = [
+    "ACTIVATIONS",
     "BatchDim",
     "Body",
+    "Connection",
     "Graph",
     "GraphCell",
     "Kind",
+    "Layer",
     "Loop",
     "LoopSummary",
     "Node",
@@ -32,12 +48,17 @@ __all__ = [
     "call_cell",
     "concrete_shape",
     "constant_fill",
+    "delayed_graph",
     "derive",
     "document",
     "draw",
     "evaluate",
     "format_shape",
+    "gru_graph",
     "is_view",
+    "lstm_graph",
+    "peephole_lstm_graph",
     "run",
     "trace",
+    "two_loop_graph",
 ]

@@ -2,7 +2,21 @@
 
 What leads from the next state's gradient to the state's gradient stays in the backward loop, with the gradients of what
 the loop read at each step. The gradients of weights, biases, peepholes and gains are sums over all steps: they are
-deferred, and computed once after the loop with the steps laid out as rows.
+deferred, and computed once after the loop with the steps laid out as rows. For h' = tanh(p + U h):
+
+    forward loop      h' = tanh(p + U h)                   saved: nothing but the states, h' is one of them
+    backward loop     dp = (1 - h'^2) dh';  dh = U^T dp    sequential, from the last step to the first
+    deferred          dU = sum over steps of  dp h^T       one product of matrices over all rows and steps
+
+Forward values that the backward step reads are saved or computed again, whichever is cheaper: a minimum cut between the
+results of expensive operators and what the backward pass reads. Every path must be cut at a value, which is then saved,
+and saving a value costs its size. If the backward pass reads both s = sigmoid(a) and q = 1 - s, each of H elements,
+
+    expensive ==> [ s: H ] ==+==> [ q: H ] ==> backward
+                             |                    ^
+                             +====================+
+
+cutting at s stops both paths for H; s is saved and q computed again from it. Cutting behind q would cost 2 H.
 """
 
 from collections.abc import Sequence
@@ -14,11 +28,9 @@ import networkx as nx
 import torch
 
 from stretto.graph.analyse import Loop
-from stretto.graph.decompose import DECOMPOSED
-from stretto.graph.node import BatchDim, Node, concrete_shape, needed_for, replaced
-from stretto.graph.operators import EXPENSIVE, is_view, why_not_rowwise
-from stretto.graph.recorder import TWO_SIZES, Untraceable, merged, record
-from stretto.graph.trace import StepGraph
+from stretto.graph.node import Node, concrete_shape, evaluate, needed_for
+from stretto.graph.operators import DECOMPOSED, EXPENSIVE, is_view, why_not_rowwise
+from stretto.graph.trace import TRACED_BATCH_SIZES, StepGraph, Untraceable, merge_recordings, record
 
 
 class Kind(str, Enum):
@@ -86,7 +98,7 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
         loop: The loop.
 
     Raises:
-        Untraceable: If the body cannot be differentiated as a fixed graph.
+        Untraceable: The body cannot be differentiated as a fixed graph.
     """
     sources = [(Kind.STATE, graph.states[index], index) for index in loop.states]
     sources += [(Kind.PER_STEP, node, index) for index, node in enumerate(loop.per_step)]
@@ -94,11 +106,11 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
     sources += [(Kind.CONSTANT, graph.states[index], index) for index in loop.constants_per_row]
     outputs = [*(graph.next_states[index] for index in loop.states), *loop.outputs]
     try:
-        recordings = [_record(rows, sources, outputs, loop.nodes, graph) for rows in TWO_SIZES]
+        recordings = [_record(rows, sources, outputs, loop.nodes, graph) for rows in TRACED_BATCH_SIZES]
     except RuntimeError as error:
         raise Untraceable(f"the loop could not be differentiated: {error}") from error
     (first, found), (second, _) = recordings
-    nodes = merged(first, second)
+    nodes = merge_recordings(first, second)
     ports = [
         Port(kind, source, node, gradient, index)
         for (kind, source, index), node, gradient in zip(sources, found["inputs"], found["gradients"], strict=True)
@@ -134,7 +146,8 @@ def _record(
         with torch.enable_grad(), recorder:
             values = {source: tensor for tensor, (_, source, _) in zip(inputs, sources, strict=True)}
             values.update((node, tensor) for node, tensor in graph.constants.items() if node not in values)
-            _run(nodes, values, rows)
+            for node in nodes:
+                values[node] = evaluate(node, values, rows, op=DECOMPOSED.get(node.label))
             made = [values[node] for node in outputs]
             found["outputs"] = [recorder.look_up(tensor) for tensor in made]
             linked = [(t, d) for t, d in zip(made, cotangents, strict=True) if t.requires_grad]
@@ -159,22 +172,10 @@ def _gradients(
         from torch.autograd.graph import _engine_run_backward
     except ImportError:
         return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
-    # What `torch.autograd.grad` comes down to; given cotangents, that one imports a computer algebra system first.
+    # What `torch.autograd.grad` calls in the end. Given cotangents, that one first imports sympy.
     given = (tuple(outputs), tuple(cotangents), False, False, tuple(inputs))
     found: Sequence[torch.Tensor | None] = _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=False)
     return found
-
-
-def _run(nodes: list[Node], values: dict[Node, Any], rows: int) -> None:
-    def known(value: Any) -> Any:
-        if isinstance(value, Node):
-            return values[value]
-        return value.factor * rows if isinstance(value, BatchDim) else value
-
-    for node in nodes:
-        op = DECOMPOSED.get(node.label, node.op)
-        assert op is not None
-        values[node] = op(*replaced(node.args, known), **replaced(node.kwargs, known))
 
 
 def _device(graph: StepGraph) -> Any:
@@ -184,10 +185,13 @@ def _device(graph: StepGraph) -> Any:
 def _take_apart(nodes: list[Node], body: Body) -> Body:
     """Sort the operators of both directions into those that stay in a loop and those that are deferred."""
     outputs = [*body.next_states, *body.outputs]
+    # Late is whatever depends on a gradient; all else is forward work.
     late = set(body.state_gradients + body.output_gradients)
     for node in nodes:
         if node.op is not None and any(item in late for item in node.inputs):
             late.add(node)
+    # Gradients of states and of values per step are needed at every step. Those of weights are sums: what only they
+    # need is deferred.
     in_loop = needed_for([p.gradient for p in body.ports if p.kind is not Kind.WEIGHT and p.gradient is not None])
     sums = [port.gradient for port in body.ports if port.kind is Kind.WEIGHT and port.gradient is not None]
     deferred = {node for node in needed_for(sums) - in_loop if node in late and node.op is not None}
@@ -197,21 +201,23 @@ def _take_apart(nodes: list[Node], body: Body) -> Body:
     for node in deferred:
         if reason := _why_not_a_sum(node):
             raise Untraceable(reason)
+    # Inputs, states and outputs are stored anyway, so the backward pass reads them for free.
     free = {port.node for port in body.ports} | set(outputs)
     read = {item for node in nodes if node in late and (node in in_loop or node in deferred) for item in node.inputs}
     wanted = {node for node in read if node not in late and node not in free and node.dtype is not None}
     forward = [node for node in nodes if node not in late and node.op is not None]
     body.saved = _choose_saved(forward, wanted, free)
+    # With what is saved, either part of the backward pass computes the rest of the forward values it reads again.
     early = needed_for([*outputs, *body.saved])
     available = free | set(body.saved)
-    again = _recomputed(in_loop, late, available)
-    folded = _recomputed(deferred, late, available)
+    again = _recompute(in_loop, late, available)
+    again_deferred = _recompute(deferred, late, available)
     to_deferred = {item for node in deferred for item in node.inputs if item in late and item not in deferred}
     to_deferred |= {gradient for gradient in sums if gradient in late and gradient not in deferred}
     operators = [node for node in nodes if node.op is not None]
     body.forward = [node for node in operators if node in early]
     body.backward = [node for node in operators if node in again or (node in in_loop and node in late)]
-    body.deferred = [node for node in operators if node in folded or node in deferred]
+    body.deferred = [node for node in operators if node in again_deferred or node in deferred]
     body.to_deferred = [node for node in nodes if node in to_deferred]
     return body
 
@@ -222,7 +228,7 @@ _SAME_ELEMENTS = frozenset("t transpose permute getitem detach alias clone unsqu
 def _why_not_a_sum(node: Node) -> str | None:
     """None if running the operator over the rows of all steps gives the sum, or the rows, of running it for each step.
 
-    Behind the first sum over rows everything is linear, for a gradient is linear in the gradients it comes from.
+    After the first sum over rows everything is linear: a gradient is linear in the gradients it is computed from.
     """
     if why_not_rowwise(node) is None or node.label in _SAME_ELEMENTS:
         return None
@@ -231,36 +237,37 @@ def _why_not_a_sum(node: Node) -> str | None:
     return f"the gradient of a weight is computed with {node.label}, which is not known to be a sum over rows"
 
 
-def _recomputed(wanted: set[Node], late: set[Node], available: set[Node]) -> set[Node]:
-    """Forward values that `wanted` reads and that are computed again from what is there."""
+def _recompute(wanted: set[Node], late: set[Node], available: set[Node]) -> set[Node]:
+    """Forward values that `wanted` reads and that have to be computed again from what is available."""
     reads = [item for node in wanted if node in late for item in node.inputs if item not in late]
     found = needed_for(reads, stop=available)
     return {node for node in found if node not in available and node.op is not None}
 
 
 def _choose_saved(forward: list[Node], wanted: set[Node], free: set[Node]) -> list[Node]:
-    """The smallest set of forward values from which the backward pass can get all it needs without costly work.
+    """The smallest set of forward values from which the backward pass can get all it needs without expensive work.
 
-    A minimum cut between what is costly to compute and what the backward pass reads; cutting a value costs its size.
+    A minimum cut; see the drawing at the top of this file. Each value is an edge from its "in" to its "out", of the
+    capacity it would take to save it. An expensive operator is fed by the source, and what it reads does not matter.
     """
     network = nx.DiGraph()
-    network.add_nodes_from(["costly", "backward"])
+    network.add_nodes_from(["expensive", "backward"])
     for node in forward:
         if node in free:
             continue
         fits = node.dtype is not None and node.has_rows
-        # Of two values of one size, the one that is no view of another is stored.
+        # Of two values of the same size, save the one that is not a view of the other.
         capacity = {"capacity": node.row_size + 0.01 * is_view(node)} if fits else {}
         network.add_edge((node, "in"), (node, "out"), **capacity)
         if node.label in EXPENSIVE:
-            network.add_edge("costly", (node, "in"))
+            network.add_edge("expensive", (node, "in"))
         if node in wanted:
             network.add_edge((node, "out"), "backward")
         for item in node.inputs:
             if item not in free and item.op is not None and node.label not in EXPENSIVE:
                 network.add_edge((item, "out"), (node, "in"))
-    if not wanted or not nx.has_path(network, "costly", "backward"):
+    if not wanted or not nx.has_path(network, "expensive", "backward"):
         return []
-    _, (near, _) = nx.minimum_cut(network, "costly", "backward")
+    _, (near, _) = nx.minimum_cut(network, "expensive", "backward")
     cut = {node for node in forward if (node, "in") in near and (node, "out") not in near and node not in free}
     return [node for node in forward if node in cut]

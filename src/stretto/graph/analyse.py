@@ -1,8 +1,22 @@
 """Which nodes of a step are truly recurrent, and where all others go.
 
 The graph of a step gets an edge from each next state to the state it becomes. A strongly connected component of that
-graph is a loop through time (Hwang & Sung 2015); all else can be computed for all steps at once, before the loops it
-feeds or after the loops it reads. A node's level is the number of loops one behind the other that lead up to it.
+graph is a loop through time (Hwang & Sung 2015). Everything else can be computed for all steps at once, before the
+loops it feeds or after the loops it reads. Of h' = tanh(W^T x + U h + b), y = V h' three operators stay in the loop:
+
+    once         W^T                from weights alone: one time per call
+    hoisted      W^T x + b          for all steps at once, before the loop that waits for it
+    loop         U h, +, tanh       sequential: on a cycle through time
+    sunk         V h'               for all steps at once, after the loops
+
+                 +-----<--- next step ---<-----+
+                 |                             |
+    x --hoisted--+--> [ h -> U h -> + -> tanh -+-> h' ]--sunk--> y
+
+The backward pass (`adjoint.py`) adds a fifth stage, `deferred`: the gradients of weights, after its loop.
+
+Loops can stand one behind the other. A node's level is the largest number of loops on a path that leads to it, so
+the stages run in the order  maps[0], loops[0] (none), maps[1], loops[1], ...: each level reads only what is done.
 """
 
 import operator
@@ -12,14 +26,13 @@ from enum import Enum
 import networkx as nx
 
 from stretto.graph.node import Node
-from stretto.graph.operators import depends_on_chance, is_pointwise, is_view, why_not_rowwise
-from stretto.graph.recorder import Untraceable
+from stretto.graph.operators import is_pointwise, is_random, is_view, why_not_rowwise
 from stretto.graph.rewrite import drop_unused, merge_products, split_products_of_concatenations
-from stretto.graph.trace import StepGraph
+from stretto.graph.trace import StepGraph, Untraceable
 
 
 class Stage(str, Enum):
-    """Where a node is computed."""
+    """When a node is computed; see the drawing at the top of this file."""
 
     ONCE = "once"
     HOISTED = "hoisted"
@@ -29,16 +42,16 @@ class Stage(str, Enum):
 
 @dataclass(slots=True)
 class Loop:
-    """What has to be done step after step.
+    """What has to be done sequentially.
 
     Attributes:
         states: Indices of the parts of the state that this loop carries.
         nodes: Its operators, in order.
-        per_step: Values it reads that differ from step to step.
+        per_step: Values it reads that differ between steps.
         weights: Values it reads that are the same for all rows and steps.
         constants_per_row: Indices of the parts of the state that it reads and that never change.
         outputs: Values, other than next states, that are read outside.
-        level: How many loops come before it, itself included.
+        level: How many loops there are up to it, itself included.
     """
 
     states: list[int]
@@ -56,7 +69,7 @@ class Plan:
 
     Attributes:
         graph: The step, after rewriting.
-        place: Where each operator goes.
+        stage: When each operator runs.
         maps: Operators outside of loops by level, in order. A part of the state in between stands for the value that
             the next state had one step earlier.
         loops: Loops by level; those of one level do not depend on each other.
@@ -65,7 +78,7 @@ class Plan:
     """
 
     graph: StepGraph
-    place: dict[Node, Stage]
+    stage: dict[Node, Stage]
     maps: list[list[Node]]
     loops: list[list[Loop]]
     constants_per_row: set[int]
@@ -76,59 +89,68 @@ class Plan:
         """The loops of all levels."""
         return [loop for level in self.loops for loop in level]
 
-    def nodes_at(self, place: Stage) -> list[Node]:
-        """The operators at one place, in order."""
-        return [node for node in self.graph.nodes if self.place.get(node) is place]
+    def nodes_at(self, stage: Stage) -> list[Node]:
+        """The operators of one stage, in order."""
+        return [node for node in self.graph.nodes if self.stage.get(node) is stage]
 
 
 def analyse(graph: StepGraph) -> Plan:
-    """Rewrite `graph` so that most can leave the loop, and say where everything goes.
+    """Rewrite `graph` so that as much as possible can leave the loops, and give every operator its stage.
 
     Raises:
-        Untraceable: If something outside the loops mixes the rows of the batch, so that steps are not rows.
+        Untraceable: Something outside the loops mixes the rows of the batch, so steps cannot be laid out as rows.
     """
+    rewrites = _rewrite(graph)
+    constants, cycles, order = *_cycles(graph), graph.nodes
+    level = _levels(graph, constants, cycles)
+    cycle_of = {node: index for index, cycle in enumerate(cycles) for node in cycle}
+    stage = _stages(graph, cycle_of, level)
+    users = _users(graph)
+    loops = [_loop(graph, cycle, stage=stage, level=level, constants=constants, users=users) for cycle in cycles]
+    depth = max([*level.values(), 0])
+    by_level: list[list[Loop]] = [[] for _ in range(depth + 1)]
+    for loop in sorted(loops, key=lambda loop: loop.states):
+        by_level[loop.level].append(loop)
+    for node in (node for loop in loops for node in loop.nodes):
+        if stage[node] is Stage.SUNK:
+            stage[node] = Stage.LOOP
+    maps: list[list[Node]] = [[] for _ in range(depth + 1)]
+    for node in order:
+        if stage.get(node) in {Stage.HOISTED, Stage.SUNK}:
+            if reason := why_not_rowwise(node):
+                raise Untraceable(reason)
+            maps[level[node]].append(node)
+    _drop_unread_views(maps, loops, graph)
+    maps = [_with_shifts(graph, nodes, constants, cycle_of) for nodes in maps]
+    return Plan(graph=graph, stage=stage, maps=maps, loops=by_level, constants_per_row=constants, rewrites=rewrites)
+
+
+def _rewrite(graph: StepGraph) -> list[str]:
     rewrites = []
     if count := split_products_of_concatenations(graph):
         rewrites.append(f"{count} product(s) of a concatenation split, so that the input's part leaves the loop")
     drop_unused(graph)
     if count := merge_products(graph, set().union(*(cycle for cycle in _cycles(graph)[1]))):
         rewrites.append(f"{count} product(s) in the loop merged with another one of the same vector")
-    constants, cycles, order = *_cycles(graph), graph.nodes
-    level = _levels(graph, constants, cycles)
-    cycle_of = {node: index for index, cycle in enumerate(cycles) for node in cycle}
-    once = _once(graph)
-    place: dict[Node, Stage] = {}
-    feeds_loop = _feeding(graph, cycle_of)
-    for node in order:
+    return rewrites
+
+
+def _stages(graph: StepGraph, cycle_of: dict[Node, int], level: dict[Node, int]) -> dict[Node, Stage]:
+    """The stage of every operator, before loops absorb what is cheaper inside."""
+    once, feeds_loop = _weights_only(graph), _feeding_loops(graph, cycle_of)
+    stage: dict[Node, Stage] = {}
+    for node in graph.nodes:
         if node.op is None:
             continue
         if node in once:
-            place[node] = Stage.ONCE
+            stage[node] = Stage.ONCE
         elif node in cycle_of:
-            place[node] = Stage.LOOP
+            stage[node] = Stage.LOOP
         elif level[node] == 0 or node in feeds_loop:
-            place[node] = Stage.HOISTED
+            stage[node] = Stage.HOISTED
         else:
-            place[node] = Stage.SUNK
-    users = _users(graph)
-    loops = [_loop(graph, cycle, place=place, level=level, constants=constants, users=users) for cycle in cycles]
-    depth = max([*level.values(), 0])
-    by_level: list[list[Loop]] = [[] for _ in range(depth + 1)]
-    for loop in sorted(loops, key=lambda loop: loop.states):
-        by_level[loop.level].append(loop)
-    absorbed = {node for loop in loops for node in loop.nodes}
-    maps: list[list[Node]] = [[] for _ in range(depth + 1)]
-    for node in order:
-        outside = place.get(node) in {Stage.HOISTED, Stage.SUNK} and not (
-            place[node] is Stage.SUNK and node in absorbed
-        )
-        if outside:
-            if reason := why_not_rowwise(node):
-                raise Untraceable(reason)
-            maps[level[node]].append(node)
-    _drop_unread_views(maps, loops, graph)
-    maps = [_with_shifts(graph, nodes, constants, cycle_of) for nodes in maps]
-    return Plan(graph=graph, place=place, maps=maps, loops=by_level, constants_per_row=constants, rewrites=rewrites)
+            stage[node] = Stage.SUNK
+    return stage
 
 
 def _cycles(graph: StepGraph) -> tuple[set[int], list[set[Node]]]:
@@ -152,7 +174,7 @@ def _cycles(graph: StepGraph) -> tuple[set[int], list[set[Node]]]:
 
 
 def _levels(graph: StepGraph, constants: set[int], cycles: list[set[Node]]) -> dict[Node, int]:
-    """Levels, by one walk over the graph of components."""
+    """The level of every node: a topological sort of the graph whose nodes are the components."""
     component = {node: index for index, cycle in enumerate(cycles) for node in cycle}
     for index, node in enumerate(node for node in graph.nodes if node not in component):
         component[node] = len(cycles) + index
@@ -171,18 +193,18 @@ def _levels(graph: StepGraph, constants: set[int], cycles: list[set[Node]]) -> d
     return {node: found[component[node]] for node in graph.nodes}
 
 
-def _once(graph: StepGraph) -> set[Node]:
-    """Nodes that parameters and constants alone decide."""
+def _weights_only(graph: StepGraph) -> set[Node]:
+    """Nodes that depend only on parameters and constants."""
     varying = {graph.x, *graph.states}
     for node in graph.nodes:
         if node.op is None:
             continue
-        if node.has_rows or depends_on_chance(node) or any(item in varying for item in node.inputs):
+        if node.has_rows or is_random(node) or any(item in varying for item in node.inputs):
             varying.add(node)
     return {node for node in graph.nodes if node not in varying}
 
 
-def _feeding(graph: StepGraph, cycle_of: dict[Node, int]) -> set[Node]:
+def _feeding_loops(graph: StepGraph, cycle_of: dict[Node, int]) -> set[Node]:
     """Nodes outside of loops that a loop waits for."""
     feeding: set[Node] = set()
     after = dict(zip(graph.next_states, graph.states, strict=True))
@@ -206,7 +228,7 @@ def _loop(
     graph: StepGraph,
     cycle: set[Node],
     *,
-    place: dict[Node, Stage],
+    stage: dict[Node, Stage],
     level: dict[Node, int],
     constants: set[int],
     users: dict[Node, list[Node]],
@@ -216,8 +238,8 @@ def _loop(
     inside = {node for node in cycle if node.op is not None}
     outputs = {graph.y, *graph.next_states}
     own = {graph.states[index] for index in states}
-    _absorb_results(graph, inside, place=place, level=level, mine=mine, states=own)
-    _absorb_views(inside, place)
+    _absorb_results(graph, inside, stage=stage, level=level, mine=mine, states=own)
+    _absorb_views(inside, stage)
     nodes = [node for node in graph.nodes if node in inside]
     known = inside | {graph.states[index] for index in states}
     read: dict[Node, None] = {}
@@ -228,8 +250,8 @@ def _loop(
     emitted = [
         node
         for node in nodes
-        if place[node] is not Stage.HOISTED
-        and place[node] is not Stage.ONCE
+        if stage[node] is not Stage.HOISTED
+        and stage[node] is not Stage.ONCE
         and node not in next_states
         and node.dtype is not None
         and (node in outputs or any(user not in inside for user in users.get(node, [])))
@@ -240,7 +262,7 @@ def _loop(
         per_step=[
             n
             for n in read
-            if place.get(n) is not Stage.ONCE and n not in constant_nodes and (n.has_rows or n is graph.x)
+            if stage.get(n) is not Stage.ONCE and n not in constant_nodes and (n.has_rows or n is graph.x)
         ],
         weights=[node for node in read if not node.has_rows and node is not graph.x],
         constants_per_row=[constant_nodes[node] for node in read if node in constant_nodes],
@@ -249,17 +271,17 @@ def _loop(
     )
 
 
-def _absorb_views(inside: set[Node], place: dict[Node, Stage]) -> None:
-    """A slice of a value computed before the loop is read where it lies."""
+def _absorb_views(inside: set[Node], stage: dict[Node, Stage]) -> None:
+    """A slice of a hoisted value is not copied: the loop reads it where it lies."""
     waiting = list(inside)
     while waiting:
         for item in waiting.pop().inputs:
-            if item not in inside and place.get(item) is Stage.HOISTED and is_view(item) and _still_rows(item):
+            if item not in inside and stage.get(item) is Stage.HOISTED and is_view(item) and _keeps_rows(item):
                 inside.add(item)
                 waiting.append(item)
 
 
-def _still_rows(node: Node) -> bool:
+def _keeps_rows(node: Node) -> bool:
     source = node.inputs[0]
     return (node.dtype is None or node.has_rows) and (source.dtype is None or source.has_rows)
 
@@ -268,20 +290,20 @@ def _absorb_results(
     graph: StepGraph,
     inside: set[Node],
     *,
-    place: dict[Node, Stage],
+    stage: dict[Node, Stage],
     level: dict[Node, int],
     mine: int,
     states: set[Node],
 ) -> None:
-    """Pointwise work on values of the loop that are no states stays in it: sinking it would store those values."""
+    """Keep pointwise work on values of the loop, other than states, in it: sinking it would store those values."""
     for node in graph.nodes:
-        if place.get(node) is not Stage.SUNK or level[node] != mine or node in inside:
+        if stage.get(node) is not Stage.SUNK or level[node] != mine or node in inside:
             continue
-        if not (is_pointwise(node) or is_view(node)) or depends_on_chance(node):
+        if not (is_pointwise(node) or is_view(node)) or is_random(node):
             continue
         read = node.inputs
         reachable = all(
-            item in inside or item in states or place.get(item, Stage.ONCE) is not Stage.SUNK for item in read
+            item in inside or item in states or stage.get(item, Stage.ONCE) is not Stage.SUNK for item in read
         )
         own = all(item in inside or item in states or level[item] < mine for item in read)
         if reachable and own and any(item in inside and item not in graph.next_states for item in read):
@@ -289,7 +311,7 @@ def _absorb_results(
 
 
 def _with_shifts(graph: StepGraph, nodes: list[Node], constants: set[int], cycle_of: dict[Node, int]) -> list[Node]:
-    """States that lie on no loop are their next state, one step later; they are put where that is known."""
+    """A state on no loop is its next state, shifted by one step: insert it after the node that computes that."""
     after = {
         old: new
         for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True))
@@ -312,7 +334,7 @@ def _with_shifts(graph: StepGraph, nodes: list[Node], constants: set[int], cycle
 
 
 def _drop_unread_views(maps: list[list[Node]], loops: list[Loop], graph: StepGraph) -> None:
-    """Views that were taken into loops need not be made outside as well."""
+    """Views that loops have absorbed are not made outside as well."""
     read = {graph.y, *graph.next_states} | {node for loop in loops for node in [*loop.per_step, *loop.weights]}
     for level in reversed(maps):
         for node in reversed(level):

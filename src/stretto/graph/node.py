@@ -1,6 +1,10 @@
-"""The nodes of a step: operators of PyTorch on tensors whose leading dimension is the rows of a batch."""
+"""The nodes of a step: operators of PyTorch on tensors whose leading dimension is the rows of a batch.
 
-from collections.abc import Callable, Iterator
+A graph is a list of nodes, each after those it reads. It holds for any number of rows: sizes that follow the batch are
+`BatchDim`s, and `run` evaluates nodes with PyTorch once the number is known.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -10,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class BatchDim:
-    """An integer that is a multiple of the number of rows, such as the first size of a batch."""
+    """An integer that is `factor` times the number of rows, such as the first size of a batch."""
 
     factor: int
 
@@ -48,7 +52,7 @@ class Node:
     @property
     def inputs(self) -> list["Node"]:
         """The nodes it is computed from, in order of appearance."""
-        # Asked for often, and only rewrites change the arguments.
+        # Read often, and only rewrites change the arguments.
         if self._inputs is None or self._inputs[0] is not self.args:
             self._inputs = (self.args, list(nodes_in((self.args, self.kwargs))))
         return self._inputs[1]
@@ -103,19 +107,19 @@ def nodes_in(value: Any) -> Iterator[Node]:
             yield from nodes_in(item)
 
 
-def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of nested tuples, lists and dictionaries with every leaf passed through `change`."""
     if isinstance(value, tuple):
-        return tuple(replaced(item, change) for item in value)
+        return tuple(map_leaves(item, change) for item in value)
     if isinstance(value, list):
-        return [replaced(item, change) for item in value]
+        return [map_leaves(item, change) for item in value]
     if isinstance(value, dict):
-        return {key: replaced(item, change) for key, item in value.items()}
+        return {key: map_leaves(item, change) for key, item in value.items()}
     return change(value)
 
 
 def needed_for(outputs: list[Node], *, stop: "set[Node] | None" = None) -> set[Node]:
-    """The outputs and every node they are computed from, not going beyond `stop`."""
+    """The outputs and every node they are computed from, without looking behind those in `stop`."""
     found: set[Node] = set()
     waiting = list(outputs)
     while waiting:
@@ -129,5 +133,27 @@ def needed_for(outputs: list[Node], *, stop: "set[Node] | None" = None) -> set[N
 
 
 def concrete_shape(shape: tuple[Size, ...], rows: int) -> list[int]:
-    """Sizes for a number of rows."""
+    """The shape for a given number of rows."""
     return [size.factor * rows if isinstance(size, BatchDim) else size for size in shape]
+
+
+def evaluate(node: Node, values: dict[Node, Any], rows: int, *, op: Callable[..., Any] | None = None) -> Any:
+    """The value of one node, given those it reads; `op` runs in the place of the node's own operator."""
+
+    def look_up(value: Any) -> Any:
+        if isinstance(value, Node):
+            return values[value]
+        return value.factor * rows if isinstance(value, BatchDim) else value
+
+    op = op or node.op
+    assert op is not None
+    if not node.kwargs and all(isinstance(item, Node) for item in node.args):
+        return op(*(values[item] for item in node.args))
+    return op(*map_leaves(node.args, look_up), **map_leaves(node.kwargs, look_up))
+
+
+def run(nodes: Iterable[Node], values: dict[Node, Any], rows: int) -> None:
+    """Evaluate `nodes` in order and add their values to `values`."""
+    for node in nodes:
+        if node not in values:
+            values[node] = evaluate(node, values, rows)

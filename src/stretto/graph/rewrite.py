@@ -12,7 +12,7 @@ from stretto.graph.trace import StepGraph
 aten = torch.ops.aten
 
 
-def moving_nodes(graph: StepGraph) -> set[Node]:
+def _state_dependent(graph: StepGraph) -> set[Node]:
     """The nodes that depend on the state."""
     moving = set(graph.states)
     for node in graph.nodes:
@@ -22,12 +22,12 @@ def moving_nodes(graph: StepGraph) -> set[Node]:
 
 
 def split_products_of_concatenations(graph: StepGraph) -> int:
-    """`W [x, h]` becomes `Wx x + Wh h`, so that the half of the input does not wait for the state.
+    """`W [x, h]` becomes `Wx x + Wh h`, so that the input's half does not wait for the state.
 
     Returns:
         How many products were split.
     """
-    moving = moving_nodes(graph)
+    moving = _state_dependent(graph)
     nodes: list[Node] = []
     count = 0
     for node in graph.nodes:
@@ -69,7 +69,7 @@ def _split(node: Node, runs: list[tuple[bool, list[Node]]], weight: Node) -> lis
         product = Node(f"{node.name}_part{index}", aten.mm.default, (side, rows), shape=node.shape, dtype=node.dtype)
         made.append(product)
         products[moves].append(product)
-    # Still sums first: they leave the loop together, and the bias with them.
+    # Sums that do not depend on the state come first: they leave the loop together, and the bias with them.
     terms = products[False] + products[True]
     if node.label == "addmm":
         terms[0].op, terms[0].args = aten.addmm.default, (node.args[0], *terms[0].args)
@@ -121,12 +121,12 @@ def merge_products(graph: StepGraph, loop: set[Node]) -> int:
             )
         graph.nodes.extend(made)
     if saved:
-        _in_order(graph)
+        _sort(graph)
     return saved
 
 
-def _in_order(graph: StepGraph) -> None:
-    """Put nodes after what they are computed from, otherwise as they stand."""
+def _sort(graph: StepGraph) -> None:
+    """Sort nodes after those they read, otherwise keeping their order."""
     done: set[Node] = set()
     ordered: list[Node] = []
     for node in graph.nodes:
@@ -145,6 +145,6 @@ def _in_order(graph: StepGraph) -> None:
 
 
 def drop_unused(graph: StepGraph) -> None:
-    """Leave out what neither the output nor the next state needs."""
+    """Remove nodes that neither the output nor the next state needs."""
     kept = needed_for([graph.y, *graph.next_states]) | {graph.x, *graph.states, *graph.parameters.values()}
     graph.nodes = [node for node in graph.nodes if node in kept]

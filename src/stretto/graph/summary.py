@@ -1,4 +1,4 @@
-"""What is computed where, and what a step costs: a plan and its loops in numbers."""
+"""A plan and its loops in numbers: what is computed at which stage, and what a step costs."""
 
 from dataclasses import dataclass
 from typing import Final, final
@@ -14,12 +14,12 @@ PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 """Operators that multiply matrices."""
 
 SAME_VALUE: Final = frozenset({"alias"})
-"""Operators that give back what they get: bookkeeping that nobody needs to see."""
+"""Operators that return what they get: bookkeeping that nobody needs to see."""
 
 SAME_VALUE_BACKWARD: Final = SAME_VALUE | {"detach"}
-"""The same in a backward step, where autograd also cuts off values that it keeps; that is no work, and no news."""
+"""The same in a backward step, where autograd also detaches the values that it keeps."""
 
-PLAIN_NAMES: Final = {"t": "transpose", "draw": "random", "constant_fill": "constant"}
+PLAIN_NAMES: Final = {"t": "transpose", "random_fill": "random", "constant_fill": "constant"}
 
 
 @final
@@ -30,7 +30,7 @@ class Operator:
     Attributes:
         name: Its plain name, such as "sigmoid".
         shape: Sizes of its result within a row, or as a whole where it has no rows.
-        is_view: Whether it only looks at another one's data, which costs nothing.
+        is_view: Whether it is a view of another one's data, which costs nothing.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Operator:
 
     @classmethod
     def of(cls, node: Node) -> "Operator":
-        """The operator of a node; one of several results is told as the operator that made them."""
+        """The operator of a node; for one of several results, the operator that computed them."""
         label = node.args[0].label if node.label == "getitem" else node.label
         name = label.strip("_").removeprefix("native_")
         return cls(name=PLAIN_NAMES.get(name, name), shape=node.row_shape, is_view=is_view(node))
@@ -54,7 +54,7 @@ class Product:
     """A product of matrices: row vectors of size K times a matrix of K x N.
 
     Attributes:
-        K: BatchDim of the matrix; of the result, for a gradient that sums over all steps.
+        K: Rows of the matrix; of the result, for a gradient that sums over all steps.
         N: Columns of the matrix.
         vectors: How many vectors of one row of the batch it multiplies.
     """
@@ -73,7 +73,7 @@ class Product:
         return cls(K=inner, N=columns, vectors=vectors)
 
     def __str__(self) -> str:
-        return format_shape((self.K, self.N)) + (f" ({self.vectors} vectors a row)" if self.vectors > 1 else "")
+        return format_shape((self.K, self.N)) + (f" ({self.vectors} vectors per row)" if self.vectors > 1 else "")
 
 
 @final
@@ -82,7 +82,7 @@ class LoopSummary:
     """What one loop does in a step.
 
     Attributes:
-        level: How many loops come before it, itself included.
+        level: How many loops there are up to it, itself included.
         states: Names and sizes of the parts of the state that it carries.
         forward: Its products, forward.
         backward: Its products, backward.
@@ -90,7 +90,7 @@ class LoopSummary:
         forward_operators: Operators of a step that compute something, other than products.
         backward_operators: The same of a backward step.
         saved: Values that are stored for the backward pass, besides the states.
-        saved_bytes: Their bytes, a row and step.
+        saved_bytes: Their bytes, per row and step.
     """
 
     level: int
@@ -113,8 +113,8 @@ class LoopSummary:
             forward=products_of(body.forward),
             backward=products_of(body.backward),
             deferred=products_of(body.deferred),
-            forward_operators=_passes(body.forward),
-            backward_operators=_passes(body.backward),
+            forward_operators=_count_operators(body.forward),
+            backward_operators=_count_operators(body.backward),
             saved=tuple(Operator.of(node) for node in body.saved),
             saved_bytes=sum(node.row_size * _bytes(node.dtype) for node in body.saved),
         )
@@ -126,7 +126,7 @@ class Summary:
     """A plan in numbers.
 
     Attributes:
-        operators: What is computed at each place: once, hoisted, loop, sunk, and deferred for the backward pass.
+        operators: What is computed at each stage: once, hoisted, loop, sunk, and deferred for the backward pass.
         loops: The loops, in the order in which they run.
         hoisted: Products computed for all steps at once, before a loop.
         sunk: Products computed for all steps at once, after the loops.
@@ -140,9 +140,8 @@ class Summary:
     @classmethod
     def of(cls, plan: Plan, bodies: list[Body]) -> "Summary":
         """Count a plan whose loops have the given bodies, in order."""
-        place = places(plan)
-        nodes = {where: [node for node in plan.graph.nodes if place.get(node) is where] for where in Stage}
-        operators = {where.value: _operators(found) for where, found in nodes.items()}
+        nodes = {stage: plan.nodes_at(stage) for stage in Stage}
+        operators = {stage.value: _operators(found) for stage, found in nodes.items()}
         deferred = [node for body in bodies for node in body.deferred]
         operators["deferred"] = _operators(deferred, hidden=SAME_VALUE_BACKWARD)
         return cls(
@@ -153,14 +152,8 @@ class Summary:
         )
 
 
-def places(plan: Plan) -> dict[Node, Stage]:
-    """Where each operator is computed in the end: a loop takes in work that would cost more outside of it."""
-    taken = {node for loop in plan.all_loops for node in loop.nodes}
-    return {node: Stage.LOOP if node in taken and place is Stage.SUNK else place for node, place in plan.place.items()}
-
-
 def format_shape(shape: tuple[int, ...]) -> str:
-    """A shape as a person writes it."""
+    """A shape as people write it, with multiplication signs."""
     return " \u00d7 ".join(map(str, shape)) or "1"
 
 
@@ -173,7 +166,7 @@ def _operators(nodes: list[Node], *, hidden: frozenset[str] = SAME_VALUE) -> tup
     return tuple(Operator.of(node) for node in nodes if node.dtype is not None and node.label not in hidden)
 
 
-def _passes(nodes: list[Node]) -> int:
+def _count_operators(nodes: list[Node]) -> int:
     return sum(node.dtype is not None and not is_view(node) and node.label not in PRODUCTS for node in nodes)
 
 

@@ -1,18 +1,20 @@
-"""Pictures of graphs as SVG that needs nothing but itself, on a ground of its own, the same for the same graph."""
+"""The graph of a step as an SVG picture: self-contained, on its own background, the same for the same graph."""
 
 import html
 import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from stretto.graph.drawing.layout import LINE_SIZE, TITLE_SIZE, Layout, Point, Rectangle, text_width
-from stretto.graph.drawing.panel import Box, Look, Panel
+from stretto.graph.adjoint import Body
+from stretto.graph.analyse import Plan
+from stretto.graph.draw_layout import LINE_SIZE, TITLE_SIZE, Layout, Point, Rectangle, lay_out, text_width
+from stretto.graph.draw_panels import Box, Look, Panel, backward_panel, forward_panel
 
 INK: Final = "#22303f"
 SOFT: Final = "#5c6976"
 LINE: Final = "#8592a0"
 ACCENT: Final = "#b3461f"
-GROUNDS: Final = {
+BAND_COLOURS: Final = {
     "once": "#eceff2",
     "input": "#eceff2",
     "hoisted": "#dff0eb",
@@ -35,8 +37,21 @@ LEGEND: Final = (
 )
 
 
-def escaped(text: str) -> str:
-    """Text that XML shows and never obeys; characters that XML cannot hold are shown as a mark."""
+def draw(plan: Plan, bodies: list[Body], *, title: str, subtitle: str = "") -> str:
+    """The step of a plan as SVG: what is computed at which stage, forward and backward.
+
+    Args:
+        plan: A step, taken apart.
+        bodies: Its loops with their backward steps, in order.
+        title: Above the picture.
+        subtitle: Under the title.
+    """
+    panels = [forward_panel(plan), backward_panel(bodies)]
+    return document([(panel, lay_out(panel)) for panel in panels if panel.boxes], title=title, subtitle=subtitle)
+
+
+def escape(text: str) -> str:
+    """Text as XML shows it; characters that XML cannot hold become a replacement mark."""
     plain = "".join("\ufffd" if unicodedata.category(c) in {"Cc", "Cs", "Cn"} else c for c in text)
     return html.escape(plain, quote=True)
 
@@ -45,10 +60,10 @@ def document(panels: Sequence[tuple[Panel, Layout]], *, title: str, subtitle: st
     """Panels side by side as a whole picture.
 
     Args:
-        panels: What to draw, with its places.
-        title: Stands above.
-        subtitle: Stands under the title.
-        words: Stand in place of panels, where there are none.
+        panels: What to draw, and where.
+        title: Above the picture.
+        subtitle: Under the title.
+        words: Shown when there are no panels.
     """
     inside = sum(layout.width for _, layout in panels) + PANEL_GAP * max(len(panels) - 1, 0)
     wide = max(inside, text_width(title, 21, bold=True), text_width(subtitle, 13), text_width(words, 13), 780.0)
@@ -57,10 +72,10 @@ def document(panels: Sequence[tuple[Panel, Layout]], *, title: str, subtitle: st
     height = HEAD + PANEL_HEAD + tall + FOOT if panels else HEAD + 50
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_n(width)}" height="{_n(height)}" '
-        f'viewBox="0 0 {_n(width)} {_n(height)}" role="img" aria-label="{escaped(title)}" '
+        f'viewBox="0 0 {_n(width)} {_n(height)}" role="img" aria-label="{escape(title)}" '
         "font-family=\"system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif\" "
         'style="max-width: 100%; height: auto">',
-        f"<title>{escaped(title)}</title>",
+        f"<title>{escape(title)}</title>",
         f'<rect width="{_n(width)}" height="{_n(height)}" rx="12" fill="#ffffff"/>',
         _text(MARGIN, 40, title, size=21, weight=650),
         _text(MARGIN, 61, subtitle, size=13, fill=SOFT),
@@ -81,40 +96,40 @@ def document(panels: Sequence[tuple[Panel, Layout]], *, title: str, subtitle: st
 
 def _panel(panel: Panel, layout: Layout) -> Iterator[str]:
     for band, place in zip(panel.bands, layout.bands, strict=True):
-        yield _rectangle(place, f'rx="10" fill="{GROUNDS[band.place]}"')
+        yield _rectangle(place, f'rx="10" fill="{BAND_COLOURS[band.stage]}"')
     for corners in layout.arrows:
         yield f'<path d="{_curve(corners)}" fill="none" stroke="{LINE}" stroke-width="1.3"/>'
         yield _head(corners[-1], LINE)
     for index, item in enumerate(panel.delayed):
         falls = index in layout.falling
         corners = layout.falling[index] if falls else layout.rising[index]
-        shape = _curve(corners) if falls else _rounded(corners)
+        shape = _curve(corners) if falls else _polyline(corners)
         yield f'<path d="{shape}" fill="none" stroke="{ACCENT}" stroke-width="1.6" stroke-dasharray="5 4"/>'
         yield _head(corners[-1], ACCENT)
         if item.label:
             x, y = corners[-1]
             yield _text(x + 9, y - 5, item.label, size=LINE_SIZE, fill=ACCENT)
     for band, place in zip(panel.bands, layout.bands, strict=True):
-        # Arrows that cross the words are kept off them by an outline of the ground's colour.
-        halo = f'paint-order="stroke" stroke="{GROUNDS[band.place]}" stroke-width="5" stroke-linejoin="round"'
-        note = f'<tspan dx="8" font-weight="400" fill="{SOFT}">{escaped(band.note)}</tspan>'
+        # An outline in the band's colour keeps arrows off the words.
+        halo = f'paint-order="stroke" stroke="{BAND_COLOURS[band.stage]}" stroke-width="5" stroke-linejoin="round"'
+        note = f'<tspan dx="8" font-weight="400" fill="{SOFT}">{escape(band.note)}</tspan>'
         yield (
             f'<text x="{_n(place.x + 14)}" y="{_n(place.y + 22)}" font-size="{_n(TITLE_SIZE)}" font-weight="650" '
-            f'fill="{INK}" {halo}>{escaped(band.title)} {note}</text>'
+            f'fill="{INK}" {halo}>{escape(band.title)} {note}</text>'
         )
     for box, place in zip(panel.boxes, layout.boxes, strict=True):
         yield from _box(box, place)
 
 
 def _box(box: Box, place: Rectangle) -> Iterator[str]:
-    yield f"<g><title>{escaped(box.tip)}</title>"
+    yield f"<g><title>{escape(box.tip)}</title>"
     yield _rectangle(place, _look(box.look, place.height))
     weight = 600 if box.look is not Look.VIEW else 450
-    title = _shortened(box.title, place.width - 14, size=TITLE_SIZE)
+    title = _shorten(box.title, place.width - 14, size=TITLE_SIZE)
     yield _text(place.middle, place.y + 19, title, size=TITLE_SIZE, weight=weight, centred=True)
     yield _text(place.middle, place.y + 34, box.shape, size=LINE_SIZE, fill=SOFT, centred=True)
     if box.reads:
-        reads = _shortened(box.reads, place.width - 14, size=LINE_SIZE)
+        reads = _shorten(box.reads, place.width - 14, size=LINE_SIZE)
         yield _text(place.middle, place.y + 48, reads, size=LINE_SIZE, fill=SOFT, centred=True, italic=True)
     yield "</g>"
 
@@ -139,11 +154,11 @@ def _legend(y: float) -> Iterator[str]:
     yield _text(x + 30, y, "read by", size=12, fill=SOFT)
     x += 30 + text_width("read by", 12) + 18
     yield f'<path d="M{_n(x)} {_n(y - 4)}h22" fill="none" stroke="{ACCENT}" stroke-width="1.6" stroke-dasharray="5 4"/>'
-    yield _text(x + 30, y, "carried to the step that runs next", size=12, fill=SOFT)
+    yield _text(x + 30, y, "carried to the next step", size=12, fill=SOFT)
 
 
 def _curve(corners: list[Point]) -> str:
-    """An arrow that leads down: upright at every row, bent in between."""
+    """An arrow that leads down: vertical at every row, bent in between."""
     (x, y), *rest = corners
     parts = [f"M{_n(x)} {_n(y)}"]
     for number, (to_x, to_y) in enumerate(rest):
@@ -156,7 +171,7 @@ def _curve(corners: list[Point]) -> str:
     return "".join(parts)
 
 
-def _rounded(corners: list[Point]) -> str:
+def _polyline(corners: list[Point]) -> str:
     """Straight lines with rounded corners."""
     parts = [f"M{_n(corners[0][0])} {_n(corners[0][1])}"]
     for before, here, after in zip(corners, corners[1:], corners[2:], strict=False):
@@ -191,7 +206,7 @@ def _text(
     style += ' font-style="italic"' if italic else ""
     return (
         f'<text x="{_n(x)}" y="{_n(y)}" font-size="{_n(size)}" font-weight="{weight}" fill="{fill}"{style}>'
-        f"{escaped(text)}</text>"
+        f"{escape(text)}</text>"
     )
 
 
@@ -199,12 +214,12 @@ def _rectangle(place: Rectangle, style: str) -> str:
     return f'<rect x="{_n(place.x)}" y="{_n(place.y)}" width="{_n(place.width)}" height="{_n(place.height)}" {style}/>'
 
 
-def _shortened(text: str, width: float, *, size: float) -> str:
+def _shorten(text: str, width: float, *, size: float) -> str:
     """As much as fits, with an ellipsis for the rest."""
     most = int(width / text_width("x", size, bold=size == TITLE_SIZE))
     return text if len(text) <= most else f"{text[: most - 1].rstrip(', ')}…"
 
 
 def _n(number: float) -> str:
-    """A coordinate in as few characters as it takes."""
+    """A coordinate, without needless digits."""
     return f"{number:.1f}".removesuffix(".0") if round(number, 1) else "0"

@@ -1,1 +1,0 @@
-"""A cell's graph as a picture."""

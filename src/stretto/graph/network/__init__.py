@@ -1,1 +1,0 @@
-"""A network drawn as layers and connections with delays, as a cell."""
