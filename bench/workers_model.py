@@ -97,7 +97,7 @@ def predict(model: CostModel, lengths_N: npt.NDArray[Any], *, batch_size: int) -
         steps_GW = np.array(
             [
                 [int(many_N[plan.share(step, rank=rank, world_size=size)].sum()) for rank in range(size)]
-                for step in range(plan.num_steps)
+                for step in range(plan.num_batches)
             ]
         )
         alone = found[0].steps_per_second if found else None

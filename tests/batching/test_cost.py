@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.batching import BucketSampler, StepCost, optimal_edges, padded_cost
-from stretto.batching.cost import cost_of
+from stretto.batching.cost import evaluate_cost
 from stretto.errors import StrettoError
 
 SHAPES = [(rows, steps) for steps in (20, 100, 700) for rows in (1, 8, 32)]
@@ -179,12 +179,12 @@ def test_step_cost_wants_terms_that_are_times(name: str) -> None:
     ],
 )
 def test_costs_of_arrays_and_of_numbers_agree(cost: Callable[[Any], Any]) -> None:
-    assert cost_of(np.array([1, 5, 200]), cost).tolist() == [3.0, 15.0, 600.0]
-    assert cost_of(np.array([4]), cost).tolist() == [12.0]
+    assert evaluate_cost(np.array([1, 5, 200]), cost).tolist() == [3.0, 15.0, 600.0]
+    assert evaluate_cost(np.array([4]), cost).tolist() == [12.0]
 
 
 def test_a_constant_cost_needs_no_arrays() -> None:
-    assert cost_of(np.array([1, 5, 200]), lambda _: 2.5).tolist() == [2.5, 2.5, 2.5]
+    assert evaluate_cost(np.array([1, 5, 200]), lambda _: 2.5).tolist() == [2.5, 2.5, 2.5]
 
 
 @pytest.mark.parametrize(

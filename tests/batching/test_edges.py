@@ -15,8 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.batching import bucket_of, optimal_edges, padded_cost
-from stretto.batching.edges import MOST_BUCKETS
+from stretto.batching import (
+    BucketSampler,
+    bucket_of,
+    equal_mass_edges,
+    optimal_edges,
+    padded_cost,
+    percentile_edges,
+    uniform_edges,
+)
+from stretto.batching.edges import MAX_AUTO_BUCKETS
 from stretto.errors import StrettoError
 
 Ints = npt.NDArray[np.int64]
@@ -60,24 +68,6 @@ def plain_programme(distinct_V: Ints, counts_V: Ints, cost_V: Floats, *, most: i
         best_V = following_V
         totals.append(float(best_V[-1]))
     return totals
-
-
-def equal_mass_edges(lengths_N: Ints, num_buckets: int) -> Ints:
-    goal, running, edges = lengths_N.sum() / num_buckets, 0, []
-    for length in np.sort(lengths_N).tolist():
-        running += length
-        if running > goal:
-            edges.append(length)
-            running = 0
-    return np.unique([*edges[: num_buckets - 1], lengths_N.max()])
-
-
-def percentile_edges(lengths_N: Ints, num_buckets: int) -> Ints:
-    return np.unique(np.quantile(lengths_N, np.arange(1, num_buckets + 1) / num_buckets, method="higher"))
-
-
-def uniform_edges(lengths_N: Ints, num_buckets: int) -> Ints:
-    return np.unique(np.ceil(np.linspace(lengths_N.min(), lengths_N.max(), num_buckets + 1)[1:]).astype(np.int64))
 
 
 def wasted(lengths_N: Ints, edges_K: Ints) -> float:
@@ -148,8 +138,8 @@ def test_many_lengths_equal_the_plain_programme(seed: int) -> None:
         return steep[np.searchsorted(distinct_V, length)]
 
     for cost, cost_V in ((None, distinct_V.astype(np.float64)), (plateaus, steep)):
-        totals = plain_programme(distinct_V, counts_V, cost_V, most=MOST_BUCKETS)
-        for num_buckets in (1, 2, 3, 7, 8, 20, 33, MOST_BUCKETS):
+        totals = plain_programme(distinct_V, counts_V, cost_V, most=MAX_AUTO_BUCKETS)
+        for num_buckets in (1, 2, 3, 7, 8, 20, 33, MAX_AUTO_BUCKETS):
             edges_K = optimal_edges(lengths_N, num_buckets, cost)
             assert_well_formed(edges_K, lengths_N, num_buckets=num_buckets)
             assert padded_cost(lengths_N, edges_K, cost) == totals[num_buckets - 1]
@@ -225,7 +215,7 @@ def test_one_length_makes_one_bucket(num_buckets: Any) -> None:
 
 def test_auto_stops_at_the_most_buckets() -> None:
     edges_K = optimal_edges(np.arange(1, 200), "auto", bucket_price=0)
-    assert len(edges_K) == MOST_BUCKETS
+    assert len(edges_K) == MAX_AUTO_BUCKETS
     assert optimal_edges(np.arange(1, 200), "auto", bucket_price=math.inf).tolist() == [199]
 
 
@@ -290,3 +280,91 @@ def test_bad_price_is_named(price: Any) -> None:
 def test_edges_too_short_for_the_lengths_are_named() -> None:
     with pytest.raises(StrettoError, match=r"\b5\b.*\b3\b"):
         padded_cost([2, 5], [1, 3])
+
+
+RULES = (equal_mass_edges, percentile_edges, uniform_edges)
+ANY_LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=80)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@settings(deadline=None, max_examples=60)
+@given(lengths=ANY_LENGTHS, num_buckets=st.integers(1, 40))
+def test_edges_rise_up_to_the_longest(rule, lengths, num_buckets):
+    edges = rule(lengths, num_buckets)
+    assert edges.dtype == np.int64
+    assert 1 <= len(edges) <= num_buckets
+    assert (np.diff(edges) > 0).all()
+    assert edges[0] >= min(lengths)
+    assert edges[-1] == max(lengths)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@settings(deadline=None, max_examples=60)
+@given(lengths=ANY_LENGTHS, num_buckets=st.integers(1, 12))
+def test_no_rule_beats_the_optimum(rule, lengths, num_buckets):
+    best = padded_cost(lengths, optimal_edges(lengths, num_buckets))
+    assert padded_cost(lengths, rule(lengths, num_buckets)) >= best
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=ANY_LENGTHS, num_buckets=st.integers(1, 40))
+def test_an_edge_is_the_least_length_that_reaches_its_share(lengths, num_buckets):
+    def edges_by(weight):
+        """The definition, in whole numbers: the weight of all no longer sequences is at least k shares of K."""
+        total = sum(map(weight, lengths))
+        below = {edge: sum(weight(length) for length in lengths if length <= edge) for edge in lengths}
+        return sorted(
+            {min(edge for edge in lengths if below[edge] * num_buckets >= k * total) for k in range(1, num_buckets + 1)}
+        )
+
+    assert percentile_edges(lengths, num_buckets).tolist() == edges_by(lambda _: 1)
+    assert equal_mass_edges(lengths, num_buckets).tolist() == edges_by(lambda length: length)
+
+
+def test_equal_mass_buckets_hold_about_equally_many_steps():
+    lengths_N = np.random.default_rng(0).integers(1, 1000, 20_000)
+    edges = equal_mass_edges(lengths_N, 8)
+    steps_K = np.bincount(bucket_of(lengths_N, edges), weights=lengths_N)
+    np.testing.assert_allclose(steps_K, lengths_N.sum() / 8, rtol=0.03)
+
+
+def test_percentile_buckets_hold_about_equally_many_sequences():
+    lengths_N = np.random.default_rng(0).integers(1, 1000, 20_000)
+    counts_K = np.bincount(bucket_of(lengths_N, percentile_edges(lengths_N, 8)))
+    np.testing.assert_allclose(counts_K, 2500, rtol=0.03)
+
+
+def test_uniform_edges_are_equally_far_apart():
+    assert uniform_edges([10, 1000, 500], 10).tolist() == list(range(109, 1001, 99))
+
+
+def test_known_edges():
+    lengths = [1, 1, 1, 1, 4, 8]
+    assert equal_mass_edges(lengths, 2).tolist() == [4, 8]
+    assert percentile_edges(lengths, 2).tolist() == [1, 8]
+    assert uniform_edges(lengths, 2).tolist() == [5, 8]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_length_is_one_bucket(rule):
+    assert rule([7, 7, 7], 5).tolist() == [7]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("num_buckets", [0, -1, 2.5, True, "auto"])
+def test_a_bad_number_of_buckets_is_refused(rule, num_buckets):
+    with pytest.raises(StrettoError, match="num_buckets="):
+        rule([1, 2, 3], num_buckets)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_bad_lengths_are_refused(rule):
+    with pytest.raises(StrettoError, match="sequence 1 has length 0"):
+        rule([3, 0], 2)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_sampler_takes_the_edges_and_deals_every_sequence_once(rule):
+    lengths_N = np.random.default_rng(1).integers(5, 300, 500)
+    sampler = BucketSampler(lengths_N, max_padded_steps=2000, edges=rule(lengths_N, 6), rank=0, world_size=1)
+    assert sorted(number for batch in sampler for number in batch) == list(range(500))

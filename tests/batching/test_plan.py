@@ -1,11 +1,13 @@
-"""The plan of an epoch: every member once, whole buckets, fair shares, an order without runs.
+"""The plan of an epoch: every member once, whole buckets, fair shares, an order without runs; and its report.
 
-Shape legend: N sequences, M members, K buckets, G steps.
+Shape legend: N sequences, M members, K buckets, G groups.
 """
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.batching import EpochPlan, adjacent_correlation, bucket_of, optimal_edges
+from stretto.batching import BucketSampler, EpochPlan, SamplerReport, adjacent_correlation, bucket_of, optimal_edges
 from stretto.batching.plan import Buckets, plan_epoch
 
 Ints = npt.NDArray[np.int64]
@@ -51,22 +53,22 @@ def scenes(draw: st.DrawFn) -> Scene:
     )
 
 
-def steps_of(plan: EpochPlan) -> list[list[int]]:
+def groups_of(plan: EpochPlan) -> list[list[int]]:
     bounds = plan.offsets_G.tolist()
     return [plan.order_M[begin:end].tolist() for begin, end in itertools.pairwise(bounds)]
 
 
 @settings(deadline=None, max_examples=150)
 @given(scene=scenes())
-def test_every_member_once_in_whole_steps_of_one_bucket(scene: Scene) -> None:
+def test_every_member_once_in_whole_groups_of_one_bucket(scene: Scene) -> None:
     plan, buckets = scene.plan(), scene.buckets
     assert sorted(plan.order_M.tolist()) == scene.members_M.tolist()
-    assert plan.num_steps == len(steps_of(plan))
-    for step, bucket in zip(steps_of(plan), plan.bucket_G.tolist(), strict=True):
+    assert plan.num_batches == len(groups_of(plan))
+    for step, bucket in zip(groups_of(plan), plan.bucket_G.tolist(), strict=True):
         assert 1 <= len(step) <= buckets.rows_K[bucket] * scene.world_size
         assert set(buckets.bucket_N[step].tolist()) == {bucket}
     for bucket in range(len(buckets.edges_K)):
-        sizes = [len(step) for step, at in zip(steps_of(plan), plan.bucket_G.tolist(), strict=True) if at == bucket]
+        sizes = [len(step) for step, at in zip(groups_of(plan), plan.bucket_G.tolist(), strict=True) if at == bucket]
         full = buckets.rows_K[bucket] * scene.world_size
         assert len(sizes) == -(-sum(sizes) // full)
 
@@ -76,9 +78,9 @@ def test_every_member_once_in_whole_steps_of_one_bucket(scene: Scene) -> None:
 def test_shares_are_fair_and_agree_with_their_offsets(scene: Scene) -> None:
     plan, world_size = scene.plan(), scene.world_size
     offsets = plan.share_offsets(world_size)
-    assert len(offsets) == plan.num_steps * world_size + 1
+    assert len(offsets) == plan.num_batches * world_size + 1
     place = 0
-    for step, members in enumerate(steps_of(plan)):
+    for step, members in enumerate(groups_of(plan)):
         shares = [plan.share(step, rank=rank, world_size=world_size) for rank in range(world_size)]
         assert [member for share in shares for member in share] == members
         sizes = [len(share) for share in shares]
@@ -93,13 +95,13 @@ def test_shares_are_fair_and_agree_with_their_offsets(scene: Scene) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(scene=scenes(), share=st.floats(0.0, 1.0))
-def test_unused_members_are_those_of_the_later_steps(scene: Scene, share: float) -> None:
+def test_unused_members_are_those_of_the_later_groups(scene: Scene, share: float) -> None:
     plan = scene.plan()
-    used = round(share * plan.num_steps)
-    dealt = {member for step in steps_of(plan)[:used] for member in step}
+    used = round(share * plan.num_batches)
+    dealt = {member for step in groups_of(plan)[:used] for member in step}
     assert plan.unused(used).tolist() == sorted(set(scene.members_M.tolist()) - dealt)
     assert plan.unused(0).tolist() == scene.members_M.tolist()
-    assert plan.unused(plan.num_steps).tolist() == []
+    assert plan.unused(plan.num_batches).tolist() == []
 
 
 @settings(deadline=None, max_examples=60)
@@ -142,7 +144,7 @@ def plan_of_law(law: str, *, seed: int, count: int, rows: int) -> tuple[EpochPla
 def test_a_batch_says_nothing_of_the_next(law: str) -> None:
     for seed in range(60):
         plan, lengths_N = plan_of_law(law, seed=seed, count=960 if seed % 2 else 3200, rows=8)
-        means = np.array([lengths_N[step].mean() for step in steps_of(plan)])
+        means = np.array([lengths_N[step].mean() for step in groups_of(plan)])
         assert len(means) >= 100
         assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.1
 
@@ -152,7 +154,7 @@ def test_the_short_step_of_a_bucket_may_come_at_any_time() -> None:
     for seed in range(30):
         plan, _ = plan_of_law("lognormal", seed=seed, count=963, rows=8)
         sizes_G = np.diff(plan.offsets_G)
-        places.append(float(np.flatnonzero(sizes_G < 8).mean()) / plan.num_steps)
+        places.append(float(np.flatnonzero(sizes_G < 8).mean()) / plan.num_batches)
     assert 0.4 < np.mean(places) < 0.6
 
 
@@ -177,7 +179,7 @@ def test_a_bucket_for_each_of_many_lengths(seed: int | None) -> None:
     buckets = Buckets(edges_K=lengths_N, bucket_N=lengths_N - 1, rows_K=np.full(40_000, 2))
     scene = Scene(lengths_N=lengths_N, members_M=np.arange(40_000), buckets=buckets, world_size=1, seed=seed)
     plan = scene.plan()
-    assert plan.num_steps == 40_000
+    assert plan.num_batches == 40_000
     assert np.array_equal(plan.bucket_G, plan.order_M)
 
 
@@ -187,6 +189,141 @@ def test_nothing_left_makes_no_steps() -> None:
     empty_M = np.zeros(0, dtype=np.int64)
     for seed in (None, 3):
         plan = Scene(lengths_N=lengths_N, members_M=empty_M, buckets=buckets, world_size=2, seed=seed).plan()
-        assert plan.num_steps == 0
+        assert plan.num_batches == 0
         assert plan.offsets_G.tolist() == [0]
         assert plan.share_offsets(2).tolist() == [0]
+
+
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(5.0, 0.6, 1500), 5, 900).astype(np.int64)
+
+
+def recount(chosen: dict[str, Any], *, world_size: int, epoch: int) -> SamplerReport:
+    samplers = [BucketSampler(**chosen, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    lengths, edges = chosen["lengths"], samplers[0].edges.tolist()
+    shapes, shapes_to_edge, buckets = set(), set(), set()
+    real = slots = slots_to_edge = largest = most_rows = dealt = 0
+    waiting, working, means = 0.0, 0.0, []
+    for shares in zip(*samplers, strict=True):
+        longest_of_ranks, of_step = [], []
+        for share in shares:
+            longest = max((lengths[index] for index in share), default=0)
+            longest_of_ranks.append(longest)
+            of_step += [lengths[index] for index in share]
+            if share:
+                edge = min(edge for edge in edges if edge >= longest)
+                buckets.add(edge)
+                shapes.add((len(share), longest))
+                shapes_to_edge.add((len(share), edge))
+                slots += len(share) * longest
+                slots_to_edge += len(share) * edge
+                largest, most_rows = max(largest, len(share) * edge), max(most_rows, len(share))
+        real, dealt = real + sum(of_step), dealt + len(of_step)
+        waiting += max(longest_of_ranks)
+        working += sum(longest_of_ranks) / world_size
+        means.append(sum(of_step) / len(of_step))
+    return SamplerReport(
+        epoch=epoch,
+        num_sequences=dealt,
+        num_buckets=len(buckets),
+        batches=len(means),
+        shapes=len(shapes),
+        shapes_to_edge=len(shapes_to_edge),
+        padding=1 - real / slots,
+        padding_to_edge=1 - real / slots_to_edge,
+        largest_batch=largest,
+        most_rows=most_rows,
+        straggler=waiting / working,
+        correlation=correlation(means),
+    )
+
+
+def correlation(means: list[float]) -> float:
+    if len(means) < 3 or len(set(means[:-1])) == 1 or len(set(means[1:])) == 1:
+        return 0.0
+    now, following = np.array(means[:-1]), np.array(means[1:])
+    return float(np.corrcoef(now, following)[0, 1])
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=120),
+    size=st.sampled_from([{"batch_size": 3}, {"max_padded_steps": 200}, {"batch_size": 5, "max_padded_steps": 90}]),
+    buckets=st.sampled_from([{}, {"num_buckets": 4}, {"edges": [7, 30, 100]}]),
+    shuffle=st.booleans(),
+    world_size=st.one_of(st.integers(1, 4), st.integers(1, 64)),
+    epoch=st.integers(0, 9),
+)
+def test_report_equals_a_slow_recount(
+    *,
+    lengths: list[int],
+    size: dict[str, int],
+    buckets: dict[str, Any],
+    shuffle: bool,
+    world_size: int,
+    epoch: int,
+) -> None:
+    chosen = {"lengths": lengths, "shuffle": shuffle, **size, **buckets}
+    sampler = BucketSampler(**chosen, rank=world_size - 1, world_size=world_size)
+    sampler.set_epoch(epoch)
+    wanted = dataclasses.asdict(recount(chosen, world_size=world_size, epoch=epoch))
+    assert dataclasses.asdict(sampler.report()) == pytest.approx(wanted, rel=1e-9, abs=1e-7)
+
+
+def test_report_leaves_the_position_alone() -> None:
+    sampler = BucketSampler(LENGTHS, max_padded_steps=2000)
+    iterator = iter(sampler)
+    _ = [next(iterator) for _ in range(3)]
+    before = sampler.state_dict()
+    assert sampler.report() == sampler.report()
+    assert sampler.state_dict() == before
+
+
+def test_largest_batch_keeps_the_budget_when_padded_to_the_edge() -> None:
+    for max_padded_steps in (int(LENGTHS.max()), 1000, 5000):
+        report = BucketSampler(LENGTHS, max_padded_steps=max_padded_steps, world_size=3).report()
+        assert report.largest_batch <= max_padded_steps
+        assert report.padding <= report.padding_to_edge < 1
+        assert report.straggler >= 1
+
+
+def test_equal_lengths_waste_nothing() -> None:
+    report = BucketSampler([7] * 64, batch_size=8).report()
+    assert (report.padding, report.padding_to_edge, report.straggler, report.correlation) == (0.0, 0.0, 1.0, 0.0)
+    assert (report.batches, report.shapes, report.num_buckets) == (8, 1, 1)
+
+
+def test_few_sequences_on_many_ranks_count_the_idle_ones_as_waiting() -> None:
+    report = BucketSampler([10], batch_size=4, world_size=8).report()
+    assert report.straggler == pytest.approx(8.0)
+    assert (report.most_rows, report.largest_batch, report.batches) == (1, 10, 1)
+
+
+def test_mean_lengths_of_adjacent_batches_are_uncorrelated() -> None:
+    for seed in range(40):
+        sampler = BucketSampler(LENGTHS, max_padded_steps=2000, seed=seed)
+        report = sampler.report()
+        batches = list(sampler)
+        means = np.array([LENGTHS[batch].mean() for batch in batches])
+        assert len(means) >= 100
+        assert abs(correlation(means.tolist())) < 0.1
+        assert report.correlation == pytest.approx(correlation(means.tolist()), abs=1e-9)
+
+
+def test_the_text_has_a_line_a_number() -> None:
+    report = BucketSampler(LENGTHS, max_padded_steps=2000).report()
+    lines = str(report).splitlines()
+    assert [line[:21].strip() for line in lines] == [
+        "sequences",
+        "buckets",
+        "batches",
+        "distinct shapes",
+        "padding",
+        "largest batch",
+        "straggler factor",
+        "adjacent correlation",
+    ]
+    assert lines[0].endswith("1,500")
+    assert f"{report.padding:.1%}" in lines[4]
+    assert math.isclose(float(lines[6].split()[-1]), report.straggler, abs_tol=5e-4)

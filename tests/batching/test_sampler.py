@@ -327,7 +327,8 @@ def test_great_sizes_are_no_cap(size: int) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"batch_size": None}, "no size"), ({"batch_size": 0}, "batch_size=0"), ({"batch_size": -1}, "batch_size=-1"),
+        ({"batch_size": None}, "neither batch_size nor max_padded_steps"),
+            ({"batch_size": 0}, "batch_size=0"), ({"batch_size": -1}, "batch_size=-1"),
         ({"batch_size": 2.5}, "batch_size=2.5"), ({"batch_size": True}, "batch_size=True"),
         ({"batch_size": "many"}, "batch_size='many'"), ({"batch_size": math.nan}, "batch_size=nan"),
         ({"max_padded_steps": math.inf}, "max_padded_steps=inf"), ({"max_padded_steps": 0}, "max_padded_steps=0"),

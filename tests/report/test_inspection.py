@@ -200,7 +200,7 @@ def test_what_the_targets_are_is_told() -> None:
 
 
 def test_no_size_of_a_batch_is_an_error() -> None:
-    with pytest.raises(StrettoError, match="batch_size, max_padded_steps or both"):
+    with pytest.raises(StrettoError, match="neither batch_size nor max_padded_steps"):
         inspect_lengths(_set([3, 4]), batch_size=None, max_padded_steps=None, num_buckets=1)
 
 

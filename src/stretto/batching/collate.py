@@ -15,7 +15,7 @@ from stretto.data import Sample
 from stretto.errors import StrettoError
 
 NO_STEP: Final = -1
-"""The label behind a sequence's end."""
+"""The label of a padded step, after a sequence's end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Batch:
         lengths: Real steps of each sequence; int64 and always on the CPU, where torch wants them.
         targets: What came with the sequences: an int64 tensor for labels, (B, T) for labels of steps, -1 after each
             sequence's end; a list for anything else, None for nothing.
-        indices: The number of each sequence in its set, or None when the dataset does not tell.
+        indices: The number of each sequence in its set, or None if the dataset does not give it.
     """
 
     features_BTF: torch.Tensor
@@ -45,7 +45,7 @@ class Batch:
 
     @property
     def num_slots(self) -> int:
-        """Rows times the padded length."""
+        """Rows times the padded length: real steps and padding."""
         return self.features_BTF.shape[0] * self.features_BTF.shape[1]
 
     @property
@@ -79,10 +79,10 @@ def collate(items: Sequence[Any], *, edges: npt.ArrayLike | None = None, num_fea
 
     Args:
         items: Each a `stretto.data.Sample`, a (features, target) pair, or features alone; features are a tensor or
-            array of shape (steps,) or (steps, features). May be empty: the share of a rank for which nothing is left.
+            array of shape (steps,) or (steps, features). May be empty: the batch of a rank for which nothing is left.
         edges: Pad to the first edge that fits instead of to the longest sequence, for few distinct shapes; give
             them with `functools.partial(collate, edges=sampler.edges)`.
-        num_features: Features of an empty batch, which has none to tell.
+        num_features: Features of an empty batch, which holds no sequence to read them from.
     """
     samples = [_as_sample(item, position) for position, item in enumerate(items)]
     if not samples:
@@ -103,23 +103,23 @@ def collate(items: Sequence[Any], *, edges: npt.ArrayLike | None = None, num_fea
     steps = _padded_length(int(lengths.max()), edges)
     of_steps = [item.target for item in items if isinstance(item, Sample) and isinstance(item.target, np.ndarray)]
     return Batch(
-        features_BTF=torch.stack(features) if int(lengths.min()) == steps else _padded(features, steps=steps),
+        features_BTF=torch.stack(features) if int(lengths.min()) == steps else _pad_features(features, steps=steps),
         lengths=lengths,
-        targets=_padded_labels(of_steps, steps=steps)
+        targets=_pad_labels(of_steps, steps=steps)
         if len(of_steps) == len(samples)
         else _targets([sample.target for sample in samples]),
         indices=None if samples[0].index < 0 else torch.tensor([sample.index for sample in samples]),
     )
 
 
-def _padded(features: list[torch.Tensor], *, steps: int) -> torch.Tensor:
+def _pad_features(features: list[torch.Tensor], *, steps: int) -> torch.Tensor:
     padded_BTF = features[0].new_zeros((len(features), steps, *features[0].shape[1:]))
     for row, rows in zip(padded_BTF, features, strict=True):
         row[: rows.shape[0]] = rows
     return padded_BTF
 
 
-def _padded_labels(labels: list[npt.NDArray[np.int64]], *, steps: int) -> torch.Tensor:
+def _pad_labels(labels: list[npt.NDArray[np.int64]], *, steps: int) -> torch.Tensor:
     padded_BT = torch.full((len(labels), steps), NO_STEP)
     for row_T, values_T in zip(padded_BT, labels, strict=True):
         row_T[: len(values_T)] = torch.from_numpy(values_T)
@@ -134,7 +134,7 @@ def _padded_length(longest: int, edges: npt.ArrayLike | None) -> int:
     if bucket == len(edges_K):
         raise StrettoError(
             f"a sequence of {longest} steps is longer than the edges {edges_K.tolist()}",
-            fix="Pass the edges of the sampler that made the batch.",
+            fix="Pass the edges of the sampler that drew the batch.",
         )
     return int(edges_K[bucket])
 
@@ -160,7 +160,7 @@ def _as_rows(features: Any, position: int) -> torch.Tensor:
         return torch.as_tensor(features)
     except (TypeError, ValueError, RuntimeError) as error:
         raise StrettoError(
-            f"item {position} of the batch is no sequence ({error})",
+            f"item {position} of the batch is not a sequence ({error})",
             fix="Give features as a tensor or array of numbers, alone or in a (features, target) pair.",
         ) from error
 

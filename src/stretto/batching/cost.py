@@ -18,7 +18,7 @@ from stretto.errors import StrettoError
 Cost = Callable[[Any], Any]
 
 
-def cost_of(lengths_V: npt.NDArray[np.int64], cost: Cost) -> npt.NDArray[np.float64]:
+def evaluate_cost(lengths_V: npt.NDArray[np.int64], cost: Cost) -> npt.NDArray[np.float64]:
     """Evaluate `cost` at each length, in one call when it takes arrays and one by one when it does not."""
     try:
         given = np.asarray(cost(lengths_V), dtype=np.float64)
@@ -40,15 +40,15 @@ def cost_of(lengths_V: npt.NDArray[np.int64], cost: Cost) -> npt.NDArray[np.floa
 class StepCost:
     """The time of one sequence when a batch of B sequences of L steps takes a + L (s0 + s1 B).
 
-    Call it with lengths: it is a `cost` for `optimal_edges` and `BucketSampler`. With a step budget a batch holds
-    B = max_padded_steps // L sequences, so the latency s0 of a step is shared by fewer sequences the longer they are,
-    and the cost grows faster than L.
+    Call it with lengths: it is a `cost` for `optimal_edges` and `BucketSampler`. With a budget of padded steps a batch
+    holds B = max_padded_steps // L sequences. The longer they are, the fewer share the latency s0 of a step, so the
+    cost grows faster than L.
 
     Attributes:
-        per_batch: a, spent once a batch (launch, optimiser, all-reduce).
-        per_step: s0, spent once a time step whatever the batch.
-        per_slot: s1, spent on each sequence's step.
-        max_padded_steps: The step budget, slots of a padded batch.
+        per_batch: a, spent once per batch (launch, optimiser, all-reduce).
+        per_step: s0, spent once per time step, whatever the batch size.
+        per_slot: s1, spent on each step of each sequence.
+        max_padded_steps: The budget of padded steps per batch.
         batch_size: The fixed batch size, instead of a budget.
     """
 
@@ -101,8 +101,8 @@ class StepCost:
         wrong = np.flatnonzero(~(np.isfinite(time_M) & (time_M > 0)))
         if len(wrong):
             raise StrettoError(
-                f"shape {tuple(shapes[int(wrong[0])])} took {time_M[wrong[0]]} seconds, which is no time",
-                fix="Time every shape anew; each must take some time.",
+                f"shape {tuple(shapes[int(wrong[0])])} took {time_M[wrong[0]]} seconds, which cannot be fitted",
+                fix="Time every shape again; each must take a positive, finite time.",
             )
         design_M3 = np.stack([np.ones_like(steps_M), steps_M, steps_M * rows_M], axis=1) / time_M[:, None]
         terms = _non_negative_least_squares(design_M3, np.ones_like(time_M))

@@ -5,7 +5,14 @@ g(v_j) (C_j - C_i): each of its sequences is padded to v_j. For a non-decreasing
 best last cut never moves left as j grows. Each of the K layers is therefore filled by divide and conquer, all
 sub-problems of one depth in one vectorised pass: O(K n log n) for n distinct lengths, however many sequences.
 
-Shape legend: N sequences, V distinct lengths, R rows of one pass, C candidates of one pass.
+    lengths    2  3 3     6  7  7      12    14
+                    |              |          |
+    edges           3              7         14       every sequence is padded to the edge on its right
+
+At the end of the file are the rules that other libraries use. None of them minimises anything; they are what
+`optimal_edges` is measured against, and can be passed to `BucketSampler(edges=...)` as well.
+
+Shape legend: N sequences, K buckets, V distinct lengths, R rows of one pass, C candidates of one pass.
 """
 
 import dataclasses
@@ -13,14 +20,15 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from stretto.batching.cost import Cost, cost_of
-from stretto.batching.lengths import as_lengths
+from stretto.batching.cost import Cost, evaluate_cost
+from stretto.checks import check_float, check_int
 from stretto.errors import StrettoError
 
 Values = npt.NDArray[np.float64] | npt.NDArray[np.int64]
 
-MOST_BUCKETS = 64
+MAX_AUTO_BUCKETS = 64
 TYPICAL_BATCH = 32
 
 
@@ -50,17 +58,15 @@ def optimal_edges(
         array([ 3, 10])
     """
     distinct_V, counts_V = np.unique(as_lengths(lengths), return_counts=True)
-    cost_V = _checked_cost(distinct_V, cost, count=int(counts_V.sum()))
+    cost_V = _check_cost(distinct_V, cost, count=int(counts_V.sum()))
     if num_buckets == "auto":
         average = float((np.abs(cost_V) * counts_V).sum()) / float(counts_V.sum())
         price = TYPICAL_BATCH / 2 * average if bucket_price is None else bucket_price
-        if not isinstance(price, int | float | np.number) or not price >= 0:
-            raise StrettoError(f"bucket_price={bucket_price!r} is not a price", fix="Give a number of at least 0.")
-        most = min(MOST_BUCKETS, len(distinct_V))
-    elif isinstance(num_buckets, int | np.integer) and not isinstance(num_buckets, bool) and num_buckets >= 1:
-        most, price = min(int(num_buckets), len(distinct_V)), 0.0
+        if price != np.inf:
+            price = check_float(price, name="bucket_price", at_least=0)
+        most = min(MAX_AUTO_BUCKETS, len(distinct_V))
     else:
-        raise StrettoError(f"num_buckets={num_buckets!r} is not a number of buckets", fix='Give at least 1, or "auto".')
+        most, price = min(check_int(num_buckets, name="num_buckets"), len(distinct_V)), 0.0
     return distinct_V[_optimal_cuts(cost_V, counts_V, most=most, price=price)]
 
 
@@ -74,7 +80,7 @@ def padded_cost(lengths: npt.ArrayLike, edges: npt.ArrayLike, cost: Cost | None 
             fix="The last edge must be at least the greatest length.",
         )
     padded_N = edges_K[bucket_of(lengths_N, edges_K)]
-    return float(padded_N.sum() if cost is None else cost_of(padded_N, cost).sum())
+    return float(padded_N.sum() if cost is None else evaluate_cost(padded_N, cost).sum())
 
 
 def bucket_of(lengths_N: npt.NDArray[np.int64], edges_K: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -82,10 +88,45 @@ def bucket_of(lengths_N: npt.NDArray[np.int64], edges_K: npt.NDArray[np.int64]) 
     return np.searchsorted(edges_K, lengths_N, side="left")
 
 
-def _checked_cost(distinct_V: npt.NDArray[np.int64], cost: Cost | None, *, count: int) -> Values:
+def as_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Lengths as an array of int64: at least one sequence, each of at least one step."""
+    try:
+        given = lengths.cpu().numpy() if isinstance(lengths, torch.Tensor) else np.asarray(lengths)
+    except ValueError as error:
+        raise StrettoError(
+            f"lengths are not a flat list ({error})", fix="Give one whole number per sequence, as a flat list or array."
+        ) from error
+    if given.ndim != 1:
+        raise StrettoError(
+            f"lengths have shape {given.shape}", fix="Give one whole number per sequence, as a flat list or array."
+        )
+    if len(given) == 0:
+        raise StrettoError("there are no lengths", fix="Give the length of at least one sequence.")
+    if not np.issubdtype(given.dtype, np.integer):
+        whole = np.issubdtype(given.dtype, np.floating) and bool(np.isfinite(given).all() and (given % 1 == 0).all())
+        if not whole:
+            raise StrettoError(
+                f"lengths of type {given.dtype} are not whole numbers of steps", fix="Give whole numbers."
+            )
+    # The padded steps of a whole epoch must fit in an int64, however they are padded.
+    great = np.flatnonzero(given > np.iinfo(np.int64).max // len(given))
+    if len(great):
+        raise StrettoError(
+            f"sequence {great[0]} has length {given[great[0]]}, more than can be counted", fix="Check the lengths."
+        )
+    lengths_N = given.astype(np.int64)
+    short = np.flatnonzero(lengths_N < 1)
+    if len(short):
+        raise StrettoError(
+            f"sequence {short[0]} has length {lengths_N[short[0]]}", fix="Remove sequences that have no steps."
+        )
+    return lengths_N
+
+
+def _check_cost(distinct_V: npt.NDArray[np.int64], cost: Cost | None, *, count: int) -> Values:
     if cost is None:
         return distinct_V
-    given = cost_of(distinct_V, cost)
+    given = evaluate_cost(distinct_V, cost)
     falls = np.flatnonzero(~(np.diff(given, prepend=given[:1]) >= 0) | ~np.isfinite(given))
     if len(falls):
         raise StrettoError(
@@ -136,7 +177,7 @@ def _next_layer(previous_V: Values, cost_V: Values, below_V: npt.NDArray[np.int6
     num = len(cost_V)
     best_V = np.empty_like(previous_V)
     begins_V = np.zeros(num, dtype=np.int64)
-    # The first num_cuts lengths cannot fill num_cuts + 1 buckets: one bucket each is as good as it gets.
+    # The first num_cuts lengths cannot fill num_cuts + 1 buckets: one bucket each is the best there is.
     best_V[:num_cuts] = previous_V[:num_cuts]
     begins_V[:num_cuts] = np.arange(num_cuts)
     depth = int(np.ceil(np.log2(max(2, num - num_cuts + 1))))
@@ -163,7 +204,7 @@ def _row_minima(
     left_R: npt.NDArray[np.int64],
     right_R: npt.NDArray[np.int64],
 ) -> tuple[Values, npt.NDArray[np.int64]]:
-    """For each row, the least value over its own range of begins, and the leftmost begin that attains it."""
+    """For each row, the least value over its range of begins, and the leftmost begin that attains it."""
     counts_R = right_R - left_R + 1
     offsets_R = np.cumsum(counts_R) - counts_R
     begins_C = np.arange(counts_R.sum()) + np.repeat(left_R - offsets_R, counts_R)
@@ -173,3 +214,64 @@ def _row_minima(
     attained = np.flatnonzero(values_C == np.repeat(least_R, counts_R))
     leftmost_R = attained[np.searchsorted(attained, offsets_R)]
     return least_R + cost_V[rows_R] * below_V[rows_R + 1], begins_C[leftmost_R]
+
+
+def equal_mass_edges(lengths: npt.ArrayLike, num_buckets: int) -> npt.NDArray[np.int64]:
+    """Edges that give every bucket about the same number of steps: the rule of Lhotse and NeMo.
+
+    Args:
+        lengths: Steps of each sequence, at least 1.
+        num_buckets: How many buckets.
+
+    Returns:
+        Rising edges, fewer than `num_buckets` where one length alone fills several buckets.
+
+    Example:
+        >>> equal_mass_edges([1, 1, 1, 1, 4, 8], 2)
+        array([4, 8])
+    """
+    sorted_N, ranks_K = np.sort(as_lengths(lengths)), _ranks(num_buckets)
+    steps_N = np.cumsum(sorted_N)
+    return np.unique(sorted_N[np.searchsorted(steps_N * num_buckets, ranks_K * steps_N[-1])])
+
+
+def percentile_edges(lengths: npt.ArrayLike, num_buckets: int) -> npt.NDArray[np.int64]:
+    """Edges that give every bucket about the same number of sequences: the rule of fairseq.
+
+    Args:
+        lengths: Steps of each sequence, at least 1.
+        num_buckets: How many buckets.
+
+    Returns:
+        Rising edges, fewer than `num_buckets` where many sequences share a length.
+
+    Example:
+        >>> percentile_edges([1, 1, 1, 1, 4, 8], 2)
+        array([1, 8])
+    """
+    sorted_N, ranks_K = np.sort(as_lengths(lengths)), _ranks(num_buckets)
+    return np.unique(sorted_N[-(-ranks_K * len(sorted_N) // num_buckets) - 1])
+
+
+def uniform_edges(lengths: npt.ArrayLike, num_buckets: int) -> npt.NDArray[np.int64]:
+    """Edges at equal distances between the least and the greatest length: the rule of thumb.
+
+    Args:
+        lengths: Steps of each sequence, at least 1.
+        num_buckets: How many buckets; some may hold no sequence.
+
+    Returns:
+        Rising edges, fewer than `num_buckets` where they would lie less than one step apart.
+
+    Example:
+        >>> uniform_edges([1, 1, 1, 1, 4, 9], 2)
+        array([5, 9])
+    """
+    lengths_N, ranks_K = as_lengths(lengths), _ranks(num_buckets)
+    shortest, longest = int(lengths_N.min()), int(lengths_N.max())
+    return np.unique(shortest - (-ranks_K * (longest - shortest) // num_buckets))
+
+
+def _ranks(num_buckets: int) -> npt.NDArray[np.int64]:
+    """1, 2, ..., K: fractions of K are taken in whole numbers, where rounding cannot move an edge."""
+    return np.arange(1, check_int(num_buckets, name="num_buckets") + 1)

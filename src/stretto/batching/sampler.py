@@ -1,4 +1,17 @@
-"""A batch sampler that draws every batch from one length bucket."""
+"""A batch sampler that draws every batch from one length bucket.
+
+An epoch is a chain of segments. Normally there is one. A change of the batch size or of the number of ranks in the
+middle closes it and plans the sequences that are left again, so that each still comes exactly once:
+
+    segment 0   2 ranks, 32 rows    |b|b|b|b|b|b            6 batches done, then resize(64)
+    segment 1   2 ranks, 64 rows                |B|B|B      3 batches done, then a restart on 4 ranks
+    segment 2   4 ranks, 64 rows                      |B|B|B|...
+
+Each plan is a pure function of seed, epoch, number of the segment, lengths and settings. A state therefore only has to
+say (ranks, rows, batches done) of each segment: whoever loads it replays the plans, not the data.
+
+Shape legend: N sequences, K buckets, M members of a segment.
+"""
 
 import hashlib
 import json
@@ -10,17 +23,16 @@ import numpy.typing as npt
 import torch.distributed
 from torch.utils.data import Sampler
 
-from stretto.batching.cost import Cost, cost_of
-from stretto.batching.edges import bucket_of, optimal_edges
-from stretto.batching.lengths import as_lengths
-from stretto.batching.plan import Buckets, EpochPlan, plan_epoch
-from stretto.batching.report import SamplerReport, report_on
+from stretto.batching.cost import Cost, evaluate_cost
+from stretto.batching.edges import as_lengths, bucket_of, optimal_edges
+from stretto.batching.plan import Buckets, EpochPlan, SamplerReport, measure_plan, plan_epoch
+from stretto.checks import check_int
 from stretto.errors import StrettoError
 
 STATE_VERSION: Final = 2
 
 Segments = tuple[tuple[int, int, int], ...]
-"""Of an epoch whose ranks or batches changed on the way: ranks, most sequences of a batch (0 for any), steps used."""
+"""For each segment of an epoch: ranks, most sequences per batch (0 for any number), batches done."""
 
 
 @final
@@ -29,23 +41,23 @@ class BucketSampler(Sampler[list[int]]):
 
     Buckets are cut where padding costs least (`optimal_edges`). Each epoch draws new batches within the buckets and a
     new order of the batches. The plan of an epoch is a pure function of seed, epoch, lengths and settings, so every
-    rank computes the same one without communication and takes its share: the same bucket on all ranks in the same
-    step, equally many steps, every sequence exactly once. The short last step of a bucket is shared evenly; ranks
+    rank computes the same one without communication and takes its share: the same bucket on all ranks at the same
+    time, equally many batches, every sequence exactly once. The short last group of a bucket is shared evenly; ranks
     for which nothing is left get an empty batch, to be weighted zero.
 
-    Iterating to the end moves on to the next epoch; `set_epoch` chooses one. `resize` goes on with other batches.
+    Iterating to the end moves on to the next epoch; `set_epoch` chooses one. `resize` continues with other batches.
 
     Args:
         lengths: Steps of each sequence, at least 1.
         batch_size: Most sequences of one rank's batch.
         max_padded_steps: Most padded steps (rows times longest) of one rank's batch, a hard cap. Give either or both.
-        num_buckets: How many buckets, or "auto": as many as pay for the ragged tail batch that each one brings.
+        num_buckets: How many buckets, or "auto": as many as save more than the partial last batch that each one adds.
         edges: Bucket edges to use instead of the optimal ones.
-        cost: Of one sequence padded to a length, non-decreasing; None counts steps.
+        cost: The cost of one sequence padded to a length, non-decreasing; None counts steps.
         shuffle: Whether to draw membership and order at random. Otherwise everything is sorted by length.
         seed: Of all draws.
-        rank: This worker; None asks `torch.distributed`, 0 when it is not running.
-        world_size: All workers; None asks `torch.distributed`, 1 when it is not running.
+        rank: This rank; None asks `torch.distributed`, 0 when it is not running.
+        world_size: Number of ranks; None asks `torch.distributed`, 1 when it is not running.
 
     Example:
         >>> sampler = BucketSampler([5, 90, 6, 88], batch_size=2, num_buckets=2)
@@ -68,39 +80,41 @@ class BucketSampler(Sampler[list[int]]):
         world_size: int | None = None,
     ) -> None:
         self._lengths_N = as_lengths(lengths)
-        self._batch_size = self._rows = _positive("batch_size", batch_size)
-        self._max_padded_steps = _positive("max_padded_steps", max_padded_steps)
+        self._batch_size = self._rows = None if batch_size is None else _whole("batch_size", batch_size)
+        self._max_padded_steps = None if max_padded_steps is None else _whole("max_padded_steps", max_padded_steps)
         if batch_size is None and max_padded_steps is None:
-            raise StrettoError("BucketSampler got no size of a batch", fix="Give batch_size, max_padded_steps or both.")
+            raise StrettoError(
+                "BucketSampler got neither batch_size nor max_padded_steps", fix="Give one of them, or both."
+            )
         self._refuse_too_long()
         self._num_buckets = int(num_buckets) if isinstance(num_buckets, np.integer) else num_buckets
         self._cost = cost
-        self._given_edges_K = None if edges is None else self._checked_edges(edges)
+        self._given_edges_K = None if edges is None else self._check_edges(edges)
         self._shuffle = bool(shuffle)
-        self._seed = _not_negative("seed", seed)
-        self.rank, self.world_size = _place(rank, world_size)
+        self._seed = _whole("seed", seed, at_least=0)
+        self.rank, self.world_size = _resolve_rank(rank, world_size)
         self._buckets: dict[tuple[int, int | None], Buckets] = {}
         self._epoch = 0
-        self._earlier: Segments = ()
-        self._previous: tuple[int, Segments] = (-1, ())
-        self._start = self._used = 0
+        self._closed: Segments = ()  # of this epoch, before the current segment
+        self._previous: tuple[int, Segments] = (-1, ())  # the epoch before and its closed segments
+        self._start = self._done = 0  # batches of the current segment: where to begin, how many have been drawn
         self._plan: EpochPlan | None = None
-        _ = self._buckets_in_force
+        _ = self._current_buckets  # so that bad edges or costs are refused now
 
     @property
     def batch_size(self) -> int | None:
-        """Most sequences of one rank's batch, from `resize` or as it was given."""
+        """Most sequences of one rank's batch, as given or as last resized."""
         return self._rows
 
     @property
     def edges(self) -> npt.NDArray[np.int64]:
         """The bucket edges in use, rising; the last is at least the greatest length."""
-        return self._buckets_in_force.edges_K
+        return self._current_buckets.edges_K
 
     @property
     def whole_epoch(self) -> int:
-        """Steps of an epoch that is dealt from its beginning in batches of the size in force."""
-        buckets = self._buckets_in_force
+        """Batches per rank of a whole epoch at the current batch size."""
+        buckets = self._current_buckets
         counts_K = np.bincount(buckets.bucket_N, minlength=len(buckets.edges_K))
         return int((-(-counts_K // (buckets.rows_K * self.world_size))).sum())
 
@@ -117,114 +131,115 @@ class BucketSampler(Sampler[list[int]]):
         return self._plan
 
     def __len__(self) -> int:
-        return self.plan.num_steps
+        return self.plan.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        plan, self._used = self.plan, self._start
-        for step in range(self._start, plan.num_steps):
-            self._used = step + 1
-            yield plan.share(step, rank=self.rank, world_size=self.world_size)
+        plan, self._done = self.plan, self._start
+        for batch in range(self._start, plan.num_batches):
+            self._done = batch + 1
+            yield plan.share(batch, rank=self.rank, world_size=self.world_size)
         if plan is self._plan:
             self._move_to(self._epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch. Naming the current one changes nothing, so a restored position is kept."""
-        if _not_negative("epoch", epoch) != self._epoch:
-            self._move_to(int(epoch))
+        if (epoch := _whole("epoch", epoch, at_least=0)) != self._epoch:
+            self._move_to(epoch)
 
     def resize(self, batch_size: int, *, used: int | None = None) -> None:
-        """Go on with batches of another size: what is left of the epoch is dealt anew, and later epochs have it too.
+        """Continue with batches of another size: plan the rest of the epoch again; later epochs use the new size too.
 
-        An iteration that is under way goes on with the old ones: begin another.
+        An iterator that is already running keeps the old batches: start another.
 
         Args:
             batch_size: Most sequences of one rank's batch.
-            used: The steps that training has used up, where a prefetching loader has drawn more from the sampler.
+            used: The batches that training has done, if a prefetching loader has drawn more from the sampler.
         """
-        rows, used = _positive("batch_size", batch_size), self._used if used is None else _not_negative("used", used)
-        if used > self.plan.num_steps:
-            raise _bad_state(f"{used} of {self.plan.num_steps} steps are used")
-        if used == self.plan.num_steps:
+        rows = _whole("batch_size", batch_size)
+        used = self._done if used is None else _whole("used", used, at_least=0)
+        if used > self.plan.num_batches:
+            raise _bad_state(f"{used} of {self.plan.num_batches} batches are done")
+        if used == self.plan.num_batches:
             self._move_to(self._epoch + 1)
         elif used:
-            self._earlier = (*self._earlier, self._segment(used))
+            self._closed = (*self._closed, self._segment(used))
         self._rows, self._plan = rows, None
-        self._start = self._used = 0
+        self._start = self._done = 0
 
     def state_dict(self, *, epoch: int | None = None, used: int | None = None) -> dict[str, Any]:
-        """The position, as JSON-ready values: the epoch and how many of its steps have been used.
+        """The position, as JSON-ready values: the epoch and how many of its batches are done.
 
         Args:
             epoch: The epoch to record instead of the current one.
-            used: The steps that training has used up, where a prefetching loader has drawn more from the sampler.
+            used: The batches that training has done, if a prefetching loader has drawn more from the sampler.
         """
         if epoch is None or epoch == self._epoch:
-            epoch, earlier, steps = self._epoch, self._earlier, self._used
+            epoch, closed, done = self._epoch, self._closed, self._done
         else:
             # A prefetching loader may have moved the sampler on while training is still in the epoch before.
-            earlier, steps = self._previous[1] if epoch == self._previous[0] else (), 0
+            closed, done = self._previous[1] if epoch == self._previous[0] else (), 0
         return {
             "version": STATE_VERSION,
             "epoch": epoch,
-            "used": [[*segment] for segment in (*earlier, self._segment(steps if used is None else used))],
+            "used": [[*segment] for segment in (*closed, self._segment(done if used is None else used))],
             "digest": self._digest(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state` was taken, without replay, with batches of the size that was in force.
+        """Continue exactly where `state` was taken, with the batch size of that time.
 
-        With another world size the sequences of the epoch that are left are dealt anew: still each exactly once.
+        With another world size the rest of the epoch is planned again: still every sequence exactly once.
         """
         if state.get("version") != STATE_VERSION:
             raise StrettoError(
                 f"the sampler's state has version {state.get('version')!r}, not {STATE_VERSION}",
-                fix="Resume with the version of Stretto that saved it, or begin a new epoch.",
+                fix="Resume with the version of Stretto that saved it, or start a new epoch.",
             )
         if state.get("digest") != self._digest():
             raise StrettoError(
                 "the sampler's state was saved for other lengths or settings",
                 fix="Restore it into a BucketSampler with the same lengths, sizes, buckets, seed and shuffle.",
             )
-        *earlier, (world_size, rows, used) = _segments(state)
+        *closed, (world_size, rows, done) = _segments(state)
         self._rows = rows or None
         self._move_to(int(state["epoch"]))
         if world_size == self.world_size:
-            self._earlier, self._start = tuple(earlier), used
+            self._closed, self._start = tuple(closed), done
         else:
-            self._earlier = (*earlier, (world_size, rows, used)) if used else tuple(earlier)
-        self._used = self._start
-        if self._start > self.plan.num_steps:
-            raise _bad_state(f"{self._start} of {self.plan.num_steps} steps are used")
-        if self._start == self.plan.num_steps:
+            self._closed = (*closed, (world_size, rows, done)) if done else tuple(closed)
+        self._done = self._start
+        if self._start > self.plan.num_batches:
+            raise _bad_state(f"{self._start} of {self.plan.num_batches} batches are done")
+        if self._start == self.plan.num_batches:
             self._move_to(self._epoch + 1)
 
     def report(self) -> SamplerReport:
         """Batches, shapes, padding, largest batch and straggler factor of the current epoch, over all ranks."""
-        return report_on(
+        return measure_plan(
             self.plan,
             lengths_N=self._lengths_N,
-            buckets=self._buckets_in_force,
+            buckets=self._current_buckets,
             world_size=self.world_size,
             epoch=self._epoch,
         )
 
     def _move_to(self, epoch: int) -> None:
-        self._previous = (self._epoch, self._earlier)
-        self._epoch, self._earlier, self._plan = epoch, (), None
-        self._start = self._used = 0
+        self._previous = (self._epoch, self._closed)
+        self._epoch, self._closed, self._plan = epoch, (), None
+        self._start = self._done = 0
 
     def _compute_plan(self) -> EpochPlan:
-        """Replay the segments of an epoch that changed ranks or batches; normally there is just the current one."""
+        """Replay the plans of closed segments to find what they left, and plan that."""
         members_M = np.arange(len(self._lengths_N))
-        for number, (world_size, rows, used) in enumerate(self._earlier):
+        for number, (world_size, rows, done) in enumerate(self._closed):
             plan = self._plan_segment(members_M, number, world_size=world_size, rows=rows or None)
-            if used > plan.num_steps:
-                raise _bad_state(f"{used} of {plan.num_steps} steps were used at world size {world_size}")
-            members_M = plan.unused(used)
-        return self._plan_segment(members_M, len(self._earlier), world_size=self.world_size, rows=self._rows)
+            if done > plan.num_batches:
+                raise _bad_state(f"{done} of {plan.num_batches} batches are done at world size {world_size}")
+            members_M = plan.unused(done)
+        return self._plan_segment(members_M, len(self._closed), world_size=self.world_size, rows=self._rows)
 
-    def _segment(self, used: int) -> tuple[int, int, int]:
-        return self.world_size, self._rows or 0, used
+    def _segment(self, done: int) -> tuple[int, int, int]:
+        return self.world_size, self._rows or 0, done
 
     def _plan_segment(
         self, members_M: npt.NDArray[np.int64], number: int, *, world_size: int, rows: int | None
@@ -238,7 +253,7 @@ class BucketSampler(Sampler[list[int]]):
         )
 
     @property
-    def _buckets_in_force(self) -> Buckets:
+    def _current_buckets(self) -> Buckets:
         return self._buckets_of(self.world_size, self._rows)
 
     def _buckets_of(self, world_size: int, rows: int | None) -> Buckets:
@@ -254,17 +269,17 @@ class BucketSampler(Sampler[list[int]]):
         most = len(self._lengths_N)
         rows_K = np.full(len(edges_K), min(rows or most, most))
         if self._max_padded_steps is not None:
-            # More slots than all sequences have together cap nothing.
+            # More padded steps than all sequences have together cap nothing, and might not fit in an int64.
             capped = min(self._max_padded_steps, most * int(edges_K[-1]))
             rows_K = np.minimum(rows_K, np.maximum(1, capped // edges_K))
         return Buckets(edges_K=edges_K, bucket_N=bucket_of(self._lengths_N, edges_K), rows_K=rows_K)
 
     def _price(self, world_size: int, rows: int | None) -> float:
-        """One more bucket brings one more short step, on average half empty: half a step of average sequences."""
+        """One more bucket adds one more partial group, half empty on average: half a group of average sequences."""
         cost_N = self._lengths_N.astype(np.float64)
         if self._cost is not None:
             distinct, inverse = np.unique(self._lengths_N, return_inverse=True)
-            cost_N = np.abs(cost_of(distinct, self._cost))[inverse]
+            cost_N = np.abs(evaluate_cost(distinct, self._cost))[inverse]
         by_budget = self._max_padded_steps / self._lengths_N.mean() if self._max_padded_steps is not None else np.inf
         return float(min(rows or np.inf, by_budget) * world_size * cost_N.mean() / 2)
 
@@ -277,7 +292,7 @@ class BucketSampler(Sampler[list[int]]):
                 fix="Raise max_padded_steps to at least that, or shorten or remove the sequence.",
             )
 
-    def _checked_edges(self, edges: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    def _check_edges(self, edges: npt.ArrayLike) -> npt.NDArray[np.int64]:
         try:
             edges_K = as_lengths(edges)
         except StrettoError as error:
@@ -299,34 +314,25 @@ class BucketSampler(Sampler[list[int]]):
         settings = [self._batch_size, self._max_padded_steps, self._num_buckets, self._shuffle, self._seed]
         hasher = hashlib.sha256(json.dumps(settings).encode())
         if self._cost is not None:
-            hasher.update(cost_of(np.unique(self._lengths_N), self._cost).tobytes())
+            hasher.update(evaluate_cost(np.unique(self._lengths_N), self._cost).tobytes())
         hasher.update(self._lengths_N.tobytes())
         hasher.update(self._buckets_of(1, self._batch_size).edges_K.tobytes())
         return hasher.hexdigest()[:16]
 
 
-def _whole(name: str, value: Any, *, least: int) -> int:
-    whole = isinstance(value, int | np.integer) or (isinstance(value, float | np.floating) and value % 1 == 0)
-    if not whole or isinstance(value, bool) or value < least:
-        raise StrettoError(f"{name}={value!r} cannot be used", fix=f"Give a whole number of at least {least}.")
-    return int(value)
-
-
-def _positive(name: str, value: int | None) -> int | None:
-    return None if value is None else _whole(name, value, least=1)
-
-
-def _not_negative(name: str, value: int) -> int:
-    return _whole(name, value, least=0)
+def _whole(name: str, value: Any, *, at_least: int = 1) -> int:
+    """A whole number; settings such as 6e5 are floats and welcome."""
+    whole_float = isinstance(value, float | np.floating) and value % 1 == 0
+    return check_int(int(value) if whole_float else value, name=name, at_least=at_least)
 
 
 def _segments(state: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """World sizes and sizes of batches with the steps used at each, as `state_dict` wrote them."""
+    """The segments that `state_dict` wrote."""
     used = state.get("used")
     found = [tuple(segment) for segment in used] if isinstance(used, list) else []
     if not found or not all(len(segment) == 3 and segment[0] >= 1 and min(segment) >= 0 for segment in found):
         raise _bad_state(f"used={used!r}")
-    return [(int(world_size), int(rows), int(steps)) for world_size, rows, steps in found]
+    return [(int(world_size), int(rows), int(done)) for world_size, rows, done in found]
 
 
 def _bad_state(what: str) -> StrettoError:
@@ -335,13 +341,13 @@ def _bad_state(what: str) -> StrettoError:
     )
 
 
-def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     running = torch.distributed.is_available() and torch.distributed.is_initialized()
     if world_size is None:
         world_size = torch.distributed.get_world_size() if running else 1
     if rank is None:
         rank = torch.distributed.get_rank() if running else 0
-    rank, world_size = _not_negative("rank", rank), _whole("world_size", world_size, least=1)
+    rank, world_size = _whole("rank", rank, at_least=0), _whole("world_size", world_size)
     if rank >= world_size:
         raise StrettoError(f"rank={rank} does not fit world_size={world_size}", fix="Give 0 <= rank < world_size.")
     return rank, world_size
