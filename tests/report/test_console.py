@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from stretto.report import console_view
-from stretto.report.console import LiveView, PlainView, shown_metric
+from stretto.report.console import LiveView, PlainView, format_metric
 from stretto.training import Event, Subscriber
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
@@ -112,11 +112,11 @@ def test_plain_lines_have_the_numbers_of_the_events() -> None:
         "handwriting: ink [red]of[/nobody], 4,321 train, 432 valid, 431 test sequences, 987,654 steps; "
         "123,456 parameters, 2 threads"
     )
-    assert "7 buckets, 5 batches an epoch, padding 6.1% (shuffled: 43.7%), so 1.8 times fewer slots" in lines[1]
+    assert "7 buckets, 5 batches per epoch, padding 6.1% (shuffled: 43.7%), so 1.8 times fewer slots" in lines[1]
     assert lines[2] == "note: a split was drawn [bold]"
     assert lines[3] == "epoch   1  train 1.2346  valid 2.3457  cer 12.35%     45,679 steps/s  padding 6.8%  3.2 s"
     assert "valid 1.5000  cer 50.00%" in lines[4]
-    assert lines[5] == "resumed at step 7, epoch 2"
+    assert lines[5] == "resumed at update 7, epoch 2"
     assert lines[6] == "warning: the checkpoint [/bold] cannot be used"
     table = [line.strip("│┃ ").split() for line in lines[8:]]
     shown = {row[0]: row for row in table if row}
@@ -138,7 +138,7 @@ def test_plain_lines_have_the_numbers_of_the_events() -> None:
     ],
 )
 def test_rates_are_shown_as_percentages(name: str, value: float, shown: str) -> None:
-    assert shown_metric(name, value) == shown
+    assert format_metric(name, value) == shown
 
 
 def test_the_live_view_shows_all_that_the_plain_one_does() -> None:
@@ -216,3 +216,31 @@ def test_an_interruption_takes_the_bar_away() -> None:
         view(_started())
         view({"event": "interrupted", "time": 1.0, "step": 1})
         assert _printed(console).count(SHOW) == 1
+
+
+def test_the_terminal_shows_residual_fallback_and_memory_of_a_solver() -> None:
+    solving = {
+        "solver": "carried",
+        "exact": False,
+        "batches": 7,
+        "residual_mean": 0.0123,
+        "residual_max": 0.456,
+        "fell_back": 2,
+        "cache_bytes": 3 << 20,
+    }
+    console = _console(terminal=False)
+    view = PlainView(console)
+    view(_started(settings={"solver": "carried"}))
+    for epoch, own in enumerate((solving, solving | {"exact": True}), start=1):
+        view(_epoch(epoch, solving=own))
+    view(_epoch(3))
+    view(_finished(solving=solving | {"batches": 14}))
+    text = _printed(console)
+    lines = [line for line in text.splitlines() if line.startswith("epoch")]
+    assert "solver carried: approximate" in text
+    assert lines[0].endswith("3.2 s  residual 0.012, at most 0.46, 2 of 7 fell back")
+    assert lines[1].endswith("3.2 s  exact")
+    assert lines[2].endswith("3.2 s")
+    assert "carried, 2 of 14 batches fell back" in text
+    assert "0.012 on average in the end, at most 0.46" in text
+    assert "3 MB" in text

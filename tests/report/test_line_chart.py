@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from stretto.report import Line, line_chart
-from stretto.report.line_chart import HEIGHT, WIDTH
+from stretto.report.plot import CHART_HEIGHT, CHART_WIDTH
 
 TICKS = [(0.0, "0"), (1.0, "1")]
 
@@ -29,7 +29,7 @@ def test_higher_values_lie_higher_and_inside() -> None:
     assert rising[0][1] > rising[1][1] > rising[2][1]
     assert rising[1][1] == pytest.approx((rising[0][1] + rising[2][1]) / 2, abs=0.1)
     assert [x for x, _ in level] == [x for x, _ in rising[:2]]
-    assert all(0 < x < WIDTH and 0 < y < HEIGHT for line in (rising, level) for x, y in line)
+    assert all(0 < x < CHART_WIDTH and 0 < y < CHART_HEIGHT for line in (rising, level) for x, y in line)
 
 
 def test_names_do_not_touch() -> None:

@@ -430,7 +430,7 @@ def test_a_whole_job_tells_residual_and_memory(tmp_path: Path) -> None:
     assert read_events(tmp_path / "run")[-1]["solving"] == told
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
     assert "Parallel in time" in page
-    assert "Told, not exact" in page
+    assert "Approximate" in page
 
 
 def test_a_run_without_epochs_has_no_summary() -> None:

@@ -1,10 +1,7 @@
-"""Events to what a person sees: the console and HTML pages."""
+"""What a person sees of data and runs: the terminal, HTML pages and plots."""
 
 from stretto.report.console import console_view
-from stretto.report.inspection import inspect_lengths, render
-from stretto.report.inspection_page import write_inspection_page
-from stretto.report.length_histogram import length_histogram
-from stretto.report.line_chart import Line, line_chart
+from stretto.report.inspect_page import Inspection, inspect_lengths, length_histogram, render, write_inspection_page
 from stretto.report.page import (
     BigNumber,
     Html,
@@ -22,8 +19,8 @@ from stretto.report.page import (
     paragraph,
     sentence,
 )
-from stretto.report.plot import AMBER, BLUE, GREY, PALE, TEAL, log_axis, plot
-from stretto.report.run_report import write_run_report
+from stretto.report.plot import AMBER, BLUE, GREY, PALE, TEAL, Line, line_chart, log_axis, plot
+from stretto.report.run_page import write_run_report
 
 __all__ = [
     "AMBER",
@@ -33,6 +30,7 @@ __all__ = [
     "TEAL",
     "BigNumber",
     "Html",
+    "Inspection",
     "Line",
     "Section",
     "bullets",

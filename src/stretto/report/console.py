@@ -1,4 +1,4 @@
-"""A run on the terminal: a live display, or plain lines where the output is no terminal."""
+"""A run on the terminal: a live display, or plain lines where the output is not a terminal."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -10,21 +10,21 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Table
 from rich.text import Text
 
-from stretto.report.batch_panel import is_worth_telling
-from stretto.report.solver_panel import bytes_in_words, small
+from stretto.report.figures import is_share
+from stretto.report.run_page import format_bytes, format_residual, is_reported
 from stretto.training import Event, Subscriber
 
 SOLVERS: Final = {
-    "auto": "exact within the tolerance, in the way that is expected to be fastest",
+    "auto": "exact within the tolerance, by whatever is expected to be fastest",
     "shooting": "exact within the tolerance",
-    "carried": "one sweep from where sequences were last time; told, not exact: mind the residual",
-    "multigrid": "as published; told, not exact: mind the residual",
+    "carried": "approximate: one sweep from the states of the last visit; watch the residual",
+    "multigrid": "approximate, as published; watch the residual",
 }
 
 
 @contextlib.contextmanager
 def console_view(console: Console | None = None) -> Iterator[Subscriber]:
-    """A subscriber that shows events on the terminal, which is as it was afterwards, however the run ends."""
+    """A subscriber that shows events on the terminal, and restores the terminal however the run ends."""
     console = console or Console()
     if not console.is_terminal:
         yield PlainView(console)
@@ -38,7 +38,7 @@ def console_view(console: Console | None = None) -> Iterator[Subscriber]:
 
 @final
 class PlainView:
-    """One line an epoch, for logs and pipes."""
+    """One line per epoch, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -52,8 +52,8 @@ class PlainView:
         elif kind == "epoch":
             self._print(epoch_line(event))
         elif kind == "resumed":
-            self._print(f"resumed at step {event['step']}, epoch {event['epoch'] + 1}")
-        elif kind == "batch" and is_worth_telling(event):
+            self._print(f"resumed at update {event['step']}, epoch {event['epoch'] + 1}")
+        elif kind == "batch" and is_reported(event):
             self._print(batch_line(event))
         elif kind == "warning":
             self._print(f"warning: {event['message']}")
@@ -66,7 +66,7 @@ class PlainView:
 
 @final
 class LiveView:
-    """A progress bar for the epoch under way, with a line for each that is done."""
+    """A progress bar for the epoch under way, and a line for each finished one."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -105,12 +105,12 @@ class LiveView:
             self._progress.update(self._bar, total=event["step"] + event["steps_left"])
         if kind == "epoch":
             self._reset()
-            shown = f"{event['metric']} {shown_metric(event['metric'], event['value'])}"
+            shown = f"{event['metric']} {format_metric(event['metric'], event['value'])}"
             self._progress.update(self._bar, metric=shown)
         self._plain(event)
 
     def close(self) -> None:
-        """Take the bar away and show the cursor again."""
+        """Remove the bar and show the cursor again."""
         self._live.stop()
 
     def _reset(self) -> None:
@@ -147,7 +147,7 @@ def start_lines(event: Event) -> list[str]:
         f"{event['parameters']:,} parameters, {event['threads']} threads",
         f"{report['streams']} streams in {report['batches']} windows of {report['window']} steps"
         if "streams" in report
-        else f"{report['num_buckets']} buckets, {report['batches']} batches an epoch, padding {report['padding']:.1%} "
+        else f"{report['num_buckets']} buckets, {report['batches']} batches per epoch, padding {report['padding']:.1%} "
         f"(shuffled: {event['shuffled_padding']:.1%}), so {event['slot_ratio']:.1f} times fewer slots",
     ]
     solver = (event.get("settings") or {}).get("solver", "serial")
@@ -160,7 +160,7 @@ def epoch_line(event: Event) -> str:
     """One epoch in one line."""
     return (
         f"epoch {event['epoch']:>3}  train {event['train_loss']:.4f}  valid {event['valid_loss']:.4f}  "
-        f"{event['metric']} {shown_metric(event['metric'], event['value'])}  "
+        f"{event['metric']} {format_metric(event['metric'], event['value'])}  "
         f"{event['steps_per_second']:>9,.0f} steps/s  padding {event['padding']:.1%}  {event['seconds']:.1f} s"
         f"{_solving(event['solving']) if 'solving' in event else ''}"
     )
@@ -171,17 +171,18 @@ def batch_line(event: Event) -> str:
     return f"batch {event['batch_size']}, rate {event['rate']:.3g}: {event['reason']}"
 
 
-def _solving(told: Mapping[str, Any]) -> str:
-    """What the solver left over, in a few words."""
-    if told["exact"]:
+def _solving(solving: Mapping[str, Any]) -> str:
+    """What a solver left over, in a few words."""
+    if solving["exact"]:
         return "  exact"
-    fell_back = f", {told['fell_back']} of {told['batches']} fell back" if told["fell_back"] else ""
-    return f"  residual {small(told['residual_mean'])}, at most {small(told['residual_max'])}{fell_back}"
+    fell_back = f", {solving['fell_back']} of {solving['batches']} fell back" if solving["fell_back"] else ""
+    mean, most = format_residual(solving["residual_mean"]), format_residual(solving["residual_max"])
+    return f"  residual {mean}, at most {most}{fell_back}"
 
 
-def shown_metric(name: str, value: float) -> str:
-    """Rates as percentages, anything else as a number."""
-    return f"{value:.2%}" if name.startswith(("cer", "accuracy")) else f"{value:.3f}"
+def format_metric(name: str, value: float) -> str:
+    """Shares as percentages, anything else as a number."""
+    return f"{value:.2%}" if is_share(name) else f"{value:.3f}"
 
 
 def result_table(event: Event) -> Table:
@@ -189,7 +190,7 @@ def result_table(event: Event) -> Table:
     table = Table(title="Result on the test part", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
-    rows: list[tuple[str, Any]] = [(name, shown_metric(name, value)) for name, value in event["metrics"].items()]
+    rows: list[tuple[str, Any]] = [(name, format_metric(name, value)) for name, value in event["metrics"].items()]
     rows += [
         ("epochs", event["epochs"]),
         ("seconds", f"{event['seconds']:.1f}"),
@@ -197,13 +198,15 @@ def result_table(event: Event) -> Table:
         ("padding", f"{event['padding']:.1%}"),
         ("slots saved", f"{event['slot_ratio']:.1f} times fewer than shuffled batches"),
     ]
-    told = event.get("solving")
-    if told:
-        rows.append(("solver", f"{told['solver']}, {told['fell_back']} of {told['batches']} batches fell back"))
-        last = f"{small(told['residual_mean'])} on average in the end, at most {small(told['residual_max'])}"
-        rows.append(("residual", last))
-        if told["cache_bytes"] is not None:
-            rows.append(("memory carried", bytes_in_words(told["cache_bytes"])))
+    solving = event.get("solving")
+    if solving:
+        mean, most = format_residual(solving["residual_mean"]), format_residual(solving["residual_max"])
+        rows.append(
+            ("solver", f"{solving['solver']}, {solving['fell_back']} of {solving['batches']} batches fell back")
+        )
+        rows.append(("residual", f"{mean} on average in the end, at most {most}"))
+        if solving["cache_bytes"] is not None:
+            rows.append(("memory for boundary states", format_bytes(solving["cache_bytes"])))
     for name, value in rows:
         table.add_row(name, str(value))
     return table

@@ -1,8 +1,9 @@
 """The plots of one run.
 
-Shape legend: S steps that were recorded.
+Shape legend: S updates that were recorded, H bins of lengths, K buckets.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -11,13 +12,16 @@ import numpy.typing as npt
 from stretto.batching import bucket_of
 from stretto.extras import optional
 from stretto.report.page import Html, escaped, figure, sentence
-from stretto.report.plot import AMBER, BLUE, BY_BUCKET, GREY, PALE, TEAL, log_axis, plot
-from stretto.report.record import Numbers, RunRecord
+from stretto.report.plot import AMBER, BLUE, BY_BUCKET, GREY, PALE, TEAL, line, log_axis, plot, points
+from stretto.report.record import Event, Numbers, RunRecord
 
-MOST_POINTS = 3000
-LEAST_WINDOW = 5
-SLOW = 4.0
+MAX_POINTS = 3000
+MIN_WINDOW: Final = 5
+SLOW: Final = 4.0
+"""Updates slower than this times the 90 % quantile are left outside the frame."""
+MAX_EDGE_LABELS: Final = 14
 METRIC_NAMES: Final = {"cer": "character error rate"}
+RANK_COLOURS: Final = (BLUE, AMBER, TEAL, GREY)
 
 
 def metric_name(metric: str) -> str:
@@ -27,163 +31,250 @@ def metric_name(metric: str) -> str:
 
 
 def is_share(metric: str) -> bool:
-    """Whether a metric is a share, to be shown in per cent."""
+    """Whether a metric is a share, shown in per cent."""
     return metric.partition("_")[0] in ("cer", "accuracy", "padding")
 
 
 def loss_figure(record: RunRecord) -> Html:
-    """Training loss a step and an epoch, and validation loss."""
-    steps, draw = record.steps, optional("plotly.graph_objects").Scatter
-    drawn = _drawn(steps.step_S)
-    window = max(LEAST_WINDOW, len(steps) // 50)
+    """Training loss per update and per epoch, and validation loss."""
+    steps = record.steps
+    drawn = thin(np.arange(len(steps)))
+    window = max(MIN_WINDOW, len(steps) // 50)
     traces = []
     if len(steps):
+        smooth_S = running_mean(steps.loss_S, window=window)
         traces = [
-            draw(x=steps.step_S[drawn], y=steps.loss_S[drawn], name="train, a step", mode="lines", line=_line(PALE, 1)),
-            draw(
-                x=steps.step_S[drawn],
-                y=running_mean(steps.loss_S, window=window)[drawn],
-                name=f"train, mean of {window} steps",
-                mode="lines",
-                line=_line(BLUE, 2),
-            ),
+            line(steps.step_S[drawn], steps.loss_S[drawn], name="train, per update", colour=PALE, width=1),
+            line(steps.step_S[drawn], smooth_S[drawn], name=f"train, mean of {window} updates", colour=BLUE),
         ]
     ends = _of_epochs(record, "step")
     middles = (ends + np.concatenate([[0.0], ends[:-1]])) / 2 if len(ends) else ends
-    epochs = (("train, mean of an epoch", "train_loss", TEAL, middles), ("validation", "valid_loss", AMBER, ends))
+    epochs = (("train, mean per epoch", "train_loss", TEAL, middles), ("validation", "valid_loss", AMBER, ends))
     for name, key, colour, at in epochs:
         values = _of_epochs(record, key)
         if np.isfinite(values).any():
-            traces.append(draw(x=at, y=values, name=name, mode="lines+markers", line=_line(colour, 2)))
+            traces.append(line(at, values, name=name, colour=colour, markers=True))
     shown = np.concatenate([steps.loss_S, _of_epochs(record, "train_loss"), _of_epochs(record, "valid_loss")])
     shown = shown[np.isfinite(shown)]
-    log = len(shown) > 0 and shown.min() > 0 and shown.max() / shown.min() > 20
-    picture = plot(
-        traces,
-        name="loss",
-        x={"title": "step"},
-        y=log_axis("loss (log scale)", shown.tolist()) if log else {"title": "loss"},
-        height=360,
-    )
+    is_log = len(shown) > 0 and shown.min() > 0 and shown.max() / shown.min() > 20
+    y = log_axis("loss (log scale)", shown.tolist()) if is_log else {"title": "loss"}
     text = "The mean of an epoch is drawn at its middle, validation at its end." if record.epochs else ""
+    picture = plot(traces, name="loss", x={"title": "update"}, y=y, height=360)
     return figure(picture, title="Loss", caption=_caption(text, drawn, len(steps)), wide=True)
 
 
 def metric_figure(record: RunRecord) -> Html:
-    """The task's metric on validation data, an epoch a point."""
+    """The task's metric on validation data, one point per epoch."""
     name = metric_name(record.metric)
-    trace = optional("plotly.graph_objects").Scatter(
-        x=_of_epochs(record, "epoch"), y=_of_epochs(record, "value"), mode="lines+markers", line=_line(AMBER, 2)
-    )
+    trace = line(_of_epochs(record, "epoch"), _of_epochs(record, "value"), colour=AMBER, markers=True)
     whole = {"dtick": 1} if len(record.epochs) <= 12 else {}
-    picture = plot(
-        [trace],
-        name="metric",
-        x={"title": "epoch"} | whole,
-        y={"title": escaped(name), "rangemode": "tozero", "tickformat": ".0%" if is_share(record.metric) else ""},
-        legend=False,
-    )
+    tickformat = ".0%" if is_share(record.metric) else ""
+    y = {"title": escaped(name), "rangemode": "tozero", "tickformat": tickformat}
+    picture = plot([trace], name="metric", x={"title": "epoch"} | whole, y=y, legend=False)
     return figure(picture, title=sentence(name), caption="On the validation sequences, after each epoch.")
 
 
 def padding_figure(record: RunRecord) -> Html:
-    """The share of slots that is padding, step by step."""
-    steps, draw = record.steps, optional("plotly.graph_objects").Scatter
-    drawn = _drawn(steps.step_S)
-    window = max(LEAST_WINDOW, len(steps) // 50)
+    """The share of slots that is padding, update by update."""
+    steps = record.steps
+    drawn = thin(np.arange(len(steps)))
+    window = max(MIN_WINDOW, len(steps) // 50)
+    together_S = 1 - running_mean(steps.real_S, window=window) / running_mean(steps.slots_S, window=window)
+    small = {"color": PALE, "size": 3}
     traces = [
-        draw(
-            x=steps.step_S[drawn],
-            y=steps.padding_by_step[drawn],
-            name="a step",
-            mode="markers",
-            marker={"color": PALE, "size": 3},
-        ),
-        draw(
-            x=steps.step_S[drawn],
-            y=(1 - running_mean(steps.real_S, window=window) / running_mean(steps.slots_S, window=window))[drawn],
-            name=f"{window} steps together",
-            mode="lines",
-            line=_line(BLUE, 2),
-        ),
+        points(steps.step_S[drawn], steps.padding_by_step[drawn], name="per update", marker=small),
+        line(steps.step_S[drawn], together_S[drawn], name=f"{window} updates together", colour=BLUE),
     ]
     shuffled = record.started.get("shuffled_padding")
     if shuffled is not None:
         ends = [steps.step_S[0], steps.step_S[-1]]
-        traces.append(
-            draw(
-                x=ends, y=[shuffled] * 2, name="shuffled batches", mode="lines", line=_line(AMBER, 2) | {"dash": "dash"}
-            )
-        )
-    picture = plot(
-        traces,
-        name="padding",
-        x={"title": "step"},
-        y={"title": "padding", "tickformat": ".0%", "rangemode": "tozero"},
-    )
-    return figure(
-        picture,
-        title="Padding over time",
-        caption=_caption("The share of each batch that is padding.", drawn, len(steps)),
-    )
+        traces.append(line(ends, [shuffled] * 2, name="shuffled batches", colour=AMBER, dash="dash"))
+    y = {"title": "padding", "tickformat": ".0%", "rangemode": "tozero"}
+    picture = plot(traces, name="padding", x={"title": "update"}, y=y)
+    caption = _caption("The share of each batch that is padding.", drawn, len(steps))
+    return figure(picture, title="Padding over time", caption=caption)
 
 
 def shapes_figure(record: RunRecord) -> Html:
     """The shapes of the batches: sequences against padded length."""
     steps = record.steps
-    drawn = _drawn(steps.step_S)
+    drawn = thin(np.arange(len(steps)))
     bucket_S = _bucket(record, drawn)
-    trace = optional("plotly.graph_objects").Scatter(
-        x=steps.length_S[drawn],
-        y=steps.rows_S[drawn],
-        mode="markers",
+    trace = points(
+        steps.length_S[drawn],
+        steps.rows_S[drawn],
         marker=_by_bucket(bucket_S, size=6),
         customdata=np.stack([steps.slots_S[drawn], bucket_S], axis=1),
         hovertemplate="%{y} sequences of %{x} steps: %{customdata[0]:,} slots, bucket %{customdata[1]}<extra></extra>",
     )
-    picture = plot(
-        [trace],
-        name="shapes",
-        x={"title": "padded length in steps", "rangemode": "tozero"},
-        y={"title": "sequences in the batch", "rangemode": "tozero"},
-        legend=False,
-    )
-    text = "A point a step, coloured by bucket from the shortest sequences (light) to the longest (dark)."
+    x, y = ({"title": title, "rangemode": "tozero"} for title in ("padded length in steps", "sequences in the batch"))
+    picture = plot([trace], name="shapes", x=x, y=y, legend=False)
+    text = "One point per update, coloured by bucket from the shortest sequences (light) to the longest (dark)."
     return figure(picture, title="Shapes of the batches", caption=_caption(text, drawn, len(steps)))
 
 
 def time_figure(record: RunRecord) -> Html:
-    """What a step takes against the slots of its batch."""
+    """Milliseconds per update against the slots of its batch."""
     steps = record.steps
     timed = np.flatnonzero(np.isfinite(steps.took_S))
-    drawn = timed[_drawn(timed)]
-    bucket_S = _bucket(record, drawn)
+    drawn = thin(timed)
     took = steps.took_S[timed]
     usual = took <= SLOW * np.quantile(took, 0.9)
     above = int((~usual).sum())
-    trace = optional("plotly.graph_objects").Scatter(
-        x=steps.slots_S[drawn],
-        y=steps.took_S[drawn] * 1000,
-        mode="markers",
-        marker=_by_bucket(bucket_S, size=5),
+    trace = points(
+        steps.slots_S[drawn],
+        steps.took_S[drawn] * 1000,
+        marker=_by_bucket(_bucket(record, drawn), size=5),
         customdata=np.stack([steps.rows_S[drawn], steps.length_S[drawn]], axis=1),
         hovertemplate="%{y:.1f} ms for %{customdata[0]} sequences of %{customdata[1]} steps<extra></extra>",
     )
+    x = {"title": "slots of the batch (sequences times padded length)", "rangemode": "tozero"}
+    y = {"title": "milliseconds per update", "range": [0, 1150 * float(took[usual].max())]}
+    picture = plot([trace], name="time", x=x, y=y, legend=False)
+    text = "From one recorded update to the next where nothing but training lay between; colours are the buckets."
+    if above:
+        text += f" {above:,} slower {'update lies' if above == 1 else 'updates lie'} above the frame."
+    return figure(picture, title="Time per update", caption=_caption(text, drawn, len(timed)))
+
+
+def lengths_figure(*, bounds: Sequence[float], counts: Sequence[int], edges: Sequence[int], whose: str) -> Html:
+    """The histogram of lengths, one bar per bin, with a line at each bucket edge.
+
+    Args:
+        bounds: Where the bins begin, and the end of the last, one more than there are bins. A bin holds its begin
+            but not its end; the last reaches at least to the last edge.
+        counts: Sequences in each bin.
+        edges: Bucket edges; none draws the bars alone.
+        whose: Which sequences, for the caption.
+    """
+    edges_K = np.asarray(edges, dtype=np.float64)
+    low_H = np.ceil(np.asarray(bounds[:-1], dtype=np.float64))
+    high_H = np.ceil(np.asarray(bounds[1:], dtype=np.float64)) - 1
+    high_H[-1:] = np.maximum(high_H[-1:], edges_K.max(initial=0))
+    # Lengths are whole, so a bar spans half a step below its shortest to half a step above its longest.
+    bars = optional("plotly.graph_objects").Bar(
+        x=(low_H + high_H) / 2,
+        y=np.asarray(counts),
+        width=high_H - low_H + 1,
+        marker={"color": BLUE, "opacity": 0.75, "line": {"width": 0.5, "color": "#ffffff"}},
+        customdata=np.stack([low_H, high_H], axis=1),
+        hovertemplate="%{customdata[0]} to %{customdata[1]} steps: %{y:,} sequences<extra></extra>",
+    )
+    style = {"type": "line", "y0": 0, "y1": 1, "yref": "paper", "line": {"color": AMBER, "width": 1}}
     picture = plot(
-        [trace],
-        name="time",
-        x={"title": "slots of the batch (sequences times padded length)", "rangemode": "tozero"},
-        y={"title": "milliseconds a step", "range": [0, 1150 * float(took[usual].max())]},
+        [bars],
+        name="lengths",
+        x={"title": "steps of a sequence", "rangemode": "tozero"},
+        y={"title": "sequences"},
+        height=300,
+        shapes=[{"x0": edge, "x1": edge, **style} for edge in edges_K + 0.5],
+        annotations=_edge_labels(edges_K, span=float(bounds[-1])),
         legend=False,
     )
-    text = "From one recorded step to the next where nothing but training lay between; colours are the buckets."
-    if above:
-        text += f" {above:,} slower {'step lies' if above == 1 else 'steps lie'} above the frame."
-    return figure(picture, title="Time of a step", caption=_caption(text, drawn, len(timed)))
+    caption = f"{sum(counts):,} {whose}."
+    if len(edges) == 1:
+        caption += " The line is the edge of the only bucket."
+    elif len(edges):
+        caption += (
+            f" Lines are the {len(edges)} bucket edges: a batch draws all its sequences from between two of them."
+        )
+    return figure(picture, title="Lengths and bucket edges", caption=caption, wide=True)
+
+
+def rank_figures(epochs: Sequence[Event]) -> list[Html]:
+    """Speed and waiting of each rank, epoch by epoch."""
+    at = [event["epoch"] for event in epochs]
+
+    def lines(key: str) -> list[Any]:
+        return [
+            line(
+                at,
+                [event[key][rank] / max(event["seconds"][rank], 1e-9) for event in epochs],
+                name=f"rank {rank}",
+                colour=RANK_COLOURS[rank % len(RANK_COLOURS)],
+                markers=True,
+            )
+            for rank in range(len(epochs[0][key]))
+        ]
+
+    x, share = {"title": "epoch"}, {"title": "share of time", "tickformat": ".0%"}
+    return [
+        figure(
+            plot(lines("steps_real"), name="rank-speed", x=x, y={"title": "real steps per second"}),
+            title="Speed of each rank",
+            caption="Its own sequences, without padding.",
+        ),
+        figure(
+            plot(lines("waited"), name="rank-wait", x=x, y=share),
+            title="Waiting for the slowest",
+            caption="Time between a rank's own gradients and their sum over all ranks.",
+        ),
+    ]
+
+
+def batch_size_figure(record: RunRecord) -> Html:
+    """The batch in force and the noise scale, along training."""
+    decisions = record.decisions
+    first = (record.started.get("settings") or {}).get("base_batch_size")
+    start = record.probed.get("batch_size") or first or decisions[0]["batch_size"]
+    end = max(float(decisions[-1]["step"]), float(record.steps.step_S[-1]) if len(record.steps) else 0.0)
+    at = [0.0, *(float(event["step"]) for event in decisions), end]
+    sizes = [start, *(event["batch_size"] for event in decisions), decisions[-1]["batch_size"]]
+    traces = [line(at, sizes, name="batch size", colour=BLUE, shape="hv")]
+    noise = [(event["step"], event["noise_scale"]) for event in decisions if (event["noise_scale"] or 0) > 0]
+    if noise:
+        traces.append(line(*zip(*noise, strict=True), name="noise scale", colour=AMBER, markers=True))
+    back = [(event["step"], event["batch_size"]) for event in decisions if event["action"] == "roll-back"]
+    if back:
+        marker = {"color": TEAL, "size": 11, "symbol": "x"}
+        traces.append(points(*zip(*back, strict=True), name="rolled back", marker=marker))
+    heights = [float(value) for value in sizes] + [float(scale) for _, scale in noise]
+    y = log_axis("sequences (log scale)", heights)
+    caption = "A batch much smaller than the noise scale is mostly noise; one much larger wastes data."
+    picture = plot(traces, name="batch-size", x={"title": "update"}, y=y)
+    return figure(picture, title="Batch size and noise scale", caption=caption)
+
+
+def probe_figure(entries: Sequence[Event]) -> Html:
+    """Real time steps per second against the batch size, one line per length."""
+    traces = []
+    for number, length in enumerate(sorted({entry["length"] for entry in entries})):
+        own = [entry for entry in entries if entry["length"] == length]
+        sizes, speeds = zip(*((e["batch_size"], e["num_steps"] / e["seconds"]) for e in own), strict=True)
+        colour = (BLUE, TEAL, AMBER, GREY)[number % 4]
+        traces.append(line(sizes, speeds, name=f"{length} steps", colour=colour, markers=True))
+    x = log_axis("batch size (log scale)", [float(entry["batch_size"]) for entry in entries])
+    caption = "Forward, backward and optimiser, the fastest of a few, on a copy of the model before training."
+    picture = plot(traces, name="probe", x=x, y={"title": "real steps/s"})
+    return figure(picture, title="Throughput of larger batches", caption=caption)
+
+
+def residual_figure(record: RunRecord, epochs: Sequence[Event]) -> Html | None:
+    """The residual of a solver along training; None if it is 0 throughout."""
+    steps = record.steps
+    shown_S = thin(np.flatnonzero(steps.residual_S > 0))
+    traces, heights = [], steps.residual_S[shown_S].tolist()
+    if heights:
+        small = {"color": PALE, "size": 4}
+        traces.append(points(steps.step_S[shown_S], steps.residual_S[shown_S], name="per update", marker=small))
+    for key, name, colour in (("residual_mean", "mean per epoch", BLUE), ("residual_max", "largest", AMBER)):
+        found = [(epoch["step"], epoch["solving"][key]) for epoch in epochs if epoch["solving"][key] > 0]
+        heights += [value for _, value in found]
+        if found:
+            traces.append(line(*zip(*found, strict=True), name=name, colour=colour, markers=True))
+    if not heights:
+        return None
+    y = log_axis("residual (log scale)", heights)
+    if max(heights) / min(heights) > 1e3:
+        # Over many powers of ten, a tick for each of some of them alone.
+        y = {"title": y["title"], "type": "log", "exponentformat": "power", "dtick": 1}
+    caption = "An epoch is drawn at its end; residuals of 0 are not drawn."
+    picture = plot(traces, name="residual", x={"title": "update"}, y=y)
+    return figure(picture, title="Residual along training", caption=caption, wide=True)
 
 
 def running_mean(values_S: Numbers, *, window: int) -> Numbers:
-    """The mean of each value and those before it, `window` in all or as many as there are; NaN counts for nothing."""
+    """The mean of each value and those before it, `window` in all or as many as there are; NaN is left out."""
     known_S = np.isfinite(values_S)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known_S, values_S, 0.0))])
     counts = np.concatenate([[0], np.cumsum(known_S)])
@@ -192,8 +283,10 @@ def running_mean(values_S: Numbers, *, window: int) -> Numbers:
     return np.where(nums_S > 0, totals_S / np.maximum(nums_S, 1), np.nan)
 
 
-def _line(colour: str, width: int) -> dict[str, Any]:
-    return {"color": colour, "width": width}
+def thin(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """All places, or evenly spaced ones when they are more than a page can take."""
+    count = len(places)
+    return places[np.unique(np.linspace(0, count - 1, min(count, MAX_POINTS)).round().astype(np.int64))]
 
 
 def _of_epochs(record: RunRecord, key: str) -> Numbers:
@@ -201,21 +294,13 @@ def _of_epochs(record: RunRecord, key: str) -> Numbers:
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def _drawn(values_S: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """All steps, or evenly spaced ones when they are more than a page can take."""
-    count = len(values_S)
-    return np.unique(np.linspace(0, count - 1, min(count, MOST_POINTS)).round().astype(np.int64))
-
-
 def _caption(text: str, drawn: npt.NDArray[np.int64], count: int) -> str:
-    told = (
-        f"{len(drawn):,} of {count:,} steps are drawn, evenly spaced; means are over all." if len(drawn) < count else ""
-    )
-    return " ".join(filter(None, (text, told)))
+    thinned = f"{len(drawn):,} of {count:,} updates are drawn, evenly spaced; means are over all."
+    return " ".join(filter(None, (text, thinned if len(drawn) < count else "")))
 
 
 def _bucket(record: RunRecord, drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The number of each drawn step's bucket, from 1; all 1 when the edges are not known."""
+    """The number of each drawn update's bucket, from 1; all 1 when the edges are not known."""
     length_S = record.steps.length_S[drawn].astype(np.int64)
     return bucket_of(length_S, np.array(record.edges, dtype=np.int64)) + 1
 
@@ -230,3 +315,15 @@ def _by_bucket(bucket_S: npt.NDArray[np.int64], *, size: int) -> dict[str, Any]:
         "opacity": 0.75,
         "line": {"width": 0, "color": GREY},
     }
+
+
+def _edge_labels(edges_K: Numbers, *, span: float) -> list[dict[str, Any]]:
+    """The edges as numbers above their lines, without those that would run into their neighbour."""
+    labels: list[dict[str, Any]] = []
+    style = {"y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False, "font": {"size": 11, "color": "#8a5a1c"}}
+    free_from = -np.inf
+    for edge in edges_K[::-1]:
+        if -edge >= free_from:
+            labels.append({"x": edge + 0.5, "text": f"{edge:,.0f}", **style})
+            free_from = -edge + span / (2 * MAX_EDGE_LABELS)
+    return labels

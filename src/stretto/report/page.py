@@ -78,7 +78,7 @@ footer { margin-top: 56px; font-size: 14px; color: var(--soft); overflow-wrap: a
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BigNumber:
-    """One number of the headline: what it is, its value as text, and a few words that put it in place."""
+    """One number of the headline: what it is, its value as text, and a few words of context."""
 
     label: str
     value: str
@@ -87,20 +87,20 @@ class BigNumber:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A heading and what stands under it."""
+    """A heading and what is under it."""
 
     title: str
     body: Html
 
 
 def escaped(value: object) -> Html:
-    """`value` as text that HTML shows and never obeys; what UTF-8 cannot hold is shown as its escape."""
+    """`value` as text that HTML shows and never interprets; what UTF-8 cannot encode is shown as its escape."""
     text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
     return Html(html.escape(text, quote=True))
 
 
 def joined(parts: Iterable[Html]) -> Html:
-    """One piece after the other."""
+    """Pieces one after the other."""
     return Html("\n".join(parts))
 
 
@@ -121,7 +121,7 @@ def facts(rows: Iterable[tuple[str, object]]) -> Html:
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
-    """A table with a heading a column, numbers to the right."""
+    """A table with one heading per column, numbers to the right."""
     head = "".join(f"<th>{escaped(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return Html(f'<div class="scroll"><table class="columns"><tr>{head}</tr>{body}</table></div>')
@@ -175,7 +175,7 @@ def page(
     Args:
         title: Plain text, also the name of the browser's tab.
         subtitle: Plain text under the title.
-        top: What stands above the first section.
+        top: Above the first section.
         sections: The rest, in order.
         footer: Plain text at the end.
         scripted: Whether the page has plots, which need the plotting library's source inside, once.

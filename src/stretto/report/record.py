@@ -1,6 +1,6 @@
 """The events of one run, sorted into what its page shows.
 
-Shape legend: S steps that were recorded.
+Shape legend: S updates that were recorded; `step` in their names counts updates.
 """
 
 import dataclasses
@@ -21,17 +21,17 @@ State = Literal["finished", "interrupted", "unfinished"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """Every recorded training step, as columns; NaN where nothing was recorded.
+    """Every recorded update, as columns; NaN where nothing was recorded.
 
     Attributes:
-        step_S: The step's number.
+        step_S: The update's number.
         loss_S: Training loss.
         rows_S: Sequences of the batch.
-        length_S: Steps that the batch was padded to.
-        real_S: Real steps of the batch.
+        length_S: Time steps that the batch was padded to.
+        real_S: Real time steps of the batch.
         slots_S: Rows times padded length.
         seconds_S: Since the start.
-        took_S: Seconds since the step before, where nothing but training lay between.
+        took_S: Seconds since the update before, where nothing but training lay between.
         residual_S: What a solver left where chunks of time meet.
     """
 
@@ -55,7 +55,7 @@ class StepRecord:
 
     @property
     def padding(self) -> float:
-        """The share of the slots of all steps together that is padding."""
+        """The share of the slots of all batches together that is padding."""
         return 1.0 - float(self.real_S.sum()) / float(self.slots_S.sum())
 
 
@@ -64,19 +64,19 @@ class RunRecord:
     """What a run has recorded so far; a run that has only begun has little.
 
     Attributes:
-        state: Whether it came to its end, was interrupted, or neither (running still, or stopped without a word).
+        state: Whether it finished, was interrupted, or neither (still running, or killed).
         started: The event that began it; empty when there is none.
-        steps: Training steps.
+        steps: Updates.
         epochs: Finished epochs, as recorded.
         samples: Test sequences with what the net made of them.
         finished: The event that ended it; empty when there is none.
-        interrupted_at: The step at which it was interrupted, when it was and has not been resumed.
-        resumed_at: The steps at which it was taken up again.
+        interrupted_at: The update at which it was interrupted, unless it has been resumed since.
+        resumed_at: The updates at which it was resumed.
         checkpoints: Checkpoints, as recorded.
         warnings: Their messages.
-        ranks: What each of several workers did in each epoch; empty for one alone.
-        probed: The event that has what steps of training take at several batch sizes; empty where the batch was given.
-        decisions: What was decided of the batch size, as recorded.
+        ranks: What each of several ranks did in each epoch; empty for one rank.
+        probed: The measured throughput at several batch sizes; empty where the batch size was given.
+        decisions: Decisions on the batch size, as recorded.
     """
 
     state: State
@@ -158,7 +158,7 @@ def _column(steps: Sequence[Event], name: str) -> Numbers:
 
 
 def _took(events: Sequence[Event]) -> Numbers:
-    """Seconds of each step whose neighbour in the record is the step before it, in the same epoch."""
+    """Seconds of each update whose predecessor in the record is the update before it, in the same epoch."""
     took = [
         float(now["seconds"]) - float(before["seconds"])
         if before["event"] == "step" and before["step"] + 1 == now["step"] and before["epoch"] == now["epoch"]

@@ -13,9 +13,8 @@ from rich.console import Console
 from stretto.batching import BucketSampler, shuffled_slots
 from stretto.data import AbstractTargets, Labels, SequenceSet, Transcripts
 from stretto.errors import StrettoError
-from stretto.report import inspect_lengths, length_histogram, render, write_inspection_page
-from stretto.report.inspection import Inspection
-from stretto.report.length_bars import LengthBars
+from stretto.report import Inspection, inspect_lengths, length_histogram, render, write_inspection_page
+from stretto.report.inspect_page import LengthBars, LengthHistogram
 
 HOSTILE = "<script>alert(1)</script>[bold]\x1b[31m"
 
@@ -135,7 +134,7 @@ def test_the_histogram_counts_every_sequence_once(lengths: list[int]) -> None:
 @given(lengths=st.lists(st.one_of(st.integers(1, 50), st.integers(1, 5000)), min_size=1, max_size=80))
 def test_the_lines_of_the_terminal_count_every_sequence_once(lengths: list[int]) -> None:
     histogram = length_histogram(np.array(lengths))
-    bars = LengthBars(bounds=histogram.bounds, counts=histogram.counts, edges=[max(lengths)], longest=max(lengths))
+    bars = LengthBars(histogram=histogram, edges=[max(lengths)], longest=max(lengths))
     lines = bars.lines()
     assert len(lines) <= 19
     assert lines[0][0] == min(lengths)
@@ -169,7 +168,8 @@ def test_a_plain_terminal_gets_plain_characters() -> None:
 
 
 def test_many_edges_on_one_line_are_counted() -> None:
-    bars = LengthBars(bounds=[1, 101], counts=[9], edges=[5, 9, 14, 30, 60, 100], longest=100)
+    histogram = LengthHistogram(bounds=(1, 101), counts=(9,))
+    bars = LengthBars(histogram=histogram, edges=[5, 9, 14, 30, 60, 100], longest=100)
     stream = io.StringIO()
     Console(file=stream, width=100).print(bars)
     assert "◂ 6 edges, 5 to 100" in stream.getvalue()
@@ -178,7 +178,7 @@ def test_many_edges_on_one_line_are_counted() -> None:
 def test_without_training_sequences_all_are_looked_at() -> None:
     found = inspect_lengths(_set([3, 4, 90], split=[2, 2, 2]), batch_size=2, max_padded_steps=None, num_buckets=2)
     assert found.whose == "sequences"
-    assert sum(found.counts) == 3
+    assert sum(found.histogram.counts) == 3
     assert found.parts == {"train": 0, "valid": 0, "test": 3}
 
 
@@ -187,7 +187,7 @@ def test_equal_lengths_need_one_bucket_and_no_padding() -> None:
     assert found.edges == [28]
     assert found.padding == found.shuffled_padding == 0.0
     assert found.slot_ratio == 1.0
-    assert found.counts == (50,)
+    assert found.histogram.counts == (50,)
     assert "28" in _printed(found, width=80)
 
 

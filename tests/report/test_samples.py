@@ -1,4 +1,4 @@
-"""Ink as SVG: known strokes give known paths."""
+"""Samples: ink as SVG, tracks of labels, and texts with their errors marked."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from stretto.data import HandwritingSettings
 from stretto.data.handwriting import make_handwriting
-from stretto.report.ink import HEIGHT_PIXELS, MOST_WIDTH_PIXELS, ink_svg, stroke_path
-from stretto.report.samples import compare, samples_html
+from stretto.report.samples import INK_HEIGHT, MAX_INK_WIDTH, align, ink_svg, samples_html, stroke_path
 
 
 def _points(svg: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
@@ -33,11 +32,11 @@ def test_ink_without_a_last_pen_up_still_ends() -> None:
 def test_known_ink_has_a_known_picture() -> None:
     # A step right and up by 1, pen up, then a step right and down: margins are 12 % of the height on every side.
     svg = ink_svg([[0, 0, 0], [1, 1, 1], [1, -1, 1]], label="v")
-    unit = HEIGHT_PIXELS / 1.24
+    unit = INK_HEIGHT / 1.24
     expected = np.array([[0, 1], [1, 0], [2, 1], [2, 1]]) * unit + 0.12 * unit
     np.testing.assert_allclose(_points(svg), expected, atol=0.006)
     root = ET.fromstring(svg)
-    assert root.attrib["height"] == str(HEIGHT_PIXELS)
+    assert root.attrib["height"] == str(INK_HEIGHT)
     assert root.attrib["width"] == f"{2.24 * unit:.0f}"
     assert root.attrib["aria-label"] == "v"
 
@@ -63,8 +62,8 @@ def test_all_ink_lies_inside_its_picture(steps: list[tuple[float, float, float]]
     points = _points(svg)
     assert (points > -0.01).all()
     assert (points <= np.array([width, height]) + 0.01).all()
-    assert height <= HEIGHT_PIXELS + 0.01
-    assert width <= MOST_WIDTH_PIXELS + 0.01
+    assert height <= INK_HEIGHT + 0.01
+    assert width <= MAX_INK_WIDTH + 0.01
     strokes = 1 + sum(pen_up > 0.5 for _, _, pen_up in steps[:-1])
     assert svg.count("M") == strokes
 
@@ -76,7 +75,7 @@ def test_real_ink_keeps_every_point() -> None:
     assert len(points) == len(sample.features_TF) + dots
 
 
-def _said(characters: tuple[tuple[str, bool], ...]) -> str:
+def _bracketed(characters: list[tuple[str, bool]]) -> str:
     return "".join(f"[{one}]" if wrong else one for one, wrong in characters)
 
 
@@ -94,10 +93,8 @@ def _said(characters: tuple[tuple[str, bool], ...]) -> str:
 def test_wrong_characters_are_marked(
     target: str, output: str, marked_target: str, marked_output: str, errors: int
 ) -> None:
-    reading = compare(target, output)
-    assert _said(reading.target) == marked_target
-    assert _said(reading.output) == marked_output
-    assert reading.errors == errors
+    in_target, in_output, found = align(target, output)
+    assert (_bracketed(in_target), _bracketed(in_output), found) == (marked_target, marked_output, errors)
 
 
 def _distance(one: str, other: str) -> int:
@@ -110,11 +107,10 @@ def _distance(one: str, other: str) -> int:
 @settings(deadline=None, max_examples=80)
 @given(target=st.text("abc", max_size=5), output=st.text("abc", max_size=5))
 def test_the_marks_are_the_fewest_edits(target: str, output: str) -> None:
-    reading = compare(target, output)
-    assert reading.errors == _distance(target, output)
-    assert "".join(one for one, _ in reading.target) == target
-    assert "".join(one for one, _ in reading.output) == output
-    kept = [[one for one, wrong in side if not wrong] for side in (reading.target, reading.output)]
+    *sides, errors = align(target, output)
+    assert errors == _distance(target, output)
+    assert ["".join(one for one, _ in side) for side in sides] == [target, output]
+    kept = [[one for one, wrong in side if not wrong] for side in sides]
     assert kept[0] == kept[1]
 
 
@@ -134,3 +130,15 @@ def test_hostile_transcripts_are_escaped_character_by_character() -> None:
     assert "<b>" not in shown
     assert "<script" not in shown
     assert "&lt;" in shown
+
+
+def test_labels_along_a_sequence_are_drawn_as_two_bands() -> None:
+    hostile = "</script><script>alert(1)</script>"
+    track = {"names": ["sit", hostile], "target": [[0, 5], [-1, 5]], "output": [[1, 10]], "right": 0.125}
+    text = samples_html([{"target": "sit", "output": "x", "ink": None, "track": track}], metric="accuracy")
+    assert text.count("<rect") == 3
+    assert 'x="0.00" y="0" width="215.00"' in text
+    assert 'x="0.00" y="23" width="430.00"' in text
+    assert "12.5% right" in text
+    assert "no label" in text
+    assert hostile not in text

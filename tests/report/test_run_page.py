@@ -13,6 +13,7 @@ from stretto.errors import StrettoError
 from stretto.extras import optional
 from stretto.report import figures, write_run_report
 from stretto.report.figures import running_mean
+from stretto.report.run_page import format_bytes, format_residual
 
 HOSTILE = "</script><script>alert(1)</script> \"double\" 'single'"
 SECTIONS = ["Training", "Batches", "Samples", "Results", "Notes and warnings", "Settings", "Data and versions"]
@@ -82,6 +83,22 @@ def _epoch(number: int, **changes: Any) -> Event:
         "seconds": 2.5,
         "steps_per_second": 1111.0 * number,
         "padding": 0.0789,
+    } | changes
+
+
+def _solving(**changes: Any) -> Event:
+    return {
+        "solver": "carried",
+        "exact": False,
+        "batches": 7,
+        "residual_mean": 0.0123,
+        "residual_max": 0.456,
+        "iterations": 1.0,
+        "backward_residual_mean": 0.789,
+        "backward_residual_max": 1.0,
+        "fell_back": 0,
+        "reason": "4 chunks of 50 steps",
+        "cache_bytes": 3 << 20,
     } | changes
 
 
@@ -206,7 +223,7 @@ def test_the_tables_are_the_numbers_of_the_events(tmp_path: Path) -> None:
 def test_the_plots_are_the_numbers_of_the_events(tmp_path: Path) -> None:
     text = _write(tmp_path, _whole())
     by_step, smooth, by_epoch, validation = _traces(text, "loss")
-    assert smooth["name"] == "train, mean of 5 steps"
+    assert smooth["name"] == "train, mean of 5 updates"
     np.testing.assert_allclose(_array(smooth["y"])[-1], sum(4.0 / k for k in range(6, 11)) / 5)
     np.testing.assert_allclose(_array(by_step["y"]), [4.0 / k for k in range(1, 11)])
     np.testing.assert_allclose(_array(by_epoch["x"]), [2.5, 7.5])
@@ -228,9 +245,9 @@ def test_the_plots_are_the_numbers_of_the_events(tmp_path: Path) -> None:
     assert _array(lengths["x"]) == [5.5, 15.5, 25.5, 35.5]
 
 
-def test_only_steps_with_nothing_between_are_timed(tmp_path: Path) -> None:
+def test_only_updates_with_nothing_between_are_timed(tmp_path: Path) -> None:
     (time,) = _traces(_write(tmp_path, _whole()), "time")
-    # Steps 1 and 6 begin an epoch; after them come four each whose neighbour is the step before.
+    # Updates 1 and 6 begin an epoch; after them come four each whose predecessor is recorded.
     np.testing.assert_allclose(_array(time["y"]), [500.0] * 8)
     events = [_started(), *(_step(number) for number in (1, 2, 4, 5))]
     events.insert(4, {"event": "checkpoint", "time": 0.0, "step": 4, "path": "x"})
@@ -238,15 +255,15 @@ def test_only_steps_with_nothing_between_are_timed(tmp_path: Path) -> None:
     assert len(_array(time["y"])) == 1
 
 
-def test_a_slow_step_beyond_the_frame_is_told(tmp_path: Path) -> None:
+def test_a_slow_update_beyond_the_frame_is_mentioned(tmp_path: Path) -> None:
     steps = [_step(number, epoch=0, seconds=number * 0.5 + (500 if number == 300 else 0)) for number in range(1, 301)]
-    assert "1 slower step lies above the frame." in _write(tmp_path, [_started(), *steps])
+    assert "1 slower update lies above the frame." in _write(tmp_path, [_started(), *steps])
 
 
-def test_many_steps_are_thinned_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "MOST_POINTS", 50)
+def test_many_updates_are_thinned_and_the_caption_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "MAX_POINTS", 50)
     text = _write(tmp_path, [_started(), *(_step(number, epoch=0) for number in range(1, 301))])
-    assert "50 of 300 steps are drawn, evenly spaced" in text
+    assert "50 of 300 updates are drawn, evenly spaced" in text
     drawn = _array(_traces(text, "loss")[0]["x"])
     assert len(drawn) == 50
     assert (drawn[0], drawn[-1]) == (1, 300)
@@ -298,24 +315,24 @@ def test_nothing_is_fetched_from_elsewhere(tmp_path: Path) -> None:
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     text = _write(tmp_path, [_started()])
-    assert '<p class="state open">Not finished: no step is recorded yet</p>' in text
+    assert '<p class="state open">Not finished: no update is recorded yet</p>' in text
     assert _values(text) == ["6.1%", "1.8x fewer"]
     assert "planned; shuffled batches: 43.7%" in text
     assert 'id="plot-lengths"' in text
     assert 'id="plot-loss"' not in text
-    assert "No training step has been recorded yet." in text
+    assert "No update has been recorded yet." in text
 
 
 def test_a_record_without_events(tmp_path: Path) -> None:
     text = _outside_library(_write(tmp_path, []))
     assert [part.split("</h2>")[0] for part in text.split("<h2>")[1:]] == SECTIONS
-    assert "Not finished: no step is recorded yet" in text
+    assert "Not finished: no update is recorded yet" in text
     assert "plotly-graph-div" not in text
 
 
 def test_a_run_that_is_under_way(tmp_path: Path) -> None:
     text = _write(tmp_path, _whole()[:9])
-    assert "Not finished: the last recorded step is 6" in text
+    assert "Not finished: the last recorded update is 6" in text
     assert _values(text) == ["32.17%", "3.0 s", "1,111", f"{21 / 720:.1%}", "1.8x fewer"]
     assert "on the validation sequences, after epoch 1" in text
     assert "No test sequence has been recorded with its output yet." in text
@@ -323,8 +340,8 @@ def test_a_run_that_is_under_way(tmp_path: Path) -> None:
 
 def test_an_interrupted_run(tmp_path: Path) -> None:
     text = _write(tmp_path, [*_whole()[:9], {"event": "interrupted", "time": 0.0, "step": 1234}])
-    assert '<p class="state open">Interrupted at step 1,234:' in text
-    assert "<li>Interrupted at step 1,234.</li>" in text
+    assert '<p class="state open">Interrupted at update 1,234:' in text
+    assert "<li>Interrupted at update 1,234.</li>" in text
 
 
 def test_a_resumed_run_is_no_longer_interrupted(tmp_path: Path) -> None:
@@ -335,18 +352,18 @@ def test_a_resumed_run_is_no_longer_interrupted(tmp_path: Path) -> None:
     ]
     text = _write(tmp_path, events)
     assert '<p class="state">Finished</p>' in text
-    assert "<li>Resumed at step 5.</li>" in text
+    assert "<li>Resumed at update 5.</li>" in text
     assert "Interrupted" not in _outside_library(text)
 
 
 def test_an_end_before_the_last_resumption_does_not_count(tmp_path: Path) -> None:
     events = [*_whole(), {"event": "resumed", "time": 0.0, "step": 10, "epoch": 2}, _step(11)]
     text = _write(tmp_path, events)
-    assert "Not finished: the last recorded step is 11" in text
+    assert "Not finished: the last recorded update is 11" in text
     assert _values(text)[0] == "16.09%"
 
 
-def test_more_slots_than_shuffled_are_told_as_they_are(tmp_path: Path) -> None:
+def test_more_slots_than_shuffled_are_shown_as_such(tmp_path: Path) -> None:
     assert _values(_write(tmp_path, [_started(slot_ratio=0.8)]))[-1] == "1.2x more"
 
 
@@ -372,3 +389,64 @@ def test_a_running_mean_is_over_what_came_before() -> None:
     means = running_mean(np.array([2.0, 4.0, np.nan, 6.0]), window=2)
     np.testing.assert_allclose(means, [2.0, 3.0, 4.0, 6.0])
     assert np.isnan(running_mean(np.array([np.nan, 1.0]), window=1)[0])
+
+
+def _solved(folder: Path, *epochs: Event, steps: int = 0) -> str:
+    """The section on the solver, of a run with these epochs."""
+    events = [_started(), *(_step(number, residual=0.01 * number) for number in range(1, steps + 1))]
+    events += [_epoch(number, solving=solving) for number, solving in enumerate(epochs, start=1)]
+    return _write(folder, events).partition("<h2>Parallel in time</h2>")[2].partition("</section>")[0]
+
+
+def test_the_solver_has_words_a_plot_and_numbers(tmp_path: Path) -> None:
+    text = _solved(tmp_path, _solving(), _solving(residual_mean=0.0077), steps=10)
+    assert "Approximate." in text
+    assert "plot-residual" in text
+    for shown in ("0.012", "0.0077", "0.46", "0.79", "4 chunks of 50 steps", "3 MB"):
+        assert shown in text, shown
+
+
+@pytest.mark.parametrize("solver", ["shooting", "auto"])
+def test_exact_solvers_are_called_exact_and_have_no_residual_to_draw(tmp_path: Path, solver: str) -> None:
+    text = _solved(
+        tmp_path, _solving(solver=solver, residual_mean=0.0, residual_max=0.0, cache_bytes=None, fell_back=3)
+    )
+    assert "Exact within the tolerance" in text
+    assert "Approximate" not in text
+    assert "plot-residual" not in text
+    assert "memory" not in text
+    assert "<td>3</td>" in text
+
+
+def test_exact_epochs_at_the_end_do_not_hide_what_came_before(tmp_path: Path) -> None:
+    exact = {"residual_mean": 0.0, "residual_max": 0.0, "backward_residual_mean": None, "cache_bytes": 0, "reason": ""}
+    text = _solved(tmp_path, _solving(), _solving(exact=True, **exact))
+    assert "3 MB" in text
+    assert "<td>exact</td><td>exact</td><td>-</td>" in text
+    assert "4 chunks of 50 steps" in text
+
+
+def test_residuals_over_many_powers_of_ten_are_drawn(tmp_path: Path) -> None:
+    assert "plot-residual" in _solved(tmp_path, *(_solving(residual_mean=10.0**-number) for number in range(1, 9)))
+
+
+def test_a_sequential_run_has_no_section_on_its_solver(tmp_path: Path) -> None:
+    assert "Parallel in time" not in _write(tmp_path, _whole())
+
+
+def test_words_of_a_solver_are_escaped(tmp_path: Path) -> None:
+    text = _solved(tmp_path, _solving(reason=HOSTILE, solver=HOSTILE), steps=1)
+    assert "&lt;script&gt;" in text
+    assert "<script>alert" not in text
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(0, "0 bytes"), (999, "999 bytes"), (2048, "2 kB"), (5_500_000, "5.25 MB"), (3 << 30, "3 GB")]
+)
+def test_sizes_have_units(count: int, shown: str) -> None:
+    assert format_bytes(count) == shown
+
+
+@pytest.mark.parametrize(("value", "shown"), [(None, "-"), (0.0, "0"), (1.25e-7, "1.2e-07"), (1.9, "1.9")])
+def test_residuals_have_two_digits(value: float | None, shown: str) -> None:
+    assert format_residual(value) == shown

@@ -2,15 +2,13 @@
 
 import datetime as dt
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from stretto.errors import StrettoError
 from stretto.files import write_text_atomically
 from stretto.report import figures
-from stretto.report.batch_panel import batch_html
-from stretto.report.lengths_figure import lengths_figure
 from stretto.report.page import (
     BigNumber,
     Html,
@@ -27,19 +25,43 @@ from stretto.report.page import (
     paragraph,
     sentence,
 )
-from stretto.report.record import RunRecord
+from stretto.report.record import Event, RunRecord
 from stretto.report.samples import samples_html
-from stretto.report.solver_panel import solver_html
-from stretto.report.workers import workers_html
 
 PAGE_NAME: Final = "report.html"
 BATCH_FACTS: Final = {
     "num_buckets": "buckets",
-    "batches": "batches an epoch",
+    "batches": "batches per epoch",
     "shapes": "distinct shapes",
     "largest_batch": "largest batch, in slots",
     "most_rows": "most sequences in a batch",
 }
+CHOSEN_BATCH: Final = (
+    "The batch was chosen while the run trained. Seconds per update were probed at several batch sizes, the noise of "
+    "gradients was measured all along, and each decision took the batch that is predicted to reach the same result "
+    "soonest, if that is at least 5 % sooner. Rate and warm-up follow the batch. Decisions within an epoch that kept "
+    "the batch show in the plot only."
+)
+SOLVERS: Final = {
+    "carried": (
+        "Approximate. Sequences were cut into chunks of time that all ran at once, each from the state in which its "
+        "neighbour had ended when the sequence was last seen, and gradients stopped where chunks meet."
+    ),
+    "multigrid": (
+        "Approximate, unless a tolerance was set: coarser and coarser grids of time steps were corrected a fixed "
+        "number of times, as published."
+    ),
+    "shooting": (
+        "Exact within the tolerance: chunks of time ran at once until they agreed where they meet; batches for "
+        "which that does not pay fell back to the sequential solver."
+    ),
+    "auto": "Exact within the tolerance: each shape of batch used the solver that was expected to be fastest.",
+}
+RESIDUAL: Final = (
+    "The residual is the largest gap that was left between the end of one chunk of time and the start of the next, "
+    "relative to states above 1: at 0 the result is the sequential one. Validation and test sequences always ran "
+    "sequentially."
+)
 
 
 def write_run_report(run: Path, out: Path | None = None) -> Path:
@@ -86,14 +108,13 @@ def _page(record: RunRecord, *, run: Path) -> str:
 def _sections(record: RunRecord) -> Iterator[Section]:
     yield Section(title="Training", body=_training(record))
     yield Section(title="Batches", body=_batches(record))
-    sized = batch_html(record)
-    if sized is not None:
-        yield Section(title="Batch size", body=sized)
-    solved = solver_html(record)
-    if solved is not None:
-        yield Section(title="Parallel in time", body=solved)
+    if record.decisions:
+        yield Section(title="Batch size", body=_batch_size(record))
+    solved = [epoch for epoch in record.epochs if epoch.get("solving")]
+    if solved:
+        yield Section(title="Parallel in time", body=_solver(record, solved))
     if record.ranks:
-        yield Section(title="Workers", body=workers_html(record.ranks))
+        yield Section(title="Ranks", body=_ranks(record.ranks))
     samples = samples_html(record.samples, metric=record.metric) if record.samples else None
     yield Section(title="Samples", body=samples or paragraph("No test sequence has been recorded with its output yet."))
     yield Section(title="Results", body=_results(record))
@@ -106,25 +127,27 @@ def _subtitle(record: RunRecord) -> str:
     begun = record.started.get("time")
     when = dt.datetime.fromtimestamp(begun, tz=dt.timezone.utc) if begun is not None else None
     parameters = record.started.get("parameters")
-    told = [
+    parts = [
         f"started {when:%d %B %Y, %H:%M} UTC" if when else "",
         f"{parameters:,} parameters" if parameters is not None else "",
         f"{len(record.epochs)} {'epoch' if len(record.epochs) == 1 else 'epochs'} finished",
     ]
-    return ", ".join(filter(None, told))
+    return ", ".join(filter(None, parts))
 
 
 def _state(record: RunRecord) -> Html:
     last = (
-        f"the last recorded step is {record.steps.step_S[-1]:,.0f}" if len(record.steps) else "no step is recorded yet"
+        f"the last recorded update is {record.steps.step_S[-1]:,.0f}"
+        if len(record.steps)
+        else "no update is recorded yet"
     )
-    told = {
+    text = {
         "finished": "Finished",
-        "interrupted": f"Interrupted at step {record.interrupted_at or 0:,}: this page shows the run up to there",
+        "interrupted": f"Interrupted at update {record.interrupted_at or 0:,}: this page shows the run up to there",
         "unfinished": f"Not finished: {last}",
     }[record.state]
     kind = "state" if record.state == "finished" else "state open"
-    return Html(f'<p class="{kind}">{escaped(told)}</p>')
+    return Html(f'<p class="{kind}">{escaped(text)}</p>')
 
 
 def _numbers(record: RunRecord) -> Iterator[BigNumber]:
@@ -140,12 +163,12 @@ def _numbers(record: RunRecord) -> Iterator[BigNumber]:
     if seconds is None and len(record.steps):
         seconds = float(record.steps.seconds_S[-1])
     if seconds is not None:
-        steps = f"{record.steps.step_S[-1]:,.0f} training steps" if len(record.steps) else ""
+        steps = f"{record.steps.step_S[-1]:,.0f} updates" if len(record.steps) else ""
         yield BigNumber(label="Time", value=duration(seconds), detail=steps)
     speed = finished.get("steps_per_second", epochs[-1].get("steps_per_second") if epochs else None)
     if speed is not None:
-        detail = "real steps of the sequences; padding does not count"
-        yield BigNumber(label="Steps a second", value=f"{speed:,.0f}", detail=detail)
+        detail = "real time steps, without padding"
+        yield BigNumber(label="Steps per second", value=f"{speed:,.0f}", detail=detail)
     yield from _padding_numbers(record)
     ratio = started.get("slot_ratio")
     if ratio is not None:
@@ -173,18 +196,14 @@ def _training(record: RunRecord) -> Html:
         parts.append(figures.metric_figure(record))
     if len(record.steps) and (record.steps.took_S == record.steps.took_S).any():
         parts.append(figures.time_figure(record))
-    return grid(parts) if parts else paragraph("No training step has been recorded yet.")
+    return grid(parts) if parts else paragraph("No update has been recorded yet.")
 
 
 def _batches(record: RunRecord) -> Html:
     parts = []
     histogram = record.started.get("histogram")
     if histogram:
-        parts.append(
-            lengths_figure(
-                bounds=histogram["bounds"], counts=histogram["counts"], edges=record.edges, whose="training sequences"
-            )
-        )
+        parts.append(figures.lengths_figure(**histogram, edges=record.edges, whose="training sequences"))
     if len(record.steps):
         parts += [figures.padding_figure(record), figures.shapes_figure(record)]
     report = record.started.get("report") or {}
@@ -195,6 +214,105 @@ def _batches(record: RunRecord) -> Html:
     return joined([grid(parts), *plan]) if parts or plan else paragraph("No batch has been recorded yet.")
 
 
+def _batch_size(record: RunRecord) -> Html:
+    """How the batch size was chosen: every decision, what it was based on, and what came of it."""
+    drawn = [figures.batch_size_figure(record)]
+    entries = (record.probed.get("table") or {}).get("entries") or []
+    measured = [entry for entry in entries if entry.get("seconds")]
+    if measured:
+        drawn.append(figures.probe_figure(measured))
+    listed = [event for event in record.decisions if is_reported(event)]
+    header = ["after", "update", "decision", "batch", "rate", "noise scale", "predicted gain"]
+    rows = []
+    for event in listed:
+        noise, gain = event["noise_scale"], event["predicted_gain"]
+        accumulated = f" in {event['accumulate']} parts" if event["accumulate"] > 1 else ""
+        rows.append(
+            [
+                _when(event),
+                f"{event['step']:,}",
+                event["action"],
+                f"{event['batch_size']:,}{accumulated}",
+                f"{event['rate']:.3g}",
+                "not known" if noise is None else f"{noise:,.3g}",
+                f"{gain:.0%}" if gain else "-",
+            ]
+        )
+    why = bullets(f"After {_when(event)}: {event['reason']}." for event in listed)
+    return joined([paragraph(CHOSEN_BATCH), grid(drawn), columns(header, rows), why])
+
+
+def is_reported(decision: Event) -> bool:
+    """Whether a decision on the batch size changed something, or was made at the end of an epoch."""
+    return decision["action"] != "keep" or float(decision["epoch"]).is_integer()
+
+
+def _when(event: Event) -> str:
+    return f"update {event['step']:,}" if event["action"] == "roll-back" else f"epoch {event['epoch']:.3g}"
+
+
+def _solver(record: RunRecord, epochs: Sequence[Event]) -> Html:
+    """What a solver left over, epoch by epoch, and what that means."""
+    name = str(epochs[-1]["solving"]["solver"])
+    approximate: Event = next((e["solving"] for e in reversed(epochs) if not e["solving"]["exact"]), {})
+    rows = [("solver", name)]
+    if approximate.get("reason"):
+        rows.append(("in the last batch", str(approximate["reason"])))
+    if approximate.get("cache_bytes") is not None:
+        most = max(filter(None, (epoch["solving"]["cache_bytes"] for epoch in epochs)), default=0)
+        rows.append(("memory for boundary states", format_bytes(most)))
+    num_exact = sum(bool(epoch["solving"]["exact"]) for epoch in epochs)
+    if num_exact:
+        rows.append(("sequential epochs at the end", f"{num_exact}"))
+    header = ["epoch", "residual, mean", "largest", "of gradients, mean", "passes", "batches", "fell back"]
+    cells = []
+    for epoch in epochs:
+        solving = epoch["solving"]
+        residuals = [format_residual(solving[key]) for key in ("residual_mean", "residual_max")]
+        cells.append(
+            [
+                epoch["epoch"],
+                *(["exact", "exact"] if solving["exact"] else residuals),
+                format_residual(solving["backward_residual_mean"]),
+                f"{solving['iterations']:.2f}",
+                f"{solving['batches']:,}",
+                f"{solving['fell_back']:,}",
+            ]
+        )
+    drawn = figures.residual_figure(record, epochs)
+    words = paragraph(f"{SOLVERS.get(name, '')} {RESIDUAL}".strip())
+    return joined([words, *([] if drawn is None else [drawn]), facts(rows), columns(header, cells)])
+
+
+def format_bytes(count: int) -> str:
+    """A size as a person says it."""
+    for unit, size in (("GB", 1 << 30), ("MB", 1 << 20), ("kB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"
+
+
+def format_residual(value: float | None) -> str:
+    """0 as it is, other residuals with two digits."""
+    return "-" if value is None else "0" if value == 0 else f"{value:.2g}"
+
+
+def _ranks(epochs: Sequence[Event]) -> Html:
+    """A table over all epochs and two plots, with a line for each rank."""
+    num_ranks = max(len(event["steps_real"]) for event in epochs)
+    whole = [event for event in epochs if len(event["steps_real"]) == num_ranks]
+    rows = []
+    for rank in range(num_ranks):
+        steps, seconds, waited = (
+            sum(event[key][rank] for event in whole) for key in ("steps_real", "seconds", "waited")
+        )
+        rows.append([rank, f"{steps:,}", f"{steps / max(seconds, 1e-9):,.0f}", f"{waited / max(seconds, 1e-9):.1%}"])
+    table = columns(["rank", "real steps", "real steps per second", "share of time waiting for others"], rows)
+    others = sorted({len(event["steps_real"]) for event in epochs} - {num_ranks})
+    note = f"Some epochs ended with {', '.join(map(str, others))} ranks; they are left out here."
+    return joined([table, *([paragraph(note)] if others else []), grid(figures.rank_figures(whole))])
+
+
 def _results(record: RunRecord) -> Html:
     parts = []
     metrics = record.finished.get("metrics") or {}
@@ -202,7 +320,15 @@ def _results(record: RunRecord) -> Html:
         parts.append(paragraph("On the test sequences, at the end:"))
         parts.append(facts((figures.metric_name(name), _metric(name, value)) for name, value in metrics.items()))
     if record.epochs:
-        header = ["epoch", "step", "train loss", "valid loss", figures.metric_name(record.metric), "seconds", "padding"]
+        header = [
+            "epoch",
+            "update",
+            "train loss",
+            "valid loss",
+            figures.metric_name(record.metric),
+            "seconds",
+            "padding",
+        ]
         rows = [
             [
                 epoch["epoch"],
@@ -222,13 +348,13 @@ def _results(record: RunRecord) -> Html:
 def _notes(record: RunRecord) -> Html:
     lines = [*((record.started.get("data") or {}).get("notes") or [])]
     lines += [f"Warning: {message}" for message in record.warnings]
-    lines += [f"Resumed at step {step:,}." for step in record.resumed_at]
+    lines += [f"Resumed at update {step:,}." for step in record.resumed_at]
     if record.interrupted_at is not None:
-        lines.append(f"Interrupted at step {record.interrupted_at:,}.")
+        lines.append(f"Interrupted at update {record.interrupted_at:,}.")
     if record.checkpoints:
         last = record.checkpoints[-1]
         lines.append(
-            f"{len(record.checkpoints):,} checkpoints saved; the last, at step {last['step']:,}, is {last['path']}."
+            f"{len(record.checkpoints):,} checkpoints saved; the last, at update {last['step']:,}, is {last['path']}."
         )
     return bullets(lines) if lines else paragraph("None.")
 

@@ -1,0 +1,383 @@
+"""What the lengths of a set mean for its batches: the numbers, how a terminal shows them, and their page.
+
+Shape legend: N sequences, G batches, M sequences in the order of the batches, H bins of the histogram.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from stretto.batching import BucketSampler, shuffled_slots
+from stretto.data import PARTS, AbstractTargets, Labels, NoTargets, SequenceSet, StepLabels
+from stretto.files import write_text_atomically
+from stretto.report.figures import lengths_figure
+from stretto.report.page import BigNumber, Section, columns, facts, headline, joined, page, paragraph
+
+Lengths = npt.NDArray[np.int64]
+TargetKind = Literal["transcripts", "labels", "labels of steps", "none"]
+
+QUANTILES: Final = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+BUCKET_HEADER: Final = ("lengths", "sequences", "batches", "largest batch", "padding")
+USUAL_SHARE: Final = 0.99
+"""Share of the sequences, the shortest, that the histogram resolves finely."""
+USUAL_BINS, MAX_BINS = 60, 240
+MAX_LINES: Final = 18
+MIN_BAR_WIDTH, MAX_BAR_WIDTH = 8, 60
+MAX_EDGES_LISTED: Final = 4
+EIGHTHS: Final = "▏▎▍▌▋▊▉"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LengthHistogram:
+    """How many sequences have which length, in equal bins of whole lengths.
+
+    Attributes:
+        bounds: Where the bins begin, and the end of the last, one more than there are bins. A bin holds its begin but
+            not its end.
+        counts: Sequences in each bin.
+    """
+
+    bounds: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+def length_histogram(lengths_N: Lengths) -> LengthHistogram:
+    """Count lengths in at most 60 bins up to the 99 % quantile and as many more as the rest needs, at most 240 in all.
+
+    All bins are equally wide and their bounds whole, so that none holds more distinct lengths than another.
+    """
+    low, high = int(lengths_N.min()), int(lengths_N.max())
+    usual = int(np.quantile(lengths_N, USUAL_SHARE))
+    width = max(-(-(usual - low + 1) // USUAL_BINS), -(-(high - low + 1) // MAX_BINS))
+    counts_H = np.bincount((lengths_N - low) // width)
+    bounds_H = low + width * np.arange(len(counts_H) + 1)
+    return LengthHistogram(bounds=tuple(bounds_H.tolist()), counts=tuple(counts_H.tolist()))
+
+
+class BucketRow(NamedTuple):
+    """One bucket in one epoch: its edge, sequences, batches, most sequences per batch, and share of padding."""
+
+    edge: int
+    sequences: int
+    batches: int
+    rows: int
+    padding: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """The lengths of a set and what they mean for its batches.
+
+    Lengths and batches are those of the training sequences, as training will draw them, or of all sequences when
+    none is marked for training. Batches are padded to their longest sequence.
+
+    Attributes:
+        name: Of the set.
+        num_sequences: In all parts together.
+        parts: Sequences of train, valid and test.
+        num_steps: Time steps of all sequences together.
+        num_features: Features per step.
+        target_kind: "transcripts", "labels", "labels of steps" or "none".
+        memory_mapped: Whether the features stay on disk until they are used.
+        notes: What the reader did that the user should know.
+        whose: The sequences whose lengths follow: "training sequences", or "sequences" for all.
+        batch_size: Most sequences per batch, as asked for.
+        max_padded_steps: Most slots per batch, as asked for.
+        quantiles: Length by share of sequences, from 0 (the shortest) to 1 (the longest).
+        mean: Of the lengths.
+        histogram: Of the lengths.
+        edges: The bucket edges.
+        buckets: One row per bucket.
+        batches: Of an epoch with buckets.
+        shuffled_padding: Share of slots that is padding when batches are drawn from all sequences.
+        padding: The same with buckets.
+        slot_ratio: Slots of the shuffled batches over slots with buckets.
+    """
+
+    name: str
+    num_sequences: int
+    parts: Mapping[str, int]
+    num_steps: int
+    num_features: int
+    target_kind: TargetKind
+    memory_mapped: bool
+    notes: Sequence[str]
+    whose: str
+    batch_size: int | None
+    max_padded_steps: int | None
+    quantiles: Mapping[float, float]
+    mean: float
+    histogram: LengthHistogram
+    edges: Sequence[int]
+    buckets: Sequence[BucketRow]
+    batches: int
+    shuffled_padding: float
+    padding: float
+    slot_ratio: float
+
+
+def inspect_lengths(
+    data: SequenceSet, *, batch_size: int | None, max_padded_steps: int | None, num_buckets: int | Literal["auto"]
+) -> Inspection:
+    """Measure the lengths of `data` and the batches that `BucketSampler` would draw from it.
+
+    Args:
+        data: The set.
+        batch_size: Most sequences per batch.
+        max_padded_steps: Most slots per batch. At least one of the two must be given.
+        num_buckets: How many buckets, or "auto".
+    """
+    train_N = data.split_N == PARTS.index("train")
+    lengths_N = data.lengths_N[train_N] if train_N.any() else data.lengths_N
+    sampler = BucketSampler(
+        lengths_N,
+        batch_size=batch_size,
+        max_padded_steps=max_padded_steps,
+        num_buckets=num_buckets,
+        rank=0,
+        world_size=1,
+    )
+    report = sampler.report()
+    real = int(lengths_N.sum())
+    shuffled = shuffled_slots(lengths_N, batch_size=batch_size, max_padded_steps=max_padded_steps)
+    return Inspection(
+        name=data.name,
+        num_sequences=len(data),
+        parts={part: int((data.split_N == number).sum()) for number, part in enumerate(PARTS)},
+        num_steps=data.num_steps,
+        num_features=data.num_features,
+        target_kind=_kind(data.targets),
+        memory_mapped=data.memory_mapped,
+        notes=data.notes,
+        whose="training sequences" if train_N.any() else "sequences",
+        batch_size=batch_size,
+        max_padded_steps=max_padded_steps,
+        quantiles={share: float(np.quantile(lengths_N, share)) for share in QUANTILES},
+        mean=float(lengths_N.mean()),
+        histogram=length_histogram(lengths_N),
+        edges=sampler.edges.tolist(),
+        buckets=_buckets(sampler, lengths_N),
+        batches=report.batches,
+        shuffled_padding=1.0 - real / shuffled,
+        padding=report.padding,
+        slot_ratio=shuffled * (1.0 - report.padding) / real,
+    )
+
+
+def _kind(targets: AbstractTargets) -> TargetKind:
+    if isinstance(targets, NoTargets):
+        return "none"
+    if isinstance(targets, StepLabels):
+        return "labels of steps"
+    return "labels" if isinstance(targets, Labels) else "transcripts"
+
+
+def _buckets(sampler: BucketSampler, lengths_N: Lengths) -> tuple[BucketRow, ...]:
+    plan = sampler.plan
+    sizes_G = np.diff(plan.offsets_G)
+    slots_G = np.maximum.reduceat(lengths_N[plan.order_M], plan.offsets_G[:-1]) * sizes_G
+    real_G = np.add.reduceat(lengths_N[plan.order_M], plan.offsets_G[:-1])
+    rows = []
+    for number, edge in enumerate(sampler.edges.tolist()):
+        own_G = plan.bucket_G == number
+        rows.append(
+            BucketRow(
+                edge=edge,
+                sequences=int(sizes_G[own_G].sum()),
+                batches=int(own_G.sum()),
+                rows=int(sizes_G[own_G].max()),
+                padding=1.0 - int(real_G[own_G].sum()) / int(slots_G[own_G].sum()),
+            )
+        )
+    return tuple(rows)
+
+
+def render(inspection: Inspection) -> RenderableType:
+    """The inspection for a terminal of any width."""
+    counts = Table.grid(padding=(0, 3))
+    for name, value in _count_rows(inspection):
+        counts.add_row(Text(name, style="dim"), Text(_printable(value)))
+    quantiles, buckets = (Table(box=None, padding=(0, 3, 0, 0), header_style="dim") for _ in range(2))
+    names, values = zip(*_quantile_rows(inspection), strict=True)
+    for table, header, rows in ((quantiles, names, [values]), (buckets, BUCKET_HEADER, _bucket_rows(inspection))):
+        for name in header:
+            table.add_column(name, justify="right")
+        for row in rows:
+            table.add_row(*row)
+    histogram, longest = inspection.histogram, int(inspection.quantiles[1.0])
+    lengths = f"Lengths of the {sum(histogram.counts):,} {inspection.whose}"
+    parts: list[RenderableType] = [Text(_printable(inspection.name), style="bold"), counts]
+    parts += [Text.assemble((lengths, "bold"), (", bucket edges at the side", "dim")), quantiles]
+    parts += [LengthBars(histogram=histogram, edges=inspection.edges, longest=longest)]
+    parts += [Text(f"Buckets with {_batch_rule(inspection)}", style="bold"), buckets]
+    parts += [Text(_verdict(inspection), style="bold")]
+    shown: list[RenderableType] = []
+    for part in parts:
+        shown += ["", part if isinstance(part, Text) else Padding(part, (0, 0, 0, 2))]
+    return Group(*shown[1:])
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LengthBars:
+    """The histogram in a terminal: one bar per line, as wide as there is room; ASCII where nothing else is shown."""
+
+    histogram: LengthHistogram
+    edges: Sequence[int]
+    longest: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        plain = options.ascii_only
+        lines = self.lines()
+        names = [_span(low, high) for low, high, _ in lines]
+        marks = [self._edges_between(low, high, plain=plain) for low, high, _ in lines]
+        numbers = [f"{count:,}" for _, _, count in lines]
+        taken = sum(max(map(len, cells)) for cells in (names, marks, numbers)) + 6
+        width = max(MIN_BAR_WIDTH, min(MAX_BAR_WIDTH, options.max_width - taken))
+        most = max(count for _, _, count in lines)
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(justify="right", style="dim", no_wrap=True)
+        table.add_column(width=width, style="blue", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(style="yellow")
+        for name, (_, _, count), number, mark in zip(names, lines, numbers, marks, strict=True):
+            table.add_row(name, _bar(count / most * width, plain=plain), number, mark)
+        yield table
+
+    def lines(self) -> list[tuple[int, int, int]]:
+        """Shortest, longest and count of each line: equal bins up to the usual lengths, longer ones in the last."""
+        bounds, counts = self.histogram.bounds, self.histogram.counts
+        total_H = np.cumsum(counts)
+        usual = int(np.searchsorted(total_H, USUAL_SHARE * total_H[-1])) + 1
+        step = -(-usual // MAX_LINES)
+        begins = list(range(0, usual, step))
+        if begins[-1] + step < len(counts):
+            begins.append(begins[-1] + step)
+        ends = [*begins[1:], len(counts)]
+        return [
+            (bounds[begin], min(bounds[end] - 1, self.longest), sum(counts[begin:end]))
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+
+    def _edges_between(self, low: int, high: int, *, plain: bool) -> str:
+        within = [f"{edge:,}" for edge in self.edges if low <= edge <= high]
+        if not within:
+            return ""
+        listed = ", ".join(within)
+        if len(within) > MAX_EDGES_LISTED:
+            listed = f"{len(within)} edges, {within[0]} to {within[-1]}"
+        return f"{'<' if plain else '◂'} {listed}"
+
+
+def _bar(length: float, *, plain: bool) -> str:
+    """A bar of that many characters, to an eighth; anything above zero is visible."""
+    eighths = max(round(length * 8), 1 if length > 0 else 0)
+    if plain:
+        return "#" * -(-eighths // 8)
+    return "█" * (eighths // 8) + (EIGHTHS[eighths % 8 - 1] if eighths % 8 else "")
+
+
+def write_inspection_page(inspection: Inspection, path: Path) -> None:
+    """Write the inspection as one HTML file that needs nothing else."""
+    ratio, histogram = inspection.slot_ratio, inspection.histogram
+    shortest, median, longest = (f"{inspection.quantiles[share]:,.0f}" for share in (0.0, 0.5, 1.0))
+    steps, saved = f"{inspection.num_steps:,} steps in all", f"{ratio:.1f}x fewer" if ratio >= 1 else ""
+    numbers = [
+        BigNumber(label="Sequences", value=f"{inspection.num_sequences:,}", detail=steps),
+        BigNumber(label="Median length", value=median, detail=f"from {shortest} to {longest} steps"),
+        BigNumber(label="Padding, shuffled", value=f"{inspection.shuffled_padding:.1%}", detail="of slots"),
+        BigNumber(
+            label="Padding, in buckets", value=f"{inspection.padding:.1%}", detail=f"{len(inspection.edges)} buckets"
+        ),
+        BigNumber(
+            label="Slots saved",
+            value=saved or f"{1 / ratio:.1f}x more",
+            detail=f"{inspection.batches:,} batches per epoch",
+        ),
+    ]
+    lengths = lengths_figure(
+        bounds=histogram.bounds, counts=histogram.counts, edges=inspection.edges, whose=inspection.whose
+    )
+    names, values = zip(*_quantile_rows(inspection), strict=True)
+    buckets = paragraph(f"With {_batch_rule(inspection)}. {_verdict(inspection)}")
+    text = page(
+        title=f"Lengths of {inspection.name}",
+        subtitle=f"What its batches will be: {_batch_rule(inspection)}",
+        top=[headline(numbers)],
+        sections=[
+            Section(title="Lengths", body=joined([lengths, columns(names, [values])])),
+            Section(title="Buckets", body=joined([buckets, columns(BUCKET_HEADER, _bucket_rows(inspection))])),
+            Section(title="The set", body=facts(_count_rows(inspection))),
+        ],
+        footer="Batches are padded to their longest sequence; shuffled batches are drawn with one seed.",
+    )
+    write_text_atomically(path, text)
+
+
+def _count_rows(inspection: Inspection) -> list[tuple[str, str]]:
+    """What the set holds, as names and values."""
+    parts = ", ".join(f"{count:,} {part}" for part, count in inspection.parts.items())
+    where = "memory-mapped from disk" if inspection.memory_mapped else "in memory"
+    return [
+        ("sequences", f"{inspection.num_sequences:,} ({parts})"),
+        ("steps", f"{inspection.num_steps:,}"),
+        ("features", f"{inspection.num_features:,} per step, {where}"),
+        ("targets", inspection.target_kind),
+        *(("note", note) for note in inspection.notes),
+    ]
+
+
+def _quantile_rows(inspection: Inspection) -> list[tuple[str, str]]:
+    """The quantiles and the mean of the lengths, as names and values."""
+
+    def plain(value: float) -> str:
+        return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+
+    names = {0.0: "shortest", 0.5: "median", 1.0: "longest"}
+    rows = [(names.get(share, f"{share:.0%}"), plain(length)) for share, length in inspection.quantiles.items()]
+    return [*rows, ("mean", plain(inspection.mean))]
+
+
+def _bucket_rows(inspection: Inspection) -> list[tuple[str, ...]]:
+    """The buckets, as cells under `BUCKET_HEADER`."""
+    lows = [int(inspection.quantiles[0.0]), *(edge + 1 for edge in inspection.edges[:-1])]
+    return [
+        (_span(low, edge), f"{sequences:,}", f"{batches:,}", f"{rows:,}", f"{padding:.1%}")
+        for low, (edge, sequences, batches, rows, padding) in zip(lows, inspection.buckets, strict=True)
+    ]
+
+
+def _batch_rule(inspection: Inspection) -> str:
+    """What bounds a batch, in words."""
+    rules = [
+        f"at most {inspection.batch_size:,} sequences" if inspection.batch_size is not None else "",
+        f"at most {inspection.max_padded_steps:,} slots" if inspection.max_padded_steps is not None else "",
+    ]
+    return " and ".join(filter(None, rules)) + " per batch"
+
+
+def _verdict(inspection: Inspection) -> str:
+    """Before and after, in one sentence."""
+    num, ratio = len(inspection.edges), inspection.slot_ratio
+    saved = f"{ratio:.2f}x fewer slots" if ratio >= 1 else f"{1 / ratio:.2f}x more slots"
+    return (
+        f"Padding: {inspection.shuffled_padding:.1%} of slots when shuffled, {inspection.padding:.1%} in "
+        f"{num} {'bucket' if num == 1 else 'buckets'}: {saved}."
+    )
+
+
+def _span(low: int, high: int) -> str:
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _printable(text: str) -> str:
+    """Without control characters, which a terminal would obey."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
