@@ -149,6 +149,9 @@ class Report:
         self.tables: list[Table] = []
         self.notes: list[str] = [SMOKE_TEST] if quick else []
         self.figures: list[tuple[str, str, str]] = []
+        self.details: list[Table] = []
+        self.files: dict[str, str] = {}
+        self.result: dict[str, Any] = {}
         self.failed = False
         self._goals: list[tuple[Cell, ...]] = []
         self._json = json
@@ -159,6 +162,12 @@ class Report:
         """Add a table; one without rows is dropped."""
         if table.rows:
             self.tables.append(table)
+            self._save()
+
+    def add_detail(self, table: Table) -> None:
+        """Add a table for the page and the JSON file that is too long for the terminal."""
+        if table.rows:
+            self.details.append(table)
             self._save()
 
     def note(self, line: str) -> None:
@@ -181,10 +190,18 @@ class Report:
         """Add a static SVG picture to the page; it is also written beside it."""
         self.figures.append((title, svg, caption))
 
-    def all_tables(self) -> list[Table]:
-        """The tables, and the goals if there are any."""
+    def attach(self, suffix: str, text: str) -> None:
+        """Add a file that is written beside the page, such as all rows as CSV."""
+        self.files[suffix] = text
+
+    def short_tables(self) -> list[Table]:
+        """What the terminal shows: the tables, and the goals if there are any."""
         goals = Table(title="Goals", columns=("goal", "measured", "bound", "met"), rows=tuple(self._goals))
         return [*self.tables, *([goals] if self._goals else [])]
+
+    def all_tables(self) -> list[Table]:
+        """What the page shows: the same, and the details."""
+        return [*self.short_tables(), *self.details]
 
     def as_dict(self) -> dict[str, Any]:
         """What is written as JSON: see `bench/results`."""
@@ -197,6 +214,7 @@ class Report:
             "date": self._date,
             "notes": list(self.notes),
             "tables": [_finite(dataclasses.asdict(table)) for table in self.all_tables()],
+            **({"result": _finite(self.result)} if self.result else {}),
         }
 
     def to_json(self) -> str:
@@ -205,15 +223,16 @@ class Report:
 
     def print(self, console: Console) -> None:
         """Print tables, notes and where it ran."""
-        for table in self.all_tables():
+        for table in self.short_tables():
             console.print(_rich_table(table), "")
         for line in [*self.notes, f"{self._machine}; commit {self._commit}"]:
             console.print(Text(line), soft_wrap=True)
 
     def write(self, folder: Path) -> list[Path]:
-        """Write page, JSON and plots into a folder; returns their paths."""
+        """Write page, JSON, plots and attached files into a folder; returns their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         files = {f"{self.name}.html": self._page(), f"{self.name}.json": self.to_json()}
+        files |= {f"{self.name}.{suffix}": text for suffix, text in self.files.items()}
         for number, (_, svg, _) in enumerate(self.figures):
             files[f"{self.name}{f'-{number}' if number else ''}.svg"] = svg
         for name, text in files.items():
@@ -223,7 +242,9 @@ class Report:
     def _page(self) -> str:
         sections = []
         if self.figures:
-            pictures = [figure(Html(svg), title=title, caption=caption) for title, svg, caption in self.figures]
+            pictures = [
+                figure(Html(svg), title=title, caption=caption, wide=True) for title, svg, caption in self.figures
+            ]
             sections.append(Section(title="Plots", body=grid(pictures)))
         for table in self.all_tables():
             body = [columns(table.columns, [[format_cell(cell) for cell in row] for row in table.rows])]
@@ -259,10 +280,11 @@ class Registry:
 
     Args:
         module: Run as `python -m MODULE NAME [flags]`.
+        keeps_progress: Print lines of progress instead of showing only the last one, for runs of hours.
     """
 
-    def __init__(self, module: str) -> None:
-        self.module = module
+    def __init__(self, module: str, *, keeps_progress: bool = False) -> None:
+        self.module, self._keeps_progress = module, keeps_progress
         self.entries: dict[str, _Entry[Any]] = {}
 
     def __call__(
@@ -309,7 +331,7 @@ class Registry:
         name, rest = choice
         settings: Settings = self.parse(name, rest)
         console = console_for(WIDE)
-        with _show_progress(console) as progress:
+        with _show_progress(console, keep=self._keeps_progress) as progress:
             command = shlex.join(["python", "-m", self.module, *words])
             report = self.measure(name, settings, command=command, progress=progress)
         report.print(console)
@@ -391,10 +413,13 @@ def _finite(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _show_progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """A status line, or plain lines where the output is a file or pipe."""
+def _show_progress(console: Console, *, keep: bool) -> Iterator[Callable[[str], None]]:
+    """A status line, or plain lines where they are to be kept or the output is a file or pipe."""
+    if keep or not console.is_terminal:
+        yield lambda line: console.print(Text(line), soft_wrap=True)
+        return
     with console.status("") as status:
-        yield status.update if console.is_terminal else lambda line: console.print(Text(line), soft_wrap=True)
+        yield status.update
 
 
 def _is_numeric(table: Table, place: int) -> bool:

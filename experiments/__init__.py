@@ -1,1 +1,1 @@
-"""The papers' experiments, one file each."""
+"""The experiments of four papers, run as `python -m experiments PAPER`."""

@@ -1,9 +1,9 @@
 """The graph experiment: what the analysis of a recurrent net's graph is worth, with one stream and with many.
 
 After Hwang and Sung, "Single stream parallelization of generalized LSTM-like RNNs on a GPU" (ICASSP 2015): only what
-lies on a cycle of the graph has to run step after step; all else, weight gradients among it, is computed for a whole
-window at once. The baseline computes a step at a time. Here the loops that remain are also compiled, which the paper
-did not do.
+lies on a cycle of the graph has to run sequentially; everything else, weight gradients included, is computed for a
+whole window at once. The baseline computes one step at a time. Here the loops that remain are also compiled, which the
+paper did not do.
 
 Shape legend: T steps of a window, B streams, F features of the input, H hidden units.
 """
@@ -11,7 +11,6 @@ Shape legend: T steps of a window, B streams, F features of the input, H hidden 
 import csv
 import dataclasses
 import io
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, final
@@ -19,12 +18,10 @@ from typing import Annotated, Any, Final, final
 import torch
 from pydantic import Field
 
-from bench.interleaved import Pace, Timing, interleaved
-from bench.kernel_gate import pass_gate
-from bench.machine import Machine, machine_with
-from bench.training_step import Forward, StepShape, TorchStep, drawn_batch, step_after_step
+from bench.harness import Report, Settings, Table, Timing, TimingBudget, check_equal, time_interleaved
+from experiments.figure import AMBER, BLUE, TEAL, Line, Panel, draw_figure
+from experiments.registry import experiment, to_dict
 from stretto.errors import StrettoError
-from stretto.files import write_text_atomically
 from stretto.graph import Graph, GraphCell, delayed_graph, lstm_graph, peephole_lstm_graph, two_loop_graph
 from stretto.kernels import NoCompiler, find_compiler
 from stretto.nn import RNN
@@ -44,23 +41,21 @@ VARIANTS: Final = {
     ANALYSIS: "what is off the cycles runs for the whole window at once, forward and backward; backend='eager'",
     FUSION: "the same, and the loops that remain are compiled; backend='cpp'",
 }
-BASELINE: Final = (LOOP, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GraphSettings:
-    """Settings of `stretto reproduce graph`.
+class GraphSettings(Settings):
+    """Settings of `python -m experiments graph`.
 
     Attributes:
-        out: The folder for the tables, the plot and the page.
-        streams: Numbers of parallel streams to compare; 1 is the baseline's and always taken.
+        out: The folder for the page, the figure and the JSON and CSV files.
+        streams: Numbers of parallel streams to compare; 1 is the baseline's and always included.
         hidden_size: Units of every layer.
         input_size: Features of the input.
-        window: Steps of a training step.
-        loop_window: Steps of a training step of the baseline; its time a step hardly depends on them.
-        rounds: Turns of every contender; the least time counts.
-        budget: Seconds a network after which no new round begins once there are three.
-        quick: A tiny net, 1 and 2 streams and one round: shows that it works, and no more; its times mean nothing.
+        window: Time steps of a training step.
+        loop_window: Time steps of a training step of the baseline; its time per step hardly depends on them.
+        rounds: Turns of every contender; the fastest counts.
+        budget: Seconds per network after which no new round begins once there are three.
     """
 
     out: Path = Path("runs/reproduce-graph")
@@ -71,76 +66,56 @@ class GraphSettings:
     loop_window: Count = 32
     rounds: Count = 5
     budget: Annotated[float, Field(gt=0)] = 45.0
-    quick: bool = False
+
+    def tiny(self) -> "GraphSettings":
+        """The same for a smoke test."""
+        return dataclasses.replace(self, streams=(1, 2), hidden_size=8, input_size=4, window=8, loop_window=6, rounds=1)
 
 
+@final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GraphRow:
-    """One way to train one network with some streams.
-
-    Attributes:
-        network: Which.
-        variant: How.
-        streams: Sequences side by side.
-        window: Steps of each in a training step.
-        timing: Of a training step, forward and backward with the gradients of all weights.
-        steps_per_second: Real steps of all streams over the least time.
-        speed_up: That over the baseline's with 1 stream, from the same interleaved run.
-        over_loop: That over the baseline's with as many streams.
-    """
+    """One way to train one network with some streams."""
 
     network: str
     variant: str
-    streams: int
-    window: int
-    timing: Timing
-    steps_per_second: float
-    speed_up: float
-    over_loop: float
+    streams: int  # sequences side by side
+    window: int  # time steps of each in a training step
+    timing: Timing  # of forward and backward, with the gradients of all weights
+    steps_per_second: float  # time steps of all streams, by the fastest round
+    speed_up: float  # that over the baseline's with 1 stream, from the same interleaved run
+    over_loop: float  # that over the baseline's with as many streams
 
 
+@final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GraphResult:
-    """The experiment.
+    """The experiment."""
 
-    Attributes:
-        rows: Every network, number of streams and variant, in this order.
-        plans: What the analysis made of each network: numbers of operators at each place, loops and products.
-        errors: Largest relative difference of outputs and gradients between the variants of each network.
-        threads: torch's.
-        machine: Where it ran.
-        settings: As given.
-    """
-
-    rows: tuple[GraphRow, ...]
-    plans: dict[str, dict[str, int]]
-    errors: dict[str, float]
+    rows: tuple[GraphRow, ...]  # by network, number of streams and variant, in this order
+    plans: dict[str, dict[str, int]]  # what the analysis made of each network: numbers of operators at each stage
+    errors: dict[str, float]  # largest relative difference of outputs and gradients between variants
     threads: int
-    machine: Machine
     settings: dict[str, Any]
 
-    def to_json(self) -> str:
-        """The content of `graph.json`."""
-        return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False) + "\n"
-
     def to_csv(self) -> str:
-        """The content of `graph.csv`: the rows."""
+        """The rows."""
         stream = io.StringIO()
-        table = csv.writer(stream, lineterminator="\n")
         names = [field.name for field in dataclasses.fields(GraphRow) if field.name != "timing"]
-        table.writerow([*names, "least_seconds", "median_seconds", "rounds"])
+        table = csv.writer(stream, lineterminator="\n")
+        table.writerow([*names, "min_seconds", "median_seconds", "rounds"])
         for row in self.rows:
-            timing = (row.timing.least, row.timing.median, row.timing.rounds)
+            timing = (row.timing.minimum, row.timing.median, row.timing.rounds)
             table.writerow([*(getattr(row, name) for name in names), *timing])
         return stream.getvalue()
 
 
-def reproduce_graph(settings: GraphSettings, *, tell: Callable[[str], None] | None = None) -> GraphResult:
-    """Run the experiment and write `graph.json` and `graph.csv`.
+def reproduce_graph(settings: GraphSettings, *, tell: Callable[[str], None] = lambda _: None) -> GraphResult:
+    """Run the experiment.
 
     Args:
         settings: What to run.
-        tell: If given, called with a line before each part.
+        tell: Called with a line before each part.
 
     Raises:
         StrettoError: If variants do not compute the same, or nothing can be compiled.
@@ -151,79 +126,77 @@ def reproduce_graph(settings: GraphSettings, *, tell: Callable[[str], None] | No
         raise StrettoError(
             f"the loops cannot be compiled: {reason}", fix="Install g++ or name a compiler in CXX."
         ) from reason
-    sizes = _tiny(settings) if settings.quick else settings
-    tell = tell or (lambda _: None)
+    sizes = settings.tiny() if settings.quick else settings
     rows: list[GraphRow] = []
     plans: dict[str, dict[str, int]] = {}
     errors: dict[str, float] = {}
     for network in NETWORKS:
-        contender = _Contender(network, sizes)
+        comparison = _Comparison(network, sizes)
         tell(f"{network}: comparing gradients")
-        errors[network] = contender.compare()
-        plans[network] = contender.plan
+        errors[network] = comparison.check()
+        plans[network] = comparison.plan
         tell(f"{network}: timing")
-        rows += contender.rows()
-    result = GraphResult(
-        rows=tuple(rows),
-        plans=plans,
-        errors=errors,
-        threads=torch.get_num_threads(),
-        machine=machine_with(()),
-        settings={key: str(v) if isinstance(v, Path) else v for key, v in dataclasses.asdict(sizes).items()},
+        rows += comparison.time()
+    return GraphResult(
+        rows=tuple(rows), plans=plans, errors=errors, threads=torch.get_num_threads(), settings=to_dict(sizes)
     )
-    write_text_atomically(settings.out / "graph.json", result.to_json())
-    write_text_atomically(settings.out / "graph.csv", result.to_csv())
-    return result
 
 
 @final
-class _Contender:
-    """One network, trained every way with every number of streams."""
+class _Comparison:
+    """One network, trained in every variant with every number of streams."""
 
     def __init__(self, network: str, settings: GraphSettings) -> None:
         self._network, self._settings = network, settings
-        self._cell = _drawn_cell(network, settings)
-        layers = {
-            ANALYSIS: RNN(self._cell, batch_first=False, backend="eager"),
-            FUSION: RNN(self._cell, batch_first=False, backend="cpp"),
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self._cell = NETWORKS[network](settings.input_size, settings.hidden_size).cell()
+        eager = RNN(self._cell, batch_first=False, backend="eager")
+        compiled = RNN(self._cell, batch_first=False, backend="cpp")
+        self.plan = dict(compiled.explain(settings.input_size).counts)
+        self._forward: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            LOOP: lambda x_TBF: _run_in_python(self._cell, x_TBF),
+            ANALYSIS: lambda x_TBF: eager(x_TBF)[0],
+            FUSION: lambda x_TBF: compiled(x_TBF)[0],
         }
-        self.plan = dict(layers[FUSION].explain(settings.input_size).counts)
-        self._forwards: dict[str, Forward] = {LOOP: step_after_step(self._cell)}
-        self._forwards |= {variant: _outputs_of(layer) for variant, layer in layers.items()}
         self._streams = sorted({1, *settings.streams})
 
-    def compare(self) -> float:
-        """Stop unless all variants give the same; on the baseline's window, and without it on the whole one."""
-        worst = 0.0
+    def check(self) -> float:
+        """Refuse variants whose outputs or gradients differ; the loop on its own window, the others on the whole one.
+
+        Returns:
+            The largest relative difference.
+        """
         short, whole = self._settings.loop_window, self._settings.window
         pairs = ((LOOP, ANALYSIS, short), (LOOP, FUSION, short), (ANALYSIS, FUSION, whole))
-        for streams in self._streams:
-            for one, other, window in pairs:
-                error = pass_gate(
-                    self._step(other, streams=streams, window=window).results(),
-                    wanted=self._step(one, streams=streams, window=window).results(),
-                    name=f"{self._network} by {other}",
-                    peer=one,
-                    where=f"{window} steps of {streams} streams",
-                )
-                worst = max(worst, error)
-        return worst
+        return max(
+            check_equal(
+                self._gradients(variant, streams=streams, window=window),
+                self._gradients(peer, streams=streams, window=window),
+                name=f"{self._network} by {variant}",
+                peer=peer,
+                where=f"{window} steps of {streams} streams",
+            )
+            for streams in self._streams
+            for peer, variant, window in pairs
+        )
 
-    def rows(self) -> list[GraphRow]:
-        """Time all of them in one interleaved run."""
-        keys = [(variant, streams) for streams in self._streams for variant in self._forwards]
-        steps = {_name(*key): self._step(key[0], streams=key[1], window=self._window(key[0])).run for key in keys}
-        timings = interleaved(steps, pace=Pace(rounds=self._settings.rounds, budget=self._settings.budget))
-        speeds = {key: key[1] * self._window(key[0]) / timings[_name(*key)].least for key in keys}
+    def time(self) -> list[GraphRow]:
+        """Time all variants with all numbers of streams in one interleaved run."""
+        keys = [(variant, streams) for streams in self._streams for variant in VARIANTS]
+        tasks = {str(key): self._training_step(key[0], streams=key[1], window=self._window(key[0])) for key in keys}
+        budget = TimingBudget(rounds=self._settings.rounds, seconds=self._settings.budget)
+        timings = time_interleaved(tasks, budget=budget)
+        speeds = {key: key[1] * self._window(key[0]) / timings[str(key)].minimum for key in keys}
         return [
             GraphRow(
                 network=self._network,
                 variant=variant,
                 streams=streams,
                 window=self._window(variant),
-                timing=timings[_name(variant, streams)],
+                timing=timings[str((variant, streams))],
                 steps_per_second=speeds[variant, streams],
-                speed_up=speeds[variant, streams] / speeds[BASELINE],
+                speed_up=speeds[variant, streams] / speeds[LOOP, 1],
                 over_loop=speeds[variant, streams] / speeds[LOOP, streams],
             )
             for variant, streams in keys
@@ -232,34 +205,104 @@ class _Contender:
     def _window(self, variant: str) -> int:
         return self._settings.loop_window if variant == LOOP else self._settings.window
 
-    def _step(self, variant: str, *, streams: int, window: int) -> TorchStep:
-        shape = StepShape(
-            num_steps=window,
-            batch=streams,
-            input_size=self._settings.input_size,
-            hidden_size=self._settings.hidden_size,
+    def _training_step(self, variant: str, *, streams: int, window: int) -> Callable[[], torch.Tensor]:
+        """Forward and backward from a weighted sum of the outputs; returns the outputs."""
+        generator = torch.Generator().manual_seed(0)
+        x_TBF = torch.randn(window, streams, self._settings.input_size, generator=generator)
+        weight_TBH = torch.randn(window, streams, self._settings.hidden_size, generator=generator)
+
+        def step() -> torch.Tensor:
+            self._cell.zero_grad()
+            y_TBH = self._forward[variant](x_TBF)
+            (y_TBH * weight_TBH).sum().backward()  # type: ignore[no-untyped-call]
+            return y_TBH
+
+        return step
+
+    def _gradients(self, variant: str, *, streams: int, window: int) -> dict[str, torch.Tensor]:
+        y_TBH = self._training_step(variant, streams=streams, window=window)()
+        gradients = {name: weight.grad for name, weight in self._cell.named_parameters() if weight.grad is not None}
+        return {"output": y_TBH.detach(), **{f"gradient of {name}": grad.clone() for name, grad in gradients.items()}}
+
+
+def _run_in_python(cell: GraphCell, x_TBF: torch.Tensor) -> torch.Tensor:
+    state: Any = cell.initial_state(x_TBF.shape[1])
+    outputs = []
+    for x_BF in x_TBF:
+        y_BH, state = cell(x_BF, state)
+        outputs.append(y_BH)
+    return torch.stack(outputs)
+
+
+STAGES: Final = ("loops", "once", "hoisted", "loop", "sunk", "deferred")
+COLOURS: Final = {LOOP: AMBER, ANALYSIS: TEAL, FUSION: BLUE}
+
+
+@experiment("graph", title="Parallelism from the graph")
+def run(settings: GraphSettings, report: Report) -> None:
+    """Parallelism found in the graph, with one stream and many (Hwang and Sung 2015)."""
+    show(reproduce_graph(settings, tell=report.progress), report)
+
+
+def show(result: GraphResult, report: Report) -> None:
+    """Write tables and figure into a report."""
+    report.result = to_dict(result)
+    report.attach("csv", result.to_csv())
+    sizes = result.settings
+    by_streams: dict[tuple[str, int], dict[str, GraphRow]] = {}
+    for row in result.rows:
+        by_streams.setdefault((row.network, row.streams), {})[row.variant] = row
+    report.add(
+        Table(
+            title=f"Training throughput: {sizes['hidden_size']} units per layer, {sizes['input_size']} inputs, windows "
+            f"of {sizes['window']} steps, {result.threads} threads",
+            columns=("network", "streams", *VARIANTS, "analysis x", "fusion x", "over loop"),
+            rows=[
+                (
+                    network,
+                    streams,
+                    *(rows[variant].steps_per_second for variant in VARIANTS),
+                    rows[ANALYSIS].speed_up,
+                    rows[FUSION].speed_up,
+                    rows[FUSION].over_loop,
+                )
+                for (network, streams), rows in by_streams.items()
+            ],
+            caption="Time steps of all streams per second, by the fastest round. x: over step by step with 1 stream, "
+            "from one interleaved run. over loop: fusion over step by step with as many streams. Step by step runs "
+            f"windows of {sizes['loop_window']} steps: its time per step hardly depends on their number. A training "
+            "step is forward and backward with the gradients of all weights, from a state of zeros.",
         )
-        weights = dict(self._cell.named_parameters())
-        return TorchStep(variant, forward=self._forwards[variant], weights=weights, batch=drawn_batch(shape))
+    )
+    report.add(
+        Table(
+            title="What the analysis found",
+            columns=("network", *STAGES, "error"),
+            rows=[
+                (network, *(plan.get(stage, 0) for stage in STAGES), f"{result.errors[network]:.0e}")
+                for network, plan in result.plans.items()
+            ],
+            caption="Operators at each stage. error: the largest relative difference of outputs and gradients between "
+            "variants, checked before the clock ran.",
+        )
+    )
+    for variant, meaning in VARIANTS.items():
+        report.note(f"{variant}: {meaning}")
+    networks = list(result.plans)
+    panels = [
+        _panel(result, network, value, title)
+        for value, title in (("steps_per_second", "time steps per second"), ("speed_up", "times the baseline"))
+        for network in networks
+    ]
+    throughput, speed_up = panels[: len(networks)], panels[len(networks) :]
+    report.plot(draw_figure(throughput), title="Throughput", caption="Both axes logarithmic.")
+    report.plot(draw_figure(speed_up), title="Speed-up", caption="Over step by step with one stream.")
 
 
-def _drawn_cell(network: str, settings: GraphSettings) -> GraphCell:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return NETWORKS[network](settings.input_size, settings.hidden_size).cell()
-
-
-def _outputs_of(layer: RNN) -> Forward:
-    def forward(x_TBF: torch.Tensor) -> torch.Tensor:
-        y_TBH: torch.Tensor = layer(x_TBF)[0]
-        return y_TBH
-
-    return forward
-
-
-def _name(variant: str, streams: int) -> str:
-    return f"{variant}, {streams}"
-
-
-def _tiny(settings: GraphSettings) -> GraphSettings:
-    return dataclasses.replace(settings, streams=(1, 2), hidden_size=8, input_size=4, window=8, loop_window=6, rounds=1)
+def _panel(result: GraphResult, network: str, value: str, title: str) -> Panel:
+    lines = []
+    for variant, colour in COLOURS.items():
+        rows = [row for row in result.rows if row.network == network and row.variant == variant]
+        values = [getattr(row, value) for row in rows]
+        lines.append(Line(name=variant, colour=colour, xs=[row.streams for row in rows], ys=values))
+    return Panel(title=network, x="streams", y=title, lines=lines, x_scale="log", y_scale="log")

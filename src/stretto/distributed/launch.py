@@ -47,7 +47,8 @@ def launch_ranks(
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={nproc}"),
             *(f"--max-restarts={max_restarts}", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file"),
             *(f"--rdzv-endpoint={folder}/agents", f"--rdzv-id={secrets.token_hex(8)}", "--local-addr=127.0.0.1"),
-            *("-m", module, *words),
+            # What follows "--" is not torchrun's: it would take --nproc for one of its own flags.
+            *("-m", "--", module, *words),
         ]
         environment = {
             **os.environ,
