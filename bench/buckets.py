@@ -1,291 +1,314 @@
-"""How good are the batches, and what do they cost? Our `BucketSampler` beside its peers, in one interleaved run.
+"""`python -m bench buckets`: the batches of our `BucketSampler` beside those of other samplers.
 
-Shape legend: N sequences, K buckets.
+Shape legend: N sequences of the set, M sequences drawn, B batches that are not empty, G updates, W ranks, K buckets.
 """
 
 import dataclasses
-import json
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.bucket_costs import (
-    EdgesRow,
-    EdgeWasteRow,
-    ScalingRow,
-    default_max_steps,
-    edge_waste_rows,
-    edges_rows,
-    least_ms,
-    scaling_rows,
+from bench.harness import Count, Report, Settings, Table, bench
+from bench.samplers import Draw, Lengths, Sampler, available_samplers
+from stretto.batching import (
+    adjacent_correlation,
+    bucket_of,
+    equal_mass_edges,
+    optimal_edges,
+    padded_cost,
+    percentile_edges,
+    uniform_edges,
 )
-from bench.drawn_epoch import EpochCounts, TimedDraw, count_epoch, order_match, timed_draw
-from bench.length_laws import LAW_NAMES, LawName, length_law
-from bench.machine import Machine, machine_with
-from bench.samplers import OURS, AbstractContestant, Draw, LhotseContestant, contestants
-from stretto.batching import equal_mass_edges
+from stretto.data import load_handwriting
 from stretto.errors import StrettoError
-from stretto.files import write_text_atomically
 
-Lengths = npt.NDArray[np.int64]
+Batches = list[list[int]]
+Distribution = Literal["log-normal", "log-normal-wide", "two-mode", "uniform", "handwriting"]
 
-RULER_BUCKETS: Final = 10
-SAME_ORDER: Final = 0.9
-AT_LEAST_1: Final = ("world_size", "max_padded_steps", "world_sizes", "num_large")
-AT_LEAST_2: Final = ("num_sequences", "num_buckets", "seeds")
-PEERS: Final = ("lhotse", "transformers")
+DISTRIBUTIONS: Final[tuple[Distribution, ...]] = get_args(Distribution)
+DESCRIPTIONS: Final[dict[Distribution, str]] = {
+    "log-normal": "log-normal(6.2, 0.6) in [50, 3000]",
+    "log-normal-wide": "log-normal(5, 1) in [16, 1024]",
+    "two-mode": "two modes as in read speech: 30 % near 550, 70 % near 1510, in [80, 2000]",
+    "uniform": "uniform in [10, 1000]",
+    "handwriting": "the embedded handwriting, all of its lines",
+}
+BATCH_ROWS: Final = 64
+"""Average sequences per batch, if no cap is given."""
+ORDER_BUCKETS: Final = 10
+"""Intervals by which the order of lengths is judged where a sampler has no buckets."""
+EDGE_BUCKETS: Final = (5, 10, 30)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BucketsBenchSettings:
-    """What to compare.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketsSettings(Settings):
+    """Compare the batches of our sampler with those of other samplers.
 
     Attributes:
-        num_sequences: Sequences drawn from each law; the handwriting has as many as it has.
+        num_sequences: Sequences drawn from each distribution; the handwriting has its own number.
         num_buckets: Numbers of buckets to compare at, each at least 2.
-        world_size: Ranks that share an epoch.
-        laws: Length laws: log-normal, log-normal-wide, two-mode, uniform, handwriting.
+        nproc: Ranks that share an epoch.
+        lengths: Distributions of lengths: log-normal, log-normal-wide, two-mode, uniform, handwriting.
         seeds: Repeats of each timing, at least 2; the least counts.
-        max_padded_steps: Slots that a batch may have; by default 64 average sequences of the law.
-        world_sizes: World sizes at which the cost of a batch is timed.
-        num_large: Sequences of the large sets on which edges, plan and resumption are timed.
-        out: JSON file for the result.
+        max_padded_steps: Cap on the padded steps of a batch; 64 average sequences if left out.
     """
 
-    num_sequences: int = 40_000
-    num_buckets: tuple[int, ...] = (10, 30)
-    world_size: int = 4
-    laws: tuple[LawName, ...] = ("log-normal", "log-normal-wide", "two-mode")
-    seeds: int = 3
-    max_padded_steps: int | None = None
-    world_sizes: tuple[int, ...] = (1, 8, 64)
-    num_large: int = 1_000_000
-    out: Path | None = None
+    num_sequences: Count = 40_000
+    num_buckets: tuple[Count, ...] = (10, 30)
+    nproc: Count = 4
+    lengths: tuple[Distribution, ...] = ("log-normal", "log-normal-wide", "two-mode")
+    seeds: Count = 3
+    max_padded_steps: Count | None = None
 
     def __post_init__(self) -> None:
-        for name in AT_LEAST_1 + AT_LEAST_2:
-            given, least = getattr(self, name), 1 if name in AT_LEAST_1 else 2
-            numbers = given if isinstance(given, tuple) else (given,)
-            if not numbers or any(number is not None and number < least for number in numbers):
-                raise StrettoError(f"{name}={given!r} is too little to compare with", fix=f"Give at least {least}.")
+        if self.seeds < 2 or min(self.num_buckets, default=0) < 2:
+            raise StrettoError(
+                f"seeds={self.seeds} and num_buckets={self.num_buckets} are too few to compare", fix="Give at least 2."
+            )
         if self.num_sequences < max(self.num_buckets):
             raise StrettoError(
                 f"num_sequences={self.num_sequences} cannot fill {max(self.num_buckets)} buckets",
                 fix="Give at least as many sequences as buckets.",
             )
-        if not self.laws:
-            raise StrettoError("there is no law to draw lengths from", fix=f"Name some of {', '.join(LAW_NAMES)}.")
-        for law in self.laws:
-            length_law(law)
+        if not self.lengths:
+            raise StrettoError("no distribution of lengths is given", fix=f"Choose from {', '.join(DISTRIBUTIONS)}.")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BucketsRow(EpochCounts):
-    """One sampler on one law. Counts are of seed 0, epoch 0 and all ranks; times are of rank 0 over all seeds.
-
-    Attributes:
-        law: The law's name.
-        sampler: The contestant's name.
-        num_buckets: Buckets asked for; None when it has none.
-        order_match: How far rank 0 of (seed 0, epoch 0) and of (seed 1, epoch 1) visit the lengths in the same order:
-            1 is the same, 0 is what chance gives. Judged by the batches' mean lengths, in `num_buckets` intervals
-            (10 where it has none) that hold equally many steps.
-        same_order: Whether that is at least 0.9: every epoch of every seed has one order.
-        plan_seconds: Until the first batch; the least over the seeds.
-        ms_per_batch: Mean of the other batches; the least over the seeds; None when there is only one batch.
-        note: What a reader of the numbers should know.
-    """
-
-    law: str
-    sampler: str
-    num_buckets: int | None
-    order_match: float
-    same_order: bool
-    plan_seconds: float
-    ms_per_batch: float | None
-    note: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LawFacts:
-    """The lengths that a law gave.
-
-    Attributes:
-        name: The law's name.
-        description: The law in a few words.
-        num_sequences: Sequences.
-        mean: Mean length.
-        longest: Greatest length.
-        max_padded_steps: Slots that a batch may have.
-    """
-
-    name: str
-    description: str
-    num_sequences: int
-    mean: float
-    longest: int
-    max_padded_steps: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BucketsBench:
-    """The result of one run.
-
-    Attributes:
-        rows: Every sampler on every law at every number of buckets.
-        scaling: Cost of a batch by world size.
-        edges: Edges, plan and resumption on large sets.
-        edge_waste: What the edges alone waste.
-        laws: The lengths used.
-        world_size: Ranks that share an epoch in `rows`.
-        seeds: Repeats of each timing.
-        machine: Where it ran.
-        missing: The peers left out, each with the reason and the way to get it.
-        seconds: Time of the whole run.
-    """
-
-    rows: tuple[BucketsRow, ...]
-    scaling: tuple[ScalingRow, ...]
-    edges: tuple[EdgesRow, ...]
-    edge_waste: tuple[EdgeWasteRow, ...]
-    laws: tuple[LawFacts, ...]
-    world_size: int
-    seeds: int
-    machine: Machine
-    missing: tuple[str, ...]
-    seconds: float
-
-    def to_json(self) -> str:
-        """All of it as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False)
-
-
-def run_buckets_bench(
-    settings: BucketsBenchSettings | None = None, *, tell: Callable[[str], None] | None = None
-) -> BucketsBench:
-    """Compare the samplers; peers that are not installed are left out and named.
-
-    Args:
-        settings: What to compare.
-        tell: Called with a line before each part.
-    """
-    settings = settings or BucketsBenchSettings()
-    tell = tell or (lambda _: None)
-    begin = time.perf_counter()
-    present, missing = _present(contestants())
-    rows: list[BucketsRow] = []
-    facts: list[LawFacts] = []
-    edge_waste: list[EdgeWasteRow] = []
-    for name in settings.laws:
-        tell(f"{name}: {len(present)} samplers")
-        law = length_law(name)
-        lengths_N = law.draw(settings.num_sequences)
-        fact = LawFacts(
-            name=name,
-            description=law.description,
-            num_sequences=len(lengths_N),
-            mean=float(lengths_N.mean()),
-            longest=int(lengths_N.max()),
-            max_padded_steps=settings.max_padded_steps or default_max_steps(lengths_N),
+@bench("buckets", title="Batches of our sampler beside other samplers")
+def run(settings: BucketsSettings, report: Report) -> None:
+    """Compare all samplers on each distribution of lengths."""
+    if settings.quick:
+        settings = dataclasses.replace(
+            settings, num_sequences=600, num_buckets=(4,), nproc=2, lengths=("uniform",), seeds=2
         )
-        facts.append(fact)
-        rows += _compare(present, fact=fact, lengths_N=lengths_N, settings=settings)
-        edge_waste += edge_waste_rows(name, lengths_N=lengths_N)
-    tell(f"world sizes {', '.join(map(str, settings.world_sizes))}")
-    scaling = scaling_rows(
-        [contestant for contestant in present if contestant.name in (OURS, LhotseContestant.name)],
-        law=length_law(settings.laws[0]),
-        num_buckets=max(settings.num_buckets),
-        world_sizes=settings.world_sizes,
-        seeds=settings.seeds,
+    samplers, missing = available_samplers()
+    for what, why in missing.items():
+        report.skip(what, why)
+    edge_rows: list[tuple[Any, ...]] = []
+    for name in settings.lengths:
+        report.progress(f"{name}: {len(samplers)} samplers")
+        lengths_N = draw_lengths(name, settings.num_sequences)
+        report.add(_compare(samplers, name, lengths_N, settings))
+        edge_rows += [_edge_row(name, lengths_N, num_buckets) for num_buckets in EDGE_BUCKETS]
+    report.add(
+        Table(
+            title="Edges alone: padding % when every sequence is padded to its edge",
+            columns=("lengths", "K", "optimal", "equal mass", "percentile", "uniform"),
+            rows=edge_rows,
+            caption="Arithmetic, nothing timed. Equal mass: Lhotse, NeMo; percentile: fairseq.",
+        )
     )
-    tell(f"sets of {settings.num_large:,} sequences")
-    bench = BucketsBench(
-        rows=tuple(rows),
-        scaling=scaling,
-        edges=edges_rows(settings.num_large, repeats=settings.seeds),
-        edge_waste=tuple(edge_waste),
-        laws=tuple(facts),
-        world_size=settings.world_size,
-        seeds=settings.seeds,
-        machine=machine_with(PEERS),
-        missing=missing,
-        seconds=time.perf_counter() - begin,
-    )
-    if settings.out is not None:
-        write_text_atomically(settings.out, bench.to_json() + "\n")
-    return bench
+    report.add(Table(title="Samplers", columns=("sampler", "note"), rows=[(one.name, one.note) for one in samplers]))
 
 
-def _compare(
-    present: Sequence[AbstractContestant], *, fact: LawFacts, lengths_N: Lengths, settings: BucketsBenchSettings
-) -> list[BucketsRow]:
-    """Draw with every contestant in turn, seed after seed, and then count."""
-    entries = [(contestant, k) for k in settings.num_buckets for contestant in present if contestant.has_buckets]
-    entries += [(contestant, RULER_BUCKETS) for contestant in present if not contestant.has_buckets]
-    draws: list[list[TimedDraw]] = [[] for _ in entries]
-    for contestant in present:
-        contestant.prepare(lengths_N)
+def draw_lengths(name: Distribution, num_sequences: int, *, seed: int = 0) -> Lengths:
+    """Lengths of a set, a pure function of the arguments; the handwriting is what it is."""
+    rng = np.random.default_rng(seed)
+    if name == "log-normal":
+        return _round_clipped(rng.lognormal(6.2, 0.6, num_sequences), 50, 3000)
+    if name == "log-normal-wide":
+        return _round_clipped(rng.lognormal(5.0, 1.0, num_sequences), 16, 1024)
+    if name == "two-mode":
+        short_N = rng.random(num_sequences) < 0.3
+        drawn_N = np.where(short_N, rng.normal(550, 220, num_sequences), rng.normal(1510, 160, num_sequences))
+        return _round_clipped(drawn_N, 80, 2000)
+    if name == "uniform":
+        return rng.integers(10, 1000, num_sequences, endpoint=True)
+    return load_handwriting().lengths_N.astype(np.int64)
 
-    def draw(contestant: AbstractContestant, num_buckets: int, *, seed: int, rank: int) -> TimedDraw:
-        asked = Draw(
-            max_padded_steps=fact.max_padded_steps,
+
+def _round_clipped(drawn_N: npt.NDArray[np.float64], shortest: int, longest: int) -> Lengths:
+    return np.clip(np.rint(drawn_N), shortest, longest).astype(np.int64)
+
+
+def _edge_row(name: str, lengths_N: Lengths, num_buckets: int) -> tuple[Any, ...]:
+    rules = (optimal_edges, equal_mass_edges, percentile_edges, uniform_edges)
+    real = int(lengths_N.sum())
+    wastes = (100 * (1 - real / padded_cost(lengths_N, rule(lengths_N, num_buckets))) for rule in rules)
+    return (name, num_buckets, *wastes)
+
+
+COLUMNS: Final = (
+    *("sampler", "K", "waste %", "to edge %", "cap %", "seen %", "twice %", "batches", "shapes", "serial steps"),
+    *("length wait", "step wait", "corr.", "same order", "first s", "next ms"),
+)
+CAPTION: Final = (
+    "waste: padding to the longest of the batch; to edge: to the edge of its bucket. cap: largest batch over the cap. "
+    "seen, twice: sequences drawn at least once, more than once. serial steps: sum over updates of the longest rank's "
+    "length. wait: slowest rank over the mean, by length and by padded steps; 1 is none. corr.: of the lengths of "
+    "adjacent updates. same order: of mean lengths in two epochs of two seeds; 0 is chance, 1 is the same. "
+    "first, next: time to a batch on rank 0, the least over seeds, in turn. Counts are of seed 0, all ranks."
+)
+
+
+def _compare(samplers: Sequence[Sampler], name: Distribution, lengths_N: Lengths, settings: BucketsSettings) -> Table:
+    """Draw with every sampler in turn, seed after seed, and then count."""
+    cap = settings.max_padded_steps or default_cap(lengths_N)
+    entries = [(sampler, count) for count in settings.num_buckets for sampler in samplers if sampler.has_buckets]
+    entries += [(sampler, ORDER_BUCKETS) for sampler in samplers if not sampler.has_buckets]
+    for sampler in samplers:
+        sampler.prepare(lengths_N)
+
+    def draw(sampler: Sampler, num_buckets: int, *, seed: int, rank: int) -> TimedBatches:
+        request = Draw(
+            max_padded_steps=cap,
             num_buckets=num_buckets,
             seed=seed,
             epoch=seed,
             rank=rank,
-            world_size=settings.world_size,
+            world_size=settings.nproc,
         )
-        return timed_draw(contestant.batches(lengths_N, asked))
+        return time_batches(sampler.batches(lengths_N, request))
 
+    drawn: list[list[TimedBatches]] = [[] for _ in entries]
     for seed in range(settings.seeds):
-        for (contestant, num_buckets), mine in zip(entries, draws, strict=True):
-            mine.append(draw(contestant, num_buckets, seed=seed, rank=0))
+        for (sampler, count), mine in zip(entries, drawn, strict=True):
+            mine.append(draw(sampler, count, seed=seed, rank=0))
     rows = []
-    for (contestant, num_buckets), mine in zip(entries, draws, strict=True):
-        others = [draw(contestant, num_buckets, seed=0, rank=rank).batches for rank in range(1, settings.world_size)]
+    for (sampler, count), mine in zip(entries, drawn, strict=True):
+        others = [draw(sampler, count, seed=0, rank=rank).batches for rank in range(1, settings.nproc)]
         counts = count_epoch(
             [mine[0].batches, *others],
             lengths_N=lengths_N,
-            max_padded_steps=fact.max_padded_steps,
-            edges_K=contestant.edges(lengths_N, num_buckets),
+            max_padded_steps=cap,
+            edges_K=sampler.edges(lengths_N, count),
         )
-        match = order_match(
-            mine[0].batches,
-            mine[1].batches,
-            lengths_N=lengths_N,
-            ruler_K=equal_mass_edges(lengths_N, num_buckets),
-        )
+        ruler_K = equal_mass_edges(lengths_N, count)
+        match = order_match(mine[0].batches, mine[1].batches, lengths_N=lengths_N, ruler_K=ruler_K)
+        next_ms = min((one.ms_per_batch for one in mine if one.ms_per_batch is not None), default=None)
         rows.append(
-            BucketsRow(
-                law=fact.name,
-                sampler=contestant.name,
-                num_buckets=num_buckets if contestant.has_buckets else None,
-                order_match=match,
-                same_order=match >= SAME_ORDER,
-                plan_seconds=min(timed.plan_seconds for timed in mine),
-                ms_per_batch=least_ms(mine),
-                note=contestant.note,
-                **dataclasses.asdict(counts),
+            (
+                *(sampler.name, count if sampler.has_buckets else None),
+                *(100 * counts.waste, None if counts.waste_to_edge is None else 100 * counts.waste_to_edge),
+                *(100 * counts.cap, 100 * counts.coverage, 100 * counts.repeated, counts.batches, counts.shapes),
+                *(counts.serial_steps, counts.length_straggler, counts.step_straggler, counts.correlation, match),
+                *(min(one.first_seconds for one in mine), next_ms),
             )
         )
-    return rows
+    title = (
+        f"{name}: {DESCRIPTIONS[name]}; {len(lengths_N):,} sequences of {lengths_N.mean():,.0f} steps on average, "
+        f"at most {cap:,} padded steps per batch, ranks: {settings.nproc}"
+    )
+    return Table(title=title, columns=COLUMNS, rows=rows, caption=CAPTION)
 
 
-def _present(everyone: Sequence[AbstractContestant]) -> tuple[list[AbstractContestant], tuple[str, ...]]:
-    """Those whose package works, and a line for each of the others."""
-    present, missing = [], []
-    for contestant in everyone:
-        try:
-            contestant.require()
-        except StrettoError as error:
-            missing.append(f"{contestant.name}: {error}")
-        except (AttributeError, OSError, RuntimeError) as error:
-            missing.append(f"{contestant.name}: its import fails ({error}). Mend it: pip install 'stretto[peers]'.")
-        else:
-            present.append(contestant)
-    return present, tuple(missing)
+def default_cap(lengths_N: Lengths) -> int:
+    """Padded steps of 64 average sequences, or of the longest one."""
+    return max(int(BATCH_ROWS * lengths_N.mean()), int(lengths_N.max()))
+
+
+# What a sampler drew, in numbers -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TimedBatches:
+    """Batches of one rank, the seconds until the first, and the mean of the others (None if there is only one)."""
+
+    batches: Batches
+    first_seconds: float
+    ms_per_batch: float | None
+
+
+def time_batches(batches: Iterator[list[int]]) -> TimedBatches:
+    """Draw all batches with the clock on."""
+    drawn: Batches = []
+    first = begin = time.perf_counter()
+    for batch in batches:
+        drawn.append(batch)
+        if len(drawn) == 1:
+            first = time.perf_counter()
+    end = time.perf_counter()
+    return TimedBatches(
+        batches=drawn,
+        first_seconds=first - begin,
+        ms_per_batch=(end - first) * 1e3 / (len(drawn) - 1) if len(drawn) > 1 else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EpochCounts:
+    """One epoch over all ranks.
+
+    Attributes:
+        waste: Share of padded steps that are padding when each batch is padded to its longest sequence.
+        waste_to_edge: The same when padded to the bucket's edge; None without fixed edges.
+        cap: Padded steps of the largest batch over `max_padded_steps`.
+        coverage: Share of the sequences that are drawn at least once.
+        repeated: Share of the sequences that are drawn more than once.
+        batches: Batches of all ranks that are not empty.
+        shapes: Distinct (rows, steps) of padded batches.
+        serial_steps: Sum over updates of the longest rank's length: the time steps that follow one another.
+        length_straggler: Sum over updates of the longest rank's length over the sum of the mean; 1 is no waiting.
+        step_straggler: The same of padded steps.
+        correlation: Of the mean lengths of adjacent updates, all ranks together.
+    """
+
+    waste: float
+    waste_to_edge: float | None
+    cap: float
+    coverage: float
+    repeated: float
+    batches: int
+    shapes: int
+    serial_steps: int
+    length_straggler: float
+    step_straggler: float
+    correlation: float
+
+
+def count_epoch(
+    ranks: list[Batches], *, lengths_N: Lengths, max_padded_steps: int, edges_K: Lengths | None = None
+) -> EpochCounts:
+    """Count what all ranks drew in one epoch; batches can be padded to the edges, if there are any."""
+    num_updates = max(map(len, ranks))
+    sizes_WG = np.array([[len(b) for b in batches] + [0] * (num_updates - len(batches)) for batches in ranks])
+    sequences_M = np.array([number for batches in ranks for batch in batches for number in batch], dtype=np.int64)
+    lengths_M = lengths_N[sequences_M]
+    filled = sizes_WG.ravel() > 0
+    rows_B = sizes_WG.ravel()[filled]
+    begins_B = np.cumsum(rows_B) - rows_B
+    longest_B = np.maximum.reduceat(lengths_M, begins_B)
+    padded_B = rows_B * longest_B
+    longest_WG = np.zeros_like(sizes_WG)
+    longest_WG[sizes_WG > 0] = longest_B
+    update_B = np.tile(np.arange(num_updates), len(ranks))[filled]
+    times_N = np.bincount(sequences_M, minlength=len(lengths_N))
+    real_G = np.bincount(update_B, weights=np.add.reduceat(lengths_M, begins_B), minlength=num_updates)
+    real = int(lengths_M.sum())
+    edge_B = None if edges_K is None else edges_K[bucket_of(longest_B, edges_K)]
+    return EpochCounts(
+        waste=1.0 - real / int(padded_B.sum()),
+        waste_to_edge=None if edge_B is None else 1.0 - real / int((rows_B * edge_B).sum()),
+        cap=float(padded_B.max() / max_padded_steps),
+        coverage=float((times_N > 0).mean()),
+        repeated=float((times_N > 1).mean()),
+        batches=len(rows_B),
+        shapes=len(np.unique(np.stack([rows_B, longest_B]), axis=1).T),
+        serial_steps=int(longest_WG.max(axis=0).sum()),
+        length_straggler=_straggler(longest_WG),
+        step_straggler=_straggler(longest_WG * sizes_WG),
+        correlation=adjacent_correlation(real_G / sizes_WG.sum(axis=0)),
+    )
+
+
+def order_match(first: Batches, second: Batches, *, lengths_N: Lengths, ruler_K: Lengths) -> float:
+    """How far two draws visit the lengths in the same order: 1 is the same, 0 is chance.
+
+    It is Cohen's kappa of the two sequences of intervals of `ruler_K` that hold the batches' mean lengths.
+    """
+    one_G, other_G = (
+        bucket_of(np.array([np.rint(lengths_N[batch].mean()) for batch in batches if batch]).astype(np.int64), ruler_K)
+        for batches in (first, second)
+    )
+    shared = min(len(one_G), len(other_G))
+    one_K, other_K = (np.bincount(found_G, minlength=len(ruler_K)) / len(found_G) for found_G in (one_G, other_G))
+    chance = float((one_K * other_K).sum())
+    alike = float((one_G[:shared] == other_G[:shared]).sum() / max(len(one_G), len(other_G)))
+    return (alike - chance) / (1.0 - chance) if chance < 1 else 0.0
+
+
+def _straggler(values_WG: Lengths) -> float:
+    return float(values_WG.max(axis=0).sum() / values_WG.mean(axis=0).sum())

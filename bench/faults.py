@@ -1,208 +1,501 @@
-"""Workers that are killed and stopped again and again while they train: what is lost, and is the result the same."""
+"""`python -m bench faults`: ranks that are killed, stopped or left without disk space while they train.
 
+Two runs train the same net: one undisturbed, one with faults injected. Afterwards every sequence of every epoch must
+have been used exactly once, and the final weights must be equal to the last bit. Then one of two nodes is dropped and
+comes back. Nodes are launchers of torchrun's on this machine, inside a network namespace that has nothing but loopback.
+
+Shape legend: N sequences, S steps of all of them, F features.
+"""
+
+import collections
 import dataclasses
 import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
+import safetensors.torch
+import torch
 from pydantic import Field
 
-from bench.fault_data import Dealt, num_lines, same_weights, training_words, write_signs
-from bench.fault_nodes import NodesOutcome, run_two_nodes
-from bench.fault_strikes import KINDS, Strike, strike
+from bench.harness import Count, Report, Settings, Table, bench
+from stretto.data import Labels, SequenceSet, write_npz
 from stretto.errors import StrettoError
-from stretto.files import write_text_atomically
-from stretto.training import MODEL_FILE, Count, read_events
+from stretto.training import EVENTS_FILE, FOLDER, MODEL_FILE, read_events
 
-EPOCHS_A_KILL: Final = 60
-LONGEST_PAUSE: Final = 2.0
-PATIENCE: Final = 180.0
-LONGEST_RUN: Final = 3600.0
-LOST_AFTER: Final = 0.1
-"""Minutes."""
-REFUSED: Final = 2
+KINDS: Final[dict[str, str]] = {
+    "one": "SIGKILL of a random rank",
+    "all": "SIGKILL of all ranks",
+    "saving": "SIGKILL of rank 0 while it writes a checkpoint",
+    "stopped": "SIGSTOP of a random rank, past the time-out",
+    "full": "a full disk",
+}
+NUM_TRAINED: Final = 200
+EPOCHS_PER_FAULT: Final = 60
+MAX_PAUSE_SECONDS: Final = 2.0
+MAX_SILENCE_SECONDS: Final = 180.0
+MAX_RUN_SECONDS: Final = 3600.0
+MAX_SEARCH_SECONDS: Final = 20.0
+"""How long to wait for a checkpoint that is being written."""
+RANK_TIMEOUT_MINUTES: Final = 0.1
+FULL_DISK_BYTES: Final = 4096
+"""Files up to this size can still be written when the disk is full."""
+USER_ERROR: Final = 2
+NODE_EPOCHS: Final = 150
+NODE_ENDPOINT: Final = "127.0.0.1:29400"
+NODE_TIMEOUT_MINUTES: Final = 1.0
+MAX_NODE_SECONDS: Final = 240.0
+NODE_PROGRESS_EVENTS: Final = 40
+"""Events after which a group of ranks counts as running."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FaultsBenchSettings:
-    """Settings of `stretto bench faults`.
+class FaultsSettings(Settings):
+    """Inject faults into a run and compare it with an undisturbed one.
 
     Attributes:
-        kills: How many times to strike.
-        workers: Processes that train.
-        seed: Of who is struck, how and when.
-        stops: Whether to stop workers too, not only to kill them; each takes as long as the time-out.
-        nodes: Whether to drop one of two nodes, and let it come back, too.
-        json: JSON file for the result.
+        kills: How many faults to inject.
+        nproc: Ranks that train.
+        seed: Chooses the kinds, ranks and moments.
+        stops: Whether to stop ranks too, not only to kill them; each takes as long as the time-out.
+        nodes: Whether to drop one of two nodes and let it come back, too.
     """
 
     kills: Count = 5
-    workers: Annotated[int, Field(ge=2, le=64)] = 2
+    nproc: Annotated[int, Field(ge=2, le=64)] = 2
     seed: Annotated[int, Field(ge=0)] = 0
     stops: bool = True
     nodes: bool = True
-    json: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FaultsBench:
-    """What came of it.
+class Fault:
+    """An injected fault: its kind, the ranks it hit, and the number of events before it."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    after: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """How often sequences were used.
 
     Attributes:
-        asked: Strikes that were asked for.
-        strikes: All strikes, in order.
-        resumed: How often training went on from a checkpoint.
-        dealt: How often the sequences of all epochs were used.
-        same_weights: Whether the final weights equal those of the undisturbed run to the last bit.
-        exit_code: Of the disturbed run.
-        seconds: Of both runs.
-        workers: Processes that trained.
-        nodes: What came of two nodes; None if they were left out.
-        missing: What was left out, and why.
+        epochs: Epochs that were trained.
+        lost: Sequences that an epoch did not use, over all epochs.
+        repeated: Uses beyond the first within an epoch, over all epochs.
     """
 
-    asked: int
-    strikes: tuple[Strike, ...]
+    epochs: int
+    lost: int
+    repeated: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every epoch used every sequence once."""
+        return self.lost == self.repeated == 0
+
+    @classmethod
+    def count(cls, events: Iterable[dict[str, Any]]) -> "Usage":
+        """Count each sequence of each epoch, by its number."""
+        uses: dict[int, collections.Counter[int]] = {}
+        for event in events:
+            if event["event"] == "step":
+                uses.setdefault(event["epoch"], collections.Counter()).update(event["sequences"])
+        return cls(
+            epochs=len(uses),
+            lost=sum(NUM_TRAINED - len(counts) for counts in uses.values()),
+            repeated=sum(counts.total() - len(counts) for counts in uses.values()),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the disturbed run ended: the faults, its resumes, the use of sequences, its exit code, and equal weights."""
+
+    faults: tuple[Fault, ...]
     resumed: int
-    dealt: Dealt
+    usage: Usage
     same_weights: bool
     exit_code: int
-    seconds: float
-    workers: int
-    nodes: NodesOutcome | None
-    missing: tuple[str, ...]
 
     @property
     def survived(self) -> int:
-        """Strikes after which the run came to its end all the same."""
-        return len(self.strikes) if self.exit_code == 0 else 0
-
-    @property
-    def kept_all(self) -> bool:
-        """Whether every strike was survived and nothing was lost."""
-        nodes = self.nodes is None or (self.nodes.dealt.is_exact and not any(self.nodes.exit_codes))
-        return nodes and self.survived == self.asked and self.same_weights and self.dealt.is_exact
-
-    def to_json(self) -> str:
-        """The content of the JSON file."""
-        return json.dumps({**dataclasses.asdict(self), "survived": self.survived}, indent=2) + "\n"
+        """Faults after which the run still finished."""
+        return len(self.faults) if self.exit_code == 0 else 0
 
 
-def run_faults_bench(settings: FaultsBenchSettings, *, tell: Callable[[str], None] | None = None) -> FaultsBench:
-    """Train twice, once in peace, and compare."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodesOutcome:
+    """How two nodes ended: the world size of each start, the use of sequences, and the nodes' exit codes."""
+
+    world_sizes: tuple[int, ...]
+    usage: Usage
+    exit_codes: tuple[int, ...]
+
+
+@bench("faults", title="Faults while training, and what is lost")
+def run(settings: FaultsSettings, report: Report) -> None:
+    """Inject faults, and fail if anything was lost."""
+    if settings.quick:
+        settings = dataclasses.replace(settings, kills=2, stops=False, nodes=False)
+    begin = time.perf_counter()
+    outcome = inject_faults(settings, progress=report.progress)
+    kinds = [fault.kind for fault in outcome.faults]
+    rows: list[tuple[str, int | bool | str]] = [
+        *((what, kinds.count(kind)) for kind, what in KINDS.items() if kind in kinds),
+        ("faults survived", f"{outcome.survived} of {settings.kills}"),
+        ("resumed from a checkpoint", outcome.resumed),
+        ("epochs", outcome.usage.epochs),
+        ("sequences lost", outcome.usage.lost),
+        ("sequences repeated", outcome.usage.repeated),
+        ("final weights equal the undisturbed run's to the last bit", outcome.same_weights),
+        ("seconds, both runs", round(time.perf_counter() - begin)),
+    ]
+    report.add(
+        Table(title=f"Faults injected into {settings.nproc} ranks", columns=("fault or result", "count"), rows=rows)
+    )
+    report.failed = not (outcome.survived == settings.kills and outcome.same_weights and outcome.usage.is_exact)
+    if not settings.nodes:
+        return
+    try:
+        nodes = drop_a_node(progress=report.progress)
+    except StrettoError as error:
+        report.skip("two nodes", error)
+        return
+    rows = [
+        ("ranks at each start", ", ".join(map(str, nodes.world_sizes))),
+        ("epochs", nodes.usage.epochs),
+        ("sequences lost", nodes.usage.lost),
+        ("sequences repeated", nodes.usage.repeated),
+        ("exit codes of the nodes", ", ".join(map(str, nodes.exit_codes))),
+    ]
+    report.add(Table(title="Two nodes, one of them dropped and back", columns=("result", "count"), rows=rows))
+    report.failed = report.failed or any(nodes.exit_codes) or not nodes.usage.is_exact
+
+
+# One run with faults beside one without ------------------------------------------------------------------------------
+
+
+def inject_faults(settings: FaultsSettings, *, progress: Callable[[str], None]) -> Outcome:
+    """Train twice, once undisturbed, and compare."""
     if not Path("/proc").is_dir():
-        raise StrettoError("workers are found through /proc, which is not there", fix="Run it on Linux.")
-    tell = tell or _silence
-    begun = time.perf_counter()
+        raise StrettoError("ranks are found through /proc, which does not exist here", fix="Run it on Linux.")
     with tempfile.TemporaryDirectory(prefix="stretto-") as place:
         folder = Path(place)
-        data, peace, disturbed = write_signs(folder / "signs.npz"), folder / "peace", folder / "disturbed"
-        tell("training in peace")
-        _end(_start(_words(data, peace, settings)))
-        strikes, exit_code = _disturb(_words(data, disturbed, settings), disturbed, settings, tell)
+        data, undisturbed, disturbed = write_data(folder / "data.npz"), folder / "undisturbed", folder / "disturbed"
+        progress("training undisturbed")
+        _finish(_start(_training_flags(data, undisturbed, settings)))
+        faults, exit_code = _disturb(_training_flags(data, disturbed, settings), disturbed, settings, progress)
         events = read_events(disturbed)
-        found = Dealt.counted(events)
-        same = exit_code == 0 and same_weights(peace / MODEL_FILE, disturbed / MODEL_FILE)
-    nodes, missing = None, []
-    if settings.nodes:
-        try:
-            nodes = run_two_nodes(tell=tell)
-        except StrettoError as error:
-            missing.append(str(error))
-    bench = FaultsBench(
-        asked=settings.kills,
-        strikes=tuple(strikes),
+        same = exit_code == 0 and _same_weights(undisturbed / MODEL_FILE, disturbed / MODEL_FILE)
+    return Outcome(
+        faults=tuple(faults),
         resumed=sum(event["event"] == "resumed" for event in events),
+        usage=Usage.count(events),
         same_weights=same,
         exit_code=exit_code,
-        seconds=time.perf_counter() - begun,
-        workers=settings.workers,
-        nodes=nodes,
-        missing=tuple(missing),
-        dealt=found,
     )
-    if settings.json is not None:
-        write_text_atomically(settings.json, bench.to_json())
-    return bench
 
 
-def _silence(line: str) -> None:
-    """Pass over a line."""
+def _disturb(
+    flags: list[str], folder: Path, settings: FaultsSettings, progress: Callable[[str], None]
+) -> tuple[list[Fault], int]:
+    """Inject faults into a run until there were enough, and let it finish; returns the faults and its exit code."""
+    rng = np.random.default_rng(settings.seed)
+    kinds = [kind for kind in KINDS if settings.stops or kind != "stopped"]
+    # Every kind once before any comes again.
+    order = [kind for _ in range(0, settings.kills, len(kinds)) for kind in rng.permutation(kinds).tolist()]
+    faults: list[Fault] = []
+    process = _start(flags)
+    try:
+        while len(faults) < settings.kills and _makes_progress(process, folder):
+            time.sleep(rng.uniform(0.0, MAX_PAUSE_SECONDS))
+            kind, after = order[len(faults)], _num_events(folder)
+            ranks = inject(kind, process.pid, folder, rng=rng)
+            if not ranks:
+                continue
+            faults.append(Fault(kind=kind, ranks=ranks, after=after))
+            progress(f"{len(faults)} of {settings.kills}: {KINDS[kind]}")
+            if kind == "full":
+                code = _finish(process)
+                if code != USER_ERROR:
+                    return faults, code
+                # All ranks have reported it and exited; with space again, the run continues.
+                process = _start([*flags, "--resume"])
+        progress("training to the end")
+        return faults, _finish(process)
+    finally:
+        _stop(process)
 
 
-def _words(data: Path, out: Path, settings: FaultsBenchSettings) -> list[str]:
-    words = training_words(data, out, epochs=EPOCHS_A_KILL * (settings.kills + 1), rank_timeout_minutes=LOST_AFTER)
-    return [*words, "--nproc", str(settings.workers), "--max-restarts", str(2 * settings.kills + 2)]
+def inject(kind: str, launcher: int, folder: Path, *, rng: np.random.Generator) -> tuple[int, ...]:
+    """Inject one fault.
+
+    Args:
+        kind: One of `KINDS`.
+        launcher: The process that started the ranks.
+        folder: Their run folder.
+        rng: Chooses the rank.
+
+    Returns:
+        The ranks it hit; none if there were no ranks at that moment.
+    """
+    ranks = sorted(ranks_below(launcher), key=lambda found: found[1])
+    if not ranks:
+        return ()
+    if kind == "saving":
+        return (0,) if _kill_while_saving(ranks[0][0], folder) else ()
+    if kind == "full":
+        # Files may not grow beyond this, which a program sees as a full disk: the write fails.
+        resource.prlimit(ranks[0][0], resource.RLIMIT_FSIZE, (FULL_DISK_BYTES, FULL_DISK_BYTES))
+        return (0,)
+    hit = ranks if kind == "all" else [ranks[rng.integers(len(ranks))]]
+    for process, _ in hit:
+        os.kill(process, signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
+    return tuple(rank for _, rank in hit)
 
 
-def _start(words: list[str]) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "stretto", *words]
+def _kill_while_saving(process: int, folder: Path) -> bool:
+    """Stop the process when a partial checkpoint exists; if it is still there, the process is in the middle of it."""
+    deadline = time.monotonic() + MAX_SEARCH_SECONDS
+    while time.monotonic() < deadline:
+        if not any((folder / FOLDER).glob(".step-*.part")):
+            continue
+        os.kill(process, signal.SIGSTOP)
+        time.sleep(0.01)
+        if any((folder / FOLDER).glob(".step-*.part")):
+            os.kill(process, signal.SIGKILL)
+            return True
+        os.kill(process, signal.SIGCONT)
+    return False
+
+
+def ranks_below(launcher: int) -> Iterator[tuple[int, int]]:
+    """Process and rank of everything that a launcher started, directly or through one process in between."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = _parent(int(folder.name))
+            ancestors = {parent, _parent(parent)}
+            variables = dict(
+                item.partition("=")[::2] for item in (folder / "environ").read_bytes().decode().split("\0") if item
+            )
+        except (OSError, IndexError, UnicodeDecodeError):
+            continue
+        if launcher in ancestors and "RANK" in variables:
+            yield int(folder.name), int(variables["RANK"])
+
+
+def _parent(process: int) -> int:
+    return int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{process}/status").read_text(encoding="utf-8"))[0])
+
+
+def write_data(path: Path) -> Path:
+    """Two kinds of noise with different means, as a ragged .npz file."""
+    rng = np.random.default_rng(0)
+    count = NUM_TRAINED + 20
+    labels_N, lengths_N = np.arange(count) % 2, rng.integers(2, 30, count)
+    features_SF = rng.normal(size=(lengths_N.sum(), 2)) + 2.0 * np.repeat(labels_N, lengths_N)[:, None]
+    data = SequenceSet.from_flat(
+        features_SF.astype(np.float32),
+        offsets=np.cumsum([0, *lengths_N]),
+        targets=Labels.check(labels_N, names=["still", "moving"], source="the fault suite"),
+        split_N=np.repeat([0, 1, 2], [NUM_TRAINED, 10, 10]),
+    )
+    write_npz(path, data)
+    return path
+
+
+def _training_flags(data: Path, out: Path, settings: FaultsSettings) -> list[str]:
+    epochs = EPOCHS_PER_FAULT * (settings.kills + 1)
+    flags = train_command(data, out, epochs=epochs, rank_timeout_minutes=RANK_TIMEOUT_MINUTES)
+    return [*flags, "--nproc", str(settings.nproc), "--max-restarts", str(2 * settings.kills + 2)]
+
+
+def train_command(data: Path, out: Path, *, epochs: int, rank_timeout_minutes: float) -> list[str]:
+    """The command line of a run that saves all the time and records the sequences of each update."""
+    words = {
+        "--data": data,
+        "--out": out,
+        "--epochs": epochs,
+        "--batch-size": 8,
+        "--hidden-size": 16,
+        "--rank-timeout-minutes": rank_timeout_minutes,
+        "--checkpoint-minutes": 0.002,
+        "--backend": "torch",
+        "--num-buckets": 3,
+    }
+    return ["train", "classify", *(str(word) for pair in words.items() for word in pair), "--record-sequences"]
+
+
+def _start(flags: list[str]) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "stretto", *flags]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603
 
 
-def _end(process: "subprocess.Popen[bytes]") -> int:
+def _finish(process: "subprocess.Popen[bytes]") -> int:
     try:
-        return process.wait(timeout=LONGEST_RUN)
+        return process.wait(timeout=MAX_RUN_SECONDS)
     except subprocess.TimeoutExpired:
-        raise StrettoError(
-            "the run does not come to its end", fix="Run with fewer --kills, on a machine at rest."
-        ) from None
+        raise StrettoError("the run does not finish", fix="Run with fewer --kills, on an idle machine.") from None
     finally:
         _stop(process)
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """Not by SIGKILL at once: the launcher takes its workers with it."""
+    """SIGTERM first: the launcher takes its ranks with it."""
     if process.poll() is None:
         process.terminate()
         try:
-            process.wait(timeout=PATIENCE)
+            process.wait(timeout=MAX_SILENCE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
 
 
-def _disturb(
-    words: list[str], run: Path, settings: FaultsBenchSettings, tell: Callable[[str], None]
-) -> tuple[list[Strike], int]:
-    """Strike a run until it was struck often enough, and let it end; returns the strikes and its exit code."""
-    chance = np.random.default_rng(settings.seed)
-    kinds = [kind for kind in KINDS if settings.stops or kind != "stopped"]
-    # Every kind once before any comes again.
-    order = [kind for _ in range(0, settings.kills, len(kinds)) for kind in chance.permutation(kinds).tolist()]
-    strikes: list[Strike] = []
-    process = _start(words)
-    try:
-        while len(strikes) < settings.kills and _goes_on(process, run):
-            time.sleep(chance.uniform(0.0, LONGEST_PAUSE))
-            kind, after = order[len(strikes)], num_lines(run)
-            ranks = strike(kind, process.pid, run, chance=chance)
-            if not ranks:
-                continue
-            strikes.append(Strike(kind=kind, ranks=ranks, after=after))
-            tell(f"{len(strikes)} of {settings.kills}: {KINDS[kind]}")
-            if kind == "full":
-                code = _end(process)
-                if code != REFUSED:
-                    return strikes, code
-                # All workers have said so and ended; with room again, the run goes on.
-                process = _start([*words, "--resume"])
-        tell("training to the end")
-        return strikes, _end(process)
-    finally:
-        _stop(process)
-
-
-def _goes_on(process: "subprocess.Popen[bytes]", run: Path) -> bool:
-    """Whether there is progress, some of it since now."""
-    before, ends = num_lines(run), time.monotonic() + PATIENCE
-    while num_lines(run) < before + 20:
-        if process.poll() is not None or time.monotonic() > ends:
+def _makes_progress(process: "subprocess.Popen[bytes]", folder: Path) -> bool:
+    """Wait for 20 more events; False if the run ends or hangs instead."""
+    before, deadline = _num_events(folder), time.monotonic() + MAX_SILENCE_SECONDS
+    while _num_events(folder) < before + 20:
+        if process.poll() is not None or time.monotonic() > deadline:
             return False
         time.sleep(0.02)
     return True
+
+
+def _num_events(folder: Path) -> int:
+    path = folder / EVENTS_FILE
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _same_weights(one: Path, other: Path) -> bool:
+    """Whether two files hold the same tensors to the last bit."""
+    first, second = safetensors.torch.load_file(one), safetensors.torch.load_file(other)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# Two nodes -----------------------------------------------------------------------------------------------------------
+
+
+def drop_a_node(*, progress: Callable[[str], None]) -> NodesOutcome:
+    """Train on two nodes, drop one, let it come back, and count.
+
+    Raises:
+        StrettoError: If this machine does not allow a network namespace.
+    """
+    progress("two nodes, one of which is dropped and comes back")
+    unshare = shutil.which("unshare")
+    isolated = [str(unshare), "--net", "--map-root-user"]
+    if unshare is None or subprocess.run([*isolated, "true"], capture_output=True, check=False).returncode:  # noqa: S603
+        raise StrettoError(
+            "two nodes need a network namespace, and `unshare --net --map-root-user` does not work here",
+            fix="Allow user namespaces, or run with --no-nodes.",
+        )
+    with tempfile.TemporaryDirectory(prefix="stretto-") as place:
+        command = [*isolated, sys.executable, "-m", "bench.faults", place]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        answer = Path(place) / "answer.json"
+        if done.returncode or not answer.exists():
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise StrettoError(f"two nodes did not finish ({last})", fix="Run again on an idle machine.")
+        values = json.loads(answer.read_text(encoding="utf-8"))
+    return NodesOutcome(
+        world_sizes=tuple(values["world_sizes"]),
+        usage=Usage(**values["usage"]),
+        exit_codes=tuple(values["exit_codes"]),
+    )
+
+
+def run_two_nodes(folder: Path) -> None:
+    """Inside the namespace: run both nodes, and write the outcome into the folder."""
+    _enable_loopback()
+    run, data = folder / "run", write_data(folder / "data.npz")
+    # The node that hosts the rendezvous must stay, as torchrun requires.
+    nodes = [_start_node(data, run, is_host=True), _start_node(data, run, is_host=False)]
+    try:
+        _wait_for_world(run, nodes, size=2)
+        _drop(nodes.pop())
+        _wait_for_world(run, nodes, size=1)
+        nodes.append(_start_node(data, run, is_host=False))
+        _wait_for_world(run, nodes, size=2)
+        exit_codes = tuple(node.wait(timeout=MAX_NODE_SECONDS) for node in nodes)
+    finally:
+        for node in nodes:
+            _drop(node)
+    outcome = NodesOutcome(
+        world_sizes=tuple(size for size, _ in _starts(run)),
+        usage=Usage.count(read_events(run)),
+        exit_codes=exit_codes,
+    )
+    (folder / "answer.json").write_text(json.dumps(dataclasses.asdict(outcome)), encoding="utf-8")
+
+
+def _enable_loopback() -> None:
+    import fcntl
+
+    set_flags, up = 0x8914, 0x1
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, set_flags, struct.pack("16sh22x", b"lo", up))
+
+
+def _start_node(data: Path, run: Path, *, is_host: bool) -> "subprocess.Popen[bytes]":
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"]
+    launcher += ["--max-restarts=9", "--rdzv-backend=c10d", f"--rdzv-endpoint={NODE_ENDPOINT}", "--rdzv-id=two-nodes"]
+    launcher += [f"--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,is_host={int(is_host)}"]
+    launcher += ["--local-addr=127.0.0.1", "-m", "stretto"]
+    flags = train_command(data, run, epochs=NODE_EPOCHS, rank_timeout_minutes=NODE_TIMEOUT_MINUTES)
+    # With a store that launchers share, a node that joins later does not learn its address (torch 2.13).
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return subprocess.Popen([*launcher, *flags], env=environment)  # noqa: S603
+
+
+def _drop(node: "subprocess.Popen[bytes]") -> None:
+    """SIGKILL a launcher and all its ranks."""
+    if node.poll() is None:
+        for process in [*(process for process, _ in ranks_below(node.pid)), node.pid]:
+            os.kill(process, signal.SIGKILL)
+        node.wait()
+
+
+def _wait_for_world(run: Path, nodes: list["subprocess.Popen[bytes]"], *, size: int) -> None:
+    """Wait until a group of so many ranks makes progress."""
+    deadline = time.monotonic() + MAX_NODE_SECONDS
+    while True:
+        starts = _starts(run)
+        if starts and starts[-1][0] == size and starts[-1][1] >= NODE_PROGRESS_EVENTS:
+            return
+        if time.monotonic() > deadline or any(node.poll() is not None for node in nodes):
+            raise TimeoutError(f"waited for {size} ranks, had (world size, events) {starts}")
+        time.sleep(0.05)
+
+
+def _starts(run: Path) -> list[tuple[int, int]]:
+    """The world size, and the number of events since, for each start."""
+    starts: list[tuple[int, int]] = []
+    path = run / EVENTS_FILE
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if event["event"] in {"started", "resumed"}:
+            starts.append((event["world_size"], 0))
+        elif starts:
+            starts[-1] = (starts[-1][0], starts[-1][1] + 1)
+    return starts
+
+
+if __name__ == "__main__":
+    run_two_nodes(Path(sys.argv[1]))

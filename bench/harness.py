@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from stretto.checks import check_choice
 from stretto.cli.console import console_for
 from stretto.cli.parsing import checked_flags, choose, parse
 from stretto.errors import StrettoError
@@ -52,6 +53,7 @@ from stretto.timing import (
 __all__ = [
     "QUICK",
     "ROOT",
+    "Count",
     "Registry",
     "Report",
     "Settings",
@@ -60,6 +62,7 @@ __all__ = [
     "TimingBudget",
     "bench",
     "check_equal",
+    "chosen_parts",
     "describe_machine",
     "format_cell",
     "ratio_of",
@@ -159,10 +162,15 @@ class Report:
         self._date = dt.datetime.now(tz=dt.timezone.utc).date().isoformat()
 
     def add(self, table: Table) -> None:
-        """Add a table; one without rows is dropped."""
-        if table.rows:
+        """Add a table, in place of an earlier one of the same title; one without rows is dropped."""
+        if not table.rows:
+            return
+        places = [place for place, earlier in enumerate(self.tables) if earlier.title == table.title]
+        if places:
+            self.tables[places[0]] = table
+        else:
             self.tables.append(table)
-            self._save()
+        self._save()
 
     def add_detail(self, table: Table) -> None:
         """Add a table for the page and the JSON file that is too long for the terminal."""
@@ -221,10 +229,12 @@ class Report:
         """The same as text."""
         return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
 
-    def print(self, console: Console) -> None:
-        """Print tables, notes and where it ran."""
-        for table in self.short_tables():
-            console.print(_rich_table(table), "")
+    def print(self) -> None:
+        """Print tables, notes and where it ran; a file or pipe is as wide as the widest table."""
+        shown = [_rich_table(table) for table in self.short_tables()]
+        console = console_for(max((Console(width=1000).measure(table).maximum for table in shown), default=WIDE))
+        for table in shown:
+            console.print(table, "")
         for line in [*self.notes, f"{self._machine}; commit {self._commit}"]:
             console.print(Text(line), soft_wrap=True)
 
@@ -334,7 +344,7 @@ class Registry:
         with _show_progress(console, keep=self._keeps_progress) as progress:
             command = shlex.join(["python", "-m", self.module, *words])
             report = self.measure(name, settings, command=command, progress=progress)
-        report.print(console)
+        report.print()
         written = [*([settings.json] if settings.json else []), *(report.write(settings.out) if settings.out else [])]
         for path in written:
             console.print(Text(f"written: {path}"), soft_wrap=True)
@@ -342,6 +352,14 @@ class Registry:
 
 
 bench: Final = Registry("bench")
+
+
+def chosen_parts(only: Sequence[str], parts: Sequence[str]) -> tuple[str, ...]:
+    """The parts that a flag such as `--only a,b c` names, in the benchmark's order; all of them if it names none."""
+    named = [part for word in only for part in word.split(",") if part]
+    for part in named:
+        check_choice(part, name="part", choices=parts)
+    return tuple(part for part in parts if part in named) if named else tuple(parts)
 
 
 def ratio_of(timings: Mapping[str, Timing], peer: str, ours: str) -> tuple[float, float]:
@@ -424,7 +442,8 @@ def _show_progress(console: Console, *, keep: bool) -> Iterator[Callable[[str], 
 
 def _is_numeric(table: Table, place: int) -> bool:
     """Whether a column holds numbers, some of them perhaps as text: "1.5 x"."""
-    return all(not isinstance(row[place], str) or row[place][:1] in "+-0123456789" for row in table.rows)  # type: ignore[index]
+    cells = [row[place] for row in table.rows]
+    return all(not isinstance(cell, str) or re.match(r"[-+]?\d(?!.*[A-Za-z]{3})|-$", cell) for cell in cells)
 
 
 def _rich_table(table: Table) -> RichTable:
@@ -440,7 +459,8 @@ def _rich_table(table: Table) -> RichTable:
     for number, heading in enumerate(table.columns):
         shown.add_column(heading, justify="right" if _is_numeric(table, number) else "left")
     for row in table.rows:
-        shown.add_row(*(Text(format_cell(cell)) for cell in row), style="yellow" if False in row else None)
+        is_missed = any(row[place] is False for place, name in enumerate(table.columns) if name in ("met", "reached"))
+        shown.add_row(*(Text(format_cell(cell)) for cell in row), style="yellow" if is_missed else None)
     return shown
 
 

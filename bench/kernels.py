@@ -1,227 +1,367 @@
-"""How fast are the generated kernels? Training steps of our layer beside its peers', in interleaved runs."""
+"""`python -m bench kernels`: forward and backward passes of our layers beside torch.nn, JAX and a Python loop.
 
-import contextlib
+Shape legend: T steps, B sequences, F features of the input, H hidden units.
+"""
+
 import dataclasses
-import json
-import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, cast
 
 import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from bench.interleaved import Pace
-from bench.kernel_comparison import (
-    Comparison,
-    Tell,
-    hidden_comparisons,
-    shape_comparisons,
-    thread_comparisons,
+from bench.contenders import (
+    JAX,
+    Batch,
+    Contender,
+    Forward,
+    JaxContender,
+    Net,
+    Shape,
+    TorchContender,
+    draw_batch,
+    draw_cell,
+    loop_contender,
+    missing_peers,
+    our_layer,
+    torch_contender,
+    torch_layer,
 )
-from bench.kernel_compile import CompileRow, compile_rows
-from bench.kernel_growth import Growth, growth
-from bench.kernel_layers import bidirectional_comparisons, stack_comparisons
-from bench.kernel_limits import LimitRow, limit_rows
-from bench.kernel_memory import MemoryRow, memory_rows
-from bench.kernel_peers import JaxStep
-from bench.kernel_ragged import RaggedRow, ragged_rows
-from bench.machine import Machine, machine_with
-from stretto.errors import StrettoError
-from stretto.extras import optional
-from stretto.files import write_text_atomically
-from stretto.kernels import NoCompiler, find_compiler
+from bench.harness import (
+    QUICK,
+    Count,
+    Report,
+    Settings,
+    Table,
+    TimingBudget,
+    bench,
+    check_equal,
+    chosen_parts,
+    ratio_of,
+    time_interleaved,
+    torch_threads,
+)
+from stretto.cells import Cell
+from stretto.nn import RNN
 
-PARTS: Final = (
-    "shapes",
-    "bidirectional",
-    "stack",
-    "ragged",
-    "hidden",
-    "threads",
-    "memory",
-    "compile",
-    "limits",
-    "growth",
-)
-PEERS: Final = ("jax",)
-COMPILED: Final = "compiled kernels"
-QUICK_PACE: Final = Pace(rounds=1, budget=0.0)
+PARTS: Final = ("shapes", "bidirectional", "stack", "ragged", "hidden", "threads")
 TURN_SECONDS: Final = 0.1
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class KernelsBenchSettings:
-    """What to compare.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelsSettings(Settings):
+    """Compare forward and backward passes of our layers with torch.nn, JAX and a Python loop.
 
     Attributes:
-        only: Parts to run, separated by blanks or commas: shapes, bidirectional, stack, ragged, hidden, threads,
-            memory, compile, limits, growth; all of them if left out.
-        threads: Threads of torch; as many as it has by default.
-        thread_counts: Numbers of threads that the parts threads and limits compare.
-        repeats: Rounds of an interleaved run; in each, every contestant has one turn of a tenth of a second or more.
+        only: Parts to run, separated by blanks or commas: shapes, bidirectional, stack, ragged, hidden, threads;
+            all of them if left out.
+        thread_counts: Numbers of threads that the part "threads" compares.
+        rounds: Rounds of an interleaved run; in each, every contender has a turn of at least a tenth of a second.
         budget: Seconds after which a run of at least three rounds begins no further one.
-        json: JSON file for the result, written after each part.
-        out: Folder for an HTML page with all tables, and the JSON file.
-        quick: Tiny shapes and a single round: shows that it works, and no more; its times mean nothing.
     """
 
     only: tuple[str, ...] = ()
-    threads: int | None = None
-    thread_counts: tuple[int, ...] = (1, 2)
-    repeats: int = 10
+    thread_counts: tuple[Count, ...] = (1, 2)
+    rounds: Count = 10
     budget: float = 10.0
-    json: Path | None = None
-    out: Path | None = None
-    quick: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("threads", "thread_counts", "repeats"):
-            given = getattr(self, name)
-            numbers = given if isinstance(given, tuple) else (given,)
-            if not numbers or any(number is not None and number < 1 for number in numbers):
-                raise StrettoError(f"{name}={given!r} is too little to compare with", fix="Give at least 1.")
-        for part in self.parts:
-            if part not in PARTS:
-                raise StrettoError(f"there is no part {part!r}", fix=f"Choose from {', '.join(PARTS)}.")
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """The parts to run."""
-        named = tuple(part for word in self.only for part in word.split(",") if part)
-        return named or PARTS
-
-    @property
-    def pace(self) -> Pace:
+    def timing(self) -> TimingBudget:
         """How often everything is timed."""
-        return QUICK_PACE if self.quick else Pace(rounds=self.repeats, budget=self.budget, turn=TURN_SECONDS)
+        return QUICK if self.quick else TimingBudget(rounds=self.rounds, seconds=self.budget, turn_seconds=TURN_SECONDS)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class KernelsBench:
-    """The result of one run; what was not asked for is empty.
-
-    Attributes:
-        comparisons: Our step beside a peer's: parts shapes, bidirectional, stack, hidden and threads.
-        ragged: Batches of unequal lengths.
-        memory: Peak memory of a step.
-        compiling: Time until a kernel is ready.
-        limits: Shares of what the machine can do.
-        growth: Time against length, batch and size.
-        threads: torch's, where nothing else is said.
-        quick: Whether it was only a smoke test.
-        machine: Where it ran.
-        missing: What was left out, each with the reason and the way to get it.
-        seconds: Time of the whole run.
-    """
-
-    comparisons: tuple[Comparison, ...]
-    ragged: tuple[RaggedRow, ...]
-    memory: tuple[MemoryRow, ...]
-    compiling: tuple[CompileRow, ...]
-    limits: tuple[LimitRow, ...]
-    growth: tuple[Growth, ...]
-    threads: int
-    quick: bool
-    machine: Machine
-    missing: tuple[str, ...]
-    seconds: float
-
-    def to_json(self) -> str:
-        """All of it as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False) + "\n"
+TINY: Final = Shape(num_steps=6, batch=2, input_size=4, hidden_size=8)
+NETS: Final[tuple[Net, ...]] = ("GRU", "LayerNormLSTM", "LSTM")
+TORCH_NETS: Final[tuple[Net, ...]] = ("GRU", "LSTM")
 
 
-def run_kernels_bench(settings: KernelsBenchSettings | None = None, *, tell: Tell | None = None) -> KernelsBench:
-    """Compare training steps; first the results, then the times.
-
-    Args:
-        settings: What to compare.
-        tell: Called with a line before each part.
-
-    Raises:
-        StrettoError: If contestants do not compute the same.
-    """
-    settings = settings or KernelsBenchSettings()
-    tell = tell or (lambda _: None)
-    begin = time.perf_counter()
-    with _torch_threads(settings.threads) as threads:
-        missing = _missing(settings.parts)
-        bench = _nothing_yet(settings, threads=threads, missing=missing)
-        for part, (field, measure) in _measures(settings, threads=threads, missing=missing, tell=tell).items():
-            if part not in settings.parts:
-                continue
-            found: dict[str, Any] = {field: getattr(bench, field) + measure()}
-            bench = dataclasses.replace(bench, **found, seconds=time.perf_counter() - begin)
-            # After each part, so that a run that is stopped leaves what it has.
-            if settings.json is not None:
-                write_text_atomically(settings.json, bench.to_json())
-    return bench
+def _shape(num_steps: int, batch: int, input_size: int, hidden_size: int) -> Shape:
+    return Shape(num_steps=num_steps, batch=batch, input_size=input_size, hidden_size=hidden_size)
 
 
-def _measures(
-    settings: KernelsBenchSettings, *, threads: int, missing: Mapping[str, str], tell: Tell
-) -> dict[str, tuple[str, Callable[[], tuple[Any, ...]]]]:
-    """For each part the field that its rows belong to, and how to get them."""
-    quick, counts = settings.quick, settings.thread_counts
-    with_jax, compiles = JaxStep.title not in missing, COMPILED not in missing
-    timed: dict[str, Any] = {"pace": settings.pace, "quick": quick, "tell": tell}
-    return {
-        "shapes": ("comparisons", lambda: shape_comparisons(**timed, with_jax=with_jax)),
-        "bidirectional": ("comparisons", lambda: bidirectional_comparisons(**timed)),
-        "stack": ("comparisons", lambda: stack_comparisons(**timed)),
-        "ragged": ("ragged", lambda: ragged_rows(**timed)),
-        "hidden": ("comparisons", lambda: hidden_comparisons(**timed)),
-        "threads": ("comparisons", lambda: thread_comparisons(counts, **timed)),
-        "memory": ("memory", lambda: memory_rows(threads=threads, quick=quick, tell=tell)),
-        "compile": (
-            "compiling",
-            lambda: compile_rows(threads=threads, quick=quick, tell=tell) if compiles else (),
-        ),
-        "limits": ("limits", lambda: limit_rows(counts, **timed, compiles=compiles)),
-        "growth": ("growth", lambda: growth(**timed)),
+# The ratio to reach at each shape, by net and peer.
+GOALS: Final = (("GRU", "nn.GRU"), ("GRU", JAX), ("LayerNormLSTM", "Python loop"), ("LSTM", "nn.LSTM"))
+SHAPES: Final[tuple[tuple[Shape, tuple[float, ...]], ...]] = (
+    (_shape(10_000, 1, 8, 32), (150, 3, 150, 2)),
+    (_shape(2000, 1, 32, 64), (70, 3, 80, 2)),
+    (_shape(2000, 1, 32, 256), (12, 2.5, 20, 1.2)),
+    (_shape(500, 16, 32, 128), (5, 3, 6, 1.3)),
+    (_shape(200, 64, 64, 256), (1.5, 1.5, 2, 1)),
+)
+# Their weights do not fit into one core's own cache.
+LARGE_SHAPES: Final = tuple(
+    _shape(steps, batch, 64, size) for batch, steps in ((1, 200), (32, 50)) for size in (512, 1024)
+)
+THREADED_SHAPES: Final = tuple(shape for shape, _ in SHAPES[2:])
+RAGGED_SHAPES: Final = tuple(shape for shape, _ in SHAPES[3:])
+BIDIRECTIONAL_SHAPE: Final = _shape(1000, 1, 32, 128)
+STACK_SHAPE: Final = _shape(2000, 1, 32, 128)
+STACK_LAYERS: Final = 3
+SHORTEST: Final = 0.1
+
+COLUMNS: Final = (
+    *("net", "T, B, F, H", "threads", "peer", "us per step", "ours ms", "peer ms"),
+    *("ratio", "goal", "met", "ratio of medians", "error"),
+)
+CAPTION: Final = (
+    "ratio: the peer's least time over ours, of one interleaved run (A, B, A, B, ...). us per step: ours, one step "
+    "of all sequences. error: largest difference of outputs and gradients over the largest value, checked before the "
+    "clock."
+)
+CAPTION_OF_PEER: Final = {
+    JAX: "JAX scan: jit of value_and_grad, the input's product taken out by hand, the faster of unroll 1 and 8. It "
+    "uses every processor, whatever --threads says.",
+    "Python loop": "LayerNormLSTM: its recurrent gain starts at 0.3; with 1 it is chaotic, and no two implementations "
+    "agree.",
+}
+Row = tuple[str | int | float | bool | None, ...]
+
+
+@bench("kernels", title="Kernels beside torch.nn, JAX and a Python loop")
+def run(settings: KernelsSettings, report: Report) -> None:
+    """Run the parts that were asked for."""
+    missing = missing_peers()
+    for what, why in missing.items():
+        report.skip(what, why)
+    parts: dict[str, Callable[[], None]] = {
+        "shapes": lambda: _compare_shapes(settings, report, with_jax=JAX not in missing),
+        "bidirectional": lambda: _compare_bidirectional(settings, report),
+        "stack": lambda: _compare_stack(settings, report),
+        "ragged": lambda: _compare_ragged(settings, report),
+        "hidden": lambda: _compare_large(settings, report),
+        "threads": lambda: _compare_threads(settings, report),
     }
+    for part in chosen_parts(settings.only, PARTS):
+        parts[part]()
 
 
-def _nothing_yet(settings: KernelsBenchSettings, *, threads: int, missing: Mapping[str, str]) -> KernelsBench:
-    return KernelsBench(
-        comparisons=(),
-        ragged=(),
-        memory=(),
-        compiling=(),
-        limits=(),
-        growth=(),
-        threads=threads,
-        quick=settings.quick,
-        machine=machine_with(PEERS),
-        missing=tuple(f"{name}: {reason}" for name, reason in missing.items()),
-        seconds=0.0,
+def _compare_shapes(settings: KernelsSettings, report: Report, *, with_jax: bool) -> None:
+    rows: list[Row] = []
+    for net in NETS:
+        for shape, ratios in ((TINY, ()),) if settings.quick else SHAPES:
+            goals = {peer: ratio for (of, peer), ratio in zip(GOALS, ratios, strict=False) if of == net}
+            contenders = _contenders(net, shape, report, with_jax=with_jax)
+            rows += _compare(*contenders, settings, report, net=net, shape=shape, goals=goals)
+    report.add(_table("Forward and backward, with the gradients of all weights", rows))
+
+
+def _compare_large(settings: KernelsSettings, report: Report) -> None:
+    rows: list[Row] = []
+    for net in TORCH_NETS:
+        for shape in (TINY,) if settings.quick else LARGE_SHAPES:
+            rows += _compare(*_contenders(net, shape, report), settings, report, net=net, shape=shape)
+    report.add(_table("Large layers", rows))
+
+
+def _compare_threads(settings: KernelsSettings, report: Report) -> None:
+    """The same pass with several numbers of threads, all of them in one interleaved run."""
+    rows: list[Row] = []
+    for net in TORCH_NETS:
+        for shape in (TINY,) if settings.quick else THREADED_SHAPES:
+            contenders = _contenders(net, shape, report)
+            counts = settings.thread_counts
+            rows += _compare(*contenders, settings, report, net=net, shape=shape, thread_counts=counts)
+    report.add(_table("Threads", rows))
+
+
+def _compare_bidirectional(settings: KernelsSettings, report: Report) -> None:
+    shape = TINY if settings.quick else BIDIRECTIONAL_SHAPE
+    rnn = _gru(shape, num_layers=2, bidirectional=True)
+    batch = draw_batch(shape, output_size=2 * shape.hidden_size)
+    peer = torch_contender(torch_layer(_cells(rnn), "GRU", shape, directions=2), batch=batch)
+    net = "2-layer BiGRU"
+    _note_fallback(net, rnn, report)
+    rows = _compare(our_layer(rnn, batch=batch), [peer], settings, report, net=net, shape=shape)
+    report.add(_table("Both directions in two layers", rows))
+
+
+def _compare_stack(settings: KernelsSettings, report: Report) -> None:
+    """Three layers, scheduled as a wave through time where that pays, beside the same layers one after another."""
+    shape = dataclasses.replace(TINY, num_steps=64, batch=1) if settings.quick else STACK_SHAPE
+    rnn = _gru(shape, num_layers=STACK_LAYERS, bidirectional=False)
+    batch = draw_batch(shape)
+    # Layers of their own: each has to wait for all steps of the one below.
+    layers = nn.ModuleList(RNN(cell, batch_first=False) for cell in rnn.cells)
+
+    def layer_by_layer(x_TBF: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x_TBF = layer(x_TBF)[0]
+        return x_TBF
+
+    peers = [
+        TorchContender("layer by layer", forward=layer_by_layer, weights=rnn, batch=batch),
+        torch_contender(torch_layer(_cells(rnn), "GRU", shape), batch=batch),
+    ]
+    net = f"{STACK_LAYERS}-layer GRU"
+    _note_fallback(net, rnn, report)
+    rows = _compare(our_layer(rnn, batch=batch), peers, settings, report, net=net, shape=shape)
+    report.add(_table("Three layers", rows))
+
+
+def _contenders(net: Net, shape: Shape, report: Report, *, with_jax: bool = False) -> tuple[Contender, list[Contender]]:
+    """Our layer of one net and its peers: torch's own layer where there is one, else the Python loop."""
+    cell, batch = draw_cell(net, shape), draw_batch(shape)
+    rnn = RNN(cell, batch_first=False)
+    _note_fallback(net, rnn, report)
+    peers: list[Contender] = []
+    if net == "LayerNormLSTM":
+        peers.append(loop_contender(cell, batch=batch))
+    else:
+        peers.append(torch_contender(torch_layer([cell], net, shape), batch=batch))
+    if with_jax and net == "GRU":
+        peers.append(JaxContender(cell, batch=batch))
+    return our_layer(rnn, batch=batch), peers
+
+
+def _compare(
+    ours: Contender,
+    peers: Sequence[Contender],
+    settings: KernelsSettings,
+    report: Report,
+    *,
+    net: str,
+    shape: Shape,
+    goals: Mapping[str, float] | None = None,
+    thread_counts: Sequence[int] = (),
+) -> list[Row]:
+    """Check and time the contenders of one shape; a row for each peer and number of threads."""
+    report.progress(f"{net}, {shape}")
+    errors: dict[tuple[int, str], float] = {}
+    tasks: dict[str, Callable[[], object]] = {}
+    with torch_threads(None) as current:
+        counts = tuple(thread_counts) or (current,)
+        for count in counts:
+            torch.set_num_threads(count)
+            results = ours.results()
+            for peer in peers:
+                errors[count, peer.name] = check_equal(
+                    results, peer.results(), name=f"our {net}", peer=peer.name, where=str(shape)
+                )
+            tasks |= {f"{one.name} {count}": _with_threads(one, count) for one in (ours, *peers)}
+        timings = time_interleaved(tasks, budget=settings.timing)
+    rows: list[Row] = []
+    for count in counts:
+        own = timings[f"{ours.name} {count}"].minimum
+        for peer in peers:
+            key = f"{peer.name} {count}"
+            ratio, of_medians = ratio_of(timings, key, f"{ours.name} {count}")
+            goal = (goals or {}).get(peer.name)
+            met = None if goal is None else ratio >= goal
+            rows.append(
+                (
+                    *(net, shape.sizes, count, peer.name, 1e6 * own / shape.num_steps, 1e3 * own),
+                    *(1e3 * timings[key].minimum, ratio, goal, met, of_medians, errors[count, peer.name]),
+                )
+            )
+    return rows
+
+
+def _with_threads(contender: Contender, count: int) -> Callable[[], None]:
+    def run() -> None:
+        torch.set_num_threads(count)
+        contender.run()
+
+    return run
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    peers = {row[COLUMNS.index("peer")] for row in rows}
+    notes = [note for peer, note in CAPTION_OF_PEER.items() if peer in peers]
+    return Table(title=title, columns=COLUMNS, rows=rows, caption="\n".join([CAPTION, *notes]))
+
+
+def _note_fallback(net: str, rnn: RNN, report: Report) -> None:
+    explanation = rnn.explain()
+    if explanation.backend != "cpp":
+        report.note(f"{net} ran without compiled code, {explanation.backend}: {explanation.reason}")
+
+
+def _gru(shape: Shape, *, num_layers: int, bidirectional: bool) -> RNN:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return RNN(draw_cell("GRU", shape), num_layers, bidirectional, batch_first=False)
+
+
+def _cells(rnn: RNN) -> list[Cell]:
+    return [cast("Cell", cell) for cell in rnn.cells]
+
+
+# Batches of unequal lengths ------------------------------------------------------------------------------------------
+
+
+def draw_lengths(shape: Shape, *, seed: int = 0) -> torch.Tensor:
+    """Lengths uniform in [10 %, 100 %] of T, in no order; one of them is T."""
+    shortest = max(1, round(SHORTEST * shape.num_steps))
+    generator = torch.Generator().manual_seed(seed)
+    lengths_B = torch.randint(shortest, shape.num_steps + 1, (shape.batch,), generator=generator)
+    lengths_B[shape.batch // 2] = shape.num_steps
+    return lengths_B
+
+
+def _compare_ragged(settings: KernelsSettings, report: Report) -> None:
+    """What a real step costs in a batch of unequal lengths, beside one of a batch without padding."""
+    rows: list[Row] = []
+    for shape in (TINY,) if settings.quick else RAGGED_SHAPES:
+        report.progress(f"ragged: {shape}")
+        rows += _ragged_rows(shape, settings)
+    report.add(
+        Table(
+            title="LSTM on batches of unequal lengths: uniform in [10 %, 100 %] of T",
+            columns=(
+                *("contender", "T, B, F, H", "real steps", "padded steps", "ms", "us per real step"),
+                *("over full", "median ms", "error"),
+            ),
+            rows=rows,
+            caption="over full: cost of a real step over one of our batch without padding; at 1, padding is free.",
+        )
     )
 
 
-def _missing(parts: tuple[str, ...]) -> dict[str, str]:
-    """What cannot be run here, with the reason."""
-    found: dict[str, str] = {}
-    if "shapes" in parts:
-        try:
-            optional(PEERS[0])
-        except StrettoError as error:
-            found[JaxStep.title] = str(error)
-        except (AttributeError, OSError, RuntimeError) as error:
-            found[JaxStep.title] = f"its import fails ({error}). Mend it: pip install 'stretto[peers]'."
-    try:
-        find_compiler()
-    except NoCompiler as reason:
-        found[COMPILED] = f"{reason}, so our layer runs without. Install g++ or name a compiler in CXX."
-    return found
+def _ragged_rows(shape: Shape, settings: KernelsSettings) -> list[Row]:
+    lengths_B, full = draw_lengths(shape), draw_batch(shape)
+    real_TB = torch.arange(shape.num_steps)[:, None] < lengths_B[None, :]
+    # Outputs after a sequence's end have no weight in the loss of any contender.
+    ragged = Batch(x_TBF=full.x_TBF, weight_TBO=full.weight_TBO * real_TB[:, :, None])
+    cell = draw_cell("LSTM", shape)
+    rnn, layer = RNN(cell, batch_first=False), torch_layer([cell], "LSTM", shape)
+    ours_full, ours_ragged = "stretto, all full", "stretto, ragged"
+    padded, packed = "nn.LSTM, padded", "nn.LSTM, packed"
+    contenders: dict[str, Contender] = {
+        ours_full: our_layer(rnn, batch=full),
+        ours_ragged: our_layer(rnn, batch=ragged, lengths=lengths_B),
+        padded: torch_contender(layer, batch=ragged),
+        packed: TorchContender(packed, forward=_packed(layer, lengths_B), weights=layer, batch=ragged),
+    }
+    references = {ours_full: torch_contender(layer, batch=full), ours_ragged: contenders[packed]}
+    errors = {
+        name: check_equal(
+            contenders[name].results(), reference.results(), name=name, peer=reference.name, where=str(shape)
+        )
+        for name, reference in references.items()
+    }
+    contenders[padded].run()
+    timings = time_interleaved({name: one.run for name, one in contenders.items()}, budget=settings.timing)
+    num_padded, num_real = shape.num_steps * shape.batch, int(lengths_B.sum())
+    per_full = timings[ours_full].minimum / num_padded
+    rows: list[Row] = []
+    for name, timing in timings.items():
+        real = num_padded if name == ours_full else num_real
+        per_step = timing.minimum / real
+        rows.append(
+            (
+                *(name, shape.sizes, real, num_padded, 1e3 * timing.minimum, 1e6 * per_step),
+                *(per_step / per_full, 1e3 * timing.median, errors.get(name)),
+            )
+        )
+    return rows
 
 
-@contextlib.contextmanager
-def _torch_threads(count: int | None) -> Iterator[int]:
-    """So many threads of torch's for a while."""
-    before = torch.get_num_threads()
-    try:
-        if count is not None:
-            torch.set_num_threads(count)
-        yield torch.get_num_threads()
-    finally:
-        torch.set_num_threads(before)
+def _packed(layer: nn.RNNBase, lengths_B: torch.Tensor) -> Forward:
+    def forward(x_TBF: torch.Tensor) -> torch.Tensor:
+        y, _ = layer(pack_padded_sequence(x_TBF, lengths_B, enforce_sorted=False))
+        y_TBO, _ = pad_packed_sequence(y, total_length=len(x_TBF))
+        return y_TBO
+
+    return forward

@@ -1,4 +1,4 @@
-"""The contestants of the bucketing benchmark: every sampler behind one interface.
+"""Batch samplers behind one interface: ours, Lhotse's, Hugging Face's, and simpler rules.
 
 Shape legend: N sequences, K buckets.
 """
@@ -19,19 +19,12 @@ from stretto.extras import optional
 Lengths = npt.NDArray[np.int64]
 EdgeRule = Callable[[Lengths, int], Lengths]
 
+OURS: Final = "stretto"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """What a contestant is asked for.
-
-    Attributes:
-        max_padded_steps: Slots that a batch may have.
-        num_buckets: Buckets, for those that have any.
-        seed: Of all that is random.
-        epoch: Which epoch.
-        rank: Whose batches.
-        world_size: How many ranks share the epoch.
-    """
+    """Which batches to draw: those of one rank in one epoch, under a cap on padded steps."""
 
     max_padded_steps: int
     num_buckets: int
@@ -41,133 +34,81 @@ class Draw:
     world_size: int
 
 
-class AbstractContestant(abc.ABC):
+class Sampler(abc.ABC):
     """A way to make batches from lengths.
 
     Attributes:
         name: Shown in tables.
-        modules: What must be importable, by `stretto.extras.optional`; nothing for our own.
-        has_buckets: Whether the number of buckets matters to it.
         note: What a reader of its numbers should know.
+        modules: What must be importable.
+        has_buckets: Whether the number of buckets matters to it.
     """
 
     name: str
+    note: str
     modules: tuple[str, ...] = ()
     has_buckets: bool = True
-    note: str = ""
 
     def require(self) -> None:
-        """Raise `StrettoError` when the package cannot be used."""
+        """Raise a `StrettoError` if its package cannot be used."""
         for module in self.modules:
             optional(module)
 
-    def prepare(self, lengths_N: Lengths) -> None:  # noqa: B027 - most take the lengths as they are
-        """Build what the sampler reads instead of lengths, outside the clock."""
+    def prepare(self, lengths_N: Lengths) -> None:  # noqa: B027 - most read the lengths themselves
+        """Convert the lengths into what the sampler reads, before the clock starts."""
 
     def edges(self, lengths_N: Lengths, num_buckets: int) -> Lengths | None:  # noqa: ARG002
-        """The edges to which its batches can be padded; None when it has none."""
+        """The edges to which its batches can be padded; None if it has none."""
         return None
 
     @abc.abstractmethod
     def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
-        """The batches of one rank in one epoch, as sequence numbers; an empty list where nothing is left for it."""
+        """Batches as sequence numbers; an empty list where nothing is left for this rank."""
 
 
 @final
-class OptimalContestant(AbstractContestant):
-    """`stretto.BucketSampler` as it comes."""
-
-    name = "stretto"
-    note = "BucketSampler as it comes: optimal edges, the same bucket on all ranks"
-
-    def edges(self, lengths_N: Lengths, num_buckets: int) -> Lengths:
-        """The optimal edges."""
-        return optimal_edges(lengths_N, num_buckets)
-
-    def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
-        """The batches of one rank in one epoch."""
-        sampler = BucketSampler(
-            lengths_N,
-            max_padded_steps=draw.max_padded_steps,
-            num_buckets=draw.num_buckets,
-            seed=draw.seed,
-            rank=draw.rank,
-            world_size=draw.world_size,
-        )
-        sampler.set_epoch(draw.epoch)
-        yield from sampler
-
-
-@final
-class AutoContestant(AbstractContestant):
-    """`stretto.BucketSampler` with as many buckets as it finds worth having.
-
-    Args:
-        fixed_size: Batches of a fixed number of sequences, as the peers without a budget make them.
-    """
-
-    has_buckets = False
-
-    def __init__(self, *, fixed_size: bool) -> None:
-        self._fixed_size = fixed_size
-        self.name = f"{OptimalContestant.name} {'rows' if fixed_size else 'auto'}"
-        size = "batches of max_padded_steps / mean length" if fixed_size else "batches under the budget"
-        self.note = f"BucketSampler with num_buckets='auto'; {size}"
-
-    def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
-        """The batches of one rank in one epoch."""
-        sampler = BucketSampler(
-            lengths_N,
-            max_padded_steps=None if self._fixed_size else draw.max_padded_steps,
-            batch_size=_fixed_batch_size(lengths_N, draw.max_padded_steps) if self._fixed_size else None,
-            seed=draw.seed,
-            rank=draw.rank,
-            world_size=draw.world_size,
-        )
-        sampler.set_epoch(draw.epoch)
-        yield from sampler
-
-
-@final
-class HeuristicContestant(AbstractContestant):
-    """Our batch former with edges by another rule: what the edges alone are worth.
+class OurSampler(Sampler):
+    """`stretto.BucketSampler`, by default with optimal edges.
 
     Args:
         name: Shown in tables.
-        rule: Gives the edges from lengths and number of buckets.
+        note: What a reader of its numbers should know.
+        rule: Gives the edges; None lets the sampler choose how many there are and where.
+        fixed_size: Whether batches have a fixed number of sequences instead of a cap on padded steps.
     """
 
-    note = "BucketSampler with these edges instead of its own"
+    def __init__(self, name: str, note: str, *, rule: EdgeRule | None, fixed_size: bool = False) -> None:
+        self.name, self.note = name, note
+        self.has_buckets = rule is not None
+        self._rule, self._fixed_size = rule, fixed_size
 
-    def __init__(self, name: str, *, rule: EdgeRule) -> None:
-        self.name = name
-        self._rule = rule
-
-    def edges(self, lengths_N: Lengths, num_buckets: int) -> Lengths:
+    def edges(self, lengths_N: Lengths, num_buckets: int) -> Lengths | None:
         """The edges by the rule."""
-        return self._rule(lengths_N, num_buckets)
+        return None if self._rule is None else self._rule(lengths_N, num_buckets)
 
     def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
         """The batches of one rank in one epoch."""
-        sampler = BucketSampler(
-            lengths_N,
-            max_padded_steps=draw.max_padded_steps,
-            edges=self._rule(lengths_N, draw.num_buckets),
-            seed=draw.seed,
-            rank=draw.rank,
-            world_size=draw.world_size,
-        )
+        options: dict[str, Any] = {"seed": draw.seed, "rank": draw.rank, "world_size": draw.world_size}
+        if self._fixed_size:
+            options["batch_size"] = fixed_batch_size(lengths_N, draw.max_padded_steps)
+        else:
+            options["max_padded_steps"] = draw.max_padded_steps
+        if self._rule is optimal_edges:
+            options["num_buckets"] = draw.num_buckets
+        elif self._rule is not None:
+            options["edges"] = self._rule(lengths_N, draw.num_buckets)
+        sampler = BucketSampler(lengths_N, **options)
         sampler.set_epoch(draw.epoch)
         yield from sampler
 
 
 @final
-class LhotseContestant(AbstractContestant):
+class LhotseSampler(Sampler):
     """Lhotse's `DynamicBucketingSampler`: one second of audio stands for one step."""
 
     name = "lhotse"
-    modules = ("lhotse", "lhotse.dataset")
     note = "DynamicBucketingSampler with its defaults; every rank draws the batches of all ranks"
+    modules = ("lhotse", "lhotse.dataset")
 
     def __init__(self) -> None:
         self._lengths_N: Lengths | None = None
@@ -185,7 +126,7 @@ class LhotseContestant(AbstractContestant):
         self._cuts, self._lengths_N = lhotse.CutSet(_Stream(cuts)), lengths_N
 
     def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
-        """The batches of one rank in one epoch; a cut that is dealt twice has its number twice."""
+        """The batches of one rank in one epoch; a cut that appears twice has its number twice."""
         self.prepare(lengths_N)
         sampler = optional("lhotse.dataset").DynamicBucketingSampler(
             self._cuts,
@@ -203,20 +144,31 @@ class LhotseContestant(AbstractContestant):
 
 
 @final
-class LengthGroupedContestant(AbstractContestant):
-    """The length-grouped sampler of the Hugging Face Trainer, dealt to ranks as Accelerate deals batches."""
+class _Stream:
+    """Cuts behind an iterator, as when they are read from a file; Lhotse advises against its sampler on a list."""
+
+    def __init__(self, cuts: Iterable[Any]) -> None:
+        self._cuts = cuts
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._cuts)
+
+
+@final
+class LengthGroupedSampler(Sampler):
+    """The length-grouped sampler of the Hugging Face Trainer, split over ranks as Accelerate splits batches."""
 
     name = "transformers"
+    note = "LengthGroupedSampler; batches of max_padded_steps / mean length; repeats fill up the last round"
     modules = ("transformers.trainer_pt_utils",)
     has_buckets = False
-    note = "LengthGroupedSampler; batches of max_padded_steps / mean length; repeats fill up the last round"
 
     def __init__(self) -> None:
         self._lengths_N: Lengths | None = None
         self._list: list[int] = []
 
     def require(self) -> None:
-        """Raise `StrettoError` when Transformers or its sampler cannot be imported."""
+        """Raise a `StrettoError` if Transformers or its sampler cannot be imported."""
         super().require()
         if not hasattr(optional(self.modules[0]), "LengthGroupedSampler"):
             raise StrettoError(
@@ -232,65 +184,69 @@ class LengthGroupedContestant(AbstractContestant):
     def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
         """The batches of one rank in one epoch."""
         self.prepare(lengths_N)
-        batch_size = _fixed_batch_size(lengths_N, draw.max_padded_steps)
-        sampler = optional(self.modules[0]).LengthGroupedSampler(
-            batch_size, lengths=self._list, generator=torch.Generator().manual_seed(draw.seed + draw.epoch)
-        )
+        batch_size = fixed_batch_size(lengths_N, draw.max_padded_steps)
+        generator = torch.Generator().manual_seed(draw.seed + draw.epoch)
+        sampler = optional(self.modules[0]).LengthGroupedSampler(batch_size, lengths=self._list, generator=generator)
         yield from _round_robin(list(sampler), batch_size=batch_size, rank=draw.rank, world_size=draw.world_size)
 
 
 @final
-class ShuffledContestant(AbstractContestant):
-    """Shuffled sequences cut into batches of a fixed size: no thought of length."""
+class ShuffledSampler(Sampler):
+    """Shuffled sequences cut into batches of a fixed size, whatever their lengths."""
 
     name = "shuffled"
-    has_buckets = False
     note = "batches of max_padded_steps / mean length; repeats fill up the last round"
+    has_buckets = False
 
     def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
         """The batches of one rank in one epoch."""
-        order = torch.randperm(len(lengths_N), generator=torch.Generator().manual_seed(draw.seed + draw.epoch)).tolist()
-        batch_size = _fixed_batch_size(lengths_N, draw.max_padded_steps)
+        generator = torch.Generator().manual_seed(draw.seed + draw.epoch)
+        order = torch.randperm(len(lengths_N), generator=generator).tolist()
+        batch_size = fixed_batch_size(lengths_N, draw.max_padded_steps)
         yield from _round_robin(order, batch_size=batch_size, rank=draw.rank, world_size=draw.world_size)
 
 
-@final
-class _Stream:
-    """Cuts behind an iterator, as when they are read from a file; Lhotse advises against its sampler on a list."""
-
-    def __init__(self, cuts: Iterable[Any]) -> None:
-        self._cuts = cuts
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._cuts)
-
-
-OURS: Final = OptimalContestant.name
-
-
-def contestants() -> tuple[AbstractContestant, ...]:
-    """All of them, ours first, the peers next."""
+def all_samplers() -> tuple[Sampler, ...]:
+    """All of them, ours first."""
+    same = "BucketSampler with these edges instead of its own"
+    auto = "BucketSampler with num_buckets='auto'"
     return (
-        OptimalContestant(),
-        AutoContestant(fixed_size=False),
-        AutoContestant(fixed_size=True),
-        LhotseContestant(),
-        LengthGroupedContestant(),
-        HeuristicContestant("equal mass", rule=equal_mass_edges),
-        HeuristicContestant("percentile", rule=percentile_edges),
-        HeuristicContestant("uniform", rule=uniform_edges),
-        ShuffledContestant(),
+        OurSampler(OURS, "BucketSampler as it comes: optimal edges, the same bucket on all ranks", rule=optimal_edges),
+        OurSampler(f"{OURS} auto", f"{auto}; batches under the cap", rule=None),
+        OurSampler(f"{OURS} rows", f"{auto}; batches of max_padded_steps / mean length", rule=None, fixed_size=True),
+        LhotseSampler(),
+        LengthGroupedSampler(),
+        OurSampler("equal mass", same, rule=equal_mass_edges),
+        OurSampler("percentile", same, rule=percentile_edges),
+        OurSampler("uniform", same, rule=uniform_edges),
+        ShuffledSampler(),
     )
 
 
-def _fixed_batch_size(lengths_N: Lengths, max_padded_steps: int) -> int:
+def available_samplers() -> tuple[list[Sampler], dict[str, str]]:
+    """The samplers whose packages work, and the reason for each of the others."""
+    available, missing = [], {}
+    for sampler in all_samplers():
+        try:
+            sampler.require()
+        except StrettoError as error:
+            missing[sampler.name] = str(error)
+        except (AttributeError, OSError, RuntimeError) as error:
+            missing[sampler.name] = f"its import fails ({error}). Reinstall it: pip install 'stretto[peers]'."
+        else:
+            available.append(sampler)
+    return available, missing
+
+
+def fixed_batch_size(lengths_N: Lengths, max_padded_steps: int) -> int:
+    """The number of average sequences under the cap."""
     return max(1, int(max_padded_steps // lengths_N.mean()))
 
 
 def _round_robin(order: list[int], *, batch_size: int, rank: int, world_size: int) -> Iterator[list[int]]:
     """Consecutive batches to consecutive ranks; the order begins again until the last round is full."""
-    per_step = batch_size * world_size
-    num_steps = -(-len(order) // per_step)
-    filled = order + [order[number % len(order)] for number in range(num_steps * per_step - len(order))]
-    for begin in range(rank * batch_size, len(filled), per_step):
+    per_round = batch_size * world_size
+    num_rounds = -(-len(order) // per_round)
+    filled = order + [order[number % len(order)] for number in range(num_rounds * per_round - len(order))]
+    for begin in range(rank * batch_size, len(filled), per_round):
         yield filled[begin : begin + batch_size]

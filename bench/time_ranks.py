@@ -1,228 +1,203 @@
 """One long sequence over two gloo ranks beside one rank, one thread each.
 
+`compare_ranks` starts the ranks; each runs this module as a script, and rank 0 writes the answer.
+
 Shape legend: T steps, F features of the input, H hidden units.
 """
 
-import dataclasses
 import json
-import statistics
+import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from bench.interleaved import Timing
-from bench.kernel_gate import FAULT
-from bench.time_cases import Plan
-from bench.time_contest import EXACT
-from bench.time_rank_worker import CELL
-from bench.time_relay import TOLERANCE
+from bench.harness import Report, Table, relative_error
 from bench.trained_nets import Nets
-from stretto.distributed import launch_ranks
+from stretto.cells import GRU
+from stretto.distributed import TimeMesh, World, join_ranks, launch_ranks
 from stretto.errors import StrettoError
-from stretto.solvers import PIECE
+from stretto.nn import RNN
 
-MODULE: Final = "bench.time_rank_worker"
-RANKS: Final = 2
-LENGTH: Final = 1 << 17
-UNITS: Final = (128, 64)
-GOALS: Final = {128: 1.5}
-QUICK_LENGTH: Final = 512
+NUM_RANKS: Final = 2
+NUM_STEPS: Final = 1 << 17
+QUICK_STEPS: Final = 512
 QUICK_PIECE: Final = 32
+HIDDEN_SIZES: Final = (128, 64)
+GOALS: Final = {128: 1.5}
+SOLVER_TOLERANCE: Final = 1e-6
+EXACT_TOLERANCE: Final = 1e-5
+CELL_PREFIX: Final = "cell."
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PieceCost:
-    """Seconds of a piece of a relay: whatever is in it, and of each step."""
-
-    fixed: float
-    a_step: float
-
-    @classmethod
-    def fitted(cls, *, steps: int, many: tuple[int, float], few: tuple[int, float]) -> "PieceCost":
-        """From one block in many pieces and in few: how many, and seconds of all of them."""
-        fixed = max(0.0, (many[1] - few[1]) / (many[0] - few[0])) if many[0] > few[0] else 0.0
-        # A pause of the machine may make many pieces look dearer than they are.
-        fixed = min(fixed, 0.5 * few[1] / few[0])
-        return cls(fixed=fixed, a_step=(few[1] - fixed * few[0]) / steps)
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Messages:
-    """Seconds of what two ranks say to each other.
-
-    Attributes:
-        fixed: Of a message to the neighbour, whatever is in it.
-        a_byte: Of each of its bytes.
-        maximum: Of the largest of two numbers over ranks.
-        agreement: Of a check that all ranks do the same.
-        summing: Of the sum of all gradients.
-        sum_bytes: Of the gradients.
-        trips: Round trips as they were measured: bytes and seconds.
-    """
-
-    fixed: float
-    a_byte: float
-    maximum: float
-    agreement: float
-    summing: float
-    sum_bytes: int
-    trips: tuple[tuple[int, float], ...]
-
-    @classmethod
-    def of(cls, answer: dict[str, Any]) -> "Messages":
-        """From what ranks have measured; a message is half of a round trip."""
-        trips = tuple((int(size), float(seconds)) for size, seconds in answer["trips"])
-        (few, short), (many, long) = trips[0], trips[-1]
-        a_byte = max(0.0, (long - short) / (many - few)) / 2
-        return cls(
-            fixed=max(0.0, short / 2 - a_byte * few),
-            a_byte=a_byte,
-            maximum=answer["maximum"],
-            agreement=answer["agreement"],
-            summing=answer["sum"],
-            sum_bytes=answer["sum_bytes"],
-            trips=trips,
-        )
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RanksRun:
-    """Two ranks beside one.
-
-    Attributes:
-        net: Which.
-        hidden_size: H.
-        num_steps: T.
-        piece: Steps after which a rank compares its walk with the one before.
-        timings: Seconds by way: "whole" is one rank step after step, "relay" is both; "quarter" is one rank on a
-            quarter of the steps, "block alone" one rank on its half, "blocks at once" both on their halves, with
-            nothing exchanged.
-        ratio: The least time of one rank over that of two.
-        goal: What it should be; None where nothing is asked.
-        output_error: How far outputs are from those of one rank, relative to the largest.
-        gradient_error: The same of gradients.
-        residual: What is left between blocks.
-        rounds: Walks of a block, forwards.
-        backward_rounds: Backwards.
-        work: Steps that a rank walked forwards, over those of its block.
-        ahead: What a piece costs forwards.
-        back: Backwards.
-        messages: What ranks say to each other.
-    """
-
-    net: str
-    hidden_size: int
-    num_steps: int
-    piece: int
-    timings: dict[str, Timing]
-    ratio: float
-    goal: float | None
-    output_error: float
-    gradient_error: float
-    residual: float
-    rounds: int
-    backward_rounds: int
-    work: float
-    ahead: PieceCost
-    back: PieceCost
-    messages: Messages
-
-    @property
-    def judged(self) -> list[bool]:
-        """Whether the goal is met, if there is one."""
-        return [] if self.goal is None else [self.ratio >= self.goal]
-
-    @property
-    def sharing(self) -> float:
-        """How much longer two ranks take that work at once than one alone, with nothing exchanged."""
-        return self.timings["blocks at once"].least / self.timings["block alone"].least
-
-
-def run_ranks(plan: Plan, nets: Nets) -> list[RanksRun]:
-    """Start two ranks for each size of net."""
-    runs = []
-    for hidden_size in (8,) if plan.quick else UNITS:
+def compare_ranks(nets: Nets, report: Report, *, rounds: int, quick: bool) -> None:
+    """Start two ranks for each size of net; a row each."""
+    rows = []
+    for hidden_size in (8,) if quick else HIDDEN_SIZES:
         net = nets.of(hidden_size)
-        num_steps, piece = (QUICK_LENGTH, QUICK_PIECE) if plan.quick else (LENGTH, PIECE)
-        plan.tell(f"ranks: two gloo ranks, T={num_steps}, H={hidden_size}")
-        x_TF = nets.recordings.joined(num_steps)
-        weights = {f"{CELL}{name}": value.contiguous() for name, value in net.cell.state_dict().items()}
-        tensors = {**weights, "x_TF": x_TF, "weight_TH": output_weights(num_steps, hidden_size)}
-        answer = _answer(tensors, rounds=plan.rounds, piece=piece)
-        run = _run(answer, net=net.told, hidden_size=hidden_size, num_steps=num_steps, piece=piece)
-        runs.append(dataclasses.replace(run, goal=None if plan.quick else GOALS.get(hidden_size)))
-    return runs
+        num_steps = QUICK_STEPS if quick else NUM_STEPS
+        where = f"T={num_steps}, H={hidden_size}"
+        report.progress(f"ranks: two gloo ranks, {where}")
+        weight_TH = torch.randn(num_steps, hidden_size, generator=torch.Generator().manual_seed(1))
+        tensors = {f"{CELL_PREFIX}{name}": value.contiguous() for name, value in net.cell.state_dict().items()}
+        tensors |= {"x_TF": nets.recordings.concatenate(num_steps), "weight_TH": weight_TH}
+        answer = measure(tensors, rounds=rounds, piece=QUICK_PIECE if quick else None)
+        check_exact(answer, where=where)
+        one, two = answer["seconds"]["one rank"], answer["seconds"]["two ranks"]
+        alone, both = answer["seconds"]["block alone"], answer["seconds"]["blocks together"]
+        ratio = min(one) / min(two)
+        if not quick and hidden_size in GOALS:
+            report.goal(f"two ranks over one, {where}", ratio, at_least=GOALS[hidden_size])
+        rows.append(
+            (
+                *(num_steps, hidden_size, str(net), min(one), min(two), ratio, min(both) / min(alone)),
+                *(round(answer["iterations"]), round(answer["backward_iterations"]), answer["work"]),
+                *(answer["output_error"], answer["gradient_error"], answer["residual"]),
+            )
+        )
+    report.add(
+        Table(
+            title="One long sequence over two gloo ranks, one thread each, exact",
+            columns=(
+                *("T", "H", "net", "1 rank s", "2 ranks s", "ratio", "contention", "rounds", "backward rounds"),
+                *("work", "output error", "gradient error", "residual"),
+            ),
+            rows=rows,
+            caption="ratio: of least times, in turn, the all-reduce of gradients included. contention: time of a block "
+            "while both ranks work, nothing exchanged, over its time alone. rounds: passes over a block. work: steps "
+            "run forwards over those of a block. Errors: largest difference from one rank, over the largest value.",
+        )
+    )
 
 
-def output_weights(num_steps: int, hidden_size: int) -> torch.Tensor:
-    """What each output counts in the loss (T, H)."""
-    return torch.randn(num_steps, hidden_size, generator=torch.Generator().manual_seed(1))
+def check_exact(answer: dict[str, Any], *, where: str) -> None:
+    """Refuse times of ranks whose results are not those of one rank."""
+    for what in ("output", "gradient"):
+        error = answer[f"{what}_error"]
+        if not error <= EXACT_TOLERANCE:
+            raise StrettoError(
+                f"the {what} of two ranks differs from one rank by {error:.1e} of its largest value at {where}; "
+                f"{EXACT_TOLERANCE:.0e} is allowed",
+                fix="Report it with the output of `stretto doctor`; no time is meaningful until this is fixed.",
+            )
 
 
-def _answer(tensors: dict[str, torch.Tensor], *, rounds: int, piece: int) -> dict[str, Any]:
+def measure(tensors: dict[str, torch.Tensor], *, rounds: int, piece: int | None) -> dict[str, Any]:
+    """Run the ranks and read the answer of rank 0."""
     with tempfile.TemporaryDirectory(prefix="stretto-") as place:
-        folder = Path(place)
-        save_file(tensors, folder / "net.safetensors")
-        asked = {
-            "tensors": str(folder / "net.safetensors"),
-            "threads": 1,
-            "rounds": rounds,
-            "tolerance": TOLERANCE,
-            "piece": piece,
-        }
-        path = folder / "asked.json"
-        path.write_text(json.dumps(asked), encoding="utf-8")
-        code = launch_ranks([str(path)], module=MODULE, nproc=RANKS, threads=1, max_restarts=0)
+        path = Path(place) / "request.json"
+        save_file(tensors, path.with_suffix(".safetensors"))
+        path.write_text(json.dumps({"rounds": rounds, "piece": piece}), encoding="utf-8")
+        code = launch_ranks([str(path)], module="bench.time_ranks", nproc=NUM_RANKS, threads=1, max_restarts=0)
         answer = path.with_suffix(".answer")
         if code or not answer.exists():
-            raise StrettoError(
-                f"a rank ended with the code {code}", fix="What it said stands above; see also `stretto doctor`."
-            )
+            raise StrettoError(f"a rank exited with code {code}", fix="See its message above, and `stretto doctor`.")
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         return found
 
 
-def _run(answer: dict[str, Any], *, net: str, hidden_size: int, num_steps: int, piece: int) -> RanksRun:
-    for what in ("output", "gradient"):
-        error = answer[f"{what}_error"]
-        if not error <= EXACT:
-            raise StrettoError(
-                f"the {what} of two ranks differs from that of one by {error:.1e} of its largest value at "
-                f"T={num_steps}, H={hidden_size}, and {EXACT:.0e} is allowed",
-                fix=FAULT,
-            )
-    timings = {
-        way: Timing(least=min(seconds), median=statistics.median(seconds), rounds=len(seconds))
-        for way, seconds in answer["turns"].items()
-    }
-    ahead, back = (_cost(answer["costs"], kind) for kind in ("ahead", "back"))
-    return RanksRun(
-        net=net,
-        hidden_size=hidden_size,
-        num_steps=num_steps,
-        piece=piece,
-        timings=timings,
-        ratio=timings["whole"].least / timings["relay"].least,
-        goal=None,
-        output_error=answer["output_error"],
-        gradient_error=answer["gradient_error"],
-        residual=answer["residual"],
-        rounds=round(answer["rounds"]),
-        backward_rounds=round(answer["backward_rounds"]),
-        work=answer["work"],
-        ahead=ahead,
-        back=back,
-        messages=Messages.of(answer),
-    )
+@final
+class Rank:
+    """One rank: runs its block of a long sequence, alone and together with the others.
+
+    Args:
+        tensors: The GRU's weights, the input and the weights of outputs in the loss.
+        world: All ranks.
+        piece: Steps after which a rank compares its run with the one before; the solver's default if None.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], world: World, *, piece: int | None) -> None:
+        self._x_TF, self._weight_TH = tensors["x_TF"], tensors["weight_TH"]
+        self._cell = GRU(self._x_TF.shape[1], self._weight_TH.shape[1])
+        prefix = CELL_PREFIX
+        self._cell.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+        mesh = TimeMesh(time=world.size)
+        self._world, self._block = world, mesh.steps(len(self._x_TF))
+        options = {} if piece is None else {"piece": piece}
+        self._serial = RNN(self._cell)
+        self._parallel = RNN(self._cell, solver=mesh.solver(tolerance=SOLVER_TOLERANCE, **options))
+
+    def errors(self) -> dict[str, float]:
+        """How far all ranks together are from one alone, the worst of them, and how the solver went."""
+        expected_TH = self._run_whole()
+        expected = self._gradients()
+        actual_TH = self._run_parallel()
+        # Relative to the largest of all outputs, not of this block's.
+        largest = max(1e-30, float(expected_TH.abs().max()))
+        block = slice(self._block.start, self._block.stop)
+        output = float((actual_TH - expected_TH[block]).abs().max()) / largest
+        gradient = max(relative_error(one, other) for one, other in zip(self._gradients(), expected, strict=True))
+        solution = self._parallel.solution
+        numbers = {
+            "output_error": output,
+            "gradient_error": gradient,
+            "residual": solution.residual,
+            "iterations": solution.iterations,
+            "backward_iterations": solution.backward_iterations or 0,
+            "work": solution.work,
+        }
+        worst = (max(values) for values in zip(*self._world.all_gather(list(numbers.values())), strict=True))
+        return dict(zip(numbers, worst, strict=True))
+
+    def time(self, rounds: int) -> dict[str, list[float]]:
+        """Seconds of the slowest rank, round by round; where one runs alone, the others wait."""
+        tasks: dict[str, tuple[bool, Callable[[], object]]] = {
+            "one rank": (True, self._run_whole),
+            "two ranks": (False, self._run_parallel),
+            "block alone": (True, lambda: self._run(self._serial, self._block)),
+            "blocks together": (False, lambda: self._run(self._serial, self._block)),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in tasks}
+        for _ in range(rounds):
+            for name, (alone, task) in tasks.items():
+                self._world.barrier()
+                begin = time.perf_counter()
+                if self._world.is_rank0 or not alone:
+                    task()
+                elapsed = time.perf_counter() - begin
+                seconds[name].append(max(row[0] for row in self._world.all_gather([elapsed])))
+        return seconds
+
+    def _run(self, rnn: RNN, steps: range) -> torch.Tensor:
+        """Forward and backward over some steps; outputs (T, H)."""
+        self._cell.zero_grad(set_to_none=True)
+        rows = slice(steps.start, steps.stop)
+        y_TH: torch.Tensor = rnn(self._x_TF[None, rows])[0][0]
+        (y_TH * self._weight_TH[rows]).sum().backward()  # type: ignore[no-untyped-call]
+        return y_TH.detach()
+
+    def _run_whole(self) -> torch.Tensor:
+        return self._run(self._serial, range(len(self._x_TF)))
+
+    def _run_parallel(self) -> torch.Tensor:
+        """This rank's block, then the sum of all gradients, as one message."""
+        y_TH = self._run(self._parallel, self._block)
+        flat = torch.cat([gradient.flatten() for gradient in self._gradients()])
+        torch.distributed.all_reduce(flat)
+        first = 0
+        for parameter in self._cell.parameters():
+            parameter.grad = flat[first : first + parameter.numel()].view_as(parameter)
+            first += parameter.numel()
+        return y_TH
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._cell.parameters() if parameter.grad is not None]
 
 
-def _cost(costs: Sequence[dict[str, float]], kind: str) -> PieceCost:
-    many, few = ((int(cost["pieces"]), float(cost[kind])) for cost in costs)
-    return PieceCost.fitted(steps=int(costs[0]["steps"]), many=many, few=few)
+def main(path: Path) -> None:
+    """Measure, and let rank 0 write the answer beside the request."""
+    request = json.loads(path.read_text(encoding="utf-8"))
+    torch.set_num_threads(1)
+    with join_ranks(timeout_minutes=5.0) as world:
+        rank = Rank(load_file(path.with_suffix(".safetensors")), world, piece=request["piece"])
+        answer = {**rank.errors(), "seconds": rank.time(request["rounds"])}
+        if world.is_rank0:
+            path.with_suffix(".answer").write_text(json.dumps(answer), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,6 +1,6 @@
-"""Nets that have learnt to remember: a GRU trained to label each step of long recordings.
+"""Trained nets: a GRU that labels each step of long recordings.
 
-At their initial weights nets forget within tens of steps. What is claimed of solvers has to hold for trained ones.
+At their initial weights nets forget within tens of steps. Claims about solvers have to hold for trained ones.
 
 Shape legend: N recordings, T steps, B sequences, F features, H hidden units, C classes.
 """
@@ -21,17 +21,16 @@ from stretto.data import SequenceSet, StepLabels, open_sequences
 from stretto.errors import StrettoError
 from stretto.nn import RNN, Standardise
 
-CROP: Final = 1024
-CROPS: Final = 16
-"""Of each batch."""
+CROP_STEPS: Final = 1024
+CROPS_PER_BATCH: Final = 16
 LEARNING_RATE: Final = 2e-3
 CLIP_NORM: Final = 1.0
 UNLABELLED: Final = 0
 FULLY_TRAINED: Final = 128
-"""Units up to which nets are trained as long as was asked for; an update of a larger one costs as their square."""
-LOOKED: Final = 1 << 15
-"""Steps that are walked to see how long a net remembers."""
-PLACES: Final = 8
+"""Larger nets get fewer updates, since the cost of one grows as the square of the units."""
+MEMORY_STEPS: Final = 1 << 15
+"""Steps that are run to see how long a net remembers."""
+MEMORY_ROWS: Final = 8
 
 
 @final
@@ -49,14 +48,7 @@ class Recording:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recordings:
-    """Long recordings with a label a step.
-
-    Attributes:
-        name: Of the data.
-        train: To learn from.
-        test: To measure accuracy on.
-        num_classes: Labels, the one for none included.
-    """
+    """Long recordings with one label per step; `num_classes` includes the label for none."""
 
     name: str
     train: tuple[Recording, ...]
@@ -65,23 +57,21 @@ class Recordings:
 
     @property
     def num_features(self) -> int:
-        """Of a step."""
+        """F."""
         return int(self.train[0].x_TF.shape[1])
 
-    def joined(self, num_steps: int) -> torch.Tensor:
-        """Recordings one after another, and again, until there are so many steps (T, F)."""
+    def concatenate(self, num_steps: int) -> torch.Tensor:
+        """Concatenate the recordings, repeatedly if need be, up to so many steps (T, F)."""
         every_TF = torch.cat([recording.x_TF for recording in (*self.test, *self.train)])
         return every_TF.repeat(math.ceil(num_steps / len(every_TF)), 1)[:num_steps].contiguous()
 
-    def alike(self, count: int) -> tuple[Recording, ...]:
-        """So many training recordings of about the same length, the middle ones by length."""
-        by_length = sorted(self.train, key=len)
-        first = max(0, (len(by_length) - count) // 2)
-        return tuple(by_length[first : first + count])
+    def median_recording(self) -> Recording:
+        """The training recording of median length."""
+        return sorted(self.train, key=len)[(len(self.train) - 1) // 2]
 
 
 def open_recordings(path: Path) -> Recordings:
-    """Read recordings with one label a step, features on the scale of the training recordings.
+    """Read recordings with one label per step; features are standardised over the training recordings.
 
     Raises:
         StrettoError: If the data cannot be read, or have no labels of steps.
@@ -89,7 +79,7 @@ def open_recordings(path: Path) -> Recordings:
     data = open_sequences(path)
     if not isinstance(data.targets, StepLabels):
         raise StrettoError(
-            f"{data.name} has no labels of steps", fix="Give recordings with one label a step as `y`, 0 for none."
+            f"{data.name} has no label per step", fix="Give recordings with one label per step as `y`, 0 for none."
         )
     scale = Standardise.of(data.part("train"))
     return Recordings(
@@ -126,33 +116,32 @@ class Labeller(nn.Module):
             self.head = nn.Linear(hidden_size, num_classes)
 
     def loss(self, y_BTH: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy of steps that have a label."""
+        """Cross-entropy over the steps that have a label."""
         scores_PC = self.head(y_BTH).flatten(0, 1)
         return functional.cross_entropy(scores_PC, labels_BT.flatten(), ignore_index=UNLABELLED)
 
-    def optimiser(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> torch.optim.Optimizer:
         """Adam for all weights."""
         return torch.optim.Adam(self.parameters(), lr=LEARNING_RATE)
 
-    def update(self, loss: torch.Tensor, optimiser: torch.optim.Optimizer) -> None:
-        """One update by the gradient of a loss."""
-        optimiser.zero_grad()
+    def update(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """One update."""
+        optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.parameters(), CLIP_NORM)
-        optimiser.step()
+        optimizer.step()
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedNet:
-    """A GRU that was trained.
+    """A trained GRU.
 
     Attributes:
         cell: The GRU.
-        updates: That it was trained for.
-        loss: Of the last updates, on average.
-        memory: Steps after which two walks from different states agree within 1e-6, the longest found; infinite if they
-            did not within 32,768.
+        updates: Number of updates.
+        loss: Mean over the last tenth of them.
+        memory: Steps after which runs from different states agree within 1e-6; infinite if not within 32,768.
     """
 
     cell: GRU
@@ -160,10 +149,8 @@ class TrainedNet:
     loss: float
     memory: float
 
-    @property
-    def told(self) -> str:
-        """Which net that is, in words."""
-        memory = f"about {self.memory:,.0f}" if math.isfinite(self.memory) else f"more than {LOOKED:,}"
+    def __str__(self) -> str:
+        memory = f"about {self.memory:,.0f}" if math.isfinite(self.memory) else f"more than {MEMORY_STEPS:,}"
         return f"H {self.cell.hidden_size}, {self.updates} updates, remembers {memory} steps"
 
 
@@ -172,67 +159,68 @@ class Nets:
     """Nets trained on recordings, each size once.
 
     Args:
-        recordings: What on.
-        updates: How long; nets of more than 128 units are trained as long as that would take.
-        tell: Called with a line before a net is trained.
+        recordings: The training data.
+        updates: Of nets of up to 128 units; larger ones get as many as take that long.
+        progress: Shows a line before a net is trained.
     """
 
-    def __init__(self, recordings: Recordings, *, updates: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, recordings: Recordings, *, updates: int, progress: Callable[[str], None]) -> None:
         self.recordings = recordings
-        self._updates, self._tell = updates, tell
-        self._made: dict[int, TrainedNet] = {}
+        self._updates, self._progress = updates, progress
+        self._nets: dict[int, TrainedNet] = {}
 
     def of(self, hidden_size: int) -> TrainedNet:
-        """The net of that size; it must not be changed."""
-        if hidden_size not in self._made:
+        """The net of that size; callers must not change it."""
+        if hidden_size not in self._nets:
             share = min(1.0, (FULLY_TRAINED / hidden_size) ** 2)
             updates = max(1, round(share * self._updates))
-            self._tell(f"training a net of {hidden_size} units for {updates} updates")
-            self._made[hidden_size] = train_net(self.recordings, hidden_size, updates=updates)
-        return self._made[hidden_size]
+            self._progress(f"training a net of {hidden_size} units for {updates} updates")
+            self._nets[hidden_size] = train_net(self.recordings, hidden_size, updates=updates)
+        return self._nets[hidden_size]
 
 
 def train_net(recordings: Recordings, hidden_size: int, *, updates: int, seed: int = 0) -> TrainedNet:
-    """Train on crops of recordings until the net remembers."""
+    """Train on random crops of the recordings."""
     net = Labeller(recordings.num_features, hidden_size, recordings.num_classes, seed=seed)
-    rnn, optimiser = RNN(net.cell), net.optimiser()
-    drawn = torch.Generator().manual_seed(seed)
+    rnn, optimizer = RNN(net.cell), net.optimizer()
+    generator = torch.Generator().manual_seed(seed)
     losses = []
     for _ in range(updates):
-        x_BTF, labels_BT = _crops(recordings.train, drawn)
+        x_BTF, labels_BT = _draw_crops(recordings.train, generator)
         loss = net.loss(rnn(x_BTF)[0], labels_BT)
-        net.update(loss, optimiser)
+        net.update(loss, optimizer)
         losses.append(float(loss.detach()))
-    memory = memory_length(net.cell, recordings.joined(LOOKED * PLACES), tolerance=1e-6, places=PLACES)
+    memory = measure_memory(
+        net.cell, recordings.concatenate(MEMORY_STEPS * MEMORY_ROWS), tolerance=1e-6, num_rows=MEMORY_ROWS
+    )
     last = losses[-max(1, updates // 10) :]
     return TrainedNet(cell=net.cell, updates=updates, loss=sum(last) / len(last), memory=memory)
 
 
-def _crops(recordings: Sequence[Recording], drawn: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    length = min(CROP, *(len(recording) for recording in recordings))
+def _draw_crops(recordings: Sequence[Recording], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    length = min(CROP_STEPS, *(len(recording) for recording in recordings))
     features, labels = [], []
-    for _ in range(CROPS):
-        recording = recordings[int(torch.randint(len(recordings), (), generator=drawn))]
-        first = int(torch.randint(len(recording) - length + 1, (), generator=drawn))
+    for _ in range(CROPS_PER_BATCH):
+        recording = recordings[int(torch.randint(len(recordings), (), generator=generator))]
+        first = int(torch.randint(len(recording) - length + 1, (), generator=generator))
         features.append(recording.x_TF[first : first + length])
         labels.append(recording.labels_T[first : first + length])
     return torch.stack(features), torch.stack(labels)
 
 
-def memory_length(cell: GRU, x_TF: torch.Tensor, *, tolerance: float, places: int, stride: int = 64) -> float:
-    """After how many steps it makes no difference where a walk began.
+def measure_memory(cell: GRU, x_TF: torch.Tensor, *, tolerance: float, num_rows: int, stride: int = 64) -> float:
+    """After how many steps the initial state no longer matters.
 
-    The input is cut into `places` stretches. Each is walked from the initial state, and from where the walk of another
-    stretch ended.
+    The input is cut into `num_rows` rows. Each runs from the initial state, and from the final state of another row.
 
     Returns:
-        Steps until the last two walks agree within the tolerance, in multiples of `stride`; infinite if they do not.
+        Steps until both runs of all rows agree within the tolerance, in multiples of `stride`; infinite if they do not.
     """
-    rnn, length = RNN(copy.deepcopy(cell)), len(x_TF) // places
-    x_BTF = x_TF[: places * length].reshape(places, length, -1)
+    rnn, length = RNN(copy.deepcopy(cell)), len(x_TF) // num_rows
+    x_BTF = x_TF[: num_rows * length].reshape(num_rows, length, -1)
     with torch.no_grad():
-        one_BH = cell.initial_state(places)
-        other_BH = rnn(x_BTF[:, -min(length, CROP) :])[1].roll(1, 0)
+        one_BH = cell.initial_state(num_rows)
+        other_BH = rnn(x_BTF[:, -min(length, CROP_STEPS) :])[1].roll(1, 0)
         for first in range(0, length, stride):
             steps_BTF = x_BTF[:, first : first + stride]
             one_BH, other_BH = rnn(steps_BTF, one_BH)[1], rnn(steps_BTF, other_BH)[1]

@@ -1,55 +1,73 @@
-"""The whole of Stretto beside a plain PyTorch script of the same model: how much sooner is the same quality reached?"""
+"""`python -m bench training`: all of Stretto beside a plain PyTorch script of the same model.
 
-import contextlib
+How much sooner does Stretto reach the quality of the script? Both train an epoch each in turn, so that a change of the
+machine's load hits both, once the same weights have given the same loss, gradient and quality on both sides.
+"""
+
 import dataclasses
-import functools
-import json
+import itertools
 import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, final, get_args
+from typing import Annotated, Any, Final, Literal, Protocol, final, get_args
 
 import torch
 from pydantic import Field
+from torch import nn
+from torch.optim.lr_scheduler import ConstantLR
 
-from bench.machine import Machine, machine_with
-from bench.training_contest import Contest, Margin, in_turn
-from bench.training_data import open_data, some_of
-from bench.training_gate import Start, pass_start
-from bench.training_pairs import rival_of
-from bench.training_sides import PlainSide, StrettoSide
+from bench.baselines import Baseline, PlainScript, baseline_of
+from bench.harness import Count, Report, Settings, Table, bench, check_equal
+from bench.task_data import open_data, take_share
+from stretto.batching import Batch, collate
 from stretto.data import SequenceSet
+from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.files import write_text_atomically
+from stretto.nn import fresh_state
+from stretto.report import Line, line_chart
 from stretto.tasks import CONFIGS, task_named
-from stretto.training import AbstractTask, Count, NotNegative, TrainConfig, checked, with_preset
+from stretto.training import (
+    AbstractLog,
+    AbstractTask,
+    NotNegative,
+    TrainConfig,
+    Trainer,
+    checked,
+    evaluate,
+    with_preset,
+)
 
 TaskName = Literal["digits", "digit-images", "language-model", "translate", "handwriting"]
 TASK_NAMES: Final[tuple[TaskName, ...]] = get_args(TaskName)
 GOAL: Final = 5.3
-"""What the geometric mean should reach: what large batches gave You et al. on average, with more hardware."""
+"""Of the geometric mean: what large batches gave You et al. on average, with more hardware."""
 QUICK_EPOCHS: Final = 2
-QUICK_FRACTION: Final = 0.05
+QUICK_SHARE: Final = 0.05
 SHARES: Final[dict[str, float]] = {"digits": 0.2, "digit-images": 0.1, "language-model": 0.05, "translate": 0.05}
-"""How much of data in a folder is trained on unless another share is asked for."""
-WITHOUT_END: Final = 1e6
+"""The share of the data in a folder to train on unless another is asked for."""
+EXTRA_EPOCHS: Final = 1.5
+"""How many times the epochs of the plain script Stretto may train."""
+NO_CHECKPOINTS: Final = 1e6
 """Minutes between checkpoints within an epoch, so that there are none."""
-ASKED: Final[dict[str, dict[str, Any]]] = {"language-model": {"preset": "ptb-small"}}
+TASK_SETTINGS: Final[dict[str, dict[str, Any]]] = {"language-model": {"preset": "ptb-small"}}
 """Settings of tasks that are not their defaults."""
+Row = tuple[str | int | float | bool | None, ...]
+CHECK_SEQUENCES: Final = 32
+"""Sequences that losses are compared on before anything is timed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingBenchSettings:
-    """Settings of `stretto bench training`.
+class TrainingSettings(Settings):
+    """Train tasks with Stretto and with a plain PyTorch script, to the same quality.
 
     Attributes:
         tasks: What to train.
-        data: A folder with the data sets mnist, ptb and multi30k_en_de, or some of them; left out, and for tasks whose
-            data are not there, the embedded data.
-        epochs: Of the plain script; left out, as many as the task has. Stretto may train half as many more.
+        data: A folder with the data sets mnist, ptb and multi30k_en_de, or some of them. Without it, and for tasks
+            whose data are not there, the embedded data are used.
+        epochs: Of the plain script; left out, the task's own number. Stretto may train half as many more.
         fraction: The share of the training data to use; left out, all of the embedded data, and of those in a folder
             as much as lets the five tasks end within half an hour on two cores.
         batch_size: Auto lets Stretto choose the batch by measuring, from the task's own on; own keeps that.
@@ -57,11 +75,7 @@ class TrainingBenchSettings:
         perplexity_percent: The same for perplexity, in percent above it.
         cer_points: The same for the character error rate, in percent points above it.
         bleu_points: The same for BLEU, in points below it.
-        seed: Of the first weights and the order of data.
-        threads: Threads of torch; as many as it has by default.
-        quick: Two epochs on a twentieth of the data: shows that it works, and no more; its times mean nothing.
-        out: Folder for the page with tables and plots, and the JSON file.
-        json: JSON file for the result, written after each task.
+        seed: Of the initial weights and the order of data.
     """
 
     tasks: tuple[TaskName, ...] = TASK_NAMES
@@ -74,12 +88,14 @@ class TrainingBenchSettings:
     cer_points: NotNegative = 0.3
     bleu_points: NotNegative = 0.5
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    threads: Count | None = None
-    quick: bool = False
-    out: Path | None = None
-    json: Path | None = None
 
-    def margin(self, metric: str) -> Margin:
+    def __post_init__(self) -> None:
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise StrettoError(
+                f"the tasks to train are {list(self.tasks)}", fix=f"Name each once, of {', '.join(TASK_NAMES)}."
+            )
+
+    def margin(self, metric: str) -> "Margin":
         """What counts as the same quality."""
         margins = {
             "accuracy": Margin(amount=self.accuracy_points / 100, higher_is_better=True),
@@ -90,186 +106,490 @@ class TrainingBenchSettings:
         return margins[metric]
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRow:
-    """One task.
-
-    Attributes:
-        task: Its name.
-        data: What it was trained on.
-        sequences: Training sequences.
-        metric: What quality is.
-        epochs: Of the plain script.
-        start: What both sides made of the same weights before.
-        contest: How they fared.
-        decisions: On the batch, those to keep it left out.
-    """
-
-    task: str
-    data: str
-    sequences: int
-    metric: str
-    epochs: int
-    start: Start
-    contest: Contest
-    decisions: tuple[str, ...]
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingBench:
-    """The result of one run.
-
-    Attributes:
-        rows: One a task, those included that did not reach the target.
-        geometric_mean: Of the ratios of all tasks; where some did not reach the target the true one is smaller.
-        threads: torch's.
-        machine: Where it ran.
-        settings: As given.
-        missing: What was not as asked for, and why.
-        seconds: Time of the whole run.
-    """
-
-    rows: tuple[TaskRow, ...]
-    geometric_mean: float
-    threads: int
-    machine: Machine
-    settings: dict[str, Any]
-    missing: tuple[str, ...]
-    seconds: float
-
-    @property
-    def not_reached(self) -> tuple[str, ...]:
-        """The tasks that did not reach what the plain script had."""
-        return tuple(row.task for row in self.rows if not row.contest.is_reached)
-
-    def to_json(self) -> str:
-        """The content of the JSON file; what is no number is null."""
-        values = _with_null({**dataclasses.asdict(self), "not_reached": self.not_reached})
-        return json.dumps(values, indent=2, allow_nan=False) + "\n"
-
-
-def run_training_bench(settings: TrainingBenchSettings, *, tell: Callable[[str], None]) -> TrainingBench:
-    """Train each task on both sides, epoch by epoch in turn, once both have shown that they begin alike.
-
-    Args:
-        settings: What to train, and how much.
-        tell: Called with how far it is.
-
-    Raises:
-        StrettoError: The settings or data cannot be used, or the two sides of a task are not the same model.
-    """
-    if not settings.tasks or len(set(settings.tasks)) < len(settings.tasks):
-        raise StrettoError(
-            f"the tasks to train are {list(settings.tasks)}", fix=f"Name each once, of {', '.join(TASK_NAMES)}."
-        )
-    begun = time.perf_counter()
-    missing: list[str] = []
-    rows: list[TaskRow] = []
-    with _threads(settings.threads):
-        for name in settings.tasks:
-            rows.append(_row(name, settings, missing=missing, tell=functools.partial(_tell_of, name, tell)))
-            bench = TrainingBench(
-                rows=tuple(rows),
-                geometric_mean=statistics.geometric_mean(row.contest.ratio for row in rows),
-                threads=torch.get_num_threads(),
-                machine=machine_with([]),
-                settings={key: str(v) if isinstance(v, Path) else v for key, v in dataclasses.asdict(settings).items()},
-                missing=tuple(missing),
-                seconds=time.perf_counter() - begun,
+@bench("training", title="Training beside plain PyTorch scripts: time to the same quality")
+def run(settings: TrainingSettings, report: Report) -> None:
+    """Train each task on both sides."""
+    times: list[Row] = []
+    epochs: list[Row] = []
+    starts: list[Row] = []
+    ratios, missed = [], []
+    for name in settings.tasks:
+        task, data = _make_task(name, settings, report)
+        start, comparison = compare(task, data, settings, report)
+        plain, stretto = comparison.plain, comparison.stretto
+        ratios.append(comparison.ratio)
+        missed += [] if comparison.is_reached else [name]
+        times.append(
+            (
+                *(name, task.metric, comparison.target, comparison.limit),
+                *(*(comparison.plain_reached or (None, None)), *(comparison.stretto_reached or (None, None))),
+                *(comparison.ratio, comparison.is_reached),
             )
-            if settings.json is not None:
-                write_text_atomically(settings.json, bench.to_json())
-    return bench
-
-
-def _tell_of(name: str, tell: Callable[[str], None], line: str) -> None:
-    tell(f"{name}: {line}")
-
-
-def _row(name: str, settings: TrainingBenchSettings, *, missing: list[str], tell: Callable[[str], None]) -> TaskRow:
-    tell("data")
-    opened = open_data(name, settings.data)
-    missing += [opened.note] if opened.note else []
-    share = _share(name, settings, is_embedded=opened.is_embedded)
-    if share < 1.0 and settings.fraction is None and not settings.quick:
-        missing.append(f"{name}: trained on {share:.0%} of {opened.data.name}; --fraction 1 takes all of it")
-    data = _cut(opened.data, share, settings)
-    task = _task(name, settings, data, missing=missing)
-    margin = settings.margin(task.metric)
-    with tempfile.TemporaryDirectory(prefix="stretto-") as place:
-        stretto = StrettoSide(task, run=Path(place))
-        rival = rival_of(task, data)
-        tell("both sides with the same weights")
-        start = pass_start(task, stretto, rival, margin=margin)
-        contest = in_turn(
-            PlainSide(rival.script, batch_size=rival.batch_size),
-            stretto,
-            epochs=task.config.epochs,
-            margin=margin,
-            tell=tell,
         )
-    if contest.stretto.fault:
-        missing.append(f"{name}: stretto stopped after {len(contest.stretto.turns)} epochs: {contest.stretto.fault}")
-    return TaskRow(
-        task=name,
-        data=data.name,
-        sequences=len(data.part("train")),
-        metric=task.metric,
-        epochs=task.config.epochs,
-        start=start,
-        contest=contest,
-        decisions=tuple(stretto.watch.decisions),
+        epochs.append(
+            (
+                *(name, len(data.part("train")), len(plain.epochs), plain.median, len(stretto.epochs), stretto.median),
+                *(plain.median / stretto.median, stretto.epochs[-1].value, stretto.epochs[0].batch_size),
+                *(stretto.epochs[-1].batch_size, sum(epoch.probe_seconds for epoch in stretto.epochs)),
+            )
+        )
+        starts.append((name, data.name, *start))
+        report.plot(_curves(comparison), title=f"{name}: {task.metric} over seconds of updates")
+        mean = statistics.geometric_mean(ratios)
+        # After each task, so that an interrupted run keeps what it has.
+        _add_tables(report, [*times, ("geometric mean", *(None,) * 7, mean, not missed)], epochs, starts)
+    if not settings.quick:
+        report.goal("geometric mean of plain / stretto", 0.0 if missed else mean, at_least=GOAL)
+
+
+def _add_tables(report: Report, times: Sequence[Row], epochs: Sequence[Row], starts: Sequence[Row]) -> None:
+    report.add(
+        Table(
+            title="Time to the quality of a plain PyTorch script",
+            columns=(
+                *("task", "metric", "target", "counts from", "plain epochs", "plain s", "stretto epochs", "stretto s"),
+                *("plain / stretto", "reached"),
+            ),
+            rows=times,
+            caption="The target is the plain script's metric on the validation part after its last epoch; the time is "
+            "that of updates until the end of the first epoch that reached it. Where Stretto did not, the ratio is of "
+            "all its time, so that the true one is smaller. Its time includes timing updates to choose the batch. "
+            "Kernels were compiled, or found in the cache, before.",
+        )
+    )
+    report.add(
+        Table(
+            title="Epochs",
+            columns=(
+                *("task", "sequences", "plain epochs", "plain s", "stretto epochs", "stretto s", "plain / stretto"),
+                *("stretto's last metric", "first batch", "last batch", "probe s"),
+            ),
+            rows=epochs,
+            caption="Seconds: the median per epoch, without timing updates to choose the batch.",
+        )
+    )
+    report.add(
+        Table(
+            title="Before training: the same weights on both sides",
+            columns=("task", "data", "plain loss", "stretto loss", "error", "plain metric", "stretto metric"),
+            rows=starts,
+            caption="On one batch, losses and gradients may differ by 1e-4 of the largest value, and on the validation "
+            "part the metric by what counts as the same; otherwise nothing is timed.",
+        )
     )
 
 
-def _share(name: str, settings: TrainingBenchSettings, *, is_embedded: bool) -> float:
-    """How much of the training data is used."""
-    usual = QUICK_FRACTION if settings.quick else 1.0 if is_embedded else SHARES.get(name, 1.0)
-    return settings.fraction or usual
-
-
-def _cut(data: SequenceSet, share: float, settings: TrainingBenchSettings) -> SequenceSet:
-    """So much of the data; quick runs measure on less, too."""
+def _make_task(name: str, settings: TrainingSettings, report: Report) -> tuple[AbstractTask[Any], SequenceSet]:
+    report.progress(f"{name}: data")
+    data, is_embedded = open_data(name, settings.data)
+    if is_embedded and settings.data is not None:
+        report.note(f"{name} trained on embedded data")
+    default = QUICK_SHARE if settings.quick else 1.0 if is_embedded else SHARES.get(name, 1.0)
+    share = settings.fraction or default
     if share < 1.0:
-        data = some_of(data, part="train", fraction=share, seed=settings.seed)
-    return some_of(data, part="valid", fraction=2 * QUICK_FRACTION, seed=settings.seed) if settings.quick else data
-
-
-def _task(name: str, settings: TrainingBenchSettings, data: SequenceSet, *, missing: list[str]) -> AbstractTask[Any]:
-    asked: dict[str, Any] = {**ASKED.get(name, {}), "seed": settings.seed, "checkpoint_minutes": WITHOUT_END}
+        if settings.fraction is None and not settings.quick:
+            report.note(f"{name} trained on {share:.0%} of {data.name}; --fraction 1 takes all of it")
+        data = take_share(data, part="train", share=share, seed=settings.seed)
+    if settings.quick:
+        data = take_share(data, part="valid", share=2 * QUICK_SHARE, seed=settings.seed)
+    values: dict[str, Any] = {
+        **TASK_SETTINGS.get(name, {}),
+        "seed": settings.seed,
+        "checkpoint_minutes": NO_CHECKPOINTS,
+    }
     epochs = settings.epochs or (QUICK_EPOCHS if settings.quick else None)
     if epochs is not None:
-        asked["epochs"] = epochs
-    config = _config(name, asked)
+        values["epochs"] = epochs
+    config = _make_config(name, values)
     if settings.batch_size == "auto":
         try:
-            config = _config(name, {**asked, "batch_size": "auto", "base_batch_size": config.rows})
+            config = _make_config(name, {**values, "batch_size": "auto", "base_batch_size": config.rows})
         except StrettoError:
-            missing.append(f"{name}: the task takes no batch size of auto; it trained with its own, {config.rows}")
-    return task_named(name)(config, data)
+            report.note(f"{name} takes no batch size of auto; it trained with its own, {config.rows}")
+    return task_named(name)(config, data), data
 
 
-def _config(name: str, values: dict[str, Any]) -> TrainConfig:
+def _make_config(name: str, values: dict[str, Any]) -> TrainConfig:
     return checked(CONFIGS[name], with_preset(CONFIGS[name], values), source="the benchmark")
 
 
-def _with_null(value: Any) -> Any:
-    """JSON has no word for what is no number."""
-    if isinstance(value, dict):
-        return {key: _with_null(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_null(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def compare(
+    task: AbstractTask[Any], data: SequenceSet, settings: TrainingSettings, report: Report
+) -> tuple["Start", "Comparison"]:
+    """Check that both sides are the same model, then train both."""
+    margin = settings.margin(task.metric)
+
+    def progress(line: str) -> None:
+        report.progress(f"{task.name}: {line}")
+
+    with tempfile.TemporaryDirectory(prefix="stretto-") as place:
+        stretto, baseline = StrettoContender(task, run=Path(place)), baseline_of(task, data)
+        progress("both sides with the same weights")
+        start = check_same_start(task, stretto, baseline, margin=margin)
+        plain = PlainContender(baseline.script, batch_size=baseline.batch_size)
+        comparison = train_in_turn(plain, stretto, epochs=task.config.epochs, margin=margin, progress=progress)
+    if comparison.stretto.error:
+        count = len(comparison.stretto.epochs)
+        report.note(f"{task.name}: stretto stopped after {count} epochs: {comparison.stretto.error}")
+    for decision in stretto.clock.decisions:
+        report.note(f"{task.name}: {decision}")
+    return start, comparison
 
 
-@contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """So many threads of torch's, and as before afterwards."""
-    earlier = torch.get_num_threads()
-    torch.set_num_threads(count or earlier)
+# The two sides -------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EpochTiming:
+    """One epoch of one side.
+
+    Attributes:
+        seconds: Of its updates; measuring the quality is not counted.
+        value: The metric on the validation part after it.
+        batch_size: Sequences, or streams, per update.
+        probe_seconds: Of the seconds, those that went into timing updates to choose the batch.
+    """
+
+    seconds: float
+    value: float
+    batch_size: int
+    probe_seconds: float = 0.0
+
+
+class Contender(Protocol):
+    """One of the two that train."""
+
+    def train_epoch(self) -> EpochTiming:
+        """Train one epoch and measure."""
+
+
+@final
+class PlainContender:
+    """A plain script."""
+
+    def __init__(self, script: PlainScript, *, batch_size: int) -> None:
+        self._script, self._batch_size = script, batch_size
+
+    def train_epoch(self) -> EpochTiming:
+        """Train one epoch and measure."""
+        begin = time.perf_counter()
+        self._script.epoch()
+        seconds = time.perf_counter() - begin
+        return EpochTiming(seconds=seconds, value=self._script.quality(), batch_size=self._batch_size)
+
+
+@final
+class Clock(AbstractLog):
+    """Notes the end of the last update, and decisions on the batch size.
+
+    Args:
+        batch_size: Gives the current batch size.
+    """
+
+    def __init__(self, batch_size: Callable[[], int]) -> None:
+        self._current = batch_size
+        self.last_update = time.perf_counter()
+        self.batch_size = 0
+        self.probe_seconds = 0.0
+        self.decisions: list[str] = []
+
+    def emit(self, kind: str, **values: Any) -> None:
+        """Note an event."""
+        if kind in ("step", "warning"):
+            self.last_update = time.perf_counter()
+        elif kind == "epoch":
+            # Decisions for the next epoch come later.
+            self.batch_size = self._current()
+        elif kind == "probe":
+            self.probe_seconds += float(values["seconds"])
+        elif kind == "batch" and values["action"] != "keep":
+            self.decisions.append(f"after epoch {values['epoch']}, {values['action']} to {values['batch_size']}")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@final
+class StrettoContender:
+    """A task trained by Stretto's own loop, as `stretto train` does.
+
+    The clock runs from the beginning of an epoch to the end of its last update: probing for the batch, measuring the
+    gradient noise and epochs that were rolled back count; measuring quality and saving after the epoch do not.
+
+    Args:
+        task: Model, loss, metric and settings.
+        run: A folder for checkpoints.
+    """
+
+    def __init__(self, task: AbstractTask[Any], *, run: Path) -> None:
+        self._task = task
+        self.clock = Clock(lambda: self._trainer.state.batch_size)
+        self._trainer = Trainer(task, run=run, log=self.clock, resume=False)
+        self._is_over = False
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+        return self._trainer.state.model
+
+    def train_epoch(self) -> EpochTiming:
+        """Train one epoch and measure; after the planned epochs, at the last rate of the schedule."""
+        state = self._trainer.state
+        if state.epoch >= self._task.config.epochs and not self._is_over:
+            state.schedule = ConstantLR(state.optimizer, factor=1.0, total_iters=1)
+            self._is_over = True
+        begin, probed = time.perf_counter(), self.clock.probe_seconds
+        record = self._trainer.train_epoch()
+        return EpochTiming(
+            seconds=self.clock.last_update - begin,
+            value=record.value,
+            batch_size=self.clock.batch_size,
+            probe_seconds=self.clock.probe_seconds - probed,
+        )
+
+    def quality(self) -> float:
+        """The metric on the validation part."""
+        task = self._task
+        found = evaluate(task, self.model, task.data.part("valid"), device=task.config.device)
+        return found.metrics[task.metric]
+
+
+# The check before the clock ------------------------------------------------------------------------------------------
+
+Start = tuple[float, float, float, float, float]
+"""Loss of the plain script and of Stretto on one batch, the error between them, and both metrics."""
+PLAIN_PREFIXES: Final = (
+    ("layers.", ""),
+    ("lstm.forwards.0.", "ahead."),
+    ("lstm.backwards.0.", "behind."),
+    ("both_ways.forwards.0.", "ahead."),
+    ("both_ways.backwards.0.", "behind."),
+    ("encoder.0.", "encoder."),
+    ("decoder.0.", "decoder."),
+    ("attention.", ""),
+)
+"""Prefixes of weights, Stretto's and the plain script's, where they differ."""
+NOT_WEIGHTS: Final = "standardise."
+
+
+def check_same_start(
+    task: AbstractTask[Any], stretto: StrettoContender, baseline: Baseline, *, margin: "Margin"
+) -> Start:
+    """The same weights must give the same loss, gradient and quality on both sides, or nothing is timed."""
+    copy_weights(stretto.model, baseline.script)
+    batch = first_batch(task)
+
+    def stretto_loss() -> torch.Tensor:
+        found = task.loss(stretto.model(batch), batch)
+        return found.total / found.count
+
+    with fresh_state(stretto.model):
+        ours = _loss_and_gradient(stretto.model, stretto_loss)
+    theirs = _loss_and_gradient(baseline.script.model, lambda: baseline.loss(batch))
+    error = check_equal(ours, theirs, name="stretto", peer="the plain script", where=task.name)
+    plain_value, stretto_value = baseline.script.quality(), stretto.quality()
+    if not (margin.reaches(plain_value, stretto_value) and margin.reaches(stretto_value, plain_value)):
+        raise StrettoError(
+            f"with the same weights, the plain script measures {task.metric} {plain_value:.6g} and stretto "
+            f"{stretto_value:.6g} at {task.name}",
+            fix="Fix that first: both must measure the same.",
+        )
+    return float(theirs["loss"]), float(ours["loss"]), error, plain_value, stretto_value
+
+
+def copy_weights(model: nn.Module, script: PlainScript) -> None:
+    """Give a plain script the weights of Stretto's model."""
+    state = model.state_dict()
+    weights = {_plain_name(name): tensor for name, tensor in state.items() if not name.startswith(NOT_WEIGHTS)}
     try:
-        yield
-    finally:
-        torch.set_num_threads(earlier)
+        script.model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise StrettoError(
+            f"the plain script has another net than Stretto: {error}", fix="Give both the same sizes and layers."
+        ) from error
+
+
+def first_batch(task: AbstractTask[Any]) -> Batch:
+    """The first sequences, or the first window of a text in streams."""
+    feed = task.feed(world=World())
+    if feed.carries:
+        return next(iter(feed))
+    part = task.data.part("train")
+    return collate([part[number] for number in range(min(CHECK_SEQUENCES, len(part)))])
+
+
+def _loss_and_gradient(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Both without dropout; the model is left as it was."""
+    was_training = model.training
+    model.eval()
+    weights = sorted(model.named_parameters(), key=lambda item: _plain_name(item[0]))
+    loss = loss_of()
+    gradients = torch.autograd.grad(loss, [weight for _, weight in weights])
+    model.train(was_training)
+    return {"loss": loss.detach(), "gradient": torch.cat([gradient.flatten() for gradient in gradients])}
+
+
+def _plain_name(name: str) -> str:
+    old, new = next((pair for pair in PLAIN_PREFIXES if name.startswith(pair[0])), ("", ""))
+    return new + name.removeprefix(old)
+
+
+# Time to quality -----------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Margin:
+    """How near to a value counts as having reached it: an amount, or a share of the value if relative."""
+
+    amount: float
+    higher_is_better: bool = False
+    relative: bool = False
+
+    def limit(self, target: float) -> float:
+        """The worst that counts."""
+        room = self.amount * abs(target) if self.relative else self.amount
+        return target - room if self.higher_is_better else target + room
+
+    def reaches(self, value: float, target: float) -> bool:
+        """Whether a value counts; NaN reaches nothing, and nothing reaches NaN."""
+        return value >= self.limit(target) if self.higher_is_better else value <= self.limit(target)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LearningCurve:
+    """The epochs of one side, and the error that ended them early, if any."""
+
+    epochs: tuple[EpochTiming, ...]
+    error: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of all epochs."""
+        return sum(epoch.seconds for epoch in self.epochs)
+
+    @property
+    def median(self) -> float:
+        """Seconds per epoch, without choosing the batch."""
+        return statistics.median(epoch.seconds - epoch.probe_seconds for epoch in self.epochs)
+
+    def reached(self, target: float, margin: Margin) -> tuple[int, float] | None:
+        """Epochs and seconds until the target was first reached; None if it was not."""
+        sums = itertools.accumulate(epoch.seconds for epoch in self.epochs)
+        for number, (epoch, seconds) in enumerate(zip(self.epochs, sums, strict=True), start=1):
+            if margin.reaches(epoch.value, target):
+                return number, seconds
+        return None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Both learning curves, and what counts as the same quality."""
+
+    plain: LearningCurve
+    stretto: LearningCurve
+    margin: Margin
+
+    @property
+    def target(self) -> float:
+        """The plain script's quality after its last epoch."""
+        return self.plain.epochs[-1].value
+
+    @property
+    def limit(self) -> float:
+        """The worst value that counts as the target."""
+        return self.margin.limit(self.target)
+
+    @property
+    def plain_reached(self) -> tuple[int, float] | None:
+        """Epochs and seconds until the plain script first reached it."""
+        return self.plain.reached(self.target, self.margin)
+
+    @property
+    def stretto_reached(self) -> tuple[int, float] | None:
+        """Epochs and seconds until Stretto did; None if it did not in one and a half times the epochs."""
+        return self.stretto.reached(self.target, self.margin)
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether Stretto reached the quality of the plain script."""
+        return self.stretto_reached is not None
+
+    @property
+    def ratio(self) -> float:
+        """The plain script's seconds to the target over Stretto's, or over all of Stretto's if it did not get there."""
+        theirs = self.plain.seconds if self.plain_reached is None else self.plain_reached[1]
+        ours = self.stretto.seconds if self.stretto_reached is None else self.stretto_reached[1]
+        return theirs / ours
+
+
+def train_in_turn(
+    plain: Contender, stretto: Contender, *, epochs: int, margin: Margin, progress: Callable[[str], None]
+) -> Comparison:
+    """Train both, an epoch each in turn.
+
+    Args:
+        plain: The plain script; it trains all epochs.
+        stretto: As many, and up to one and a half times as many if it has not reached the target by then.
+        epochs: Of the plain script.
+        margin: What counts as having reached it.
+        progress: Shows a line after each epoch.
+
+    Raises:
+        StrettoError: If Stretto does not finish a single epoch.
+    """
+    theirs: list[EpochTiming] = []
+    ours: list[EpochTiming] = []
+    fault = ""
+    most = math.ceil(EXTRA_EPOCHS * epochs)
+    for number in range(1, most + 1):
+        if number <= epochs:
+            theirs.append(plain.train_epoch())
+            progress(f"epoch {number} of {epochs}, plain: {theirs[-1].value:.4g} in {theirs[-1].seconds:.1f} s")
+        elif LearningCurve(epochs=tuple(ours)).reached(theirs[-1].value, margin) is not None:
+            break
+        if not fault:
+            try:
+                ours.append(stretto.train_epoch())
+            except StrettoError as error:
+                if not ours:
+                    raise
+                fault = str(error)
+                progress(f"epoch {number}, stretto: {fault}")
+                continue
+            last = epochs if number <= epochs else most
+            progress(f"epoch {number} of {last}, stretto: {ours[-1].value:.4g} in {ours[-1].seconds:.1f} s")
+    return Comparison(
+        plain=LearningCurve(epochs=tuple(theirs)),
+        stretto=LearningCurve(epochs=tuple(ours), error=fault),
+        margin=margin,
+    )
+
+
+def _curves(comparison: Comparison) -> str:
+    """Quality against seconds of updates, both on the same grid of times."""
+    end = max(comparison.plain.seconds, comparison.stretto.seconds)
+    times = [end * number / 20 for number in range(1, 21)]
+    lines = [
+        Line(name=name, values=_sampled(curve.epochs, times))
+        for name, curve in (("plain", comparison.plain), ("stretto", comparison.stretto))
+    ]
+    values = [value for line in lines for value in line.values if math.isfinite(value)] or [0.0]
+    low, high = min(values), max(values)
+    high = high if high > low else low + 1.0
+    ticks = [(low + share * (high - low), f"{low + share * (high - low):.3g}") for share in (0, 0.25, 0.5, 0.75, 1)]
+    places = [f"{seconds:.0f}" if number % 5 == 4 else "" for number, seconds in enumerate(times)]
+    return line_chart(lines, places=places, across="seconds of updates", up="metric", ticks=ticks)
+
+
+def _sampled(epochs: Sequence[EpochTiming], times: Sequence[float]) -> tuple[float, ...]:
+    """The metric of the last epoch that had ended at each time; before the first, that of the first."""
+    ends = list(itertools.accumulate(epoch.seconds for epoch in epochs))
+    found = []
+    for moment in times:
+        done = sum(end <= moment * (1 + 1e-9) for end in ends)
+        found.append(epochs[max(0, done - 1)].value)
+    return tuple(found)

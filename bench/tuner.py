@@ -1,197 +1,394 @@
-"""Does the engine choose well? Its noise meter, its batch beside a grid, many workers, and what measuring costs."""
+"""`python -m bench tuner`: the batch size that the tuner chooses beside a grid of given ones, and what it costs."""
 
 import dataclasses
-import itertools
-import json
 import math
+import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, final, get_args
 
-import torch
-
-from bench.machine import Machine, machine_with
-from bench.tuner_cases import CASES, cut_data, made_task
-from bench.tuner_grid import MULTIPLES, QUICK_MULTIPLES, Grid, run_grid
-from bench.tuner_many import ManyWorkers, many_workers, time_shares
-from bench.tuner_noise import QuadraticRow, quadratic_row
-from bench.tuner_overhead import Overhead, measure_overhead
+from bench.harness import Count, Report, Settings, Table, bench
+from bench.task_data import open_data, take_share
+from stretto.data import PARTS, Part, SequenceSet
 from stretto.errors import StrettoError
-from stretto.files import write_text_atomically
-from stretto.training import Count
+from stretto.tasks import CONFIGS, task_named
+from stretto.training import AbstractLog, AbstractTask, Trainer, checked, evaluate
 
 TaskName = Literal["digits", "digits-momentum", "digit-images", "language-model", "handwriting"]
 TASK_NAMES: Final[tuple[TaskName, ...]] = get_args(TaskName)
-DIMENSIONS: Final = (10, 100, 1000)
-PARTS: Final = (2, 8)
-DTYPES: Final = (torch.float64, torch.float32)
-QUADRATIC_UPDATES: Final = 2000
-TURNS: Final = 8
-"""Turns of the comparison of updates that are watched with those that are not."""
+BatchSize = int | Literal["auto"]
+MULTIPLES: Final = (1, 2, 4, 8, 16)
+QUICK_MULTIPLES: Final = (1, 2)
+MAX_RATIO: Final = 1.1
+"""How much longer than the best of the grid the chosen batch may take."""
+SMOOTHED: Final = 3
+"""Validation losses whose median is compared with the target."""
+SCHEDULE: Final[dict[str, Any]] = {"schedule": "constant", "warmup_epochs": 0.05}
+"""A constant rate: the time to a target must not depend on the number of planned epochs."""
+NO_CHECKPOINTS: Final = 1e6
+"""Minutes between checkpoints within an epoch, so that there are none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TunerBenchSettings:
-    """Settings of `stretto bench tuner`.
+class TunerSettings(Settings):
+    """Train to a target at given batch sizes and at one that the tuner chooses.
 
     Attributes:
         data: A folder with the data set mnist, of which a part is used for digits and digit-images; left out, drawn
             digits are. The language-model and handwriting train on embedded data.
         tasks: What to train; digits with Adam, and with the momentum of the published experiment.
-        seeds: First weights and orders of data; each is a round over all batches. Updates to a target differ by half
-            from one to the other.
+        seeds: Initial weights and orders of data, one per round over all batch sizes. Updates to a target differ by
+            half from one to the other.
         rounds: Rounds of each seed.
-        quick: Tiny sizes, to a target that any run reaches: shows that it works, and no more; no number means anything.
-        out: Folder for the page with tables and plots, and the JSON file.
-        json: JSON file for the result, written after each task.
     """
 
     data: Path | None = None
     tasks: tuple[TaskName, ...] = TASK_NAMES
     seeds: Count = 5
     rounds: Count = 1
-    quick: bool = False
-    out: Path | None = None
-    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise StrettoError(
+                f"the tasks to train are {list(self.tasks)}", fix=f"Name each once, of {', '.join(TASK_NAMES)}."
+            )
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TunerBench:
-    """The result of one run.
+class Case:
+    """A task as it is trained here, small enough to run many times.
 
     Attributes:
-        quadratics: The noise meter where the noise is known.
-        grids: Given batches beside the chosen one, one a task.
-        many: What the engine would do with 64 workers, one a task whose noise could be told.
-        overheads: What measuring costs, one a task.
-        threads: torch's.
-        machine: Where it ran.
-        settings: As given.
-        missing: What was not as asked for, and why.
-        seconds: Time of the whole run.
+        base_batch_size: The batch that the settings belong to.
+        target: Validation loss.
+        epochs: At most; a larger batch needs more of them.
+        sequences: Training sequences, at most.
+        settings: Others of the task. Rates are those that need the fewest updates at the base batch, with other seeds
+            than the benchmark's; the language model has its task's default.
+        valid_sequences: Validation sequences, at most.
+        measure_every: Updates of the base batch between measurements; larger batches are measured after as many
+            sequences.
+        embedded: Whether the target is for the embedded data, which are then always used.
+        task: The task's name, if it is not the case's own.
     """
 
-    quadratics: tuple[QuadraticRow, ...]
-    grids: tuple[Grid, ...]
-    many: tuple[ManyWorkers, ...]
-    overheads: tuple[Overhead, ...]
-    threads: int
-    machine: Machine
+    base_batch_size: int
+    target: float
+    epochs: int
+    sequences: int
     settings: dict[str, Any]
-    missing: tuple[str, ...]
+    valid_sequences: int = 400
+    measure_every: int = 20
+    embedded: bool = False
+    task: str = ""
+
+    @property
+    def quick(self) -> "Case":
+        """A few epochs on little data, to a target that any run reaches."""
+        return dataclasses.replace(
+            self,
+            base_batch_size=4,
+            target=1e3,
+            epochs=4,
+            sequences=160,
+            valid_sequences=8,
+            settings={**self.settings, "hidden_size": 8},
+            measure_every=8,
+        )
+
+
+DIGITS: Final = Case(
+    base_batch_size=16,
+    target=0.3,
+    epochs=24,
+    sequences=4000,
+    settings={"hidden_size": 64, "row_size": 64, "optimizer": "adam", "learning_rate": 3e-3},
+)
+CASES: Final[dict[str, Case]] = {
+    "digits": DIGITS,
+    "digits-momentum": dataclasses.replace(
+        DIGITS,
+        task="digits",
+        settings={"hidden_size": 64, "row_size": 64, "optimizer": "momentum", "learning_rate": 0.03},
+    ),
+    "digit-images": Case(
+        base_batch_size=16,
+        target=0.25,
+        epochs=40,
+        sequences=2600,
+        settings={"hidden_size": 64, "learning_rate": 0.04},
+    ),
+    "language-model": Case(
+        base_batch_size=8,
+        target=3.2,
+        epochs=24,
+        sequences=5000,
+        valid_sequences=100,
+        settings={"hidden_size": 64, "learning_rate": 4e-3},
+        embedded=True,
+    ),
+    "handwriting": Case(
+        base_batch_size=4,
+        target=1.0,
+        epochs=24,
+        sequences=1200,
+        valid_sequences=100,
+        settings={"hidden_size": 48, "learning_rate": 0.02},
+        embedded=True,
+    ),
+}
+
+
+@bench("tuner", title="The batch size that the tuner chooses beside a grid")
+def run(settings: TunerSettings, report: Report) -> None:
+    """Train every task over the grid and with the tuner."""
+    if settings.quick:
+        settings = dataclasses.replace(settings, seeds=1, rounds=1)
+    rows: list[tuple[str | int | float | bool | None, ...]] = []
+    for name in settings.tasks:
+        case = CASES[name].quick if settings.quick else CASES[name]
+        data = cut_data(name, case, folder=settings.data)
+        multiples = QUICK_MULTIPLES if settings.quick else MULTIPLES
+        grid = run_grid(name, case, data, multiples, settings, progress=report.progress)
+        faults = [run.fault for runs in (*grid.given.values(), grid.tuned) for run in runs if run.fault]
+        for fault in dict.fromkeys(faults):
+            report.note(f"{name}: a run ended early: {fault}")
+        rows.append(
+            (
+                *(f"{name}, {case.base_batch_size}", case.target),
+                " ".join(f"{size}: {grid.seconds(size):.3g}" for size in grid.given),
+                *(grid.best, grid.chosen, grid.batch_ratio, grid.run_ratio, grid.overhead),
+                " ".join(f"{size}: {median_to_target(runs, 'updates'):g}" for size, runs in grid.given.items()),
+            )
+        )
+        if not settings.quick:
+            report.goal(f"{name}: chosen batch over the best", grid.chosen_ratio, at_most=MAX_RATIO)
+        # After each task, so that an interrupted run keeps what it has.
+        report.add(
+            Table(
+                title="Time to the target",
+                columns=(
+                    *("task, base batch", "target loss", "s to the target by batch", "best", "chosen"),
+                    *("chosen / best", "tuned run / best", "overhead %", "updates by batch"),
+                ),
+                rows=rows,
+                caption=f"Medians over {settings.seeds * settings.rounds} rounds, all batches in turn; inf: not "
+                "reached. chosen / best: time at the chosen batch, given from the start, over that at the best of the "
+                "grid; none if it is not in the grid. tuned run / best: the run that chose its batch, without the "
+                "probe. overhead: the probe, as a share of that run.",
+            )
+        )
+
+
+# One run -------------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """How a run went.
+
+    Attributes:
+        last_batch: Sequences per update at the end.
+        is_reached: Whether the target was reached.
+        updates: Until then, or all.
+        seconds: Of these updates, with everything that choosing a batch costs but the probe, without measuring.
+        probe_seconds: Of the probe.
+        fault: The error that ended it early, if any.
+    """
+
+    last_batch: int
+    is_reached: bool
+    updates: int
     seconds: float
-
-    def to_json(self) -> str:
-        """The content of the JSON file, what follows from the runs included; what is no number, or endless, is null."""
-        followed = [
-            {
-                "task": grid.task,
-                "best": grid.best,
-                "chosen": grid.chosen,
-                "batch_ratio": grid.batch_ratio,
-                "run_ratio": grid.run_ratio,
-                "is_within": grid.is_within,
-                "noise_scale": grid.noise_scale,
-                "steps": [{**dataclasses.asdict(row), "error": row.error} for row in grid.steps],
-            }
-            for grid in self.grids
-        ]
-        values = {**dataclasses.asdict(self), "followed": followed}
-        values["overheads"] = [{**dataclasses.asdict(each), "share": each.share} for each in self.overheads]
-        return json.dumps(_finite(values), indent=2, allow_nan=False) + "\n"
+    probe_seconds: float = 0.0
+    fault: str = ""
 
 
-def run_tuner_bench(settings: TunerBenchSettings, *, tell: Callable[[str], None]) -> TunerBench:
-    """Ask all questions, the noise meter first, then task by task.
+class _TargetReachedError(Exception):
+    """Ends a run at its target, from within the training loop."""
+
+
+@final
+class _Clock(AbstractLog):
+    """Counts the seconds of updates, and measures now and then while the clock stands still.
 
     Args:
-        settings: What to train, and how often.
-        tell: Called with how far it is.
-
-    Raises:
-        StrettoError: The settings or data cannot be used.
+        measure: Gives the validation loss.
+        target: Ends the run when the median of three losses is no higher.
+        every: Training sequences between measurements.
     """
-    if not settings.tasks or len(set(settings.tasks)) < len(settings.tasks):
-        raise StrettoError(
-            f"the tasks to train are {list(settings.tasks)}", fix=f"Name each once, of {', '.join(TASK_NAMES)}."
-        )
-    begun = time.perf_counter()
-    missing: list[str] = []
-    quadratics = _quadratics(settings, tell=tell)
-    grids: list[Grid] = []
-    many: list[ManyWorkers] = []
-    overheads: list[Overhead] = []
-    for name in settings.tasks:
 
-        def say(line: str, *, name: str = name) -> None:
-            tell(f"{name}: {line}")
+    def __init__(self, measure: Callable[[], float], *, target: float, every: int) -> None:
+        self._measure, self._target, self._every = measure, target, every
+        self._recent: deque[float] = deque(maxlen=SMOOTHED)
+        self._sequences, self._mark = 0, time.perf_counter()
+        self.updates, self.seconds, self.probe_seconds = 0, 0.0, 0.0
 
-        case = CASES[name].quick if settings.quick else CASES[name]
-        data, note = cut_data(name, case, folder=settings.data)
-        missing += [note] if note else []
-        grid = run_grid(
-            name,
-            case,
-            data,
-            multiples=QUICK_MULTIPLES if settings.quick else MULTIPLES,
-            seeds=1 if settings.quick else settings.seeds,
-            rounds=1 if settings.quick else settings.rounds,
-            tell=say,
-        )
-        grids.append(grid)
-        given, auto = (made_task(name, case, data, batch_size=size, seed=0) for size in (case.base_batch_size, "auto"))
-        say("what measuring costs")
-        cost = measure_overhead(given, auto, turns=1 if settings.quick else TURNS)
-        overheads.append(dataclasses.replace(cost, task=name))
-        if grid.noise_scale is None:
-            missing.append(f"{name}: noise hid the gradient, so many workers were not simulated")
-        else:
-            say("64 workers, simulated")
-            num_bytes = sum(weight.numel() * weight.element_size() for weight in given.build_model().parameters())
-            found = many_workers(
-                name,
-                time_shares(given),
-                noise_scale=grid.noise_scale,
-                base_batch_size=case.base_batch_size,
-                best=grid.best,
-                num_bytes=num_bytes,
-            )
-            many.append(found)
-        faults = [run.fault for runs in (*grid.given.values(), grid.auto) for run in runs if run.fault]
-        missing += [f"{name}: a run ended early: {fault}" for fault in dict.fromkeys(faults)]
-        bench = TunerBench(
-            quadratics=quadratics,
-            grids=tuple(grids),
-            many=tuple(many),
-            overheads=tuple(overheads),
-            threads=torch.get_num_threads(),
-            machine=machine_with([]),
-            settings={key: str(v) if isinstance(v, Path) else v for key, v in dataclasses.asdict(settings).items()},
-            missing=tuple(missing),
-            seconds=time.perf_counter() - begun,
-        )
-        if settings.json is not None:
-            write_text_atomically(settings.json, bench.to_json())
-    return bench
+    def start(self) -> None:
+        """Let the clock run."""
+        self._mark = time.perf_counter()
+
+    def emit(self, kind: str, **values: Any) -> None:
+        """Note an event; raises when the target is reached."""
+        elapsed = time.perf_counter() - self._mark
+        if kind == "probe":
+            self.probe_seconds += elapsed
+        elif kind == "warning" or (kind == "batch" and values["action"] == "roll-back"):
+            self.seconds += elapsed
+        elif kind == "step":
+            self.updates += 1
+            self.seconds += elapsed
+            self._sequences += values["rows"]
+            if self._sequences >= self._every:
+                self._sequences = 0
+                self._recent.append(self._measure())
+                if len(self._recent) == SMOOTHED and statistics.median(self._recent) <= self._target:
+                    raise _TargetReachedError
+        # After an epoch the loop measures and saves; the clock starts again with the next.
+        self.start()
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
-def _quadratics(settings: TunerBenchSettings, *, tell: Callable[[str], None]) -> tuple[QuadraticRow, ...]:
-    dimensions, updates = ((100,), 200) if settings.quick else (DIMENSIONS, QUADRATIC_UPDATES)
-    rows = []
-    for dimension, parts, dtype in itertools.product(dimensions, PARTS, DTYPES):
-        tell(f"a quadratic of {dimension} dimensions, {parts} parts")
-        # As many sequences for each number of parts.
-        count = 2 * updates // parts
-        rows.append(quadratic_row(dimension=dimension, parts=parts, dtype=dtype, updates=count))
-    return tuple(rows)
+def run_to_target(task: AbstractTask[Any], *, target: float, every: int) -> Run:
+    """Train by Stretto's own loop until the target is reached, or all epochs are done."""
+    part = task.data.part("valid")
+
+    def measure() -> float:
+        return evaluate(task, trainer.state.model, part, device=task.config.device).loss
+
+    clock = _Clock(measure, target=target, every=every)
+    is_reached, fault = False, ""
+    with tempfile.TemporaryDirectory(prefix="stretto-") as place:
+        trainer = Trainer(task, run=Path(place), log=clock, resume=False)
+        try:
+            for _ in range(task.config.epochs):
+                clock.start()
+                trainer.train_epoch()
+        except _TargetReachedError:
+            is_reached = True
+        except StrettoError as error:
+            fault = error.problem
+    return Run(
+        last_batch=trainer.state.batch_size,
+        is_reached=is_reached,
+        updates=clock.updates,
+        seconds=clock.seconds,
+        probe_seconds=clock.probe_seconds,
+        fault=fault,
+    )
 
 
-def _finite(value: Any) -> Any:
-    """The same for JSON: null for what is no number."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def cut_data(name: str, case: Case, *, folder: Path | None) -> SequenceSet:
+    """The part of the task's data that is used."""
+    data, _ = open_data(case.task or name, None if case.embedded else folder)
+    wanted: tuple[tuple[Part, int], ...] = (("train", case.sequences), ("valid", case.valid_sequences))
+    for part, most in wanted:
+        count = int((data.split_N == PARTS.index(part)).sum())
+        if count > most:
+            data = take_share(data, part=part, share=most / count, seed=0)
+    return data
+
+
+def make_task(name: str, case: Case, data: SequenceSet, *, batch_size: BatchSize, seed: int) -> AbstractTask[Any]:
+    """The task with a batch that is given, or "auto"; rate and warm-up follow from the base batch."""
+    values = {
+        **case.settings,
+        **SCHEDULE,
+        "epochs": case.epochs,
+        "batch_size": batch_size,
+        "base_batch_size": case.base_batch_size,
+        "seed": seed,
+        "checkpoint_minutes": NO_CHECKPOINTS,
+    }
+    kind = case.task or name
+    return task_named(kind)(checked(CONFIGS[kind], values, source="the benchmark"), data)
+
+
+# The grid ------------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """All runs of one task: those of given batch sizes, and those that chose theirs, one per round."""
+
+    given: dict[int, tuple[Run, ...]]
+    tuned: tuple[Run, ...]
+
+    def seconds(self, batch_size: int) -> float:
+        """To the target, the median over rounds; infinite if most did not reach it."""
+        return median_to_target(self.given[batch_size], "seconds")
+
+    @property
+    def best(self) -> int:
+        """The fastest batch size of the grid."""
+        return min(self.given, key=lambda size: (self.seconds(size), size))
+
+    @property
+    def chosen(self) -> int:
+        """The batch size that the tuner ended with, the lower median over rounds."""
+        return statistics.median_low(run.last_batch for run in self.tuned)
+
+    @property
+    def batch_ratio(self) -> float | None:
+        """Time to the target at the chosen batch over that at the best, both given; None outside the grid."""
+        return _ratio(self.seconds(self.chosen), self.seconds(self.best)) if self.chosen in self.given else None
+
+    @property
+    def run_ratio(self) -> float:
+        """Time to the target of the run that chose its batch, without the probe, over the best of the grid."""
+        return _ratio(median_to_target(self.tuned, "seconds"), self.seconds(self.best))
+
+    @property
+    def chosen_ratio(self) -> float:
+        """`batch_ratio`, or outside the grid `run_ratio`."""
+        return self.run_ratio if self.batch_ratio is None else self.batch_ratio
+
+    @property
+    def overhead(self) -> float:
+        """The probe in percent of the run that chose its batch, the median over rounds."""
+        return statistics.median(100 * run.probe_seconds / max(1e-9, run.seconds) for run in self.tuned)
+
+
+def median_to_target(runs: Sequence[Run], what: Literal["seconds", "updates"]) -> float:
+    """Seconds or updates to the target, the upper median; a run that did not reach it counts as infinite."""
+    return float(statistics.median_high(float(getattr(run, what)) if run.is_reached else math.inf for run in runs))
+
+
+def _ratio(seconds: float, best: float) -> float:
+    return math.nan if math.isinf(best) else seconds / best
+
+
+def run_grid(
+    name: str,
+    case: Case,
+    data: SequenceSet,
+    multiples: Sequence[int],
+    settings: TunerSettings,
+    *,
+    progress: Callable[[str], None],
+) -> Grid:
+    """Train at every multiple of the base batch, and with the tuner, all in turn, round after round."""
+    sizes = [case.base_batch_size * multiple for multiple in multiples]
+    contenders: list[BatchSize] = [*sizes, "auto"]
+    runs: dict[BatchSize, list[Run]] = {size: [] for size in contenders}
+    # Kernels are compiled, or found in the cache, before anything is timed.
+    warm_up = make_task(name, case, data, batch_size=sizes[0], seed=0)
+    run_to_target(warm_up, target=math.inf, every=1)
+    num_rounds = settings.seeds * settings.rounds
+    for number in range(num_rounds):
+        first = number % len(contenders)
+        # Another one is first in each round.
+        for size in contenders[first:] + contenders[:first]:
+            progress(f"{name}: round {number + 1} of {num_rounds}, batch {size}")
+            task = make_task(name, case, data, batch_size=size, seed=number % settings.seeds)
+            every = case.measure_every * case.base_batch_size
+            runs[size].append(run_to_target(task, target=case.target, every=every))
+    return Grid(given={size: tuple(runs[size]) for size in sizes}, tuned=tuple(runs["auto"]))

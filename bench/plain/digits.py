@@ -1,7 +1,6 @@
-"""Digits read row by row by an LSTM, in plain PyTorch.
+"""Digits read row by row by an LSTM, or seen whole by a small convolutional net, in plain PyTorch.
 
-Shape legend: N images, B images of a batch, T rows, F columns, E numbers that stand for a row, L layers, H units,
-C classes.
+Shape legend: N images, B images per batch, T rows, F columns, L layers, H units, C classes.
 """
 
 from typing import Any, final
@@ -35,24 +34,37 @@ class DigitsNet(nn.Module):
         return scores_BC
 
 
+def digit_images_net(*, num_rows: int, num_columns: int, hidden_size: int, num_classes: int) -> nn.Sequential:
+    """Two convolutions, each with pooling, a linear layer, and a linear layer for the classes."""
+    num_places = -(-num_rows // 4) * -(-num_columns // 4)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2, ceil_mode=True),
+        nn.Conv2d(16, 32, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2, ceil_mode=True),
+        nn.Flatten(),
+        nn.Linear(32 * num_places, hidden_size),
+        nn.ReLU(),
+        nn.Dropout(0.0),
+        nn.Linear(hidden_size, num_classes),
+    )
+
+
 @final
 class PlainDigits:
     """Trains the net with momentum at a constant rate, after a short warm-up.
 
     Args:
-        train: Images (N, T, F) and their classes.
+        train: Images (N, T, F), or (N, 1, T, F) for the convolutional net, and their classes.
         valid: The same, to measure on.
-        num_classes: Of all digits.
-        row_size: Numbers that a row is mapped to.
-        hidden_size: Units of the LSTM.
-        batch_size: Images of a batch.
+        model: The net.
+        batch_size: Images per batch.
         learning_rate: Of SGD with a momentum of 0.9.
         warmup_epochs: In which the rate rises.
         clip_norm: Largest norm of a gradient.
-        seed: Of the weights and the order of images.
-
-    Attributes:
-        model: The net.
+        seed: Of the order of images.
     """
 
     def __init__(
@@ -60,9 +72,7 @@ class PlainDigits:
         train: tuple[npt.NDArray[Any], npt.NDArray[Any]],
         valid: tuple[npt.NDArray[Any], npt.NDArray[Any]],
         *,
-        num_classes: int,
-        row_size: int = 128,
-        hidden_size: int = 128,
+        model: nn.Module,
         batch_size: int = 128,
         learning_rate: float = 0.1,
         warmup_epochs: float = 0.1,
@@ -72,15 +82,12 @@ class PlainDigits:
         mean, deviation = train[0].mean(dtype=np.float64), train[0].std(dtype=np.float64)
         self._train, self._valid = (
             TensorDataset(
-                (torch.from_numpy(images_NTF).float() - float(mean)) / float(deviation),
+                (torch.from_numpy(images_N).float() - float(mean)) / float(deviation),
                 torch.from_numpy(labels_N.astype(np.int64)),
             )
-            for images_NTF, labels_N in (train, valid)
+            for images_N, labels_N in (train, valid)
         )
-        torch.manual_seed(seed)
-        self.model = DigitsNet(
-            num_columns=train[0].shape[2], row_size=row_size, hidden_size=hidden_size, num_classes=num_classes
-        )
+        self.model = model
         order = torch.Generator().manual_seed(seed)
         self._loader = DataLoader(self._train, batch_size=batch_size, shuffle=True, generator=order)
         self._optimizer = SGD(self.model.parameters(), lr=learning_rate, momentum=0.9)
@@ -91,16 +98,16 @@ class PlainDigits:
     def epoch(self) -> None:
         """Train one epoch."""
         self.model.train()
-        for images_BTF, labels_B in self._loader:
+        for images_B, labels_B in self._loader:
             self._optimizer.zero_grad()
-            self.loss(images_BTF, labels_B).backward()  # type: ignore[no-untyped-call]
+            self.loss(images_B, labels_B).backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
             self._optimizer.step()
             self._schedule.step()
 
-    def loss(self, images_BTF: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
+    def loss(self, images_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of a batch."""
-        return functional.cross_entropy(self.model(images_BTF), labels_B)
+        return functional.cross_entropy(self.model(images_B), labels_B)
 
     def loss_of(self, numbers: list[int]) -> torch.Tensor:
         """The loss of a batch of these training images."""
@@ -111,6 +118,6 @@ class PlainDigits:
         """Share of the validation images whose best class is the right one."""
         self.model.eval()
         right = 0
-        for images_BTF, labels_B in DataLoader(self._valid, batch_size=256):
-            right += int((self.model(images_BTF).argmax(dim=1) == labels_B).sum())
+        for images_B, labels_B in DataLoader(self._valid, batch_size=256):
+            right += int((self.model(images_B).argmax(dim=1) == labels_B).sum())
         return right / len(self._valid)

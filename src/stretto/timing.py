@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -44,10 +44,15 @@ class TimingBudget:
 QUICK: Final = TimingBudget(rounds=1, seconds=0.0)
 
 
-def time_interleaved(tasks: Mapping[str, Callable[[], object]], *, budget: TimingBudget) -> dict[str, Timing]:
+def time_interleaved(
+    tasks: Mapping[str, Callable[[], object]], *, budget: TimingBudget, only_twice: Collection[str] = ()
+) -> dict[str, Timing]:
     """Time tasks in turn (A, B, A, B, ...), so that a change of the machine's load hits all of them.
 
-    Every task must be warm already: compiled, allocated, cached.
+    Args:
+        tasks: What to run, each warm already: compiled, allocated, cached.
+        budget: How often.
+        only_twice: Slow tasks that run in the first and the middle round only.
     """
     seconds: dict[str, list[float]] = {name: [] for name in tasks}
     begin = time.perf_counter()
@@ -55,6 +60,8 @@ def time_interleaved(tasks: Mapping[str, Callable[[], object]], *, budget: Timin
         if done >= MIN_ROUNDS and time.perf_counter() - begin > budget.seconds:
             break
         for name, task in tasks.items():
+            if name in only_twice and done not in (0, budget.rounds // 2):
+                continue
             # Threads of the task before may spin for a moment while they wait for more work.
             time.sleep(PAUSE_SECONDS)
             seconds[name].append(_time_turn(task, at_least=budget.turn_seconds))

@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 
 from bench import faults
-from bench.fault_nodes import EPOCHS, run_two_nodes
-from bench.fault_strikes import workers_below
 from stretto.cli.main import main
 from stretto.data import Labels, SequenceSet, write_npz
 from stretto.errors import StrettoError
@@ -114,32 +112,30 @@ def test_two_workers_train_and_leave_one_record(signs: Path, tmp_path: Path, tra
     assert json.loads((tmp_path / "run" / "result.json").read_text())["epochs"] == 2
 
 
-def test_workers_that_are_struck_are_started_again_and_the_result_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ranks_hit_by_faults_are_restarted_and_the_result_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One killed, all killed, killed while saving, and a full disk."""
-    monkeypatch.setattr(faults, "EPOCHS_A_KILL", 15)
-    monkeypatch.setattr(faults, "LONGEST_PAUSE", 0.3)
-    settings = faults.FaultsBenchSettings(kills=4, stops=False, nodes=False, json=tmp_path / "faults.json")
-    bench = faults.run_faults_bench(settings)
-    assert {strike.kind for strike in bench.strikes} == {"one", "all", "saving", "full"}
-    assert (bench.survived, bench.exit_code) == (4, 0)
-    assert bench.resumed >= 4
-    assert (bench.dealt.epochs, bench.dealt.lost, bench.dealt.repeated) == (75, 0, 0)
-    assert bench.same_weights
-    assert bench.kept_all
-    assert json.loads((tmp_path / "faults.json").read_text())["survived"] == 4
+    monkeypatch.setattr(faults, "EPOCHS_PER_FAULT", 15)
+    monkeypatch.setattr(faults, "MAX_PAUSE_SECONDS", 0.3)
+    settings = faults.FaultsSettings(kills=4, stops=False, nodes=False)
+    outcome = faults.inject_faults(settings, progress=lambda _: None)
+    assert {fault.kind for fault in outcome.faults} == {"one", "all", "saving", "full"}
+    assert (outcome.survived, outcome.exit_code) == (4, 0)
+    assert outcome.resumed >= 4
+    assert outcome.usage == faults.Usage(epochs=75, lost=0, repeated=0)
+    assert outcome.same_weights
 
 
 def test_a_node_is_dropped_and_comes_back() -> None:
     try:
-        outcome = run_two_nodes(tell=lambda _: None)
+        outcome = faults.drop_a_node(progress=lambda _: None)
     except StrettoError as error:
         if "unshare" not in str(error):
             raise
         pytest.skip(str(error))
-    assert outcome.workers == (2, 1, 2)
-    assert (outcome.dealt.epochs, outcome.dealt.lost, outcome.dealt.repeated) == (EPOCHS, 0, 0)
+    assert outcome.world_sizes == (2, 1, 2)
+    assert outcome.usage == faults.Usage(epochs=faults.NODE_EPOCHS, lost=0, repeated=0)
     assert outcome.exit_codes == (0, 0)
 
 
@@ -164,7 +160,7 @@ def test_they_listen_on_loopback_alone_and_when_asked_to_stop_save_and_go_on_alo
     process = start(signs, run, "--nproc", "2", "--epochs", "40")
     try:
         wait_for_steps(run, 12)
-        workers = [worker for worker, _ in workers_below(process.pid)]
+        workers = [worker for worker, _ in faults.ranks_below(process.pid)]
         launcher = {int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{w}/status").read_text())[0]) for w in workers}
         assert len(workers) == 2
         addresses = listening([process.pid, *launcher, *workers])
