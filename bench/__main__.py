@@ -8,7 +8,7 @@ import sys
 from typing import Final
 
 from bench.harness import bench, run_render
-from stretto.cli.main import report_errors
+from stretto.cli import report_errors
 
 MODULES: Final = ("buckets", "faults", "kernels", "time_parallel", "training", "tuner", "workers")
 

@@ -35,8 +35,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from stretto.checks import check_choice
-from stretto.cli.console import console_for
-from stretto.cli.parsing import checked_flags, choose, parse
+from stretto.cli import check_flags, choose, console_for, parse
 from stretto.errors import StrettoError
 from stretto.files import write_text_atomically
 from stretto.report import Html, Section, bullets, columns, figure, grid, joined, page, paragraph
@@ -312,7 +311,7 @@ class Registry:
     def parse(self, name: str, words: Sequence[str]) -> Any:
         """The settings that the flags ask for."""
         settings = self.entries[name].settings
-        return checked_flags(parse(settings, list(words), prog=f"python -m {self.module} {name}"))
+        return check_flags(parse(settings, list(words), prog=f"python -m {self.module} {name}"))
 
     def measure(
         self, name: str, settings: Settings, *, command: str = "", progress: Callable[[str], None] = lambda _: None

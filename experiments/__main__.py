@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from experiments import bucketing, graph, large_batch, multigrid
 from experiments.registry import experiment
-from stretto.cli.fault import show_error
-from stretto.cli.main import report_errors
+from stretto.cli import report_errors, show_error
 from stretto.distributed import detect_lost_rank, is_distributed, is_rank0, launch_ranks, leave_exit_code
 from stretto.errors import StrettoError
 

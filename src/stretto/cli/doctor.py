@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.cells import Elman
-from stretto.cli.parsing import parse
+from stretto.cli.flags import parse
 from stretto.errors import StrettoError
 from stretto.extras import EXTRA_OF
 from stretto.files import CACHE_VARIABLE, cache_folder

@@ -22,7 +22,7 @@ from torch import nn
 
 import stretto.cells
 from stretto.cells import Cell
-from stretto.cli.parsing import checked_flags, parse
+from stretto.cli.flags import check_flags, parse
 from stretto.errors import StrettoError
 from stretto.files import write_text_atomically
 from stretto.graph import Graph, GraphCell, call_cell
@@ -71,7 +71,7 @@ class ExplainSettings:
 
 def run(words: list[str]) -> int:
     """Explain."""
-    settings = checked_flags(parse(ExplainSettings, words, prog="stretto explain"))
+    settings = check_flags(parse(ExplainSettings, words, prog="stretto explain"))
     cell = find_cell(settings)
     if settings.dtype is not None:
         cell = cell.to(getattr(torch, settings.dtype))

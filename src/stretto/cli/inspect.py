@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from stretto.cli.parsing import checked_flags, parse
+from stretto.cli.flags import check_flags, parse
 from stretto.data import load_handwriting, open_sequences
 from stretto.report import inspect_lengths, render, write_inspection_page
 from stretto.training import Count
@@ -16,12 +16,12 @@ from stretto.training import Count
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InspectSettings:
-    """Counts, lengths, buckets, and padding before and after.
+    """Counts, lengths and buckets of a data set, and its padding with and without them.
 
     Attributes:
         data: A file or folder (.npz, .parquet, .arrow, .feather, .txt, .txt.gz, .inkml, IAM-OnDB), or the word
             handwriting for the embedded set.
-        batch_size: Sequences in a batch; 32 when max-steps is left out too.
+        batch_size: Most sequences in a batch; 32 if max-padded-steps is left out too.
         max_padded_steps: Most slots (sequences times longest) in a batch.
         num_buckets: How many, or auto: as many as pay.
         html: Also write a page to this file.
@@ -35,8 +35,8 @@ class InspectSettings:
 
 
 def run(words: list[str]) -> int:
-    """Inspect."""
-    settings = checked_flags(parse(InspectSettings, words, prog="stretto inspect"))
+    """Inspect a data set."""
+    settings = check_flags(parse(InspectSettings, words, prog="stretto inspect"))
     named = settings.data == "handwriting" and not Path(settings.data).exists()
     data = load_handwriting() if named else open_sequences(settings.data)
     batch_size = 32 if settings.batch_size is None and settings.max_padded_steps is None else settings.batch_size

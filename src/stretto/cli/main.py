@@ -6,25 +6,28 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from stretto.cli.fault import FAULT, show_error
+from rich.console import Console
+from rich.text import Text
+
 from stretto.errors import StrettoError
 
 VERBS: Final = {
     "train": "train a task on your sequences or the embedded ones",
     "inspect": "lengths, buckets and padding of a data set",
     "report": "the HTML page of a run",
-    "explain": "what becomes of a cell: what leaves the time loop, and what a step costs",
+    "explain": "what becomes of a cell: what leaves the time loop, and what a time step costs",
     "doctor": "what Stretto will use on this machine, and why",
 }
+USER_ERROR: Final = 2
 INTERRUPTED: Final = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit code is 0, or 2 for anything the user can put right."""
+    """Run one verb; the exit code is 0, or 2 for anything the user can fix."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         print(usage())
-        return 0 if words else FAULT
+        return 0 if words else USER_ERROR
     if words[0] == "--version":
         print(f"stretto {importlib.metadata.version('stretto')}")
         return 0
@@ -32,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report_errors(command: Callable[[list[str]], int], words: list[str]) -> int:
-    """The exit code of a command; what the user can put right is printed as a sentence."""
+    """The exit code of a command; what the user can fix is printed as a sentence."""
     try:
         return command(words)
     except StrettoError as error:
@@ -43,6 +46,12 @@ def report_errors(command: Callable[[list[str]], int], words: list[str]) -> int:
         # The reader of our output went away, as `head` does.
         sys.stderr.close()
         return 0
+
+
+def show_error(error: StrettoError) -> int:
+    """Print what is wrong and how to fix it; returns the exit code."""
+    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+    return USER_ERROR
 
 
 def _run_verb(words: list[str]) -> int:
@@ -57,4 +66,4 @@ def usage() -> str:
     """What `stretto --help` prints."""
     lines = ["usage: stretto VERB ...", "", "Recurrent networks that train fast.", ""]
     lines += [f"  {verb:<11}{summary}" for verb, summary in VERBS.items()]
-    return "\n".join([*lines, "", "stretto VERB --help tells more."])
+    return "\n".join([*lines, "", "Run stretto VERB --help for its flags."])

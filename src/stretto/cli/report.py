@@ -7,7 +7,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from stretto.cli.parsing import parse
+from stretto.cli.flags import parse
 from stretto.report import write_run_report
 
 

@@ -6,8 +6,8 @@ import shlex
 from rich.console import Console
 from rich.text import Text
 
-from stretto.cli.fault import show_error
-from stretto.cli.parsing import checked_flags, choose, parse, take_option
+from stretto.cli.flags import check_flags, choose, parse, take_option
+from stretto.cli.main import show_error
 from stretto.distributed import LostRank, is_distributed, is_rank0, launch_ranks, leave_exit_code
 from stretto.errors import StrettoError
 from stretto.job import next_run, run_job, stored_settings
@@ -75,8 +75,8 @@ def _config(name: str, words: list[str]) -> TrainConfig:
     named, _ = take_option(words, f"--{PRESET}")
     chosen = with_preset(kind, values if named is None else {**values, PRESET: str(named)})
     default = checked(kind, chosen if hasattr(kind, "presets") else values, source=source)
-    config = checked_flags(parse(kind, words, prog=prog, default=default))
+    config = check_flags(parse(kind, words, prog=prog, default=default))
     if not config.resume:
         return config
     stored = checked(kind, stored_settings(name, config) | values, source=f"the run to resume, with {source},")
-    return checked_flags(parse(kind, words, prog=prog, default=stored))
+    return check_flags(parse(kind, words, prog=prog, default=stored))
