@@ -32,53 +32,31 @@ MAX_TICKS: Final = 6
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line of a panel.
+    """One line of a panel."""
 
-    Attributes:
-        name: In the legend.
-        colour: Of the line and its points.
-        xs: Numbers, or names on a category axis.
-        ys: One per x. None is not drawn; infinite is a cross at the edge of the panel.
-        dashed: Whether the line is.
-        in_legend: False for a second line of the same name.
-        deviations: Half the height of the error bars; no bars if empty.
-    """
-
-    name: str
+    name: str  # in the legend
     colour: str
-    xs: Sequence[float | str]
-    ys: Sequence[float | None]
+    xs: Sequence[float | str]  # numbers, or names on a category axis
+    ys: Sequence[float | None]  # one per x; None is not drawn, infinite is a cross at the edge of the panel
     dashed: bool = False
-    in_legend: bool = True
-    deviations: Sequence[float] = ()
+    in_legend: bool = True  # False for a second line of the same name
+    deviations: Sequence[float] = ()  # half the height of the error bars; no bars if empty
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """Lines on one pair of axes.
-
-    Attributes:
-        title: Above it.
-        x: Name of the horizontal axis.
-        y: Name of the vertical axis.
-        lines: Drawn in this order.
-        x_scale: A category axis shows its names equally far apart.
-        y_scale: From zero is linear and begins there.
-        y_range: Values outside it are drawn as crosses at the edge; by default all values fit.
-        band: Shaded from one value to the other.
-        level: A dashed horizontal line.
-    """
+    """Lines on one pair of axes."""
 
     title: str
-    x: str
-    y: str
+    x: str  # name of the horizontal axis
+    y: str  # name of the vertical axis
     lines: Sequence[Line]
-    x_scale: Literal["category", "linear", "log"] = "category"
+    x_scale: Literal["category", "linear", "log"] = "category"  # categories are equally far apart
     y_scale: Literal["linear", "from zero", "log"] = "linear"
-    y_range: tuple[float, float] | None = None
-    band: tuple[float, float] | None = None
-    level: float | None = None
+    y_range: tuple[float, float] | None = None  # values outside are crosses at the edge; by default all values fit
+    band: tuple[float, float] | None = None  # shaded from one value to the other
+    level: float | None = None  # a dashed horizontal line
 
 
 def draw_figure(panels: Sequence[Panel], *, size: tuple[int, int] = PANEL_SIZE, cross: str = "") -> str:
@@ -209,13 +187,13 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times the powers of ten between the two; the powers alone if those are too many."""
+    """1, 2 and 5 times the powers of ten between the two; the powers alone if those are too many, others if too few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for digits in ((1, 2, 5), (1,)):
         ticks = [tick for power in powers for digit in digits if low <= (tick := digit * 10.0**power) <= high]
         if len(ticks) <= MAX_TICKS:
             break
-    return ticks
+    return ticks if len(ticks) > 1 else _ticks(low, high)
 
 
 def _short(value: float) -> str:

@@ -8,9 +8,7 @@ paper did not do.
 Shape legend: T steps of a window, B streams, F features of the input, H hidden units.
 """
 
-import csv
 import dataclasses
-import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, final
@@ -18,9 +16,9 @@ from typing import Annotated, Any, Final, final
 import torch
 from pydantic import Field
 
-from bench.harness import Report, Settings, Table, Timing, TimingBudget, check_equal, time_interleaved
+from bench.harness import Report, Settings, Table, TimingBudget, check_equal, time_interleaved
 from experiments.figure import AMBER, BLUE, TEAL, Line, Panel, draw_figure
-from experiments.registry import experiment, to_dict
+from experiments.registry import experiment, to_csv, to_dict
 from stretto.errors import StrettoError
 from stretto.graph import Graph, GraphCell, delayed_graph, lstm_graph, peephole_lstm_graph, two_loop_graph
 from stretto.kernels import NoCompiler, find_compiler
@@ -81,7 +79,9 @@ class GraphRow:
     variant: str
     streams: int  # sequences side by side
     window: int  # time steps of each in a training step
-    timing: Timing  # of forward and backward, with the gradients of all weights
+    min_seconds: float  # of forward and backward, with the gradients of all weights
+    median_seconds: float
+    rounds: int
     steps_per_second: float  # time steps of all streams, by the fastest round
     speed_up: float  # that over the baseline's with 1 stream, from the same interleaved run
     over_loop: float  # that over the baseline's with as many streams
@@ -97,17 +97,6 @@ class GraphResult:
     errors: dict[str, float]  # largest relative difference of outputs and gradients between variants
     threads: int
     settings: dict[str, Any]
-
-    def to_csv(self) -> str:
-        """The rows."""
-        stream = io.StringIO()
-        names = [field.name for field in dataclasses.fields(GraphRow) if field.name != "timing"]
-        table = csv.writer(stream, lineterminator="\n")
-        table.writerow([*names, "min_seconds", "median_seconds", "rounds"])
-        for row in self.rows:
-            timing = (row.timing.minimum, row.timing.median, row.timing.rounds)
-            table.writerow([*(getattr(row, name) for name in names), *timing])
-        return stream.getvalue()
 
 
 def reproduce_graph(settings: GraphSettings, *, tell: Callable[[str], None] = lambda _: None) -> GraphResult:
@@ -186,15 +175,17 @@ class _Comparison:
         keys = [(variant, streams) for streams in self._streams for variant in VARIANTS]
         tasks = {str(key): self._training_step(key[0], streams=key[1], window=self._window(key[0])) for key in keys}
         budget = TimingBudget(rounds=self._settings.rounds, seconds=self._settings.budget)
-        timings = time_interleaved(tasks, budget=budget)
-        speeds = {key: key[1] * self._window(key[0]) / timings[str(key)].minimum for key in keys}
+        timings = dict(zip(keys, time_interleaved(tasks, budget=budget).values(), strict=True))
+        speeds = {key: key[1] * self._window(key[0]) / timings[key].minimum for key in keys}
         return [
             GraphRow(
                 network=self._network,
                 variant=variant,
                 streams=streams,
                 window=self._window(variant),
-                timing=timings[str((variant, streams))],
+                min_seconds=timings[variant, streams].minimum,
+                median_seconds=timings[variant, streams].median,
+                rounds=timings[variant, streams].rounds,
                 steps_per_second=speeds[variant, streams],
                 speed_up=speeds[variant, streams] / speeds[LOOP, 1],
                 over_loop=speeds[variant, streams] / speeds[LOOP, streams],
@@ -247,7 +238,7 @@ def run(settings: GraphSettings, report: Report) -> None:
 def show(result: GraphResult, report: Report) -> None:
     """Write tables and figure into a report."""
     report.result = to_dict(result)
-    report.attach("csv", result.to_csv())
+    report.attach("csv", to_csv(result.rows))
     sizes = result.settings
     by_streams: dict[tuple[str, int], dict[str, GraphRow]] = {}
     for row in result.rows:

@@ -6,9 +6,7 @@ with a rate that is tuned for every batch. The number of epochs is the same at e
 grows. What fails is a row like any other.
 """
 
-import csv
 import dataclasses
-import io
 import math
 import os
 import shutil
@@ -31,7 +29,7 @@ from experiments.large_batch_apps import (
     open_data,
 )
 from experiments.large_batch_runs import Job, Run, RunResult, RunRule, WorkerPool, execute, load_result, save_result
-from experiments.registry import experiment, to_dict
+from experiments.registry import experiment, to_csv, to_dict
 from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
@@ -204,15 +202,6 @@ class LargeBatchResult:
         present = {row.rule for row in self.rows if row.application == application}
         rules: list[RowRule] = [rule for rule in RULES if rule in present]
         return rules if any(rule != "lamb" for rule in rules) else ["baseline", *rules]
-
-    def to_csv(self) -> str:
-        """All runs."""
-        stream = io.StringIO()
-        names = [field.name for field in dataclasses.fields(RunResult) if field.name != "curve"]
-        table = csv.writer(stream, lineterminator="\n")
-        table.writerow(names)
-        table.writerows([getattr(run, name) for name in names] for run in self.runs)
-        return stream.getvalue()
 
 
 def reproduce_large_batch(
@@ -573,7 +562,7 @@ def run(settings: LargeBatchSettings, report: Report) -> None:
 def show(result: LargeBatchResult, report: Report) -> None:
     """Write tables and figure into a report."""
     report.result = to_dict(result)
-    report.attach("csv", result.to_csv())
+    report.attach("csv", to_csv(result.runs))
     multiples = sorted({k for facts in result.applications.values() for k in (*facts["multiples"], *facts["left_out"])})
     report.add(
         Table(
@@ -615,84 +604,37 @@ def show(result: LargeBatchResult, report: Report) -> None:
 
 
 def _show_details(result: LargeBatchResult, report: Report, holdings: Sequence[Holding]) -> None:
-    report.add_detail(
-        Table(
-            title="Where rules stop holding",
-            columns=("rule", "application", "result"),
-            rows=[(holding.rule, holding.application, holding.says) for holding in holdings],
-        )
+    def add(title: str, records: Sequence[Any], names: str, caption: str = "") -> None:
+        values = [record if isinstance(record, dict) else to_dict(record) for record in records]
+        rows = [[value[name] for name in names.split()] for value in values]
+        columns = [name.replace("_", " ") for name in names.split()]
+        report.add_detail(Table(title=title, columns=columns, rows=rows, caption=caption))
+
+    add("Where rules stop holding", holdings, "rule application says")
+    diverged = [run for run in result.runs if run.diverged]
+    add("Runs that diverged", diverged, "application multiple rule learning_rate seed updates why")
+    add(
+        "Updates, epochs and time",
+        result.rows,
+        "application batch_size rule learning_rate warmup_epochs valid epochs updates seconds",
+        "Seconds: of a run's updates, the median. Several runs were made at a time, and the first of a net may have "
+        "compiled its kernels, so no ratio of them is given.",
     )
-    report.add_detail(
-        Table(
-            title="Runs that diverged",
-            columns=("application", "batch", "rule", "rate", "seed", "updates", "why"),
-            rows=[
-                (run.application, f"x{run.multiple}", run.rule, run.learning_rate, run.seed, run.updates, run.why)
-                for run in result.runs
-                if run.diverged
-            ],
-        )
+    add(
+        "What tuning the rate costs",
+        [row for row in result.rows if row.rule == "oracle"],
+        "application multiple learning_rate cost_runs cost_updates cost_seconds",
+        f"With the first seed, {', '.join(f'{factor:g}' for factor in FACTORS)} times the rate of sqrt; the best on "
+        "the validation part is run with the other seeds. A rule takes one run per seed.",
     )
-    report.add_detail(
-        Table(
-            title="Updates, epochs and time",
-            columns=("application", "batch", "rule", "rate", "warm-up epochs", "valid", "epochs", "updates", "seconds"),
-            rows=[
-                (
-                    row.application,
-                    row.batch_size,
-                    row.rule,
-                    row.learning_rate,
-                    row.warmup_epochs,
-                    None if row.valid is None else METRICS[row.application].scale * row.valid,
-                    row.epochs,
-                    row.updates,
-                    row.seconds,
-                )
-                for row in result.rows
-            ],
-            caption="Seconds: of a run's updates, the median. Several runs were made at a time, and the first of a net "
-            "may have compiled its kernels, so no ratio of them is given.",
-        )
-    )
-    report.add_detail(
-        Table(
-            title="What tuning the rate costs",
-            columns=("application", "batch", "rate found", "rate of sqrt", "runs", "updates", "seconds"),
-            rows=[
-                (
-                    row.application,
-                    f"x{row.multiple}",
-                    row.learning_rate,
-                    result.applications[row.application]["learning_rate"] * row.multiple**0.5,
-                    row.cost_runs,
-                    row.cost_updates,
-                    row.cost_seconds,
-                )
-                for row in result.rows
-                if row.rule == "oracle"
-            ],
-            caption=f"With the first seed, {', '.join(f'{factor:g}' for factor in FACTORS)} times the rate of sqrt; "
-            "the best on the validation part is run with the other seeds. A rule takes one run per seed.",
-        )
-    )
-    names = ("batch_size", "learning_rate", "lamb_rate", "warmup_epochs", "epochs", "optimizer", "schedule")
-    report.add_detail(
-        Table(
-            title="Settings of the baselines",
-            columns=("application", "data", "training", "test", *names, "all else"),
-            rows=[
-                (
-                    name,
-                    "; ".join([facts["data"], *facts["notes"]]),
-                    facts["num_train"],
-                    facts["num_test"],
-                    *(facts[name] for name in names),
-                    ", ".join(f"{name}={value}" for name, value in facts["settings"].items()),
-                )
-                for name, facts in result.applications.items()
-            ],
-        )
+    add(
+        "Settings of the baselines",
+        [
+            facts | {"settings": str(facts["settings"]), "notes": "; ".join(facts["notes"])}
+            for facts in result.applications.values()
+        ],
+        "name data notes num_train num_test batch_size learning_rate lamb_rate warmup_epochs epochs optimizer schedule "
+        "settings",
     )
 
 

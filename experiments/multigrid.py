@@ -250,11 +250,11 @@ def _describe(cut: CutRecordings, settings: MultigridSettings) -> LengthSetting:
         length=cut.length,
         num_train=len(cut.train),
         num_test=len(cut.test),
-        median_steps=round(statistics.median(steps)),
+        num_dropped=cut.num_dropped,
         train_steps=sum(steps),
+        median_steps=round(statistics.median(steps)),
         batch_size=cut.batch_size,
         chunks=_num_chunks(cut, settings),
-        num_dropped=cut.num_dropped,
     )
 
 

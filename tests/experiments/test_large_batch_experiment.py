@@ -97,20 +97,13 @@ def test_every_rule_is_run_at_every_batch_and_the_baseline_once(made: LargeBatch
     assert {(row.runs, row.diverged, row.epochs) for row in made.rows} == {(SEEDS, 0, DIGITS.epochs)}
     updates = {row.multiple: row.updates for row in made.rows}
     assert updates[1] == 4 * updates[4]
+    rates = {row.rule: row.learning_rate for row in made.rows if row.multiple == 4}
+    expected = {"none": 1, "linear": 4, "sqrt": 2, "legw": 2, "lamb": 2 * DIGITS.lamb_rate / DIGITS.learning_rate}
+    for rule, factor in expected.items():
+        assert rates[rule] == pytest.approx(factor * DIGITS.learning_rate)  # type: ignore[index]
     weights = [{run.weights for run in made.runs if run.seed == seed} for seed in range(SEEDS)]
     assert [len(found) for found in weights] == [1] * SEEDS
     assert weights[0] != weights[1]
-
-
-def test_rates_and_warm_up_follow_the_rules(made: LargeBatchResult) -> None:
-    rates = {row.rule: row.learning_rate for row in made.rows if row.multiple == 4}
-    for rule, times in (("none", 1), ("linear", 4), ("sqrt", 2), ("legw", 2)):
-        assert rates[rule] == pytest.approx(times * DIGITS.learning_rate)  # type: ignore[index]
-    assert rates["lamb"] == pytest.approx(2 * DIGITS.lamb_rate)
-    warm_ups = {row.rule: row.warmup_epochs for row in made.rows if row.multiple == 4}
-    assert warm_ups["sqrt"] == pytest.approx(DIGITS.warmup_epochs)
-    longest = min(4 * DIGITS.warmup_epochs, WARMUP_CAP * DIGITS.epochs)
-    assert (warm_ups["legw"], warm_ups["lamb"]) == (pytest.approx(longest), pytest.approx(longest))
 
 
 def test_all_runs_of_the_oracle_are_counted(made: LargeBatchResult) -> None:

