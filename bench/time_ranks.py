@@ -26,7 +26,7 @@ from stretto.nn import RNN
 NUM_RANKS: Final = 2
 NUM_STEPS: Final = 1 << 17
 QUICK_STEPS: Final = 512
-QUICK_PIECE: Final = 32
+QUICK_SEGMENT_STEPS: Final = 32
 HIDDEN_SIZES: Final = (128, 64)
 GOALS: Final = {128: 1.5}
 SOLVER_TOLERANCE: Final = 1e-6
@@ -45,7 +45,7 @@ def compare_ranks(nets: Nets, report: Report, *, rounds: int, quick: bool) -> No
         weight_TH = torch.randn(num_steps, hidden_size, generator=torch.Generator().manual_seed(1))
         tensors = {f"{CELL_PREFIX}{name}": value.contiguous() for name, value in net.cell.state_dict().items()}
         tensors |= {"x_TF": nets.recordings.concatenate(num_steps), "weight_TH": weight_TH}
-        answer = measure(tensors, rounds=rounds, piece=QUICK_PIECE if quick else None)
+        answer = measure(tensors, rounds=rounds, segment_steps=QUICK_SEGMENT_STEPS if quick else None)
         check_exact(answer, where=where)
         one, two = answer["seconds"]["one rank"], answer["seconds"]["two ranks"]
         alone, both = answer["seconds"]["block alone"], answer["seconds"]["blocks together"]
@@ -86,12 +86,12 @@ def check_exact(answer: dict[str, Any], *, where: str) -> None:
             )
 
 
-def measure(tensors: dict[str, torch.Tensor], *, rounds: int, piece: int | None) -> dict[str, Any]:
+def measure(tensors: dict[str, torch.Tensor], *, rounds: int, segment_steps: int | None) -> dict[str, Any]:
     """Run the ranks and read the answer of rank 0."""
     with tempfile.TemporaryDirectory(prefix="stretto-") as place:
         path = Path(place) / "request.json"
         save_file(tensors, path.with_suffix(".safetensors"))
-        path.write_text(json.dumps({"rounds": rounds, "piece": piece}), encoding="utf-8")
+        path.write_text(json.dumps({"rounds": rounds, "segment_steps": segment_steps}), encoding="utf-8")
         code = launch_ranks([str(path)], module="bench.time_ranks", nproc=NUM_RANKS, threads=1, max_restarts=0)
         answer = path.with_suffix(".answer")
         if code or not answer.exists():
@@ -107,17 +107,17 @@ class Rank:
     Args:
         tensors: The GRU's weights, the input and the weights of outputs in the loss.
         world: All ranks.
-        piece: Steps after which a rank compares its run with the one before; the solver's default if None.
+        segment_steps: Steps after which a rank compares its run with the one before; the solver's default if None.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], world: World, *, piece: int | None) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], world: World, *, segment_steps: int | None) -> None:
         self._x_TF, self._weight_TH = tensors["x_TF"], tensors["weight_TH"]
         self._cell = GRU(self._x_TF.shape[1], self._weight_TH.shape[1])
         prefix = CELL_PREFIX
         self._cell.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
         mesh = TimeMesh(time=world.size)
         self._world, self._block = world, mesh.steps(len(self._x_TF))
-        options = {} if piece is None else {"piece": piece}
+        options = {} if segment_steps is None else {"segment_steps": segment_steps}
         self._serial = RNN(self._cell)
         self._parallel = RNN(self._cell, solver=mesh.solver(tolerance=SOLVER_TOLERANCE, **options))
 
@@ -193,7 +193,7 @@ def main(path: Path) -> None:
     request = json.loads(path.read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     with join_ranks(timeout_minutes=5.0) as world:
-        rank = Rank(load_file(path.with_suffix(".safetensors")), world, piece=request["piece"])
+        rank = Rank(load_file(path.with_suffix(".safetensors")), world, segment_steps=request["segment_steps"])
         answer = {**rank.errors(), "seconds": rank.time(request["rounds"])}
         if world.is_rank0:
             path.with_suffix(".answer").write_text(json.dumps(answer), encoding="utf-8")

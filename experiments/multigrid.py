@@ -39,7 +39,7 @@ from experiments.registry import experiment, to_dict
 from stretto.cells import GRU, Cell, ImplicitGRU
 from stretto.errors import StrettoError
 from stretto.nn import RNN
-from stretto.solvers import MOST_ROWS, AbstractSolver, Multigrid, Shooting, Solution, TrajectoryCache
+from stretto.solvers import MAX_KERNEL_ROWS, AbstractSolver, Multigrid, Shooting, Solution, TrajectoryCache
 from stretto.training import Count
 
 SERIAL: Final = "serial"
@@ -259,7 +259,7 @@ def _describe(cut: CutRecordings, settings: MultigridSettings) -> LengthSetting:
 
 
 def _num_chunks(cut: CutRecordings, settings: MultigridSettings) -> int:
-    return max(2, MOST_ROWS // cut.batch_size) if settings.chunks == "auto" else settings.chunks
+    return max(2, MAX_KERNEL_ROWS // cut.batch_size) if settings.chunks == "auto" else settings.chunks
 
 
 @final

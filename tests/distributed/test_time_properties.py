@@ -1,4 +1,4 @@
-"""Time over any number of ranks, blocks, pieces and lengths: ranks are threads here, and pass tensors by reference.
+"""Time over any number of ranks, blocks, segments and lengths: ranks are threads here, and pass tensors by reference.
 
 Shape legend: B sequences, T steps, F features, H hidden units.
 """
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stretto
-from stretto.solvers.ranks import relay
+from stretto.solvers import time_parallel
 from stretto.state import flatten, unflatten
 
 F, H = 2, 4
@@ -39,27 +39,27 @@ class Threads:
         return found
 
 
-class ThreadNeighbours:
-    """As `stretto.solvers.ranks.neighbours.Neighbours`, over threads."""
+class ThreadRing:
+    """As `stretto.solvers.time_parallel.RankRing`, over threads."""
 
-    def __init__(self, group: Threads, *, backwards: bool) -> None:
+    def __init__(self, group: Threads, *, reverse: bool) -> None:
         self._group, self.size = group, group.size
-        self._step = -1 if backwards else 1
+        self._step = -1 if reverse else 1
         self._rank = group.rank.number
-        self.place = self.size - 1 - self._rank if backwards else self._rank
+        self.place = self.size - 1 - self._rank if reverse else self._rank
 
-    def agree(self, facts: Mapping[str, Any], *, told: Sequence[float] = ()) -> list[list[float]]:
-        found = self._group.all((dict(facts), list(told)))
+    def require_equal(self, facts: Mapping[str, Any], *, values: Sequence[float] = ()) -> list[list[float]]:
+        found = self._group.all((dict(facts), list(values)))
         assert all(item[0] == found[0][0] for item in found)
         return [item[1] for item in found]
 
-    def largest(self, values: Sequence[float]) -> list[float]:
+    def all_reduce_max(self, values: Sequence[float]) -> list[float]:
         return [max(column) for column in zip(*self._group.all(list(values)), strict=True)]
 
-    def pass_on(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def send_forward(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         return self._from(self._rank - self._step, parts)
 
-    def pass_back(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def send_backward(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         return self._from(self._rank + self._step, parts)
 
     def _from(self, source: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -88,13 +88,13 @@ def _on_threads(size: int, work: Callable[[Threads, int], Any]) -> list[Any]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_any_ranks_blocks_pieces_and_lengths(data: st.DataObject) -> None:
+def test_any_ranks_blocks_segments_and_lengths(data: st.DataObject) -> None:
     cell = data.draw(st.sampled_from([stretto.cells.GRU, stretto.cells.LSTM]))
     layers, both_ways = data.draw(st.integers(1, 2)), data.draw(st.booleans())
     lengths = data.draw(st.lists(st.integers(0, 14), min_size=1, max_size=4))
-    piece, memory = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0.2, 1.0, 4.0]))
+    segment_steps, memory = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0.2, 1.0, 4.0]))
     steps = max(1, *lengths)
     size = data.draw(st.integers(2, 5))
     inner = sorted(data.draw(st.lists(st.integers(0, steps), min_size=size - 1, max_size=size - 1)))
@@ -119,7 +119,7 @@ def test_any_ranks_blocks_pieces_and_lengths(data: st.DataObject) -> None:
     def work(ranks: Threads, number: int) -> dict[str, Any]:
         first, last = bounds[number], bounds[number + 1]
         net = copy.deepcopy(serial)
-        net.solver = relay.Relay(group=ranks, tolerance=1e-13, piece=piece)  # type: ignore[arg-type]
+        net.solver = time_parallel.TimeParallel(group=ranks, tolerance=1e-13, segment_steps=segment_steps)  # type: ignore[arg-type]
         own_BTF = x_BTF[:, first:last].clone().requires_grad_()
         starts = [part.detach().clone().requires_grad_() for part in begun]
         own = [min(max(length - first, 0), last - first) for length in lengths]
@@ -132,7 +132,7 @@ def test_any_ranks_blocks_pieces_and_lengths(data: st.DataObject) -> None:
         return {"y": made.detach(), "gradients": gradients, "iterations": net.solution.iterations}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relay, "Neighbours", ThreadNeighbours)
+        patch.setattr(time_parallel, "RankRing", ThreadRing)
         found = _on_threads(size, work)
 
     def close(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -103,7 +103,7 @@ def test_workers_that_divide_steps_train_as_one(net: dict[str, Any], alone: Told
     shared = _ranks(2, tmp_path / "two", {**net, "time_parallel": 2})
     _assert_same(shared, alone)
     told = [event["solving"] for event in shared[1] if event["event"] == "epoch"]
-    assert [epoch["solver"] for epoch in told] == ["relay", "relay"]
+    assert [epoch["solver"] for epoch in told] == ["time_parallel", "time_parallel"]
     batches = [event["step"] for event in shared[1] if event["event"] == "step"]
     assert sum(epoch["batches"] for epoch in told) == len(batches) * net.get("accumulate", 1)
     assert all(epoch["residual_max"] <= 1e-6 for epoch in told)
@@ -202,4 +202,4 @@ def test_the_command_line(
     result = json.loads((out / "result.json").read_text())
     for name, value in alone[0]["metrics"].items():
         assert result[name] == pytest.approx(value, abs=1e-5), name
-    assert result["solving"]["solver"] == "relay"
+    assert result["solving"]["solver"] == "time_parallel"

@@ -1,14 +1,17 @@
-"""Multigrid in time beside the same layer step after step: exact with a tolerance, and as published.
+"""Multigrid in time, beside the same layer run sequentially: exact with a tolerance, and as published; its grids.
 
-Shape legend: B sequences, T steps, F features, H hidden units, C chunks.
+Shape legend: B sequences, T steps, F features, H hidden units, C chunks, P steps of a grid, Q those of the coarser one,
+D units of the state.
 """
 
 import copy
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,9 +19,12 @@ from hypothesis import strategies as st
 from solver_oracle import TOLERANCE, assert_equal, pair, results
 
 import stretto
+from stretto import cells
 from stretto.errors import StrettoError
+from stretto.kernels import Layout
+from stretto.solvers.multigrid import ForcedCoarseStep, Level, StoppingRule, make_levels
 
-F, H = 3, 7
+B, F, H = 3, 3, 7
 
 
 class Shown(stretto.Cell):
@@ -229,7 +235,7 @@ def test_what_would_take_longer_than_step_after_step_is_given_up_and_told() -> N
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-13)
     solution = parallel.solution
     assert solution.fell_back
-    assert "one after another would take longer than 300 steps" in solution.reason
+    assert "sequential steps would take longer than 300 steps" in solution.reason
     assert solution.iterations <= 4
     assert solution.work < 6
     assert solution.residual == 0.0
@@ -243,7 +249,7 @@ def test_a_gradient_that_would_take_longer_is_found_step_after_step_and_told() -
     lengths = [40, 21]
     assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-10)
     assert not parallel.solution.fell_back
-    assert "the gradient was found step after step" in parallel.solution.reason
+    assert "the gradient was found sequentially" in parallel.solution.reason
 
 
 @pytest.mark.parametrize("cell", [stretto.cells.GRU(F, H), stretto.cells.ImplicitGRU(F, H)])
@@ -417,7 +423,7 @@ def test_one_chunk_is_walked_step_after_step(T: int, coarsening: int) -> None:
     x_BTF = torch.randn(2, T, F, dtype=torch.float64)
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-14)
     assert parallel.solution.fell_back
-    assert parallel.solution.reason == "there is but one chunk"
+    assert parallel.solution.reason == "there is only one chunk"
 
 
 def test_batches_without_steps_or_sequences() -> None:
@@ -470,7 +476,7 @@ def test_states_that_are_no_numbers_are_walked_step_after_step() -> None:
     x_BTF[0, 3] = torch.nan
     y_BTH, _ = rnn(x_BTF)
     assert rnn.solution.fell_back
-    assert rnn.solution.reason == "a state is no number"
+    assert rnn.solution.reason == "a state is NaN or inf"
     assert bool(y_BTH[0, :3].isfinite().all())
     assert bool(y_BTH[0, 3:].isnan().all())
 
@@ -499,44 +505,214 @@ def test_gradients_that_are_no_numbers_are_those_of_step_after_step() -> None:
         found.append(given_BTF.grad)
     assert bool(found[1][0, :22].isnan().all())
     assert torch.allclose(found[1][0, 22:], found[0][0, 22:], atol=1e-12)
-    assert "the gradient was found step after step: a gradient is no number" in parallel.solution.reason
+    assert "the gradient was found sequentially: a gradient is NaN or inf" in parallel.solution.reason
 
 
-def test_without_gradients_with_frozen_parameters_and_again() -> None:
-    torch.manual_seed(0)
-    solver = stretto.Multigrid(tolerance=1e-13, max_iterations=99, backward_iterations=99)
-    serial, parallel = pair(CELLS["gru"](), solver, backend="eager")
-    x_BTF = torch.randn(2, 60, F, dtype=torch.float64)
+# --- coarse steps
+
+
+MAKERS: dict[str, Callable[[], stretto.Cell]] = {
+    "gru": lambda: cells.GRU(F, H),
+    "gru-before": lambda: cells.GRU(F, H, reset="before"),
+    "layer-norm-gru": lambda: cells.LayerNormGRU(F, H),
+    "ligru": lambda: cells.LiGRU(F, H),
+    "ligru-plain": lambda: cells.LiGRU(F, H, norm="none"),
+    "minimal": lambda: cells.MinimalGatedUnit(F, H),
+    "lstm": lambda: cells.LSTM(F, H),
+    "coupled": lambda: cells.CoupledLSTM(F, H),
+    "peephole": lambda: cells.PeepholeLSTM(F, H),
+    "layer-norm-lstm": lambda: cells.LayerNormLSTM(F, H),
+}
+
+
+def _made(name: str, seed: int) -> tuple[Any, torch.Tensor, Any]:
+    """A cell with nothing at its default, an input and a state."""
+    torch.manual_seed(seed)
+    cell = MAKERS[name]().double()
     with torch.no_grad():
-        assert torch.allclose(parallel(x_BTF)[0], serial(x_BTF)[0], atol=1e-12)
-    for rnn in (serial, parallel):
-        rnn.cells[0].weight_ih.requires_grad_(False)
-        loss = rnn(x_BTF)[0].square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert parallel.cells[0].weight_ih.grad is None
-    assert torch.allclose(parallel.cells[0].weight_hh.grad, serial.cells[0].weight_hh.grad, atol=1e-10)
+        for parameter in cell.parameters():
+            parameter.add_(0.4 * torch.randn_like(parameter))
+    parts = [torch.randn(B, H, dtype=torch.float64) for _ in range(2)]
+    state = parts[0] if isinstance(cell.initial_state(1), torch.Tensor) else tuple(parts)
+    return cell, torch.randn(B, F, dtype=torch.float64), state
+
+
+def _memory(state: Any) -> torch.Tensor:
+    """The part that remembers: h of a GRU, c of an LSTM."""
+    return state if isinstance(state, torch.Tensor) else state[1]  # type: ignore[no-any-return]
+
+
+@settings(max_examples=40, deadline=None)
+@given(name=st.sampled_from(sorted(MAKERS)), seed=st.integers(0, 99), dt=st.sampled_from([1.0, 4.0, 16.0, 729.0]))
+def test_it_is_an_implicit_step_of_what_the_step_is_an_explicit_one_of(name: str, seed: int, dt: float) -> None:
+    """The step is m + a (b - m), of rate a towards b; implicitly over dt that is m' = m + dt a (b - m')."""
+    cell, x_BF, state = _made(name, seed)
+    with torch.no_grad():
+        m_BH, step_BH = _memory(state), _memory(cell(x_BF, state)[1])
+        b_BH = _memory(cell.coarse_step(x_BF, state, 1e12))
+        a_BH = (step_BH - m_BH) / (b_BH - m_BH)
+        found_BH = _memory(cell.coarse_step(x_BF, state, dt))
+    assert bool(((a_BH > 0) & (a_BH < 1)).all())
+    # As b is found from a large dt, it is only known so well.
+    torch.testing.assert_close(found_BH, m_BH + dt * a_BH * (b_BH - found_BH), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["lstm", "coupled", "peephole", "layer-norm-lstm"])
+@pytest.mark.parametrize("dt", [4.0, 64.0])
+def test_an_lstm_reads_its_cell_as_the_step_does(name: str, dt: float) -> None:
+    """With a forget gate of 1 and nothing written both steps keep c, so that what they read must be the same."""
+    cell, x_BF, state = _made(name, 0)
+    gates = {"coupled": ("f", "g", "o")}.get(name, ("i", "f", "g", "o"))
+    with torch.no_grad():
+        if name == "layer-norm-lstm":
+            bias, before = cell.norm_hh.bias, cell.norm_hh.bias[:H].clone()
+        else:
+            bias, before = cell.bias_hh, cell.bias_hh[:H].clone()
+        for gate, value in (("f", 60.0), ("i", -60.0)):
+            if gate in gates:
+                at = gates.index(gate) * H
+                bias[at : at + H] += value
+        h_BH, c_BH = cell.coarse_step(x_BF, state, dt)
+        expected_BH, (_, kept_BH) = cell(x_BF, state)
+    assert not torch.equal(bias[:H], before)
+    torch.testing.assert_close(c_BH, state[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(kept_BH, state[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(h_BH, expected_BH, rtol=1e-12, atol=1e-12)
+
+
+def test_the_fine_step_of_the_implicit_gru_is_its_coarse_step_over_one() -> None:
+    torch.manual_seed(0)
+    implicit, usual = cells.ImplicitGRU(F, H).double(), cells.GRU(F, H).double()
+    usual.load_state_dict(implicit.state_dict())
+    x_BF, h_BH = torch.randn(B, F, dtype=torch.float64), torch.randn(B, H, dtype=torch.float64)
+    y_BH, after_BH = implicit(x_BF, h_BH)
+    assert torch.equal(y_BH, after_BH)
+    assert torch.equal(y_BH, implicit.coarse_step(x_BF, h_BH, 1.0))
+    for dt in (1.0, 4.0):
+        torch.testing.assert_close(implicit.coarse_step(x_BF, h_BH, dt), usual.coarse_step(x_BF, h_BH, dt))
+    assert float((y_BH - usual(x_BF, h_BH)[0]).detach().abs().max()) > 0.01
+
+
+def test_cells_without_an_equation_in_time_have_none() -> None:
+    for cell in (cells.Elman(F, H), cells.IndRNN(F, H), cells.Zoneout(cells.GRU(F, H)), cells.AttentionCell(F, H)):
+        assert not hasattr(cell, "coarse_step")
+
+
+def test_the_forced_step_adds_what_comes_with_the_input() -> None:
+    cell, x_BF, state = _made("lstm", 1)
+    forced = ForcedCoarseStep(cell, dt=4.0, features=(F,))
+    g_BD = torch.randn(B, 2 * H, dtype=torch.float64)
+    y_BD, after = forced(torch.cat([x_BF, g_BD], dim=1), state)
+    h_BH, c_BH = cell.coarse_step(x_BF, state, 4.0)
+    torch.testing.assert_close(after, (h_BH + g_BD[:, :H], c_BH + g_BD[:, H:]))
+    assert torch.equal(y_BD, torch.cat(after, dim=1))
+
+
+class Wrong(stretto.Cell):
+    """A cell whose coarse step returns what a test says."""
+
+    def __init__(self, returned: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.inner = cells.LSTM(F, H)
+        self.returned = returned
+
+    def initial_state(self, batch_size: int) -> Any:
+        return self.inner.initial_state(batch_size)
+
+    def forward(self, x_t: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        return self.inner(x_t, state)  # type: ignore[no-any-return]
+
+    def coarse_step(self, x_t: torch.Tensor, state: Any, dt: float) -> Any:
+        return self.returned(self.inner.coarse_step(x_t, state, dt))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("returned", "said"),
     [
-        ({"num_levels": 0}, "num_levels is 0"),
-        ({"num_levels": 2.0}, "num_levels is 2.0"),
-        ({"coarsening": 1}, "coarsening is 1"),
-        ({"coarsening": True}, "coarsening is True"),
-        ({"max_iterations": -1}, "max_iterations is -1"),
-        ({"max_iterations": 1.5}, "max_iterations is 1.5"),
-        ({"backward_iterations": -2}, "backward_iterations is -2"),
-        ({"tolerance": 0.0}, "tolerance is 0.0"),
-        ({"tolerance": -1e-3}, "tolerance is -0.001"),
-        ({"tolerance": float("inf")}, "tolerance is inf"),
-        ({"tolerance": float("nan")}, "tolerance is nan"),
-        ({"tolerance": "small"}, "tolerance is 'small'"),
-        ({"fine_relaxation": "FC"}, "fine_relaxation is 'FC'"),
-        ({"coarse_relaxation": ["F"]}, r"coarse_relaxation is \['F'\]"),
+        (lambda state: (state[0], state), r"\(\(\d+, 7\) of torch.float32, \(\(\d+, 7\)"),
+        (lambda state: state[0], r"returned \(\d+, 7\) of torch.float32 and its state is \("),
+        (lambda state: (state[0], state[1][:, :3]), r"\(\d+, 3\) of torch.float32"),
+        (lambda state: (state[0], state[1][:1]), r"\(1, 7\) of torch.float32"),
+        (lambda state: (state[0], state[1].double()), "torch.float64"),
+        (lambda state: {"h": state[0]}, "returned dict"),
+        (lambda _: None, "returned NoneType"),
     ],
 )
-def test_settings_that_make_no_sense(words: dict[str, Any], said: str) -> None:
-    with pytest.raises(StrettoError, match=said):
-        stretto.Multigrid(**words)
+def test_a_coarse_step_of_the_wrong_make_up_is_refused(returned: Callable[[Any], Any], said: str) -> None:
+    rnn = stretto.RNN(Wrong(returned), backend="eager", solver=stretto.Multigrid())
+    with pytest.raises(StrettoError, match=rf"Wrong\.coarse_step returned .*{said.removeprefix('returned ')}"):
+        rnn(torch.randn(2, 40, F))
+
+
+# --- grids
+
+
+LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=5).map(lambda lengths: sorted(lengths, reverse=True))
+
+
+def _times(layout: Layout) -> dict[tuple[int, int], int]:
+    """The row of each step of each sequence."""
+    found, row = {}, 0
+    for step in range(layout.num_steps):
+        for sequence, length in enumerate(layout.lengths_B):
+            if step < length:
+                found[sequence, step] = row
+                row += 1
+    return found
+
+
+@given(lengths=LENGTHS, coarsening=st.integers(2, 7))
+def test_a_coarse_step_spans_a_chunk(lengths: list[int], coarsening: int) -> None:
+    level = Level(Layout(np.array(lengths, dtype=np.int64)), coarsening)
+    fine, coarse = _times(level.layout), _times(level.coarser)
+    chunks = level.chunks
+    places = {key: place for place, key in enumerate(zip(chunks.sequence_C.tolist(), chunks.number_C, strict=True))}
+    # All points that a chunk begins at, but those before which there is no step.
+    assert len(coarse) == sum(max(0, math.ceil(length / coarsening) - 1) for length in lengths)
+    for (sequence, step), row in coarse.items():
+        assert int(level.chunk_Q[row]) == places[sequence, step]
+        assert int(level.next_Q[row]) == places[sequence, step + 1]
+        assert int(level.first_Q[row]) == fine[sequence, step * coarsening]
+    for (sequence, number), place in places.items():
+        assert int(level.ahead_C[place]) == number
+        assert int(level.behind_C[place]) == math.ceil(lengths[sequence] / coarsening) - 1 - number
+
+
+@given(lengths=LENGTHS, coarsening=st.integers(2, 7))
+def test_states_before_chunks_are_those_of_either_grid(lengths: list[int], coarsening: int) -> None:
+    """With states that say where they are: the number of steps before, and a thousand for each sequence."""
+    level = Level(Layout(np.array(lengths, dtype=np.int64)), coarsening)
+    initial_BD = 1000.0 * torch.arange(len(lengths))[:, None]
+    after_PD = initial_BD[level.layout.sequence_P] + level.layout.step_P[:, None] + 1
+    after_QD = initial_BD[level.coarser.sequence_P] + coarsening * (level.coarser.step_P[:, None] + 1)
+    expected_CD = initial_BD[level.chunks.sequence_C] + coarsening * torch.from_numpy(level.chunks.number_C)[:, None]
+    if level.layout.total:
+        assert torch.equal(level.starts(initial_BD, after_PD), expected_CD)
+    assert torch.equal(level.prolong(initial_BD, after_QD), expected_CD)
+
+
+@given(lengths=LENGTHS, coarsening=st.integers(2, 7), num_levels=st.integers(1, 5))
+def test_there_are_as_many_grids_as_make_sense(lengths: list[int], coarsening: int, num_levels: int) -> None:
+    found = make_levels(Layout(np.array(lengths, dtype=np.int64)), num_levels=num_levels, coarsening=coarsening)
+    assert 1 <= len(found) <= num_levels
+    steps = [level.layout.num_steps for level in found]
+    assert all(after == math.ceil(before / coarsening) - 1 for before, after in itertools.pairwise(steps))
+    assert all(count >= 1 for count in steps[1:])
+    assert len(found) == num_levels or steps[-1] <= coarsening
+
+
+def test_cycles_that_would_exceed_the_budget_are_not_made() -> None:
+    rule = StoppingRule(tolerance=1e-8, steps_per_cycle=10, budget=100)
+    # A tenth is left each time, so that six more are needed.
+    assert rule.over_budget([1e-1, 1e-2], done=4, until_exact=50) == ""
+    reason = rule.over_budget([1e-1, 1e-2], done=5, until_exact=50)
+    assert reason == "11 cycles of 10 sequential steps would take longer than 100 steps"
+    # Everything is exact before that.
+    assert rule.over_budget([1e-1, 1e-2], done=5, until_exact=5) == ""
+    # It does not converge.
+    assert "22 cycles" in rule.over_budget([1.0, 1.0], done=2, until_exact=20)
+    assert rule.over_budget([1.0, 1.0], done=2, until_exact=8) == ""
+    # Nothing is extrapolated from the first, but that there will be one more.
+    assert rule.over_budget([1.0, 1.0], done=1, until_exact=20) == ""
+    short = StoppingRule(tolerance=1e-8, steps_per_cycle=101, budget=100)
+    assert "1 cycle of" in short.over_budget([1.0], done=0, until_exact=20)

@@ -1,6 +1,6 @@
-"""Whole trajectories by Newton's method, beside the same layer step after step.
+"""Whole trajectories by Newton's method, beside the same layer run sequentially; its Jacobians and its scan.
 
-Shape legend: B sequences, T steps, F features, H hidden units.
+Shape legend: B sequences, C chunks, T steps, P real steps of all sequences, S units of a state, F features, H hidden.
 """
 
 import functools
@@ -8,14 +8,35 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from newton_cells import CELLS, CONVERGING, F, Linear, Rotated, WeightsAsInput, assert_close, counted, twin
+from newton_cells import (
+    CELLS,
+    CONVERGING,
+    Counting,
+    F,
+    H,
+    Linear,
+    Noisy,
+    Rotated,
+    Sine,
+    Stateless,
+    WeightsAsInput,
+    assert_close,
+    counted,
+    twin,
+)
 from solver_oracle import TOLERANCE, assert_equal, pair, results
 
 import stretto
+from stretto.kernels import Layout
+from stretto.solvers import AbstractSolver, Problem, Result, Serial, newton
+from stretto.solvers.chunks import Chunks
+from stretto.solvers.newton import AllSteps, SequenceMajor, solve_recurrence
+from stretto.state import flatten, unflatten
 
 
 @pytest.mark.parametrize("form", ["dense", "diagonal"])
@@ -163,3 +184,354 @@ def test_a_rotation_that_hardly_forgets() -> None:
     with torch.no_grad():
         assert_close(parallel(x_BTF), serial(x_BTF))
     assert counted(parallel) <= 12
+
+
+# --- limits and fallbacks
+
+
+def _strong(hidden: int, scale: float) -> stretto.RNN:
+    """A GRU with recurrent weights scaled up."""
+    serial = stretto.RNN(stretto.cells.GRU(F, hidden).double(), backend="eager")
+    with torch.no_grad():
+        serial.cells[0].weight_hh.mul_(scale)  # type: ignore[operator, union-attr]
+    return serial
+
+
+def test_damping_helps_a_net_near_the_edge() -> None:
+    torch.manual_seed(2)
+    serial = _strong(12, 4.0)
+    plain, damped = twin(serial), twin(serial, damping=0.1)
+    x_BTF = torch.randn(1, 300, F, dtype=torch.float64)
+    with torch.no_grad():
+        for parallel in (plain, damped):
+            assert_close(parallel(x_BTF), serial(x_BTF))
+    assert plain.solution.fell_back
+    assert counted(damped) > 5
+
+
+def test_steps_that_meet_must_meet_over_chunks_too() -> None:
+    """Slow iterations end with steps that nearly meet; what adds up over a chunk is more, and is iterated away."""
+    torch.manual_seed(0)
+    serial = _strong(16, 2.0)
+    parallel = twin(serial, damping=0.05)
+    x_BTF = torch.randn(1, 1024, F, dtype=torch.float64)
+    with torch.no_grad():
+        assert_close(parallel(x_BTF), serial(x_BTF))
+    assert 1e-12 < parallel.solution.residual <= 1e-6
+    assert parallel.solution.iterations == counted(parallel) + 2
+
+
+def test_fewer_steps_that_miss_are_progress_too() -> None:
+    """Units that switch: each iteration leaves fewer steps that miss, and some of these by as much as before."""
+    torch.manual_seed(3)
+    serial = stretto.RNN(stretto.cells.IndRNN(F, 16).double(), backend="eager")
+    parallel = twin(serial)
+    x_BTF = torch.randn(2, 1000, F, dtype=torch.float64)
+    with torch.no_grad():
+        assert_close(parallel(x_BTF), serial(x_BTF))
+    assert counted(parallel) > 5
+
+
+def test_walks_that_do_not_meet_are_walked_step_after_step() -> None:
+    """Steps differ by less than the tolerance each time they are taken, and chunks of them by more."""
+    torch.manual_seed(0)
+    rnn = stretto.RNN(Noisy(torch.eye(2, dtype=torch.float64)), backend="eager", solver=stretto.Newton())
+    y_BTH, _ = rnn(torch.zeros(1, 2000, 2, dtype=torch.float64))
+    assert rnn.solution.fell_back
+    assert "do not agree" in rnn.solution.reason
+    assert bool((y_BTH[0, -1] > 1e-4).all())
+
+
+def test_a_step_that_draws_is_walked_step_after_step() -> None:
+    rnn = stretto.RNN(stretto.cells.Zoneout(stretto.cells.GRU(F, H)), backend="eager", solver=stretto.Newton())
+    rnn(torch.randn(2, 40, F))
+    assert rnn.solution.fell_back
+    assert "did not halve" in rnn.solution.reason
+    rnn.eval()
+    rnn(torch.randn(2, 40, F))
+    assert not rnn.solution.fell_back
+
+
+def test_a_tolerance_finer_than_numbers_is_said_to_be() -> None:
+    torch.manual_seed(0)
+    serial, parallel = pair(CELLS["gru"](), stretto.Newton(tolerance=1e-12), torch.float32, scale=1.0, backend="eager")
+    x_BTF = torch.randn(1, 200, F)
+    assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-7)
+    assert parallel.solution.fell_back
+    assert parallel.solution.reason.endswith("a tolerance of 1.0e-12 is finer than torch.float32 resolves")
+
+
+def test_so_many_iterations_and_no_more() -> None:
+    torch.manual_seed(0)
+    serial, parallel = pair(CELLS["gru"](), None, scale=1.0, backend="eager")
+    x_BTF = torch.randn(1, 200, F, dtype=torch.float64)
+    for most in (1, 2):
+        parallel.solver = stretto.Newton(tolerance=1e-13, max_iterations=most)
+        assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-12)
+        assert parallel.solution.fell_back
+        assert parallel.solution.iterations == most + 1
+        said = r"a residual of \S+ is left after (1 iteration|2 iterations)"
+        assert re.fullmatch(said, parallel.solution.reason)
+    parallel.solver = stretto.Newton(tolerance=1e-13, max_iterations=20)
+    parallel(x_BTF)
+    assert counted(parallel) <= 5
+
+
+def test_dense_jacobians_that_would_take_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newton, "MAX_JACOBIAN_BYTES", 2 * 100 * (2 * H) ** 2 * 8)
+    rnn = stretto.RNN(stretto.cells.LSTM(F, H).double(), backend="eager", solver=stretto.Newton())
+    rnn(torch.randn(2, 50, F, dtype=torch.float64))
+    assert not rnn.solution.fell_back
+    rnn(torch.randn(1, 101, F, dtype=torch.float64))
+    assert rnn.solution.fell_back
+    assert rnn.solution.work == 1.0
+    for said in ("10 x 10 Jacobians of 101 steps", 'jacobian="diagonal"', "stretto.Shooting"):
+        assert said in rnn.solution.reason
+    rnn.solver = stretto.Newton(jacobian="diagonal")
+    rnn(torch.randn(1, 101, F, dtype=torch.float64))
+    assert not rnn.solution.fell_back
+
+
+def test_a_state_of_whole_numbers_is_walked_step_after_step() -> None:
+    serial = stretto.RNN(Counting(torch.eye(2)), backend="eager")
+    parallel = twin(serial)
+    x_BTF = torch.randn(1, 30, 2)
+    assert torch.equal(parallel(x_BTF)[0], serial(x_BTF)[0])
+    assert parallel.solution.fell_back
+    assert parallel.solution.reason == "part 1 of the state is of torch.int64, which has no derivative"
+
+
+def test_a_cell_without_a_state_is_walked_step_after_step() -> None:
+    rnn = stretto.RNN(Stateless(), backend="eager", solver=stretto.Newton())
+    x_BTF = torch.randn(2, 5, F)
+    assert torch.equal(rnn(x_BTF)[0], torch.tanh(x_BTF))
+    assert rnn.solution.fell_back
+    assert rnn.solution.reason == "there is no state"
+
+
+def test_states_that_are_no_numbers_are_walked_step_after_step() -> None:
+    rnn = stretto.RNN(stretto.cells.GRU(F, H), backend="eager", solver=stretto.Newton())
+    x_BTF = torch.randn(2, 40, F)
+    x_BTF[0, 3] = torch.nan
+    y_BTH, _ = rnn(x_BTF)
+    assert rnn.solution.fell_back
+    assert rnn.solution.reason == "a state is NaN or inf"
+    assert bool(y_BTH[0, :3].isfinite().all())
+    assert bool(y_BTH[0, 3:].isnan().all())
+    assert bool(y_BTH[1].isfinite().all())
+
+
+def test_an_overflow_on_the_way_is_walked_step_after_step() -> None:
+    """States stay below 1, and differences grow a hundredfold at each step."""
+    torch.manual_seed(0)
+    serial = stretto.RNN(Sine(100.0 * torch.linalg.qr(torch.randn(4, 4))[0]), backend="eager")
+    parallel = twin(serial)
+    x_BTF = torch.randn(1, 300, 4)
+    with torch.no_grad():
+        assert_close(parallel(x_BTF), serial(x_BTF))
+    assert parallel.solution.fell_back
+    assert re.fullmatch(r"iteration \d+ overflows", parallel.solution.reason)
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 0, 1], [0, 0]])
+def test_nothing_to_find(lengths: list[int]) -> None:
+    serial, parallel = pair(CELLS["lstm"](), stretto.Newton(tolerance=1e-13), backend="eager")
+    x_BTF = torch.randn(len(lengths), 2, F, dtype=torch.float64)
+    assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-12)
+    assert parallel.solution.fell_back
+    assert parallel.solution.reason == "no sequence has more than one step"
+    assert (parallel.solution.iterations, parallel.solution.work) == (1, 1.0)
+
+
+# --- steps and Jacobians
+
+
+LENGTHS = [4, 0, 6, 1]
+
+
+class _Kept(AbstractSolver):
+    """Walks step after step, and keeps what it was given."""
+
+    problem: Problem
+
+    def solve(self, problem: Problem) -> Result:
+        self.problem = problem
+        return Serial().solve(problem)
+
+
+def _problem(cell: torch.nn.Module, x_BTF: torch.Tensor, lengths: list[int]) -> Problem:
+    solver = _Kept()
+    stretto.RNN(cell, backend="eager", solver=solver)(x_BTF, lengths=lengths)
+    return solver.problem
+
+
+class _Pairs(stretto.Cell):
+    """Each number moves itself, and one of them another."""
+
+    def __init__(self, size: int, moves: int, moved: int) -> None:
+        super().__init__()
+        matrix_SS = torch.diag(torch.linspace(0.3, 0.7, size, dtype=torch.float64))
+        if moves != moved:
+            matrix_SS[moves, moved] = 0.2
+        self.weight = torch.nn.Parameter(matrix_SS)
+
+    def initial_state(self, batch_size: int) -> torch.Tensor:
+        return self.zeros(batch_size, len(self.weight))
+
+    def forward(self, x_t: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        state = torch.tanh(state @ self.weight + x_t)
+        return state, state
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any), st.integers(1, 14))
+def test_a_line_has_each_sequence_from_its_first_step_to_its_last(lengths: list[int], num_chunks: int) -> None:
+    """Each row says which sequence it is of, by hundreds, and which step it is."""
+    layout = Layout(np.array(sorted(lengths, reverse=True), dtype=np.int64))
+    order, chunks = SequenceMajor(layout), Chunks.cut(layout, num_chunks)
+    said_P = (100.0 * layout.sequence_P + layout.step_P)[order.rows_P]
+    expected_P = torch.tensor([100.0 * b + t for b, length in enumerate(layout.lengths_B) for t in range(length)])
+    assert torch.equal(said_P, expected_P)
+    earlier_P = order.before(said_P[:, None], 100.0 * torch.arange(layout.num_rows)[:, None] - 1)[:, 0]
+    assert torch.equal(earlier_P, expected_P - 1)
+    assert torch.equal(order.is_first_P, expected_P % 100 == 0)
+    before_C = order.boundaries(said_P[:, None], chunks)[:, 0]
+    expected_C = 100.0 * chunks.sequence_C + torch.from_numpy(chunks.number_C) * chunks.length - 1
+    assert torch.equal(before_C[~chunks.is_first_C], expected_C[~chunks.is_first_C])
+
+
+JACOBIAN_CELLS = {
+    "gru": lambda: stretto.cells.GRU(F, H),
+    "lstm": lambda: stretto.cells.LSTM(F, H),
+    "indrnn": lambda: stretto.cells.IndRNN(F, H),
+    "recurrent-dropout": lambda: stretto.cells.RecurrentDropout(stretto.cells.Elman(F, H)),
+}
+
+
+@pytest.mark.parametrize("cell_name", sorted(JACOBIAN_CELLS))
+def test_jacobians_are_those_of_the_cell(cell_name: str) -> None:
+    torch.manual_seed(0)
+    cell = JACOBIAN_CELLS[cell_name]().double()
+    problem = _problem(cell, torch.randn(len(LENGTHS), 6, F, dtype=torch.float64), LENGTHS)
+    order = SequenceMajor(problem.layout)
+    steps = AllSteps(problem, order)
+    state = cell.initial_state(1)
+    size = sum(part.shape[1] for part in flatten(state))
+    earlier_PS = torch.randn(sum(LENGTHS), size, dtype=torch.float64)
+
+    def moved(earlier_S: torch.Tensor, x_F: torch.Tensor) -> torch.Tensor:
+        parts = earlier_S[None].split([part.shape[1] for part in flatten(state)], dim=1)
+        return torch.cat([part[0] for part in flatten(cell(x_F[None], unflatten(state, parts))[1])])
+
+    taken = steps.linearize(earlier_PS)
+    dense_PSS, diagonal_PS = taken.jacobians("dense"), taken.jacobians("diagonal")
+    assert taken.products == 2 * size
+    for row, x_F in enumerate(problem.x_PF[order.rows_P].detach()):
+        assert torch.allclose(taken.after_PS[row], moved(earlier_PS[row], x_F), atol=1e-13)
+        expected_SS = torch.func.jacrev(moved)(earlier_PS[row], x_F)
+        assert torch.allclose(dense_PSS[row], expected_SS, atol=1e-13)
+        assert torch.allclose(diagonal_PS[row], expected_SS.diagonal(), atol=1e-13)
+    assert torch.allclose(steps.after(earlier_PS), taken.after_PS, atol=1e-13)
+    assert not taken.after_PS.requires_grad
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8, 9])
+def test_diagonal_jacobians_take_few_products(size: int) -> None:
+    problem = _problem(_Pairs(size, 0, 0), torch.randn(2, 4, size, dtype=torch.float64), [4, 3])
+    steps = AllSteps(problem, SequenceMajor(problem.layout))
+    taken = steps.linearize(torch.randn(7, size, dtype=torch.float64))
+    found_PS = taken.diagonals_if_uncoupled()
+    assert found_PS is not None
+    assert taken.products == 1 + (size - 1).bit_length()
+    assert torch.equal(found_PS, taken.jacobians("diagonal"))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 9), st.data())
+def test_one_number_that_moves_another_is_noticed(size: int, data: st.DataObject) -> None:
+    moves, moved = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
+    problem = _problem(_Pairs(size, moves, moved), torch.randn(1, 3, size, dtype=torch.float64), [3])
+    taken = AllSteps(problem, SequenceMajor(problem.layout)).linearize(torch.randn(3, size, dtype=torch.float64))
+    assert taken.diagonals_if_uncoupled() is None
+
+
+# --- the scan
+
+
+def _substituted(linear_T: torch.Tensor, offset_TS: torch.Tensor) -> torch.Tensor:
+    state_S = torch.zeros_like(offset_TS[0])
+    made = []
+    for linear, offset_S in zip(linear_T, offset_TS, strict=True):
+        state_S = (linear @ state_S if linear.dim() == 2 else linear * state_S) + offset_S
+        made.append(state_S)
+    return torch.stack(made)
+
+
+def _drawn(T: int, S: int, form: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (T, S, S) if form == "dense" else (T, S)
+    linear_T = torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(S)
+    return linear_T, torch.randn(T, S, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("form", ["dense", "diagonal"])
+@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.parametrize("T", [*range(1, 18), 31, 33, 64, 100, 127])
+def test_it_equals_substitution(T: int, S: int, form: str) -> None:
+    linear_T, offset_TS = _drawn(T, S, form)
+    found_TS, expected_TS = solve_recurrence(linear_T, offset_TS), _substituted(linear_T, offset_TS)
+    assert float((found_TS - expected_TS).abs().max()) <= 1e-12 * max(1.0, float(expected_TS.abs().max()))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 4), st.sampled_from(["dense", "diagonal"]))
+def test_recurrences_one_after_another_do_not_touch(lengths: list[int], S: int, form: str) -> None:
+    """The first step of each has no linear part, whatever is drawn for it."""
+    linear_T, offset_TS = _drawn(sum(lengths), S, form, seed=sum(lengths))
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    alone = [
+        _substituted(linear_T[start : start + length], offset_TS[start : start + length])
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+    linear_T[starts] = 0
+    assert torch.allclose(solve_recurrence(linear_T, offset_TS), torch.cat(alone), atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_diagonal_is_a_matrix(dtype: torch.dtype) -> None:
+    linear_TS, offset_TS = (tensor.to(dtype) for tensor in _drawn(45, 5, "diagonal"))
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-13
+    matrices = solve_recurrence(torch.diag_embed(linear_TS), offset_TS)
+    assert torch.allclose(solve_recurrence(linear_TS, offset_TS), matrices, atol=tolerance)
+
+
+@pytest.mark.parametrize("T", [2, 3, 17, 100, 1024])
+def test_it_takes_few_rounds_and_few_products(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = []
+    compose = newton._compose
+
+    def counted(second_T: torch.Tensor, first_T: torch.Tensor) -> Any:
+        rounds.append(len(second_T))
+        return compose(second_T, first_T)
+
+    monkeypatch.setattr(newton, "_compose", counted)
+    solve_recurrence(*_drawn(T, 2, "dense"))
+    assert len(rounds) == int(math.log2(T))
+    assert sum(rounds) < T
+
+
+def test_what_is_given_stays_as_it_is() -> None:
+    linear_T, offset_TS = _drawn(20, 3, "dense")
+    before = linear_T.clone(), offset_TS.clone()
+    found_TS = solve_recurrence(linear_T, offset_TS)
+    found_TS.zero_()
+    assert torch.equal(linear_T, before[0])
+    assert torch.equal(offset_TS, before[1])
+    assert solve_recurrence(linear_T[:0], offset_TS[:0]).shape == (0, 3)
+    solve_recurrence(linear_T[:1], offset_TS[:1]).zero_()
+    assert torch.equal(offset_TS, before[1])
+
+
+def test_an_overflow_is_not_hidden() -> None:
+    linear_TS, offset_TS = torch.full((64, 1), 1e30), torch.ones(64, 1)
+    assert not bool(solve_recurrence(linear_TS, offset_TS).isfinite().all())

@@ -20,7 +20,9 @@ from stretto.solvers import AbstractSolver
 
 SOLVERS: dict[str, Callable[[float], AbstractSolver]] = {
     "shooting": lambda tolerance: stretto.Shooting(num_chunks=8, tolerance=tolerance),
-    "sweeps until chunks agree": lambda tolerance: stretto.Shooting(num_chunks=8, tolerance=tolerance, persist=True),
+    "sweeps until chunks agree": lambda tolerance: stretto.Shooting(
+        num_chunks=8, tolerance=tolerance, until_converged=True
+    ),
     "multigrid": lambda tolerance: stretto.Multigrid(tolerance=tolerance),
     "newton": lambda tolerance: stretto.Newton(tolerance=tolerance),
     "newton, diagonal": lambda tolerance: stretto.Newton(jacobian="diagonal", tolerance=tolerance),
@@ -103,7 +105,7 @@ def test_gates_need_fewer_sweeps_than_none() -> None:
     """The adding net keeps its sum by its update gates: their products carry news through many chunks at once."""
     trained = trained_on_adding()
     rnn = copy.deepcopy(trained.rnn).double()
-    rnn.solver = stretto.Shooting(num_chunks=32, tolerance=1e-8, persist=True)
+    rnn.solver = stretto.Shooting(num_chunks=32, tolerance=1e-8, until_converged=True)
     with torch.no_grad():
         rnn(trained.x_BTF.double())
     assert "corrected by" in rnn.solution.reason

@@ -22,8 +22,7 @@ from stretto.batching import Batch
 from stretto.data import SequenceSet, StepLabels, write_npz
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.solvers import AbstractSolver, Chain, Solution, Solved
-from stretto.solvers.shooting.trajectory_cache import Place
+from stretto.solvers import AbstractSolver, CacheKey, Problem, Result, Solution
 from stretto.tasks.label_steps import LabelSteps, LabelStepsConfig
 from stretto.training import (
     EVENTS_FILE,
@@ -92,7 +91,7 @@ def _cache(trainer: Trainer) -> stretto.TrajectoryCache:
 
 def _held(cache: stretto.TrajectoryCache) -> tuple[Any, list[bytes]]:
     state = cache.state_dict()
-    return state["places"], [part.numpy().tobytes() for parts in state["states"] for part in parts]
+    return state["keys"], [part.numpy().tobytes() for parts in state["states"] for part in parts]
 
 
 def test_shooting_reaches_what_step_after_step_reaches(tmp_path: Path) -> None:
@@ -357,10 +356,10 @@ class _HalfWay(AbstractSolver):
     def __init__(self, *, tolerance: float | None = None) -> None:
         self.tolerance = tolerance
 
-    def solve(self, chain: Chain) -> Solved:
-        walked = chain.run(chain.layout, chain.x_PF, chain.states)
-        short = dataclasses.replace(walked, y_PF=walked.y_PF * 0.5)
-        return Solved(walked=short, solution=Solution(solver="multigrid", iterations=2, residual=0.5, reason="half"))
+    def solve(self, problem: Problem) -> Result:
+        y_PF, states = problem.run(problem.layout, problem.x_PF, problem.states)
+        solution = Solution(solver="multigrid", iterations=2, residual=0.5, reason="half")
+        return Result(y_PF=0.5 * y_PF, states=states, solution=solution)
 
 
 def test_multigrid_is_told_and_also_used_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +393,7 @@ def test_caches_survive_a_checkpoint(tmp_path_factory: pytest.TempPathFactory, d
             shapes = drawn.draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=2))
             dtypes = [drawn.draw(st.sampled_from([torch.float32, torch.float64, torch.int64])) for _ in shapes]
             states = [(torch.randn(shape) * 9).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-            cache.put(Place(chain="0.1", sample_id=7 - number, length=3), states)
+            cache.put(CacheKey(layer="0.1", sample_id=7 - number, chunk_length=3), states)
         caches.append(cache)
     run = tmp_path_factory.mktemp("cache")
     save_checkpoint(run, pack_caches(caches).copied(), step=1, keep=1)

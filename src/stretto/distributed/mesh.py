@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stretto.distributed.world import World
 from stretto.errors import StrettoError
 from stretto.nn import RNN
-from stretto.solvers import PIECE, Relay, count_ranks
+from stretto.solvers import SEGMENT_STEPS, TimeParallel, count_ranks
 from stretto.state import map_state
 
 
@@ -84,9 +84,9 @@ class TimeMesh:
         self.data = World(rank=rank // time, size=size // time, device=device, group=across)
         self.time = World(rank=rank % time, size=time, device=device, group=along)
 
-    def solver(self, *, tolerance: float = 1e-6, piece: int = PIECE) -> Relay:
-        """Walks blocks of time on the ranks of this rank's time group."""
-        return Relay(group=self.time.group, tolerance=tolerance, piece=piece)
+    def solver(self, *, tolerance: float = 1e-6, segment_steps: int = SEGMENT_STEPS) -> TimeParallel:
+        """Runs blocks of time on the ranks of this rank's time group."""
+        return TimeParallel(group=self.time.group, tolerance=tolerance, segment_steps=segment_steps)
 
     def steps(self, num_steps: int) -> range:
         """The steps of this rank: those of all ranks follow each other and differ by one in number, at most."""

@@ -16,12 +16,12 @@ from stretto.cells import cell_from
 from stretto.errors import StrettoError
 from stretto.graph import call_cell
 from stretto.kernels import Backend, Built, Layout, SaveChoice, build
-from stretto.nn.auto import Auto
+from stretto.nn.auto import SolverAutotuner
 from stretto.nn.explanation import Explanation
 from stretto.nn.fingerprint import fingerprint
 from stretto.nn.ragged import Rows, as_rows
-from stretto.nn.stack import Direction, StackResult, Way, run_stack
-from stretto.solvers import AbstractSolver, AnyProgram, Solution, Variants
+from stretto.nn.stack import Direction, SolverCall, StackResult, run_stack
+from stretto.solvers import AbstractSolver, AnyProgram, CellVariants, Solution
 from stretto.state import flatten, unflatten
 
 TORCH_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
@@ -81,7 +81,7 @@ class RNN(nn.Module):
         self.cells = nn.ModuleList(_stacked(cell, num_layers, 2 if bidirectional else 1))
         self._built: dict[Any, Built] = {}
         self._held: dict[int, dict[str, nn.Module]] = {}
-        self._auto = Auto()
+        self._autotuner = SolverAutotuner()
         self.solutions: tuple[Solution, ...] = ()
 
     @property
@@ -146,9 +146,9 @@ class RNN(nn.Module):
                     features = (*outputs[0][:-1], sum(shape[-1] for shape in outputs))
             run = partial(self._run, rows.layout)
             if self.solver == "auto":
-                result = self._auto.run(layers, rows.layout, rows.x_PF, run=run)
+                result = self._autotuner.run(layers, rows.layout, rows.x_PF, run=run)
             else:
-                result = run(layers, rows.x_PF, self._way(rows, sample_ids))
+                result = run(layers, rows.x_PF, self._solver_call(rows, sample_ids))
             self.solutions = tuple(result.solutions)
             y = rows.output(result.y_PF)
             after = [
@@ -162,17 +162,17 @@ class RNN(nn.Module):
         return y, after[0] if len(after) == 1 else tuple(after)
 
     def _run(
-        self, layout: Layout, layers: Sequence[Sequence[Direction]], x_PF: torch.Tensor, way: Way | None
+        self, layout: Layout, layers: Sequence[Sequence[Direction]], x_PF: torch.Tensor, call: SolverCall | None
     ) -> StackResult:
         dropout = self.dropout if self.training else 0.0
-        return run_stack(layers, layout, x_PF, dropout=dropout, save=self.save, way=way)
+        return run_stack(layers, layout, x_PF, dropout=dropout, save=self.save, call=call)
 
-    def _way(self, rows: Rows, sample_ids: Sequence[int] | torch.Tensor | None) -> Way | None:
-        """The solver and what it knows sequences by; None for walking step after step."""
+    def _solver_call(self, rows: Rows, sample_ids: Sequence[int] | torch.Tensor | None) -> SolverCall | None:
+        """The solver and the ids of the sequences; None for a sequential run."""
         if not isinstance(self.solver, AbstractSolver):
             return None
         if sample_ids is None:
-            return Way(self.solver)
+            return SolverCall(self.solver)
         ids = [int(number) for number in sample_ids]
         if len(ids) != rows.layout.num_rows:
             raise StrettoError(
@@ -180,7 +180,7 @@ class RNN(nn.Module):
                 fix="Give one whole number for each sequence.",
             )
         order = range(len(ids)) if rows.order_B is None else rows.order_B.tolist()
-        return Way(self.solver, tuple(ids[number] for number in order))
+        return SolverCall(self.solver, tuple(ids[number] for number in order))
 
     def _fitting(self, x: Any, state: Any) -> tuple[Any, Any]:
         """The input and state in the dtype of the parameters: taken there under autocast, refused otherwise."""
@@ -251,11 +251,11 @@ class RNN(nn.Module):
             built = self._built[key] = build(cell, x_shape=features, x_dtype=dtype, state=initial, backend=self.backend)
         return built
 
-    def _variants(self, cell: nn.Module, initial: Any, place: int) -> Variants:
+    def _variants(self, cell: nn.Module, initial: Any, place: int) -> CellVariants:
         def program(module: nn.Module, features: tuple[int, ...], dtype: torch.dtype) -> AnyProgram:
             return self._build(module, features, dtype, initial).program
 
-        return Variants(cell=cell, state=initial, build=program, held=self._held.setdefault(place, {}))
+        return CellVariants(cell=cell, build=program, modules=self._held.setdefault(place, {}))
 
     def _states(self, state: Any, num_rows: int) -> list[Any]:
         made = [_initial(cell, num_rows) for cell in self.cells]
@@ -285,7 +285,7 @@ class RNN(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Compiled code is found again, not stored."""
-        return {**self.__dict__, "_built": {}, "_held": {}, "_auto": Auto()}
+        return {**self.__dict__, "_built": {}, "_held": {}, "_autotuner": SolverAutotuner()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RNN":
         twin = type(self).__new__(type(self))

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from stretto.kernels import CppKernel, Layout, PlainProgram, Program, SaveChoice, run_together
 from stretto.nn.recompute import recomputed, stretches
-from stretto.solvers import AbstractSolver, Chain, Solution, Variants
+from stretto.solvers import AbstractSolver, CellVariants, Problem, Solution
 
 MOST_CHUNKS = 16
 CHUNK_COST = 1 << 24
@@ -32,13 +32,13 @@ class Direction:
     program: Program | PlainProgram
     parameters: Mapping[str, torch.Tensor]
     states: Sequence[torch.Tensor]
-    variants: Variants | None = None
+    variants: CellVariants | None = None
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How to walk through time, and what sequences are known by, sorted as in the layout."""
+class SolverCall:
+    """The solver of a call, and the ids of the sequences, sorted as in the layout."""
 
     solver: AbstractSolver
     sample_ids: tuple[int, ...] | None = None
@@ -49,7 +49,7 @@ class Way:
 class StackResult:
     """Outputs of the last layer (P, ...), and the final states of each layer and direction (B, ...).
 
-    How these were found is there for each layer and direction, unless all were walked step after step.
+    With a solver, `solutions` has how they were found, for each layer and direction.
     """
 
     y_PF: torch.Tensor
@@ -64,7 +64,7 @@ def run_stack(
     *,
     dropout: float = 0.0,
     save: SaveChoice = "auto",
-    way: Way | None = None,
+    call: SolverCall | None = None,
 ) -> StackResult:
     """Run layers of one direction, or of two of which the second reads backwards.
 
@@ -72,9 +72,9 @@ def run_stack(
     in which a layer works on one stretch of time while the layer above works on the one before.
 
     With `save` "states", stretches of time are computed again in the backward pass from the state at their start. With
-    a `way`, its solver walks through time, one layer and direction after the other.
+    a `call`, its solver runs one layer and direction after the other.
     """
-    chunks = chunks_of_a_wave(layers, layout) if save == "auto" and way is None else 1
+    chunks = chunks_of_a_wave(layers, layout) if save == "auto" and call is None else 1
     if chunks > 1:
         return _wave([layer[0] for layer in layers], layout, x_PF, dropout=dropout, count=chunks)
     finals: list[list[torch.Tensor]] = []
@@ -83,12 +83,12 @@ def run_stack(
         if number and dropout:
             x_PF = functional.dropout(x_PF, dropout)
         inputs = [reversed_rows(layout, x_PF) if reverse else x_PF for reverse in range(len(layer))]
-        if way is not None:
+        if call is not None:
             solved = [
-                way.solver.solve(_chain(direction, layout, rows_PF, way, number=number, reverse=reverse))
+                call.solver.solve(_problem(direction, layout, rows_PF, call, number=number, reverse=reverse))
                 for reverse, (direction, rows_PF) in enumerate(zip(layer, inputs, strict=True))
             ]
-            results = [(item.walked.y_PF, item.walked.states) for item in solved]
+            results = [(item.y_PF, item.states) for item in solved]
             solutions += [item.solution for item in solved]
         elif save == "states" and torch.is_grad_enabled():
             results = _in_stretches(layer, layout, inputs)
@@ -106,18 +106,20 @@ def run_stack(
     return StackResult(x_PF, finals, solutions)
 
 
-def _chain(direction: Direction, layout: Layout, x_PF: torch.Tensor, way: Way, *, number: int, reverse: int) -> Chain:
+def _problem(
+    direction: Direction, layout: Layout, x_PF: torch.Tensor, call: SolverCall, *, number: int, reverse: int
+) -> Problem:
     assert direction.variants is not None
-    return Chain(
+    return Problem(
         program=direction.program,
         variants=direction.variants,
         layout=layout,
         x_PF=x_PF,
         states=direction.states,
         parameters=direction.parameters,
-        sample_ids=way.sample_ids,
+        sample_ids=call.sample_ids,
         name=f"{number}.{reverse}",
-        backwards=bool(reverse),
+        reverse=bool(reverse),
     )
 
 

@@ -1,34 +1,26 @@
-"""Who walks through time: step after step, or many stretches of it at once."""
+"""How to get through time: sequentially, or in many chunks at once. One file per method."""
 
-from stretto.solvers.multigrid.multigrid import Multigrid
-from stretto.solvers.newton.newton import Newton
-from stretto.solvers.ranks.leg import Leg, Sums
-from stretto.solvers.ranks.neighbours import Neighbours, count_ranks
-from stretto.solvers.ranks.relay import PIECE, TOLD, Relay
-from stretto.solvers.serial import Serial
-from stretto.solvers.shooting.shooting import MOST_ROWS, Shooting
-from stretto.solvers.shooting.trajectory_cache import TrajectoryCache
-from stretto.solvers.solver import AbstractSolver, Chain, Solution, Solved
-from stretto.solvers.variants import AnyProgram, Variants
+from stretto.solvers.base import AbstractSolver, AnyProgram, CellVariants, Problem, Result, Serial, Solution
+from stretto.solvers.multigrid import Multigrid
+from stretto.solvers.newton import Newton
+from stretto.solvers.shooting import MAX_KERNEL_ROWS, CacheKey, Shooting, TrajectoryCache
+from stretto.solvers.time_parallel import SEGMENT_STEPS, TimeParallel, count_ranks
 
 __all__ = [
-    "MOST_ROWS",
-    "PIECE",
-    "TOLD",
+    "MAX_KERNEL_ROWS",
+    "SEGMENT_STEPS",
     "AbstractSolver",
     "AnyProgram",
-    "Chain",
-    "Leg",
+    "CacheKey",
+    "CellVariants",
     "Multigrid",
-    "Neighbours",
     "Newton",
-    "Relay",
+    "Problem",
+    "Result",
     "Serial",
     "Shooting",
     "Solution",
-    "Solved",
-    "Sums",
+    "TimeParallel",
     "TrajectoryCache",
-    "Variants",
     "count_ranks",
 ]

@@ -28,7 +28,7 @@ def pack_caches(caches: Sequence[TrajectoryCache]) -> Checkpoint:
             for state in states:
                 by_type.setdefault(_name(state.dtype), []).append(state.reshape(-1))
         tensors |= {f"{PREFIX}.{number}.{name}": torch.cat(parts) for name, parts in by_type.items()}
-        described.append({"places": held["places"], "shapes": shapes})
+        described.append({"keys": held["keys"], "shapes": shapes})
     return Checkpoint(tensors=tensors, state={PREFIX: described} if caches else {})
 
 
@@ -50,7 +50,7 @@ def unpack_caches(checkpoint: Checkpoint, caches: Sequence[TrajectoryCache]) -> 
                 flat = checkpoint.tensors[f"{PREFIX}.{number}.{name}"][first : begun[name]]
                 parts.append(flat.reshape(shape))
             states.append(parts)
-        cache.load_state_dict({"places": described["places"], "states": states})
+        cache.load_state_dict({"keys": described["keys"], "states": states})
 
 
 def _name(dtype: torch.dtype) -> str:

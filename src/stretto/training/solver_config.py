@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from stretto.errors import StrettoError
-from stretto.solvers import MOST_ROWS, AbstractSolver, Multigrid, Shooting, TrajectoryCache
+from stretto.solvers import MAX_KERNEL_ROWS, AbstractSolver, Multigrid, Shooting, TrajectoryCache
 from stretto.training.config import Count, Positive, TrainConfig
 
 Way = Literal["serial", "auto", "shooting", "carried", "multigrid"]
@@ -47,8 +47,8 @@ class SolverConfig(TrainConfig):
             return Multigrid(tolerance=self.tolerance)
         if self.solver == "carried":
             # Not by the rows of each batch, which change: a sequence that is cut otherwise is not found again.
-            chunks = max(2, MOST_ROWS // self.rows) if self.chunks == "auto" else self.chunks
-            cache = TrajectoryCache(most_bytes=max(1, int(self.cache_megabytes * MEGABYTE)))
+            chunks = max(2, MAX_KERNEL_ROWS // self.rows) if self.chunks == "auto" else self.chunks
+            cache = TrajectoryCache(max_bytes=max(1, int(self.cache_megabytes * MEGABYTE)))
             return Shooting(num_chunks=chunks, max_sweeps=1, cache=cache)
         return Shooting(num_chunks=self.chunks, tolerance=self.tolerance or Shooting().tolerance)
 

@@ -157,7 +157,7 @@ class Solving:
         batches, backward = (max(1.0, sum(getattr(t, n) for t in found)) for n in ("batches", "backward_batches"))
         went_back = any(totals.backward_batches for totals in found)
         return SolverRecord(
-            solver="relay" if self._config.time_parallel > 1 else self._config.solver,
+            solver="time_parallel" if self._config.time_parallel > 1 else self._config.solver,
             exact=self._exact,
             # Workers that divide the steps of a batch have each counted it.
             batches=int(sum(totals.batches for totals in found)) // self._config.time_parallel,

@@ -19,11 +19,9 @@ from newton_cells import Rotated
 from solver_oracle import assert_equal, pair, results
 
 import stretto
-from stretto.solvers import AbstractSolver, habit
-from stretto.solvers.habit import EARLY, FIRST, LATE, MOST, Habit
-from stretto.solvers.multigrid.reverse_cycles import ReverseCycles
-from stretto.solvers.shooting import shooting
-from stretto.solvers.shooting.memory import Memory
+from stretto.solvers import AbstractSolver, backoff, shooting
+from stretto.solvers.backoff import FIRST_COST_SHARE, LAST_COST_SHARE, MAX_SKIP_CALLS, MIN_SKIP_CALLS, Backoff
+from stretto.solvers.multigrid import ReverseCycles
 
 F, H = 2, 8
 CHAOTIC = 8.0
@@ -41,7 +39,7 @@ QUICK = [name for name in SOLVERS if name != "multigrid"]
 @pytest.fixture
 def bold(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dear search is tried again soon: tests are to be quick."""
-    monkeypatch.setattr(habit, "EARLY", 1.0)
+    monkeypatch.setattr(backoff, "FIRST_COST_SHARE", 1.0)
 
 
 def _chaotic(solver: Any) -> tuple[stretto.RNN, stretto.RNN, torch.Tensor]:
@@ -79,7 +77,7 @@ def test_every_call_equals_step_after_step_and_searches_are_few(name: str, quick
     searches = [number for number, work in enumerate(works) if work > 1]
     assert searches[0] == 0
     rests = [later - earlier - 1 for earlier, later in pairwise(searches)]
-    first = max(FIRST, math.ceil((works[0] - 1) / EARLY))
+    first = max(MIN_SKIP_CALLS, math.ceil((works[0] - 1) / FIRST_COST_SHARE))
     assert rests == [first * 2**number for number in range(len(rests))]
     # The next one would be beyond the end.
     assert len(searches) == 1 + int(math.log2((200 - len(searches)) / first + 1))
@@ -99,7 +97,7 @@ def test_it_says_why_and_for_how_long(name: str, bold: None) -> None:
         parallel(x_BTF)
         told = parallel.solution.reason
         left = int(told.split()[4])
-        assert left >= FIRST
+        assert left >= MIN_SKIP_CALLS
         assert told == f"not tried again for {left} calls: {reason}"
         assert (parallel.solution.iterations, parallel.solution.work) == (1, 1.0)
         for more in range(left - 1, 1, -1):
@@ -156,7 +154,7 @@ def test_iterations_that_were_asked_for_are_made() -> None:
 
 
 def test_sweeps_that_were_asked_for_are_made() -> None:
-    for words in ({"persist": True}, {"max_sweeps": 6}):
+    for words in ({"until_converged": True}, {"max_sweeps": 6}):
         _, parallel, x_BTF = _chaotic(stretto.Shooting(num_chunks=6, tolerance=1e-10, **words))  # type: ignore[arg-type]
         for _ in range(3):
             parallel(x_BTF)
@@ -218,9 +216,9 @@ def test_a_gradient_that_is_found_step_after_step_is_in_vain_too(monkeypatch: py
     assert_equal(results(parallel, x_BTF), expected, 1e-7)
     assert not parallel.solution.fell_back
     with monkeypatch.context() as patched:
-        patched.setattr(ReverseCycles, "_given_up", lambda *_: "it takes too long")
+        patched.setattr(ReverseCycles, "_why_stop", lambda *_, **__: "it takes too long")
         assert_equal(results(parallel, x_BTF), expected, 1e-7)
-    assert "the gradient was found step after step: it takes too long" in parallel.solution.reason
+    assert "the gradient was found sequentially: it takes too long" in parallel.solution.reason
     assert_equal(results(parallel, x_BTF), expected, 1e-12)
     assert parallel.solution.reason.endswith("calls: the gradient: it takes too long")
     with torch.no_grad():
@@ -234,7 +232,7 @@ def test_a_gradient_that_is_no_number_teaches_nothing() -> None:
     _, parallel = pair(stretto.cells.GRU(F, H), SOLVERS["relaxation"](), scale=0.1)
     x_BTF = torch.randn(1, 200, F, dtype=torch.float64)
     (parallel(x_BTF)[0].sum() * math.inf).backward()
-    assert "a gradient is no number" in parallel.solution.reason
+    assert "a gradient is NaN or inf" in parallel.solution.reason
     parallel(x_BTF)
     assert not parallel.solution.fell_back
 
@@ -242,7 +240,7 @@ def test_a_gradient_that_is_no_number_teaches_nothing() -> None:
 def test_a_probe_that_is_belied_in_the_same_call_is_not_made_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sweep that is to verify does not; a new probe would say the same as the one before."""
     serial, parallel, x_BTF = _chaotic(stretto.Shooting(num_chunks=6, tolerance=1e-8))
-    monkeypatch.setattr(shooting, "probed", lambda *_, **__: Memory(steps=2.0, rate=0.1, walked=60))
+    monkeypatch.setattr(shooting, "estimate_forgetting", lambda *_, **__: (2.0, 60))
     expected = results(serial, x_BTF)
     assert_equal(results(parallel, x_BTF), expected, 1e-7)
     assert re.match(r"after one sweep chunks of \d+ steps differ by", parallel.solution.reason)
@@ -272,24 +270,24 @@ def test_relaxation_that_comes_no_nearer_is_given_up() -> None:
 )
 def test_searches_in_vain_cost_little_whatever_comes(outcomes: list[tuple[bool, float]], work: float) -> None:
     """Whether searches pay or not, those in vain cost at most what the calls that follow them bear."""
-    known = Habit()
+    known = Backoff()
     for pays, dear in outcomes:
-        assert known.skipped() == ""
+        assert known.should_skip() == ""
         if pays:
-            known.encourage()
-            assert known.skipped() == ""
+            known.succeed()
+            assert known.should_skip() == ""
             continue
-        known.tire(work=dear, reason="so it is")
-        rest = known.rest
-        assert rest >= FIRST
-        assert dear / rest <= EARLY
-        known.tire(work=10 * dear, reason="said twice")
-        assert (known.rest, known.reason) == (rest, "so it is")
-        assert sum(bool(known.skipped()) for _ in range(rest)) == rest
+        known.fail(work=dear, reason="so it is")
+        rest = known.calls_to_skip
+        assert rest >= MIN_SKIP_CALLS
+        assert dear / rest <= FIRST_COST_SHARE
+        known.fail(work=10 * dear, reason="said twice")
+        assert (known.calls_to_skip, known.reason) == (rest, "so it is")
+        assert sum(bool(known.should_skip()) for _ in range(rest)) == rest
     for _ in range(20):
-        known.tire(work=work, reason="so it is")
-        rest, known.rest = known.rest, 0
-    assert rest == max(MOST, math.ceil(work / LATE))
+        known.fail(work=work, reason="so it is")
+        rest, known.calls_to_skip = known.calls_to_skip, 0
+    assert rest == max(MAX_SKIP_CALLS, math.ceil(work / LAST_COST_SHARE))
 
 
 def test_what_is_known_is_no_setting() -> None:

@@ -109,7 +109,7 @@ def test_sweeps_that_persist_rise_to_as_many_as_chunks() -> None:
     """Above zero only walking all chunks one after another makes them right: nothing is won, and it is told."""
     num_chunks, sweeps = 12, []
     for net in _sweep(300):
-        rnn = net.by(stretto.Shooting(num_chunks=num_chunks, tolerance=1e-12, persist=True))
+        rnn = net.by(stretto.Shooting(num_chunks=num_chunks, tolerance=1e-12, until_converged=True))
         found = results(rnn, net.x_BTF)
         solution = rnn.solution
         assert not solution.fell_back

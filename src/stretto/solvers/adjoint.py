@@ -1,0 +1,388 @@
+"""Gradients through chunks of time: one bridge to autograd, and reverse sweeps.
+
+Forward, all chunks run at once. Each maps the state before it to the state after it, and where a solver has converged
+the end of one chunk is the start of the next:
+
+      h_0                 start_1               start_2
+       |                     |                     |
+    [chunk 0] -> end_0    [chunk 1] -> end_1    [chunk 2] -> end_2 = h_T
+                 end_0 = start_1       end_1 = start_2
+
+The gradient never goes through the iterations that found the starts. It solves the adjoint recurrence, which is linear
+and runs in reverse: with J_c the Jacobian of chunk c and g the gradients that come from the loss,
+
+    d_start_c = J_c' d_end_c + g_c,          d_end_c = d_start_{c+1} + g_end_c.
+
+The unknowns are the gradients that arrive at the end of each chunk from the chunk after it, `arriving`. A reverse
+sweep pulls them back through all chunks at once, by autograd, and hands what comes out at each start to the chunk
+before. After k sweeps the last k chunks of each sequence are exact. `ReverseSweeps` repeats that until nothing changes;
+multigrid's `ReverseCycles` solves the same recurrence with coarse grids.
+
+Shape legend: B sequences, C chunks of all sequences, P real steps of all sequences, F features.
+"""
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, TypeAlias, final
+
+import torch
+
+from stretto.kernels import without_weights
+from stretto.solvers.base import Problem, Solution, residual_norm
+from stretto.solvers.chunks import Chunks
+
+MaybeTensor: TypeAlias = torch.Tensor | None
+Report: TypeAlias = "Callable[[AdjointStats], None]"
+
+
+@final
+@dataclasses.dataclass(slots=True, kw_only=True)
+class AdjointStats:
+    """How the gradient was found.
+
+    Attributes:
+        iterations: Sweeps or cycles; a part of a sweep counts as such.
+        residual: The change that is left, relative to the largest gradient.
+        failure: Why it has to be found sequentially instead; empty if it was found.
+        arriving: The gradients that arrive at the end of each chunk (C, ...).
+    """
+
+    iterations: float = 0
+    residual: float = 0.0
+    failure: str = ""
+    arriving: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+@final
+@dataclasses.dataclass(slots=True, kw_only=True)
+class ChunkGraph:
+    """The autograd graph of a run over chunks, and the gradients that come from outside.
+
+    All tensors are in the order of the chunks. The outputs are in two parts where the first steps of each chunk can be
+    differentiated alone.
+    """
+
+    chunks: Chunks
+    x_PF: torch.Tensor
+    starts: list[torch.Tensor]
+    parameters: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    ends: list[torch.Tensor]
+    d_outputs: Sequence[MaybeTensor] = ()
+    d_ends: Sequence[torch.Tensor] = ()
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """What gradients are asked for, besides the starts: the input and the parameters."""
+        return [self.x_PF, *self.parameters]
+
+    def sweep(self, arriving: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One reverse sweep: what arrives at the ends of chunks next, without gradients of weights."""
+        with without_weights():
+            _, d_starts = self.pull_back(arriving, wanted=[])
+        return self.hand_back(d_starts)
+
+    def pull_back(
+        self, arriving: Sequence[torch.Tensor], *, wanted: Sequence[torch.Tensor]
+    ) -> tuple[list[MaybeTensor], list[MaybeTensor]]:
+        """The gradients of the `wanted` leaves, and of the states before each chunk."""
+        pairs = [(y, d) for y, d in zip(self.outputs, self.d_outputs, strict=True) if d is not None]
+        pairs += [(end, own + more) for end, own, more in zip(self.ends, self.d_ends, arriving, strict=True)]
+        found = differentiate(pairs, [*wanted, *self._moving_starts])
+        return found[: len(wanted)], self._per_part(found[len(wanted) :])
+
+    def pull_back_first_steps(self) -> list[MaybeTensor]:
+        """The gradients of the states before each chunk that come from the outputs of its first steps alone."""
+        assert self.d_outputs[0] is not None
+        with without_weights():
+            found = differentiate([(self.outputs[0], self.d_outputs[0])], self._moving_starts)
+        return self._per_part(found)
+
+    def hand_back(self, d_starts: Sequence[MaybeTensor]) -> list[torch.Tensor]:
+        """What leaves the start of each chunk arrives at the end of the chunk before."""
+        later, arriving = self.chunks.later_D, []
+        previous = self.chunks.previous_C[later]
+        for end, d_start in zip(self.ends, d_starts, strict=True):
+            d_end = torch.zeros_like(end)
+            if d_start is not None:
+                d_end.index_copy_(0, previous.to(end.device), d_start.index_select(0, later.to(end.device)))
+            arriving.append(d_end)
+        return arriving
+
+    @property
+    def _moving_starts(self) -> list[torch.Tensor]:
+        return [start for start in self.starts if start.requires_grad]
+
+    def _per_part(self, found: Sequence[MaybeTensor]) -> list[MaybeTensor]:
+        """One per part of the state; None for parts without a gradient."""
+        remaining = iter(found)
+        return [next(remaining) if start.requires_grad else None for start in self.starts]
+
+
+class AbstractAdjoint(ABC):
+    """Solves the adjoint recurrence of a run over chunks.
+
+    Attributes:
+        lead_steps: Steps at the start of each chunk that can be differentiated alone; 0 for none.
+    """
+
+    lead_steps: int = 0
+
+    @abstractmethod
+    def solve(self, graph: ChunkGraph) -> tuple[list[MaybeTensor], list[MaybeTensor], AdjointStats]:
+        """The gradients of the leaves and of the states before each chunk, and how they were found.
+
+        With a `failure`, the gradients are void.
+        """
+
+
+@final
+class ReverseSweeps(AbstractAdjoint):
+    """The adjoint by sweeps in reverse.
+
+    Args:
+        tolerance: The change that is small enough, relative to the largest gradient.
+        max_sweeps: Sweeps to make at most; as many as a sequence has chunks are always enough.
+        lead_steps: Make a first guess from so many steps at the start of each chunk.
+        arriving: A first guess from elsewhere (C, ...).
+    """
+
+    def __init__(
+        self,
+        *,
+        tolerance: float,
+        max_sweeps: int,
+        lead_steps: int = 0,
+        arriving: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self.tolerance, self.max_sweeps = tolerance, max_sweeps
+        self.lead_steps, self.arriving = lead_steps, arriving
+
+    def solve(self, graph: ChunkGraph) -> tuple[list[MaybeTensor], list[MaybeTensor], AdjointStats]:
+        """Sweep until nothing changes.
+
+        Only the last sweep computes gradients of weights. It is also the check: with a good first guess it is the only
+        one, and further sweeps follow only where it disagrees.
+        """
+        stats = AdjointStats()
+        arriving = self._first_guess(graph, stats)
+        is_last = not len(graph.chunks.later_D) or self.max_sweeps <= 1
+        if not is_last and not self.lead_steps and self.arriving is None:
+            is_last, arriving = True, self._converge(graph, arriving, stats)
+        while True:
+            wanted = [leaf for leaf in graph.leaves if leaf.requires_grad]
+            found, d_starts = graph.pull_back(arriving, wanted=wanted)
+            fresh = graph.hand_back(d_starts)
+            stats.iterations += 1
+            stats.residual = residual_norm(fresh, arriving, kind="gradient")
+            if is_last or stats.residual <= self.tolerance or stats.iterations >= self.max_sweeps:
+                break
+            is_last, arriving = True, self._converge(graph, fresh, stats)
+        stats.arriving = fresh
+        by_leaf = dict(zip(map(id, wanted), found, strict=True))
+        return [by_leaf.get(id(leaf)) for leaf in graph.leaves], d_starts, stats
+
+    def _first_guess(self, graph: ChunkGraph, stats: AdjointStats) -> list[torch.Tensor]:
+        if self.arriving is not None:
+            return [part.to(end) for part, end in zip(self.arriving, graph.ends, strict=True)]
+        if len(graph.outputs) == 1 or not len(graph.chunks.later_D) or graph.d_outputs[0] is None:
+            return [torch.zeros_like(end) for end in graph.ends]
+        stats.iterations += self.lead_steps / graph.chunks.length
+        return graph.hand_back(graph.pull_back_first_steps())
+
+    def _converge(self, graph: ChunkGraph, arriving: list[torch.Tensor], stats: AdjointStats) -> list[torch.Tensor]:
+        """Sweep until nothing changes, or all sweeps but one are made.
+
+        A gradient that is NaN spreads to all chunks before, as it would in a sequential backward pass.
+        """
+        while stats.iterations + 1 < self.max_sweeps:
+            fresh = graph.sweep(arriving)
+            stats.iterations += 1
+            change = residual_norm(fresh, arriving, kind="gradient")
+            arriving = fresh
+            if change <= self.tolerance:
+                break
+        return arriving
+
+
+def differentiable_chunks(
+    problem: Problem,
+    chunks: Chunks,
+    boundaries: Sequence[torch.Tensor],
+    *,
+    adjoint: AbstractAdjoint,
+    report: Report,
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """Run all chunks at once from given boundary states, with gradients by an adjoint solver.
+
+    The gradient can itself be differentiated: a backward pass with `create_graph` runs sequentially under autograd.
+
+    Args:
+        problem: What to run.
+        chunks: How it is cut.
+        boundaries: States before each chunk (C, ...); those before first chunks do not count.
+        adjoint: Finds the gradient.
+        report: Called with the statistics of each backward pass.
+
+    Returns:
+        Outputs (P, ...), final states (B, ...), and the states after each chunk (C, ...), which have no gradient.
+    """
+    call = _Call(
+        problem=problem,
+        chunks=chunks,
+        boundaries=[part.detach() for part in boundaries],
+        adjoint=adjoint,
+        report=report,
+        # Within an autograd function, gradients are always off.
+        grad_enabled=torch.is_grad_enabled(),
+    )
+    y_PF, *made = _DifferentiableChunks.apply(  # type: ignore[no-untyped-call]
+        call, problem.x_PF, *problem.states, *problem.parameters.values()
+    )
+    count = len(problem.states)
+    return y_PF, list(made[:count]), list(made[count:])
+
+
+def report_to(solution: Solution) -> Report:
+    """Write the statistics of each backward pass into a solution."""
+
+    def report(stats: AdjointStats) -> None:
+        solution.backward_iterations, solution.backward_residual = math.ceil(stats.iterations), stats.residual
+
+    return report
+
+
+def differentiate(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wanted: Sequence[torch.Tensor], *, create_graph: bool = False
+) -> list[MaybeTensor]:
+    """Gradients of the wanted tensors, from tensors and the gradients that arrive at them; the graph is kept."""
+    pairs = [(made, d) for made, d in pairs if made.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(wanted)
+    made, arriving = zip(*pairs, strict=True)
+    return list(
+        torch.autograd.grad(made, wanted, arriving, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    )
+
+
+@final
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Call:
+    problem: Problem
+    chunks: Chunks
+    boundaries: list[torch.Tensor]
+    adjoint: AbstractAdjoint
+    report: Report
+    grad_enabled: bool
+
+
+class _DifferentiableChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *given: torch.Tensor) -> Any:
+        problem, chunks, count = call.problem, call.chunks, len(call.problem.states)
+        needs = [needed and call.grad_enabled for needed in ctx.needs_input_grad[1:]]
+        x_PF = chunks.to_chunks(given[0]).detach().requires_grad_(needs[0])
+        initial = given[1 : 1 + count]
+        starts = [
+            start.detach().requires_grad_(start.is_floating_point() and any(needs))
+            for start in chunks.starts(initial, call.boundaries)
+        ]
+        parameters = [t.detach().requires_grad_(n) for t, n in zip(given[1 + count :], needs[1 + count :], strict=True)]
+        own = dataclasses.replace(problem, parameters=dict(zip(problem.parameters, parameters, strict=True)))
+        with torch.set_grad_enabled(any(needs)):
+            outputs, ends = _run_chunks(own, chunks, x_PF, starts, lead_steps=call.adjoint.lead_steps)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.needs = call, needs
+        ctx.graph = ChunkGraph(
+            chunks=chunks, x_PF=x_PF, starts=starts, parameters=parameters, outputs=outputs, ends=ends
+        )
+        detached = [end.detach() for end in ends]
+        ctx.mark_non_differentiable(*detached)
+        y_PF = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return (chunks.to_sequences(y_PF.detach()), *chunks.final_states(initial, detached), *detached)
+
+    @staticmethod
+    def backward(ctx: Any, *arriving: MaybeTensor) -> Any:
+        call: _Call = ctx.call
+        if torch.is_grad_enabled():
+            return None, *_sequential_gradients(call.problem, arriving, ctx.needs, create_graph=True)
+        chunks, count = call.chunks, len(call.problem.states)
+        d_y_PF, d_finals = arriving[0], arriving[1 : 1 + count]
+        graph: ChunkGraph = dataclasses.replace(ctx.graph, d_ends=_d_ends(chunks, ctx.graph.ends, d_finals))
+        graph.d_outputs = [None] * len(graph.outputs)
+        if d_y_PF is not None:
+            graph.d_outputs = torch.split(chunks.to_chunks(d_y_PF), [len(part) for part in graph.outputs])
+        (d_x_PF, *d_parameters), d_starts, stats = call.adjoint.solve(graph)
+        if stats.failure:
+            gradients = _sequential_gradients(call.problem, arriving, ctx.needs, create_graph=False)
+        else:
+            d_x_PF = None if d_x_PF is None else chunks.to_sequences(d_x_PF)
+            d_states = [
+                _d_initial(chunks, d_start, d_final, end)
+                for d_start, d_final, end in zip(d_starts, d_finals, graph.ends, strict=True)
+            ]
+            gradients = [d_x_PF, *d_states, *d_parameters]
+        call.report(stats)
+        return None, *[d if needed else None for d, needed in zip(gradients, ctx.needs, strict=True)]
+
+
+def _run_chunks(
+    problem: Problem, chunks: Chunks, x_PF: torch.Tensor, starts: list[torch.Tensor], *, lead_steps: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Outputs, in two parts if the first steps are to be differentiated alone, and the states after each chunk."""
+    layout = chunks.layout
+    cuts = [0, layout.num_steps]
+    if 0 < lead_steps < layout.num_steps and torch.is_grad_enabled():
+        cuts.insert(1, lead_steps)
+    states, outputs = starts, []
+    for first, last in pairwise(cuts):
+        rows = slice(int(layout.starts_T[first]), int(layout.starts_T[last]))
+        part = layout if len(cuts) == 2 else layout.chunk(first, last)
+        y_PF, states = problem.run(part, x_PF[rows], states)
+        outputs.append(y_PF)
+    return outputs, states
+
+
+def _d_ends(chunks: Chunks, ends: Sequence[torch.Tensor], d_finals: Sequence[MaybeTensor]) -> list[torch.Tensor]:
+    """What the loss asks of the states after each chunk: something only at the end of a sequence."""
+    d_ends = []
+    for end, d_final in zip(ends, d_finals, strict=True):
+        d_end = torch.zeros_like(end)
+        if d_final is not None:
+            d_end[chunks.last_B.to(end.device)] = d_final[: len(chunks.last_B)]
+        d_ends.append(d_end)
+    return d_ends
+
+
+def _d_initial(chunks: Chunks, d_start: MaybeTensor, d_final: MaybeTensor, end: torch.Tensor) -> torch.Tensor:
+    """The gradient of the initial states: from first chunks, and straight through sequences without steps."""
+    d_initial = end.new_zeros(chunks.whole.num_rows, *end.shape[1:])
+    if d_start is not None:
+        first_C = chunks.is_first_C
+        d_initial[chunks.sequence_C[first_C].to(end.device)] = d_start[first_C.to(end.device)]
+    if d_final is not None:
+        d_initial[len(chunks.last_B) :] = d_final[len(chunks.last_B) :]
+    return d_initial
+
+
+def _sequential_gradients(
+    problem: Problem, arriving: Sequence[MaybeTensor], needs: Sequence[bool], *, create_graph: bool
+) -> list[MaybeTensor]:
+    """The gradient of a sequential run under autograd, in the order input, states, parameters."""
+    given = [problem.x_PF, *problem.states, *problem.parameters.values()]
+    if create_graph:
+        # Aliases, so that a path from one of these tensors to another elsewhere is not followed here.
+        own = [tensor.view_as(tensor) for tensor in given]
+    else:
+        own = [tensor.detach().requires_grad_(needed) for tensor, needed in zip(given, needs, strict=True)]
+    count = len(problem.states)
+    twin = dataclasses.replace(problem, parameters=dict(zip(problem.parameters, own[1 + count :], strict=True)))
+    with torch.enable_grad():
+        y_PF, states = twin.run(problem.layout, own[0], own[1 : 1 + count])
+    pairs = [(made, d) for made, d in zip([y_PF, *states], arriving, strict=False) if d is not None]
+    wanted = [tensor for tensor, needed in zip(own, needs, strict=True) if needed]
+    found = iter(differentiate(pairs, wanted, create_graph=create_graph))
+    return [next(found) if needed else None for needed in needs]

@@ -1,1 +1,0 @@
-"""Multigrid in time: coarse grids tell chunks where to begin."""

@@ -1,1 +1,0 @@
-"""Newton's method on all steps at once."""

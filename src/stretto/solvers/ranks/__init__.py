@@ -1,1 +1,0 @@
-"""Time over ranks: each has a block of it."""

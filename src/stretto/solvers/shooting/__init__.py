@@ -1,1 +1,0 @@
-"""Multiple shooting: the states at the boundaries of chunks are what is to be found."""
