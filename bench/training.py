@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR
 
 from bench.baselines import Baseline, PlainScript, baseline_of
+from bench.figure import BLUE, GREY, Line, Panel, draw_figure
 from bench.harness import Count, Report, Settings, Table, bench, check_equal
 from bench.task_data import open_data, take_share
 from stretto.batching import Batch, collate
@@ -27,7 +28,6 @@ from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.nn import fresh_state
-from stretto.report import Line, line_chart
 from stretto.tasks import CONFIGS, task_named
 from stretto.training import (
     AbstractLog,
@@ -570,26 +570,11 @@ def train_in_turn(
 
 
 def _curves(comparison: Comparison) -> str:
-    """Quality against seconds of updates, both on the same grid of times."""
-    end = max(comparison.plain.seconds, comparison.stretto.seconds)
-    times = [end * number / 20 for number in range(1, 21)]
-    lines = [
-        Line(name=name, values=_sampled(curve.epochs, times))
-        for name, curve in (("plain", comparison.plain), ("stretto", comparison.stretto))
-    ]
-    values = [value for line in lines for value in line.values if math.isfinite(value)] or [0.0]
-    low, high = min(values), max(values)
-    high = high if high > low else low + 1.0
-    ticks = [(low + share * (high - low), f"{low + share * (high - low):.3g}") for share in (0, 0.25, 0.5, 0.75, 1)]
-    places = [f"{seconds:.0f}" if number % 5 == 4 else "" for number, seconds in enumerate(times)]
-    return line_chart(lines, places=places, across="seconds of updates", up="metric", ticks=ticks)
-
-
-def _sampled(epochs: Sequence[EpochTiming], times: Sequence[float]) -> tuple[float, ...]:
-    """The metric of the last epoch that had ended at each time; before the first, that of the first."""
-    ends = list(itertools.accumulate(epoch.seconds for epoch in epochs))
-    found = []
-    for moment in times:
-        done = sum(end <= moment * (1 + 1e-9) for end in ends)
-        found.append(epochs[max(0, done - 1)].value)
-    return tuple(found)
+    """Quality against seconds of updates, at the end of each epoch."""
+    lines = []
+    for name, curve, colour in (("plain", comparison.plain, GREY), ("stretto", comparison.stretto, BLUE)):
+        seconds = list(itertools.accumulate(epoch.seconds for epoch in curve.epochs))
+        values = [epoch.value if math.isfinite(epoch.value) else None for epoch in curve.epochs]
+        lines.append(Line(name=name, colour=colour, xs=seconds, ys=values))
+    panel = Panel(title="", x="seconds of updates", y="metric", lines=lines, x_scale="linear")
+    return draw_figure([panel], size=(680, 320))

@@ -19,8 +19,8 @@ import numpy as np
 from pydantic import Field
 from torch import distributed
 
+from bench.figure import AMBER, Line, Panel, draw_figure
 from bench.harness import Report, Settings, Table, torch_threads
-from experiments.figure import AMBER, Line, Panel, draw_figure
 from experiments.registry import experiment, to_dict
 from stretto.data import PARTS, HandwritingSettings, Labels, SequenceSet, Transcripts, load_handwriting, open_sequences
 from stretto.distributed import World, join_ranks

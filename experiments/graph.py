@@ -16,8 +16,8 @@ from typing import Annotated, Any, Final, final
 import torch
 from pydantic import Field
 
+from bench.figure import AMBER, BLUE, TEAL, Line, Panel, draw_figure
 from bench.harness import Report, Settings, Table, TimingBudget, check_equal, time_interleaved
-from experiments.figure import AMBER, BLUE, TEAL, Line, Panel, draw_figure
 from experiments.registry import experiment, to_csv, to_dict
 from stretto.errors import StrettoError
 from stretto.graph import Graph, GraphCell, delayed_graph, lstm_graph, peephole_lstm_graph, two_loop_graph

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, final, get_args
 import torch
 from pydantic import Field
 
+from bench.figure import AMBER, BLUE, GREY, TEAL, Line, Panel, draw_figure
 from bench.harness import Report, Settings, Table, torch_threads
-from experiments.figure import AMBER, BLUE, GREY, TEAL, Line, Panel, draw_figure
 from experiments.large_batch_apps import (
     METRICS,
     WARMUP_CAP,

@@ -22,8 +22,8 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional
 
+from bench.figure import AMBER, BLUE, GREY, TEAL, Line, Panel, draw_figure
 from bench.harness import Report, Settings, Table
-from experiments.figure import AMBER, BLUE, GREY, TEAL, Line, Panel, draw_figure
 from experiments.multigrid_data import (
     UNLABELLED,
     WHOLE,

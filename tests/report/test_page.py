@@ -14,7 +14,7 @@ from stretto.report import (
     bullets,
     columns,
     duration,
-    escaped,
+    escape,
     facts,
     figure,
     grid,
@@ -82,13 +82,13 @@ def test_any_words_leave_the_same_elements(words: str) -> None:
 @settings(deadline=None, max_examples=60)
 @given(words=st.text(max_size=30))
 def test_escaped_text_holds_no_markup_and_can_be_written(words: str) -> None:
-    text = escaped(words)
+    text = escape(words)
     assert not set(text) & set("<>\"'")
     text.encode("utf-8")
 
 
 def test_a_lone_surrogate_is_shown_as_its_escape() -> None:
-    assert escaped("a\ud800b") == "a\\ud800b"
+    assert escape("a\ud800b") == "a\\ud800b"
 
 
 def test_nothing_is_fetched_from_elsewhere() -> None:

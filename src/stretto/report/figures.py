@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from stretto.batching import bucket_of
 from stretto.extras import optional
-from stretto.report.page import Html, escaped, figure, sentence
+from stretto.report.page import Html, escape, figure, sentence
 from stretto.report.plot import AMBER, BLUE, BY_BUCKET, GREY, PALE, TEAL, line, log_axis, plot, points
 from stretto.report.record import Event, Numbers, RunRecord
 
@@ -69,7 +69,7 @@ def metric_figure(record: RunRecord) -> Html:
     trace = line(_of_epochs(record, "epoch"), _of_epochs(record, "value"), colour=AMBER, markers=True)
     whole = {"dtick": 1} if len(record.epochs) <= 12 else {}
     tickformat = ".0%" if is_share(record.metric) else ""
-    y = {"title": escaped(name), "rangemode": "tozero", "tickformat": tickformat}
+    y = {"title": escape(name), "rangemode": "tozero", "tickformat": tickformat}
     picture = plot([trace], name="metric", x={"title": "epoch"} | whole, y=y, legend=False)
     return figure(picture, title=sentence(name), caption="On the validation sequences, after each epoch.")
 

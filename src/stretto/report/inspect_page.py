@@ -19,7 +19,7 @@ from stretto.batching import BucketSampler, shuffled_slots
 from stretto.data import PARTS, AbstractTargets, Labels, NoTargets, SequenceSet, StepLabels
 from stretto.files import write_text_atomically
 from stretto.report.figures import lengths_figure
-from stretto.report.page import BigNumber, Section, columns, facts, headline, joined, page, paragraph
+from stretto.report.page import BigNumber, Section, columns, facts, headline, join, page, paragraph
 
 Lengths = npt.NDArray[np.int64]
 TargetKind = Literal["transcripts", "labels", "labels of steps", "none"]
@@ -313,8 +313,8 @@ def write_inspection_page(inspection: Inspection, path: Path) -> None:
         subtitle=f"What its batches will be: {_batch_rule(inspection)}",
         top=[headline(numbers)],
         sections=[
-            Section(title="Lengths", body=joined([lengths, columns(names, [values])])),
-            Section(title="Buckets", body=joined([buckets, columns(BUCKET_HEADER, _bucket_rows(inspection))])),
+            Section(title="Lengths", body=join([lengths, columns(names, [values])])),
+            Section(title="Buckets", body=join([buckets, columns(BUCKET_HEADER, _bucket_rows(inspection))])),
             Section(title="The set", body=facts(_count_rows(inspection))),
         ],
         footer="Batches are padded to their longest sequence; shuffled batches are drawn with one seed.",

@@ -1,6 +1,6 @@
 """One HTML page that needs nothing but itself: style, script and pictures are inside.
 
-Text becomes `Html` only through `escaped`, so that the type checker finds a string that was not escaped.
+Text becomes `Html` only through `escape`, so that the type checker finds a string that was not escaped.
 """
 
 import dataclasses
@@ -93,49 +93,49 @@ class Section:
     body: Html
 
 
-def escaped(value: object) -> Html:
+def escape(value: object) -> Html:
     """`value` as text that HTML shows and never interprets; what UTF-8 cannot encode is shown as its escape."""
     text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
     return Html(html.escape(text, quote=True))
 
 
-def joined(parts: Iterable[Html]) -> Html:
+def join(parts: Iterable[Html]) -> Html:
     """Pieces one after the other."""
     return Html("\n".join(parts))
 
 
 def paragraph(text: str) -> Html:
     """A paragraph of plain text."""
-    return Html(f"<p>{escaped(text)}</p>")
+    return Html(f"<p>{escape(text)}</p>")
 
 
 def bullets(lines: Iterable[object]) -> Html:
     """A list of plain texts."""
-    return Html("<ul>" + "".join(f"<li>{escaped(line)}</li>" for line in lines) + "</ul>")
+    return Html("<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>")
 
 
 def facts(rows: Iterable[tuple[str, object]]) -> Html:
     """A table of names and values."""
-    body = "".join(f"<tr><th>{escaped(name)}</th><td>{escaped(value)}</td></tr>" for name, value in rows)
+    body = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
     return Html(f"<table>{body}</table>")
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
     """A table with one heading per column, numbers to the right."""
-    head = "".join(f"<th>{escaped(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return Html(f'<div class="scroll"><table class="columns"><tr>{head}</tr>{body}</table></div>')
 
 
 def figure(picture: Html, *, title: str, caption: str, wide: bool = False) -> Html:
     """A picture with its title above and its caption below."""
     kind = ' class="wide"' if wide else ""
-    return Html(f"<figure{kind}><h3>{escaped(title)}</h3>{picture}<figcaption>{escaped(caption)}</figcaption></figure>")
+    return Html(f"<figure{kind}><h3>{escape(title)}</h3>{picture}<figcaption>{escape(caption)}</figcaption></figure>")
 
 
 def grid(parts: Iterable[Html]) -> Html:
     """Pieces side by side where there is room."""
-    return Html(f'<div class="grid">{joined(parts)}</div>')
+    return Html(f'<div class="grid">{join(parts)}</div>')
 
 
 def headline(numbers: Iterable[BigNumber]) -> Html:
@@ -143,9 +143,9 @@ def headline(numbers: Iterable[BigNumber]) -> Html:
     return Html(
         '<div class="headline">'
         + "".join(
-            f'<div class="number"><div class="label">{escaped(number.label)}</div>'
-            f'<div class="value">{escaped(number.value)}</div>'
-            f'<div class="detail">{escaped(number.detail)}</div></div>'
+            f'<div class="number"><div class="label">{escape(number.label)}</div>'
+            f'<div class="value">{escape(number.value)}</div>'
+            f'<div class="detail">{escape(number.detail)}</div></div>'
             for number in numbers
         )
         + "</div>"
@@ -181,23 +181,23 @@ def page(
         scripted: Whether the page has plots, which need the plotting library's source inside, once.
     """
     script = f"<script>{optional('plotly.offline').get_plotlyjs()}</script>" if scripted else ""
-    body = joined(Html(f"<section><h2>{escaped(part.title)}</h2>\n{part.body}</section>") for part in sections)
+    body = join(Html(f"<section><h2>{escape(part.title)}</h2>\n{part.body}</section>") for part in sections)
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escaped(title)}</title>
+<title>{escape(title)}</title>
 <style>{STYLE}</style>
 {script}
 </head>
 <body>
 <main>
-<header><h1>{escaped(title)}</h1><p class="subtitle">{escaped(subtitle)}</p></header>
-{joined(top)}
+<header><h1>{escape(title)}</h1><p class="subtitle">{escape(subtitle)}</p></header>
+{join(top)}
 {body}
-<footer>{escaped(footer)}</footer>
+<footer>{escape(footer)}</footer>
 </main>
 </body>
 </html>

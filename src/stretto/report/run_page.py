@@ -16,11 +16,11 @@ from stretto.report.page import (
     bullets,
     columns,
     duration,
-    escaped,
+    escape,
     facts,
     grid,
     headline,
-    joined,
+    join,
     page,
     paragraph,
     sentence,
@@ -147,7 +147,7 @@ def _state(record: RunRecord) -> Html:
         "unfinished": f"Not finished: {last}",
     }[record.state]
     kind = "state" if record.state == "finished" else "state open"
-    return Html(f'<p class="{kind}">{escaped(text)}</p>')
+    return Html(f'<p class="{kind}">{escape(text)}</p>')
 
 
 def _numbers(record: RunRecord) -> Iterator[BigNumber]:
@@ -211,7 +211,7 @@ def _batches(record: RunRecord) -> Html:
     if report.get("straggler", 1) != 1:
         rows.append(("straggler factor", _number(report["straggler"])))
     plan = [facts(rows)] if rows else []
-    return joined([grid(parts), *plan]) if parts or plan else paragraph("No batch has been recorded yet.")
+    return join([grid(parts), *plan]) if parts or plan else paragraph("No batch has been recorded yet.")
 
 
 def _batch_size(record: RunRecord) -> Html:
@@ -239,7 +239,7 @@ def _batch_size(record: RunRecord) -> Html:
             ]
         )
     why = bullets(f"After {_when(event)}: {event['reason']}." for event in listed)
-    return joined([paragraph(CHOSEN_BATCH), grid(drawn), columns(header, rows), why])
+    return join([paragraph(CHOSEN_BATCH), grid(drawn), columns(header, rows), why])
 
 
 def is_reported(decision: Event) -> bool:
@@ -281,7 +281,7 @@ def _solver(record: RunRecord, epochs: Sequence[Event]) -> Html:
         )
     drawn = figures.residual_figure(record, epochs)
     words = paragraph(f"{SOLVERS.get(name, '')} {RESIDUAL}".strip())
-    return joined([words, *([] if drawn is None else [drawn]), facts(rows), columns(header, cells)])
+    return join([words, *([] if drawn is None else [drawn]), facts(rows), columns(header, cells)])
 
 
 def format_bytes(count: int) -> str:
@@ -310,7 +310,7 @@ def _ranks(epochs: Sequence[Event]) -> Html:
     table = columns(["rank", "real steps", "real steps per second", "share of time waiting for others"], rows)
     others = sorted({len(event["steps_real"]) for event in epochs} - {num_ranks})
     note = f"Some epochs ended with {', '.join(map(str, others))} ranks; they are left out here."
-    return joined([table, *([paragraph(note)] if others else []), grid(figures.rank_figures(whole))])
+    return join([table, *([paragraph(note)] if others else []), grid(figures.rank_figures(whole))])
 
 
 def _results(record: RunRecord) -> Html:
@@ -342,7 +342,7 @@ def _results(record: RunRecord) -> Html:
             for epoch in record.epochs
         ]
         parts += [paragraph("After each epoch, on the validation sequences:"), columns(header, rows)]
-    return joined(parts) if parts else paragraph("No epoch is finished yet.")
+    return join(parts) if parts else paragraph("No epoch is finished yet.")
 
 
 def _notes(record: RunRecord) -> Html:

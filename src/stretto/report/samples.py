@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from stretto.report.page import Html, escaped
+from stretto.report.page import Html, escape
 
 INK_HEIGHT: Final = 72
 MAX_INK_WIDTH: Final = 1030
@@ -55,7 +55,7 @@ def _card(item: Mapping[str, Any], *, metric: str) -> Html:
     track = item.get("track")
     if track:
         right = f"truth above, output below: {track['right']:.1%} right"
-        return Html(f'<div class="sample">{label_track_svg(track)}<div class="detail">{escaped(right)}</div></div>')
+        return Html(f'<div class="sample">{label_track_svg(track)}<div class="detail">{escape(right)}</div></div>')
     target, output = _text(item.get("target")), _text(item.get("output"))
     ink = item.get("ink")
     drawing = ink_svg(ink, label=target) if ink else ""
@@ -65,17 +65,17 @@ def _card(item: Mapping[str, Any], *, metric: str) -> Html:
         shown_target, shown_output = _marked(wrong_in_target), _marked(wrong_in_output)
         verdict = f"{errors} {'error' if errors == 1 else 'errors'}" if errors else "correct"
     elif metric == "accuracy":
-        shown_target = escaped(target)
-        shown_output = Html(f"<mark>{escaped(output)}</mark>") if target != output else escaped(output)
+        shown_target = escape(target)
+        shown_output = Html(f"<mark>{escape(output)}</mark>") if target != output else escape(output)
         verdict = "wrong" if target != output else "correct"
     elif metric == "perplexity":
         places = [(one, one != expected) for one, expected in zip(output, target, strict=False)]
-        shown_target = escaped(target)
+        shown_target = escape(target)
         shown_output = _marked([*places, *((one, True) for one in output[len(target) :])])
         verdict = f"{sum(not wrong for _, wrong in places)} of {len(target)} characters right"
     else:
-        shown_target, shown_output = escaped(target), escaped(output)
-    verdict_row = f'<dt></dt><dd class="detail">{escaped(verdict)}</dd>' if verdict else ""
+        shown_target, shown_output = escape(target), escape(output)
+    verdict_row = f'<dt></dt><dd class="detail">{escape(verdict)}</dd>' if verdict else ""
     return Html(
         f'<div class="sample">{drawing}<dl><dt>target</dt><dd>{shown_target or EMPTY}</dd>'
         f"<dt>output</dt><dd>{shown_output or EMPTY}</dd>{verdict_row}</dl></div>"
@@ -87,7 +87,7 @@ def _text(value: object) -> str:
 
 
 def _marked(characters: Iterable[tuple[str, bool]]) -> Html:
-    return Html("".join(f"<mark>{escaped(one)}</mark>" if wrong else escaped(one) for one, wrong in characters))
+    return Html("".join(f"<mark>{escape(one)}</mark>" if wrong else escape(one) for one, wrong in characters))
 
 
 def _fewest_edits(target: str, output: str) -> list[Edit]:
@@ -131,7 +131,7 @@ def ink_svg(ink: Sequence[Sequence[float]], *, label: str) -> Html:
     # Coordinates are in pixels from the corner, so that two decimals are enough for ink of any size.
     placed_T2 = (points_T2 - np.array([left, top])) * scale
     return Html(
-        f'<svg role="img" aria-label="{escaped(label)}" width="{width * scale:.0f}" height="{height * scale:.0f}" '
+        f'<svg role="img" aria-label="{escape(label)}" width="{width * scale:.0f}" height="{height * scale:.0f}" '
         f'viewBox="0 0 {width * scale:.2f} {height * scale:.2f}"><path d="{stroke_path(placed_T2, ink_T3[:, 2])}" '
         'fill="none" stroke="#22303f" stroke-width="1.7" stroke-linecap="round" stroke-linejoin="round"/></svg>'
     )
@@ -163,7 +163,7 @@ def label_track_svg(track: Mapping[str, Any]) -> Html:
     )
     used = sorted({int(label) for side in ("target", "output") for label, _ in track[side]})
     keys = "".join(
-        f'<span><i style="background:{_colour(label)}"></i>{escaped(_name(track["names"], label))}</span>'
+        f'<span><i style="background:{_colour(label)}"></i>{escape(_name(track["names"], label))}</span>'
         for label in used
     )
     return Html(
@@ -179,7 +179,7 @@ def _band(runs: Sequence[Sequence[int]], names: Sequence[str], *, top: int) -> s
         x, width = left * TRACK_WIDTH / total, steps * TRACK_WIDTH / total
         parts.append(
             f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{TRACK_HEIGHT}" '
-            f'fill="{_colour(label)}"><title>{escaped(_name(names, label))}</title></rect>'
+            f'fill="{_colour(label)}"><title>{escape(_name(names, label))}</title></rect>'
         )
         left += steps
     return "".join(parts)

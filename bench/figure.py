@@ -13,10 +13,10 @@ import math
 from collections.abc import Sequence
 from typing import Final, Literal, final
 
-AMBER: Final = "#cf8a35"
-TEAL: Final = "#3f8f86"
-BLUE: Final = "#2f5d8a"
-GREY: Final = "#8a94a0"
+from stretto.report import AMBER, BLUE, GREY, TEAL
+
+__all__ = ["AMBER", "BLUE", "GREY", "TEAL", "Line", "Panel", "draw_figure"]
+
 INK: Final = "#55606c"
 GRID: Final = "#eceff2"
 BAND: Final = "#e6f0ee"
