@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from defusedxml import ElementTree
 
-from stretto.cli.explain import builtin_cells
+from stretto.cli.loading import builtin_cells
 from stretto.cli.main import main
 
 Run = Callable[..., tuple[object, str, str]]

@@ -1,0 +1,228 @@
+"""Cells and models of the user's: found by MODULE:NAME or FILE.py:NAME, and made if need be."""
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+import stretto.cells
+from stretto.cells import Cell
+from stretto.errors import StrettoError
+from stretto.graph import Graph, GraphCell, call_cell
+
+INPUT_SIZE: Final = 64
+HIDDEN_SIZE: Final = 128
+
+
+def load_module(
+    target: str, *, input_size: int | None, hidden_size: int | None, arguments: Sequence[str], kind: str = "cell"
+) -> nn.Module:
+    """The cell or model that the user names; a class or function is called to make it.
+
+    Args:
+        target: A cell of Stretto's by its name, MODULE:NAME or FILE.py:NAME.
+        input_size: Features per step that it is made with, if it takes them.
+        hidden_size: Hidden units that it is made with, if it takes them.
+        arguments: Others that it is made with, as NAME=VALUE with a Python literal.
+        kind: What is meant, for messages.
+
+    Raises:
+        StrettoError: If it cannot be found, or cannot be made.
+    """
+    found, values = _find(target, kind=kind), _literals(arguments)
+    if isinstance(found, (nn.Module, Graph)):
+        given = [*(["--hidden-size"] if hidden_size else []), *(f"--set {name}" for name in values)]
+        if given:
+            raise StrettoError(
+                f"{target!r} is made already, so that {', '.join(given)} cannot change it",
+                fix=f"Leave that out, or name a class or a function that makes the {kind}.",
+            )
+    elif callable(found):
+        found = _make(found, target, values, input_size=input_size, hidden_size=hidden_size, kind=kind)
+    module = found.cell() if isinstance(found, Graph) else found
+    if not isinstance(module, nn.Module):
+        raise StrettoError(
+            f"{target!r} is no {kind} but of type {type(module).__name__}",
+            fix="Name a subclass of stretto.Cell, a cell, a stretto.Graph, or a function that makes one."
+            if kind == "cell"
+            else "Name a cell, a torch.nn.Module, or a class or function that makes one.",
+        )
+    return module
+
+
+def builtin_cells() -> list[str]:
+    """The names of Stretto's cells."""
+    values = {name: getattr(stretto.cells, name) for name in stretto.cells.__all__}
+    return [name for name, value in values.items() if isinstance(value, type) and not inspect.isabstract(value)]
+
+
+def input_size_of(cell: nn.Module) -> int | None:
+    """The number of features that a cell says it takes, or was made for."""
+    if isinstance(cell, GraphCell):
+        return cell.wiring.input_size
+    args, kwargs = getattr(cell, "_init_args", ((), {}))
+    given: dict[str, Any] = {}
+    with contextlib.suppress(TypeError, ValueError):
+        given = inspect.signature(type(cell)).bind(*args, **kwargs).arguments
+    size = getattr(cell, "input_size", given.get("input_size"))
+    return size if isinstance(size, int) else None
+
+
+def try_step(cell: nn.Module, input_size: int) -> None:
+    """One step of two sequences, to find errors before anything else does."""
+    state = cell.initial_state(2)  # type: ignore[operator]
+    like = next((tensor for tensor in cell.parameters() if tensor.is_floating_point()), torch.zeros(()))
+    with torch.no_grad():
+        call_cell(cell, torch.zeros(2, input_size, dtype=like.dtype, device=like.device), state)
+
+
+@contextlib.contextmanager
+def user_errors(problem: str, *, fix: str) -> Iterator[None]:
+    """Turn whatever the user's own code raises into a message that names the line."""
+    try:
+        yield
+    except StrettoError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        raise StrettoError(f"{problem}: {type(error).__name__}: {error}{where}", fix=fix) from error
+
+
+def _is_users(file: str) -> bool:
+    libraries = [Path(module.__file__).parent for module in (torch, importlib) if module.__file__ is not None]
+    libraries.append(Path(stretto.cells.__file__).parents[1])
+    return not file.startswith("<") and not any(Path(file).is_relative_to(library) for library in libraries)
+
+
+def _find(target: str, *, kind: str) -> Any:
+    place, colon, name = target.rpartition(":")
+    if not colon:
+        if target in builtin_cells():
+            return getattr(stretto.cells, target)
+        raise StrettoError(
+            f"there is no cell called {target!r}",
+            fix=f"Choose one of {', '.join(builtin_cells())}, or give your own as MODULE:NAME or FILE.py:NAME.",
+        )
+    if not place or not name:
+        raise StrettoError(f"{target!r} names no {kind}", fix="Write MODULE:NAME, such as my_package.cells:MyCell.")
+    is_file = place.endswith(".py") or "/" in place or "\\" in place
+    with contextlib.redirect_stdout(sys.stderr):
+        found: Any = _import_file(Path(place)) if is_file else _import_module(place)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            cells = [key for key, value in vars(found).items() if isinstance(value, type) and issubclass(value, Cell)]
+            there = f" There are the cells {', '.join(cells)}." if cells else ""
+            raise StrettoError(f"{place!r} has no {name!r}", fix=f"Name something that it defines.{there}")
+        found = getattr(found, part)
+    return found
+
+
+def _import_module(name: str) -> ModuleType:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    with user_errors(f"the module {name!r} could not be imported", fix="Fix it; it must be importable by itself."):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            raise StrettoError(
+                f"there is no module {name!r}",
+                fix="Check the spelling, run this in the module's folder, or name its file: path/to/file.py:NAME.",
+            ) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise StrettoError(f"there is no file {str(path)!r}", fix="Check the path; it is FILE.py:NAME.")
+    # As when Python runs a file: modules beside it can be imported.
+    sys.path.insert(0, str(path.resolve().parent))
+    name = f"stretto_loaded_{path.stem}"
+    specification = importlib.util.spec_from_file_location(name, path)
+    if specification is None or specification.loader is None:
+        raise StrettoError(f"{str(path)!r} is no Python file", fix="Name a file that ends in .py.")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    with user_errors(f"the file {str(path)!r} could not be imported", fix="Fix it; python must be able to run it."):
+        specification.loader.exec_module(module)
+    return module
+
+
+def _literals(words: Sequence[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise StrettoError(f"--set {word!r} sets nothing", fix="Write --set NAME=VALUE, such as --set bias=False.")
+        if name in values:
+            raise StrettoError(f"--set gives {name!r} twice", fix="Give it once.")
+        try:
+            values[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+            raise StrettoError(
+                f"the value of --set {word!r} is no Python literal",
+                fix=f"Write a number, True, False, None, a tuple, or a quoted string: --set {name}=\"'text'\".",
+            ) from error
+    return values
+
+
+def _make(
+    maker: Any,
+    target: str,
+    arguments: dict[str, Any],
+    *,
+    input_size: int | None,
+    hidden_size: int | None,
+    kind: str,
+) -> Any:
+    """Call a class or function with the sizes, as far as it takes them, and the other arguments."""
+    flags = {"input_size": (input_size, INPUT_SIZE), "hidden_size": (hidden_size, HIDDEN_SIZE)}
+    parameters = _parameters(maker)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    signature = f"{target!r} takes {', '.join(takes) or 'no arguments'}"
+    for name, (given, default) in flags.items():
+        flag = f"--{name.replace('_', '-')}"
+        if given is not None and name in arguments:
+            raise StrettoError(f"{name} is given by {flag} and by --set", fix="Give it once.")
+        if name in takes and name not in arguments:
+            if given is not None or parameters[name].default is inspect.Parameter.empty:
+                arguments[name] = given or default
+        elif given is not None and takes_any:
+            arguments[name] = given
+        elif given is not None and name == "hidden_size":
+            raise StrettoError(f"{signature}, and {flag} is none of them", fix="Leave it out, or use --set NAME=VALUE.")
+    if unknown := [name for name in arguments if name not in takes and not takes_any]:
+        raise StrettoError(f"{signature}, and {', '.join(unknown)} is none of them", fix="Check the names after --set.")
+    required = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
+        and name not in arguments
+    ]
+    if required:
+        raise StrettoError(
+            f"{signature}, and {', '.join(required)} is missing",
+            fix=f"Give it with --set NAME=VALUE, or name a function without arguments that makes the {kind}.",
+        )
+    with user_errors(f"{target!r} could not be made", fix="Check --input-size, --hidden-size and --set."):
+        return maker(**arguments)
+
+
+def _parameters(maker: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(maker).parameters
+    except (TypeError, ValueError):
+        return {}
