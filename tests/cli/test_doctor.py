@@ -13,7 +13,7 @@ from stretto.cli import doctor
 from stretto.cli.main import main
 from stretto.extras import EXTRA_OF
 from stretto.files import CACHE_VARIABLE
-from stretto.kernels import Compiler, find_compiler
+from stretto.kernels import MARCH_VARIABLE, Compiler, find_compiler
 from stretto.nn import RNN
 
 Run = Callable[[], tuple[int, dict[str, str]]]
@@ -57,7 +57,7 @@ def test_the_compiler_is_told_and_a_kernel_tried_cold_and_from_the_cache(
     assert code == 0
     assert compiler.path in told["compiler"]
     assert compiler.version in told["compiler"]
-    assert told["flags"] == " ".join(compiler.flags)
+    assert told["flags"].startswith(" ".join(compiler.flags))
     assert told["OpenMP"].startswith("yes" if "-fopenmp" in compiler.flags else "no")
     assert told["vectors"].endswith("bytes wide")
     assert told["kernels"] == f"0 compiled, 0.0 MiB, in {cache / 'kernels'}, private"
@@ -79,6 +79,18 @@ def test_without_a_compiler_it_is_slower_and_nothing_is_broken(run: Run, monkeyp
     assert "operator by operator" in told["compiler"]
     assert "CXX" in told[""]
     assert "self-test" not in told
+    assert "no-such-compiler" in told["backend cpp"]
+    assert "operator by operator" in told["backend eager"]
+
+
+def test_a_processor_that_the_compiler_does_not_know_stops_a_user(
+    run: Run, cache: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MARCH_VARIABLE, "no-such-processor")
+    code, told = run()
+    assert code == 2
+    for name in ("compiler", "backend cpp"):
+        assert "STRETTO_MARCH='no-such-processor'" in told[name]
 
 
 def test_a_compiler_that_cannot_compile_kernels_is_told(run: Run, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from worlds import run_world
 import stretto
 from stretto.distributed import TimeMesh, World, scale_loss
 from stretto.errors import StrettoError
-from stretto.kernels import compiler
+from stretto.kernels.backends.cpp import compiler
 from stretto.solvers.time_parallel import largest_magnitude
 from stretto.state import flatten, unflatten
 

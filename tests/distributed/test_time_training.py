@@ -16,7 +16,7 @@ from stretto.batching import Batch, collate
 from stretto.data import RegimeSettings, make_regimes, write_npz
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.kernels import compiler
+from stretto.kernels.backends.cpp import compiler
 from stretto.tasks import CONFIGS, TASKS
 from stretto.training import (
     EVENTS_FILE,

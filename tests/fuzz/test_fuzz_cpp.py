@@ -20,7 +20,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import stretto
-from stretto.kernels import Backend, SaveChoice, generate, row_products
+from stretto.kernels import Backend, SaveChoice
+from stretto.kernels.backends.cpp import gemm, generate
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 saves: st.SearchStrategy[SaveChoice] = st.sampled_from(("auto", "states"))
@@ -30,7 +31,7 @@ def _with_two_threads(rnn: stretto.RNN, cell: FuzzCell, batch: Batch) -> Results
     """Loops run with two threads; torch's own products stay with one, for theirs are not the same to the last bit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 2)
-        patch.setattr(row_products, "WORTH_A_THREAD", 1)  # however little there is to do
+        patch.setattr(gemm, "MIN_WORK_PER_THREAD", 1)  # however little there is to do
         return by_stretto(rnn, cell, batch)
 
 
@@ -72,7 +73,7 @@ def test_threads_that_share_the_columns_of_few_rows_change_nothing(
     recipe: Recipe, case: Case, save: SaveChoice
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "WORTH_TRYING", 1)
-        patch.setattr(generate, "LARGE_WEIGHTS", 1)
+        patch.setattr(generate, "TEAM_MIN_ELEMENTS", 1)
+        patch.setattr(generate, "TEAM_USUAL_ELEMENTS", 1)
         alone = Case(lengths=(max(case.lengths),), padding=case.padding, seed=case.seed)
         _check(recipe, [alone], "cpp", save)

@@ -13,7 +13,8 @@ from fuzz_strategies import cases
 from hypothesis import assume, given
 
 import stretto
-from stretto.kernels import Backend, Layout, Program, SaveChoice, row_products
+from stretto.kernels import Backend, Layout, Program, SaveChoice
+from stretto.kernels.backends.cpp import gemm
 from stretto.nn import recompute, stack
 
 
@@ -32,16 +33,15 @@ def test_layers_and_directions_agree_with_their_definition(layers: list[list[Rec
     _check(layers, case, "eager")
 
 
-def _three_where_it_can_be(layers: Sequence[Sequence[stack.Direction]], layout: Layout) -> int:
-    alone = len(layers) < 2 or any(len(layer) > 1 or not isinstance(layer[0].program, Program) for layer in layers)
-    return 1 if alone else max(1, min(3, layout.num_steps))
+def _three(programs: Sequence[Program], layout: Layout) -> int:
+    return 1 if len(programs) < 2 else max(1, min(3, layout.num_steps))
 
 
 @fuzzed(40)
 @given(stacks(), cases())
 def test_layers_that_run_as_a_wave_agree_with_their_definition(layers: list[list[Recipe]], case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stack, "chunks_of_a_wave", _three_where_it_can_be)
+        patch.setattr(stack, "wavefront_chunks", _three)
         _check(layers, case, "eager")
 
 
@@ -60,5 +60,5 @@ def test_stretches_of_time_agree_with_their_definition(layers: list[list[Recipe]
 def test_compiled_loops_of_several_cells_run_at_once(layers: list[list[Recipe]], case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 2)
-        patch.setattr(row_products, "WORTH_A_THREAD", 1)
+        patch.setattr(gemm, "MIN_WORK_PER_THREAD", 1)
         _check(layers, case, "auto")

@@ -16,7 +16,7 @@ from torch import nn
 from stretto import RNN, cells
 from stretto.cells import Cell, State
 from stretto.graph import delayed_graph, two_loop_graph
-from stretto.nn.explanation import BACKENDS, PLACES, Explanation
+from stretto.nn.explanation import PLACES, Explanation
 
 TIMES = "\u00d7"
 OLD_KEYS = set(
@@ -152,7 +152,7 @@ def test_nothing_recurrent_is_told() -> None:
 def test_generated_code_makes_fewer_passes_than_operators() -> None:
     eager, compiled = _explained(cells.GRU(3, 4)), _explained(cells.GRU(3, 4), backend="auto")
     assert (compiled.backend, compiled.reason) == ("cpp", "")
-    assert "because" not in str(compiled)
+    assert compiled.backends == (("cpp", "taken"), ("eager", "cpp is taken first"), ("torch", "cpp is taken first"))
     for name in ("forward_passes", "backward_passes"):
         assert 0 < compiled.counts[name] < eager.counts[name]
     same = set(compiled.counts) - {"forward_passes", "backward_passes"}
@@ -162,16 +162,19 @@ def test_generated_code_makes_fewer_passes_than_operators() -> None:
     assert "compiling" not in str(eager)
 
 
-def test_a_reason_is_given_when_it_is_not_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_backend_is_listed_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _explained(cells.GRU(3, 4))
-    assert (asked.backend, asked.reason) == ("eager", "asked for")
+    assert (asked.backend, asked.reason) == ("eager", "backend='eager' was asked for")
     monkeypatch.setenv("CXX", "no-such-compiler")
     without = _explained(cells.GRU(3, 4), backend="auto")
     assert without.backend == "eager"
     assert "no-such-compiler" in without.reason
     for told in (asked, without):
-        assert f"because: {told.reason}" in " ".join(str(told).split())
-        assert BACKENDS["eager"] in told.svg()
+        assert [name for name, _ in told.backends] == ["cpp", "eager", "torch"]
+        assert dict(told.backends)["eager"] == "taken"
+        assert f"not cpp: {told.reason}" in " ".join(str(told).split())
+        assert "operator by operator" in told.svg()
+        assert json.loads(json.dumps(told.as_dict()))["backends"] == dict(told.backends)
 
 
 def test_a_cell_without_a_graph_is_told_with_its_reason() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stretto.nn import stack
+from stretto.kernels import program
 
 
 @pytest.fixture
@@ -22,6 +22,6 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture
 def waves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers run as a wave wherever they can, whether or not that is expected to be faster."""
-    monkeypatch.setattr(stack, "CHUNK_COST", 0)
-    monkeypatch.setattr(stack, "TEAM_GAIN", 1.0)
-    monkeypatch.setattr(stack, "WORTH_IT", 1.0)
+    monkeypatch.setattr(program, "CHUNK_COST", 0)
+    monkeypatch.setattr(program, "TEAM_SPEEDUP", 1.0)
+    monkeypatch.setattr(program, "MAX_WAVE_SHARE", 1.0)

@@ -14,8 +14,8 @@ from parity_own_cells import TwoLoops
 from torch.nn import functional
 
 import stretto
-from stretto.kernels import Layout, generate
-from stretto.nn import stack
+from stretto.kernels import Layout, wavefront_chunks
+from stretto.kernels.backends.cpp import generate
 
 THREADS = (1, 2, 4)
 
@@ -114,12 +114,12 @@ def test_a_wave_over_ragged_rows_makes_the_same_bits(set_threads: Callable[[int]
 def test_a_wave_is_made_where_it_pays(
     hidden: int, T: int, threads: int, some: bool, set_threads: Callable[[int], None]
 ) -> None:
-    """Long walks through small layers, and more threads than sequences."""
+    """Long loops over small layers, and more threads than sequences."""
     rnn = layer("lstm", hidden, backend="cpp", num_layers=4, dtype=torch.float32)
     rnn(torch.zeros(1, 2, rnn.cells[0].input_size))
-    layers = [[stack.Direction(built.program, {}, [])] for built in rnn._built.values()]
+    programs = [built.program for built in rnn._built.values()]
     set_threads(threads)
-    assert (stack.chunks_of_a_wave(layers, Layout.even(num_steps=T, num_rows=1)) > 1) == some
+    assert (wavefront_chunks(programs, Layout.even(num_steps=T, num_rows=1)) > 1) == some
 
 
 def test_independent_loops_make_the_same_bits(set_threads: Callable[[int], None]) -> None:
@@ -161,8 +161,8 @@ def test_gates_shared_in_whole_panels(setting: str, H: int, set_threads: Callabl
 
 @pytest.mark.parametrize("setting", ["gru", "layer-norm-lstm"])
 @pytest.mark.parametrize("H", [64, 70])
-def test_walks_long_enough_to_try_both_ways(setting: str, H: int, set_threads: Callable[[int], None]) -> None:
-    """Some stretches are walked by all threads and some by one; which, the clock decides."""
+def test_loops_long_enough_to_try_both_ways(setting: str, H: int, set_threads: Callable[[int], None]) -> None:
+    """Some stretches of time are run by all threads and some by one; the clock decides which."""
     rnn = layer(setting, H, backend="cpp")
     batch = drawn(rnn, T=700, B=1)
     _assert_the_same(rnn, batch, set_threads)
@@ -190,11 +190,11 @@ class Table(stretto.Cell):
 
 def test_shared_tables_make_the_same_bits(set_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops over tables are shared or not, depending on how they lie in memory; all threads wait for them."""
-    monkeypatch.setattr(generate, "WORTH_TRYING", 1)
-    monkeypatch.setattr(generate, "LARGE_WEIGHTS", 1)
+    monkeypatch.setattr(generate, "TEAM_MIN_ELEMENTS", 1)
+    monkeypatch.setattr(generate, "TEAM_USUAL_ELEMENTS", 1)
     torch.manual_seed(0)
     rnn = stretto.RNN(Table().double(), backend="cpp")
-    # Short walks, often: a thread that comes late to the first steps finds what others have already overwritten.
+    # Short loops, often: a thread that comes late to the first steps finds what others have already overwritten.
     for T in (2, 3) * 20:
         x_BTF, state = torch.zeros(1, T, 3, dtype=torch.float64), torch.randn(1, 2, 3, dtype=torch.float64)
         _assert_the_same(rnn, Batch(x_BTF=x_BTF, state=state), set_threads)

@@ -19,7 +19,7 @@ from stretto.cli.flags import parse
 from stretto.errors import StrettoError
 from stretto.extras import EXTRA_OF
 from stretto.files import CACHE_VARIABLE, cache_folder
-from stretto.kernels import Compiler, NoCompiler, find_compiler, library_folder
+from stretto.kernels import MARCH_VARIABLE, Compiler, NoCompiler, all_backends, find_compiler, library_folder
 from stretto.nn import RNN
 
 PACKAGES: Final = {"HersheyFonts": "Hershey-Fonts", "PIL": "pillow"}
@@ -78,6 +78,7 @@ def findings() -> Iterator[Finding]:
     except StrettoError as error:
         yield Finding(name="cache", value=f"cannot be used: {error}", broken=True)
     yield from _kernels()
+    yield from _backends()
     for extra, packages in extras().items():
         absent = [name for name, version in packages.items() if version is None]
         there = ", ".join(f"{name} {version}" for name, version in packages.items() if version is not None)
@@ -97,8 +98,11 @@ def _kernels() -> Iterator[Finding]:
         yield _found("compiler", f"none: {reason}. {WITHOUT[:1].upper()}{WITHOUT[1:]}")
         yield _found("", "Install g++ or clang++, or name a compiler with CXX")
         return
+    except StrettoError as error:
+        yield Finding(name="compiler", value=str(error), broken=True)
+        return
     yield _found("compiler", f"{compiler.path}, {compiler.version}; CXX names another")
-    yield _found("flags", " ".join(compiler.flags))
+    yield _found("flags", f"{' '.join(compiler.flags)}; {MARCH_VARIABLE} names another processor for -march")
     yield _found("vectors", _vectors(compiler))
     parallel = "-fopenmp" in compiler.flags
     yield _found("OpenMP", "yes: kernels use the threads above" if parallel else "no: kernels run on one thread")
@@ -110,6 +114,16 @@ def _kernels() -> Iterator[Finding]:
         return
     yield _found("kernels", f"{len(sizes)} compiled, {sum(sizes) / 2**20:.1f} MiB, in {folder}, private")
     yield _self_test()
+
+
+def _backends() -> Iterator[Finding]:
+    """The backends, in the order in which backend="auto" tries them."""
+    for backend in all_backends():
+        try:
+            reason = backend.unavailable()
+        except StrettoError as error:
+            reason = str(error)
+        yield _found(f"backend {backend.name}", backend.description if reason is None else f"not here: {reason}")
 
 
 def _vectors(compiler: Compiler) -> str:

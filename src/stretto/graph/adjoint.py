@@ -53,7 +53,7 @@ class Port:
     index: int
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Body:
     """A loop's step, forward and backward, in one graph.
 

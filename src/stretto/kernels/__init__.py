@@ -1,27 +1,60 @@
-"""Loops made runnable: the eager reference, generated C++, and what shares them out."""
+"""Loops made runnable: the layout of ragged batches, programs, and the backends that run them."""
 
-from stretto.kernels.build import Backend, Built, SaveChoice, build
-from stretto.kernels.compiler import Compiler, NoCompiler, compiled, find_compiler, library_folder
-from stretto.kernels.cpp import CppKernel
+from stretto.kernels import backends as backends  # registers them
+from stretto.kernels.autograd import run_together, without_weights
+from stretto.kernels.backends.base import (
+    AbstractBackend,
+    AbstractKernel,
+    Backend,
+    Cotangents,
+    LoopCall,
+    LoopGradients,
+    LoopResult,
+    Program,
+    TracedStep,
+    all_backends,
+    backend_names,
+    register,
+    unregister,
+)
+from stretto.kernels.backends.cpp.compiler import (
+    MARCH_VARIABLE,
+    Compiler,
+    NoCompiler,
+    find_compiler,
+    library_folder,
+    load,
+)
+from stretto.kernels.build import Built, SaveChoice, build
 from stretto.kernels.layout import Layout
-from stretto.kernels.loops import without_weights
-from stretto.kernels.plain import PlainProgram
-from stretto.kernels.program import Program, run_together
+from stretto.kernels.program import GraphProgram, wavefront_chunks
 
 __all__ = [
+    "MARCH_VARIABLE",
+    "AbstractBackend",
+    "AbstractKernel",
     "Backend",
     "Built",
     "Compiler",
-    "CppKernel",
+    "Cotangents",
+    "GraphProgram",
     "Layout",
+    "LoopCall",
+    "LoopGradients",
+    "LoopResult",
     "NoCompiler",
-    "PlainProgram",
     "Program",
     "SaveChoice",
+    "TracedStep",
+    "all_backends",
+    "backend_names",
     "build",
-    "compiled",
     "find_compiler",
     "library_folder",
+    "load",
+    "register",
     "run_together",
+    "unregister",
+    "wavefront_chunks",
     "without_weights",
 ]

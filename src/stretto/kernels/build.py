@@ -1,30 +1,29 @@
-"""From a cell to something that runs, as fast as can be had, with the reasons where it is not the fastest."""
+"""From a cell to a program: trace it, analyse it, and take the first backend that can run it."""
 
 import contextlib
-import threading
 import time
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Final, Literal, TypeAlias, final
 
 import torch
 from torch import nn
 
+from stretto.checks import check_choice
 from stretto.errors import StrettoError
-from stretto.graph import Body, Plan, Untraceable, analyse, derive, trace
-from stretto.kernels.compiler import NoCompiler
-from stretto.kernels.cpp import CppKernel
-from stretto.kernels.eager import EagerKernel
-from stretto.kernels.generate import REALS
-from stretto.kernels.kernel import AbstractKernel
-from stretto.kernels.lower import Unsupported
-from stretto.kernels.plain import PlainProgram
-from stretto.kernels.program import Program
-from stretto.kernels.row_products import warm_up
+from stretto.graph import Plan, Untraceable, analyse, derive, trace
+from stretto.kernels.backends.base import (
+    AbstractBackend,
+    Backend,
+    Program,
+    TracedStep,
+    all_backends,
+    backend_names,
+)
+from stretto.kernels.ir import Unsupported
 from stretto.state import flatten
 
-Backend: TypeAlias = Literal["auto", "cpp", "eager", "torch"]
-"""What runs a recurrent layer; "auto" takes the fastest that supports it."""
 SaveChoice: TypeAlias = Literal["auto", "states"]
+TAKEN: Final = "taken"
 
 
 @final
@@ -34,20 +33,27 @@ class Built:
 
     Attributes:
         program: What runs.
-        backend: "cpp" if the loops are compiled, "eager" if they run operator by operator, "torch" if the cell
-            itself is called at each step.
-        reason: Why the fastest was not to be had; empty if it was.
-        plan: Where everything goes; None for "plain".
+        backend: The name of the backend that runs it.
+        description: What that backend does, in a few words.
+        choices: Every backend with "taken", or why it was not.
+        plan: Where everything is computed; None if the cell was not traced.
         analysis_seconds: Time to trace, analyse and derive.
-        compile_seconds: Time to generate and compile, or to find compiled code in the cache.
+        compile_seconds: Time to generate and compile, or to find compiled code in the cache; 0 if none is.
     """
 
-    program: Program | PlainProgram
+    program: Program
     backend: str
-    reason: str
+    description: str
+    choices: tuple[tuple[str, str], ...]
     plan: Plan | None
     analysis_seconds: float
     compile_seconds: float
+
+    @property
+    def reason(self) -> str:
+        """Why the fastest backend was not taken; empty if it was."""
+        first = self.choices[0][1]
+        return "" if first == TAKEN else first
 
 
 def build(
@@ -71,29 +77,38 @@ def build(
         device: Where it will run; by default where the state is.
 
     Raises:
-        StrettoError: If `backend` is "cpp" and no code can be generated; the reason is named.
+        StrettoError: If `backend` generates code and cannot for this cell; the reason is named.
     """
-    if backend == "torch":
-        return Built(PlainProgram(cell, state), "torch", "asked for", None, 0.0, 0.0)
+    check_choice(backend, name="backend", choices=backend_names())
     start = time.perf_counter()
+    step = TracedStep(cell, state, device or _device_of(cell, state))
+    if any(item.needs_graph for item in all_backends() if backend in {"auto", item.name}):
+        _trace(step, x_shape, x_dtype)
+    middle = time.perf_counter()
+    taken, program, choices = _choose(step, backend)
+    return Built(
+        program=program,
+        backend=taken.name,
+        description=taken.description,
+        choices=choices,
+        plan=step.plan if taken.needs_graph else None,
+        analysis_seconds=middle - start,
+        compile_seconds=time.perf_counter() - middle if taken.generates_code else 0.0,
+    )
+
+
+def _trace(step: TracedStep, x_shape: tuple[int, ...], x_dtype: torch.dtype) -> None:
+    kind = _device_of(step.cell, step.state).type
+    full_precision = contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
     try:
         # Whoever calls first may be without gradients; what is built is for everybody.
-        with torch.inference_mode(mode=False), _full_precision(cell, state):
-            graph = trace(cell, x_shape=x_shape, x_dtype=x_dtype, state=state)
+        with torch.inference_mode(mode=False), full_precision:
+            graph = trace(step.cell, x_shape=x_shape, x_dtype=x_dtype, state=step.state)
             plan = analyse(graph)
-            bodies = [[derive(graph, loop) for loop in level] for level in plan.loops]
+            step.bodies = [[derive(graph, loop) for loop in level] for level in plan.loops]
+            step.plan = plan
     except Untraceable as reason:
-        _insist(backend, cell, str(reason))
-        seconds = time.perf_counter() - start
-        return Built(PlainProgram(cell, state), "torch", str(reason), None, seconds, 0.0)
-    middle = time.perf_counter()
-    kernels, used, why = _kernels(bodies, backend, cell, device or _device_of(cell, state))
-    return Built(Program(plan, kernels), used, why, plan, middle - start, time.perf_counter() - middle)
-
-
-def _full_precision(cell: nn.Module, state: Any) -> contextlib.AbstractContextManager[Any]:
-    kind = _device_of(cell, state).type
-    return contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+        step.untraceable = str(reason)
 
 
 def _device_of(cell: nn.Module, state: Any) -> torch.device:
@@ -101,46 +116,36 @@ def _device_of(cell: nn.Module, state: Any) -> torch.device:
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-def _kernels(
-    bodies: list[list[Body]], backend: Backend, cell: nn.Module, device: torch.device
-) -> tuple[list[list[AbstractKernel]], str, str]:
-    eager: list[list[AbstractKernel]] = [[EagerKernel(body) for body in level] for level in bodies]
-    if backend == "eager":
-        return eager, "eager", "asked for"
-    products = threading.Thread(target=warm_up, args=(_real_of(bodies),), daemon=True)
+def _choose(step: TracedStep, wanted: str) -> tuple[AbstractBackend, Program, tuple[tuple[str, str], ...]]:
+    """The first backend that can run the step, its program, and what became of each backend."""
+    choices: list[tuple[str, str]] = []
+    found: tuple[AbstractBackend, Program] | None = None
+    passed = wanted == "auto"
+    for backend in all_backends():
+        passed = passed or backend.name == wanted
+        if not passed:
+            reason = f"backend={wanted!r} was asked for"
+        elif found is not None:
+            reason = f"{found[0].name} is taken first"
+        else:
+            program, reason = _try(backend, step)
+            if program is not None:
+                found = backend, program
+            elif backend.name == wanted and backend.generates_code:
+                raise StrettoError(
+                    f"no code can be generated for {type(step.cell).__name__}: {reason}",
+                    fix="Choose backend='auto' to run it without, or change the cell.",
+                )
+        choices.append((backend.name, reason))
+    assert found is not None, "the last backend runs everything"
+    return *found, tuple(choices)
+
+
+def _try(backend: AbstractBackend, step: TracedStep) -> tuple[Program | None, str]:
+    reason = backend.refuses(step)
+    if reason is not None:
+        return None, reason
     try:
-        if device.type == "cpu":
-            products.start()
-        made: list[list[AbstractKernel]] = [[_compiled(body, device) for body in level] for level in bodies]
-    except (Unsupported, NoCompiler) as reason:
-        _insist(backend, cell, str(reason))
-        return eager, "eager", str(reason)
-    finally:
-        # Compiled side by side, for the first batch needs both.
-        if products.ident is not None:
-            products.join()
-    return made, "cpp", ""
-
-
-def _real_of(bodies: list[list[Body]]) -> torch.dtype:
-    kinds = [node.dtype for level in bodies for body in level for node in body.next_states]
-    return next((kind for kind in kinds if kind in REALS), torch.float32)
-
-
-def _compiled(body: Body, device: torch.device) -> CppKernel:
-    if device.type != "cpu":
-        raise Unsupported(f"code is generated for the CPU, and this runs on {device.type}")
-    kinds = {node.dtype for node in [*body.next_states, *body.outputs]} | {port.node.dtype for port in body.ports}
-    real = [kind for kind in kinds if kind is not torch.bool]
-    if len(real) != 1 or real[0] not in REALS:
-        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
-        raise Unsupported(f"the loop's values are of {names}; code is generated for float32 or float64")
-    return CppKernel(body, real[0])
-
-
-def _insist(backend: Backend, cell: nn.Module, reason: str) -> None:
-    if backend == "cpp":
-        raise StrettoError(
-            f"no code can be generated for {type(cell).__name__}: {reason}",
-            fix="Choose backend='auto' to run it without, or change the cell.",
-        )
+        return backend.build(step), TAKEN
+    except Unsupported as late:
+        return None, str(late)

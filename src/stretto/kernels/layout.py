@@ -1,7 +1,11 @@
 """Batches of sequences of unequal length, laid out without padding.
 
 Sequences are sorted, longest first. The rows of step 0 come first, then those of step 1, and so on: at each step the
-sequences that are still going are a prefix, so that no step does any work for one that has ended.
+sequences that are still running are a prefix, so that no step does any work for one that has ended.
+
+    lengths 4, 2, 1         step      0      1      2   3
+                            sequence  0 1 2  0 1    0   0
+                            row       0 1 2  3 4    5   6       starts_T 0 3 5 6 7, rows_T 3 2 1 1, P = 7
 
 Shape legend: B sequences, T steps, P rows of all steps together.
 """
@@ -26,6 +30,7 @@ class Layout:
 
     lengths_B: np.ndarray[Any, np.dtype[np.int64]]
     _bounds: dict[int, "array[int]"] = field(default_factory=dict, repr=False)
+    _on_device: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def even(*, num_steps: int, num_rows: int) -> "Layout":
@@ -34,12 +39,12 @@ class Layout:
 
     @property
     def num_rows(self) -> int:
-        """B."""
+        """Sequences, B."""
         return len(self.lengths_B)
 
     @cached_property
     def num_steps(self) -> int:
-        """T, of the longest sequence."""
+        """Steps of the longest sequence, T."""
         return int(self.lengths_B[0]) if len(self.lengths_B) else 0
 
     @cached_property
@@ -49,7 +54,7 @@ class Layout:
 
     @cached_property
     def rows_T(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Sequences still going at each step."""
+        """Sequences still running at each step."""
         ascending = self.lengths_B[::-1]
         return self.num_rows - np.searchsorted(ascending, np.arange(self.num_steps), side="right").astype(np.int64)
 
@@ -60,7 +65,7 @@ class Layout:
 
     @cached_property
     def total(self) -> int:
-        """P."""
+        """Rows of all steps, P."""
         return int(self.lengths_B.sum())
 
     @cached_property
@@ -97,8 +102,8 @@ class Layout:
     @cached_property
     def _earlier_P(self) -> torch.Tensor:
         """The row of the same sequence one step earlier, from step 1 on."""
-        rest_P = self._steps_P[self.num_going :] - 1
-        return torch.from_numpy(self.starts_T[rest_P]) + self.sequence_P[self.num_going :]
+        rest_P = self._steps_P[self.num_nonempty :] - 1
+        return torch.from_numpy(self.starts_T[rest_P]) + self.sequence_P[self.num_nonempty :]
 
     @cached_property
     def addresses(self) -> tuple[int, int, int]:
@@ -115,18 +120,18 @@ class Layout:
         return self._bounds[pieces]
 
     @cached_property
-    def num_going(self) -> int:
+    def num_nonempty(self) -> int:
         """Sequences that are not empty."""
         return int(self.rows_T[0]) if self.num_steps else 0
 
-    def shifted(self, after: torch.Tensor, initial: torch.Tensor) -> torch.Tensor:
+    def shift(self, after: torch.Tensor, initial: torch.Tensor) -> torch.Tensor:
         """What each row's sequence had one step earlier: `initial` (B, ...) at step 0, then rows of `after`."""
-        first = initial[: self.num_going]
+        first = initial[: self.num_nonempty]
         if self.num_steps <= 1:
             return first
         if self.is_even:
-            return torch.cat([first, after[: self.total - self.num_going]])
-        return torch.cat([first, after.index_select(0, self._earlier_P.to(after.device))])
+            return torch.cat([first, after[: self.total - self.num_nonempty]])
+        return torch.cat([first, after.index_select(0, self.on_device(self._earlier_P, after.device))])
 
     def last(self, after: torch.Tensor, initial: torch.Tensor) -> torch.Tensor:
         """What each sequence had at its last step (B, ...); `initial` where it is empty."""
@@ -134,14 +139,20 @@ class Layout:
             return initial
         if self.is_even:
             return after[self.total - self.num_rows :]
-        last = after.index_select(0, self.last_B[: self.num_going].to(after.device))
-        return torch.cat([last, initial[self.num_going :]])
+        last = after.index_select(0, self.on_device(self.last_B, after.device)[: self.num_nonempty])
+        return torch.cat([last, initial[self.num_nonempty :]])
 
-    def spread(self, kept: torch.Tensor) -> torch.Tensor:
-        """One row of `kept` (B, ...) for each row of its sequence (P, ...)."""
+    def on_device(self, index: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """One of the layout's index tables on a device; each is copied there once."""
+        if device.type == "cpu":
+            return index
+        return self._on_device.setdefault((id(index), device), index.to(device))
+
+    def spread(self, per_row: torch.Tensor) -> torch.Tensor:
+        """One row of `per_row` (B, ...) for each row of its sequence (P, ...)."""
         if self.is_even:
-            return kept.repeat(self.num_steps, *[1] * (kept.dim() - 1))
-        return kept.index_select(0, self.sequence_P.to(kept.device))
+            return per_row.repeat(self.num_steps, *[1] * (per_row.dim() - 1))
+        return per_row.index_select(0, self.on_device(self.sequence_P, per_row.device))
 
 
 @lru_cache(maxsize=64)

@@ -1,33 +1,206 @@
-"""From PyTorch's operators on batches to values of one row."""
+"""From PyTorch's operators on batches to the loop IR: values of one row, for each direction of a loop.
 
+Nothing here depends on the target. A backend calls `lower` and gets what every step reads, computes and writes.
+"""
+
+import math
 import operator
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Final, Literal, TypeAlias, final
 
-from stretto.graph import BatchDim, Node, constant_fill
-from stretto.kernels.pointwise import POINTWISE
-from stretto.kernels.rows import (
+import torch
+
+from stretto.graph import BatchDim, Body, Kind, Node, constant_fill, is_view
+from stretto.kernels.ir import (
     AbstractValue,
     Affine,
+    Buffer,
     Constant,
     Join,
-    Map,
+    LoopIR,
     Product,
+    Read,
     Reduce,
     Reshape,
+    Root,
+    Unsupported,
     View,
     Weight,
+    Where,
+    contiguous,
     identity,
-    size_of,
+    in_order,
 )
+from stretto.kernels.pointwise import POINTWISE, apply
+
+Way: TypeAlias = Literal["forward", "backward"]
+
+REAL_DTYPES: Final = (torch.float32, torch.float64)
+"""Values of a loop are of one of these; truth values and counts of them are stored as such numbers."""
 
 
-class Unsupported(Exception):  # noqa: N818 - not an error: the eager path runs instead, and it is told
-    """No code can be generated for something; the message says what."""
+def value_dtypes(body: Body) -> set[torch.dtype | None]:
+    """Dtypes of what a loop reads and writes."""
+    return {node.dtype for node in [*body.next_states, *body.outputs]} | {port.node.dtype for port in body.ports}
+
+
+def lower(body: Body, way: Way) -> LoopIR:
+    """The IR of a loop in one direction.
+
+    Raises:
+        Unsupported: If the body has something that the IR cannot say.
+    """
+    builder = _Builder(body, body.forward if way == "forward" else body.backward)
+    return _lower_forward(builder, body) if way == "forward" else _lower_backward(builder, body)
+
+
+def _lower_forward(builder: "_Builder", body: Body) -> LoopIR:
+    builder.lower()
+    for role, where, nodes in (
+        ("after", Where.PACKED, body.next_states),
+        ("output", Where.PACKED, body.outputs),
+        ("saved", Where.SAVED, body.saved),
+    ):
+        for index, node in enumerate(nodes):
+            builder.root(role, index, where, node, builder.values[node])
+    for index, node in enumerate(body.next_states):
+        builder.buffer("final", index, Where.ROW, node.row_shape)
+    return builder.finish()
+
+
+def _lower_backward(builder: "_Builder", body: Body) -> LoopIR:
+    """The gradient of a state is that of the next step's backward step and that of everything outside, added up.
+
+           d_after, d_output (from outside)
+                   |
+    carry_out <-- step t <-- carry_in (from step t + 1)
+                   |
+           d_per_step, to_deferred
+    """
+    values = builder.values
+    for role, nodes in (("after", body.next_states), ("output", body.outputs), ("saved", body.saved)):
+        for index, node in enumerate(nodes):
+            read = builder.read(role, index, Where.PACKED, node)
+            values.setdefault(node, read)
+    for index, node in enumerate(body.state_gradients):
+        carry = builder.read("carry_in", index, Where.CARRY_IN, node)
+        arriving = builder.read("d_after", index, Where.STRIDED, node)
+        values[node] = apply("add", node.row_shape, carry, arriving)
+    for index, node in enumerate(body.output_gradients):
+        values[node] = builder.read("d_output", index, Where.STRIDED, node)
+    builder.lower()
+    for index, port in enumerate(body.ports_of(Kind.STATE)):
+        zero = Constant(port.node.row_shape, 0.0)
+        value = zero if port.gradient is None else _of_shape(values[port.gradient], port.node)
+        builder.root("carry_out", index, Where.CARRY_OUT, port.node, value)
+    per_step = body.ports_of(Kind.PER_STEP)
+    for index, port in enumerate(per_step):
+        if port.gradient is not None:
+            builder.root("d_per_step", index, Where.PACKED, port.node, _of_shape(values[port.gradient], port.node))
+    outgoing = {port.gradient for port in per_step}
+    for index, node in enumerate(body.to_deferred):
+        if node not in outgoing:
+            builder.root("to_deferred", index, Where.PACKED, node, values[node])
+    for index, port in enumerate(body.ports_of(Kind.CONSTANT)):
+        if port.gradient is not None:
+            shape = port.node.row_shape
+            buffer = builder.buffer("d_constant", index, Where.ROW, shape)
+            more = _of_shape(values[port.gradient], port.node)
+            builder.roots.append(Root(apply("add", shape, Read(shape, buffer), more), buffer))
+    return builder.finish()
+
+
+def _of_shape(value: AbstractValue, node: Node) -> AbstractValue:
+    if value.dims != node.row_shape:
+        raise Unsupported(f"a gradient of another shape than {node.name}")
+    return value
 
 
 @final
-class Lowering:
+class _Builder:
+    """Collects the buffers, weights and roots of one direction."""
+
+    def __init__(self, body: Body, nodes: list[Node]) -> None:
+        self.roots: list[Root] = []
+        self.buffers: list[Buffer] = []
+        self.weights: dict[Node, Weight] = {}
+        self.uniform: dict[Node, Buffer] = {}
+        self.values: dict[Node, AbstractValue] = {}
+        # In order: generated code, whose text is its key in a cache, must be the same for the same body.
+        self.still = dict.fromkeys(port.node for port in body.ports_of(Kind.WEIGHT))
+        self.prepared: list[Node] = []
+        self.moving: list[Node] = []
+        for node in nodes:
+            if node.op is constant_fill:
+                self.values[node] = Constant(node.row_shape, float(node.args[1]))
+            elif not node.has_rows and node.inputs and all(item in self.still for item in node.inputs):
+                self.still[node] = None
+                self.prepared.append(node)
+            else:
+                self.moving.append(node)
+        for index, port in enumerate(body.ports_of(Kind.STATE)):
+            self.values[port.node] = self.read("before", index, Where.BEFORE, port.node)
+            self.buffers.append(Buffer("initial", index, Where.ROW, (), port.node.row_size))
+        for index, port in enumerate(body.ports_of(Kind.PER_STEP)):
+            self.values[port.node] = self.read("per_step", index, Where.PACKED, port.node)
+        for index, port in enumerate(body.ports_of(Kind.CONSTANT)):
+            self.values[port.node] = self.read("constant", index, Where.ROW, port.node)
+
+    def buffer(self, role: str, index: int, where: Where, dims: tuple[int, ...]) -> Buffer:
+        found = Buffer(role, index, where, contiguous(dims), math.prod(dims))
+        self.buffers.append(found)
+        return found
+
+    def read(self, role: str, index: int, where: Where, node: Node) -> Read:
+        _check(node)
+        return Read(node.row_shape, self.buffer(role, index, where, node.row_shape))
+
+    def root(self, role: str, index: int, where: Where, node: Node, value: AbstractValue) -> None:
+        self.roots.append(Root(value, self.buffer(role, index, where, node.row_shape)))
+
+    def weight(self, node: Node) -> Weight:
+        if node not in self.still:
+            raise Unsupported("a product of two values that both change from step to step, other than row by row")
+        if node not in self.weights:
+            rows, columns = node.shape
+            assert isinstance(rows, int)
+            assert isinstance(columns, int)
+            self.weights[node] = Weight(rows, columns)
+        return self.weights[node]
+
+    def lower(self) -> None:
+        for index, node in enumerate(node for node in self.still if node.dtype is not None):
+            shape = node.row_shape
+            if len(shape) <= 3:
+                self.uniform[node] = Buffer("uniform", index, Where.UNIFORM, contiguous(shape), math.prod(shape))
+                self.values.setdefault(node, Read(shape, self.uniform[node]))
+        lowering = _Lowering(self.values, self.weight)
+        for node in self.moving:
+            if node.dtype is not None:
+                _check(node)
+            lowering(node)
+
+    def finish(self) -> LoopIR:
+        used = {value.buffer for value in in_order(self.roots) if isinstance(value, Read)}
+        uniforms = [node for node, buffer in self.uniform.items() if buffer in used]
+        buffers = [*self.buffers, *(self.uniform[node] for node in uniforms)]
+        return LoopIR(self.roots, buffers, self.weights, uniforms, self.prepared)
+
+
+def _check(node: Node) -> None:
+    if node.dtype not in REAL_DTYPES and node.dtype is not torch.bool and not _counts(node):
+        raise Unsupported(f"the value {node.name} in the loop is of {node.dtype}")
+
+
+def _counts(node: Node) -> bool:
+    """Whether it is a number of true values, which is small enough to be exact as a real number."""
+    while is_view(node):
+        node = node.inputs[0]
+    return node.label == "sum" and node.dtype is torch.int64 and node.inputs[0].dtype is torch.bool
+
+
+@final
+class _Lowering:
     """Turns nodes into values of a row, one after another.
 
     Args:
@@ -81,12 +254,7 @@ class Lowering:
                 return Constant((), float(item))
             raise Unsupported(f"{node.label} with an argument of type {type(item).__name__}")
 
-        try:
-            template, operands, costly = POINTWISE[node.label](node, operand)
-        except TypeError as unknown:
-            # A setting that the rule does not know, such as a rounding mode.
-            raise Unsupported(f"no code is generated for {node.label} with these settings") from unknown
-        return Map(node.row_shape, template, operands, costly)
+        return POINTWISE[node.label](node, operand)
 
     def _axis(self, node: Node, dimension: int, *, rank: int | None = None) -> int:
         """The dimension of a row that a dimension of the batch is."""
@@ -230,7 +398,7 @@ class Lowering:
         start = max(start + size, 0) if start < 0 else min(start, size)
         value = self.value(gradient)
         return self._padded(
-            node.row_shape, axis, start, value if step == 1 else _apart(value, axis, step, size - start)
+            node.row_shape, axis, start, value if step == 1 else _spaced(value, axis, step, size - start)
         )
 
     def _select_backward(self, node: Node) -> AbstractValue:
@@ -256,7 +424,7 @@ class Lowering:
         dims = (*self.value(left).dims[:-1], weight.N)
         made = Product(dims, self.value(left), weight)
         # Several vectors a row lie apart in memory; what needs them in one piece can copy this.
-        return made if len(dims) == 1 else Map(dims, "{0}", (made,))
+        return made if len(dims) == 1 else apply("copy", dims, made)
 
     def _mm(self, node: Node) -> AbstractValue:
         return self._product(*node.args)
@@ -269,7 +437,7 @@ class Lowering:
         added = self.value(bias)
         if not bias.has_rows and len(added.dims) > len(node.row_shape):
             added = Reshape(added.dims[1:], added)
-        return Map(node.row_shape, "{0} + {1}", (total, added))
+        return apply("add", node.row_shape, total, added)
 
     def _bmm(self, node: Node) -> AbstractValue:
         left, right = (self._matrix(item) for item in node.args)
@@ -284,7 +452,7 @@ class Lowering:
         total = Reduce(
             tuple(1 if d == axis else size for d, size in enumerate(dims)),
             "sum",
-            Map(dims, "{0} * {1}", (first, second)),
+            apply("mul", dims, first, second),
             (axis,),
         )
         return Reshape((rows, columns), total)
@@ -326,38 +494,44 @@ class Lowering:
         axes, _ = self._axes(node)
         source = self.value(node.args[0])
         total = self._reduced("sum", source, axes)
-        count = size_of(tuple(source.dims[axis] for axis in axes))
-        return self._shaped(node, Map(total.dims, "{0} / {1}", (total, Constant((), float(count)))))
+        count = math.prod(source.dims[axis] for axis in axes)
+        mean = apply("div", total.dims, total, Constant((), float(count)), costly=False)
+        return self._shaped(node, mean)
+
+    def _shifted_exp(self, source: AbstractValue, axes: tuple[int, ...]) -> tuple[AbstractValue, AbstractValue]:
+        """`source` less its maximum, so that nothing overflows, and the exponential of that."""
+        below = apply("sub", source.dims, source, self._reduced("max", source, axes))
+        return below, apply("exp", source.dims, below)
 
     def _softmax(self, node: Node) -> AbstractValue:
         source = self.value(node.args[0])
         axes = (self._axis(node.args[0], node.args[1]),)
-        high = self._reduced("max", source, axes)
-        power = Map(source.dims, "exponential({0} - {1})", (source, high), costly=True)
-        return Map(source.dims, "{0} / {1}", (power, self._reduced("sum", power, axes)), costly=True)
+        _, power = self._shifted_exp(source, axes)
+        return apply("div", source.dims, power, self._reduced("sum", power, axes))
 
     def _softmax_backward_data(self, node: Node) -> AbstractValue:
         gradient, result = (self.value(item) for item in node.args[:2])
         axes = (self._axis(node, node.args[2]),)
-        weighted = Map(gradient.dims, "{0} * {1}", (gradient, result))
+        weighted = apply("mul", gradient.dims, gradient, result)
         total = self._reduced("sum", weighted, axes)
-        return Map(gradient.dims, "{0} - {1} * {2}", (weighted, result, total))
+        return apply("sub", gradient.dims, weighted, apply("mul", gradient.dims, result, total))
 
     def _log_softmax(self, node: Node) -> AbstractValue:
         source = self.value(node.args[0])
         axes = (self._axis(node.args[0], node.args[1]),)
-        high = self._reduced("max", source, axes)
-        total = self._reduced("sum", Map(source.dims, "exponential({0} - {1})", (source, high), costly=True), axes)
-        return Map(source.dims, "{0} - {1} - logarithm({2})", (source, high, total), costly=True)
+        below, power = self._shifted_exp(source, axes)
+        total = self._reduced("sum", power, axes)
+        return apply("sub", source.dims, below, apply("log", total.dims, total), costly=True)
 
     def _log_softmax_backward_data(self, node: Node) -> AbstractValue:
         gradient, result = (self.value(item) for item in node.args[:2])
         axes = (self._axis(node, node.args[2]),)
         total = self._reduced("sum", gradient, axes)
-        return Map(gradient.dims, "{0} - exponential({1}) * {2}", (gradient, result, total), costly=True)
+        share = apply("mul", gradient.dims, apply("exp", gradient.dims, result), total)
+        return apply("sub", gradient.dims, gradient, share, costly=True)
 
 
-def _apart(value: AbstractValue, axis: int, step: int, size: int) -> AbstractValue:
+def _spaced(value: AbstractValue, axis: int, step: int, size: int) -> AbstractValue:
     """Elements `step` apart along an axis of `size`, with zeros between them."""
     before, count, behind = value.dims[:axis], value.dims[axis], value.dims[axis + 1 :]
     thick = Reshape((*before, count, 1, *behind), value)

@@ -1,60 +1,59 @@
 """A plan made runnable: what is computed once, for all steps at once, and in loops, in the right order.
 
+    once      values of weights alone
+    level 0   operators for all steps at once (hoisted)
+    level 1   loops, which are yielded to whoever runs the program; then operators that read them
+    level 2   loops that read those, and so on; the last level's operators are the sunk ones
+
 Shape legend: B sequences, P rows of all steps together, F features of the input.
 """
 
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
 
 import torch
 
 from stretto.errors import StrettoError
-from stretto.graph import Body, Loop, Node, Plan, Stage, run
-from stretto.kernels.folded import evaluate_folded
-from stretto.kernels.kernel import AbstractKernel, Inputs
+from stretto.graph import Loop, Node, Plan, Stage, run
+from stretto.kernels.backends.base import AbstractKernel, Cost, LoopCall, LoopCoroutine, LoopResult, Program
+from stretto.kernels.batched_ops import as_node_dtype, evaluate_batched
 from stretto.kernels.layout import Layout
-from stretto.kernels.loops import LoopRequest, LoopResult, run_loops, truth
 
-Walk: TypeAlias = "Generator[list[LoopRequest], list[LoopResult], tuple[torch.Tensor, list[torch.Tensor]]]"
+MAX_WAVE_CHUNKS: Final = 16
+CHUNK_COST: Final = 1 << 24
+"""Multiplications that could be done in the time it takes to prepare a chunk of a wave, forward and backward."""
+TEAM_SPEEDUP: Final = 1.9
+"""How much faster a layer of large weights is by two threads or more than by one."""
+MAX_WAVE_SHARE: Final = 0.75
+"""The share of the time of layers one after another that a wave must be expected to take, at most."""
 
 
 @final
-@dataclass(slots=True)
-class Program:
+class GraphProgram(Program):
     """A plan with a kernel for each loop, by level."""
 
-    plan: Plan
-    kernels: list[list[AbstractKernel]]
+    def __init__(self, plan: Plan, kernels: Sequence[Sequence[AbstractKernel]]) -> None:
+        self.plan = plan
+        self.kernels = kernels
+        self.loops = [kernel for level in kernels for kernel in level]
 
     @property
-    def bodies(self) -> list[Body]:
-        """The loops' bodies."""
-        return [kernel.body for kernel in self.loops]
+    def cost(self) -> Cost | None:
+        """What its loops cost; None if a kernel does not know."""
+        costs = [kernel.cost for kernel in self.loops]
+        known = [cost for cost in costs if cost is not None]
+        if len(known) < len(costs):
+            return None
+        return Cost(sum(cost.work for cost in known), any(cost.shares_columns for cost in known))
 
-    @property
-    def loops(self) -> list[AbstractKernel]:
-        """What runs the loops."""
-        return [kernel for level in self.kernels for kernel in level]
-
-    def parts(
+    def coroutine(
         self,
         layout: Layout,
         x_PF: torch.Tensor,
         states: Sequence[torch.Tensor],
         parameters: Mapping[str, torch.Tensor],
-    ) -> Walk:
-        """Do everything but the loops: they are asked for, so that those of several programs can run at once.
-
-        Args:
-            layout: Of the rows.
-            x_PF: The input's rows.
-            states: Initial states (B, ...), sequences sorted as in `layout`.
-            parameters: Parameters and buffers of the cell by name.
-
-        Returns:
-            A generator of loops to run, which is sent their results and returns outputs of all rows and final states.
-        """
+    ) -> LoopCoroutine:
+        """Do everything but the loops; see `Program`."""
         graph, plan = self.plan.graph, self.plan
         values: dict[Node, Any] = dict(graph.constants)
         values.update((node, parameters[name]) for name, node in graph.parameters.items())
@@ -63,7 +62,7 @@ class Program:
                 f"a step's input has the shape {tuple(x_PF.shape[1:])} and was traced as {graph.x.row_shape}",
                 fix="Give inputs of one shape to one layer.",
             )
-        # The step was traced on rows that lie one after another.
+        # The step was traced on contiguous rows.
         values[graph.x] = x_PF.contiguous()
         states = [state.contiguous() for state in states]
         run(plan.nodes_at(Stage.ONCE), values, layout.total)
@@ -75,15 +74,15 @@ class Program:
         position = {state: index for index, state in enumerate(graph.states)}
         for loops, kernels, maps in zip(plan.loops, self.kernels, plan.maps, strict=True):
             if loops:
-                results = yield self._requests(loops, kernels, layout, states, values)
+                results = yield self._calls(loops, kernels, layout, states, values)
                 self._take(loops, results, layout, states, values=values, finals=finals)
             for node in maps:
                 if node.op is None:
                     if node not in values:
                         earlier = self._value(after[node], values, layout, states)
-                        values[node] = layout.shifted(earlier, states[position[node]])
+                        values[node] = layout.shift(earlier, states[position[node]])
                 elif node not in values:
-                    values[node] = evaluate_folded(node, values, layout.total)
+                    values[node] = evaluate_batched(node, values, layout.total)
         for index, node in enumerate(graph.next_states):
             if index not in finals:
                 finals[index] = layout.last(self._value(node, values, layout, states), states[index])
@@ -103,27 +102,25 @@ class Program:
                 node = graph.next_states[index]
         value = values[node]
         for state, index in reversed(chain):
-            value = values[state] = layout.shifted(value, states[index])
+            value = values[state] = layout.shift(value, states[index])
         return value
 
-    def _requests(
+    def _calls(
         self,
         loops: Sequence[Loop],
         kernels: Sequence[AbstractKernel],
         layout: Layout,
         states: Sequence[torch.Tensor],
         values: dict[Node, Any],
-    ) -> list[LoopRequest]:
+    ) -> list[LoopCall]:
         return [
-            LoopRequest(
+            LoopCall(
                 kernel,
                 layout,
-                Inputs(
-                    states=[states[index] for index in loop.states],
-                    steps=[self._value(node, values, layout, states) for node in loop.per_step],
-                    once=[values[node] for node in loop.weights],
-                    kept=[states[index] for index in loop.constants_per_row],
-                ),
+                states=[states[index] for index in loop.states],
+                per_step=[self._value(node, values, layout, states) for node in loop.per_step],
+                weights=[values[node] for node in loop.weights],
+                constants=[states[index] for index in loop.constants_per_row],
             )
             for loop, kernel in zip(loops, kernels, strict=True)
         ]
@@ -140,32 +137,47 @@ class Program:
     ) -> None:
         graph = self.plan.graph
         for loop, result in zip(loops, results, strict=True):
-            values.update((node, truth(t, node)) for node, t in zip(loop.outputs, result.emits, strict=True))
+            values.update((node, as_node_dtype(t, node)) for node, t in zip(loop.outputs, result.outputs, strict=True))
             for index, after, final_state in zip(loop.states, result.after, result.finals, strict=True):
                 values[graph.next_states[index]] = after
                 finals[index] = final_state
             for index in loop.states:
                 state = graph.states[index]
                 if state not in values and any(state in node.inputs for level in self.plan.maps for node in level):
-                    values[state] = layout.shifted(values[graph.next_states[index]], states[index])
+                    values[state] = layout.shift(values[graph.next_states[index]], states[index])
 
 
-def run_together(walks: Sequence[Walk]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Run programs that do not depend on each other, their loops at once.
+def wavefront_chunks(programs: Sequence[Program], layout: Layout) -> int:
+    """Chunks of time for layers run as a wave, in which each works one chunk behind the one below.
+
+        layer 2                chunk 0   chunk 1   chunk 2
+        layer 1      chunk 0   chunk 1   chunk 2
+        layer 0      chunk 0   chunk 1   chunk 2      ...     columns run at once, each row by a thread of its own
+
+    It pays where rows are too few to keep all threads busy. More chunks fill the corners of the wave better, and each
+    costs some preparation. It depends on sizes alone, never on a clock: weight gradients are summed chunk by chunk.
+
+    Args:
+        programs: One for each layer, from the bottom.
+        layout: Of the batch.
 
     Returns:
-        Outputs of all rows and final states, of each program.
+        The number that is expected to be fastest; 1 where layers had better run one after another.
     """
-    finished: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-    asking: dict[int, list[LoopRequest]] = {}
-    answers: dict[int, list[LoopResult] | None] = dict.fromkeys(range(len(walks)))
-    while answers:
-        asking = {}
-        for index, answer in answers.items():
-            try:
-                asking[index] = walks[index].send(answer)  # type: ignore[arg-type]
-            except StopIteration as end:
-                finished[index] = end.value
-        results = iter(run_loops([request for requests in asking.values() for request in requests]) if asking else [])
-        answers = {index: [next(results) for _ in requests] for index, requests in asking.items()}
-    return [finished[index] for index in range(len(walks))]
+    threads = torch.get_num_threads()
+    if len(programs) < 2 or layout.num_nonempty >= threads:
+        return 1
+    costs = [program.cost for program in programs]
+    known = [cost for cost in costs if cost is not None]
+    if len(known) < len(costs):
+        return 1
+    total = sum(cost.work for cost in known) * layout.total
+    team = TEAM_SPEEDUP if any(cost.shares_columns for cost in known) else 1.0
+    best, chosen = MAX_WAVE_SHARE * total / team, 1
+    for count in range(2, min(MAX_WAVE_CHUNKS, layout.num_steps) + 1):
+        each = total / len(programs) / count + CHUNK_COST
+        waves = count + len(programs) - 1
+        rounds = sum(-(-min(wave + 1, len(programs), waves - wave) // threads) for wave in range(waves))
+        if rounds * each < best:
+            best, chosen = rounds * each, count
+    return chosen

@@ -1,20 +1,25 @@
-"""The order of a step's work: which values lie in memory, and which loops compute them together."""
+"""The order of a step's work: which values lie in memory, and which loops over a row compute them together.
 
+    value of a row          its home          groups, in order
+
+    Map tanh                after0            1. product   scratch0 = before0 times the weight
+      Map add               none              2. loop      after0[j] = tanh(per_step0[j] + scratch0[j])
+        Read per_step0      per_step0
+        Product             scratch0
+
+A value has a home if it must lie in memory: a root, the result and the operand of a product, a reduction, what is
+costly and read more than once, and what a reshape needs in one piece. Everything else is computed where it is read.
+Pointwise work over the same sizes joins an earlier loop if what it reads is ready by then, so that few loops are left.
+
+Nothing here depends on the target.
+"""
+
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Any, Final, Literal, final
 
-from stretto.kernels.expression import (
-    AbstractExpression,
-    Apply,
-    Load,
-    Resolver,
-    address,
-    can_reshape,
-    join_needs_memory,
-    starts_of,
-)
-from stretto.kernels.lower import Unsupported
-from stretto.kernels.rows import (
+from stretto.kernels.ir import (
     AbstractValue,
     Affine,
     Buffer,
@@ -26,16 +31,49 @@ from stretto.kernels.rows import (
     Reduce,
     Reshape,
     Root,
+    Unsupported,
     View,
     Where,
     contiguous,
     identity,
+    in_order,
     operands_of,
-    size_of,
 )
 
-ALIGNMENT = 32
+ALIGNMENT: Final = 32
 """Elements that rows of scratch memory are rounded up to: a panel of the widest vectors."""
+
+
+@dataclass(eq=False, slots=True)
+class AbstractExpression:
+    """Computed at every place of a loop."""
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Load(AbstractExpression):
+    """An element of a buffer."""
+
+    buffer: Buffer
+    address: Affine
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Number(AbstractExpression):
+    """The same at every place."""
+
+    number: float
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Apply(AbstractExpression):
+    """A pointwise operator of other expressions."""
+
+    op: str
+    attrs: Mapping[str, Any]
+    operands: tuple[AbstractExpression, ...]
 
 
 @final
@@ -74,50 +112,41 @@ class Group:
 
 
 @final
-@dataclass(slots=True)
 class Schedule:
-    """Groups in order, with the scratch memory they need for each row."""
+    """The work that leads to some roots, in order.
 
-    groups: list[Group]
-    homes: dict[AbstractValue, Buffer]
-    scratch: int
-    private: int
-
-
-@final
-class Scheduler:
-    """Orders the work that leads to some roots."""
+    Attributes:
+        groups: Loops over a row's elements, and products, in order.
+        order: All values, each behind its operands.
+        homes: Where values lie that lie in memory.
+        sizes: Elements of scratch memory per row, shared by the threads or private to each.
+    """
 
     def __init__(self, roots: list[Root]) -> None:
-        self.roots = roots
-        self.order = _in_order([root.value for root in roots])
+        self.order = in_order(roots)
         self.homes: dict[AbstractValue, Buffer] = {}
         self.sizes = {Where.SCRATCH: 0, Where.PRIVATE: 0}
-        self.copies: list[Root] = []
-
-    def __call__(self) -> Schedule:
-        """The schedule."""
-        self._choose_homes()
-        items = self._items()
-        groups = self._grouped(items)
-        return Schedule(groups, self.homes, self.sizes[Where.SCRATCH], self.sizes[Where.PRIVATE])
+        copies = self._choose_homes(roots)
+        self.groups = self._group(self._items(copies))
 
     def _scratch(self, dims: tuple[int, ...], *, where: Where = Where.SCRATCH, padded: bool = False) -> Buffer:
         strides = contiguous(dims)
-        size = size_of(dims)
+        size = math.prod(dims)
         if padded:
             width = -(-dims[-1] // ALIGNMENT) * ALIGNMENT
             strides = (*(stride // dims[-1] * width for stride in strides[:-1]), 1)
             size = size // dims[-1] * width
         offset = self.sizes[where]
         self.sizes[where] += -(-size // ALIGNMENT) * ALIGNMENT
-        return Buffer(f"{where.value}{offset}", where, strides, offset)
+        return Buffer(where.value, offset, where, strides)
 
-    def _choose_homes(self) -> None:
-        for root in self.roots:
+    def _choose_homes(self, roots: list[Root]) -> list[Root]:
+        """Find places in memory; returns the roots that are copies of what lies elsewhere."""
+        copies = []
+        for root in roots:
             fixed = isinstance(root.value, (Product, Reduce, Read, Constant)) or root.value in self.homes
             if fixed:
-                self.copies.append(root)
+                copies.append(root)
             else:
                 self.homes[root.value] = root.buffer
         uses: dict[AbstractValue, int] = {}
@@ -131,6 +160,7 @@ class Scheduler:
         for value in self.order:
             if value in self.homes and isinstance(value, (View, Reshape)) and isinstance(value.base, Join):
                 self._settle(value.base)
+        return copies
 
     def _choose_home(self, value: AbstractValue, *, often: bool) -> None:
         if isinstance(value, Product):
@@ -142,12 +172,12 @@ class Scheduler:
             self.homes[value] = self._scratch(value.dims, where=Where.PRIVATE)
         elif isinstance(value, Map) and value.costly and often:
             self._settle(value)
-        elif isinstance(value, Reshape) and not can_reshape(value):
+        elif isinstance(value, Reshape) and not _can_reshape(value):
             self._settle(value.base, contiguously=True)
 
     def _settle_joins(self, value: AbstractValue) -> None:
         for item in operands_of(value):
-            if isinstance(item, Join) and not (isinstance(value, View) and not join_needs_memory(value)):
+            if isinstance(item, Join) and not (isinstance(value, View) and not _join_needs_memory(value)):
                 self._settle(item)
 
     def _settle(self, value: AbstractValue, *, contiguously: bool = False) -> None:
@@ -170,7 +200,7 @@ class Scheduler:
             if base is None:
                 return None
             rank = len(value.dims)
-            place = address(contiguous(value.base.dims), value.index, rank)
+            place = _address(contiguous(value.base.dims), value.index, rank)
             moving = tuple(0 if size == 1 else factor for size, factor in zip(value.dims, place.factors, strict=True))
             wanted = tuple(
                 0 if size == 1 else factor for size, factor in zip(value.dims, contiguous(value.dims), strict=True)
@@ -178,9 +208,9 @@ class Scheduler:
             return (base[0], base[1] + place.constant) if moving == wanted else None
         return None
 
-    def _items(self) -> list[Item]:
+    def _items(self, copies: list[Root]) -> list[Item]:
         items: list[Item] = []
-        resolve = Resolver(self.homes)
+        resolve = _Resolver(self.homes)
         for value in self.order:
             if isinstance(value, Product):
                 items.append(Item("product", value, value.dims, (), None, self.homes[value], Affine(0, ())))
@@ -191,37 +221,42 @@ class Scheduler:
                     Affine(0, tuple(int(i == d and d not in value.axes) for i in range(len(dims))))
                     for d in range(len(dims))
                 )
-                target = address(self.homes[value].strides, index, len(dims))
+                target = _address(self.homes[value].strides, index, len(dims))
                 items.append(Item("reduce", value, dims, value.axes, whole, self.homes[value], target))
             elif value in self.homes:
                 items += self._stores(value, self.homes[value], resolve)
-        for root in self.copies:
+        for root in copies:
             items += self._stores(root.value, root.buffer, resolve, copy=True)
         return items
 
     def _stores(
-        self, value: AbstractValue, buffer: Buffer, resolve: Resolver, *, copy: bool = False, offset: int = 0
+        self, value: AbstractValue, buffer: Buffer, resolve: "_Resolver", *, copy: bool = False, offset: int = 0
     ) -> list[Item]:
         if isinstance(value, Join) and not copy:
             made: list[Item] = []
-            for part, start in starts_of(value):
+            for part, start in _starts_of(value):
                 place = offset + start * buffer.strides[value.axis]
                 if isinstance(part, Join) and part not in self.homes:
                     made += self._stores(part, buffer, resolve, offset=place)
                     continue
                 rank = len(part.dims)
                 expression = resolve.over(part.dims)(part, identity(part.dims), rank=rank)
-                target = address(buffer.strides, identity(part.dims), rank)
+                target = _address(buffer.strides, identity(part.dims), rank)
                 target = Affine(place, target.factors)
                 made.append(Item("store", value, part.dims, (), expression, buffer, target))
             return made
         rank = len(value.dims)
-        expression = resolve.over(value.dims)(value, identity(value.dims), rank=rank, fresh=not copy)
-        target = address(buffer.strides, identity(value.dims), rank)
+        expression = resolve.over(value.dims)(value, identity(value.dims), rank=rank, compute=not copy)
+        target = _address(buffer.strides, identity(value.dims), rank)
         target = Affine(target.constant + offset, target.factors)
         return [Item("store", value, value.dims, (), expression, buffer, target)]
 
-    def _grouped(self, items: list[Item]) -> list[Group]:
+    def _group(self, items: list[Item]) -> list[Group]:
+        """Put each item into the first group of its kind and sizes that comes late enough.
+
+        A store may join the very group that makes what it reads, if it reads the element that was just written: the
+        value is still in a register then. Everything else that it reads must come from an earlier group.
+        """
         groups: list[Group] = []
         placed: dict[Buffer, list[tuple[Item, int]]] = {}
         for item in items:
@@ -277,16 +312,153 @@ def loads_in(expression: AbstractExpression | None) -> list[Load]:
     return list(found)
 
 
-def _in_order(roots: list[AbstractValue]) -> list[AbstractValue]:
-    done: dict[AbstractValue, None] = {}
-    for root in roots:
-        waiting = [root]
-        while waiting:
-            top = waiting[-1]
-            missing = [item for item in operands_of(top) if item not in done]
-            if missing:
-                waiting.extend(missing)
-                continue
-            waiting.pop()
-            done[top] = None
-    return list(done)
+@final
+class _Resolver:
+    """Finds the expression of a value at an index.
+
+    Args:
+        homes: Values that lie in memory; all others are computed where they are read.
+    """
+
+    def __init__(self, homes: dict[AbstractValue, Buffer]) -> None:
+        self.homes = homes
+        self._made: dict[object, AbstractExpression] = {}
+
+    def __call__(
+        self, value: AbstractValue, index: tuple[Affine, ...], *, rank: int, compute: bool = False
+    ) -> AbstractExpression:
+        """The expression of `value` at `index`, an affine function of a loop over `rank` dimensions.
+
+        `compute` computes the value itself even if it has a place in memory.
+        """
+        key = (id(value), rank, compute, tuple((part.constant, part.factors) for part in index))
+        if key not in self._made:
+            self._made[key] = self._find(value, index, rank, compute)
+        return self._made[key]
+
+    def _find(  # noqa: PLR0911 - one return a kind of value
+        self, value: AbstractValue, index: tuple[Affine, ...], rank: int, compute: bool
+    ) -> AbstractExpression:
+        if isinstance(value, Read):
+            return self._load(value.buffer, index, rank)
+        if value in self.homes and not compute:
+            return self._load(self.homes[value], index, rank)
+        if isinstance(value, Constant):
+            return Number(value.number)
+        if isinstance(value, Map):
+            operands = tuple(self._operand(item, index, rank) for item in value.operands)
+            return Apply(value.op, value.attrs, operands)
+        if isinstance(value, View):
+            return self(value.base, _compose(value.index, index, rank), rank=rank)
+        if isinstance(value, Reshape):
+            through = _reshape_index(value.base.dims, value.dims, index, rank)
+            if through is None:
+                return self._flat(value, index, rank)
+            return self(value.base, through, rank=rank)
+        if isinstance(value, Join):
+            for part, start in _starts_of(value):
+                shifted = list(index)
+                shifted[value.axis] = Affine(index[value.axis].constant - start, index[value.axis].factors)
+                if _inside(shifted[value.axis], part.dims[value.axis], self._sizes):
+                    return self(part, tuple(shifted), rank=rank)
+        raise AssertionError(f"{type(value).__name__} is read without a place in memory")
+
+    _sizes: tuple[int, ...] = ()
+
+    def over(self, sizes: tuple[int, ...]) -> "_Resolver":
+        """The same, for loops of these sizes."""
+        self._sizes = sizes
+        self._made = {}
+        return self
+
+    def _operand(self, item: AbstractValue, index: tuple[Affine, ...], rank: int) -> AbstractExpression:
+        mine = index[len(index) - len(item.dims) :]
+        still = Affine(0, (0,) * rank)
+        return self(
+            item, tuple(still if size == 1 else part for size, part in zip(item.dims, mine, strict=True)), rank=rank
+        )
+
+    def _load(self, buffer: Buffer, index: tuple[Affine, ...], rank: int) -> Load:
+        return Load(buffer, _address(buffer.strides, index, rank))
+
+    def _flat(self, value: Reshape, index: tuple[Affine, ...], rank: int) -> Load:
+        base = value.base
+        buffer = base.buffer if isinstance(base, Read) else self.homes[base]
+        return Load(buffer, _address(contiguous(value.dims), index, rank))
+
+
+def _address(strides: tuple[int, ...], index: tuple[Affine, ...], rank: int) -> Affine:
+    """The place in memory that an index means."""
+    constant = sum(stride * part.constant for stride, part in zip(strides, index, strict=True))
+    factors = tuple(
+        sum(stride * part.factors[d] for stride, part in zip(strides, index, strict=True)) for d in range(rank)
+    )
+    return Affine(constant, factors)
+
+
+def _compose(outer: tuple[Affine, ...], inner: tuple[Affine, ...], rank: int) -> tuple[Affine, ...]:
+    """An index into a view as an index into its base."""
+    return tuple(
+        Affine(
+            part.constant + sum(f * item.constant for f, item in zip(part.factors, inner, strict=True)),
+            tuple(sum(f * item.factors[d] for f, item in zip(part.factors, inner, strict=True)) for d in range(rank)),
+        )
+        for part in outer
+    )
+
+
+def _reshape_index(
+    base: tuple[int, ...], dims: tuple[int, ...], index: tuple[Affine, ...], rank: int
+) -> tuple[Affine, ...] | None:
+    """An index under sizes `dims` as one under sizes `base`; None where dimensions were merged."""
+    found: list[Affine] = []
+    still = Affine(0, (0,) * rank)
+    position = 0
+    for size in base:
+        if size == 1:
+            found.append(still)
+            continue
+        group: list[int] = []
+        product = 1
+        while product < size and position < len(dims):
+            product *= dims[position]
+            group.append(position)
+            position += 1
+        if product != size:
+            return None
+        strides = contiguous(tuple(dims[d] for d in group))
+        found.append(_address(strides, tuple(index[d] for d in group), rank))
+    return tuple(found)
+
+
+def _starts_of(join: Join) -> list[tuple[AbstractValue, int]]:
+    """The parts with the place along the axis where each begins."""
+    found = []
+    start = 0
+    for part in join.parts:
+        found.append((part, start))
+        start += part.dims[join.axis]
+    return found
+
+
+def _inside(index: Affine, size: int, sizes: tuple[int, ...]) -> bool:
+    low = index.constant + sum(min(f * (n - 1), 0) for f, n in zip(index.factors, sizes, strict=True))
+    high = index.constant + sum(max(f * (n - 1), 0) for f, n in zip(index.factors, sizes, strict=True))
+    return low >= 0 and high < size
+
+
+def _can_reshape(reshape: Reshape) -> bool:
+    """Whether the value can be read through the reshape without lying in memory."""
+    return _reshape_index(reshape.base.dims, reshape.dims, identity(reshape.dims), len(reshape.dims)) is not None
+
+
+def _join_needs_memory(view: View) -> bool:
+    """Whether a view of a join reaches into more than one part."""
+    join = view.base
+    assert isinstance(join, Join)
+    rank = len(view.dims)
+    through = view.index[join.axis]
+    return not any(
+        _inside(Affine(through.constant - start, through.factors[:rank]), part.dims[join.axis], view.dims)
+        for part, start in _starts_of(join)
+    )

@@ -9,17 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from stretto.graph import LoopSummary, Operator, Product, Summary, document, draw, format_shape
-from stretto.kernels import Built, CppKernel, Program
+from stretto.kernels import Built, Program
 
 WIDTH: Final = 100
 INDENT: Final = 11
 JOINED: Final = "\u00a0"
 KN: Final = "K\u00a0\u00d7\u00a0N"
-BACKENDS: Final = {
-    "cpp": "the loops run as generated C++",
-    "eager": "the loops run operator by operator",
-    "torch": "the cell is called at each step, as it is",
-}
 PLACES: Final = {
     "once": "from weights alone",
     "hoisted": "for all steps at once, before a loop",
@@ -37,7 +32,8 @@ class Explanation:
     Attributes:
         name: Of the cell.
         backend: "cpp", "eager" or "torch".
-        reason: Why not the fastest; empty if it is.
+        reason: Why the fastest backend was not taken; empty if it was.
+        backends: Every backend in the order of preference, with "taken" or the reason why it was not.
         counts: Operators at each place: `once`, `hoisted`, `loop`, `sunk`, `deferred`. How many `loops`. What a step
             costs: `forward_gemms`, `forward_passes`, `backward_gemms`, `backward_passes`, and `saved` elements
             (`saved_bytes`) a row besides the `state` elements. What is done for all steps at once: `hoisted_gemms`,
@@ -52,6 +48,7 @@ class Explanation:
     name: str
     backend: str
     reason: str
+    backends: tuple[tuple[str, str], ...]
     counts: dict[str, int]
     operators: dict[str, tuple[Operator, ...]]
     loops: tuple[LoopSummary, ...]
@@ -65,13 +62,14 @@ class Explanation:
     def of(cls, built: Built, name: str) -> "Explanation":
         """Explain what was built."""
         summary, counts = None, {}
-        if built.plan is not None and isinstance(built.program, Program):
+        if built.plan is not None:
             summary = Summary.of(built.plan, built.program.bodies)
             counts = _counts(summary, built.program)
         return cls(
             name=name,
             backend=built.backend,
             reason=built.reason,
+            backends=built.choices,
             counts=counts,
             operators={} if summary is None else summary.operators,
             loops=() if summary is None else summary.loops,
@@ -84,9 +82,9 @@ class Explanation:
 
     def svg(self) -> str:
         """The graph of a step, forward and backward, as a picture that stands alone."""
-        title, told = f"One step of {self.name}", f"{self.backend}: {BACKENDS[self.backend]}"
+        title, told = f"One step of {self.name}", f"{self.backend}: {self._built.description}"
         built = self._built
-        if built.plan is None or not isinstance(built.program, Program):
+        if built.plan is None:
             return document([], title=title, subtitle=told, words=f"There is no graph: {self.reason}.")
         told += f", because {self.reason}" if self.reason else ""
         note = "; sizes are of one row of the batch"
@@ -98,6 +96,7 @@ class Explanation:
             "cell": self.name,
             "backend": self.backend,
             "reason": self.reason,
+            "backends": dict(self.backends),
             "counts": dict(self.counts),
             "operators": {
                 place: [{"operator": item.name, "shape": list(item.shape)} for item in found]
@@ -130,11 +129,12 @@ class Explanation:
 
     def _lines(self) -> Iterator[str]:
         yield from _row("cell", self.name)
-        yield from _row("backend", f"{self.backend}: {BACKENDS[self.backend]}")
-        if self.reason:
-            yield from _row("", f"not the fastest, because: {self.reason}")
+        yield from _row("backend", f"{self.backend}: {self._built.description}")
+        for name, reason in self.backends:
+            if name != self.backend:
+                yield from _row("", f"not {name}: {reason}")
         seconds = f"analysis {_time(self.analysis_seconds)}"
-        if self.backend == "cpp":
+        if self.compile_seconds:
             seconds += f"; generating and compiling, or finding it compiled, {_time(self.compile_seconds)}"
         yield from _row("took", seconds)
         if self._summary is None:
@@ -177,12 +177,9 @@ class Explanation:
 
 def _counts(summary: Summary, program: Program) -> dict[str, int]:
     loops = summary.loops
-    kernels = [kernel for level in program.kernels for kernel in level]
     passes = [
-        (kernel.ahead.passes, kernel.back.passes)
-        if isinstance(kernel, CppKernel)
-        else (loop.forward_operators, loop.backward_operators)
-        for kernel, loop in zip(kernels, loops, strict=True)
+        kernel.passes or (loop.forward_operators, loop.backward_operators)
+        for kernel, loop in zip(program.loops, loops, strict=True)
     ]
     counts = {place: len(found) for place, found in summary.operators.items()}
     return counts | {

@@ -11,17 +11,9 @@ from typing import final
 import torch
 from torch.nn import functional
 
-from stretto.kernels import CppKernel, Layout, PlainProgram, Program, SaveChoice, run_together
+from stretto.kernels import Layout, Program, SaveChoice, run_together, wavefront_chunks
 from stretto.nn.recompute import recomputed, stretches
 from stretto.solvers import AbstractSolver, CellVariants, Problem, Solution
-
-MOST_CHUNKS = 16
-CHUNK_COST = 1 << 24
-"""Multiplications that could be done in the time it takes to prepare a chunk of a wave, forward and backward."""
-TEAM_GAIN = 1.9
-"""How much faster a layer of large weights is by two threads or more than by one."""
-WORTH_IT = 0.75
-"""The share of the time of layers one after another that a wave must be expected to take, at most."""
 
 
 @final
@@ -29,7 +21,7 @@ WORTH_IT = 0.75
 class Direction:
     """One program of a layer with its parameters and initial states (B, ...); `variants` are for solvers."""
 
-    program: Program | PlainProgram
+    program: Program
     parameters: Mapping[str, torch.Tensor]
     states: Sequence[torch.Tensor]
     variants: CellVariants | None = None
@@ -74,7 +66,8 @@ def run_stack(
     With `save` "states", stretches of time are computed again in the backward pass from the state at their start. With
     a `call`, its solver runs one layer and direction after the other.
     """
-    chunks = chunks_of_a_wave(layers, layout) if save == "auto" and call is None else 1
+    one_way = all(len(layer) == 1 for layer in layers) and save == "auto" and call is None
+    chunks = wavefront_chunks([layer[0].program for layer in layers], layout) if one_way else 1
     if chunks > 1:
         return _wave([layer[0] for layer in layers], layout, x_PF, dropout=dropout, count=chunks)
     finals: list[list[torch.Tensor]] = []
@@ -94,7 +87,7 @@ def run_stack(
             results = _in_stretches(layer, layout, inputs)
         else:
             walks = [
-                direction.program.parts(layout, rows_PF, direction.states, direction.parameters)
+                direction.program.coroutine(layout, rows_PF, direction.states, direction.parameters)
                 for direction, rows_PF in zip(layer, inputs, strict=True)
             ]
             results = run_together(walks)
@@ -143,7 +136,7 @@ def _in_stretches(
                 x_PF = next(remaining)
                 before = [next(remaining) for _ in direction.states]
                 own = {name: next(named) for name in direction.parameters}
-                walks.append(direction.program.parts(chunk, x_PF, before, own))
+                walks.append(direction.program.coroutine(chunk, x_PF, before, own))
             return [tensor for y, after in run_together(walks) for tensor in (y, *after)]
 
         given = [tensor for x_PF, before in zip(inputs, states, strict=True) for tensor in (x_PF[rows], *before)]
@@ -159,36 +152,7 @@ def reversed_rows(layout: Layout, x_PF: torch.Tensor) -> torch.Tensor:
     if layout.is_even:
         steps = x_PF.reshape(layout.num_steps, layout.num_rows, *x_PF.shape[1:])
         return steps.flip(0).reshape(x_PF.shape)
-    return x_PF.index_select(0, layout.reversed_P.to(x_PF.device))
-
-
-def chunks_of_a_wave(layers: Sequence[Sequence[Direction]], layout: Layout) -> int:
-    """Chunks of time that are expected to be fastest; 1 where layers had better run one after another.
-
-    It depends on sizes alone, never on a clock: weight gradients are summed up chunk by chunk.
-    """
-    threads = torch.get_num_threads()
-    if len(layers) < 2 or any(len(layer) > 1 for layer in layers) or layout.num_going >= threads:
-        return 1
-    programs = [layer[0].program for layer in layers]
-    kernels = [kernel for program in programs if isinstance(program, Program) for kernel in program.loops]
-    if not all(isinstance(program, Program) for program in programs) or not all(
-        isinstance(kernel, CppKernel) for kernel in kernels
-    ):
-        return 1
-    shared = [kernel for kernel in kernels if isinstance(kernel, CppKernel) and kernel.ahead.usually_shares_columns]
-    work = sum((kernel.ahead.work + kernel.back.work) for kernel in kernels if isinstance(kernel, CppKernel))
-    total = work * layout.total
-    best, chosen = WORTH_IT * total / (TEAM_GAIN if shared else 1.0), 1
-    for count in range(2, min(MOST_CHUNKS, layout.num_steps) + 1):
-        each = total / len(layers) / count + CHUNK_COST
-        rounds = sum(
-            -(-min(wave + 1, len(layers), count + len(layers) - 1 - wave) // threads)
-            for wave in range(count + len(layers) - 1)
-        )
-        if rounds * each < best:
-            best, chosen = rounds * each, count
-    return chosen
+    return x_PF.index_select(0, layout.on_device(layout.reversed_P, x_PF.device))
 
 
 def _wave(stack: Sequence[Direction], layout: Layout, x_PF: torch.Tensor, *, dropout: float, count: int) -> StackResult:
@@ -202,7 +166,7 @@ def _wave(stack: Sequence[Direction], layout: Layout, x_PF: torch.Tensor, *, dro
         walks = []
         for layer, index in working:
             below = functional.dropout(inputs[index], dropout) if layer and dropout else inputs[index]
-            walks.append(stack[layer].program.parts(chunks[index], below, states[layer], stack[layer].parameters))
+            walks.append(stack[layer].program.coroutine(chunks[index], below, states[layer], stack[layer].parameters))
         for (layer, index), (y, after) in zip(working, run_together(walks), strict=True):
             inputs[index] = y
             states[layer] = after

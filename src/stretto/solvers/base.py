@@ -23,9 +23,9 @@ from typing import Literal, TypeAlias, final
 import torch
 from torch import nn
 
-from stretto.kernels import Layout, PlainProgram, Program, run_together
+from stretto.kernels import Layout, Program, run_together
 
-AnyProgram: TypeAlias = Program | PlainProgram
+AnyProgram: TypeAlias = Program
 Builder: TypeAlias = Callable[[nn.Module, tuple[int, ...], torch.dtype], AnyProgram]
 """Compiles a step, once per module: from the module, the shape of a row of its input, and the input's dtype."""
 
@@ -66,7 +66,7 @@ class CellVariants:
         """Run a module of `module` sequentially; `parameters` are the cell's, by their names in the cell."""
         program = self.build(module, tuple(x_PF.shape[1:]), x_PF.dtype)
         named = {f"cell.{name}": tensor for name, tensor in parameters.items()}
-        ((y_PF, finals),) = run_together([program.parts(layout, x_PF, states, named)])
+        ((y_PF, finals),) = run_together([program.coroutine(layout, x_PF, states, named)])
         return y_PF, list(finals)
 
 
@@ -105,7 +105,7 @@ class Problem:
         Returns:
             Outputs of all rows (P, ...), and the states after each sequence's last step (B, ...).
         """
-        ((y_PF, finals),) = run_together([self.program.parts(layout, x_PF, states, self.parameters)])
+        ((y_PF, finals),) = run_together([self.program.coroutine(layout, x_PF, states, self.parameters)])
         return y_PF, list(finals)
 
 

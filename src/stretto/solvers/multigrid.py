@@ -738,7 +738,7 @@ class ReverseGrids:
     def _run_through(self, number: int, points_PD: torch.Tensor) -> _CoarseRun:
         """A run over a coarse grid that is forced through all these points."""
         grids, level = self._grids, self._grids.levels[number]
-        before_PD = level.layout.shifted(points_PD, grids.initial_BD)
+        before_PD = level.layout.shift(points_PD, grids.initial_BD)
         with torch.no_grad():
             tau_PD = points_PD - grids.step(number, before_PD)
         tau_PD.requires_grad_()

@@ -303,7 +303,7 @@ class SequenceMajor:
     def is_first_P(self) -> torch.Tensor:
         """Whether each row is the first of its sequence."""
         is_first_P = torch.zeros(self.layout.total, dtype=torch.bool)
-        is_first_P[self.first_row_B[: self.layout.num_going]] = True
+        is_first_P[self.first_row_B[: self.layout.num_nonempty]] = True
         return is_first_P
 
     @cached_property
@@ -314,7 +314,7 @@ class SequenceMajor:
 
     def before(self, after_PS: torch.Tensor, initial_BS: torch.Tensor) -> torch.Tensor:
         """The state before each step, from those after each: one row up, the initial state before a first step."""
-        going = self.layout.num_going
+        going = self.layout.num_nonempty
         return after_PS.roll(1, 0).index_copy(0, self.first_row_B[:going].to(after_PS.device), initial_BS[:going])
 
     def boundaries(self, after_PS: torch.Tensor, chunks: Chunks) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Operators outside of the loops, with all steps laid out as rows.
+"""Operators outside of the loops, evaluated for all steps at once: the steps are laid out as rows of one batch.
+
+On the CPU, products, sums over rows and layer norms run on code of our own (`backends/cpp`), whatever runs the loops;
+everything else, and every other device, is PyTorch's.
 
 Shape legend: P rows of all steps together, K features in, N features out.
 """
@@ -11,8 +14,8 @@ from typing import Any, final
 import torch
 
 from stretto.graph import Node, evaluate
-from stretto.kernels.row_norm import can_norm, norm
-from stretto.kernels.row_products import can_run, column_sums, product, weight_gradient
+from stretto.kernels.backends.cpp.gemm import can_run, column_sums, product, weight_gradient
+from stretto.kernels.backends.cpp.norm import can_norm, norm
 
 
 class _Product(torch.autograd.Function):
@@ -41,7 +44,7 @@ class _Product(torch.autograd.Function):
         )
 
 
-def evaluate_folded(node: Node, values: dict[Node, Any], rows: int) -> Any:
+def evaluate_batched(node: Node, values: dict[Node, Any], rows: int) -> Any:
     """The value of a node outside of the loops."""
     if node.label in {"mm", "addmm"} and not node.kwargs and node.args[-2].has_rows:
         *bias, x, weight = (values[item] for item in node.args)
@@ -53,6 +56,13 @@ def evaluate_folded(node: Node, values: dict[Node, Any], rows: int) -> Any:
             # Mean and deviation are given out by no module of torch's.
             return norm(x, gain, bias, eps), None, None
     return evaluate(node, values, rows)
+
+
+def as_node_dtype(tensor: torch.Tensor, node: Node) -> torch.Tensor:
+    """A value as the node has it: generated code stores truth values and counts as real numbers."""
+    if node.dtype is None or tensor.dtype == node.dtype:
+        return tensor
+    return tensor != 0 if node.dtype is torch.bool else tensor.to(node.dtype)
 
 
 @final
@@ -90,15 +100,15 @@ class Deferral:
         """Add the values of the operators to `values`."""
         for node in self.nodes:
             if node not in values:
-                made = _deferred(node, values, rows)
-                values[node] = evaluate(node, _at_hand(node, values, rows), rows) if made is None else made
+                made = _evaluate_deferred(node, values, rows)
+                values[node] = evaluate(node, _with_inputs(node, values, rows), rows) if made is None else made
 
 
-def _at_hand(node: Node, values: dict[Node, Any], rows: int) -> dict[Node, Any]:
+def _with_inputs(node: Node, values: dict[Node, Any], rows: int) -> dict[Node, Any]:
     """The values, with those the node reads made if that was put off."""
     for item in node.inputs:
         if item not in values:
-            values[item] = evaluate(item, _at_hand(item, values, rows), rows)
+            values[item] = evaluate(item, _with_inputs(item, values, rows), rows)
         elif isinstance(values[item], Earlier):
             values[item] = values[item].whole()
     return values
@@ -112,7 +122,7 @@ def _is_product_of_rows(node: Node) -> bool:
     return node.label == "mul" and all(isinstance(item, Node) and item.shape == node.shape for item in node.args)
 
 
-def _deferred(node: Node, values: dict[Node, Any], rows: int) -> torch.Tensor | None:
+def _evaluate_deferred(node: Node, values: dict[Node, Any], rows: int) -> torch.Tensor | None:
     if node.label == "mm" and not node.has_rows and not node.kwargs:
         left, right = node.args
         if left.label == "t" and left.args[0].has_rows and right.has_rows:
@@ -122,7 +132,7 @@ def _deferred(node: Node, values: dict[Node, Any], rows: int) -> torch.Tensor | 
     if _is_column_sum(node):
         source = node.args[0]
         factors, reader = ([source], node) if source in values else (source.args, source)
-        tensors = [_at_hand(reader, values, rows)[item] for item in factors]
+        tensors = [_with_inputs(reader, values, rows)[item] for item in factors]
         if can_run(*tensors) and node.dtype == tensors[0].dtype:
             sums = column_sums(*tensors)
             return sums[None] if len(node.shape) == 2 else sums

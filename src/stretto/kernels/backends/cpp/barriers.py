@@ -1,16 +1,21 @@
-"""Which thread does what when several share the elements of few rows, and where they must wait for each other.
+"""Where threads that share the elements of few rows must wait for each other.
 
-Threads share the elements of a loop over a row out, and the columns of a product. Where the shares of two accesses are
+Threads share out the elements of a loop over a row, and the columns of a product. Where the shares of two accesses are
 the same, nobody has to wait: a gate's product and the pointwise work on it need no barrier in between.
+
+    thread 0          | thread 1
+    columns 0..H/2    | columns H/2..H of each gate      product: reads the whole state, writes its own columns
+    elements 0..H/2   | elements H/2..H                  gates: read and write the same share, no barrier
+    ------------------- barrier -------------------      the next product reads all elements again
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Final, TypeAlias, final
 
-from stretto.kernels.rows import Affine, Buffer, Product, Weight, Where
-from stretto.kernels.schedule import Group, Item, Scheduler, loads_in
+from stretto.kernels.ir import Affine, Buffer, Product, Weight, Where
+from stretto.kernels.schedule import Group, Item, Schedule, loads_in
 
-WHOLE_PANELS = 32
+WHOLE_PANELS: Final = 32
 """Elements of a panel of the widest vectors: sizes that are multiples are shared out in panels on any machine."""
 
 Owner: TypeAlias = "tuple[int, int] | str | None"
@@ -19,7 +24,7 @@ Owner: TypeAlias = "tuple[int, int] | str | None"
 
 @final
 @dataclass(slots=True)
-class Accesses:
+class _Accesses:
     """The memory that a group reads and writes, by name, with whose share of it."""
 
     reads: list[tuple[str, Owner]]
@@ -27,16 +32,16 @@ class Accesses:
 
 
 @final
-class Sharing:
+class Barriers:
     """Finds barriers for the groups of a step, which come in order.
 
     Args:
-        scheduler: Where values lie.
-        groups: All groups of the step.
+        schedule: The work of the step.
     """
 
-    def __init__(self, scheduler: Scheduler, groups: list[Group]) -> None:
-        self.scheduler = scheduler
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        groups = schedule.groups
         self.loads = [
             (group, load)
             for group in groups
@@ -50,14 +55,14 @@ class Sharing:
             assert isinstance(item.value, Product)
             weight, block = item.value.weight, self._block(item, item.value)
             self.blocks[weight] = weight.N if self.blocks.get(weight, block) != block else block
-        self.since: list[Accesses] = []
-        self.head: list[Accesses] | None = None
+        self._since: list[_Accesses] = []
+        self._head: list[_Accesses] | None = None
 
     def _operand(self, group: Group) -> tuple[Buffer, int] | None:
         value = group.items[0].value
         if group.kind != "product" or not isinstance(value, Product):
             return None
-        return self.scheduler.pointer(value.operand)
+        return self.schedule.pointer(value.operand)
 
     def _block(self, item: Item, product: Product) -> int:
         columns = product.weight.N
@@ -79,26 +84,26 @@ class Sharing:
     def must_wait(self, group: Group) -> bool:
         """Whether the group reads or overwrites what another thread made or reads since the last barrier."""
         wanted = self._accesses(group)
-        if any(_clash(earlier, wanted) for earlier in self.since):
-            self.head = self.head or self.since
-            self.since = [wanted]
+        if any(_clash(earlier, wanted) for earlier in self._since):
+            self._head = self._head or self._since
+            self._since = [wanted]
             return True
-        self.since.append(wanted)
+        self._since.append(wanted)
         return False
 
     def must_wait_at_end(self) -> bool:
         """Whether the first groups of the next step must wait for the last ones of this."""
-        return any(_clash(_in_next_step(tail), head) for tail in self.since for head in self.head or self.since)
+        return any(_clash(_in_next_step(tail), head) for tail in self._since for head in self._head or self._since)
 
-    def _accesses(self, group: Group) -> Accesses:
+    def _accesses(self, group: Group) -> _Accesses:
         place = self._operand(group)
         if place is not None:
             (item,) = group.items
             assert isinstance(item.value, Product)
             block = self.block_of(item.value)
             owner: Owner = (block, 0) if block % WHOLE_PANELS == 0 else "panels"
-            return Accesses(reads=[(place[0].name, None)], writes=[(item.buffer.name, owner)])
-        found = Accesses([], [])
+            return _Accesses(reads=[(place[0].name, None)], writes=[(item.buffer.name, owner)])
+        found = _Accesses([], [])
         for item in group.items:
             for load in loads_in(item.expression):
                 if load.buffer.where is not Where.PRIVATE:
@@ -128,7 +133,7 @@ def _owner(group: Group, place: Affine) -> Owner:
     return _moved(group.dims, place)
 
 
-def _clash(earlier: Accesses, later: Accesses) -> bool:
+def _clash(earlier: _Accesses, later: _Accesses) -> bool:
     pairs = ((earlier.writes, later.reads), (earlier.reads, later.writes), (earlier.writes, later.writes))
     return any(
         name == other and (mine is None or mine != theirs)
@@ -138,9 +143,9 @@ def _clash(earlier: Accesses, later: Accesses) -> bool:
     )
 
 
-def _in_next_step(accesses: Accesses) -> Accesses:
+def _in_next_step(accesses: _Accesses) -> _Accesses:
     """The same memory by the names it has in the next step."""
-    return Accesses(
+    return _Accesses(
         reads=[(later, owner) for name, owner in accesses.reads if (later := _later(name))],
         writes=[(later, owner) for name, owner in accesses.writes if (later := _later(name))],
     )
@@ -149,8 +154,7 @@ def _in_next_step(accesses: Accesses) -> Accesses:
 def _later(name: str) -> str | None:
     """A state becomes the state before; gradients of states swap places; of other things each step has its own."""
     role = name.rstrip("0123456789")
-    number = name[len(role) :]
     swapped = {"after": "before", "carry_out": "carry_in", "carry_in": "carry_out"}
     if role in swapped:
-        return swapped[role] + number
-    return name if role in {Where.SCRATCH.value, "saved", "d_kept"} else None
+        return swapped[role] + name.removeprefix(role)
+    return name if role in {"scratch", "saved", "d_constant"} else None

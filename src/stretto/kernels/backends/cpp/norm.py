@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from stretto.kernels.memory import fresh
-from stretto.kernels.row_products import can_run, in_rows, library_of, threads_for
+from stretto.kernels.backends.cpp.gemm import can_run, in_rows, library_of, threads_for
+from stretto.kernels.buffer_pool import empty
 
 
 class _Norm(torch.autograd.Function):
@@ -20,8 +20,8 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(x_PN, gain_N, bias_N)
         x_PN = in_rows(x_PN)
         rows, columns = x_PN.shape
-        made_PN = fresh(rows, columns, dtype=x_PN.dtype)
-        means_P, scales_P = fresh(rows, dtype=x_PN.dtype), fresh(rows, dtype=x_PN.dtype)
+        made_PN = empty(rows, columns, dtype=x_PN.dtype)
+        means_P, scales_P = empty(rows, dtype=x_PN.dtype), empty(rows, dtype=x_PN.dtype)
         gain, bias = (None if item is None else item.contiguous() for item in (gain_N, bias_N))
         library_of(x_PN.dtype).stretto_norm(
             *(x_PN.data_ptr(), x_PN.stride(0), _pointer(gain), _pointer(bias), made_PN.data_ptr()),
@@ -36,7 +36,7 @@ class _Norm(torch.autograd.Function):
         means_P, scales_P = ctx.of_rows
         needs_x, needs_gain, needs_bias, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            return *_again(gradients[0], (x_PN, gain_N, bias_N), ctx.needs_input_grad[:3], ctx.eps), None
+            return *_differentiable(gradients[0], (x_PN, gain_N, bias_N), ctx.needs_input_grad[:3], ctx.eps), None
         x_PN, d_PN = in_rows(x_PN), in_rows(gradients[0])
         rows, columns = x_PN.shape
         threads = threads_for(rows * columns)
@@ -44,12 +44,12 @@ class _Norm(torch.autograd.Function):
         library = library_of(x_PN.dtype)
         given = (x_PN.data_ptr(), x_PN.stride(0), d_PN.data_ptr(), d_PN.stride(0))
         stored = (means_P.data_ptr(), scales_P.data_ptr())
-        d_x = fresh(rows, columns, dtype=x_PN.dtype) if needs_x else None
+        d_x = empty(rows, columns, dtype=x_PN.dtype) if needs_x else None
         if d_x is not None:
             library.stretto_norm_gradient(*given, _pointer(gain), *stored, d_x.data_ptr(), rows, columns, threads)
         d_gain = d_bias = None
         if needs_gain or needs_bias:
-            d_gain, d_bias = fresh(columns, dtype=x_PN.dtype), fresh(columns, dtype=x_PN.dtype)
+            d_gain, d_bias = empty(columns, dtype=x_PN.dtype), empty(columns, dtype=x_PN.dtype)
             library.stretto_norm_sums(*given, *stored, d_gain.data_ptr(), d_bias.data_ptr(), rows, columns, threads)
         return d_x, d_gain if needs_gain else None, d_bias if needs_bias else None, None
 
@@ -58,7 +58,7 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _again(d_PN: torch.Tensor, given: tuple[Any, ...], needed: tuple[bool, ...], eps: float) -> list[Any]:
+def _differentiable(d_PN: torch.Tensor, given: tuple[Any, ...], needed: tuple[bool, ...], eps: float) -> list[Any]:
     """The gradient as something that can itself be differentiated."""
     # Aliases: what leads from one of these tensors to another elsewhere is not followed here.
     own = [None if item is None else item.view_as(item) for item in given]

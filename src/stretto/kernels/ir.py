@@ -1,25 +1,40 @@
-"""Values of one row of the batch: what generated code computes, step by step.
+"""The loop IR: what a step computes for one row of the batch, in named operators and without any target's text.
+
+    body of a loop --lower--> values of one row --schedule--> loops over a row's elements --backend--> code
 
 A row's value has dimensions of its own, without the batch. Views, products and reductions are kept apart from pointwise
-work, so that the latter can be fused into whatever reads it.
+work, so that the latter can be fused into whatever reads it: `h = tanh(x + W h)` is
+
+    Map tanh -- Map add -+- Read per_step0
+                         +- Product weight0 -- Read before0
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import final
+from types import MappingProxyType
+from typing import Any, Final, final
+
+from stretto.graph import Node
+
+NO_ATTRS: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+class Unsupported(Exception):  # noqa: N818 - not an error: another backend runs instead, and the message says why
+    """A backend cannot run something; the message says what."""
 
 
 class Where(str, Enum):
     """How a buffer's rows are found."""
 
     PACKED = "packed"  # a row for each step of each sequence
-    STORED = "stored"  # like PACKED, or one row for each sequence where nothing is to be kept
+    SAVED = "saved"  # like PACKED, or one row for each sequence where no backward pass will follow
     BEFORE = "before"  # the rows of a state's packed buffer one step earlier, or its initial rows at step 0
     ROW = "row"  # a row for each sequence
-    ARRIVING = "arriving"  # like PACKED, with a distance between rows that is known when the loop runs
+    STRIDED = "strided"  # like PACKED, with a distance between rows that is known when the loop runs
     CARRY_IN = "carry_in"  # the gradient of a state, from the step that ran before
     CARRY_OUT = "carry_out"  # the gradient of a state, for the step that runs next
-    ONCE = "once"  # the same for all
+    UNIFORM = "uniform"  # the same for all rows and steps
     SCRATCH = "scratch"  # a row for each sequence that lives within a step
     PRIVATE = "private"  # likewise, one for each thread
 
@@ -30,20 +45,23 @@ class Buffer:
     """Memory that rows are read from or written to.
 
     Attributes:
-        name: Its name in the generated code.
+        role: What it holds, such as "after" or "d_output".
+        index: Which one of its role; the offset within a row, for scratch memory.
         where: How its rows are found.
         strides: Of its dimensions within a row.
-        offset: Of the row's start, in scratch memory.
         size: Elements of a row.
-        parts: Blocks of equal size, such as gates, whose panels alternate.
     """
 
-    name: str
+    role: str
+    index: int
     where: Where
     strides: tuple[int, ...]
-    offset: int = 0
     size: int = 0
-    parts: int = 1
+
+    @property
+    def name(self) -> str:
+        """Unique within a loop."""
+        return f"{self.role}{self.index}"
 
 
 @final
@@ -81,10 +99,18 @@ class Constant(AbstractValue):
 @final
 @dataclass(eq=False, slots=True)
 class Map(AbstractValue):
-    """Pointwise work: a C++ expression in which `{0}`, `{1}`, ... stand for the operands."""
+    """A pointwise operator; see `pointwise.py` for the names.
 
-    template: str
+    Attributes:
+        op: Its name.
+        operands: What it reads; sizes broadcast as PyTorch's do.
+        attrs: Numbers and choices that are known now, such as the slope of a leaky ReLU.
+        costly: Whether it is worth a place in memory if it is read more than once.
+    """
+
+    op: str
     operands: tuple[AbstractValue, ...]
+    attrs: Mapping[str, Any] = field(default_factory=lambda: NO_ATTRS)
     costly: bool = False
 
 
@@ -108,7 +134,7 @@ class Reshape(AbstractValue):
 @final
 @dataclass(eq=False, slots=True)
 class Reduce(AbstractValue):
-    """A sum, maximum or minimum over some dimensions, which stay with size 1."""
+    """A "sum", "max" or "min" over some dimensions, which stay with size 1."""
 
     kind: str
     operand: AbstractValue
@@ -118,12 +144,10 @@ class Reduce(AbstractValue):
 @final
 @dataclass(eq=False, slots=True)
 class Weight:
-    """A matrix that stays the same over all steps: K rows, N columns, packed once; see `Buffer` for `parts`."""
+    """A matrix that stays the same over all steps: K rows, N columns."""
 
-    name: str
     K: int
     N: int
-    parts: int = 1
 
 
 @final
@@ -153,6 +177,26 @@ class Root:
     buffer: Buffer
 
 
+@final
+@dataclass(eq=False, slots=True)
+class LoopIR:
+    """One direction of a loop: what every step reads and writes.
+
+    Attributes:
+        roots: What a step computes, and where it goes.
+        buffers: All memory that is not scratch, in the order in which generated code takes pointers to it.
+        weights: The matrices of products, by the node that computes each.
+        uniforms: Nodes of the buffers that are the same for all rows and steps, which come last in `buffers`.
+        prepared: Nodes to compute before the loop, from weights alone, in order.
+    """
+
+    roots: list[Root]
+    buffers: list[Buffer]
+    weights: dict[Node, Weight]
+    uniforms: list[Node]
+    prepared: list[Node]
+
+
 def contiguous(dims: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of sizes laid out one after another."""
     strides: list[int] = []
@@ -161,14 +205,6 @@ def contiguous(dims: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
-
-
-def size_of(dims: tuple[int, ...]) -> int:
-    """Elements."""
-    count = 1
-    for size in dims:
-        count *= size
-    return count
 
 
 def identity(dims: tuple[int, ...]) -> tuple[Affine, ...]:
@@ -188,3 +224,19 @@ def operands_of(value: AbstractValue) -> tuple[AbstractValue, ...]:
     if isinstance(value, Join):
         return value.parts
     return ()
+
+
+def in_order(roots: Iterable[Root]) -> list[AbstractValue]:
+    """All values that the roots need, each behind its operands."""
+    done: dict[AbstractValue, None] = {}
+    for root in roots:
+        waiting = [root.value]
+        while waiting:
+            top = waiting[-1]
+            missing = [item for item in operands_of(top) if item not in done]
+            if missing:
+                waiting.extend(missing)
+                continue
+            waiting.pop()
+            done[top] = None
+    return list(done)

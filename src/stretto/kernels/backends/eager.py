@@ -3,67 +3,90 @@
 The same nodes are in the loop as in generated code; hoisting, sinking and deferral do not depend on who runs it.
 """
 
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 
 from stretto.graph import BatchDim, Kind, Node, concrete_shape, run
-from stretto.kernels.kernel import AbstractKernel, Cotangents, Gradients, Inputs, Outputs
-from stretto.kernels.layout import Layout
+from stretto.kernels.backends.base import (
+    AbstractBackend,
+    AbstractKernel,
+    Cotangents,
+    LoopCall,
+    LoopGradients,
+    LoopResult,
+    Program,
+    TracedStep,
+)
+from stretto.kernels.program import GraphProgram
+
+
+@final
+class EagerBackend(AbstractBackend):
+    """Runs every cell that could be traced, on every device."""
+
+    name: ClassVar[str] = "eager"
+    description: ClassVar[str] = "the loops run operator by operator"
+    generates_code: ClassVar[bool] = False
+
+    def build(self, step: TracedStep) -> Program:
+        """Kernels that interpret the loops."""
+        assert step.plan is not None
+        return GraphProgram(step.plan, [[EagerKernel(body) for body in level] for level in step.bodies])
 
 
 @final
 class EagerKernel(AbstractKernel):
-    """One operator after another, step after step."""
+    """One operator after another, sequentially."""
 
-    def forward(self, layout: Layout, inputs: Inputs, *, keep: bool) -> Outputs:
+    def forward(self, call: LoopCall, *, keep: bool) -> LoopResult:
         """Run all steps."""
-        body = self.body
+        body, layout = self.body, call.layout
         wanted = [*body.next_states, *body.outputs, *(body.saved if keep else [])]
         history: dict[Node, list[torch.Tensor]] = {node: [] for node in wanted}
-        states = list(inputs.states)
+        states = list(call.states)
         for step in range(layout.num_steps):
             start, count = int(layout.starts_T[step]), int(layout.rows_T[step])
-            values = self._given(inputs, states, start, count)
+            values = self._inputs(call, states, start, count)
             run(body.forward, values, count)
             for node, rows in history.items():
                 rows.append(values[node])
-            states = [_onto(values[node], state) for node, state in zip(body.next_states, states, strict=True)]
+            states = [_extend(values[node], state) for node, state in zip(body.next_states, states, strict=True)]
         count = len(body.next_states)
-        made = [_stacked(history[node], node, inputs) for node in wanted]
-        return Outputs(
+        made = [_stack(history[node], node, call) for node in wanted]
+        return LoopResult(
             after=made[:count],
-            emits=made[count : count + len(body.outputs)],
+            outputs=made[count : count + len(body.outputs)],
             finals=states,
             saved=made[count + len(body.outputs) :],
         )
 
-    def backward(self, layout: Layout, inputs: Inputs, outputs: Outputs, cotangents: Cotangents) -> Gradients:
+    def backward(self, call: LoopCall, result: LoopResult, cotangents: Cotangents) -> LoopGradients:
         """Run all steps backward."""
-        body = self.body
+        body, layout = self.body, call.layout
         carried = [
             torch.zeros_like(state) if final is None else final
-            for state, final in zip(inputs.states, cotangents.finals, strict=True)
+            for state, final in zip(call.states, cotangents.finals, strict=True)
         ]
-        kept = [torch.zeros_like(tensor) for tensor in inputs.kept]
+        constants = [torch.zeros_like(tensor) for tensor in call.constants]
         ports = {kind: body.ports_of(kind) for kind in Kind}
         wanted = [*(port.gradient for port in ports[Kind.PER_STEP] if port.gradient is not None), *body.to_deferred]
         history: dict[Node, list[torch.Tensor]] = {node: [] for node in wanted}
-        before = [layout.shifted(after, state) for after, state in zip(outputs.after, inputs.states, strict=True)]
+        before = [layout.shift(after, state) for after, state in zip(result.after, call.states, strict=True)]
         for step in reversed(range(layout.num_steps)):
             start, count = int(layout.starts_T[step]), int(layout.rows_T[step])
             here = slice(start, start + count)
-            values = self._given(inputs, [tensor[here] for tensor in before], start, count)
+            values = self._inputs(call, [tensor[here] for tensor in before], start, count)
             for nodes, tensors in (
-                (body.next_states, outputs.after),
-                (body.outputs, outputs.emits),
-                (body.saved, outputs.saved),
+                (body.next_states, result.after),
+                (body.outputs, result.outputs),
+                (body.saved, result.saved),
             ):
                 values.update((node, tensor[_span(node, here)]) for node, tensor in zip(nodes, tensors, strict=True))
             for node, carry, arriving in zip(body.state_gradients, carried, cotangents.after, strict=True):
                 # The backward step was recorded on rows that lie one after another.
                 values[node] = (carry[:count] if arriving is None else carry[:count] + arriving[here]).contiguous()
-            for node, arriving, emitted in zip(body.output_gradients, cotangents.emits, outputs.emits, strict=True):
+            for node, arriving, emitted in zip(body.output_gradients, cotangents.outputs, result.outputs, strict=True):
                 rows_here = _span(node, here)
                 values[node] = (
                     torch.zeros_like(emitted[rows_here]) if arriving is None else arriving[rows_here].contiguous()
@@ -72,33 +95,33 @@ class EagerKernel(AbstractKernel):
             for node, rows in history.items():
                 rows.append(values[node])
             carried = [
-                _onto(torch.zeros_like(carry[:count]) if port.gradient is None else values[port.gradient], carry)
+                _extend(torch.zeros_like(carry[:count]) if port.gradient is None else values[port.gradient], carry)
                 for port, carry in zip(ports[Kind.STATE], carried, strict=True)
             ]
             for index, port in enumerate(ports[Kind.CONSTANT]):
                 if port.gradient is not None:
-                    kept[index] = _onto(kept[index][:count] + values[port.gradient], kept[index])
-        stacked = {node: _stacked(rows[::-1], node, inputs) for node, rows in history.items()}
-        return Gradients(
+                    constants[index] = _extend(constants[index][:count] + values[port.gradient], constants[index])
+        stacked = {node: _stack(rows[::-1], node, call) for node, rows in history.items()}
+        return LoopGradients(
             states=carried,
-            steps=[None if port.gradient is None else stacked[port.gradient] for port in ports[Kind.PER_STEP]],
-            kept=[
+            per_step=[None if port.gradient is None else stacked[port.gradient] for port in ports[Kind.PER_STEP]],
+            constants=[
                 None if port.gradient is None else tensor
-                for port, tensor in zip(ports[Kind.CONSTANT], kept, strict=True)
+                for port, tensor in zip(ports[Kind.CONSTANT], constants, strict=True)
             ],
-            handed=[stacked[node] for node in body.to_deferred],
+            to_deferred=[stacked[node] for node in body.to_deferred],
         )
 
-    def _given(self, inputs: Inputs, states: list[torch.Tensor], start: int, count: int) -> dict[Node, Any]:
+    def _inputs(self, call: LoopCall, states: list[torch.Tensor], start: int, count: int) -> dict[Node, Any]:
         values: dict[Node, Any] = {}
         tensors = {
             Kind.STATE: [state[:count] for state in states],
             Kind.PER_STEP: [
                 tensor[_span(port.node, slice(start, start + count))]
-                for port, tensor in zip(self.body.ports_of(Kind.PER_STEP), inputs.steps, strict=True)
+                for port, tensor in zip(self.body.ports_of(Kind.PER_STEP), call.per_step, strict=True)
             ],
-            Kind.WEIGHT: inputs.once,
-            Kind.CONSTANT: [tensor[:count] for tensor in inputs.kept],
+            Kind.WEIGHT: call.weights,
+            Kind.CONSTANT: [tensor[:count] for tensor in call.constants],
         }
         for kind, given in tensors.items():
             values.update((port.node, tensor) for port, tensor in zip(self.body.ports_of(kind), given, strict=True))
@@ -112,13 +135,13 @@ def _span(node: Node, rows: slice) -> slice:
     return slice(rows.start * first.factor, rows.stop * first.factor)
 
 
-def _onto(going: torch.Tensor, all_rows: torch.Tensor) -> torch.Tensor:
-    """Rows that are still going, with the others as they were."""
-    return going if len(going) == len(all_rows) else torch.cat([going, all_rows[len(going) :]])
+def _extend(running: torch.Tensor, all_rows: torch.Tensor) -> torch.Tensor:
+    """Rows of sequences still running, with the others as they were."""
+    return running if len(running) == len(all_rows) else torch.cat([running, all_rows[len(running) :]])
 
 
-def _stacked(rows: list[torch.Tensor], node: Node, inputs: Inputs) -> torch.Tensor:
+def _stack(rows: list[torch.Tensor], node: Node, call: LoopCall) -> torch.Tensor:
     if rows:
         return torch.cat(rows)
-    like = (inputs.states or inputs.steps)[0]
+    like = (call.states or call.per_step)[0]
     return torch.zeros(concrete_shape(node.shape, 0), dtype=node.dtype, device=like.device)

@@ -1,6 +1,6 @@
-// Layer norm of the rows of all steps, forward and backward. Threads share rows out, and columns where rows are added up.
+// Layer norm of the rows of all steps, forward and backward. Threads share out rows, and columns where rows are added up.
 #pragma once
-#include "folded.h"
+#include "batched.h"
 
 template <class Body>
 INLINE void each_row(int64_t P, int64_t threads, Body body) {
@@ -12,17 +12,17 @@ INLINE void each_row(int64_t P, int64_t threads, Body body) {
 // The sum of value(j) for j < N, where value(j, count) is a vector of `count` lanes.
 template <class Value>
 INLINE real row_sum(int64_t N, Value value) {
-  vec sums[2] = {all(0), all(0)};
+  vec sums[2] = {broadcast(0), broadcast(0)};
   int64_t j = 0;
   for (; j + PANEL <= N; j += PANEL) sums[0] += value(j), sums[1] += value(j + LANES);
   for (; j + LANES <= N; j += LANES) sums[0] += value(j);
-  real total = sum_of(sums[0] + sums[1]);
+  real total = reduce_sum(sums[0] + sums[1]);
   for (; j < N; j++) total += value(j)[0];
   return total;
 }
 
 // One lane beyond the whole vectors, a whole vector before.
-INLINE vec part(const real* p, int64_t j, int64_t N) { return j + LANES <= N ? load(p + j) : all(p[j]); }
+INLINE vec part(const real* p, int64_t j, int64_t N) { return j + LANES <= N ? load(p + j) : broadcast(p[j]); }
 
 INLINE void put(real* p, int64_t j, int64_t N, vec value) {
   if (j + LANES <= N) store(p + j, value);
@@ -39,12 +39,12 @@ extern "C" void stretto_norm(const real* x, int64_t stride_x, const real* gain, 
     real* out = y + p * N;
     const real mean = row_sum(N, [=](int64_t j) { return part(row, j, N); }) / real(N);
     const real variance = row_sum(N, [=](int64_t j) {
-      const vec off = part(row, j, N) - all(mean);
+      const vec off = part(row, j, N) - broadcast(mean);
       return off * off;
     }) / real(N);
     const real scale = real(1) / libm::sqrt(variance + real(eps));
     for (int64_t j = 0; j < N; j = after(j, N)) {
-      vec value = (part(row, j, N) - all(mean)) * all(scale);
+      vec value = (part(row, j, N) - broadcast(mean)) * broadcast(scale);
       if (gain) value = value * part(gain, j, N);
       if (bias) value = value + part(bias, j, N);
       put(out, j, N, value);
@@ -59,11 +59,11 @@ extern "C" void stretto_norm_gradient(const real* x, int64_t stride_x, const rea
   each_row(P, threads, [=](int64_t p) {
     const real *row = x + p * stride_x, *from = d + p * stride_d;
     real* out = d_x + p * N;
-    const vec mean = all(means[p]), scale = all(scales[p]);
+    const vec mean = broadcast(means[p]), scale = broadcast(scales[p]);
     const auto arriving = [=](int64_t j) { return gain ? part(from, j, N) * part(gain, j, N) : part(from, j, N); };
     const auto normal = [=](int64_t j) { return (part(row, j, N) - mean) * scale; };
-    const vec level = all(row_sum(N, arriving) / real(N));
-    const vec along = all(row_sum(N, [=](int64_t j) { return arriving(j) * normal(j); }) / real(N));
+    const vec level = broadcast(row_sum(N, arriving) / real(N));
+    const vec along = broadcast(row_sum(N, [=](int64_t j) { return arriving(j) * normal(j); }) / real(N));
     for (int64_t j = 0; j < N; j = after(j, N))
       put(out, j, N, (arriving(j) - level - normal(j) * along) * scale);
   });
@@ -86,7 +86,7 @@ extern "C" void stretto_norm_sums(const real* x, int64_t stride_x, const real* d
         for (int64_t j = begin; j < end; j++) gains[j - begin] = biases[j - begin] = 0;
         for (int64_t p = from; p < P && p < from + DEPTH_BLOCK; p++) {
           const real *row = x + p * stride_x, *came = d + p * stride_d;
-          const vec mean = all(means[p]), scale = all(scales[p]);
+          const vec mean = broadcast(means[p]), scale = broadcast(scales[p]);
           for (int64_t j = begin; j < end; j = after(j, end)) {
             const vec arriving = part(came, j, end), normal = (part(row, j, end) - mean) * scale;
             put(gains, j - begin, end - begin, part(gains, j - begin, end - begin) + arriving * normal);

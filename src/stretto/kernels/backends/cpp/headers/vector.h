@@ -1,4 +1,5 @@
-// Vectors of REAL in the compiler's own vector types, which AVX2, AVX-512 and NEON all have, and functions over them.
+// Vectors of REAL in the compiler's own vector types, and functions over them. The compiler maps them to whatever the
+// processor has, AVX-512, AVX, NEON or SSE2; only the width is chosen here.
 #pragma once
 #include <stdint.h>
 
@@ -32,7 +33,7 @@ ONE_ARGUMENT(cos) ONE_ARGUMENT(atan) ONE_ARGUMENT(floor) ONE_ARGUMENT(ceil) ONE_
 TWO_ARGUMENTS(pow) TWO_ARGUMENTS(fmod)
 }  // namespace libm
 
-INLINE vec all(real x) { return x - vec{}; }  // x - 0 is x to the last bit, and compilers know it
+INLINE vec broadcast(real x) { return x - vec{}; }  // x - 0 is x to the last bit, and compilers know it
 
 template <int N = LANES>
 INLINE vec load(const real* p) {
@@ -68,41 +69,41 @@ INLINE vec keep(vec v, real filler) {  // lanes from N on do not count in a redu
   return v;
 }
 
-INLINE vec choose(wordvec m, vec a, vec b) { return m ? a : b; }
-INLINE vec flag(wordvec m) { return m ? all(1) : all(0); }
-INLINE vec where(vec c, vec a, vec b) { return (c != all(0)) ? a : b; }
+INLINE vec select(wordvec m, vec a, vec b) { return m ? a : b; }
+INLINE vec flag(wordvec m) { return m ? broadcast(1) : broadcast(0); }
+INLINE vec where(vec c, vec a, vec b) { return (c != broadcast(0)) ? a : b; }
 // Comparisons are written so that NaN passes through, as torch's minimum and maximum do.
-INLINE vec maximum(vec a, vec b) { return choose((a > b) | (a != a), a, b); }
-INLINE vec minimum(vec a, vec b) { return choose((a < b) | (a != a), a, b); }
-INLINE vec absolute(vec x) { return choose(x < all(0), -x, choose(x == all(0), all(0), x)); }
-INLINE vec sign(vec x) { return flag(x > all(0)) - flag(x < all(0)); }
-INLINE vec square_root(vec x) {
+INLINE vec maximum(vec a, vec b) { return select((a > b) | (a != a), a, b); }
+INLINE vec minimum(vec a, vec b) { return select((a < b) | (a != a), a, b); }
+INLINE vec abs(vec x) { return select(x < broadcast(0), -x, select(x == broadcast(0), broadcast(0), x)); }
+INLINE vec sign(vec x) { return flag(x > broadcast(0)) - flag(x < broadcast(0)); }
+INLINE vec sqrt(vec x) {
   vec r;
   for (int i = 0; i < LANES; i++) r[i] = libm::sqrt(x[i]);
   return r;
 }
-INLINE vec relu(vec x) { return choose(x < all(0), all(0), x); }
+INLINE vec relu(vec x) { return select(x < broadcast(0), broadcast(0), x); }
 
 // e^r - 1 for |r| <= ln 2 / 2 by Taylor's series, whose rest is below half a unit in the last place.
 INLINE vec expm1_near_zero(vec r) {
   vec p;
   if constexpr (sizeof(real) == 4) {
-    p = all(1.f / 5040);
-    p = p * r + all(1.f / 720);
+    p = broadcast(1.f / 5040);
+    p = p * r + broadcast(1.f / 720);
   } else {
-    p = all(1. / 6227020800.);
-    p = p * r + all(1. / 479001600.);
-    p = p * r + all(1. / 39916800.);
-    p = p * r + all(1. / 3628800.);
-    p = p * r + all(1. / 362880.);
-    p = p * r + all(1. / 40320.);
-    p = p * r + all(1. / 5040.);
-    p = p * r + all(1. / 720.);
+    p = broadcast(1. / 6227020800.);
+    p = p * r + broadcast(1. / 479001600.);
+    p = p * r + broadcast(1. / 39916800.);
+    p = p * r + broadcast(1. / 3628800.);
+    p = p * r + broadcast(1. / 362880.);
+    p = p * r + broadcast(1. / 40320.);
+    p = p * r + broadcast(1. / 5040.);
+    p = p * r + broadcast(1. / 720.);
   }
-  p = p * r + all(real(1) / 120);
-  p = p * r + all(real(1) / 24);
-  p = p * r + all(real(1) / 6);
-  p = p * r + all(real(0.5));
+  p = p * r + broadcast(real(1) / 120);
+  p = p * r + broadcast(real(1) / 24);
+  p = p * r + broadcast(real(1) / 6);
+  p = p * r + broadcast(real(0.5));
   return p * (r * r) + r;
 }
 struct PowerOfTwo {
@@ -114,36 +115,36 @@ INLINE PowerOfTwo split_exponent(vec x) {
   constexpr real ln2_high = single ? real(0.693359375) : real(6.93145751953125e-1);
   constexpr real ln2_low = single ? real(-2.12194440e-4) : real(1.42860682030941723212e-6);
   constexpr int mantissa = single ? 23 : 52, bias = single ? 127 : 1023;
-  vec n = (x * all(real(1.44269504088896340736)) + all(shift)) - all(shift);
+  vec n = (x * broadcast(real(1.44269504088896340736)) + broadcast(shift)) - broadcast(shift);
   wordvec k = __builtin_convertvector(n, wordvec), half = k >> 1;
   wordvec low = (half + bias) << mantissa, high = (k - half + bias) << mantissa;
   PowerOfTwo out;
   __builtin_memcpy(&out.low, &low, sizeof low);
   __builtin_memcpy(&out.high, &high, sizeof high);
-  out.rest = (x - n * all(ln2_high)) - n * all(ln2_low);
+  out.rest = (x - n * broadcast(ln2_high)) - n * broadcast(ln2_low);
   return out;
 }
 constexpr real EXP_LOW = sizeof(real) == 4 ? real(-104) : real(-746);
 constexpr real EXP_HIGH = sizeof(real) == 4 ? real(89) : real(710);
-INLINE vec clamped(vec x, real low, real high) {  // NaN stays
-  x = choose(x < all(low), all(low), x);
-  return choose(x > all(high), all(high), x);
+INLINE vec clamp(vec x, real low, real high) {  // NaN stays
+  x = select(x < broadcast(low), broadcast(low), x);
+  return select(x > broadcast(high), broadcast(high), x);
 }
-INLINE vec exponential(vec x) {
-  PowerOfTwo p = split_exponent(clamped(x, EXP_LOW, EXP_HIGH));
-  return (expm1_near_zero(p.rest) + all(1)) * p.low * p.high;
+INLINE vec exp(vec x) {
+  PowerOfTwo p = split_exponent(clamp(x, EXP_LOW, EXP_HIGH));
+  return (expm1_near_zero(p.rest) + broadcast(1)) * p.low * p.high;
 }
 INLINE vec sigmoid(vec x) {
   // Within these bounds one power of two is enough, and beyond them the result is 0 or 1 to the last place anyway.
-  PowerOfTwo p = split_exponent(clamped(-x, sizeof(real) == 4 ? real(-80) : real(-700), EXP_HIGH - real(1.5)));
-  return all(1) / (all(1) + (expm1_near_zero(p.rest) + all(1)) * (p.low * p.high));
+  PowerOfTwo p = split_exponent(clamp(-x, sizeof(real) == 4 ? real(-80) : real(-700), EXP_HIGH - real(1.5)));
+  return broadcast(1) / (broadcast(1) + (expm1_near_zero(p.rest) + broadcast(1)) * (p.low * p.high));
 }
-INLINE vec hyperbolic_tangent(vec x) {
+INLINE vec tanh(vec x) {
   // e^2x - 1 = scale * (e^r - 1) + (scale - 1): right to the last places for small x as well.
   constexpr real far = sizeof(real) == 4 ? real(20) : real(44);
-  PowerOfTwo p = split_exponent(clamped(x + x, -far, far));
-  vec scale = p.low * p.high, m = scale * expm1_near_zero(p.rest) + (scale - all(1));
-  return m / (m + all(2));
+  PowerOfTwo p = split_exponent(clamp(x + x, -far, far));
+  vec scale = p.low * p.high, m = scale * expm1_near_zero(p.rest) + (scale - broadcast(1));
+  return m / (m + broadcast(2));
 }
 #define LANE_BY_LANE(name, expression)               \
   INLINE vec name(vec x) {                           \
@@ -154,23 +155,23 @@ INLINE vec hyperbolic_tangent(vec x) {
     }                                                \
     return r;                                        \
   }
-LANE_BY_LANE(logarithm, libm::log(a))
-LANE_BY_LANE(logarithm_1p, libm::log1p(a))
-LANE_BY_LANE(exponential_m1, libm::expm1(a))
-LANE_BY_LANE(error_function, libm::erf(a))
-LANE_BY_LANE(sine, libm::sin(a))
-LANE_BY_LANE(cosine, libm::cos(a))
-LANE_BY_LANE(arctangent, libm::atan(a))
-LANE_BY_LANE(floor_of, libm::floor(a))
-LANE_BY_LANE(ceiling_of, libm::ceil(a))
-LANE_BY_LANE(truncated, libm::trunc(a))
-LANE_BY_LANE(rounded, libm::nearbyint(a))
-INLINE vec power(vec x, vec y) {
+LANE_BY_LANE(log, libm::log(a))
+LANE_BY_LANE(log1p, libm::log1p(a))
+LANE_BY_LANE(expm1, libm::expm1(a))
+LANE_BY_LANE(erf, libm::erf(a))
+LANE_BY_LANE(sin, libm::sin(a))
+LANE_BY_LANE(cos, libm::cos(a))
+LANE_BY_LANE(atan, libm::atan(a))
+LANE_BY_LANE(floor, libm::floor(a))
+LANE_BY_LANE(ceil, libm::ceil(a))
+LANE_BY_LANE(trunc, libm::trunc(a))
+LANE_BY_LANE(round, libm::nearbyint(a))
+INLINE vec pow(vec x, vec y) {
   vec r;
   for (int i = 0; i < LANES; i++) r[i] = libm::pow(x[i], y[i]);
   return r;
 }
-INLINE vec remainder_of(vec x, vec y) {  // of the divisor's sign, as Python's %
+INLINE vec remainder(vec x, vec y) {  // of the divisor's sign, as Python's %
   vec r;
   for (int i = 0; i < LANES; i++) {
     real m = libm::fmod(x[i], y[i]);
@@ -178,17 +179,17 @@ INLINE vec remainder_of(vec x, vec y) {  // of the divisor's sign, as Python's %
   }
   return r;
 }
-INLINE real sum_of(vec v) {  // halves added pairwise: one fixed order
+INLINE real reduce_sum(vec v) {  // halves added pairwise: one fixed order
   for (int width = LANES / 2; width > 0; width /= 2)
     for (int i = 0; i < width; i++) v[i] += v[i + width];
   return v[0];
 }
-INLINE real maximum_of(vec v) {
+INLINE real reduce_max(vec v) {
   real m = v[0];
   for (int i = 1; i < LANES; i++) m = (v[i] > m || v[i] != v[i]) ? v[i] : m;
   return m;
 }
-INLINE real minimum_of(vec v) {
+INLINE real reduce_min(vec v) {
   real m = v[0];
   for (int i = 1; i < LANES; i++) m = (v[i] < m || v[i] != v[i]) ? v[i] : m;
   return m;

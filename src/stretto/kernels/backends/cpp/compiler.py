@@ -1,4 +1,13 @@
-"""The C++ compiler: which one, with which flags, and the private cache of what it made."""
+"""The C++ compiler: which one, with which flags, and the private cache of what it made.
+
+Environment variables:
+    CXX: The compiler; by default the first of g++, clang++ and c++.
+    STRETTO_MARCH: What processor code is generated for, as the compiler's `-march=` takes it; by default the one that
+        it runs on ("native"). `x86-64-v2` or `x86-64-v3`, for example, make kernels that give the same digits on every
+        machine of a mixed cluster. It must be something that this processor can run.
+    STRETTO_CACHE: The folder of the cache. Compiled kernels are found again by a hash of their text, the compiler, all
+        flags, the processor and the release of torch.
+"""
 
 import ctypes
 import hashlib
@@ -12,16 +21,20 @@ import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
 from stretto.errors import StrettoError
 from stretto.files import cache_folder, disk_errors, write_atomically, write_text_atomically
+from stretto.kernels.ir import Unsupported
 
-COMPILER_VARIABLE = "CXX"
-OPTIONAL_FLAGS = ("-march=native", "-mcpu=native", "-fopenmp", "--param=avoid-fma-max-bits=0")
+COMPILER_VARIABLE: Final = "CXX"
+MARCH_VARIABLE: Final = "STRETTO_MARCH"
+NATIVE_FLAGS: Final = ("-march=native", "-mcpu=native")
+"""The first that the compiler takes is used, unless STRETTO_MARCH names something else."""
+OPTIONAL_FLAGS: Final = ("-fopenmp", "--param=avoid-fma-max-bits=0")
 """Those that the compiler takes are used. The last: tuning for some processors splits fused multiplications in some
 loops and not in others, and the same sum written for two widths would differ in its last digit."""
-BASE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-w")
+BASE_FLAGS: Final = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-w")
 
 
 @final
@@ -34,57 +47,60 @@ class Compiler:
     flags: tuple[str, ...]
 
 
-class NoCompiler(Exception):  # noqa: N818 - not an error: the eager path runs instead, and it is told
+class NoCompiler(Unsupported):
     """Nothing can be compiled; the message says why."""
 
 
 @lru_cache(maxsize=8)
-def _find(wanted: str | None, search_path: str | None) -> Compiler:
+def _find(wanted: str | None, search_path: str | None, march: str | None) -> Compiler:
     names = [wanted] if wanted else ["g++", "clang++", "c++"]
     path = next((place for name in names if (place := shutil.which(name, path=search_path))), None)
     if path is None:
         raise NoCompiler(f"no C++ compiler was found ({', '.join(map(str, names))})")
-    known = _remembered(path)
+    known = _remembered(path, march)
     if known is not None:
         return known
     version = _run([path, "--version"])
     if version is None:
         raise NoCompiler(f"the C++ compiler {path!r} does not run")
-    flags = list(BASE_FLAGS)
-    for extra in OPTIONAL_FLAGS:
-        if extra == "-mcpu=native" and "-march=native" in flags:
-            continue
-        if _accepts(path, [*flags, extra]):
-            flags.append(extra)
+    targets = [f"-march={march}"] if march else NATIVE_FLAGS
+    target = next((flag for flag in targets if _accepts(path, [*BASE_FLAGS, flag])), None)
+    if march and target is None:
+        raise StrettoError(
+            f"the C++ compiler {path!r} does not take {MARCH_VARIABLE}={march!r}",
+            fix=f"Unset {MARCH_VARIABLE}, or give something that its option -march= takes, such as x86-64-v3.",
+        )
+    flags = [*BASE_FLAGS, *([] if target is None else [target])]
+    flags += [extra for extra in OPTIONAL_FLAGS if _accepts(path, [*BASE_FLAGS, extra])]
     found = Compiler(path=path, version=version.splitlines()[0], flags=tuple(flags))
-    _remember(found)
+    _remember(found, march)
     return found
 
 
-def _identity(path: str) -> dict[str, object]:
+def _identity(path: str, march: str | None) -> dict[str, object]:
     """What changes when another compiler is installed, or this code asks for other flags."""
     status = Path(path).stat()
     return {
         "path": path,
         "changed": status.st_mtime_ns,
         "size": status.st_size,
-        "flags": [*BASE_FLAGS, *OPTIONAL_FLAGS],
+        "flags": [*BASE_FLAGS, *([f"-march={march}"] if march else NATIVE_FLAGS), *OPTIONAL_FLAGS],
     }
 
 
-def _remembered(path: str) -> Compiler | None:
+def _remembered(path: str, march: str | None) -> Compiler | None:
     """What was found out about a compiler earlier, if it is still the same: asking it takes longer than a load."""
     try:
         known = json.loads((library_folder() / "compiler.json").read_text(encoding="utf-8"))
-        if known["identity"] != _identity(path):
+        if known["identity"] != _identity(path, march):
             return None
         return Compiler(path=path, version=str(known["version"]), flags=tuple(map(str, known["flags"])))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _remember(found: Compiler) -> None:
-    facts = {"identity": _identity(found.path), "version": found.version, "flags": list(found.flags)}
+def _remember(found: Compiler, march: str | None) -> None:
+    facts = {"identity": _identity(found.path, march), "version": found.version, "flags": list(found.flags)}
     write_text_atomically(library_folder() / "compiler.json", json.dumps(facts, indent=1))
 
 
@@ -93,8 +109,10 @@ def find_compiler() -> Compiler:
 
     Raises:
         NoCompiler: If there is none that works.
+        StrettoError: If it does not know the processor that `STRETTO_MARCH` names.
     """
-    return _find(os.environ.get(COMPILER_VARIABLE), os.environ.get("PATH"))
+    environment = os.environ
+    return _find(environment.get(COMPILER_VARIABLE), environment.get("PATH"), environment.get(MARCH_VARIABLE) or None)
 
 
 def _run(command: list[str]) -> str | None:
@@ -113,7 +131,7 @@ def _accepts(path: str, flags: list[str]) -> bool:
 
 
 @lru_cache(maxsize=1)
-def machine() -> str:
+def _machine() -> str:
     """What code made for this machine depends on."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -123,9 +141,9 @@ def machine() -> str:
     return "\n".join([platform.machine(), platform.system(), *sorted(lines)])
 
 
-def key_of(source: str, compiler: Compiler, torch_version: str) -> str:
+def _key_of(source: str, compiler: Compiler, torch_version: str) -> str:
     """A name that changes with everything the library depends on."""
-    parts = [source, compiler.path, compiler.version, *compiler.flags, machine(), torch_version]
+    parts = [source, compiler.path, compiler.version, *compiler.flags, _machine(), torch_version]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -149,7 +167,7 @@ def _is_ours(path: Path) -> bool:
     return owned and stat.S_ISREG(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o022
 
 
-def compiled(source: str, *, torch_version: str) -> ctypes.CDLL:
+def load(source: str, *, torch_version: str) -> ctypes.CDLL:
     """The library of `source`, from the cache or compiled now.
 
     Several processes may ask at once: each compiles to a file of its own, and one of them is put in place whole.
@@ -158,7 +176,7 @@ def compiled(source: str, *, torch_version: str) -> ctypes.CDLL:
         NoCompiler: If it cannot be compiled or loaded.
     """
     compiler = find_compiler()
-    path = library_folder() / f"{key_of(source, compiler, torch_version)}.so"
+    path = library_folder() / f"{_key_of(source, compiler, torch_version)}.so"
     if path.exists():
         if not _is_ours(path):
             raise StrettoError(

@@ -1,4 +1,11 @@
-// Who does what: threads take rows of their own through the whole sequence, or share the columns of few rows.
+// Who does what: threads take rows of their own through the whole sequence, or form a team that shares the columns of
+// few rows.
+//
+//   many rows                          few rows, large weights: a team
+//
+//   thread 0   rows 0..k,  all steps   step 0   thread 0: columns 0..n/2 of each gate   thread 1: columns n/2..n
+//   thread 1   rows k..B,  all steps            -------- barrier: the next product reads all columns --------
+//   no waiting at all                  step 1   ...
 #pragma once
 #include <atomic>
 #include <time.h>
@@ -42,15 +49,20 @@ struct Call {
   real *packed, *scratch, *own, *room;
 };
 
-// Each thread says how often it has arrived in a cache line of its own, and reads those of the others: a step waits for
-// one line to travel, where a common counter would travel to and fro.
+// Each thread counts its arrivals in a cache line of its own, and reads those of the others:
+//
+//   line 0 [ 7 ]  line 1 [ 6 ]        thread 0 has arrived for the 7th time and spins until line 1 holds 7
+//
+// A wait costs one line's travel from core to core, where a common counter would travel to and fro. Counts only grow, so
+// nothing is ever reset. The store is a release and the load an acquire: whatever a thread wrote before it arrived is
+// visible to whoever saw it arrive. More threads than lines fall back to a common counter with a phase.
 struct Barrier {
-  static constexpr int MOST = 16;
+  static constexpr int MAX_LINES = 16;
   struct alignas(64) Line { std::atomic<int> value{0}; };
-  Line arrived[MOST], together, phase;
-  bool together_is_faster = false;  // written by the first thread, read behind a barrier
+  Line arrived[MAX_LINES], together, phase;
+  bool team_is_faster = false;  // written by the first thread, read behind a barrier
 
-  static void until(const std::atomic<int>& value, int wanted) {
+  static void wait_until(const std::atomic<int>& value, int wanted) {
     for (int spins = 0; value.load(std::memory_order_acquire) - wanted < 0; spins++) {
       if (spins > 64) PAUSE();
       if (spins > 20000) sched_yield();  // somebody else has the other core
@@ -58,15 +70,15 @@ struct Barrier {
   }
 
   void wait(int rank, int size) {
-    if (size <= MOST) {
+    if (size <= MAX_LINES) {
       const int mine = arrived[rank].value.load(std::memory_order_relaxed) + 1;
       arrived[rank].value.store(mine, std::memory_order_release);
       for (int other = 0; other < size; other++)
-        if (other != rank) until(arrived[other].value, mine);
+        if (other != rank) wait_until(arrived[other].value, mine);
       return;
     }
     const int now = phase.value.load(std::memory_order_relaxed);
-    if (together.value.fetch_add(1, std::memory_order_acq_rel) + 1 < size) return until(phase.value, now + 1);
+    if (together.value.fetch_add(1, std::memory_order_acq_rel) + 1 < size) return wait_until(phase.value, now + 1);
     together.value.store(0, std::memory_order_relaxed);
     phase.value.store(now + 1, std::memory_order_release);
   }
@@ -83,19 +95,22 @@ INLINE void sweep(Body body, int rank, int size) {
     if (!TEAM || rank == size - 1) body(Known<int(N % LANES)>{}, WHOLE * LANES);
 }
 
-// Walks through steps [from, to), counted in the order of the walk.
+// Runs steps [from, to), counted in the order in which they run.
 typedef void (*Steps)(const Call& call, int64_t first, int64_t last, int64_t from, int64_t to, int rank, int size,
                       Barrier* barrier);
 
-// How long a barrier takes depends on where the threads' cores lie, which is not ours to choose and changes. So a walk
-// begins with a stretch by all threads and one by the first alone, and goes on in the way that took less time: the
-// results are the same to the last digit.
-static void walk(const Call& call, int64_t first, int64_t last, int rank, int size, Barrier* barrier, Steps team,
+// How long a barrier takes depends on where the threads' cores lie, which is not ours to choose and changes. So a long
+// loop begins with a stretch by the team and one by the first thread alone, and continues in the way that took less
+// time. The results are the same to the last digit.
+//
+//   steps   | team, cold | team, timed | alone, cold | alone, timed | whichever was faster ...
+//           0           32            64            96            128
+static void run_steps(const Call& call, int64_t first, int64_t last, int rank, int size, Barrier* barrier, Steps team,
                  Steps alone, bool usually_team) {
   constexpr int64_t TRIAL = 64;
   const int64_t steps = call.num_steps;
   if (size == 1) return alone(call, first, last, 0, steps, 0, 1, barrier);
-  bool together = usually_team;
+  bool use_team = usually_team;
   int64_t done = 0;
   if (steps >= 8 * TRIAL) {
     int64_t times[4];
@@ -106,16 +121,16 @@ static void walk(const Call& call, int64_t first, int64_t last, int rank, int si
       barrier->wait(rank, size);
     }
     times[2] = nanoseconds();
-    const int64_t by_all = times[2] - times[1];
+    const int64_t by_team = times[2] - times[1];
     for (int half = 0; half < 2; half++, done += TRIAL / 2) {
       times[2 + half] = nanoseconds();
       if (rank == 0) alone(call, first, last, done, done + TRIAL / 2, 0, 1, barrier);
     }
-    if (rank == 0) barrier->together_is_faster = by_all < nanoseconds() - times[3];
+    if (rank == 0) barrier->team_is_faster = by_team < nanoseconds() - times[3];
     barrier->wait(rank, size);
-    together = barrier->together_is_faster;
+    use_team = barrier->team_is_faster;
   }
-  if (together) team(call, first, last, done, steps, rank, size, barrier);
+  if (use_team) team(call, first, last, done, steps, rank, size, barrier);
   else if (rank == 0) alone(call, first, last, done, steps, 0, 1, barrier);
 }
 

@@ -1,8 +1,8 @@
-"""Large buffers that are kept for the next one who needs them, on huge pages.
+"""A pool of large CPU buffers, on huge pages.
 
-The first touch of a page costs many times what filling it again does: it is fetched, from the system and on a virtual
-machine from the host behind it, and cleared. A training step makes the same buffers as the one before, so they are
-kept when nobody uses them any more.
+The first touch of a page costs many times what filling it again does: the system, and on a virtual machine the host
+behind it, must find the page and clear it. A training step needs the same buffers as the one before, so the pool keeps
+them when no tensor uses them any more.
 """
 
 import ctypes
@@ -15,20 +15,20 @@ from typing import Any, Final, final
 
 import torch
 
-HUGE_PAGE: Final = 1 << 21
-WORTH_IT: Final = 1 << 22
-"""Bytes from which on a buffer is kept; the C library keeps smaller ones by itself."""
-FINENESS: Final = 8
-"""Sizes are rounded up to so many steps between powers of two, so that batches of similar sizes share buffers."""
-LOOSEST: Final = 1.5
-"""How much larger than what is needed a buffer may be."""
-SPARE: Final = 1.5
-"""How much more than was in use at once may be held."""
-FADING: Final = 0.999
-MOST_OF_MEMORY: Final = 0.25
+HUGE_PAGE_BYTES: Final = 1 << 21
+MIN_POOLED_BYTES: Final = 1 << 22
+"""Smaller buffers are left to the C library, which reuses them by itself."""
+SIZES_PER_OCTAVE: Final = 8
+"""Sizes between two powers of two: they are rounded up, so that batches of similar sizes share buffers."""
+MAX_SLACK: Final = 1.5
+"""How many times larger than needed a buffer may be."""
+MAX_HELD_RATIO: Final = 1.5
+"""How many times the bytes that were in use at once may be held."""
+PEAK_DECAY: Final = 0.999
+MAX_MEMORY_SHARE: Final = 0.25
 _MADV_HUGEPAGE: Final = 14
 _USE_COUNT: Final = getattr(torch._C, "_storage_Use_Count", None)
-ALONE: Final = 3
+UNSHARED_REFCOUNT: Final = 3
 """References to a storage that nobody else has: the buffer's, and two of the question itself."""
 
 
@@ -43,29 +43,29 @@ class _Buffer:
         self.size = size
         assert _USE_COUNT is not None
         self.unused = _USE_COUNT(self.storage._cdata)
-        _wish_for_huge_pages(self.storage.data_ptr(), size)
+        _advise_huge_pages(self.storage.data_ptr(), size)
 
     @property
     def is_free(self) -> bool:
         """Whether no tensor has it: none that a user holds, and none that waits for a backward pass."""
         assert _USE_COUNT is not None
         storage = self.storage
-        return bool(_USE_COUNT(storage._cdata) == self.unused) and sys.getrefcount(storage) <= ALONE
+        return bool(_USE_COUNT(storage._cdata) == self.unused) and sys.getrefcount(storage) <= UNSHARED_REFCOUNT
 
     @property
-    def is_sound(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether it is still what it was: one may resize a storage, or share it with another process."""
         return self.storage.nbytes() == self.size and not self.storage.is_shared()
 
 
 @final
-class Keep:
-    """Buffers by the order of their last use."""
+class BufferPool:
+    """Buffers in the order of their last use."""
 
     def __init__(self) -> None:
         self._buffers: list[_Buffer] = []
         self._lock = threading.Lock()
-        self._most_used = 0.0
+        self._peak_used = 0.0
         self._process = os.getpid()
 
     def take(self, size: int) -> torch.UntypedStorage:
@@ -75,12 +75,12 @@ class Keep:
                 # A child's first touch would copy what its parent keeps.
                 self._process, self._buffers = os.getpid(), []
             for at, buffer in enumerate(self._buffers):
-                if size <= buffer.size <= LOOSEST * size and buffer.is_free and buffer.is_sound:
+                if size <= buffer.size <= MAX_SLACK * size and buffer.is_free and buffer.is_intact:
                     self._buffers.append(self._buffers.pop(at))
                     return buffer.storage
-            made = _Buffer(_rounded(size))
+            made = _Buffer(_round_up(size))
             self._buffers.append(made)
-            self._let_go()
+            self._trim()
             return made.storage
 
     @property
@@ -90,18 +90,18 @@ class Keep:
             return sum(buffer.size for buffer in self._buffers)
 
     def clear(self) -> None:
-        """Let go of all that nobody uses."""
+        """Free every buffer that is not in use."""
         with self._lock:
             self._buffers = [buffer for buffer in self._buffers if not buffer.is_free]
 
-    def _let_go(self) -> None:
-        """Forget what was not used for longest, of more than is needed at once, and what is no longer whole."""
-        self._buffers = [buffer for buffer in self._buffers if buffer.is_sound]
+    def _trim(self) -> None:
+        """Free the least recently used buffers beyond what is needed at once, and those that were tampered with."""
+        self._buffers = [buffer for buffer in self._buffers if buffer.is_intact]
         # The new one, the last, has no tensor yet.
         free = [buffer for buffer in self._buffers[:-1] if buffer.is_free]
         held = sum(buffer.size for buffer in self._buffers)
-        self._most_used = max(FADING * self._most_used, held - sum(buffer.size for buffer in free))
-        allowed = min(SPARE * self._most_used, MOST_OF_MEMORY * _memory())
+        self._peak_used = max(PEAK_DECAY * self._peak_used, held - sum(buffer.size for buffer in free))
+        allowed = min(MAX_HELD_RATIO * self._peak_used, MAX_MEMORY_SHARE * _memory())
         gone = set()
         for buffer in free:
             if held <= allowed:
@@ -111,27 +111,27 @@ class Keep:
         self._buffers = [buffer for buffer in self._buffers if id(buffer) not in gone]
 
 
-KEPT: Final = Keep()
+POOL: Final = BufferPool()
 
 
-def fresh(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+def empty(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor on the CPU."""
     size = math.prod(sizes) * dtype.itemsize
-    if size < WORTH_IT:
+    if size < MIN_POOLED_BYTES:
         return torch.empty(sizes, dtype=dtype)
     if _USE_COUNT is None:
-        # A release of torch that does not tell who has a storage.
+        # This release of torch cannot count who uses a storage.
         made = torch.empty(sizes, dtype=dtype)
-        _wish_for_huge_pages(made.data_ptr(), size)
+        _advise_huge_pages(made.data_ptr(), size)
         return made
     strides = [1] * len(sizes)
     for at in range(len(sizes) - 1, 0, -1):
         strides[at - 1] = strides[at] * sizes[at]
-    return torch.empty(0, dtype=dtype).set_(KEPT.take(size), 0, sizes, strides)
+    return torch.empty(0, dtype=dtype).set_(POOL.take(size), 0, sizes, strides)
 
 
-def _rounded(size: int) -> int:
-    step = 1 << max(0, size.bit_length() - 1 - (FINENESS.bit_length() - 1))
+def _round_up(size: int) -> int:
+    step = 1 << max(0, size.bit_length() - 1 - (SIZES_PER_OCTAVE.bit_length() - 1))
     return -(-size // step) * step
 
 
@@ -156,8 +156,8 @@ def _madvise() -> Any:
     return function
 
 
-def _wish_for_huge_pages(address: int, size: int) -> None:
+def _advise_huge_pages(address: int, size: int) -> None:
     advise = _madvise()
-    start, end = -(-address // HUGE_PAGE) * HUGE_PAGE, (address + size) // HUGE_PAGE * HUGE_PAGE
+    start, end = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, (address + size) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if advise is not None and end > start:
-        advise(start, end - start, _MADV_HUGEPAGE)  # a wish: refusal changes nothing but the speed
+        advise(start, end - start, _MADV_HUGEPAGE)  # advice: if it is refused, only speed is lost

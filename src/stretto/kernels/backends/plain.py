@@ -1,38 +1,51 @@
-"""The cell called step after step, as it is: for what cannot be described as a graph, and as the reference in tests.
+"""The cell called at each step, as it is: for what cannot be described as a graph, and as the reference in tests.
 
 Shape legend: B sequences, P rows of all steps together, F features of the input.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
 from stretto.graph import call_cell
+from stretto.kernels.backends.base import AbstractBackend, LoopCoroutine, Program, TracedStep
 from stretto.kernels.layout import Layout
-from stretto.kernels.program import Walk
 from stretto.state import flatten, unflatten
 
 
 @final
-@dataclass(slots=True)
-class PlainProgram:
+class TorchBackend(AbstractBackend):
+    """Runs any cell, since it knows nothing about it."""
+
+    name: ClassVar[str] = "torch"
+    description: ClassVar[str] = "the cell is called at each step, as it is"
+    needs_graph: ClassVar[bool] = False
+    generates_code: ClassVar[bool] = False
+
+    def build(self, step: TracedStep) -> Program:
+        """Nothing to do."""
+        return PlainProgram(step.cell, step.state)
+
+
+@final
+class PlainProgram(Program):
     """A Python loop over a cell; `structure` is a state of the cell, for its structure."""
 
-    cell: nn.Module
-    structure: Any
+    def __init__(self, cell: nn.Module, structure: Any) -> None:
+        self.cell = cell
+        self.structure = structure
 
-    def parts(
+    def coroutine(
         self,
         layout: Layout,
         x_PF: torch.Tensor,
         states: Sequence[torch.Tensor],
         parameters: Mapping[str, torch.Tensor],
-    ) -> Walk:
-        """Outputs of all rows and the final states."""
+    ) -> LoopCoroutine:
+        """Everything at once: there are no loops to ask for."""
         own = {**dict(self.cell.named_parameters()), **dict(self.cell.named_buffers())}
         replaced = any(parameters[name] is not tensor for name, tensor in own.items())
         now = list(states)
@@ -46,9 +59,9 @@ class PlainProgram:
                 else call_cell(self.cell, x, before)
             )
             outputs.append(y)
-            fresh = flatten(after)
             now = [
-                new if count == len(old) else torch.cat([new, old[count:]]) for new, old in zip(fresh, now, strict=True)
+                new if count == len(old) else torch.cat([new, old[count:]])
+                for new, old in zip(flatten(after), now, strict=True)
             ]
         if not outputs:
             with torch.no_grad():
@@ -56,4 +69,4 @@ class PlainProgram:
                 y, _ = call_cell(self.cell, one, unflatten(self.structure, [s.new_zeros(1, *s.shape[1:]) for s in now]))
             outputs.append(y[:0])
         return torch.cat(outputs), now
-        yield []  # type: ignore[unreachable]  # what makes this a walk, though one that asks for no loops
+        yield []  # type: ignore[unreachable]  # what makes this a coroutine, though it asks for no loops

@@ -1,16 +1,25 @@
-"""C++ for a step's schedule."""
+"""C++ for the work of one step.
 
+A step, for the rows `first` to `end`, is written as products over all rows and loops over each row's elements:
+
+    product<K, N>(before0, ..., scratch0, ...);             all rows at once, columns shared out among a team
+    for (b = first; b < end; b++)                           then row by row
+      sweep<H, TEAM>([&](auto count, int64_t j) { ... });   a lambda over vectors: whole ones, then the rest
+    if (TEAM) barrier->wait(rank, size);                    only where threads read each other's elements
+"""
+
+import math
+from collections.abc import Mapping
 from typing import final
 
-from stretto.kernels.expression import AbstractExpression, Apply, Load, Number
-from stretto.kernels.pointwise import number
-from stretto.kernels.rows import Affine, Buffer, Product, Where, size_of
-from stretto.kernels.schedule import Group, Item, Schedule, Scheduler, loads_in
-from stretto.kernels.sharing import Sharing
+from stretto.kernels.backends.cpp.barriers import Barriers
+from stretto.kernels.backends.cpp.ops import number, template
+from stretto.kernels.ir import Affine, Buffer, Product, Reduce, Weight, Where
+from stretto.kernels.schedule import AbstractExpression, Apply, Group, Item, Load, Number, Schedule, loads_in
 
 INITIAL = {"sum": "0", "max": "-INFINITE", "min": "INFINITE"}
-COMBINED = {"sum": "{0} + {1}", "max": "maximum({1}, {0})", "min": "minimum({1}, {0})"}
-FINISHED = {"sum": "sum_of", "max": "maximum_of", "min": "minimum_of"}
+COMBINE = {"sum": "{0} + {1}", "max": "maximum({1}, {0})", "min": "minimum({1}, {0})"}
+FINISH = {"sum": "reduce_sum", "max": "reduce_max", "min": "reduce_min"}
 
 
 WAIT = "if (TEAM) barrier->wait(rank, size);"
@@ -21,26 +30,29 @@ class StepWriter:
     """Writes what one step does, for the rows `first` to `end`.
 
     Args:
-        scheduler: Where values lie.
         schedule: The work, in order.
-        weights: Names of the packed weights with their place in packed memory.
+        places: Where each weight begins in packed memory.
     """
 
-    def __init__(self, scheduler: Scheduler, schedule: Schedule, weights: dict[str, str]) -> None:
-        self.scheduler = scheduler
+    def __init__(self, schedule: Schedule, places: Mapping[Weight, int]) -> None:
         self.schedule = schedule
-        self.weights = weights
-        self.sharing = Sharing(scheduler, schedule.groups)
+        self.places = places
+        self.barriers = Barriers(schedule)
+        # The panels of a product's blocks, such as gates, alternate, so that a thread's share of all lies in one piece.
+        self.blocks: dict[Buffer, int] = {}
+        self.weight_blocks: dict[Weight, int] = {}
+        for group in schedule.groups:
+            item = group.items[0]
+            if group.kind == "product" and isinstance(item.value, Product):
+                weight = item.value.weight
+                self.blocks[item.buffer] = self.weight_blocks[weight] = weight.N // self.barriers.block_of(item.value)
 
     def lines(self) -> list[str]:
         """The code, with the barriers that threads sharing a row need."""
-        for group in self.schedule.groups:
-            if group.kind == "product":
-                self._lay_out(group.items[0])
         out: list[str] = []
         waiting: list[Group] = []
         for group in self.schedule.groups:
-            wait = self.sharing.must_wait(group)
+            wait = self.barriers.must_wait(group)
             if wait or group.kind == "product":
                 out += self._row_loop(waiting)
                 waiting = []
@@ -51,13 +63,7 @@ class StepWriter:
             else:
                 waiting.append(group)
         out += self._row_loop(waiting)
-        return [*out, WAIT] if self.sharing.must_wait_at_end() else out
-
-    def _lay_out(self, item: Item) -> None:
-        """Let the panels of a product's blocks alternate: each thread's share of all blocks lies in one piece."""
-        assert isinstance(item.value, Product)
-        weight, block = item.value.weight, self.sharing.block_of(item.value)
-        weight.parts = item.buffer.parts = weight.N // block
+        return [*out, WAIT] if self.barriers.must_wait_at_end() else out
 
     def _row_loop(self, groups: list[Group]) -> list[str]:
         if not groups:
@@ -65,37 +71,38 @@ class StepWriter:
         used: dict[Buffer, None] = {}
         bodies: list[str] = []
         for group in groups:
-            writer = LoopWriter(group)
+            writer = _LoopWriter(group, self.blocks)
             bodies += writer.lines()
             used.update((buffer, None) for buffer in writer.used)
-        pointers = [f"real* const {buffer.name}_b = {row_pointer(buffer, 'b')};" for buffer in used]
-        return ["for (int64_t b = first; b < end; b++) {", *_indented(pointers + bodies), "}"]
+        pointers = [f"real* const {buffer.name}_b = {_row_pointer(buffer, 'b')};" for buffer in used]
+        return ["for (int64_t b = first; b < end; b++) {", *_indent(pointers + bodies), "}"]
 
     def _product(self, group: Group) -> list[str]:
         (item,) = group.items
         assert isinstance(item.value, Product)
-        place = self.scheduler.pointer(item.value.operand)
+        place = self.schedule.pointer(item.value.operand)
         assert place is not None
         source, offset = place
         weight = item.value.weight
-        many = size_of(item.value.dims[:-1])
-        parts, panels = weight.parts, f"panels_of({weight.N // weight.parts})"
+        many = math.prod(item.value.dims[:-1])
+        blocks = self.weight_blocks[weight]
+        panels = f"panels_of({weight.N // blocks})"
         share = (
-            f"TEAM ? {parts} * ({panels} * rank / size) : 0, "
-            f"TEAM ? {parts} * ({panels} * (rank + 1) / size) : {parts} * {panels}"
+            f"TEAM ? {blocks} * ({panels} * rank / size) : 0, "
+            f"TEAM ? {blocks} * ({panels} * (rank + 1) / size) : {blocks} * {panels}"
         )
         target = item.buffer
         call = f"product<{weight.K}, {weight.N}>"
-        packed = f"call.packed + {self.weights[weight.name]}"
+        packed = f"call.packed + {self.places[weight]}"
         if many == 1:
-            start = f"{row_pointer(source, 'first')} + {offset}"
-            stride = row_stride(source)
-            result = f"{row_pointer(target, 'first')}, {row_stride(target)}"
+            start = f"{_row_pointer(source, 'first')} + {offset}"
+            stride = _row_stride(source)
+            result = f"{_row_pointer(target, 'first')}, {_row_stride(target)}"
             return [f"{call}({start}, {stride}, {packed}, {result}, end - first, {share}, room);"]
         width = target.strides[-2]
         inner = (
-            f"{call}({row_pointer(source, 'b')} + {offset}, {weight.K}, {packed}, "
-            f"{row_pointer(target, 'b')}, {width}, {many}, {share}, room);"
+            f"{call}({_row_pointer(source, 'b')} + {offset}, {weight.K}, {packed}, "
+            f"{_row_pointer(target, 'b')}, {width}, {many}, {share}, room);"
         )
         return ["for (int64_t b = first; b < end; b++)", f"  {inner}"]
 
@@ -104,34 +111,35 @@ def _key(place: Affine) -> tuple[int, tuple[int, ...]]:
     return place.constant, place.factors
 
 
-def row_stride(buffer: Buffer) -> str:
+def _row_stride(buffer: Buffer) -> str:
     """Elements from one row to the next."""
     if buffer.where is Where.SCRATCH:
         return "SCRATCH"
     if buffer.where is Where.PRIVATE:
         return "PRIVATE"
-    if buffer.where is Where.ARRIVING:
+    if buffer.where is Where.STRIDED:
         return f"{buffer.name}_stride"
     return str(buffer.size)
 
 
-def row_pointer(buffer: Buffer, row: str) -> str:
+def _row_pointer(buffer: Buffer, row: str) -> str:
     """Where a row begins."""
     if buffer.where is Where.SCRATCH:
-        return f"(call.scratch + {row} * SCRATCH + {buffer.offset})"
+        return f"(call.scratch + {row} * SCRATCH + {buffer.index})"
     if buffer.where is Where.PRIVATE:
-        return f"(own + {row} * PRIVATE + {buffer.offset})"
-    if buffer.where is Where.ONCE:
+        return f"(own + {row} * PRIVATE + {buffer.index})"
+    if buffer.where is Where.UNIFORM:
         return buffer.name
-    return f"({buffer.name} + {row} * {row_stride(buffer)})"
+    return f"({buffer.name} + {row} * {_row_stride(buffer)})"
 
 
 @final
-class LoopWriter:
-    """Writes the loop of one group over the elements of a row."""
+class _LoopWriter:
+    """Writes the loop of one group over the elements of a row; `blocks` are those of products, see `StepWriter`."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, blocks: Mapping[Buffer, int]) -> None:
         self.group = group
+        self.blocks = blocks
         self.used: dict[Buffer, None] = {}
         self.names: dict[object, str] = {}
         self.body: list[str] = []
@@ -169,16 +177,16 @@ class LoopWriter:
         team = "TEAM" if not outer else "false"
         loop = [
             f"sweep<{size}, {team}>([&](auto count, int64_t j) __attribute__((always_inline)) {{",
-            *_indented(["constexpr int L = decltype(count)::value;", "(void)j;", *self.body]),
+            *_indent(["constexpr int L = decltype(count)::value;", "(void)j;", *self.body]),
             "}, rank, size);",
         ]
-        guarded = self._nested(loop, outer)
-        return guarded if not outer else ["if (!TEAM || rank == 0) {", *_indented(guarded), "}"]
+        guarded = self._nest(loop, outer)
+        return guarded if not outer else ["if (!TEAM || rank == 0) {", *_indent(guarded), "}"]
 
-    def _nested(self, lines: list[str], outer: list[tuple[int, list[int]]]) -> list[str]:
+    def _nest(self, lines: list[str], outer: list[tuple[int, list[int]]]) -> list[str]:
         for position in reversed(range(len(outer))):
             name = f"i{outer[position][1][-1]}"
-            lines = [f"for (int64_t {name} = 0; {name} < {outer[position][0]}; {name}++) {{", *_indented(lines), "}"]
+            lines = [f"for (int64_t {name} = 0; {name} < {outer[position][0]}; {name}++) {{", *_indent(lines), "}"]
         return lines
 
     def _reduce(self) -> list[str]:
@@ -187,48 +195,48 @@ class LoopWriter:
         summed = [axis for axis in axes if axis[1][0] in reduced]
         kept = [axis for axis in axes if axis[1][0] not in reduced]
         across = (bool(summed) and axes[-1] is summed[-1]) or not kept
-        kinds = [item.value.kind for item in self.group.items]  # type: ignore[attr-defined]
-        starts = [f"vec sum{n} = all({INITIAL[kind]});" for n, kind in enumerate(kinds)]
+        kinds = [item.value.kind for item in self.group.items if isinstance(item.value, Reduce)]
+        starts = [f"vec sum{n} = broadcast({INITIAL[kind]});" for n, kind in enumerate(kinds)]
         if across:
             inner = summed[-1] if summed else (1, [])
             outer = kept + summed[:-1]
             for n, (item, kind) in enumerate(zip(self.group.items, kinds, strict=True)):
                 assert item.expression is not None
                 value = f"keep<L>({self._code(item.expression, outer, inner[1])}, {INITIAL[kind]})"
-                self.body.append(f"sum{n} = {COMBINED[kind].format(f'sum{n}', value)};")
+                self.body.append(f"sum{n} = {COMBINE[kind].format(f'sum{n}', value)};")
             loop = [
                 f"sweep<{inner[0]}, false>([&](auto count, int64_t j) __attribute__((always_inline)) {{",
-                *_indented(["constexpr int L = decltype(count)::value;", "(void)j;", *self.body]),
+                *_indent(["constexpr int L = decltype(count)::value;", "(void)j;", *self.body]),
                 "}, rank, size);",
             ]
             ends = []
             for n, (item, kind) in enumerate(zip(self.group.items, kinds, strict=True)):
                 where = self._place(item.target, kept, [])
                 self.used[item.buffer] = None
-                ends.append(f"{item.buffer.name}_b[{where}] = {FINISHED[kind]}(sum{n});")
-            return self._nested(["{", *_indented([*starts, *self._nested(loop, summed[:-1]), *ends]), "}"], kept)
+                ends.append(f"{item.buffer.name}_b[{where}] = {FINISH[kind]}(sum{n});")
+            return self._nest(["{", *_indent([*starts, *self._nest(loop, summed[:-1]), *ends]), "}"], kept)
         inner = kept[-1]
         outer = kept[:-1] + summed
         ends = []
         for n, (item, kind) in enumerate(zip(self.group.items, kinds, strict=True)):
             assert item.expression is not None
             value = self._code(item.expression, outer, inner[1])
-            self.body.append(f"sum{n} = {COMBINED[kind].format(f'sum{n}', value)};")
+            self.body.append(f"sum{n} = {COMBINE[kind].format(f'sum{n}', value)};")
             ends.append(self._write(item, f"sum{n}", kept[:-1], inner[1]))
         loop = [
             f"sweep<{inner[0]}, false>([&](auto count, int64_t j) __attribute__((always_inline)) {{",
-            *_indented(
+            *_indent(
                 [
                     "constexpr int L = decltype(count)::value;",
                     "(void)j;",
                     *starts,
-                    *self._nested(self.body, summed),
+                    *self._nest(self.body, summed),
                     *ends,
                 ]
             ),
             "}, rank, size);",
         ]
-        return self._nested(loop, kept[:-1])
+        return self._nest(loop, kept[:-1])
 
     def _place(self, place: Affine, outer: list[tuple[int, list[int]]], inner: list[int]) -> str:
         """An address without the innermost dimension, or with it where it moves by single elements."""
@@ -253,25 +261,26 @@ class LoopWriter:
                 factor = expression.address.factors[inner[-1]] if inner else 0
                 pointer = f"{expression.buffer.name}_b"
                 place = self._place(expression.address, outer, inner)
-                if expression.buffer.parts > 1:
-                    part = expression.address.constant // self.axes[-1][0]
-                    place = f"apart<{expression.buffer.parts}>(j) + {part} * PANEL"
+                if (blocks := self.blocks.get(expression.buffer, 1)) > 1:
+                    block = expression.address.constant // self.axes[-1][0]
+                    place = f"interleaved<{blocks}>(j) + {block} * PANEL"
                 if factor == 0:
-                    text = f"all({pointer}[{place}])"
+                    text = f"broadcast({pointer}[{place}])"
                 elif factor == 1:
                     text = f"load<L>({pointer} + {place})"
                 else:
                     text = f"load_strided<L>({pointer} + {place}, {factor})"
-                self.names[key] = self._named(text)
+                self.names[key] = self._assign(text)
             return self.names[key]
         assert isinstance(expression, Apply)
         operands = tuple(self._code(item, outer, inner) for item in expression.operands)
-        key = ("apply", expression.template, operands)
+        text = template(expression.op, expression.attrs).format(*operands)
+        key = ("apply", text)
         if key not in self.names:
-            self.names[key] = self._named(expression.template.format(*operands))
+            self.names[key] = self._assign(text)
         return self.names[key]
 
-    def _named(self, text: str) -> str:
+    def _assign(self, text: str) -> str:
         name = f"v{len(self.body)}"
         self.body.append(f"const vec {name} = {text};")
         return name
@@ -286,5 +295,5 @@ class LoopWriter:
         return f"store_strided<L>({pointer} + {place}, {factor}, {value});"
 
 
-def _indented(lines: list[str]) -> list[str]:
+def _indent(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]

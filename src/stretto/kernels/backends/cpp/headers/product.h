@@ -1,6 +1,10 @@
 // Rows times a weight matrix that was packed once for all steps.
 //
-// A packed matrix of K rows and N columns is a run of panels; a panel holds PANEL columns, row after row, zero beyond N.
+// A packed matrix of K rows and N columns is a run of panels; a panel holds PANEL columns, row after row, zero beyond N:
+//
+//   w[K, N]   | panel 0 | panel 1 | pa 0 |        packed   panel 0: row 0, row 1, ... row K-1 | panel 1: row 0, ...
+//
+// A tile computes ROWS rows of PANELS panels in registers: each vector of w that is loaded serves all of its rows.
 // An output element is always the same sequence of additions, whatever the number of rows, threads or panels at work.
 #pragma once
 #include "vector.h"
@@ -31,18 +35,19 @@ static void pack(const real* w, int64_t stride_k, int64_t stride_n, int64_t K, i
   }
 }
 
-// The panels of PARTS blocks of equal size, such as gates, alternate: each is a whole number of panels.
-template <int PARTS>
-static void pack_parts(const real* w, int64_t stride_k, int64_t stride_n, int64_t K, int64_t N, real* packed) {
-  const int64_t block = N / PARTS;
-  if (PARTS == 1) return pack(w, stride_k, stride_n, K, N, packed);
+// The panels of BLOCKS blocks of equal size, such as gates, alternate; each is a whole number of panels. A thread's share
+// of all gates then lies in one piece:  i0 f0 g0 o0 | i1 f1 g1 o1 | ...  instead of  i0 i1 ... f0 f1 ... g0 g1 ... o0 o1
+template <int BLOCKS>
+static void pack_blocks(const real* w, int64_t stride_k, int64_t stride_n, int64_t K, int64_t N, real* packed) {
+  const int64_t block = N / BLOCKS;
+  if (BLOCKS == 1) return pack(w, stride_k, stride_n, K, N, packed);
   for (int64_t n = 0; n < block; n += PANEL)
-    for (int part = 0; part < PARTS; part++, packed += K * PANEL)
-      pack(w + (part * block + n) * stride_n, stride_k, stride_n, K, PANEL, packed);
+    for (int b = 0; b < BLOCKS; b++, packed += K * PANEL)
+      pack(w + (b * block + n) * stride_n, stride_k, stride_n, K, PANEL, packed);
 }
-// Where element j of the first block lies.
-template <int PARTS>
-constexpr int64_t apart(int64_t j) { return j / PANEL * (PARTS * PANEL) + j % PANEL; }
+// Where element j of the first block lies; those of the others follow at multiples of PANEL.
+template <int BLOCKS>
+constexpr int64_t interleaved(int64_t j) { return j / PANEL * (BLOCKS * PANEL) + j % PANEL; }
 
 // Element k of row r is a[r * row + k * step].
 // With ADD the result is added to what is there.
@@ -53,7 +58,7 @@ INLINE void tile(const real* a, int64_t row, int64_t step, const real* w, int64_
     for (int r = 0; r < ROWS; r++)
       for (int p = 0; p < PANELS; p++)
         for (int v = 0; v < 2; v++)
-          sum[s][r][p][v] = all(0);
+          sum[s][r][p][v] = broadcast(0);
   const int64_t panel = K * PANEL;
   int64_t k = 0;
   for (; k + CHAINS <= K; k += CHAINS)
@@ -64,7 +69,7 @@ INLINE void tile(const real* a, int64_t row, int64_t step, const real* w, int64_
         vec w0 = load(w + p * panel + (k + s) * PANEL), w1 = load(w + p * panel + (k + s) * PANEL + LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
-          vec x = all(a[r * row + (k + s) * step]);
+          vec x = broadcast(a[r * row + (k + s) * step]);
           sum[s][r][p][0] += x * w0;
           sum[s][r][p][1] += x * w1;
         }
@@ -72,7 +77,7 @@ INLINE void tile(const real* a, int64_t row, int64_t step, const real* w, int64_
   for (; k < K; k++)
     for (int p = 0; p < PANELS; p++)
       for (int r = 0; r < ROWS; r++) {
-        vec x = all(a[r * row + k * step]);
+        vec x = broadcast(a[r * row + k * step]);
         sum[0][r][p][0] += x * load(w + p * panel + k * PANEL);
         sum[0][r][p][1] += x * load(w + p * panel + k * PANEL + LANES);
       }

@@ -1,4 +1,4 @@
-// Products and sums over the rows of all steps. Threads share columns or rows out, never a sum: the result does not
+// Products and sums over the rows of all steps. Threads share out columns or rows, never a sum: the result does not
 // depend on how many there are.
 #pragma once
 #include "team.h"
@@ -84,10 +84,10 @@ extern "C" void stretto_weight_gradient(const real* head, int64_t stride_head, i
 // The sums of VECTORS vectors of columns of d, each row times that of e if there is one.
 template <int VECTORS, bool TIMES>
 static void column_sums_of(const real* d, int64_t stride_d, const real* e, int64_t stride_e, int64_t P, real* out) {
-  for (int v = 0; v < VECTORS; v++) store(out + v * LANES, all(0));
+  for (int v = 0; v < VECTORS; v++) store(out + v * LANES, broadcast(0));
   for (int64_t from = 0; from < P; from += DEPTH_BLOCK) {
     vec sum[VECTORS];
-    for (int v = 0; v < VECTORS; v++) sum[v] = all(0);
+    for (int v = 0; v < VECTORS; v++) sum[v] = broadcast(0);
     for (int64_t p = from; p < P && p < from + DEPTH_BLOCK; p++)
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++) {

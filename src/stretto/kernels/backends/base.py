@@ -1,0 +1,266 @@
+"""What a backend is: what it takes, what it gives back, and the registry of all of them.
+
+    cell --trace, analyse, derive--> TracedStep --backend--> Program, with an AbstractKernel for each loop
+
+A backend says with `supports` whether it can run the body of a loop, or why not, and builds kernels of bodies. Adding
+one is a folder here and a line in `backends/__init__.py`; outside of `stretto.kernels` nothing knows its classes.
+
+Shape legend: B sequences, P rows of all steps together; each tensor has further dimensions of its own.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, Literal, TypeAlias, final
+
+import torch
+from torch import nn
+
+from stretto.errors import StrettoError
+from stretto.graph import Body, Plan
+from stretto.kernels.batched_ops import Deferral
+from stretto.kernels.layout import Layout
+
+Backend: TypeAlias = Literal["auto", "cpp", "eager", "torch"]
+"""What runs a recurrent layer; "auto" takes the first of the registry that can."""
+
+LoopCoroutine: TypeAlias = "Generator[list[LoopCall], list[LoopResult], tuple[torch.Tensor, list[torch.Tensor]]]"
+"""A program under way: it yields loops to run, is sent their results, and returns outputs (P, ...) and final states."""
+
+
+@final
+@dataclass(slots=True)
+class LoopCall:
+    """A loop to run over one batch.
+
+    Attributes:
+        kernel: What runs it.
+        layout: Of the rows.
+        states: Initial states (B, ...).
+        per_step: Values of each step (P, ...).
+        weights: The same for all rows and steps.
+        constants: Parts of the state that never change (B, ...).
+    """
+
+    kernel: "AbstractKernel"
+    layout: Layout
+    states: list[torch.Tensor]
+    per_step: list[torch.Tensor]
+    weights: list[torch.Tensor]
+    constants: list[torch.Tensor]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, in the order of the body's ports."""
+        return [*self.states, *self.per_step, *self.weights, *self.constants]
+
+
+@final
+@dataclass(slots=True)
+class LoopResult:
+    """What a loop makes: states after each step, outputs and stored values (P, ...), final states (B, ...)."""
+
+    after: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    finals: list[torch.Tensor]
+    saved: list[torch.Tensor] = field(default_factory=list)
+
+
+@final
+@dataclass(slots=True)
+class Cotangents:
+    """Gradients of what a loop made; None where nothing depends on it."""
+
+    after: list[torch.Tensor | None]
+    outputs: list[torch.Tensor | None]
+    finals: list[torch.Tensor | None]
+
+
+@final
+@dataclass(slots=True)
+class LoopGradients:
+    """What a backward loop makes: gradients of its inputs but weights, and what those are computed from (P, ...)."""
+
+    states: list[torch.Tensor]
+    per_step: list[torch.Tensor | None]
+    constants: list[torch.Tensor | None]
+    to_deferred: list[torch.Tensor]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What loops cost per row and step, forward and backward.
+
+    Attributes:
+        work: Multiplications, or as much other work as takes as long.
+        shares_columns: Whether several threads usually share few rows.
+    """
+
+    work: int
+    shares_columns: bool
+
+
+class AbstractKernel(ABC):
+    """Runs the loop of one body over a batch."""
+
+    def __init__(self, body: Body) -> None:
+        self.body = body
+        self.deferral = Deferral(body.deferred)
+
+    @abstractmethod
+    def forward(self, call: LoopCall, *, keep: bool) -> LoopResult:
+        """Run all steps; store what the backward pass needs if `keep`."""
+
+    @abstractmethod
+    def backward(self, call: LoopCall, result: LoopResult, cotangents: Cotangents) -> LoopGradients:
+        """Run all steps backward."""
+
+    @classmethod
+    def forward_all(cls, calls: Sequence[LoopCall], *, keep: bool) -> list[LoopResult]:
+        """Run loops of this class that do not depend on each other."""
+        return [call.kernel.forward(call, keep=keep) for call in calls]
+
+    @classmethod
+    def backward_all(
+        cls, calls: Sequence[LoopCall], results: Sequence[LoopResult], cotangents: Sequence[Cotangents]
+    ) -> list[LoopGradients]:
+        """Run the same loops backward."""
+        together = zip(calls, results, cotangents, strict=True)
+        return [call.kernel.backward(call, result, arriving) for call, result, arriving in together]
+
+    @property
+    def cost(self) -> Cost | None:
+        """What the loop costs; None if that is not known."""
+        return None
+
+    @property
+    def passes(self) -> tuple[int, int] | None:
+        """Loops over a row's elements per step, forward and backward; None if there is one for each operator."""
+        return None
+
+
+class Program(ABC):
+    """One layer in one direction, ready to run.
+
+    Attributes:
+        loops: What runs its loops, in order; none if nothing is known about the cell.
+    """
+
+    loops: Sequence[AbstractKernel] = ()
+
+    @property
+    def bodies(self) -> list[Body]:
+        """The loops' bodies."""
+        return [kernel.body for kernel in self.loops]
+
+    @property
+    def cost(self) -> Cost | None:
+        """What its loops cost; None if that is not known."""
+        return None
+
+    @abstractmethod
+    def coroutine(
+        self,
+        layout: Layout,
+        x_PF: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+    ) -> LoopCoroutine:
+        """Do everything but the loops, which are asked for, so that those of several programs can run at once.
+
+        Args:
+            layout: Of the rows.
+            x_PF: The input's rows.
+            states: Initial states (B, ...), sequences sorted as in `layout`.
+            parameters: Parameters and buffers of the cell by name.
+        """
+
+
+@final
+@dataclass(slots=True)
+class TracedStep:
+    """One step of a cell, as a backend gets it.
+
+    Attributes:
+        cell: The cell.
+        state: A state of it, for its structure.
+        device: Where it will run.
+        plan: What is computed where; None if the cell could not be traced.
+        bodies: The loops by level.
+        untraceable: Why it could not be traced.
+    """
+
+    cell: nn.Module
+    state: Any
+    device: torch.device
+    plan: Plan | None = None
+    bodies: list[list[Body]] = field(default_factory=list)
+    untraceable: str = ""
+
+
+class AbstractBackend(ABC):
+    """One way to run cells.
+
+    Attributes:
+        name: What a user calls it.
+        description: What happens, in a few words for `explain`.
+        needs_graph: Whether it runs only cells that could be traced.
+        generates_code: Whether it compiles something. If a user names such a backend, nothing else runs instead.
+    """
+
+    name: ClassVar[str]
+    description: ClassVar[str]
+    needs_graph: ClassVar[bool] = True
+    generates_code: ClassVar[bool] = True
+
+    def unavailable(self) -> str | None:
+        """Why it runs nothing on this machine; None if it does."""
+        return None
+
+    def supports(self, body: Body, device: torch.device) -> str | None:  # noqa: ARG002
+        """Why it cannot run a loop on a device; None if it can, as by default."""
+        return None
+
+    @abstractmethod
+    def build(self, step: TracedStep) -> Program:
+        """Make a program, after `refuses` said that it can.
+
+        Raises:
+            Unsupported: If it turns out now that it cannot.
+        """
+
+    def refuses(self, step: TracedStep) -> str | None:
+        """Why it cannot run a cell; None if it can."""
+        if step.plan is None and self.needs_graph:
+            return step.untraceable
+        reasons = (self.supports(body, step.device) for level in step.bodies for body in level)
+        return next((reason for reason in reasons if reason is not None), None) or self.unavailable()
+
+
+_REGISTRY: Final[list[AbstractBackend]] = []
+
+
+def register(backend: AbstractBackend, *, before: str | None = None) -> None:
+    """Add a backend, as the last choice of "auto" or ahead of another one."""
+    names = [other.name for other in _REGISTRY]
+    if backend.name in names or backend.name == "auto":
+        raise StrettoError(f"there is a backend {backend.name!r} already", fix="Give it another name.")
+    if before is not None and before not in names:
+        raise StrettoError(f"there is no backend {before!r}", fix=f"Choose one of {', '.join(names)}.")
+    _REGISTRY.insert(len(names) if before is None else names.index(before), backend)
+
+
+def unregister(name: str) -> None:
+    """Take a backend away again."""
+    _REGISTRY[:] = [backend for backend in _REGISTRY if backend.name != name]
+
+
+def all_backends() -> tuple[AbstractBackend, ...]:
+    """The backends in the order in which "auto" tries them."""
+    return tuple(_REGISTRY)
+
+
+def backend_names() -> tuple[str, ...]:
+    """What `backend=` may be."""
+    return ("auto", *(backend.name for backend in _REGISTRY))

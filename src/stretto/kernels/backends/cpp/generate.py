@@ -1,0 +1,194 @@
+"""A loop's body as a C++ file: one function for all steps in each direction.
+
+forward_pack(call)       lays the weights out in panels, once per call
+forward_work(call, ...)  runs all steps for some rows, by one thread or by a team that shares columns
+  forward_steps<TEAM>    the loop over time, around the code of a step that `emit.py` writes
+
+for (i = from; i < to; i++) {             t = i, or the last step less i backward
+  end = rows[t], start = starts[t]        sequences still running at t, and the first packed row of t
+  real* const after0 = ... + start * H    pointers to the rows of this step
+  ...                                     the step
+}
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Final, final
+
+import torch
+
+from stretto.graph import Body
+from stretto.kernels.backends.cpp.emit import StepWriter
+from stretto.kernels.ir import Buffer, LoopIR, Product, Weight, Where
+from stretto.kernels.lower import Way, lower
+from stretto.kernels.schedule import ALIGNMENT, Schedule
+
+HEADERS: Final = ("vector.h", "product.h", "team.h")
+CPP_TYPES: Final = {torch.float32: "float", torch.float64: "double"}
+TEAM_MIN_ELEMENTS: Final = 8192
+TEAM_USUAL_ELEMENTS: Final = 32768
+"""Elements of the weights of a step from which threads may, and usually do, share the columns of few rows."""
+POINTWISE_WORK: Final = 16
+"""Multiplications that an element of a loop over a row takes as long as, about."""
+
+
+@final
+@dataclass(slots=True)
+class Generated:
+    """One direction of a loop.
+
+    Attributes:
+        ir: What it reads and writes.
+        packed: Where each weight begins in packed memory, and the elements of all of it.
+        scratch: Elements of scratch memory per row.
+        private: Elements of scratch memory per row and thread.
+        room: Elements per row that products need to lay rows side by side.
+        passes: Loops over a row's elements per step.
+        work: Multiplications of one row's step; an element of a loop counts as several.
+        shares_columns: Whether threads may share few rows, if it turns out to be faster.
+        usually_shares_columns: Whether they do over too few steps to measure it.
+        lines: The code.
+    """
+
+    ir: LoopIR
+    packed: list[int]
+    scratch: int
+    private: int
+    room: int
+    passes: int
+    work: int
+    shares_columns: bool
+    usually_shares_columns: bool
+    lines: list[str]
+
+
+@lru_cache(maxsize=16)
+def generate(body: Body, way: Way) -> Generated:
+    """The code of a loop in one direction. Cached, for a backend asks whether there is any before it is built.
+
+    Raises:
+        Unsupported: If no code can be generated.
+    """
+    ir = lower(body, way)
+    schedule = Schedule(ir.roots)
+    packed = [0]
+    for weight in ir.weights.values():
+        packed.append(packed[-1] + weight.K * (-(-weight.N // ALIGNMENT) * ALIGNMENT))
+    writer = StepWriter(schedule, dict(zip(ir.weights.values(), packed, strict=False)))
+    step = writer.lines()
+    products = [value for value in schedule.order if isinstance(value, Product)]
+    elements = sum(weight.K * weight.N for weight in ir.weights.values())
+    pointwise = sum(math.prod(group.dims) for group in schedule.groups if group.kind != "product")
+    made = Generated(
+        ir=ir,
+        packed=packed,
+        scratch=schedule.sizes[Where.SCRATCH],
+        private=schedule.sizes[Where.PRIVATE],
+        room=max((product.weight.K for product in products), default=0),
+        passes=len(schedule.groups) - len(products),
+        work=elements + POINTWISE_WORK * pointwise,
+        shares_columns=elements >= TEAM_MIN_ELEMENTS,
+        usually_shares_columns=elements >= TEAM_USUAL_ELEMENTS,
+        lines=[],
+    )
+    made.lines = _function(way, made, step, writer.weight_blocks)
+    return made
+
+
+def _function(way: Way, made: Generated, step: list[str], blocks: Mapping[Weight, int]) -> list[str]:
+    """The functions around a step: pointers, the loop over time, final states, and packing."""
+    buffers = made.ir.buffers
+    steady: list[str] = []
+    each: list[str] = []
+    for position, buffer in enumerate(buffers):
+        base = f"call.buffers[{position}]"
+        if buffer.where in {Where.ROW, Where.UNIFORM}:
+            steady.append(f"real* const {buffer.name} = {base};")
+        elif buffer.where is Where.PACKED:
+            each.append(f"real* const {buffer.name} = {base} + start * {buffer.size};")
+        elif buffer.where is Where.SAVED:
+            each.append(f"real* const {buffer.name} = {base} + (call.keep ? start : 0) * {buffer.size};")
+        elif buffer.where is Where.STRIDED:
+            steady.append(f"const int64_t {buffer.name}_stride = call.strides[{position}];")
+            each.append(f"real* const {buffer.name} = {base} + start * {buffer.name}_stride;")
+        elif buffer.where is Where.BEFORE:
+            earlier = f"{base} + call.starts[t - 1] * {buffer.size}"
+            each.append(f"real* const {buffer.name} = t ? {earlier} : call.buffers[{position + 1}];")
+        elif buffer.where is Where.CARRY_IN:
+            each.append(f"real* const {buffer.name} = {base} + ((t + 1) & 1) * call.num_rows * {buffer.size};")
+        elif buffer.where is Where.CARRY_OUT:
+            each.append(f"real* const {buffer.name} = {base} + (t & 1) * call.num_rows * {buffer.size};")
+    rest = "continue" if way == "backward" else "break"
+    arguments = "const Call& call, int64_t first, int64_t last, int64_t from, int64_t to, int rank, int size"
+    lines = [
+        "template <bool TEAM>",
+        f"static void {way}_steps({arguments}, Barrier* barrier) {{",
+        f"  constexpr int64_t SCRATCH = {max(made.scratch, 1)}, PRIVATE = {max(made.private, 1)};",
+        "  real* const own = call.own + (TEAM ? rank * call.num_rows * PRIVATE : 0);",
+        f"  real* const room = call.room + ((TEAM ? rank * call.num_rows : 0) + first) * {made.room};",
+        "  (void)SCRATCH, (void)own, (void)room, (void)rank, (void)size, (void)barrier;",
+        *(f"  {line}" for line in steady),
+        "  for (int64_t i = from; i < to; i++) {",
+        f"    const int64_t t = {'call.num_steps - 1 - i' if way == 'backward' else 'i'};",
+        "    const int64_t end = call.rows[t] < last ? call.rows[t] : last, start = call.starts[t];",
+        f"    if (end <= first) {rest};",
+        "    (void)start;",
+        *(f"    {line}" for line in each),
+        *(f"    {line}" for line in step),
+        "  }",
+        "}",
+    ]
+    team = f"{way}_steps<true>" if made.shares_columns else "nullptr"
+    usually = "true" if made.usually_shares_columns else "false"
+    lines += [
+        f'extern "C" void {way}_work(const Call* call, int64_t first, int64_t last, int rank, int size,',
+        "                              Barrier* barrier) {",
+        f"  run_steps(*call, first, last, rank, size, barrier, {team}, {way}_steps<false>, {usually});",
+        *(f"  {line}" for line in _final_lines(buffers)),
+        "}",
+        f'extern "C" void {way}_pack(const Call* call) {{',
+        "  (void)call;",
+    ]
+    for number, weight in enumerate(made.ir.weights.values()):
+        strides = f"call->weight_strides[{2 * number}], call->weight_strides[{2 * number + 1}]"
+        sizes = f"{weight.K}, {weight.N}, call->packed + {made.packed[number]}"
+        lines.append(f"  pack_blocks<{blocks.get(weight, 1)}>(call->weights[{number}], {strides}, {sizes});")
+    return [*lines, "}"]
+
+
+def _final_lines(buffers: list[Buffer]) -> list[str]:
+    """Copies of each sequence's last state, or of its first if it has no steps."""
+    places = {(buffer.role, buffer.index): f"call->buffers[{at}]" for at, buffer in enumerate(buffers)}
+    copies = []
+    for buffer in buffers:
+        if buffer.role == "final":
+            index, size = buffer.index, buffer.size
+            after = f"{places['after', index]} + (call->starts[steps - 1] + b) * {size}"
+            source = f"steps ? {after} : {places['initial', index]} + b * {size}"
+            copies.append(f"__builtin_memcpy({places['final', index]} + b * {size}, {source}, {size} * sizeof(real));")
+    if not copies:
+        return []
+    return [
+        "if (size > 1) barrier->wait(rank, size);",
+        "if (rank > 0) return;",
+        "for (int64_t b = first; b < last; b++) {",
+        "  const int64_t steps = call->lengths[b];",
+        *(f"  {line}" for line in copies),
+        "}",
+    ]
+
+
+def header_text(*names: str) -> str:
+    """Our headers, one after another, as part of one file."""
+    folder = Path(__file__).parent / "headers"
+    lines = [line for name in names for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+    return "\n".join(line for line in lines if not line.startswith(("#pragma once", '#include "')))
+
+
+def source_of(functions: list[Generated], dtype: torch.dtype) -> str:
+    """A whole C++ file."""
+    parts = [f"#define REAL {CPP_TYPES[dtype]}", header_text(*HEADERS)]
+    return "\n".join([*parts, *("\n".join(function.lines) for function in functions), ""])
