@@ -19,8 +19,7 @@ import safetensors.torch
 import torch
 
 import stretto
-from stretto.data import Labels, SequenceSet, write_npz
-from stretto.data.npz import read_npz
+from stretto.data import Labels, SequenceSet, read_npz, write_npz
 from stretto.errors import StrettoError
 from stretto.job import TrainResult, run_job
 from stretto.tasks.classify import ClassifyConfig

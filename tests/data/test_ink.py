@@ -1,4 +1,4 @@
-"""Pen points to features."""
+"""Pen movement: features of strokes, InkML files and IAM-OnDB."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from stretto.data.ink import POINTS_PER_HEIGHT, line_features, pen_features
+from stretto.data import PARTS, NoTargets, line_features, part_of, pen_features, read_iam, read_inkml
+from stretto.data.readers.ink import POINTS_PER_HEIGHT
 from stretto.errors import StrettoError
 
 WHOLE = st.integers(-500, 500)
-STROKES = st.lists(
+ANY_STROKES = st.lists(
     hnp.arrays(np.float64, st.tuples(st.integers(1, 6), st.just(2)), elements=WHOLE), min_size=1, max_size=4
 )
 
@@ -58,7 +59,7 @@ def test_a_dot_is_one_step():
 
 
 @settings(deadline=None, max_examples=60)
-@given(STROKES)
+@given(ANY_STROKES)
 def test_the_pen_ends_where_the_strokes_end(strokes):
     features = line_features(strokes)
     unit = float(np.quantile([np.ptp(stroke[:, 1]) for stroke in strokes], 0.75))
@@ -70,7 +71,7 @@ def test_the_pen_ends_where_the_strokes_end(strokes):
 
 
 @settings(deadline=None, max_examples=60)
-@given(STROKES, hnp.arrays(np.float64, 2, elements=WHOLE), st.sampled_from([0.25, 2.0, 64.0]))
+@given(ANY_STROKES, hnp.arrays(np.float64, 2, elements=WHOLE), st.sampled_from([0.25, 2.0, 64.0]))
 def test_place_and_size_of_the_page_do_not_matter(strokes, shift, scale):
     here = line_features(strokes)
     there = line_features([(stroke + shift) * scale for stroke in strokes])
@@ -86,5 +87,367 @@ def test_a_dash_is_measured_by_its_width_wherever_it_is():
 
 @pytest.mark.parametrize("far", [1e9, 1e300, 1.7e308])
 def test_coordinates_out_of_all_measure_are_refused(far):
-    with pytest.raises(StrettoError, match=r"page 3: the pen travels .* which is over 1000000 steps"):
+    with pytest.raises(StrettoError, match=r"page 3: the pen travels .* over 1000000 steps"):
         line_features([np.array([[-far, 0.0], [far, 1.0]])], source="page 3")
+
+
+NAMESPACE = ' xmlns="http://www.w3.org/2003/InkML"'
+INKML_STROKES = [np.array([[10.0, 40.0], [12.5, 20.0], [14.0, 40.0]]), np.array([[11.0, 30.0], [13.0, 30.0]])]
+TRACES = "<trace>10 40, 12.5 20, 14 40</trace><trace>11 30,13 30</trace>"
+LAUGHS = '<!DOCTYPE ink [<!ENTITY a "ha"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;"><!ENTITY c "&b;&b;&b;&b;&b;&b;&b;&b;">]>'
+
+
+def write(path, inside, *, root=f"ink{NAMESPACE}", before=""):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{before}<{root}>{inside}</{root.split()[0]}>", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("root", ["ink", f"ink{NAMESPACE}"])
+def test_one_file_is_one_sequence(tmp_path, root):
+    path = write(tmp_path / "word.inkml", f'<annotation type="truth"> Añ </annotation>{TRACES}', root=root)
+    data = read_inkml(path)
+    assert len(data) == 1
+    assert data.name == "word"
+    assert data[0].target == "Añ"
+    np.testing.assert_array_equal(data[0].features_TF.numpy(), line_features(INKML_STROKES))
+    assert "split by file name" in data.notes[0]
+
+
+def test_a_prefixed_namespace_is_the_same(tmp_path):
+    path = tmp_path / "word.inkml"
+    path.write_text(
+        '<i:ink xmlns:i="http://www.w3.org/2003/InkML"><i:trace>10 40, 12.5 20, 14 40</i:trace>'
+        "<i:trace>11 30,13 30</i:trace></i:ink>",
+        encoding="utf-8",
+    )
+    np.testing.assert_array_equal(read_inkml(path)[0].features_TF.numpy(), line_features(INKML_STROKES))
+
+
+@pytest.mark.parametrize(
+    ("channels", "points"),
+    [
+        ('<channel name="X" type="decimal"/><channel name="Y" type="decimal"/>', "10 40, 12.5 20"),
+        ('<channel name="T"/><channel name="Y"/><channel name="F"/><channel name="X"/>', "0 40 T 10, 1 20 F 12.5"),
+        ('<channel name="X"/><channel name="Y" orientation="-ve"/>', "10 -40,12.5 -20"),
+        ('<channel name="X" orientation="+ve"/><channel name="Y"/>', "1e1 +40.,1.25E+1 2.0e1"),
+    ],
+)
+@pytest.mark.parametrize("place", ["{}", "<definitions><context>{}</context></definitions>"])
+def test_x_and_y_are_found_by_name(tmp_path, channels, points, place):
+    trace_format = place.format(f"<traceFormat>{channels}</traceFormat>")
+    data = read_inkml(write(tmp_path / "word.inkml", f"{trace_format}<trace>{points}</trace>"))
+    np.testing.assert_array_equal(data[0].features_TF.numpy(), line_features([np.array([[10.0, 40.0], [12.5, 20.0]])]))
+
+
+def test_groups_count_but_definitions_and_empty_traces_do_not(tmp_path):
+    inside = (
+        "<definitions><trace>0 0, 900 900</trace></definitions>"
+        "<traceGroup><traceGroup><trace>10 40, 12.5 20, 14 40</trace></traceGroup><trace> </trace>"
+        "<trace>11 30<!-- here -->,13 30</trace></traceGroup>"
+    )
+    data = read_inkml(write(tmp_path / "word.inkml", inside))
+    np.testing.assert_array_equal(data[0].features_TF.numpy(), line_features(INKML_STROKES))
+
+
+@pytest.mark.parametrize(
+    ("inside", "text"),
+    [
+        ('<annotation type="label">a</annotation><annotation type="normalizedLabel">b</annotation>', "a"),
+        ('<annotation type="normalizedLabel">b</annotation><annotation type="truth">c</annotation>', "c"),
+        ('<annotation type="truth"> </annotation><annotation type="transcription">d</annotation>', "d"),
+        (
+            '<annotation type="writer">w</annotation><traceGroup><annotation type="truth">e</annotation></traceGroup>',
+            "e",
+        ),
+        (
+            '<annotation type="label">f</annotation><traceGroup><annotation type="truth">g</annotation></traceGroup>',
+            "f",
+        ),
+    ],
+)
+def test_the_transcript_is_the_first_annotation_that_tells(tmp_path, inside, text):
+    assert read_inkml(write(tmp_path / "word.inkml", inside + TRACES))[0].target == text
+
+
+def test_a_folder_is_split_by_file_name(tmp_path):
+    names = [f"w{number:03}" for number in range(60)]
+    for number, name in enumerate(names):
+        write(tmp_path / f"{number % 3}" / f"{name}.inkml", f'<annotation type="truth">{name}</annotation>{TRACES}')
+    data = read_inkml(tmp_path)
+    assert data.name == tmp_path.name
+    texts = [data[index].target for index in range(len(data))]
+    assert sorted(texts) == names
+    assert [PARTS[number] for number in data.split_N] == [part_of(text) for text in texts]
+    assert set(data.split_N.tolist()) == {0, 1, 2}
+
+
+def test_a_part_may_stay_empty(tmp_path):
+    names = [name for name in (f"w{number}" for number in range(60)) if part_of(name) != "test"]
+    for name in names:
+        write(tmp_path / f"{name}.inkml", TRACES)
+    data = read_inkml(tmp_path)
+    assert isinstance(data.targets, NoTargets)
+    assert [PARTS[number] for number in data.split_N] == [part_of(name) for name in sorted(names)]
+    assert len(data.notes) == 1
+
+
+def test_transcripts_are_for_all_files_or_none(tmp_path):
+    write(tmp_path / "a.inkml", f'<annotation type="truth">a</annotation>{TRACES}')
+    write(tmp_path / "b.inkml", TRACES)
+    with pytest.raises(StrettoError, match=r"b\.inkml' has no transcript"):
+        read_inkml(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "points", ["1125 18432,'23 '43,\"7 \"-8,3 -5", "10 20,'3 4", '10 20,"3 4', "!10 !20", "10 20, 5 '6"]
+)
+def test_compressed_traces_are_refused(tmp_path, points):
+    with pytest.raises(StrettoError, match=r"word\.inkml' has a trace in a compressed form.*plain decimals"):
+        read_inkml(write(tmp_path / "word.inkml", f"<trace>{points}</trace>"))
+
+
+@pytest.mark.parametrize(
+    "points", ["10 20, 30", "10 20,", "10 20, a b", "10 nan, 1 1", "1_0 20", "#A0 #FF", "10-5", "* ?", "٣ 4"]
+)
+def test_points_that_are_no_decimals_are_refused(tmp_path, points):
+    with pytest.raises(StrettoError, match=r"word\.inkml' has the point .* not a plain decimal"):
+        read_inkml(write(tmp_path / "word.inkml", f"<trace>{points}</trace>"))
+
+
+@pytest.mark.parametrize(
+    ("inside", "told"),
+    [
+        ("", "has no strokes"),
+        ("<trace> </trace>", "has no strokes"),
+        ('<traceFormat><channel name="X"/><channel name="F"/></traceFormat><trace>1 2</trace>', "not X and Y"),
+        (
+            '<traceFormat><channel name="X"/><channel name="Y"/></traceFormat>'
+            '<traceFormat><channel name="Y"/><channel name="X"/></traceFormat><trace>1 2</trace>',
+            "2 different trace formats",
+        ),
+        ('<trace type="penUp">1 2</trace>', "pen-up"),
+        ('<trace>1 2</trace><trace continuation="end">1 2</trace>', "continues another"),
+        ("<trace>0 0, 1e300 1</trace>", "the pen travels"),
+        ("<trace>0 0, 1e999 1</trace>", "the pen travels"),
+    ],
+)
+def test_ink_that_cannot_be_used_names_its_file(tmp_path, inside, told):
+    write(tmp_path / "good.inkml", TRACES)
+    write(tmp_path / "word.inkml", inside)
+    with pytest.raises(StrettoError, match=rf"word\.inkml.*{told}"):
+        read_inkml(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"<ink>", b"<ink><trace>1 2</ink>", b"\x00\x01", b"<ink>\xff</ink>"])
+def test_malformed_xml_is_refused(tmp_path, content):
+    (tmp_path / "word.inkml").write_bytes(content)
+    with pytest.raises(StrettoError, match=r"word\.inkml' is damaged or not plain XML"):
+        read_inkml(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["klingon", "utf-32", "shift_jis"])
+def test_an_encoding_that_is_not_known_is_refused(tmp_path, encoding):
+    (tmp_path / "word.inkml").write_text(f'<?xml version="1.0" encoding="{encoding}"?><ink/>', encoding="ascii")
+    with pytest.raises(StrettoError, match=r"word\.inkml' is damaged or not plain XML"):
+        read_inkml(tmp_path)
+
+
+def test_another_root_is_refused(tmp_path):
+    write(tmp_path / "page.inkml", "", root="html")
+    with pytest.raises(StrettoError, match=r"page\.inkml' has the root 'html'"):
+        read_inkml(tmp_path)
+
+
+def test_a_billion_laughs_are_refused(tmp_path):
+    inside = f'<annotation type="truth">&c;</annotation>{TRACES}'
+    with pytest.raises(StrettoError, match="entities are never read"):
+        read_inkml(write(tmp_path / "word.inkml", inside, before=LAUGHS))
+
+
+@pytest.mark.parametrize(
+    "doctype",
+    [
+        '<!DOCTYPE ink [<!ENTITY secret SYSTEM "{}">]>',
+        '<!DOCTYPE ink [<!ENTITY % all SYSTEM "{}"> %all;]>',
+        '<!DOCTYPE ink SYSTEM "{}">',
+    ],
+)
+def test_external_entities_are_refused(tmp_path, doctype):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the secret", encoding="utf-8")
+    text = "&secret;" if "ENTITY secret" in doctype else "plain"
+    inside = f'<annotation type="truth">{text}</annotation>{TRACES}'
+    path = write(tmp_path / "word.inkml", inside, before=doctype.format(secret.as_uri()))
+    with pytest.raises(StrettoError, match="entities are never read") as caught:
+        read_inkml(path)
+    assert "the secret" not in str(caught.value)
+
+
+def test_a_folder_without_ink_and_a_missing_file_are_told(tmp_path):
+    with pytest.raises(StrettoError, match=r"there is no \.inkml file below"):
+        read_inkml(tmp_path)
+    with pytest.raises(StrettoError, match=r"could not read '.*none\.inkml'"):
+        read_inkml(tmp_path / "none.inkml")
+
+
+IAM_STROKES = [np.array([[100.0, 400.0], [120.0, 300.0], [140.0, 410.0]]), np.array([[150.0, 350.0]])]
+
+
+def session(strokes):
+    inside = "".join(
+        f'<Stroke colour="black" start_time="0" end_time="1">{"".join(map(point, stroke))}</Stroke>'
+        for stroke in strokes
+    )
+    return (
+        '<?xml version="1.0" encoding="ISO-8859-1"?><WhiteboardCaptureSession><WhiteboardDescription/>'
+        f"<StrokeSet>{inside}</StrokeSet></WhiteboardCaptureSession>"
+    )
+
+
+def point(xy):
+    return f'<Point x="{int(xy[0])}" y="{int(xy[1])}" time="769.05"/>'
+
+
+def put(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def strokes_path(folder, sheet, number):
+    form = sheet.rstrip("uwxyz")
+    return folder / "lineStrokes" / form[:3] / form / f"{sheet}-{number:02}.xml"
+
+
+def ascii_path(folder, sheet):
+    form = sheet.rstrip("uwxyz")
+    return folder / "ascii" / form[:3] / form / f"{sheet}.txt"
+
+
+def put_sheet(folder, sheet, texts):
+    for number in range(1, len(texts) + 1):
+        put(strokes_path(folder, sheet, number), session([stroke + number for stroke in IAM_STROKES]))
+    lines = "\n\n".join(texts) if len(texts) > 2 else "\n".join(texts)
+    put(ascii_path(folder, sheet), f"OCR:\n\nother words\nof the page\n\nCSR:\n\n{lines}\n")
+
+
+def test_lines_have_ink_and_the_text_under_csr(tmp_path):
+    put_sheet(tmp_path, "a01-000u", ["A move to", "stop, Mr.", "Gaitskell"])
+    put_sheet(tmp_path, "a01-020", ["of peers"])
+    data = read_iam(tmp_path)
+    assert [data[index].target for index in range(4)] == ["A move to", "stop, Mr.", "Gaitskell", "of peers"]
+    np.testing.assert_allclose(data[0].features_TF.numpy(), line_features(IAM_STROKES), atol=1e-5)
+    assert data.name == tmp_path.name
+    assert "no form is in two parts" in data.notes[0]
+
+
+def test_a_line_number_points_into_the_text(tmp_path):
+    put_sheet(tmp_path, "a01-000u", ["one", "two", "three"])
+    strokes_path(tmp_path, "a01-000u", 2).unlink()
+    data = read_iam(tmp_path)
+    assert [data[0].target, data[1].target] == ["one", "three"]
+
+
+def test_no_form_is_in_two_parts(tmp_path):
+    forms = [f"a{number // 10:02}-{number:03}" for number in range(50)]
+    for form in forms:
+        put_sheet(tmp_path, f"{form}u", [f"{form} first", f"{form} second"])
+        put_sheet(tmp_path, f"{form}w", [f"{form} third"])
+    data = read_iam(tmp_path)
+    assert len(data) == 150
+    assert set(data.split_N.tolist()) == {0, 1, 2}
+    assert [PARTS[number] for number in data.split_N] == [part_of(data[index].target[:7]) for index in range(150)]
+
+
+def test_forms_stay_whole_when_a_part_is_empty(tmp_path):
+    forms = [form for form in (f"a01-{number:03}" for number in range(40)) if part_of(form) != "test"]
+    for form in forms:
+        put_sheet(tmp_path, f"{form}u", [form, form])
+    data = read_iam(tmp_path)
+    assert [PARTS[number] for number in data.split_N] == [part_of(data[index].target) for index in range(len(data))]
+    assert set(data.split_N.tolist()) == {0, 1}
+    assert len(data.notes) == 1
+
+
+def test_other_files_are_no_lines(tmp_path):
+    put_sheet(tmp_path, "a01-000u", ["one"])
+    put(tmp_path / "original" / "a01" / "a01-000" / "strokesu.xml", "not even XML")
+    put(tmp_path / "readme.txt", "about")
+    assert len(read_iam(tmp_path)) == 1
+
+
+def test_empty_strokes_carry_no_ink(tmp_path):
+    put_sheet(tmp_path, "a01-000u", ["one"])
+    put(strokes_path(tmp_path, "a01-000u", 1), session([IAM_STROKES[0], [], IAM_STROKES[1]]))
+    np.testing.assert_array_equal(read_iam(tmp_path)[0].features_TF.numpy(), line_features(IAM_STROKES))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "is damaged or not plain XML"),
+        (session(IAM_STROKES)[:-30], "is damaged or not plain XML"),
+        (session([]), "has no strokes"),
+        (session([[], []]), "has no strokes"),
+        ("<html/>", "has the root 'html'"),
+        (session(IAM_STROKES).replace(' y="300"', ""), "a point without whole numbers x and y"),
+        (session(IAM_STROKES).replace('"300"', '"3.5"'), "a point without whole numbers x and y"),
+        (session(IAM_STROKES).replace('"300"', '"high"'), "a point without whole numbers x and y"),
+        (session(IAM_STROKES).replace('"300"', f'"{"9" * 400}"'), "a point without whole numbers x and y"),
+        (session(IAM_STROKES).replace("<Whiteboard", '<!DOCTYPE a [<!ENTITY b "c">]><Whiteboard', 1), "never read"),
+        (session(IAM_STROKES).replace("<Whiteboard", '<!DOCTYPE a SYSTEM "file:///b"><Whiteboard', 1), "never read"),
+    ],
+)
+def test_a_bad_stroke_file_is_named(tmp_path, content, told):
+    put_sheet(tmp_path, "a01-000u", ["one", "two"])
+    put(strokes_path(tmp_path, "a01-000u", 2), content)
+    with pytest.raises(StrettoError, match=rf"a01-000u-02\.xml'.*{told}"):
+        read_iam(tmp_path)
+
+
+def test_a_missing_ascii_file_is_named(tmp_path):
+    put_sheet(tmp_path, "a01-000u", ["one"])
+    put_sheet(tmp_path, "z01-000z", ["two", "three"])
+    ascii_path(tmp_path, "z01-000z").unlink()
+    told = r"2 of 3 stroke files have no transcript \(no z01-000z\.txt\): z01-000z-01\.xml, z01-000z-02\.xml.*Unpack"
+    with pytest.raises(StrettoError, match=told):
+        read_iam(tmp_path)
+
+
+def test_too_few_transcript_lines_are_told(tmp_path):
+    put_sheet(tmp_path, "a08-551z", ["one", "two"])
+    put(strokes_path(tmp_path, "a08-551z", 3), session(IAM_STROKES))
+    told = r"1 of 3 stroke files have no transcript \(a08-551z\.txt has 2 lines under CSR:\): a08-551z-03\.xml.*remove"
+    with pytest.raises(StrettoError, match=told):
+        read_iam(tmp_path)
+
+
+def test_line_zero_has_no_transcript(tmp_path):
+    put_sheet(tmp_path, "a01-000u", ["one", "two"])
+    put(strokes_path(tmp_path, "a01-000u", 0), session(IAM_STROKES))
+    with pytest.raises(StrettoError, match=r"a01-000u-00\.xml"):
+        read_iam(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"), [(b"OCR:\none\n", "has no line `CSR:`"), (b"CSR:\n\xff\xfe", "could not read")]
+)
+def test_a_bad_ascii_file_is_named(tmp_path, content, told):
+    put_sheet(tmp_path, "a01-000u", ["one"])
+    ascii_path(tmp_path, "a01-000u").write_bytes(content)
+    with pytest.raises(StrettoError, match=rf"a01-000u\.txt'.*{told}|{told} '.*a01-000u\.txt'"):
+        read_iam(tmp_path)
+
+
+def test_two_transcripts_of_one_sheet_are_refused(tmp_path):
+    put_sheet(tmp_path, "a01-000u", ["one"])
+    put(tmp_path / "copy" / "a01-000u.txt", "CSR:\nanother\n")
+    with pytest.raises(StrettoError, match="2 transcripts of 'a01-000u'"):
+        read_iam(tmp_path)
+
+
+def test_a_folder_without_lines_is_told(tmp_path):
+    put(tmp_path / "strokesu.xml", "<a/>")
+    with pytest.raises(StrettoError, match=r"no stroke file such as a01-000u-01\.xml below"):
+        read_iam(tmp_path)

@@ -1,15 +1,22 @@
-"""Ragged .npz files: round trips, memory maps and real sets."""
+"""Ragged `.npz` files and images in them: what is written is read, and what cannot be used is refused."""
 
+import io
+import pathlib
+import pickle
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from stretto.data import PARTS, Labels, NoTargets, SequenceSet, Transcripts, write_npz
-from stretto.data.npz import read_npz
+from stretto.cli.main import main
+from stretto.data import PARTS, Labels, NoTargets, SequenceSet, Transcripts, open_sequences, read_npz, write_npz
 from stretto.errors import StrettoError
 
 DTYPES = (np.float16, np.float32, np.float64, np.uint8, np.int16, np.int64, np.bool_)
@@ -142,6 +149,7 @@ def test_pen_positions_become_movements(tmp_path):
     np.testing.assert_allclose(data[1].features_TF.numpy(), [[0, 0, 0], [0, 1, 1]])
 
 
+@pytest.mark.slow
 def test_digilets(shared_data):
     data = read_npz(shared_data / "digilets" / "digilets.npz")
     assert len(data) == 23_870
@@ -154,6 +162,7 @@ def test_digilets(shared_data):
     assert data.notes == ()
 
 
+@pytest.mark.slow
 def test_pendigits(shared_data):
     data = read_npz(shared_data / "pendigits_orig" / "pendigits_orig.npz")
     assert len(data) == 10_992
@@ -164,6 +173,7 @@ def test_pendigits(shared_data):
     assert any("a tenth of train" in note for note in data.notes)
 
 
+@pytest.mark.slow
 def test_japanese_vowels(shared_data, tmp_path, assert_same_set):
     data = read_npz(shared_data / "japanese_vowels" / "japanese_vowels.npz")
     assert (len(data), data.num_steps, data.num_features) == (640, 9_961, 12)
@@ -183,3 +193,328 @@ def test_a_written_subset_keeps_its_parts(tmp_path: Path, parts: tuple[str, ...]
     kept = data.subset(np.flatnonzero(np.isin(data.split_N, [PARTS.index(part) for part in parts])))
     write_npz(tmp_path / "kept.npz", kept)
     assert read_npz(tmp_path / "kept.npz").split_N.tolist() == kept.split_N.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"offsets": np.array([0])}, "the set is empty"),
+        ({"offsets": np.array(4)}, "`offsets` have shape"),
+        ({"offsets": np.array([0.0, 1.0, 4.0])}, "offsets have shape"),
+        ({"offsets": np.array([0, 4, 4])}, "first: sequence 1"),
+        ({"offsets": np.array([0, 1, 5])}, "run from 0 to 5 over 4 steps"),
+        ({"offsets": np.array([0, 5, 4])}, "they fall at sequence 1"),
+        ({"x": np.array([0.0, 1.0, np.nan, 0.0])}, "sequence 1 has a NaN or infinite feature at its step 1"),
+        ({"x": np.array([np.inf, 1.0, 0.0, 0.0])}, "sequence 0 has a NaN or infinite feature at its step 0"),
+        ({"x": np.array(["a", "b", "c", "d"])}, "features have shape"),
+        ({"x": np.zeros((4, 1, 1))}, "features have shape"),
+        ({"x": np.array(1.0)}, "features have shape"),
+        ({"x": np.zeros((4, 0))}, "no features"),
+        ({"y": np.array([0])}, r"`y` has shape \(1,\) for 2 sequences"),
+        ({"y": np.array(1)}, r"`y` has shape \(\) for 2 sequences"),
+        ({"y": np.array([0, 1, 0])}, r"`y` has shape \(3,\) for 2 sequences"),
+        ({"y": np.array([[0], [1]])}, r"`y` has shape \(2, 1\) for 2 sequences"),
+        ({"y": np.array([0, -1])}, "sequence 1 has label -1"),
+        ({"y": np.array([0.0, 1.0])}, "float64"),
+        ({"y": np.array([0, 2]), "class_names": np.array(["a", "b"])}, "sequence 1 has label 2, outside 0 to 1"),
+        ({"y": np.array([0, 1]), "class_names": np.array("ab")}, "`class_names` have shape"),
+        ({"y": np.array([0, 1]), "class_names": np.array([b"a", b"b"])}, "`class_names` have shape"),
+        ({"split": np.array([0, 7])}, "values .0, 7."),
+        ({"split": np.array([0])}, r"split has shape \(1,\)"),
+        ({"alphabet": np.array([-3])}, "`alphabet` holds no code points"),
+        ({"alphabet": np.array("ab")}, "`alphabet` holds no code points"),
+    ],
+)
+@pytest.mark.parametrize("memory_map", [True, False])
+def test_arrays_that_do_not_fit_are_refused(tmp_path, change, told, memory_map):
+    arrays = {"x": np.zeros(4), "offsets": np.array([0, 1, 4])} | change
+    np.savez(tmp_path / "wrong.npz", **arrays)
+    with pytest.raises(StrettoError, match=told):
+        read_npz(tmp_path / "wrong.npz", memory_map=memory_map)
+
+
+@pytest.mark.parametrize(
+    ("text", "text_offsets", "told"),
+    [
+        ([97, 98, 99], None, "do not fit"),
+        ([97, 98, 99], [0, 1, 2], "do not fit"),
+        ([97, 98, 99], [1, 2, 3], "do not fit"),
+        ([97, 98, 99], [0, 4, 3], "do not fit"),
+        ([97, 98, 99], [[0, 1, 3]], "do not fit"),
+        ([97, 98, 99], [0.0, 1.0, 3.0], "do not fit"),
+        ([97, 98, 99], [], "do not fit"),
+        ([97, -1, 99], [0, 1, 3], "do not fit"),
+        ([97, 0x110000, 99], [0, 1, 3], "do not fit"),
+        ([97.0, 98.0, 99.0], [0, 1, 3], "do not fit"),
+        ([97, 98, 99], [0, 3], "2 sequences but 1 targets"),
+    ],
+)
+def test_transcripts_that_do_not_fit_are_refused(tmp_path, text, text_offsets, told):
+    arrays = {"x": np.zeros(4), "offsets": np.array([0, 1, 4]), "text": np.array(text)}
+    if text_offsets is not None:
+        arrays["text_offsets"] = np.array(text_offsets)
+    np.savez(tmp_path / "wrong.npz", **arrays)
+    with pytest.raises(StrettoError, match=told):
+        read_npz(tmp_path / "wrong.npz")
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"xy": np.zeros((4, 3)), "offsets": np.array([0, 4])},
+        {"xy": np.zeros((4, 2)), "offsets": np.array([2, 4])},
+        {"xy": np.zeros((4, 2)), "offsets": np.array([0, 2, 2, 4])},
+        {"xy": np.zeros((4, 2)), "offsets": np.array([0.0, 4.0])},
+        {"xy": np.zeros((4, 2)), "offsets": np.array([0, 4]), "pen_down": np.zeros(3)},
+        {"xy": np.zeros((4, 2)), "offsets": np.array([0, 4]), "pen_down": np.zeros((4, 1))},
+        {"xy": np.full((4, 2), "a"), "offsets": np.array([0, 4])},
+    ],
+)
+def test_pen_data_that_does_not_fit_is_refused(tmp_path, arrays):
+    np.savez(tmp_path / "pen.npz", **arrays)
+    with pytest.raises(StrettoError, match="do not fit together"):
+        read_npz(tmp_path / "pen.npz")
+
+
+@pytest.mark.parametrize("missing", ["x", "offsets"])
+def test_a_missing_array_is_told_with_those_there(tmp_path, missing):
+    arrays = {"x": np.zeros(4), "offsets": np.array([0, 4]), "labels": np.array([0])}
+    del arrays[missing]
+    np.savez(tmp_path / "part.npz", **arrays)
+    there = ", ".join(map(repr, sorted(arrays)))
+    with pytest.raises(StrettoError, match=rf"has the arrays \[{there}\] but needs `x` and `offsets`"):
+        read_npz(tmp_path / "part.npz")
+
+
+def test_a_missing_file_is_told(tmp_path):
+    with pytest.raises(StrettoError, match=r"there is no file '.*none\.npz'"):
+        read_npz(tmp_path / "none.npz")
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.9, 0.99, 0.9999])
+def test_a_truncated_file_is_refused(tmp_path, memory_map, compressed, share):
+    save = np.savez_compressed if compressed else np.savez
+    save(tmp_path / "whole.npz", x=np.random.default_rng(0).normal(size=(500, 3)), offsets=np.array([0, 200, 500]))
+    whole = (tmp_path / "whole.npz").read_bytes()
+    path = tmp_path / "cut.npz"
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(StrettoError, match=r"cut\.npz' is truncated or not an \.npz file"):
+        read_npz(path, memory_map=memory_map)
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+@pytest.mark.parametrize("rows", [3, 5, 1 << 40, 1 << 62])
+def test_an_array_shorter_than_it_says_is_refused(tmp_path, memory_map, rows):
+    member = io.BytesIO()
+    np.lib.format.write_array_header_1_0(member, {"descr": "<f8", "fortran_order": False, "shape": (rows, 8)})
+    member.write(np.zeros((2, 8)).tobytes())
+    path = tmp_path / "liar.npz"
+    np.savez(path, offsets=np.array([0, rows]))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("x.npy", member.getvalue())
+        archive.writestr("padding.npy", bytes(4096))
+    with pytest.raises(StrettoError, match=r"liar\.npz"):
+        read_npz(path, memory_map=memory_map)
+
+
+@pytest.mark.parametrize("shape", [b"(2, 1  ", b"(2, 1],", b"(2, x),", b"\n(2,1):", b"(-2,-1)", b"(2.0,1)"])
+@pytest.mark.parametrize("memory_map", [True, False])
+def test_a_damaged_array_header_is_refused(tmp_path, memory_map, shape):
+    member = io.BytesIO()
+    np.lib.format.write_array(member, np.zeros((2, 1)))
+    path = tmp_path / "header.npz"
+    np.savez(path, offsets=np.array([0, 2]))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("x.npy", member.getvalue().replace(b"(2, 1),", shape))
+    with pytest.raises(StrettoError, match=r"header\.npz"):
+        read_npz(path, memory_map=memory_map)
+
+
+def test_damaged_compressed_bytes_are_refused(tmp_path):
+    path = tmp_path / "damaged.npz"
+    np.savez_compressed(path, x=np.random.default_rng(0).normal(size=(500, 3)), offsets=np.array([0, 500]))
+    raw = bytearray(path.read_bytes())
+    raw[300:340] = bytes(40)
+    path.write_bytes(raw)
+    with pytest.raises(StrettoError, match=r"is truncated or not an \.npz file"):
+        read_npz(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"no zip at all", b"PK\x03\x04" + bytes(100)])
+def test_a_file_of_another_kind_is_refused(tmp_path, content):
+    path = tmp_path / "other.npz"
+    path.write_bytes(content)
+    with pytest.raises(StrettoError, match=r"is truncated or not an \.npz file"):
+        read_npz(path)
+
+
+class Trap:
+    """Leaves a marker when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("trapped", ["x", "offsets", "y", "text", "split"])
+def test_pickled_objects_are_never_loaded(tmp_path, trapped, compressed, memory_map):
+    marker = tmp_path / "marker"
+    arrays = {"x": np.zeros(4), "offsets": np.array([0, 4]), trapped: np.array([Trap(marker)], dtype=object)}
+    (np.savez_compressed if compressed else np.savez)(tmp_path / "trap.npz", **arrays)
+    with pytest.raises(StrettoError, match="never loads pickled objects"):
+        read_npz(tmp_path / "trap.npz", memory_map=memory_map)
+    assert not marker.exists()
+
+
+def test_a_bare_pickle_is_never_loaded(tmp_path):
+    marker = tmp_path / "marker"
+    (tmp_path / "trap.npz").write_bytes(pickle.dumps(Trap(marker)))
+    with pytest.raises(StrettoError, match=r"is truncated or not an \.npz file"):
+        read_npz(tmp_path / "trap.npz")
+    assert not marker.exists()
+    pickle.loads((tmp_path / "trap.npz").read_bytes())
+    assert marker.exists()
+
+
+Array = npt.NDArray[Any]
+IMAGE_DTYPES = (np.uint8, np.bool_, np.int16, np.float16, np.float32, np.float64)
+
+
+def images(**change: Any) -> dict[str, Array]:
+    rng = np.random.default_rng(0)
+    return {
+        "x_train": rng.integers(256, size=(20, 4, 3), dtype=np.uint8),
+        "y_train": np.arange(20, dtype=np.uint8) % 5,
+        "x_test": rng.integers(256, size=(6, 4, 3), dtype=np.uint8),
+        "y_test": np.arange(6, dtype=np.uint8) % 5,
+    } | change
+
+
+@settings(deadline=None, max_examples=40)
+@given(drawn=st.data(), save=st.sampled_from([np.savez, np.savez_compressed]), memory_map=st.booleans())
+def test_every_image_is_a_sequence_of_its_rows(
+    tmp_path_factory: pytest.TempPathFactory, drawn: st.DataObject, save: Callable[..., None], memory_map: bool
+) -> None:
+    dtype = drawn.draw(st.sampled_from(IMAGE_DTYPES))
+    rows, columns = drawn.draw(st.integers(1, 5)), drawn.draw(st.integers(1, 5))
+    finite = {"allow_nan": False, "allow_infinity": False} if np.issubdtype(dtype, np.floating) else {}
+    elements = hnp.from_dtype(np.dtype(dtype), **finite)
+    arrays = {}
+    for part, least in (("train", 2), ("test", 1)):
+        count = drawn.draw(st.integers(least, 12))
+        arrays[f"x_{part}"] = drawn.draw(hnp.arrays(dtype, (count, rows, columns), elements=elements))
+        arrays[f"y_{part}"] = drawn.draw(hnp.arrays(np.uint8, count, elements=st.integers(0, 9)))
+    path = tmp_path_factory.mktemp("images") / "pictures.npz"
+    save(path, **arrays)
+    data = read_npz(path, memory_map=memory_map)
+    assert data.name == "pictures"
+    assert data.features_SF.dtype == dtype
+    assert data.lengths_N.tolist() == [rows] * len(data)
+    x, y = np.concatenate([arrays["x_train"], arrays["x_test"]]), [*arrays["y_train"], *arrays["y_test"]]
+    assert len(data) == len(x)
+    for index, image in enumerate(x):
+        np.testing.assert_array_equal(data[index].features_TF.numpy(), image)
+        assert data[index].target == y[index]
+    train, test = len(arrays["x_train"]), len(arrays["x_test"])
+    assert (data.split_N[train:] == PARTS.index("test")).all()
+    assert np.bincount(data.split_N, minlength=3).tolist() == [train - -(-train // 10), -(-train // 10), test]
+
+
+def test_how_validation_came_about_is_told_and_the_classes_are_those_of_both_parts(tmp_path: Path) -> None:
+    np.savez(tmp_path / "pictures.npz", **images(y_test=np.array([0, 1, 2, 3, 7, 0])))
+    data = read_npz(tmp_path / "pictures.npz")
+    assert data.notes == ("split has train and test only: a tenth of train is kept for validation",)
+    assert isinstance(data.targets, Labels)
+    assert data.targets.names == tuple("01234567")
+    assert np.bincount(data.split_N).tolist() == [18, 2, 6]
+
+
+def test_images_can_be_written_as_any_other_set(
+    tmp_path: Path, assert_same_set: Callable[[SequenceSet, SequenceSet], None]
+) -> None:
+    np.savez(tmp_path / "pictures.npz", **images())
+    data = read_npz(tmp_path / "pictures.npz")
+    write_npz(tmp_path / "again.npz", data)
+    again = read_npz(tmp_path / "again.npz")
+    assert again.memory_mapped
+    assert_same_set(data, again)
+
+
+def test_a_folder_with_images_is_opened_and_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez(tmp_path / "pictures.npz", **images())
+    (tmp_path / "README.md").write_text("about them")
+    assert len(open_sequences(tmp_path)) == 26
+    assert main(["inspect", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "26 (18 train, 2 valid, 6 test)" in shown
+    assert "3 per step" in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"x_train": np.zeros((20, 4, 3, 3))}, r"`x_train` has shape \(20, 4, 3, 3\).*grey images"),
+        ({"x_train": np.zeros((20, 12))}, r"`x_train` has shape \(20, 12\)"),
+        ({"x_test": np.zeros((0, 4, 3), dtype=np.uint8), "y_test": np.zeros(0, dtype=int)}, "at least one of them"),
+        ({"x_test": np.zeros((6, 0, 3), dtype=np.uint8)}, r"`x_test` has shape \(6, 0, 3\)"),
+        ({"x_train": np.zeros((20, 4, 3), dtype=np.complex64)}, "type complex64"),
+        ({"x_train": np.full((20, 4, 3), "a")}, "type <U1"),
+        ({"x_test": np.zeros((6, 4, 5), dtype=np.uint8)}, "images of 4 x 3 uint8 and `x_test` of 4 x 5 uint8"),
+        ({"x_test": np.zeros((6, 4, 3))}, "images of 4 x 3 uint8 and `x_test` of 4 x 3 float64"),
+        ({"y_train": np.zeros(19, dtype=int)}, r"`y_train` has shape \(19,\) and type int64 for 20 images"),
+        ({"y_train": np.zeros((20, 1), dtype=int)}, r"`y_train` has shape \(20, 1\)"),
+        ({"y_test": np.eye(6, 5)}, r"`y_test` has shape \(6, 5\)"),
+        ({"y_test": np.zeros(6)}, "type float64 for 6 images"),
+        ({"y_test": np.array([0, 1, -1, 0, 0, 0])}, "sequence 22 has label -1"),
+    ],
+)
+def test_arrays_that_are_no_images_are_refused(tmp_path: Path, change: dict[str, Array], told: str) -> None:
+    np.savez(tmp_path / "wrong.npz", **images(**change))
+    with pytest.raises(StrettoError, match=told):
+        read_npz(tmp_path / "wrong.npz")
+
+
+def test_a_pixel_that_is_no_number_is_named(tmp_path: Path) -> None:
+    arrays = {name: array.astype(np.float32) if name[0] == "x" else array for name, array in images().items()}
+    arrays["x_test"][1, 2, 0] = np.nan
+    np.savez(tmp_path / "wrong.npz", **arrays)
+    with pytest.raises(StrettoError, match="sequence 21 has a NaN or infinite feature at its step 2"):
+        read_npz(tmp_path / "wrong.npz")
+
+
+@pytest.mark.parametrize("missing", ["x_train", "y_train", "x_test", "y_test"])
+def test_what_is_missing_is_named(tmp_path: Path, missing: str) -> None:
+    arrays = images()
+    del arrays[missing]
+    np.savez(tmp_path / "part.npz", **arrays)
+    with pytest.raises(StrettoError, match=f"part.npz: there are images but no `{missing}`"):
+        open_sequences(tmp_path / "part.npz")
+
+
+def test_pickled_images_are_refused_and_those_beside_sequences_are_left_alone(tmp_path: Path) -> None:
+    pickled = np.array([object()], dtype=object)
+    np.savez(tmp_path / "wrong.npz", **images(x_train=pickled))
+    with pytest.raises(StrettoError, match="never loads pickled objects"):
+        read_npz(tmp_path / "wrong.npz")
+    np.savez(tmp_path / "ragged.npz", x=np.zeros(4), offsets=[0, 1, 4], x_train=pickled)
+    assert read_npz(tmp_path / "ragged.npz").lengths_N.tolist() == [1, 3]
+
+
+@pytest.mark.slow
+def test_mnist(shared_data: Path) -> None:
+    data = open_sequences(shared_data / "mnist")
+    assert (len(data), data.num_features, data.features_SF.dtype) == (70_000, 28, np.uint8)
+    assert set(data.lengths_N.tolist()) == {28}
+    assert np.bincount(data.split_N).tolist() == [54_000, 6_000, 10_000]
+    assert isinstance(data.targets, Labels)
+    assert data.targets.names == tuple("0123456789")
+    test = data.part("test").targets
+    assert isinstance(test, Labels)
+    assert np.bincount(test.values_N).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert data.features_SF.mean() == pytest.approx(0.1309 * 255, abs=0.05)

@@ -7,9 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.data import LinePairs, SequenceSet, line_pairs, open_sequences, write_npz
-from stretto.data.npz import read_npz
-from stretto.data.parallel_text import holds_parallel_text, parallel_set, read_parallel_text
+from stretto.data import (
+    LinePairs,
+    SequenceSet,
+    line_pairs,
+    open_sequences,
+    parallel_set,
+    read_npz,
+    read_parallel_text,
+    write_npz,
+)
+from stretto.data.readers.parallel_text import holds_parallel_text
 from stretto.errors import StrettoError
 
 LINES = st.text(st.characters(exclude_characters="\r\n\ufeff", codec="utf-8"), min_size=1).map(str.strip).filter(bool)
@@ -45,7 +53,7 @@ def test_parts_and_languages_are_found(tmp_path):
     pairs = line_pairs(data)
     assert pairs.languages == ("en", "de")
     assert pairs.sources == ["a dog .", "two cats", "a house", "a tree"]
-    assert pairs.turned() == LinePairs(sources=pairs.targets, targets=pairs.sources, languages=("de", "en"))
+    assert pairs.swapped() == LinePairs(sources=pairs.targets, targets=pairs.sources, languages=("de", "en"))
 
 
 def test_without_english_the_first_ending_comes_first(tmp_path):
@@ -201,10 +209,11 @@ def test_other_files_are_no_parallel_text(tmp_path, names):
 
 def test_other_data_are_no_pairs():
     data = SequenceSet.from_flat(np.arange(4.0), offsets=np.array([0, 2, 4]), name="waves")
-    with pytest.raises(StrettoError, match=r"waves is no parallel text.*train\.en and train\.de"):
+    with pytest.raises(StrettoError, match=r"waves is not parallel text.*train\.en and train\.de"):
         line_pairs(data)
 
 
+@pytest.mark.slow
 def test_multi30k(shared_data):
     data = open_sequences(shared_data / "multi30k_en_de")
     assert [int((data.split_N == number).sum()) for number in range(3)] == [29_000, 1_014, 1_000]

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.data import Labels, NoTargets, Transcripts
-from stretto.data.npz import read_npz
-from stretto.data.parquet import read_parquet
+from stretto.data import Labels, NoTargets, Transcripts, read_npz, read_parquet
 from stretto.errors import StrettoError
 
 pa = pytest.importorskip("pyarrow")
@@ -245,6 +243,7 @@ def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
         read_parquet(path)
 
 
+@pytest.mark.slow
 def test_japanese_vowels_survive(shared_data, tmp_path, assert_same_set):
     data = read_npz(shared_data / "japanese_vowels" / "japanese_vowels.npz", memory_map=False)
     offsets = np.append(data.starts_N, data.num_steps)

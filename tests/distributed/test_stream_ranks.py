@@ -9,8 +9,7 @@ import pytest
 import torch
 from worlds import run_world
 
-from stretto.data import make_text
-from stretto.data.made_text import TextSettings
+from stretto.data import TextSettings, make_text
 from stretto.distributed import World
 from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
 from stretto.training import EVENTS_FILE, FOLDER, AbstractLog, EventLog, SilentLog, Trainer, checked, read_events

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.data import HandwritingSettings
-from stretto.data.handwriting import make_handwriting
+from stretto.data import HandwritingSettings, make_handwriting
 from stretto.report.samples import INK_HEIGHT, MAX_INK_WIDTH, align, ink_svg, samples_html, stroke_path
 
 

@@ -13,8 +13,7 @@ from torch.nn import functional
 
 import stretto
 from stretto.batching import Batch, collate
-from stretto.data import AbstractTargets, Labels, SequenceSet, write_npz
-from stretto.data.drawn_digits import DrawnDigitsSettings, make_drawn_digits
+from stretto.data import AbstractTargets, DrawnDigitsSettings, Labels, SequenceSet, make_drawn_digits, write_npz
 from stretto.errors import StrettoError
 from stretto.tasks.digit_images import DigitImages, DigitImagesConfig, DigitImagesModel
 

@@ -19,8 +19,15 @@ from torch.nn import functional
 
 import stretto
 from stretto.batching import Batch, collate
-from stretto.data import AbstractTargets, Labels, SequenceSet, Transcripts, write_npz
-from stretto.data.drawn_digits import DrawnDigitsSettings, make_drawn_digits
+from stretto.data import (
+    AbstractTargets,
+    DrawnDigitsSettings,
+    Labels,
+    SequenceSet,
+    Transcripts,
+    make_drawn_digits,
+    write_npz,
+)
 from stretto.errors import StrettoError
 from stretto.tasks.digits import Digits, DigitsConfig, DigitsModel, one_scale
 

@@ -16,8 +16,7 @@ from task_gradients import assert_same, built, loss_and_gradients
 from torch.nn import functional
 
 from stretto.batching import collate
-from stretto.data import SequenceSet
-from stretto.data.text import read_text
+from stretto.data import SequenceSet, read_text
 from stretto.errors import StrettoError
 from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
 

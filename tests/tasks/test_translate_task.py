@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from stretto.batching import Batch, collate
-from stretto.data import LinePairs, SequenceSet, line_pairs, make_number_words
-from stretto.data.number_words import NumberWordsSettings
-from stretto.data.parallel_text import parallel_set
+from stretto.data import LinePairs, NumberWordsSettings, SequenceSet, line_pairs, make_number_words, parallel_set
 from stretto.errors import StrettoError
 from stretto.tasks import CONFIGS, PAD, TASKS, Translate, fitting_words
 from stretto.tasks.bleu import Bleu, BleuWords, bleu_names
@@ -264,7 +262,7 @@ def test_a_vocabulary_without_room_for_every_byte_is_refused() -> None:
 
 def test_other_data_are_refused() -> None:
     waves = SequenceSet.from_flat(np.arange(4.0), offsets=np.array([0, 2, 4]), name="waves")
-    with pytest.raises(StrettoError, match="waves is no parallel text"):
+    with pytest.raises(StrettoError, match="waves is not parallel text"):
         _task(waves)
 
 

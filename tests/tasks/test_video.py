@@ -19,8 +19,7 @@ import stretto
 from stretto.batching import collate
 from stretto.cells import store_layer
 from stretto.cli.main import main
-from stretto.data import Framing, Labels, SequenceSet, Transcripts, write_npz
-from stretto.data.frames import read_clips
+from stretto.data import Framing, Labels, SequenceSet, Transcripts, read_clips, write_npz
 from stretto.errors import StrettoError
 from stretto.tasks.video import Video, VideoConfig
 

@@ -17,8 +17,7 @@ from torch.nn import functional
 
 import stretto
 from stretto.cli.train import _config
-from stretto.data import SequenceSet, make_text
-from stretto.data.made_text import TextSettings
+from stretto.data import SequenceSet, TextSettings, make_text
 from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling

@@ -1,43 +1,60 @@
-"""Sequences in: one type for a set of them, and its readers."""
+"""Sequences in: one type for a set of them, readers of files, and data sets generated from a seed."""
 
-from stretto.data.drawn_digits import load_drawn_digits
-from stretto.data.frames import LARGEST_FRAME, SMALLEST_FRAME, Framing
-from stretto.data.handwriting import HandwritingSettings, load_handwriting
-from stretto.data.made_text import make_text
-from stretto.data.npz import write_npz
-from stretto.data.number_words import make_number_words
-from stretto.data.opening import open_sequences
-from stretto.data.parallel_text import LinePairs, line_pairs
-from stretto.data.regimes import RegimeSettings, make_regimes
-from stretto.data.runs import cut_runs
-from stretto.data.sequences import PARTS, Part, Sample, SequenceSet
+from stretto.data.open import open_sequences
+from stretto.data.readers.ink import line_features, pen_features, read_iam, read_inkml
+from stretto.data.readers.npz import read_npz, write_npz
+from stretto.data.readers.parallel_text import LinePairs, line_pairs, parallel_set, read_parallel_text
+from stretto.data.readers.parquet import read_parquet
+from stretto.data.readers.text import read_text, read_word_text
+from stretto.data.readers.video import LARGEST_FRAME, SMALLEST_FRAME, Framing, read_clips
+from stretto.data.sequences import PARTS, Part, Sample, SequenceSet, cut_runs, part_of
+from stretto.data.synthetic.digits import DrawnDigitsSettings, load_drawn_digits, make_drawn_digits
+from stretto.data.synthetic.handwriting import HandwritingSettings, load_handwriting, make_handwriting
+from stretto.data.synthetic.number_words import NumberWordsSettings, make_number_words
+from stretto.data.synthetic.regimes import RegimeSettings, make_regimes
+from stretto.data.synthetic.sentences import TextSettings, make_text
 from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels, Transcripts
-from stretto.data.word_text import read_word_text
 
 __all__ = [
     "LARGEST_FRAME",
     "PARTS",
     "SMALLEST_FRAME",
     "AbstractTargets",
+    "DrawnDigitsSettings",
     "Framing",
     "HandwritingSettings",
     "Labels",
     "LinePairs",
     "NoTargets",
+    "NumberWordsSettings",
     "Part",
     "RegimeSettings",
     "Sample",
     "SequenceSet",
     "StepLabels",
+    "TextSettings",
     "Transcripts",
     "cut_runs",
+    "line_features",
     "line_pairs",
     "load_drawn_digits",
     "load_handwriting",
+    "make_drawn_digits",
+    "make_handwriting",
     "make_number_words",
     "make_regimes",
     "make_text",
     "open_sequences",
+    "parallel_set",
+    "part_of",
+    "pen_features",
+    "read_clips",
+    "read_iam",
+    "read_inkml",
+    "read_npz",
+    "read_parallel_text",
+    "read_parquet",
+    "read_text",
     "read_word_text",
     "write_npz",
 ]

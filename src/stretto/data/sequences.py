@@ -1,10 +1,11 @@
 """One type for a set of sequences of unequal length.
 
-Shape legend: N sequences, S steps of all sequences together, T steps of one sequence, F features per step.
+Shape legend: N sequences, R runs, S steps of all sequences together, T steps of one sequence, F features per step.
 """
 
 import dataclasses
 import hashlib
+import zlib
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -12,19 +13,19 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from stretto.data.targets import AbstractTargets, NoTargets, StepLabels, Target
+from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels, Target
 from stretto.errors import StrettoError
 
 Array = npt.NDArray[Any]
 Part = Literal["train", "valid", "test"]
 PARTS: Final[tuple[Part, ...]] = ("train", "valid", "test")
-CHECKED_ROWS = 1 << 20
-DIGEST_BYTES = 256 << 20
+CHUNK_ROWS = 1 << 20
+MAX_DIGEST_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence: its features, what is to be learnt of it, and its number in the whole set."""
+    """One sequence: its features, what is to be learned from it, and its number in the whole set."""
 
     features_TF: torch.Tensor
     target: Target
@@ -43,7 +44,7 @@ class SequenceSet(Dataset[Sample]):
         features_SF: All steps of all sequences, one after the other.
         starts_N: Where each sequence begins in `features_SF`.
         lengths_N: Steps of each sequence.
-        targets: Labels, labels of each step, transcripts or nothing, one a sequence.
+        targets: Labels, labels of each step, transcripts or nothing, one per sequence.
         split_N: 0 train, 1 valid, 2 test.
         numbers_N: Each sequence's number in the whole set, which a subset remembers.
         alphabet: For text, whose one feature is a character's number: the characters, in that order.
@@ -89,12 +90,12 @@ class SequenceSet(Dataset[Sample]):
         if len(targets) != len(lengths_N):
             raise StrettoError(
                 f"{name}: {len(lengths_N)} sequences but {len(targets)} targets",
-                fix="Give exactly one target a sequence.",
+                fix="Give exactly one target per sequence.",
             )
         if isinstance(targets, StepLabels) and not np.array_equal(targets.lengths_N, lengths_N):
             raise StrettoError(
                 f"{name}: the labels of steps are not as many as the steps of each sequence",
-                fix="Give exactly one label a step.",
+                fix="Give exactly one label per step.",
             )
         split_N, split_note = _check_split(split_N, complete=split_complete, count=len(lengths_N), name=name)
         _check_finite(features_SF, offsets=np.asarray(offsets), name=name)
@@ -184,10 +185,10 @@ class SequenceSet(Dataset[Sample]):
             hasher.update("\n".join(self.vocabulary).encode())
         for part in (self.starts_N, self.lengths_N, self.split_N):
             hasher.update(np.ascontiguousarray(part).tobytes())
-        self.targets.feed(hasher.update)
-        every = max(1, -(-self.features_SF.nbytes // DIGEST_BYTES))
-        for first in range(0, len(self.features_SF), CHECKED_ROWS):
-            rows = self.features_SF[first : first + CHECKED_ROWS : every]
+        self.targets.hash_into(hasher.update)
+        every = max(1, -(-self.features_SF.nbytes // MAX_DIGEST_BYTES))
+        for first in range(0, len(self.features_SF), CHUNK_ROWS):
+            rows = self.features_SF[first : first + CHUNK_ROWS : every]
             hasher.update(np.ascontiguousarray(rows).tobytes())
         return hasher.hexdigest()[:16]
 
@@ -247,7 +248,7 @@ def _check_split(
     if split_N.shape != (count,) or not np.isin(split_N, (0, 1, 2)).all():
         raise StrettoError(
             f"{name}: split has shape {split_N.shape} and values {np.unique(split_N)[:6].tolist()}",
-            fix="Give one of 0 (train), 1 (valid), 2 (test) a sequence.",
+            fix="Give one of 0 (train), 1 (valid), 2 (test) per sequence.",
         )
     split_N = split_N.astype(np.uint8)
     if not complete and (split_N == 1).any() and not (split_N == 2).any():
@@ -261,8 +262,8 @@ def _check_split(
 def _check_finite(features_SF: Array, *, offsets: Array, name: str) -> None:
     if not np.issubdtype(features_SF.dtype, np.floating):
         return
-    for first in range(0, len(features_SF), CHECKED_ROWS):
-        rows = features_SF[first : first + CHECKED_ROWS]
+    for first in range(0, len(features_SF), CHUNK_ROWS):
+        rows = features_SF[first : first + CHUNK_ROWS]
         bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
         if len(bad):
             step = first + int(bad[0])
@@ -272,3 +273,58 @@ def _check_finite(features_SF: Array, *, offsets: Array, name: str) -> None:
                 f"{name}: sequence {sequence} has a NaN or infinite feature at its step {within}",
                 fix="Clean or remove that sequence; Stretto never replaces values silently.",
             )
+
+
+def part_of(name: str) -> Part:
+    """The part of the split that owns a name, by a hash of it: about 80 % train, 10 % valid, 10 % test."""
+    percent = zlib.crc32(name.lower().encode()) % 100
+    return "train" if percent < 80 else "valid" if percent < 90 else "test"
+
+
+def cut_runs(data: SequenceSet, *, unlabelled: int | None = None) -> SequenceSet:
+    """Cut sequences with a label per step into runs of one label: each run is a sequence with one label.
+
+    Runs stay in order, and in the part of the split that they were in.
+
+    Args:
+        data: Sequences with one label per step.
+        unlabelled: The label of steps that have none: runs of it are left out, and so is its class.
+
+    Raises:
+        StrettoError: There are no labels of steps, or none except `unlabelled`.
+    """
+    labels = data.targets
+    if not isinstance(labels, StepLabels):
+        raise StrettoError(f"{data.name} has no labels of steps", fix="Give one label per step as `y`.")
+    starts, lengths, values, owners = [], [], [], []
+    for index in range(len(data)):
+        of_steps_T = labels[index]
+        firsts = np.flatnonzero(np.diff(of_steps_T, prepend=-1))
+        starts.append(data.starts_N[index] + firsts)
+        lengths.append(np.diff(firsts, append=len(of_steps_T)))
+        values.append(of_steps_T[firsts])
+        owners.append(np.full(len(firsts), index))
+    values_R = np.concatenate(values)
+    kept = np.flatnonzero(values_R != unlabelled) if unlabelled is not None else np.arange(len(values_R))
+    if not len(kept):
+        raise StrettoError(
+            f"{data.name}: no step has another label than {unlabelled}",
+            fix="Label some steps, or name another label for unlabelled ones.",
+        )
+    known = [number for number in range(len(labels.names)) if number != unlabelled]
+    class_of = np.zeros(len(labels.names), dtype=np.int64)
+    class_of[known] = np.arange(len(known))
+    note = f"cut into {len(kept):,} runs of one label" + (
+        f"; {len(values_R) - len(kept):,} runs of the label {unlabelled}, which means unlabelled, are left out"
+        if len(kept) < len(values_R)
+        else ""
+    )
+    return dataclasses.replace(
+        data,
+        starts_N=np.concatenate(starts)[kept],
+        lengths_N=np.concatenate(lengths)[kept],
+        targets=Labels(values_N=class_of[values_R[kept]], names=tuple(labels.names[number] for number in known)),
+        split_N=data.split_N[np.concatenate(owners)[kept]],
+        numbers_N=np.arange(len(kept)),
+        notes=(*data.notes, note),
+    )

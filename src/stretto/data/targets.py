@@ -1,4 +1,4 @@
-"""What is to be learnt of each sequence: a label, a label a step, a transcript, or nothing.
+"""What is to be learned from each sequence: a label, a label per step, a transcript, or nothing.
 
 Shape legend: N sequences, S steps of all sequences together, T steps of one sequence.
 """
@@ -17,7 +17,7 @@ Target = int | str | npt.NDArray[np.int64] | None
 
 
 class AbstractTargets(abc.ABC):
-    """One target a sequence."""
+    """One target per sequence."""
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -30,8 +30,8 @@ class AbstractTargets(abc.ABC):
         """The targets of the named sequences."""
 
     @abc.abstractmethod
-    def feed(self, update: Callable[[bytes], None]) -> None:
-        """Hand everything that tells these targets from others to a fingerprint."""
+    def hash_into(self, update: Callable[[bytes], None]) -> None:
+        """Feed everything that distinguishes these targets from others to a hash."""
 
 
 @final
@@ -51,15 +51,15 @@ class NoTargets(AbstractTargets):
         """The targets of the named sequences."""
         return NoTargets(count=len(indices))
 
-    def feed(self, update: Callable[[bytes], None]) -> None:
-        """Hand everything that tells these targets from others to a fingerprint."""
+    def hash_into(self, update: Callable[[bytes], None]) -> None:
+        """Feed everything that distinguishes these targets from others to a hash."""
         update(f"none:{self.count}".encode())
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Labels(AbstractTargets):
-    """One class a sequence, numbered from 0; `names` has one entry a class."""
+    """One class per sequence, numbered from 0; `names` has one entry per class."""
 
     values_N: npt.NDArray[np.int64]
     names: tuple[str, ...]
@@ -70,7 +70,7 @@ class Labels(AbstractTargets):
         if values_N.ndim != 1 or not np.issubdtype(values_N.dtype, np.integer):
             raise StrettoError(
                 f"{source}: labels `y` have shape {values_N.shape} and type {values_N.dtype}",
-                fix="Give one whole number a sequence.",
+                fix="Give one whole number per sequence.",
             )
         labels = values_N.astype(np.int64)
         num_classes = len(names) if names is not None else int(labels.max(initial=-1)) + 1
@@ -92,8 +92,8 @@ class Labels(AbstractTargets):
         """The targets of the named sequences."""
         return Labels(values_N=self.values_N[indices], names=self.names)
 
-    def feed(self, update: Callable[[bytes], None]) -> None:
-        """Hand everything that tells these targets from others to a fingerprint."""
+    def hash_into(self, update: Callable[[bytes], None]) -> None:
+        """Feed everything that distinguishes these targets from others to a hash."""
         update(repr(self.names).encode())
         update(self.values_N.tobytes())
 
@@ -101,7 +101,7 @@ class Labels(AbstractTargets):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepLabels(AbstractTargets):
-    """One class a step, numbered from 0, kept end to end as the features are; `names` has one entry a class."""
+    """One class per step, numbered from 0, stored end to end like the features; `names` has one entry per class."""
 
     values_S: npt.NDArray[np.integer]
     starts_N: npt.NDArray[np.int64]
@@ -121,7 +121,7 @@ class StepLabels(AbstractTargets):
         if values_S.ndim != 1 or not np.issubdtype(values_S.dtype, np.integer):
             raise StrettoError(
                 f"{source}: labels of steps have shape {values_S.shape} and type {values_S.dtype}",
-                fix="Give one whole number a step.",
+                fix="Give one whole number per step.",
             )
         num_classes = len(names) if names is not None else int(values_S.max()) + 1 if len(values_S) else 0
         outside = np.flatnonzero((values_S < 0) | (values_S >= num_classes))
@@ -151,14 +151,14 @@ class StepLabels(AbstractTargets):
         """The targets of the named sequences."""
         return dataclasses.replace(self, starts_N=self.starts_N[indices], lengths_N=self.lengths_N[indices])
 
-    def feed(self, update: Callable[[bytes], None]) -> None:
-        """Hand everything that tells these targets from others to a fingerprint."""
+    def hash_into(self, update: Callable[[bytes], None]) -> None:
+        """Feed everything that distinguishes these targets from others to a hash."""
         update(f"steps:{self.values_S.dtype}:{self.names!r}".encode())
         for part in (self.values_S, self.starts_N, self.lengths_N):
             update(np.ascontiguousarray(part).tobytes())
 
     def counts(self) -> npt.NDArray[np.int64]:
-        """Steps of each class, over these sequences alone."""
+        """Steps of each class, over these sequences."""
         counts = np.zeros(len(self.names), dtype=np.int64)
         for index in range(len(self)):
             counts += np.bincount(self[index], minlength=len(self.names))
@@ -170,7 +170,7 @@ class StepLabels(AbstractTargets):
 class Transcripts(AbstractTargets):
     """The text that each sequence spells, kept end to end as code points.
 
-    Where the sequences are text too, `languages` names theirs and that of these texts, if they are known.
+    If the sequences are text too, `languages` names theirs and that of these texts, if known.
     """
 
     code_points: npt.NDArray[np.uint32]
@@ -197,8 +197,8 @@ class Transcripts(AbstractTargets):
         """The targets of the named sequences."""
         return dataclasses.replace(self, starts_N=self.starts_N[indices], lengths_N=self.lengths_N[indices])
 
-    def feed(self, update: Callable[[bytes], None]) -> None:
-        """Hand everything that tells these targets from others to a fingerprint."""
+    def hash_into(self, update: Callable[[bytes], None]) -> None:
+        """Feed everything that distinguishes these targets from others to a hash."""
         if self.languages is not None:
             update(repr(self.languages).encode())
         for part in (self.code_points, self.starts_N, self.lengths_N):

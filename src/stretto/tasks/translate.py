@@ -219,7 +219,7 @@ def _directed(pairs: LinePairs, config: TranslateConfig, *, name: str) -> LinePa
             f"{name} does not tell its languages, and a translation {asked} was asked for",
             fix="Leave --source and --target out.",
         )
-    for turned in (pairs, pairs.turned()):
+    for turned in (pairs, pairs.swapped()):
         assert turned.languages is not None
         if config.source in (None, turned.languages[0]) and config.target in (None, turned.languages[1]):
             return turned

@@ -1,4 +1,4 @@
-"""The embedded set of images: digits drawn with single-stroke fonts by made-up hands.
+"""The embedded set of images: digits drawn with single-stroke fonts by synthetic hands.
 
 Shape legend: N images, Q shapes (a digit of a font), P points of a shape, H rows and W columns of an image, S either of
 the two, 2 coordinates.
@@ -13,9 +13,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stretto.data.glyphs import font_glyphs
-from stretto.data.npz import read_npz, write_npz
+from stretto.data.readers.npz import read_npz, write_npz
 from stretto.data.sequences import PARTS, SequenceSet
+from stretto.data.synthetic.glyphs import font_glyphs
 from stretto.data.targets import Labels
 from stretto.files import cache_folder
 
@@ -26,8 +26,8 @@ DIGITS: Final = "0123456789"
 # The script font's digits are borrowed from the second of these.
 FONTS: Final = ("futural", "rowmans", "cursive")
 SIDE: Final = 28
-DRAWN_TOGETHER: Final = 500
-"""Images; so many at once stay in little memory."""
+IMAGES_PER_CHUNK: Final = 500
+"""Images drawn at once, to limit memory."""
 WAVES: Final = 2
 
 
@@ -55,7 +55,7 @@ class DrawnDigitsSettings:
 
 
 def make_drawn_digits(settings: DrawnDigitsSettings) -> SequenceSet:
-    """Draw every image, 28 x 28 bytes of grey, a row of pixels a step; a pure function of the settings."""
+    """Draw every image, 28 x 28 bytes of grey, one row of pixels per step; a pure function of the settings."""
     shapes = _Shapes.of_fonts()
     images, labels = [], []
     for number, count in enumerate(settings.counts()):
@@ -63,8 +63,8 @@ def make_drawn_digits(settings: DrawnDigitsSettings) -> SequenceSet:
         labels_N = rng.permutation(np.arange(count) % len(DIGITS))
         labels.append(labels_N)
         images += [
-            _draw(shapes, labels_N[first : first + DRAWN_TOGETHER], rng=rng)
-            for first in range(0, count, DRAWN_TOGETHER)
+            _draw(shapes, labels_N[first : first + IMAGES_PER_CHUNK], rng=rng)
+            for first in range(0, count, IMAGES_PER_CHUNK)
         ]
     rows_SF = np.concatenate(images).reshape(-1, SIDE)
     return SequenceSet.from_flat(
@@ -78,7 +78,7 @@ def make_drawn_digits(settings: DrawnDigitsSettings) -> SequenceSet:
 
 
 def load_drawn_digits(settings: DrawnDigitsSettings | None = None) -> SequenceSet:
-    """The embedded set, memory-mapped from the cache; made in a second or two when it is not there yet."""
+    """The embedded set, memory-mapped from the cache; generated in a second or two if it is not there yet."""
     settings = settings or DrawnDigitsSettings()
     path = cached_path(settings)
     if not path.exists():
@@ -87,13 +87,13 @@ def load_drawn_digits(settings: DrawnDigitsSettings | None = None) -> SequenceSe
 
 
 def cached_path(settings: DrawnDigitsSettings) -> Path:
-    """Where the set made from `settings` is kept."""
+    """Where the set for `settings` is cached."""
     return cache_folder() / f"drawn-digits-{settings.key()}.npz"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Shapes:
-    """The digits of all fonts, each centred, of height 1, and filled up with points that no stroke joins.
+    """The digits of all fonts, each centred, of height 1, and padded with points that no stroke joins.
 
     Attributes:
         points_QP2: Points along the strokes; digit d of font f is shape f * 10 + d.
@@ -118,7 +118,7 @@ class _Shapes:
 
 
 def _draw(shapes: _Shapes, labels_N: Array, *, rng: np.random.Generator) -> Array:
-    """Images (N, H, W) of the digits, each by a hand and a pen of its own."""
+    """Images (N, H, W) of the digits, each by its own hand and pen."""
     count = len(labels_N)
     shape_N = rng.integers(len(FONTS), size=count) * len(DIGITS) + labels_N
     points_NP2 = _by_hand(shapes.points_QP2[shape_N], rng=rng)

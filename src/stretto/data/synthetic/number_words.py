@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from stretto.data.parallel_text import LinePairs, parallel_set
+from stretto.data.readers.parallel_text import LinePairs, parallel_set
 from stretto.data.sequences import SequenceSet
 from stretto.errors import StrettoError
 
@@ -24,17 +24,16 @@ GERMAN_SMALL: Final = (
     "siebzehn achtzehn neunzehn".split()
 )
 GERMAN_TENS: Final = "zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig".split()
-LARGEST: Final = 999_999
-MOST_NUMBERS: Final = 5
-"""In one line."""
+LARGEST_NUMBER: Final = 999_999
+MAX_NUMBERS_PER_LINE: Final = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NumberWordsSettings:
-    """How many lines to make.
+    """How many lines to generate.
 
     Attributes:
-        num_train: Training lines; validation and test get a tenth as many each. No line is there twice.
+        num_train: Training lines; validation and test get a tenth as many each. No line occurs twice.
         seed: Everything follows from it.
     """
 
@@ -50,14 +49,14 @@ def make_number_words(settings: NumberWordsSettings | None = None) -> SequenceSe
     rng = np.random.default_rng([settings.seed, 0x2021])
     lines: dict[tuple[int, ...], None] = {}
     while len(lines) < sum(counts):
-        magnitudes = rng.uniform(0.0, np.log(LARGEST + 2), size=rng.integers(1, MOST_NUMBERS + 1))
+        magnitudes = rng.uniform(0.0, np.log(LARGEST_NUMBER + 2), size=rng.integers(1, MAX_NUMBERS_PER_LINE + 1))
         lines[tuple((np.exp(magnitudes) - 1.0).astype(int).tolist())] = None
     pairs = LinePairs(
-        sources=[_listed([in_english(number) for number in line], "and") for line in lines],
-        targets=[_listed([in_german(number) for number in line], "und") for line in lines],
+        sources=[_enumerate([in_english(number) for number in line], "and") for line in lines],
+        targets=[_enumerate([in_german(number) for number in line], "und") for line in lines],
         languages=("en", "de"),
     )
-    # Lines of one small number are soon used up and come early: all parts are to have their share of them.
+    # Lines of one small number run out soon and come early: every part should get some.
     split_N = rng.permutation(np.repeat(np.arange(3, dtype=np.uint8), counts))
     return parallel_set(pairs, split_N=split_N, name="number words")
 
@@ -96,10 +95,10 @@ def _german_stem(number: int) -> str:
     return f"{_german_stem(count)}{name}" + (_german_stem(rest) if rest else "")
 
 
-def _listed(words: list[str], conjunction: str) -> str:
+def _enumerate(words: list[str], conjunction: str) -> str:
     return ", ".join(words[:-1]) + f" {conjunction} {words[-1]}" if len(words) > 1 else words[0]
 
 
 def _check(number: int) -> None:
-    if not 0 <= number <= LARGEST:
-        raise StrettoError(f"{number} cannot be put into words", fix=f"Give a whole number from 0 to {LARGEST:,}.")
+    if not 0 <= number <= LARGEST_NUMBER:
+        raise StrettoError(f"{number} cannot be put in words", fix=f"Give a whole number from 0 to {LARGEST_NUMBER:,}.")

@@ -1,9 +1,11 @@
-"""Text as sentences of words, for language models.
+"""Plain text for language models: passages of characters, or sentences of words in parts.
 
-Shape legend: N sentences, S words of all sentences together.
+Shape legend: S characters or words of all sequences together.
 """
 
+import gzip
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -12,15 +14,75 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.data.sequences import PARTS, Part, SequenceSet
-from stretto.data.text import decoded_text, text_name
 from stretto.errors import StrettoError
 
+BLANK_LINES: Final = re.compile(r"\n(?:[^\S\n]*\n)+")
+MIN_CHARACTERS: Final = 2
 PART_FILE: Final = re.compile(r"(?P<prefix>(?:.*[._-])?)(?P<part>train|valid|test)\.txt(?:\.gz)?", re.IGNORECASE)
 END: Final = "<eos>"
 """Stands at the end of every sentence."""
 UNKNOWN: Final = "<unk>"
 """Stands for any word that training has not seen, if training has it."""
-MOST_NAMED: Final = 5
+MAX_NAMED_WORDS: Final = 5
+
+
+def read_text(path: Path) -> SequenceSet:
+    """Read a text file: passages between blank lines are sequences, whose one feature is the character's number.
+
+    Args:
+        path: A `.txt` or `.txt.gz` file in UTF-8; line ends of any system count as one newline character.
+
+    Raises:
+        StrettoError: The file is damaged, is not UTF-8, or has no passage of two characters.
+    """
+    text = decode_text(path)
+    passages = [passage.strip("\n") for passage in BLANK_LINES.split(f"\n{text}\n")]
+    kept = [passage for passage in passages if len(passage) >= MIN_CHARACTERS]
+    short = sum(map(bool, passages)) - len(kept)
+    if not kept:
+        raise StrettoError(
+            f"{str(path)!r} has no passage of {MIN_CHARACTERS} or more characters",
+            fix="Give text, with a blank line between passages.",
+        )
+    alphabet = "".join(sorted(set(text)))
+    known, flat_S = (np.frombuffer(t.encode("utf-32-le"), dtype="<u4") for t in (alphabet, "".join(kept)))
+    numbers_S = np.searchsorted(known, flat_S).astype(np.min_scalar_type(len(alphabet) - 1))
+    return SequenceSet.from_flat(
+        numbers_S[:, None],
+        offsets=np.cumsum([0, *map(len, kept)]),
+        name=_text_name(path),
+        alphabet=alphabet,
+        notes=(f"{short} passages shorter than {MIN_CHARACTERS} characters are left out",) if short else (),
+    )
+
+
+def _text_name(path: Path) -> str:
+    """The file's name without its endings."""
+    return Path(path.stem).stem if _is_compressed(path) else path.stem
+
+
+def _is_compressed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+def decode_text(path: Path) -> str:
+    """The text of a plain or compressed file in UTF-8; line ends of any system become newlines."""
+    try:
+        raw = path.read_bytes()
+        plain = gzip.decompress(raw) if _is_compressed(path) else raw
+    except FileNotFoundError:
+        raise StrettoError(f"there is no file {str(path)!r}", fix="Check the path.") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise StrettoError(
+            f"{str(path)!r} is truncated or cannot be read ({error})", fix="Write or copy the file again."
+        ) from error
+    try:
+        text = plain.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise StrettoError(
+            f"{str(path)!r} is not UTF-8 at byte {error.start}", fix="Convert it to UTF-8 before reading."
+        ) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def holds_word_text(folder: Path) -> bool:
@@ -32,7 +94,7 @@ def holds_word_text(folder: Path) -> bool:
 def read_word_text(path: Path) -> SequenceSet:
     """Read sentences of words: a line is a sequence, the one feature is the word's number.
 
-    Words are parted by blanks, and `<eos>` ends every line; lines without a word are left out. Words are numbered as
+    Words are separated by blanks, and `<eos>` ends every line; lines without a word are left out. Words are numbered as
     they first appear in the training part. A word of another part that training does not have becomes `<unk>`.
 
     Args:
@@ -43,21 +105,21 @@ def read_word_text(path: Path) -> SequenceSet:
         StrettoError: A part is missing or there twice, a file is damaged, or a word is unknown and there is no `<unk>`.
     """
     if path.is_dir():
-        files = _chosen(path)
-        lines = {part: _lines(file) for part, file in files.items()}
+        files = _choose_files(path)
+        lines = {part: _read_sentences(file) for part, file in files.items()}
         return word_set(lines, name=_name(files["train"]), sources={part: str(file) for part, file in files.items()})
-    sentences = _lines(path)
+    sentences = _read_sentences(path)
     tenth = max(1, len(sentences) // 10)
     if len(sentences) <= 2 * tenth:
         raise StrettoError(
-            f"{str(path)!r} has {len(sentences)} lines with words", fix="Give three lines or more, a sentence each."
+            f"{str(path)!r} has {len(sentences)} lines with words", fix="Give at least three lines, one sentence each."
         )
     firsts = (0, len(sentences) - 2 * tenth, len(sentences) - tenth, len(sentences))
     parts = {part: sentences[firsts[at] : firsts[at + 1]] for at, part in enumerate(PARTS)}
     return word_set(
         parts,
-        name=text_name(path),
-        vocabulary=_in_order(sentences),
+        name=_text_name(path),
+        vocabulary=_distinct(sentences),
         notes=("one file of words: its last lines are kept, a tenth for validation and a tenth for test",),
     )
 
@@ -79,7 +141,7 @@ def word_set(
         sources: What a part is called in messages.
         notes: What the user should know.
     """
-    words = tuple(vocabulary or _in_order(sentences["train"]))
+    words = tuple(vocabulary or _distinct(sentences["train"]))
     number_of = {word: number for number, word in enumerate(words)}
     flat_S = np.concatenate(
         [_numbers(sentences[part], number_of, source=(sources or {}).get(part, f"{name} ({part})")) for part in PARTS]
@@ -96,7 +158,7 @@ def word_set(
     )
 
 
-def _in_order(sentences: Iterable[Sequence[str]]) -> list[str]:
+def _distinct(sentences: Iterable[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(word for sentence in sentences for word in sentence))
 
 
@@ -104,8 +166,8 @@ def _numbers(sentences: Sequence[Sequence[str]], number_of: Mapping[str, int], *
     missing = number_of.get(UNKNOWN, -1)
     flat_S = np.array([number_of.get(word, missing) for sentence in sentences for word in sentence], dtype=np.int64)
     if (flat_S < 0).any():
-        unknown = [word for word in _in_order(sentences) if word not in number_of]
-        named = ", ".join(map(repr, unknown[:MOST_NAMED])) + (", ..." if len(unknown) > MOST_NAMED else "")
+        unknown = [word for word in _distinct(sentences) if word not in number_of]
+        named = ", ".join(map(repr, unknown[:MAX_NAMED_WORDS])) + (", ..." if len(unknown) > MAX_NAMED_WORDS else "")
         raise StrettoError(
             f"{source!r} has words that the training part does not have, and there is no {UNKNOWN} there: {named}",
             fix=f"Write {UNKNOWN} for rare words in the training part too.",
@@ -113,10 +175,10 @@ def _numbers(sentences: Sequence[Sequence[str]], number_of: Mapping[str, int], *
     return flat_S
 
 
-def _lines(path: Path) -> list[list[str]]:
-    sentences = [[*line.split(), END] for line in decoded_text(path).split("\n") if line.split()]
+def _read_sentences(path: Path) -> list[list[str]]:
+    sentences = [[*line.split(), END] for line in decode_text(path).split("\n") if line.split()]
     if not sentences:
-        raise StrettoError(f"{str(path)!r} has no words", fix="Give a sentence a line, words parted by blanks.")
+        raise StrettoError(f"{str(path)!r} has no words", fix="Give one sentence per line, words separated by blanks.")
     return sentences
 
 
@@ -129,7 +191,7 @@ def _part_files(folder: Path) -> dict[Part, list[Path]]:
     return found
 
 
-def _chosen(folder: Path) -> dict[Part, Path]:
+def _choose_files(folder: Path) -> dict[Part, Path]:
     found = _part_files(folder)
     for part, paths in found.items():
         if len(paths) != 1:

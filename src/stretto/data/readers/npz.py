@@ -1,8 +1,12 @@
 """Ragged `.npz` files: all steps end to end in `x`, `offsets`, a target for each sequence or step, `split`.
 
-Images as Keras has MNIST come in by the same door; see `stretto.data.image_rows`.
-Members that are stored uncompressed (as `write_npz` writes them) are memory-mapped; compressed ones are read.
-Object arrays, which would need pickle, are refused.
+Images as Keras stores MNIST are read too, one row of pixels per step: `x_train` (images, rows, columns) with `y_train`,
+and `x_test` with `y_test`.
+
+Members that are stored uncompressed, as `write_npz` writes them, are memory-mapped; compressed ones are read. Object
+arrays, which would need pickle, are refused.
+
+Shape legend: N sequences or images, S steps of all of them, F features, H rows and W columns of an image.
 """
 
 import contextlib
@@ -10,7 +14,7 @@ import math
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -18,8 +22,7 @@ import numpy as np
 import numpy.lib.format as npy
 import numpy.typing as npt
 
-from stretto.data.image_rows import IMAGE_MEMBERS, holds_images, image_rows
-from stretto.data.ink import pen_features
+from stretto.data.readers.ink import pen_features
 from stretto.data.sequences import PARTS, SequenceSet
 from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels, Transcripts
 from stretto.errors import StrettoError
@@ -27,7 +30,8 @@ from stretto.files import write_atomically
 
 Array = npt.NDArray[Any]
 LOCAL_HEADER_BYTES: Final = 30
-KNOWN: Final = frozenset(
+IMAGE_MEMBERS: Final = ("x_train", "y_train", "x_test", "y_test")
+KNOWN_MEMBERS: Final = frozenset(
     "x scale xy pen_down offsets y class_names split split_names text text_offsets alphabet vocabulary".split(" ")
 )
 
@@ -37,26 +41,26 @@ def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
 
     Args:
         path: The file. `x` is (steps, features) or (steps,); pen data may instead have `xy` and `pen_down`.
-            Where `scale` is there, one factor a feature, features are `x` times `scale`.
-            Targets are `y` (one class number a sequence, or one a step; names in `class_names`) or `text` code points
+            With a `scale`, one factor per feature, features are `x` times `scale`.
+            Targets are `y` (one class number per sequence or per step; names in `class_names`) or `text` code points
             with `text_offsets`. A `split` of 0 and 1 alone is train and test, unless `split_names` is there: then
             it is 0 train, 1 valid, 2 test. For text as features, `alphabet` has the code points of its characters, or
             `vocabulary` its words.
-            Without `offsets`, `x_train`, `y_train`, `x_test` and `y_test` are images, read a row of pixels a step.
+            Without `offsets`, `x_train`, `y_train`, `x_test` and `y_test` are images, read one row of pixels per step.
         memory_map: Leave uncompressed features on disk until they are used.
 
     Raises:
-        StrettoError: The file is no ragged `.npz`, or what it holds does not fit together.
+        StrettoError: The file is not a ragged `.npz`, or its arrays do not fit together.
     """
     with _readable(path):
         arrays = _members(path, memory_map=memory_map)
-    if holds_images(arrays):
-        return image_rows(arrays, name=path.stem, source=str(path))
+    if _holds_images(arrays):
+        return _read_images(arrays, name=path.stem, source=str(path))
     offsets = arrays["offsets"]
     if offsets.ndim != 1:
         raise StrettoError(f"{str(path)!r}: `offsets` have shape {offsets.shape}", fix="Give N + 1 numbers in a row.")
     if "x" in arrays:
-        features_SF = _scaled(arrays["x"], arrays.get("scale"), source=str(path))
+        features_SF = _apply_scale(arrays["x"], arrays.get("scale"), source=str(path))
     else:
         features_SF = pen_features(arrays["xy"], pen_down_S=arrays.get("pen_down"), offsets=offsets, source=str(path))
     return SequenceSet.from_flat(
@@ -111,7 +115,7 @@ def _readable(path: Path) -> Iterator[None]:
         raise StrettoError(f"there is no file {str(path)!r}", fix="Check the path.") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, MemoryError) as error:
         raise StrettoError(
-            f"{str(path)!r} is truncated or no .npz file ({error})", fix="Write or copy the file again."
+            f"{str(path)!r} is truncated or not an .npz file ({error})", fix="Write or copy the file again."
         ) from error
     except (ValueError, TypeError, SyntaxError, tokenize.TokenError) as error:
         if isinstance(error, StrettoError):
@@ -126,7 +130,7 @@ def _members(path: Path, *, memory_map: bool) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
         names = sorted(name.removesuffix(".npy") for name in archive.namelist())
-        images = holds_images(names)
+        images = _holds_images(names)
         if not images and ("offsets" not in names or not {"x", "xy"}.intersection(names)):
             raise StrettoError(
                 f"{str(path)!r} has the arrays {names} but needs `x` and `offsets`",
@@ -134,17 +138,17 @@ def _members(path: Path, *, memory_map: bool) -> dict[str, Array]:
             )
         for info in archive.infolist():
             name = info.filename.removesuffix(".npy")
-            if name not in (IMAGE_MEMBERS if images else KNOWN):
+            if name not in (IMAGE_MEMBERS if images else KNOWN_MEMBERS):
                 continue
             if memory_map and name == "x" and info.compress_type == zipfile.ZIP_STORED:
-                arrays[name] = _mapped(path, stream, info)
+                arrays[name] = _map_member(path, stream, info)
             else:
                 with archive.open(info) as member:
                     arrays[name] = npy.read_array(member, allow_pickle=False)
     return arrays
 
 
-def _mapped(path: Path, stream: IO[bytes], info: zipfile.ZipInfo) -> Array:
+def _map_member(path: Path, stream: IO[bytes], info: zipfile.ZipInfo) -> Array:
     """Map a stored member: its array begins after the zip's local header and the .npy header."""
     stream.seek(info.header_offset)
     local = stream.read(LOCAL_HEADER_BYTES)
@@ -160,13 +164,13 @@ def _mapped(path: Path, stream: IO[bytes], info: zipfile.ZipInfo) -> Array:
         raise ValueError("Object arrays cannot be loaded without pickle")
     begin = stream.tell()
     if begin - member + math.prod(shape) * dtype.itemsize != info.file_size or min(shape, default=0) < 0:
-        raise EOFError(f"{info.filename} is not of the size that it tells")
+        raise EOFError(f"{info.filename} does not have the size that its header says")
     if 0 in shape:
         return np.zeros(shape, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=begin, shape=shape, order="F" if fortran_order else "C")
 
 
-def _scaled(x_SF: Array, scale_F: Array | None, *, source: str) -> Array:
+def _apply_scale(x_SF: Array, scale_F: Array | None, *, source: str) -> Array:
     """The features in their own unit, as single precision unless they are double already."""
     if scale_F is None:
         return x_SF
@@ -174,7 +178,7 @@ def _scaled(x_SF: Array, scale_F: Array | None, *, source: str) -> Array:
     if scale_F.shape != (width,) or scale_F.dtype.kind not in "fiu" or x_SF.dtype.kind not in "fiu":
         raise StrettoError(
             f"{source}: `scale` has shape {scale_F.shape} and type {scale_F.dtype} for {width} features",
-            fix="Give one number a feature, by which `x` is multiplied, or leave `scale` out.",
+            fix="Give one number per feature, by which `x` is multiplied, or leave `scale` out.",
         )
     dtype = np.float64 if x_SF.dtype == np.float64 else np.float32
     return (x_SF * scale_F.astype(np.float64)).astype(dtype)
@@ -190,7 +194,7 @@ def _targets(arrays: dict[str, Array], *, offsets: Array, num_steps: int, source
     if given is not None and (given.ndim != 1 or given.dtype.kind not in "Uiu"):
         raise StrettoError(
             f"{source}: `class_names` have shape {given.shape} and type {given.dtype}",
-            fix="Give one string a class.",
+            fix="Give one string per class.",
         )
     names = [str(name) for name in given] if given is not None else None
     y = arrays["y"]
@@ -200,7 +204,7 @@ def _targets(arrays: dict[str, Array], *, offsets: Array, num_steps: int, source
         return StepLabels.check(y, offsets=offsets, names=names, source=source)
     raise StrettoError(
         f"{source}: `y` has shape {y.shape} for {count} sequences of {num_steps} steps together",
-        fix="Give exactly one label a sequence, or one a step.",
+        fix="Give exactly one label per sequence, or one per step.",
     )
 
 
@@ -241,3 +245,65 @@ def _transcripts(arrays: dict[str, Array], *, source: str) -> Transcripts:
         )
     starts = offsets.astype(np.int64)
     return Transcripts(code_points=code_points.astype(np.uint32), starts_N=starts[:-1], lengths_N=np.diff(starts))
+
+
+def _holds_images(names: Iterable[str]) -> bool:
+    """Whether arrays of these names are images in two parts rather than sequences end to end."""
+    return "offsets" not in names and not {"x_train", "x_test"}.isdisjoint(names)
+
+
+def _read_images(arrays: Mapping[str, Array], *, name: str, source: str) -> SequenceSet:
+    """The images as sequences of rows, with the pixels in the type they are stored in.
+
+    A tenth of the training images is kept for validation, as the notes of the set say.
+
+    Args:
+        arrays: By the names in `IMAGE_MEMBERS`.
+        name: Of the set.
+        source: Named in errors.
+
+    Raises:
+        StrettoError: An array is missing, is not made of grey images or whole-number labels, or does not fit the rest.
+    """
+    missing = [member for member in IMAGE_MEMBERS if member not in arrays]
+    if missing:
+        raise StrettoError(
+            f"{source}: there are images but no {', '.join(f'`{member}`' for member in missing)}",
+            fix="Give `x_train`, `y_train`, `x_test` and `y_test`, or `x` and `offsets` for sequences of your own.",
+        )
+    for part in ("train", "test"):
+        _check_part(arrays[f"x_{part}"], arrays[f"y_{part}"], part=part, source=source)
+    train_NHW, test_NHW = arrays["x_train"], arrays["x_test"]
+    if train_NHW.shape[1:] != test_NHW.shape[1:] or train_NHW.dtype != test_NHW.dtype:
+        raise StrettoError(
+            f"{source}: `x_train` has images of {_size_of(train_NHW)} and `x_test` of {_size_of(test_NHW)}",
+            fix="Give both the same size and type.",
+        )
+    images_NHW = np.concatenate([train_NHW, test_NHW])
+    num_images, num_rows, num_columns = images_NHW.shape
+    labels_N = np.concatenate([arrays[f"y_{part}"].astype(np.int64) for part in ("train", "test")])
+    return SequenceSet.from_flat(
+        images_NHW.reshape(num_images * num_rows, num_columns),
+        offsets=np.arange(num_images + 1) * num_rows,
+        targets=Labels.check(labels_N, names=None, source=source),
+        split_N=np.repeat(np.array([0, 1], dtype=np.uint8), [len(train_NHW), len(test_NHW)]),
+        name=name,
+    )
+
+
+def _check_part(x_NHW: Array, y_N: Array, *, part: str, source: str) -> None:
+    if x_NHW.ndim != 3 or 0 in x_NHW.shape or x_NHW.dtype.kind not in "biuf":
+        raise StrettoError(
+            f"{source}: `x_{part}` has shape {x_NHW.shape} and type {x_NHW.dtype}",
+            fix="Give grey images as numbers of shape (images, rows, columns), at least one of them.",
+        )
+    if y_N.shape != (len(x_NHW),) or not np.issubdtype(y_N.dtype, np.integer):
+        raise StrettoError(
+            f"{source}: `y_{part}` has shape {y_N.shape} and type {y_N.dtype} for {len(x_NHW)} images",
+            fix="Give one whole number per image: its class, numbered from 0.",
+        )
+
+
+def _size_of(x_NHW: Array) -> str:
+    _, rows, columns = x_NHW.shape
+    return f"{rows} x {columns} {x_NHW.dtype}"

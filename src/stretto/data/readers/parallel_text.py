@@ -12,9 +12,9 @@ from typing import Final, final
 import numpy as np
 import numpy.typing as npt
 
+from stretto.data.readers.text import decode_text
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import Transcripts
-from stretto.data.text import decoded_text
 from stretto.errors import StrettoError
 
 PARALLEL_FILE: Final = re.compile(
@@ -35,17 +35,17 @@ class LinePairs:
     """Lines and their translations.
 
     Attributes:
-        sources: Lines.
-        targets: What they are in the other language.
-        languages: Of the sources and of the targets; None if the data do not tell.
+        sources: Lines in one language.
+        targets: The same lines in the other.
+        languages: Of the sources and of the targets; None if the data do not say.
     """
 
     sources: list[str]
     targets: list[str]
     languages: tuple[str, str] | None
 
-    def turned(self) -> "LinePairs":
-        """The other direction."""
+    def swapped(self) -> "LinePairs":
+        """The other direction of translation."""
         languages = None if self.languages is None else (self.languages[1], self.languages[0])
         return LinePairs(sources=self.targets, targets=self.sources, languages=languages)
 
@@ -77,7 +77,7 @@ def read_parallel_text(folder: Path) -> SequenceSet:
     lines: tuple[list[str], list[str]] = ([], [])
     split: list[int] = []
     for number, part in parts:
-        pair = [_lines(_present(folder, files, part=part, language=language)) for language in languages]
+        pair = [_lines(_find_file(folder, files, part=part, language=language)) for language in languages]
         _check_lines([files[part, language] for language in languages], pair)
         for side, more in zip(lines, pair, strict=True):
             side.extend(more)
@@ -110,11 +110,11 @@ def line_pairs(data: SequenceSet) -> LinePairs:
     """The pairs of a set that `parallel_set` made.
 
     Raises:
-        StrettoError: The sequences are no text, or have no text to become.
+        StrettoError: The sequences are not text, or have no text as targets.
     """
     if not data.alphabet or not isinstance(data.targets, Transcripts):
         raise StrettoError(
-            f"{data.name} is no parallel text",
+            f"{data.name} is not parallel text",
             fix="Give a folder with the same lines in two languages, such as train.en and train.de, with --data.",
         )
     known = np.frombuffer(data.alphabet.encode("utf-32-le"), dtype="<u4")
@@ -161,12 +161,12 @@ def _parts(folder: Path, names: set[str]) -> tuple[list[tuple[int, str]], list[s
         raise StrettoError(
             f"{str(folder)!r} has more than one validation part: {', '.join(valid)}", fix="Keep one of them."
         )
-    # Where there is but one of the two, it is 1, which stands for either.
+    # If there is only one of the two, it is 1, which stands for either.
     held_out = [*valid, *test[:1]]
     return [(0, "train"), *enumerate(held_out, start=1)], test[1:]
 
 
-def _present(folder: Path, files: dict[tuple[str, str], Path], *, part: str, language: str) -> Path:
+def _find_file(folder: Path, files: dict[tuple[str, str], Path], *, part: str, language: str) -> Path:
     if (part, language) not in files:
         beside = ", ".join(path.name for (name, _), path in files.items() if name == part) or "the others"
         raise StrettoError(
@@ -177,7 +177,7 @@ def _present(folder: Path, files: dict[tuple[str, str], Path], *, part: str, lan
 
 
 def _lines(path: Path) -> list[str]:
-    lines = decoded_text(path).split("\n")
+    lines = decode_text(path).split("\n")
     return [line.strip() for line in (lines[:-1] if lines[-1] == "" else lines)]
 
 

@@ -1,19 +1,16 @@
-"""One door to all readers: the right one for a file or folder."""
+"""Open a file or folder with the reader that fits it."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from stretto.data.clips import holds_clips
-from stretto.data.frames import Framing, no_split_files, read_clips
-from stretto.data.iam import LINE_FILE, read_iam
-from stretto.data.inkml import read_inkml
-from stretto.data.npz import read_npz
-from stretto.data.parallel_text import holds_parallel_text, read_parallel_text
-from stretto.data.parquet import read_parquet
+from stretto.data.readers.ink import LINE_FILE, read_iam, read_inkml
+from stretto.data.readers.npz import read_npz
+from stretto.data.readers.parallel_text import holds_parallel_text, read_parallel_text
+from stretto.data.readers.parquet import read_parquet
+from stretto.data.readers.text import holds_word_text, read_text, read_word_text
+from stretto.data.readers.video import Framing, holds_clips, no_split_files, read_clips
 from stretto.data.sequences import SequenceSet
-from stretto.data.text import read_text
-from stretto.data.word_text import holds_word_text, read_word_text
 from stretto.errors import StrettoError
 
 READERS: Final[dict[str, Callable[[Path], SequenceSet]]] = {
@@ -25,8 +22,8 @@ READERS: Final[dict[str, Callable[[Path], SequenceSet]]] = {
     ".txt.gz": read_text,
     ".inkml": read_inkml,
 }
-ABOUT_THE_DATA: Final = ("readme", "license", "licence", "copying", "notice", "citation", "changelog")
-CHOICE: Final = (
+NOT_DATA: Final = ("readme", "license", "licence", "copying", "notice", "citation", "changelog")
+SUPPORTED: Final = (
     "Give a file that ends in .npz, .parquet, .arrow, .feather, .txt, .txt.gz or .inkml, "
     "a folder of InkML files, the IAM-OnDB folder with its lineStrokes and ascii, "
     "a folder with a text in parts as NAME.train.txt, NAME.valid.txt and NAME.test.txt, "
@@ -39,11 +36,11 @@ def open_sequences(path: Path | str, *, framing: Framing | None = None) -> Seque
     """Read a file or folder with the reader that fits it.
 
     Args:
-        path: A file of a known kind; a folder with one such file (a README beside it is no data); a folder with InkML
+        path: A file of a known kind; a folder with one such file (a README beside it is not data); a folder with InkML
             files or the IAM-OnDB layout at any depth; a folder with a text in parts, as `read_word_text` takes it; a
             folder of parallel text, as `read_parallel_text` takes it; a folder of video clips, as `read_clips` takes
             it.
-        framing: How to read video clips; nothing else heeds its size and colour.
+        framing: How to read video clips; other data ignore its size and colour.
 
     Raises:
         StrettoError: Nothing is there, nothing can be read, or more than one thing could be meant.
@@ -59,7 +56,7 @@ def open_sequences(path: Path | str, *, framing: Framing | None = None) -> Seque
         raise StrettoError(f"there is no file or folder {str(path)!r}", fix="Check the path.")
     reader = _reader(path)
     if reader is None:
-        raise StrettoError(f"{str(path)!r} is not of a kind that Stretto reads", fix=CHOICE)
+        raise StrettoError(f"{str(path)!r} is not of a kind that Stretto reads", fix=SUPPORTED)
     if framing is not None and framing.split_file != Framing().split_file:
         raise no_split_files(path)
     return reader(path)
@@ -93,7 +90,7 @@ def _open_folder(folder: Path, framing: Framing | None) -> SequenceSet:
         if clips:
             return read_clips(folder, framing)
         if ink_reader is None:
-            raise StrettoError(f"{str(folder)!r} holds nothing that Stretto reads", fix=CHOICE)
+            raise StrettoError(f"{str(folder)!r} holds nothing that Stretto reads", fix=SUPPORTED)
         return ink_reader(folder)
     if _reader(files[0]) is read_text and (clips or ink_reader is not None):
         below = "clips" if clips else "ink"
@@ -106,7 +103,7 @@ def _open_folder(folder: Path, framing: Framing | None) -> SequenceSet:
 
 def _is_data(path: Path) -> bool:
     stem = path.name.lower().partition(".")[0]
-    return _reader(path) not in (None, read_inkml) and stem not in ABOUT_THE_DATA and not path.name.startswith(".")
+    return _reader(path) not in (None, read_inkml) and stem not in NOT_DATA and not path.name.startswith(".")
 
 
 def _has_ink(folder: Path) -> bool:

@@ -17,17 +17,17 @@ from stretto.errors import StrettoError
 from stretto.extras import optional
 
 Array = npt.NDArray[Any]
-KNOWN: Final = ("x", "y", "text", "split")
+KNOWN_COLUMNS: Final = ("x", "y", "text", "split")
 SPLIT_NAMES: Final = {"train": 0, "valid": 1, "validation": 1, "dev": 1, "test": 2}
 
 
 def read_parquet(path: Path) -> SequenceSet:
-    """Read a table that has one sequence a row, into memory.
+    """Read a table that has one sequence per row, into memory.
 
     Args:
-        path: A `.parquet`, `.arrow` or `.feather` file. Column `x` has a list of numbers a row (one feature) or a list
-            of equally long lists (a list a step). Optional are `y` (a class number or a class name a row), `text`
-            (a transcript a row) and `split` (0, 1, 2 or train, valid, test a row).
+        path: A `.parquet`, `.arrow` or `.feather` file. Column `x` has in each row a list of numbers (one feature)
+            or a list of equally long lists (one per step). Optional are `y` (a class number or a class name), `text` (a
+            transcript) and `split` (0, 1, 2 or train, valid, test).
 
     Raises:
         StrettoError: The file is damaged, has no column `x`, or a row does not fit.
@@ -65,12 +65,12 @@ def _columns(path: Path) -> dict[str, Any]:
     with _readable(path):
         table = _parquet_table(path) if path.suffix.lower() == ".parquet" else _arrow_table(path)
         table.validate(full=True)
-    return {name: _decoded(table.column(name)) for name in table.column_names}
+    return {name: _decode_dictionary(table.column(name)) for name in table.column_names}
 
 
 def _parquet_table(path: Path) -> Any:
     with optional("pyarrow.parquet").ParquetFile(path) as file:
-        wanted = _wanted(file.schema_arrow.names, path=path)
+        wanted = _choose_columns(file.schema_arrow.names, path=path)
         return file.read(columns=wanted).select(wanted)
 
 
@@ -80,22 +80,22 @@ def _arrow_table(path: Path) -> Any:
         is_file = stream.read(6) == b"ARROW1"
         stream.seek(0)
         table = (ipc.open_file(stream) if is_file else ipc.open_stream(stream)).read_all()
-    return table.select(_wanted(table.column_names, path=path))
+    return table.select(_choose_columns(table.column_names, path=path))
 
 
-def _wanted(names: list[str], *, path: Path) -> list[str]:
+def _choose_columns(names: list[str], *, path: Path) -> list[str]:
     if "x" not in names:
         raise StrettoError(
             f"{str(path)!r} has the columns {names} but needs `x`",
-            fix="Name the column of sequences `x`, with a list of numbers or of feature lists a row.",
+            fix="Name the column of sequences `x`, with a list of numbers or of feature lists per row.",
         )
-    twice = [name for name in KNOWN if names.count(name) > 1]
+    twice = [name for name in KNOWN_COLUMNS if names.count(name) > 1]
     if twice:
         raise StrettoError(f"{str(path)!r} has two columns `{twice[0]}`", fix="Rename or remove one of them.")
-    return [name for name in KNOWN if name in names]
+    return [name for name in KNOWN_COLUMNS if name in names]
 
 
-def _decoded(column: Any) -> Any:
+def _decode_dictionary(column: Any) -> Any:
     is_dictionary = optional("pyarrow").types.is_dictionary(column.type)
     return column.cast(column.type.value_type) if is_dictionary else column
 
@@ -120,15 +120,15 @@ def _features(column: Any, *, source: str) -> tuple[Array, npt.NDArray[np.int64]
     if not _is_list(column.type) or not any(check(number_type) for check in is_number):
         raise StrettoError(
             f"{source}: column `x` has the type {column.type}",
-            fix="Give a list of numbers a row, or a list of equally long lists of numbers.",
+            fix="Give a list of numbers per row, or a list of equally long lists of numbers.",
         )
     _refuse_nulls(column, name="x", source=source)
-    steps, lengths_N = _unfolded(column)
+    steps, lengths_N = _flatten_lists(column)
     offsets = np.concatenate([[0], np.cumsum(lengths_N)]).astype(np.int64)
     _refuse_nulls(steps, name="x", source=source, offsets=offsets)
     if not nested:
         return steps.to_numpy(), offsets
-    values, widths_S = _unfolded(steps)
+    values, widths_S = _flatten_lists(steps)
     width = int(widths_S[0]) if len(widths_S) else 1
     uneven = np.flatnonzero(widths_S != width)
     if len(uneven):
@@ -141,8 +141,8 @@ def _features(column: Any, *, source: str) -> tuple[Array, npt.NDArray[np.int64]
     return values.to_numpy().reshape(len(widths_S), width), offsets
 
 
-def _unfolded(column: Any) -> tuple[Any, npt.NDArray[np.int64]]:
-    """The values of a list column end to end and the length of each list; chunks and slices are seen to."""
+def _flatten_lists(column: Any) -> tuple[Any, npt.NDArray[np.int64]]:
+    """The values of a list column end to end and the length of each list; chunks and slices are handled."""
     compute = optional("pyarrow.compute")
     return compute.list_flatten(column), compute.list_value_length(column).to_numpy().astype(np.int64)
 
@@ -167,7 +167,7 @@ def _targets(columns: dict[str, Any], *, count: int, source: str) -> AbstractTar
     if "text" in columns:
         column = columns["text"]
         if not _is_text(column):
-            raise StrettoError(f"{source}: column `text` has the type {column.type}", fix="Give one string a row.")
+            raise StrettoError(f"{source}: column `text` has the type {column.type}", fix="Give one string per row.")
         _refuse_nulls(column, name="text", source=source)
         return Transcripts.of(column.to_pylist())
     if "y" not in columns:
@@ -175,17 +175,17 @@ def _targets(columns: dict[str, Any], *, count: int, source: str) -> AbstractTar
     column = columns["y"]
     _refuse_nulls(column, name="y", source=source)
     if _is_text(column):
-        names, values_N = _numbered(column)
+        names, values_N = _number_strings(column)
         return Labels.check(values_N, names=names, source=source)
     if not optional("pyarrow").types.is_integer(column.type):
         raise StrettoError(
             f"{source}: column `y` has the type {column.type}",
-            fix="Give one class number or one class name a row; transcripts belong in `text`.",
+            fix="Give one class number or one class name per row; transcripts belong in `text`.",
         )
     return Labels.check(column.to_numpy(), names=None, source=source)
 
 
-def _numbered(column: Any) -> tuple[list[str], Array]:
+def _number_strings(column: Any) -> tuple[list[str], Array]:
     """The different strings of a column, sorted, and the number of each row's."""
     compute = optional("pyarrow.compute")
     names = sorted(compute.unique(column).to_pylist())
@@ -200,10 +200,10 @@ def _split(column: Any, *, source: str) -> tuple[Array, bool]:
         if not optional("pyarrow").types.is_integer(column.type):
             raise StrettoError(
                 f"{source}: column `split` has the type {column.type}",
-                fix="Give 0, 1, 2 or train, valid, test a row.",
+                fix="Give 0, 1, 2 or train, valid, test per row.",
             )
         return column.to_numpy(), False
-    names, values_N = _numbered(column)
+    names, values_N = _number_strings(column)
     unknown = [number for number, name in enumerate(names) if name not in SPLIT_NAMES]
     if unknown:
         row = int(np.flatnonzero(np.isin(values_N, unknown))[0])

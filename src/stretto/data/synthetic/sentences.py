@@ -1,7 +1,7 @@
-"""The embedded text: sentences of a small grammar, made from a seed.
+"""The embedded text: sentences of a small grammar, generated from a seed.
 
 Verbs agree with their subject across what lies between, a sentence that begins with a time has the tense of that time,
-and what is said keeps to the subject's kind: there is something to learn at every distance.
+and the predicate fits the kind of subject: there is something to learn at every distance.
 """
 
 import dataclasses
@@ -10,8 +10,8 @@ from typing import Final
 
 import numpy as np
 
+from stretto.data.readers.text import END, word_set
 from stretto.data.sequences import PARTS, Part, SequenceSet
-from stretto.data.word_text import END, word_set
 
 PEOPLE: Final = (
     "baker captain child cook doctor driver farmer friend gardener guard judge king librarian mother nurse painter "
@@ -72,7 +72,7 @@ IRREGULAR: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """How much text to make.
+    """How much text to generate.
 
     Attributes:
         num_train: Training sentences; validation and test get a tenth as many each.
@@ -92,7 +92,7 @@ def make_text(settings: TextSettings | None = None) -> SequenceSet:
         part: [_Speaker(np.random.default_rng([settings.seed, number, at])).sentence() for at in range(counts[part])]
         for number, part in enumerate(PARTS)
     }
-    # What is rare may be missing in a part.
+    # A rare word may be missing in a part.
     known = dict.fromkeys(word for part in PARTS for sentence in sentences[part] for word in sentence)
     return word_set(sentences, name="made-text", vocabulary=tuple(known))
 
@@ -101,7 +101,7 @@ class _Speaker:
     """Says one sentence."""
 
     def __init__(self, rng: np.random.Generator) -> None:
-        # One call for all that a sentence can need: a generator is slow to ask for one number at a time.
+        # One call for all that a sentence can need: drawing one number at a time is slow.
         self._draws = iter(rng.random(256).tolist())
 
     def sentence(self) -> list[str]:
@@ -143,12 +143,12 @@ class _Speaker:
         return verb if plural or tense == "future" else _plural(verb)
 
     def _pick(self, words: Sequence[str]) -> str:
-        """The first ones more often, as words are in any text."""
+        """Earlier words more often: frequencies are uneven, as in any text."""
         return words[int(len(words) * next(self._draws) ** 1.6)]
 
 
 def _plural(word: str) -> str:
-    """Of a noun; also a verb's third person."""
+    """The plural of a noun; also the third person of a verb."""
     if word == "child":
         return "children"
     if word.endswith(("ch", "sh", "s", "x")):

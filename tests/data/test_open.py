@@ -121,10 +121,12 @@ def test_an_impossible_path_is_told(tmp_path):
     ("folder", "count"),
     [("digilets", 23_870), ("pendigits_orig", 10_992), ("japanese_vowels", 640), ("tinyshakespeare", 7_222)],
 )
+@pytest.mark.slow
 def test_real_folders_open_as_they_are(shared_data, folder, count):
     assert len(open_sequences(shared_data / folder)) == count
 
 
+@pytest.mark.slow
 def test_a_real_folder_with_two_sets_asks_for_one(shared_data):
     with pytest.raises(StrettoError, match=r"fsdd_logmel40\.npz, fsdd_wave\.npz"):
         open_sequences(shared_data / "fsdd")

@@ -1,6 +1,6 @@
 """The embedded set for labels of steps: signals that switch between regimes now and then.
 
-The first channel swings slowly or fast; the second is quiet but for a pulse, up or down, where a regime begins. A
+The first channel swings slowly or fast; the second is quiet except for a pulse, up or down, where a regime begins. A
 regime is both together, so that a net must remember the last pulse for as long as the regime lasts. Everything follows
 from a seed.
 
@@ -16,17 +16,17 @@ import numpy.typing as npt
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import StepLabels
 
-NAMES: Final = ("unlabelled", "slow, up", "slow, down", "fast, up", "fast, down")
+REGIME_NAMES: Final = ("unlabelled", "slow, up", "slow, down", "fast, up", "fast, down")
 PERIODS: Final = (40.0, 16.0)
-PULSE: Final = 6
-UNSURE: Final = 12
+PULSE_STEPS: Final = 6
+UNLABELLED_STEPS: Final = 12
 """Steps after a switch that have no label."""
 NOISE: Final = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RegimeSettings:
-    """What to make.
+    """What to generate.
 
     Attributes:
         num_train: Training signals; validation and test have a sixth of that each.
@@ -53,7 +53,7 @@ def make_regimes(settings: RegimeSettings | None = None) -> SequenceSet:
         np.concatenate([features_TF for features_TF, _ in made]),
         offsets=offsets,
         targets=StepLabels.check(
-            np.concatenate([labels_T for _, labels_T in made]), offsets=offsets, names=NAMES, source="regimes"
+            np.concatenate([labels_T for _, labels_T in made]), offsets=offsets, names=REGIME_NAMES, source="regimes"
         ),
         split_N=np.repeat(np.arange(3), counts),
         name="regimes",
@@ -70,11 +70,11 @@ def _signal(
     labels_T = np.zeros(length, dtype=np.uint8)
     begin = 0
     while begin < length:
-        end = begin + UNSURE + int(rng.exponential(settings.mean_stay))
+        end = begin + UNLABELLED_STEPS + int(rng.exponential(settings.mean_stay))
         fast, down = rng.integers(2, size=2)
         pace_T[begin:end] = 2 * np.pi / (PERIODS[fast] * rng.uniform(0.85, 1.15))
-        pulse_T[begin : min(end, begin + PULSE)] = 2.0 - 4.0 * down
-        labels_T[begin + UNSURE : end] = 1 + 2 * fast + down
+        pulse_T[begin : min(end, begin + PULSE_STEPS)] = 2.0 - 4.0 * down
+        labels_T[begin + UNLABELLED_STEPS : end] = 1 + 2 * fast + down
         begin = end
     swing_T = np.sin(np.cumsum(pace_T) + rng.uniform(0, 2 * np.pi))
     clean_TF = np.stack([swing_T, pulse_T], axis=1)

@@ -1,0 +1,352 @@
+"""Data sets that are generated from a seed: handwriting, drawn digits, numbers in words."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.data import (
+    PARTS,
+    DrawnDigitsSettings,
+    HandwritingSettings,
+    Labels,
+    NumberWordsSettings,
+    SequenceSet,
+    Transcripts,
+    line_pairs,
+    load_drawn_digits,
+    load_handwriting,
+    make_drawn_digits,
+    make_handwriting,
+    make_number_words,
+    part_of,
+)
+from stretto.data.synthetic import digits, handwriting
+from stretto.data.synthetic.digits import SIDE
+from stretto.data.synthetic.handwriting import ALPHABET, Writer
+from stretto.data.synthetic.number_words import ENGLISH_SMALL, ENGLISH_TENS, in_english, in_german
+from stretto.errors import StrettoError
+
+SMALL = HandwritingSettings(num_train=40, num_writers=8)
+
+
+@pytest.fixture(scope="module")
+def many():
+    return make_handwriting(HandwritingSettings(num_train=600))
+
+
+def texts(data):
+    return [data.targets[index] for index in range(len(data))]
+
+
+def test_the_seed_says_everything(assert_same_set):
+    assert_same_set(make_handwriting(SMALL), make_handwriting(SMALL))
+
+
+def test_another_seed_is_other_ink_and_text():
+    one, other = make_handwriting(SMALL), make_handwriting(dataclasses.replace(SMALL, seed=1))
+    assert texts(one) != texts(other)
+    assert one.lengths_N.tolist() != other.lengths_N.tolist()
+
+
+def test_sizes_are_as_asked(many):
+    assert np.bincount(many.split_N).tolist() == [600, 60, 60]
+    assert many.num_features == 3
+    assert many.features_SF.dtype == np.float32
+    assert many.name == "handwriting"
+    assert many.notes == ()
+
+
+def test_lengths_have_a_long_tail(many):
+    assert many.lengths_N.min() < 40
+    assert 120 < np.median(many.lengths_N) < 300
+    assert 700 < many.lengths_N.max() < 1300
+    assert np.quantile(many.lengths_N, 0.95) > 3 * np.median(many.lengths_N)
+
+
+def test_every_transcript_can_be_spelt(many):
+    assert isinstance(many.targets, Transcripts)
+    assert set(many.targets.alphabet()) <= set(ALPHABET)
+    assert all(text and text == text.strip() for text in texts(many))
+
+
+def test_words_are_of_their_part_alone(many):
+    words = {part: set() for part in PARTS}
+    for number, text in zip(many.split_N, texts(many), strict=True):
+        words[PARTS[number]] |= set(re.findall("[a-z]+", re.sub(r"'s\b", "", text.lower())))
+    strays = {part: sorted(word for word in found if part_of(word) != part) for part, found in words.items()}
+    assert strays == {"train": [], "valid": [], "test": []}
+    assert min(map(len, words.values())) > 100
+
+
+def test_writers_are_of_their_part_alone(monkeypatch):
+    hands = []
+    write = Writer.write
+
+    def recorded(self, text, **options):
+        hands.append(self)
+        return write(self, text, **options)
+
+    monkeypatch.setattr(Writer, "write", recorded)
+    data = make_handwriting(SMALL)
+    assert len(hands) == len(data)
+    of_part = [{hand for hand, number in zip(hands, data.split_N, strict=True) if number == part} for part in range(3)]
+    assert not of_part[0] & of_part[1]
+    assert not of_part[0] & of_part[2]
+    assert not of_part[1] & of_part[2]
+    assert [len(hands_of) <= count for hands_of, count in zip(of_part, SMALL.writers(), strict=True)] == [True] * 3
+    assert len(of_part[0]) > 4
+
+
+def test_ink_is_movement_with_pen_lifts(many):
+    features = many.features_SF
+    last_steps = np.cumsum(many.lengths_N) - 1
+    assert set(np.unique(features[:, 2]).tolist()) == {0.0, 1.0}
+    assert (features[last_steps, 2] == 1).all()
+    assert (features[many.starts_N, :2] == 0).all()
+    assert np.abs(features[:, :2]).max() < 20
+
+
+def test_loading_is_making_and_happens_once(monkeypatch, tmp_path, assert_same_set):
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path))
+    made = make_handwriting(SMALL)
+    first = load_handwriting(SMALL)
+    status = handwriting.cached_path(SMALL).stat()
+    assert handwriting.cached_path(SMALL).parent == tmp_path
+
+    def refuse(settings):
+        raise AssertionError("made a second time")
+
+    monkeypatch.setattr(handwriting, "make_handwriting", refuse)
+    second = load_handwriting(SMALL)
+    again = handwriting.cached_path(SMALL).stat()
+    assert (again.st_ino, again.st_mtime_ns) == (status.st_ino, status.st_mtime_ns)
+    assert second.memory_mapped
+    assert second.name == made.name == "handwriting"
+    assert second.notes == made.notes
+    assert_same_set(made, first)
+    assert_same_set(made, second)
+
+
+def test_each_setting_has_a_cache_file_of_its_own():
+    changes = [{}, {"seed": 1}, {"num_train": 41}, {"num_writers": 9}]
+    assert len({dataclasses.replace(SMALL, **change).key() for change in changes}) == 4
+
+
+Array = npt.NDArray[Any]
+SMALL_DIGITS = DrawnDigitsSettings(num_train=1200)
+
+
+def pixels(data: SequenceSet) -> Array:
+    places = zip(data.starts_N, data.lengths_N, strict=True)
+    return np.stack([data.features_SF[start : start + length] for start, length in places]).astype(np.float64)
+
+
+def labels(data: SequenceSet) -> Array:
+    assert isinstance(data.targets, Labels)
+    return data.targets.values_N
+
+
+@pytest.fixture(scope="module")
+def drawn() -> SequenceSet:
+    return make_drawn_digits(SMALL_DIGITS)
+
+
+def test_parts_have_their_share_of_every_digit(drawn: SequenceSet) -> None:
+    assert np.bincount(drawn.split_N).tolist() == [1200, 200, 200]
+    assert drawn.features_SF.dtype == np.uint8
+    assert drawn.num_features == SIDE
+    assert set(drawn.lengths_N.tolist()) == {SIDE}
+    for part in PARTS:
+        counts = np.bincount(labels(drawn.part(part)))
+        assert counts.tolist() == [len(drawn.part(part)) // 10] * 10
+    assert isinstance(drawn.targets, Labels)
+    assert drawn.targets.names == tuple("0123456789")
+    assert drawn.notes == ()
+
+
+@pytest.mark.parametrize("num_train", [1, 7])
+def test_few_images_still_have_all_parts(num_train: int) -> None:
+    data = make_drawn_digits(DrawnDigitsSettings(num_train=num_train))
+    assert np.bincount(data.split_N).tolist() == [num_train, 1, 1]
+
+
+def test_everything_follows_from_the_settings(drawn: SequenceSet) -> None:
+    assert make_drawn_digits(SMALL_DIGITS).digest() == drawn.digest()
+    other = make_drawn_digits(DrawnDigitsSettings(num_train=1200, seed=1))
+    assert (pixels(other) != pixels(drawn)).any(axis=(1, 2)).all()
+
+
+def test_no_two_images_are_alike(drawn: SequenceSet) -> None:
+    assert len({image.tobytes() for image in pixels(drawn)}) == len(drawn)
+
+
+def test_every_image_has_ink_on_paper(drawn: SequenceSet) -> None:
+    images = pixels(drawn)
+    assert (images.max(axis=(1, 2)) > 100).all()
+    assert (np.quantile(images, 0.25, axis=(1, 2)) < 30).all()
+    inked = np.where(images > 0.5 * images.max(axis=(1, 2), keepdims=True), images, 0.0)
+    for axis in (1, 2):
+        profile = inked.sum(axis=axis)
+        centre = profile @ np.arange(SIDE) / profile.sum(axis=1)
+        assert (np.abs(centre - (SIDE - 1) / 2) < 8).all()
+
+
+def test_digits_can_be_told_apart_but_not_by_their_mean_alone(drawn: SequenceSet) -> None:
+    train, test = drawn.part("train"), drawn.part("test")
+    means = np.stack([pixels(train)[labels(train) == digit].mean(axis=0) for digit in range(10)])
+    apart = ((pixels(test)[:, None] - means) ** 2).sum(axis=(2, 3))
+    right = (apart.argmin(axis=1) == labels(test)).mean()
+    assert 0.25 < right < 0.9
+
+
+def test_the_set_is_drawn_once_and_then_mapped(
+    monkeypatch: pytest.MonkeyPatch, assert_same_set: Callable[[SequenceSet, SequenceSet], None]
+) -> None:
+    few = DrawnDigitsSettings(num_train=30, seed=5)
+    assert not digits.cached_path(few).exists()
+    first = load_drawn_digits(few)
+    assert digits.cached_path(few).exists()
+    monkeypatch.setattr(digits, "make_drawn_digits", lambda _: pytest.fail("it was drawn again"))
+    again = load_drawn_digits(few)
+    assert again.memory_mapped
+    assert again.name == "drawn digits"
+    assert_same_set(first, again)
+
+
+polylines = st.lists(st.tuples(st.floats(8.0, 19.0), st.floats(8.0, 19.0)), min_size=2, max_size=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(points=polylines, width=st.floats(0.6, 1.5), drawn=st.data())
+def test_ink_is_the_sum_of_its_blots(points: list[tuple[float, float]], width: float, drawn: st.DataObject) -> None:
+    points_P2 = np.array(points)
+    count = len(points_P2)
+    joined_P = np.array(drawn.draw(st.lists(st.booleans(), min_size=count - 1, max_size=count - 1)))
+    found_SS = digits._ink(points_P2[None], joined_P[None], width_N=np.array([width]))[0]
+    expected_SS, length = np.zeros((SIDE, SIDE)), 0.0
+    for number in range(count - 1):
+        if not joined_P[number]:
+            continue
+        way = float(np.linalg.norm(points_P2[number + 1] - points_P2[number]))
+        length += way
+        for x, y in points_P2[number : number + 2]:
+            down_S1, across_S = np.arange(SIDE)[:, None] - y, np.arange(SIDE) - x
+            blot_SS = np.exp(-(down_S1**2 + across_S**2) / (2 * width**2))
+            expected_SS += way / 2 * blot_SS / (np.sqrt(2 * np.pi) * width)
+    np.testing.assert_allclose(found_SS, expected_SS, rtol=1e-9, atol=1e-12)
+    # The grid is fine enough for a blot, so that pixels together hold the ink of the whole way.
+    assert found_SS.sum() == pytest.approx(length * np.sqrt(2 * np.pi) * width, rel=0.01, abs=1e-9)
+
+
+@pytest.mark.parametrize("width", [0.6, 1.0, 1.5])
+def test_a_long_straight_stroke_is_one_in_its_middle_and_soft_at_its_edges(width: float) -> None:
+    across_P = np.linspace(-20.0, 48.0, 200)
+    points_P2 = np.stack([across_P, np.full_like(across_P, 14.0)], axis=1)
+    joined_P = np.ones(199, dtype=bool)
+    ink_SS = digits._ink(points_P2[None], joined_P[None], width_N=np.array([width]))[0]
+    profile_S = np.exp(-0.5 * ((np.arange(SIDE) - 14.0) / width) ** 2)
+    np.testing.assert_allclose(ink_SS, np.tile(profile_S[:, None], (1, SIDE)), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("number", "english", "german"),
+    [
+        (0, "nought", "null"),
+        (1, "one", "eins"),
+        (12, "twelve", "zwölf"),
+        (16, "sixteen", "sechzehn"),
+        (17, "seventeen", "siebzehn"),
+        (20, "twenty", "zwanzig"),
+        (21, "twenty-one", "einundzwanzig"),
+        (36, "thirty-six", "sechsunddreißig"),
+        (70, "seventy", "siebzig"),
+        (100, "one hundred", "einhundert"),
+        (101, "one hundred and one", "einhunderteins"),
+        (111, "one hundred and eleven", "einhundertelf"),
+        (999, "nine hundred and ninety-nine", "neunhundertneunundneunzig"),
+        (1000, "one thousand", "eintausend"),
+        (1001, "one thousand and one", "eintausendeins"),
+        (1100, "one thousand one hundred", "eintausendeinhundert"),
+        (21_000, "twenty-one thousand", "einundzwanzigtausend"),
+        (
+            201_015,
+            "two hundred and one thousand and fifteen",
+            "zweihunderteintausendfünfzehn",
+        ),
+        (
+            764_538,
+            "seven hundred and sixty-four thousand five hundred and thirty-eight",
+            "siebenhundertvierundsechzigtausendfünfhundertachtunddreißig",
+        ),
+    ],
+)
+def test_numbers_in_words(number, english, german):
+    assert in_english(number) == english
+    assert in_german(number) == german
+
+
+def _counted(words):
+    """The number that English words name, read from left to right."""
+    values = {word: value for value, word in enumerate(ENGLISH_SMALL)}
+    values |= {word: 20 + 10 * place for place, word in enumerate(ENGLISH_TENS)}
+    done, group = 0, 0
+    for word in words.replace("-", " ").replace(" and ", " ").split():
+        if word == "thousand":
+            done, group = group * 1000, 0
+        elif word == "hundred":
+            group *= 100
+        else:
+            group += values[word]
+    return done + group
+
+
+@given(st.integers(0, 999_999))
+def test_english_words_name_their_number(number):
+    assert _counted(in_english(number)) == number
+
+
+@given(st.integers(0, 999_999), st.integers(0, 999_999))
+def test_german_words_are_one_word_and_tell_numbers_apart(one, other):
+    assert in_german(one).isalpha()
+    assert in_german(one).islower()
+    assert (in_german(one) == in_german(other)) == (one == other)
+
+
+@given(st.integers(1, 999), st.integers(1, 999))
+def test_german_thousands_are_put_together_from_both_halves(thousands, rest):
+    # Within a number, one is spelt without its last letter.
+    head = in_german(thousands).removesuffix("s") if thousands % 100 == 1 else in_german(thousands)
+    assert in_german(1000 * thousands + rest) == f"{head}tausend{in_german(rest)}"
+
+
+@pytest.mark.parametrize("number", [-1, 1_000_000])
+def test_other_numbers_are_refused(number):
+    for words in (in_english, in_german):
+        with pytest.raises(StrettoError, match=f"{number} cannot be put in words.*999,999"):
+            words(number)
+
+
+def test_the_set_is_parallel_text_without_repeats():
+    data = make_number_words(NumberWordsSettings(num_train=300))
+    pairs = line_pairs(data)
+    assert pairs.languages == ("en", "de")
+    assert [len(data.part(part)) for part in ("train", "valid", "test")] == [300, 30, 30]
+    assert len(set(pairs.sources)) == len(set(pairs.targets)) == 360
+    for source, target in zip(pairs.sources, pairs.targets, strict=True):
+        german = target.replace(" und ", ", ").split(", ")
+        assert 1 <= len(german) <= 5
+        if len(german) == 1:
+            assert in_german(_counted(source)) == target
+
+
+def test_the_set_follows_from_its_seed():
+    made = [make_number_words(NumberWordsSettings(num_train=50, seed=seed)).digest() for seed in (0, 0, 1)]
+    assert made[0] == made[1] != made[2]

@@ -1,0 +1,544 @@
+"""Video clips: frames and features in folders, refusals, and the split files of HMDB51.
+
+Shape legend: T steps of a clip, F values per step.
+"""
+
+import os
+import struct
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stretto.data import Framing, Labels, SequenceSet, open_sequences, read_clips, read_npz, write_npz
+from stretto.data.readers.video import SPLITS_FOLDER
+from stretto.errors import StrettoError
+
+Array = npt.NDArray[Any]
+SIDE = 8
+SMALL = Framing(size=SIDE)
+
+
+def put_frame(path: Path, value: int | Array, *, mode: str | None = None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.full((SIDE, SIDE), value, dtype=np.uint8) if isinstance(value, int) else value
+    frame = pytest.importorskip("PIL.Image").fromarray(pixels)
+    (frame if mode is None else frame.convert(mode)).save(path)
+
+
+def put_clip(folder: Path, values: list[int], *, ending: str = ".png") -> None:
+    for number, value in enumerate(values, start=1):
+        put_frame(folder / f"{number}{ending}", value)
+
+
+def put_features(path: Path, array: Array) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.save(path, array, allow_pickle=array.dtype.hasobject)
+
+
+def put_split(folder: Path, name: str, lines: str, *, number: int = 1) -> Path:
+    path = folder / SPLITS_FOLDER / f"{name}_test_split{number}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(lines, encoding="utf-8")
+    return path
+
+
+def values(data: SequenceSet, index: int) -> list[int]:
+    """The brightness of each frame of a clip, all of whose pixels must be alike."""
+    frames_TF = data[index].features_TF.numpy()
+    assert (frames_TF == frames_TF[:, :1]).all()
+    found: list[int] = frames_TF[:, 0].tolist()
+    return found
+
+
+def names(data: SequenceSet) -> tuple[str, ...]:
+    assert isinstance(data.targets, Labels)
+    return data.targets.names
+
+
+def put_two_classes(folder: Path) -> Path:
+    """A clip of three frames and one of one."""
+    put_clip(folder / "run" / "a", [10, 20, 30])
+    put_clip(folder / "walk" / "b", [40])
+    return folder
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    return put_two_classes(tmp_path)
+
+
+def test_classes_are_folders_and_clips_are_as_long_as_they_are(two: Path) -> None:
+    put_clip(two / "run" / "c", [7, 8])
+    data = read_clips(two, SMALL)
+    assert names(data) == ("run", "walk")
+    assert [data[index].target for index in range(3)] == [0, 0, 1]
+    assert data.lengths_N.tolist() == [3, 2, 1]
+    assert [values(data, index) for index in range(3)] == [[10, 20, 30], [7, 8], [40]]
+    assert data.features_SF.dtype == np.uint8
+    assert data.num_features == SIDE * SIDE
+    assert data.name == two.name
+
+
+def test_memory_and_the_drawn_split_are_told(two: Path) -> None:
+    data = read_clips(two, Framing(size=256, colour=True))
+    assert data.features_SF.nbytes == 4 * 256 * 256 * 3
+    assert data.notes[0] == "4 frames of 256 x 256 pixels in colour: 0.8 MiB of memory"
+    assert "drawn at random" in data.notes[1]
+
+
+def test_frames_are_in_the_natural_order_of_their_names(tmp_path: Path) -> None:
+    order = ["f1", "f2", "f02b", "f3-9", "f3-10", "f10", "f011", "f100", "g0"]
+    for value, name in reversed(list(enumerate(order))):
+        put_frame(tmp_path / "run" / "a" / f"{name}.png", value)
+    assert values(read_clips(tmp_path, SMALL), 0) == list(range(len(order)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    numbers=st.lists(st.integers(0, 300), min_size=1, max_size=12, unique=True),
+    width=st.integers(1, 6),
+)
+def test_numbers_of_any_width_are_ordered_by_value(
+    tmp_path_factory: pytest.TempPathFactory, numbers: list[int], width: int
+) -> None:
+    folder = tmp_path_factory.mktemp("clips")
+    for number in numbers:
+        put_frame(folder / "run" / "a" / f"frame_{number:0{width}}.png", number % 256)
+    assert values(read_clips(folder, SMALL), 0) == [number % 256 for number in sorted(numbers)]
+
+
+@pytest.mark.parametrize("ending", [".jpg", ".jpeg", ".png", ".JPG", ".PNG"])
+def test_endings_of_frames(tmp_path: Path, ending: str) -> None:
+    put_clip(tmp_path / "run" / "a", [50, 200], ending=ending)
+    assert values(read_clips(tmp_path, SMALL), 0) == [50, 200]
+
+
+def test_a_frame_is_scaled_to_a_square_whatever_its_shape(tmp_path: Path) -> None:
+    halves = np.zeros((30, 64), dtype=np.uint8)
+    halves[:, 32:] = 255
+    put_frame(tmp_path / "run" / "a" / "1.png", halves)
+    put_frame(tmp_path / "run" / "a" / "2.png", halves.T.copy())
+    frames = read_clips(tmp_path, SMALL)[0].features_TF.numpy().reshape(2, SIDE, SIDE)
+    wide, tall = frames
+    assert (wide[:, :3] == 0).all()
+    assert (wide[:, 5:] == 255).all()
+    np.testing.assert_array_equal(tall, wide.T)
+
+
+def test_a_frame_of_the_right_size_keeps_its_pixels(tmp_path: Path) -> None:
+    pixels = np.arange(SIDE * SIDE * 3, dtype=np.uint8).reshape(SIDE, SIDE, 3)
+    put_frame(tmp_path / "run" / "a" / "1.png", pixels)
+    data = read_clips(tmp_path, Framing(size=SIDE, colour=True))
+    np.testing.assert_array_equal(data[0].features_TF.numpy().reshape(SIDE, SIDE, 3), pixels)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
+def test_kinds_of_images(tmp_path: Path, mode: str) -> None:
+    put_frame(tmp_path / "run" / "a" / "1.png", 255, mode=mode)
+    assert values(read_clips(tmp_path, SMALL), 0) == [255]
+    assert values(read_clips(tmp_path, Framing(size=SIDE, colour=True)), 0) == [255]
+
+
+def test_colour_becomes_brightness_unless_asked_for(tmp_path: Path) -> None:
+    red = np.zeros((SIDE, SIDE, 3), dtype=np.uint8)
+    red[..., 0] = 255
+    put_frame(tmp_path / "run" / "a" / "1.png", red)
+    assert values(read_clips(tmp_path, SMALL), 0) == [76]
+    assert read_clips(tmp_path, Framing(size=SIDE, colour=True))[0].features_TF[0, :4].tolist() == [255, 0, 0, 255]
+
+
+def test_other_files_and_hidden_ones_are_not_read(two: Path) -> None:
+    for name in ("run/a/n_frames", "run/a/.1.png", "run/a.avi", "run/.DS_Store", ".hidden/x/y.txt", "README.md"):
+        path = two / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("no image")
+    data = read_clips(two, SMALL)
+    assert data.lengths_N.tolist() == [3, 1]
+    assert names(data) == ("run", "walk")
+
+
+def test_features_are_kept_as_they_are(tmp_path: Path) -> None:
+    first, second = np.random.default_rng(0).normal(size=(5, 3)), np.ones((2, 3), dtype=">f4")
+    put_features(tmp_path / "run" / "a.npy", first)
+    put_features(tmp_path / "walk" / "b.npy", np.asfortranarray(second))
+    data = read_clips(tmp_path)
+    np.testing.assert_array_equal(data[0].features_TF.numpy(), first)
+    np.testing.assert_array_equal(data[1].features_TF.numpy(), second)
+    assert data.features_SF.dtype == np.float64
+    assert [data[index].target for index in range(2)] == [0, 1]
+    assert data.notes[0] == "7 steps of float64 features: 0.0 MiB of memory"
+
+
+def test_a_clip_written_as_npz_is_the_same_set(two: Path, tmp_path: Path, assert_same_set: Any) -> None:
+    data = read_clips(two, SMALL)
+    write_npz(tmp_path / "clips.npz", data)
+    assert_same_set(read_npz(tmp_path / "clips.npz"), data)
+
+
+def test_the_number_of_values_tells_size_and_colour() -> None:
+    for size in range(8, 257):
+        for colour in (False, True):
+            framing = Framing(size=size, colour=colour)
+            assert Framing.of(size * size * framing.channels) == framing
+    assert [Framing.of(number) for number in (0, 1, 49, 63, 65, 147, 257 * 257)] == [None] * 7
+
+
+@pytest.mark.parametrize("size", [0, 7, 257, -32])
+def test_sizes_out_of_bounds_are_refused(size: int) -> None:
+    with pytest.raises(StrettoError, match=f"cannot be read at {size} x {size}.*Choose 8 to 256"):
+        Framing(size=size)
+
+
+def test_features_need_no_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    put_features(tmp_path / "run" / "a.npy", np.ones((2, 3)))
+    assert len(read_clips(tmp_path)) == 1
+
+
+def test_the_layout_is_recognised(two: Path, assert_same_set: Any) -> None:
+    assert_same_set(open_sequences(two, framing=SMALL), read_clips(two, SMALL))
+    assert open_sequences(str(two)).num_features == 32 * 32
+    (two / "run" / "a" / "annotation.xml").write_text("<boxes/>")
+    assert_same_set(open_sequences(two, framing=SMALL), read_clips(two, SMALL))
+
+
+def test_features_and_videos_are_recognised(tmp_path: Path) -> None:
+    put_features(tmp_path / "features" / "run" / "a.npy", np.ones((2, 3)))
+    assert len(open_sequences(tmp_path / "features")) == 1
+    (tmp_path / "videos" / "run").mkdir(parents=True)
+    (tmp_path / "videos" / "run" / "a.avi").touch()
+    with pytest.raises(StrettoError, match="ffmpeg"):
+        open_sequences(tmp_path / "videos")
+
+
+def test_a_text_beside_clips_is_not_guessed_at(two: Path) -> None:
+    (two / "classes.txt").write_text("run\n\nwalk")
+    with pytest.raises(StrettoError, match=r"has the text classes\.txt and clips below it"):
+        open_sequences(two)
+
+
+def test_ink_beside_images_stays_ink(two: Path) -> None:
+    ink = "<ink><annotation type='truth'>a</annotation><trace>1 2, 3 4</trace></ink>"
+    (two / "run" / "a" / "a.inkml").write_text(ink)
+    assert open_sequences(two)[0].target == "a"
+
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def test_an_empty_class_is_named(two: Path) -> None:
+    (two / "sit").mkdir()
+    with pytest.raises(StrettoError, match=r"the class '.*/sit' has no clips"):
+        read_clips(two, SMALL)
+
+
+def test_a_class_whose_name_cannot_be_shown_is_named(two: Path) -> None:
+    put_clip(two / "s\nit" / "a", [1])
+    with pytest.raises(StrettoError, match="has a name that cannot be shown"):
+        read_clips(two, SMALL)
+
+
+def test_a_clip_without_frames_is_named(two: Path) -> None:
+    (two / "walk" / "empty").mkdir()
+    (two / "walk" / "empty" / "frame.bmp").touch()
+    with pytest.raises(StrettoError, match=r"the clip '.*/walk/empty' has no frames"):
+        read_clips(two, SMALL)
+
+
+def test_a_folder_without_classes_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StrettoError, match=r"there are no clips below.*class/clip/frame\.jpg"):
+        read_clips(tmp_path, SMALL)
+
+
+def test_two_frames_of_one_name_are_refused(two: Path) -> None:
+    put_frame(two / "run" / "a" / "2.jpg", 1)
+    with pytest.raises(StrettoError, match=r"the clip '.*/run/a' has two frames '2'"):
+        read_clips(two, SMALL)
+
+
+def test_frames_and_features_are_not_mixed(two: Path) -> None:
+    put_features(two / "walk" / "c.npy", np.ones((2, 3)))
+    with pytest.raises(StrettoError, match=r"run/a' and '.*walk/c\.npy' are frames and features in one set"):
+        read_clips(two, SMALL)
+
+
+def test_a_video_without_frames_is_told_how_to_get_them(two: Path) -> None:
+    (two / "run" / "c.avi").touch()
+    with pytest.raises(StrettoError, match=r"run/c\.avi' is a video.*folder 'c' beside it.*ffmpeg"):
+        read_clips(two, SMALL)
+
+
+@pytest.mark.parametrize("content", [b"", b"no image", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0"])
+def test_a_frame_that_is_no_image_is_named(two: Path, content: bytes) -> None:
+    (two / "walk" / "b" / "1.png").write_bytes(content)
+    with pytest.raises(StrettoError, match=r"the frame '.*walk/b/1\.png' is damaged or not an image"):
+        read_clips(two, SMALL)
+
+
+@pytest.mark.parametrize("ending", [".png", ".jpg"])
+def test_half_a_frame_is_named(two: Path, ending: str) -> None:
+    noise = np.random.default_rng(0).integers(256, size=(64, 64), dtype=np.uint8)
+    path = two / "walk" / "b" / f"2{ending}"
+    put_frame(path, noise)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(StrettoError, match=rf"walk/b/2\{ending}' is damaged"):
+        read_clips(two, SMALL)
+
+
+def test_another_format_under_the_name_of_a_frame_is_refused(two: Path) -> None:
+    Image.new("L", (SIDE, SIDE)).save(two / "walk" / "b" / "2.png", format="BMP")
+    with pytest.raises(StrettoError, match=r"walk/b/2\.png' is damaged or not an image"):
+        read_clips(two, SMALL)
+
+
+def test_sixteen_bits_a_value_are_refused_rather_than_clipped(two: Path) -> None:
+    put_frame(two / "walk" / "b" / "2.png", np.full((SIDE, SIDE), 30_000, dtype=np.uint16))
+    with pytest.raises(StrettoError, match=r"walk/b/2\.png' is of Pillow's mode 'I;16'.*eight bits"):
+        read_clips(two, SMALL)
+
+
+def test_several_pictures_in_one_file_are_refused(two: Path) -> None:
+    pictures = [Image.new("L", (SIDE, SIDE), value) for value in (1, 2, 3)]
+    pictures[0].save(two / "walk" / "b" / "2.png", save_all=True, append_images=pictures[1:])
+    with pytest.raises(StrettoError, match=r"walk/b/2\.png' holds 3 pictures"):
+        read_clips(two, SMALL)
+
+
+def _huge_png(side: int) -> bytes:
+    """A few bytes that claim to be `side` times `side` pixels."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("side", [10_000, 100_000])
+def test_a_decompression_bomb_is_refused_before_it_is_unpacked(two: Path, side: int) -> None:
+    (two / "walk" / "b" / "2.png").write_bytes(_huge_png(side))
+    with pytest.raises(StrettoError, match=r"walk/b/2\.png' is too large.*decompression bomb"):
+        read_clips(two, SMALL)
+
+
+def _fault(folder: Path) -> str | None:
+    try:
+        read_clips(folder, SMALL)
+    except StrettoError as error:
+        return error.problem
+    return None
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ending=st.sampled_from([".png", ".jpg"]), data=st.data())
+def test_a_damaged_frame_is_read_or_named(two: Path, ending: str, data: st.DataObject) -> None:
+    path = two / "walk" / "b" / f"2{ending}"
+    try:
+        put_frame(path, np.arange(SIDE * SIDE, dtype=np.uint8).reshape(SIDE, SIDE))
+        content = bytearray(path.read_bytes())
+        for _ in range(data.draw(st.integers(1, 4))):
+            content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+        path.write_bytes(content)
+        told = _fault(two)
+    finally:
+        # A draw may end an example anywhere; the next one begins with the folder as it was.
+        path.unlink(missing_ok=True)
+    assert told is None or repr(str(path)) in told
+
+
+@pytest.mark.parametrize(
+    ("array", "told"),
+    [
+        (np.ones(5), r"shape \(5,\) and type float64"),
+        (np.ones((5, 2, 2)), r"shape \(5, 2, 2\)"),
+        (np.float64(1.0), r"shape \(\)"),
+        (np.ones((0, 3)), r"shape \(0, 3\)"),
+        (np.ones((5, 0)), r"shape \(5, 0\)"),
+        (np.ones((5, 3), dtype=np.int64), "type int64"),
+        (np.ones((5, 3), dtype=np.complex64), "type complex64"),
+        (np.ones((5, 4)), r"has 4 features per step, '.*a\.npy' has 3"),
+        (np.array([[0.0, 0, 0], [0, np.nan, 0]]), "NaN or infinite feature at its step 1"),
+        (np.array([[0.0, 0, -np.inf]]), "NaN or infinite feature at its step 0"),
+        (np.array([[{}]], dtype=object), "never loads pickled objects"),
+    ],
+)
+def test_bad_features_are_named(tmp_path: Path, array: Array, told: str) -> None:
+    put_features(tmp_path / "run" / "a.npy", np.ones((2, 3)))
+    put_features(tmp_path / "walk" / "b.npy", np.asarray(array))
+    with pytest.raises(StrettoError, match=rf"walk/b\.npy'.*{told}"):
+        read_clips(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 9, 60, 130])
+def test_a_truncated_array_is_named(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "run" / "a.npy"
+    put_features(path, np.ones((2, 3)))
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(StrettoError, match=r"run/a\.npy' is truncated or not a plain \.npy array"):
+        read_clips(tmp_path)
+
+
+def test_a_header_that_makes_no_sense_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "a.npy"
+    put_features(path, np.ones((2, 3)))
+    path.write_bytes(path.read_bytes().replace(b" 'shape'", b"b'shape'"))
+    with pytest.raises(StrettoError, match=r"run/a\.npy' is truncated or not a plain \.npy array"):
+        read_clips(tmp_path)
+
+
+def test_a_header_that_asks_for_more_than_there_is_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "a.npy"
+    put_features(path, np.ones((2, 3)))
+    path.write_bytes(path.read_bytes().replace(b"(2, 3), }         ", b"(200000000000, 3),}"))
+    with pytest.raises(StrettoError, match=r"run/a\.npy' is truncated"):
+        read_clips(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["run/a/4.png", "run/linked", "linked", "run/linked.npy"])
+def test_a_link_out_of_the_folder_is_refused(two: Path, tmp_path_factory: pytest.TempPathFactory, place: str) -> None:
+    outside = tmp_path_factory.mktemp("outside")
+    put_clip(outside / "class" / "clip", [1, 2])
+    put_features(outside / "a.npy", np.ones((2, 3)))
+    targets = {"4.png": "class/clip/1.png", "linked.npy": "a.npy"}
+    (two / place).symlink_to(outside / targets.get(Path(place).name, "class/clip" if "/" in place else "class"))
+    with pytest.raises(StrettoError, match=rf"{place}' is a link that leads out of"):
+        read_clips(two, SMALL)
+
+
+def test_links_within_the_folder_are_followed(two: Path) -> None:
+    (two / "walk" / "linked").symlink_to(two / "run" / "a")
+    (two / "walk" / "b" / "2.png").symlink_to("../../run/a/3.png")
+    data = read_clips(two, SMALL)
+    assert [values(data, index) for index in range(3)] == [[10, 20, 30], [40, 30], [10, 20, 30]]
+
+
+@pytest.mark.parametrize("kind", ["dangling", "circle", "pipe", "folder"])
+def test_what_is_no_file_is_no_frame(two: Path, kind: str) -> None:
+    path = two / "walk" / "b" / "2.png"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(two / "gone.png" if kind == "dangling" else path)
+    with pytest.raises(StrettoError, match=r"walk/b"):
+        read_clips(two, SMALL)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
+def test_a_folder_that_may_not_be_read_is_named(two: Path) -> None:
+    (two / "walk").chmod(0)
+    try:
+        with pytest.raises(StrettoError, match=r"could not list '.*/walk'"):
+            read_clips(two, SMALL)
+    finally:
+        (two / "walk").chmod(0o700)
+
+
+def test_without_pillow_the_extra_is_named(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(StrettoError, match=r"pip install 'stretto\[video\]'"):
+        read_clips(two, SMALL)
+
+
+@pytest.fixture
+def marked(tmp_path: Path) -> Path:
+    """Two classes with split files, in which some clips are unused."""
+    for name in ("run", "walk"):
+        for number in range(8):
+            put_clip(tmp_path / name / f"{name} #{number}(x)", [number, number])
+        lines = [f"{name} #{number}(x).avi {(1, 2, 0, 1)[number % 4]} " for number in range(8)]
+        put_split(tmp_path, name, "\n".join(lines) + "\n")
+        put_split(tmp_path, name, "\n".join(line.replace(" 0 ", " 2 ") for line in lines), number=2)
+    return tmp_path
+
+
+def test_split_files_tell_train_test_and_unused(marked: Path) -> None:
+    data = read_clips(marked, SMALL)
+    firsts = [values(data, index)[0] for index in range(len(data))]
+    assert firsts == [0, 1, 3, 4, 5, 7] * 2
+    assert names(data) == ("run", "walk")
+    assert [data[index].target for index in range(len(data))] == [0] * 6 + [1] * 6
+    test = [first for first, part in zip(firsts, data.split_N, strict=True) if part == 2]
+    assert test == [1, 5, 1, 5]
+    assert (data.split_N == 1).sum() == 1
+    assert "train and test are those of split 1" in data.notes[1]
+    assert "4 clips that the split marks as unused are left out" in data.notes
+    assert "a tenth of train is kept for validation" in data.notes[-1]
+
+
+def test_another_split_can_be_chosen(marked: Path) -> None:
+    data = read_clips(marked, Framing(size=SIDE, split_file=2))
+    assert len(data) == 16
+    assert (data.split_N == 2).sum() == 8
+    with pytest.raises(StrettoError, match=r"there is no split file '.*run_test_split3\.txt'.*drawn at random"):
+        read_clips(marked, Framing(size=SIDE, split_file=3))
+
+
+def test_split_files_fit_features_too(tmp_path: Path) -> None:
+    for number in range(4):
+        put_features(tmp_path / "run" / f"a{number}.npy", np.full((2, 3), number, dtype=np.float32))
+    put_split(tmp_path, "run", "a0.avi 1\na1.avi 2\na2.avi 0\na3.avi 1\n")
+    data = read_clips(tmp_path)
+    assert [data[index].features_TF[0, 0].item() for index in range(3)] == [0, 1, 3]
+    assert data.split_N[1] == 2
+
+
+def test_a_listed_clip_that_is_missing_is_told(marked: Path) -> None:
+    put_split(marked, "run", (marked / SPLITS_FOLDER / "run_test_split1.txt").read_text() + "gone.avi 1\n")
+    assert "1 clips that the split lists are not there" in read_clips(marked, SMALL).notes
+
+
+def test_a_clip_that_is_not_listed_is_refused(marked: Path) -> None:
+    put_clip(marked / "walk" / "new", [1])
+    with pytest.raises(StrettoError, match=r"walk/new' is not listed in walk_test_split1\.txt.*'new\.avi 0'"):
+        read_clips(marked, SMALL)
+
+
+@pytest.mark.parametrize(
+    "line", ["a.avi", "a.avi 3", "a.avi one", "a.avi -1", "walk #1(x).avi 1\nwalk #1(x).avi 2", "7"]
+)
+def test_a_line_of_a_split_file_that_makes_no_sense_is_quoted(marked: Path, line: str) -> None:
+    put_split(marked, "walk", line)
+    with pytest.raises(StrettoError, match=r"line [12] of '.*walk_test_split1\.txt' is '"):
+        read_clips(marked, SMALL)
+
+
+def test_a_split_file_that_is_no_text_is_refused(marked: Path) -> None:
+    put_split(marked, "walk", "").write_bytes(b"\xff\xfe")
+    with pytest.raises(StrettoError, match=r"could not read '.*walk_test_split1\.txt'"):
+        read_clips(marked, SMALL)
+
+
+def test_a_split_that_uses_no_clip_is_refused(two: Path) -> None:
+    put_split(two, "run", "a.avi 0")
+    put_split(two, "walk", "b.avi 0")
+    with pytest.raises(StrettoError, match="uses none of the clips"):
+        read_clips(two, SMALL)
+
+
+def test_a_split_cannot_be_chosen_where_there_are_none(two: Path) -> None:
+    with pytest.raises(StrettoError, match="has no split files"):
+        read_clips(two, Framing(size=SIDE, split_file=2))
+    write_npz(two / "clips.npz", read_clips(two, SMALL))
+    with pytest.raises(StrettoError, match=r"clips\.npz' has no split files"):
+        open_sequences(two / "clips.npz", framing=Framing(split_file=2))
+
+
+def test_a_split_file_may_not_lead_out_of_the_folder(marked: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path, outside = marked / SPLITS_FOLDER / "run_test_split1.txt", tmp_path_factory.mktemp("outside") / "lines.txt"
+    path.rename(outside)
+    path.symlink_to(outside)
+    with pytest.raises(StrettoError, match=r"run_test_split1\.txt' leads out of"):
+        read_clips(marked, SMALL)
+
+
+def test_a_folder_of_split_files_is_no_class(marked: Path) -> None:
+    assert open_sequences(marked).lengths_N.tolist() == [2] * 12
