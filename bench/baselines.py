@@ -57,7 +57,7 @@ def baseline_of(task: AbstractTask[Any], data: SequenceSet) -> Baseline:
     """
     config = task.config
     shared = {
-        "batch_size": config.rows,
+        "batch_size": config.first_batch_size,
         "learning_rate": config.learning_rate,
         "clip_norm": config.clip_norm,
         "seed": config.seed,
@@ -70,7 +70,7 @@ def baseline_of(task: AbstractTask[Any], data: SequenceSet) -> Baseline:
         "handwriting": _handwriting,
     }
     script, loss = makers[task.name](task, data, shared)
-    return Baseline(script=script, loss=loss, batch_size=config.rows)
+    return Baseline(script=script, loss=loss, batch_size=config.first_batch_size)
 
 
 Made = tuple[PlainScript, Callable[[Batch], torch.Tensor]]

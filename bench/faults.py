@@ -33,7 +33,7 @@ from pydantic import Field
 from bench.harness import Count, Report, Settings, Table, bench
 from stretto.data import Labels, SequenceSet, write_npz
 from stretto.errors import StrettoError
-from stretto.training import EVENTS_FILE, FOLDER, MODEL_FILE, read_events
+from stretto.training import CHECKPOINT_FOLDER, EVENTS_FILE, MODEL_FILE, read_events
 
 KINDS: Final[dict[str, str]] = {
     "one": "SIGKILL of a random rank",
@@ -273,11 +273,11 @@ def _kill_while_saving(process: int, folder: Path) -> bool:
     """Stop the process when a partial checkpoint exists; if it is still there, the process is in the middle of it."""
     deadline = time.monotonic() + MAX_SEARCH_SECONDS
     while time.monotonic() < deadline:
-        if not any((folder / FOLDER).glob(".step-*.part")):
+        if not any((folder / CHECKPOINT_FOLDER).glob(".step-*.part")):
             continue
         os.kill(process, signal.SIGSTOP)
         time.sleep(0.01)
-        if any((folder / FOLDER).glob(".step-*.part")):
+        if any((folder / CHECKPOINT_FOLDER).glob(".step-*.part")):
             os.kill(process, signal.SIGKILL)
             return True
         os.kill(process, signal.SIGCONT)

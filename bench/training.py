@@ -35,8 +35,8 @@ from stretto.training import (
     NotNegative,
     TrainConfig,
     Trainer,
-    checked,
     evaluate,
+    validate,
     with_preset,
 )
 
@@ -203,14 +203,14 @@ def _make_task(name: str, settings: TrainingSettings, report: Report) -> tuple[A
     config = _make_config(name, values)
     if settings.batch_size == "auto":
         try:
-            config = _make_config(name, {**values, "batch_size": "auto", "base_batch_size": config.rows})
+            config = _make_config(name, {**values, "batch_size": "auto", "base_batch_size": config.first_batch_size})
         except StrettoError:
-            report.note(f"{name} takes no batch size of auto; it trained with its own, {config.rows}")
+            report.note(f"{name} takes no batch size of auto; it trained with its own, {config.first_batch_size}")
     return task_named(name)(config, data), data
 
 
 def _make_config(name: str, values: dict[str, Any]) -> TrainConfig:
-    return checked(CONFIGS[name], with_preset(CONFIGS[name], values), source="the benchmark")
+    return validate(CONFIGS[name], with_preset(CONFIGS[name], values), source="the benchmark")
 
 
 def compare(

@@ -15,7 +15,7 @@ from bench.task_data import open_data, take_share
 from stretto.data import PARTS, Part, SequenceSet
 from stretto.errors import StrettoError
 from stretto.tasks import CONFIGS, task_named
-from stretto.training import AbstractLog, AbstractTask, Trainer, checked, evaluate
+from stretto.training import AbstractLog, AbstractTask, Trainer, evaluate, validate
 
 TaskName = Literal["digits", "digits-momentum", "digit-images", "language-model", "handwriting"]
 TASK_NAMES: Final[tuple[TaskName, ...]] = get_args(TaskName)
@@ -308,7 +308,7 @@ def make_task(name: str, case: Case, data: SequenceSet, *, batch_size: BatchSize
         "checkpoint_minutes": NO_CHECKPOINTS,
     }
     kind = case.task or name
-    return task_named(kind)(checked(CONFIGS[kind], values, source="the benchmark"), data)
+    return task_named(kind)(validate(CONFIGS[kind], values, source="the benchmark"), data)
 
 
 # The grid ------------------------------------------------------------------------------------------------------------

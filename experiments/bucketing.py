@@ -26,7 +26,7 @@ from stretto.data import PARTS, HandwritingSettings, Labels, SequenceSet, Transc
 from stretto.distributed import World, join_ranks
 from stretto.errors import StrettoError
 from stretto.tasks import CONFIGS, TASKS
-from stretto.training import Count, EpochRecord, EventLog, SilentLog, Trainer, checked
+from stretto.training import Count, EpochRecord, EventLog, SilentLog, Trainer, validate
 
 FULL_NUM_TRAIN: Final = 12_000
 MAX_EPOCHS_RATIO: Final = 2
@@ -227,7 +227,7 @@ def _make_trainer(
         # The compiled kernels skip padding anyway; the question here is what padding costs where it is computed.
         "backend": "torch",
     }
-    config = checked(CONFIGS[task], values, source="the experiment")
+    config = validate(CONFIGS[task], values, source="the experiment")
     log = EventLog(run / "events.jsonl") if world.is_rank0 else SilentLog()
     return Trainer(TASKS[task](config, data), run=run, log=log, resume=False, world=world)
 

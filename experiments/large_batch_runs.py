@@ -31,15 +31,15 @@ from stretto.errors import StrettoError
 from stretto.files import disk_errors, write_text_atomically
 from stretto.large_batch import ScalingRule
 from stretto.tasks import CONFIGS, task_named
-from stretto.training import FOLDER as CHECKPOINTS
+from stretto.training import CHECKPOINT_FOLDER as CHECKPOINTS
 from stretto.training import (
     AbstractLog,
     Diverged,
     Interrupted,
     TrainConfig,
     Trainer,
-    checked,
     stop_on_signals,
+    validate,
     with_preset,
 )
 
@@ -91,7 +91,7 @@ class Run:
             "seed": self.seed,
         }
         kind = CONFIGS[application.name]
-        return checked(kind, with_preset(kind, values), source=f"the run {self}")
+        return validate(kind, with_preset(kind, values), source=f"the run {self}")
 
     def key(self, data_digest: str) -> str:
         """A digest of everything that shapes the result."""
@@ -264,7 +264,7 @@ def execute(run: Run, data: SequenceSet, *, key: str, folder: Path) -> RunResult
         warmup_epochs=state.recipe.warmup_epochs,
         updates_per_epoch=trainer.feed.whole_epoch,
         epochs=state.epoch,
-        updates=state.step,
+        updates=state.num_updates,
         seconds=state.train_seconds,
         wall_seconds=wall_seconds,
         diverged=bool(why),

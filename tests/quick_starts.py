@@ -5,7 +5,7 @@ import multiprocessing.context
 from typing import Final
 
 PRELOADED: Final = (
-    "stretto.training.loop",
+    "stretto.training.trainer",
     "stretto.tasks.registry",
     "stretto.kernels.build",
     "torch._dynamo",

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from stretto.cells import Cell as Cell
     from stretto.errors import StrettoError as StrettoError
     from stretto.graph import Graph as Graph
-    from stretto.job import train as train
     from stretto.large_batch import BatchTuner as BatchTuner
     from stretto.large_batch import LargeBatch as LargeBatch
     from stretto.nn import RNN as RNN
     from stretto.nn import accelerate as accelerate
+    from stretto.runs import train as train
     from stretto.solvers import Multigrid as Multigrid
     from stretto.solvers import Newton as Newton
     from stretto.solvers import Shooting as Shooting
@@ -38,7 +38,7 @@ HOMES: Final = {
     "accelerate": "stretto.nn",
     "collate": "stretto.batching",
     "optimal_edges": "stretto.batching",
-    "train": "stretto.job",
+    "train": "stretto.runs",
 }
 
 __all__ = [

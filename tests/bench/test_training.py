@@ -32,7 +32,7 @@ from stretto.data import SequenceSet
 from stretto.errors import StrettoError
 from stretto.nn import fresh_state
 from stretto.tasks import CONFIGS, task_named
-from stretto.training import AbstractTask, checked, with_preset
+from stretto.training import AbstractTask, validate, with_preset
 
 HIGHER = Margin(amount=0.002, higher_is_better=True)
 LOWER = Margin(amount=0.01, relative=True)
@@ -83,7 +83,7 @@ def _task(name: str, data: SequenceSet, **changed: Any) -> AbstractTask[Any]:
     """Small, and where it takes sequences, all of them in one batch: their order makes no difference."""
     whole = {} if name == "language-model" else {"batch_size": len(data.part("train")), "num_buckets": 1}
     values = with_preset(CONFIGS[name], {"epochs": EPOCHS, **whole, **SMALL[name], **changed})
-    return task_named(name)(checked(CONFIGS[name], values, source="the test"), data)
+    return task_named(name)(validate(CONFIGS[name], values, source="the test"), data)
 
 
 @dataclasses.dataclass(frozen=True)

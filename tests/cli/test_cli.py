@@ -169,7 +169,7 @@ def test_the_version(run: Run) -> None:
         ("train classify --data signs.npz --device nowhere", "'nowhere'"),
         ("train classify --data signs.npz --out none --resume", "there is no run to resume in 'none'"),
         ("train classify --config missing.toml", "'missing.toml'"),
-        ("train classify --config bad.toml", "'bad.toml' is no TOML file"),
+        ("train classify --config bad.toml", "'bad.toml' is not a TOML file"),
         ("train classify --config", "--config has no value"),
         ("train classify --config faults.toml", "epoch: there is no such setting"),
         ("train classify --config faults.toml", "batch_size: "),
@@ -198,8 +198,8 @@ def test_a_run_prints_plain_lines_and_leaves_its_result(run: Run, signs: Path) -
     assert [line.split()[1] for line in lines if line.startswith("epoch ")] == ["1", "2"]
     assert lines[-2:] == [f"run     {Path('out')}", f"report  {Path('out/report.html')}"]
     told = json.loads(Path("out/result.json").read_text(encoding="utf-8"))
-    assert {"accuracy", "loss", "epochs", "seconds", "padding", "settings"} <= told.keys()
-    assert f"{told['accuracy']:.2%}" in ended.out
+    assert {"metrics", "epochs", "seconds", "padding", "settings"} <= told.keys()
+    assert f"{told['metrics']['accuracy']:.2%}" in ended.out
     assert run("report", "out", "--out", "page.html").code == 0
     assert "signs" in Path("page.html").read_text(encoding="utf-8")
     assert "Traceback" not in run("train", "classify", "--data", str(signs), "--out", "out").err
@@ -223,7 +223,7 @@ def test_a_text_is_modelled(run: Run) -> None:
     Path("notes.txt").write_text("\n\n".join(passages), encoding="utf-8")
     ended = run("train", "language-model", "--data", "notes.txt", "--out", "out", *SMALL)
     assert (ended.code, ended.err) == (0, "")
-    told = json.loads(Path("out/result.json").read_text(encoding="utf-8"))
+    told = json.loads(Path("out/result.json").read_text(encoding="utf-8"))["metrics"]
     assert 1.0 < told["perplexity"] < 7.0
     assert told["perplexity"] == pytest.approx(np.exp(told["loss"]))
 
@@ -236,7 +236,7 @@ def test_pen_digits_are_learnt_quickly(run: Run, shared_data: Path) -> None:
     write_npz(Path("digits.npz"), data.subset(np.concatenate(chosen)))
     words = "train classify --data digits.npz --out out --epochs 6 --hidden-size 32 --learning-rate 0.01".split()
     assert run(*words).code == 0
-    assert json.loads(Path("out/result.json").read_text(encoding="utf-8"))["accuracy"] > 0.5
+    assert json.loads(Path("out/result.json").read_text(encoding="utf-8"))["metrics"]["accuracy"] > 0.5
 
 
 def test_data_are_inspected_and_the_machine_described(run: Run, signs: Path) -> None:
@@ -261,7 +261,7 @@ def _interrupt(kind: signal.Signals, data: Path) -> list[str]:
     assert (child.returncode, err) == (130, "")
     stopped = read_events(Path("my run"))[-1]
     assert stopped["event"] == "interrupted"
-    assert f"Stopped at step {stopped['step']}; everything is saved." in out
+    assert f"Stopped at update {stopped['step']}; everything is saved." in out
     return shlex.split(out.splitlines()[-1])
 
 
@@ -280,7 +280,7 @@ def test_a_flag_that_conflicts_with_the_run_is_refused(run: Run, signs: Path, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("stretto.training.loop.Trainer._finish", stop)
+        patch.setattr("stretto.training.trainer.Trainer._finish", stop)
         assert run("train", "classify", "--data", str(signs), "--out", "out", *SMALL).code == 130
     for words, told in ((["--epochs", "12"], "epochs=12 (was 2)"), (["--batch-size", "7"], "batch_size=7 (was 6)")):
         ended = run("train", "classify", "--out", "out", "--resume", *words)

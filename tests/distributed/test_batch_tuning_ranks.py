@@ -12,7 +12,7 @@ from stretto.data import Labels, SequenceSet
 from stretto.distributed import World
 from stretto.large_batch import ThroughputTable
 from stretto.tasks import CONFIGS, TASKS
-from stretto.training import EVENTS_FILE, EventLog, SilentLog, Trainer, batch_tuning, checked, read_events
+from stretto.training import EVENTS_FILE, EventLog, SilentLog, Trainer, batch_policy, read_events, validate
 
 SEQUENCES = 800
 EPOCHS = 6
@@ -36,7 +36,7 @@ def _train(world: World, run: str, settings: dict[str, Any], each: float = 0.0) 
     def table(run_step: Any, *, batch_sizes: list[int], **_: Any) -> ThroughputTable:
         return ThroughputTable.of({size: 0.01 + each * size for size in batch_sizes})
 
-    batch_tuning.probe = table  # type: ignore[assignment]
+    batch_policy.probe = table  # type: ignore[assignment]
     values = {
         "epochs": EPOCHS,
         "hidden_size": 4,
@@ -47,7 +47,7 @@ def _train(world: World, run: str, settings: dict[str, Any], each: float = 0.0) 
         "backend": "torch",
         **settings,
     }
-    task = TASKS["classify"](checked(CONFIGS["classify"], values, source="the test"), _data())
+    task = TASKS["classify"](validate(CONFIGS["classify"], values, source="the test"), _data())
     log = EventLog(Path(run) / EVENTS_FILE) if world.is_rank0 else SilentLog()
     trainer = Trainer(task, run=Path(run), log=log, resume=False, world=world)
     trainer.run()

@@ -1,10 +1,9 @@
-"""N workers make the gradient that one makes of everything: every task, uneven and empty shares, accumulated steps.
+"""N ranks make the gradient that one makes of everything: every task, uneven and empty shares, accumulation.
 
 Shape legend: N sequences.
 """
 
 import dataclasses
-import threading
 from pathlib import Path
 
 import pytest
@@ -27,24 +26,25 @@ def _as(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def _largest_error(world: World, name: str, dtype_name: str, accumulate: int) -> dict[str, float]:
-    """Of every update of an epoch, against the mean over the same sequences by one worker, relative to the largest."""
+    """Of every update of an epoch, against the mean over the same sequences by one process, relative to the largest."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     task = tiny_task(name, accumulate=accumulate)
     train = task.data.part("train")
     torch.manual_seed(0)
     model = task.build_model().to(dtype)
     sampler = BucketSampler(train.lengths_N, batch_size=2, num_buckets=2, rank=world.rank, world_size=world.size)
-    plan, state = sampler.plan, TrainState(model, config=task.config, steps_per_epoch=len(sampler))
-    updater = Updater(task, state, world=world, stop=threading.Event())
+    plan, state = sampler.plan, TrainState(model, config=task.config, updates_per_epoch=len(sampler))
+    updater = Updater(task, state, world=world)
     worst, empty, updates = 0.0, 0, 0
     for first in range(0, plan.num_steps, accumulate):
         steps = range(first, min(first + accumulate, plan.num_steps))
-        updater.begin()
+        batches = []
         for step in steps:
             share = plan.share(step, rank=world.rank, world_size=world.size)
             empty += not share
             batch = collate([train[int(index)] for index in share], num_features=train.num_features)
-            updater.add(_as(batch, dtype), is_last=step == steps[-1])
+            batches.append(_as(batch, dtype))
+        updater.update(batches)
         found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
         model.zero_grad()
         dealt = [
@@ -77,7 +77,7 @@ def _all_tasks(world: World) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_workers_make_the_gradient_of_one(size: int, tmp_path: Path) -> None:
+def test_ranks_make_the_gradient_of_one(size: int, tmp_path: Path) -> None:
     ranks = run_world(size, _all_tasks, tmp_path)
     for result in ranks:
         assert isinstance(result, dict), result
@@ -88,6 +88,6 @@ def test_workers_make_the_gradient_of_one(size: int, tmp_path: Path) -> None:
         assert sum(facts["empty"] for result in ranks for facts in result.values()) > 0
 
 
-def test_one_worker_makes_it_too() -> None:
+def test_one_process_makes_it_too() -> None:
     for case, facts in _all_tasks(World()).items():
         assert facts["worst"] <= TOLERANCE[case.split()[1]], (case, facts)

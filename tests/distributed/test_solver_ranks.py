@@ -1,4 +1,4 @@
-"""A solver on several workers: what is told is of all of them, and boundaries are carried by one alone."""
+"""A solver on several ranks: its record covers all of them, and boundaries are carried by one alone."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from worlds import run_world
 from stretto.data import SequenceSet, StepLabels
 from stretto.distributed import World
 from stretto.tasks.label_steps import LabelSteps, LabelStepsConfig
-from stretto.training import SilentLog, Trainer, checked
+from stretto.training import SilentLog, Trainer, validate
 
 
 def _epoch(world: World, run: str, way: dict[str, Any]) -> Any:
@@ -30,13 +30,13 @@ def _epoch(world: World, run: str, way: dict[str, Any]) -> Any:
         "weight_decay": 0.0,
         **way,
     }
-    task = LabelSteps(checked(LabelStepsConfig, values, source="the test"), data)
+    task = LabelSteps(validate(LabelStepsConfig, values, source="the test"), data)
     record = Trainer(task, run=Path(run), log=SilentLog(), resume=False, world=world).train_epoch()
     told = record.solving
     return None if told is None else [told.batches, told.residual_mean, told.residual_max, record.train_loss]
 
 
-def test_what_is_told_is_of_all_workers(tmp_path: Path) -> None:
+def test_the_record_covers_all_ranks(tmp_path: Path) -> None:
     """Weights stay as they are, so that two workers meet what one meets; one of three steps has an empty share."""
     way = {"solver": "shooting", "chunks": 2, "tolerance": 1e-3}
     (alone,) = run_world(1, _epoch, tmp_path / "one", str(tmp_path / "a"), way)
@@ -50,4 +50,4 @@ def test_what_is_told_is_of_all_workers(tmp_path: Path) -> None:
 def test_carried_boundaries_are_refused_on_every_rank(tmp_path: Path) -> None:
     said = run_world(2, _epoch, tmp_path / "world", str(tmp_path / "run"), {"solver": "carried", "chunks": 2})
     assert len(set(said)) == 1
-    assert said[0].startswith("StrettoError: the solver is 'carried' and there are 2 workers")
+    assert said[0].startswith("StrettoError: the solver is 'carried' and there are 2 ranks")

@@ -12,32 +12,42 @@ from worlds import run_world
 from stretto.data import TextSettings, make_text
 from stretto.distributed import World
 from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
-from stretto.training import EVENTS_FILE, FOLDER, AbstractLog, EventLog, SilentLog, Trainer, checked, read_events
+from stretto.training import (
+    CHECKPOINT_FOLDER,
+    EVENTS_FILE,
+    AbstractLog,
+    EventLog,
+    SilentLog,
+    Trainer,
+    read_events,
+    validate,
+)
 
 
 def _trainer(
     world: World, run: str, *, resume: bool = False, batch_size: int = 3, stop_at: int | None = None, **changes: Any
 ) -> Trainer:
     values = {"hidden_size": 4, "embedding_size": 3, "dropout": 0.0, "window": 6, "epochs": 2, "backend": "torch"}
-    config = checked(LanguageModelConfig, {**values, "batch_size": batch_size, **changes}, source="the test")
+    config = validate(LanguageModelConfig, {**values, "batch_size": batch_size, **changes}, source="the test")
     task = LanguageModelling(config, make_text(TextSettings(num_train=20)))
-    log: AbstractLog = EventLog(Path(run) / EVENTS_FILE) if world.is_rank0 else SilentLog()
-    trainer = Trainer(task, run=Path(run), log=log, resume=resume, world=world)
-    if stop_at is not None and world.is_rank0:
-        trainer._log = _Stop(trainer, log, at=stop_at)
-    return trainer
+    stop = _Stop(EventLog(Path(run) / EVENTS_FILE), at=stop_at)
+    log: AbstractLog = stop if world.is_rank0 else SilentLog()
+    stop.trainer = Trainer(task, run=Path(run), log=log, resume=resume, world=world)
+    return stop.trainer
 
 
 class _Stop(AbstractLog):
-    """Asks to stop in a step, which all of several workers hear of in the next."""
+    """Asks to stop in an update, which all of several ranks learn of in the next."""
 
-    def __init__(self, trainer: Trainer, log: AbstractLog, *, at: int) -> None:
-        self._trainer, self._log, self._at = trainer, log, at
+    trainer: Trainer
+
+    def __init__(self, log: AbstractLog, *, at: int | None) -> None:
+        self._log, self._at = log, at
 
     def emit(self, kind: str, **values: Any) -> None:
         self._log.emit(kind, **values)
         if kind == "step" and values["step"] == self._at:
-            self._trainer._stop.set()
+            self.trainer._stop.set()
 
     def close(self) -> None:
         self._log.close()
@@ -100,7 +110,7 @@ def test_as_many_streams_on_one_worker_go_on_with_their_states(tmp_path: Path) -
 def test_other_workers_read_what_is_left_once_and_say_so(tmp_path: Path, before: int, after: int) -> None:
     run = tmp_path / "run"
     run_world(before, _train, tmp_path / "cut", str(run), {"stop_at": 2})
-    (state,) = [json.loads(path.read_text()) for path in (run / FOLDER).glob("step-*/state.json")]
+    (state,) = [json.loads(path.read_text()) for path in (run / CHECKPOINT_FOLDER).glob("step-*/state.json")]
     assert state["sampler"]["streams"]["num_streams"] == 3 * before
     _weights(run_world(after, _train, tmp_path / "rest", str(run), {"resume": True}))
     (message,) = [event["message"] for event in read_events(run) if event["event"] == "warning"]

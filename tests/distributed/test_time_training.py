@@ -1,8 +1,7 @@
-"""Training with time laid over workers: the losses, weights and records of one worker; what is refused; no hang."""
+"""Training with time divided over ranks: the losses, weights and records of one process; what is refused; no hang."""
 
 import dataclasses
 import json
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,10 +26,10 @@ from stretto.training import (
     Trainer,
     TrainState,
     Updater,
-    checked,
     read_events,
+    validate,
 )
-from stretto.training.time_ranks import TimeRanks
+from stretto.training.solver import TimeParallelSetup
 
 SETTINGS = {"epochs": 2, "batch_size": 3, "hidden_size": 6, "num_buckets": 2, "dropout": 0.0, "record_sequences": True}
 SIGNALS = RegimeSettings(num_train=11, median_length=25, mean_stay=10, seed=2)
@@ -41,7 +40,7 @@ def _compile_quickly(rank: int) -> None:
 
 
 def _task(settings: dict[str, Any]) -> AbstractTask[Any]:
-    config = checked(CONFIGS["label-steps"], SETTINGS | settings, source="the test")
+    config = validate(CONFIGS["label-steps"], SETTINGS | settings, source="the test")
     return TASKS["label-steps"](config, make_regimes(SIGNALS))
 
 
@@ -97,7 +96,7 @@ def alone(quick_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Tol
 
 
 @pytest.mark.parametrize("net", NETS, ids=str)
-def test_workers_that_divide_steps_train_as_one(net: dict[str, Any], alone: Told, tmp_path: Path) -> None:
+def test_ranks_that_divide_steps_train_as_one(net: dict[str, Any], alone: Told, tmp_path: Path) -> None:
     if net:
         alone = _ranks(1, tmp_path / "one", net)
     shared = _ranks(2, tmp_path / "two", {**net, "time_parallel": 2})
@@ -128,7 +127,7 @@ def test_a_run_goes_on_with_time_divided_or_not(before: int, after: int, alone: 
 def _refused(world: World) -> dict[str, str]:
     def said(task: AbstractTask[Any]) -> str:
         try:
-            TimeRanks(task, world=world)
+            Trainer(task, run=Path("unused"), log=SilentLog(), resume=False, world=world)
         except StrettoError as error:
             return str(error)
         return "nothing"
@@ -146,12 +145,12 @@ def _refused(world: World) -> dict[str, str]:
     return found
 
 
-def test_what_cannot_be_divided_is_refused_on_every_worker(tmp_path: Path) -> None:
+def test_what_cannot_be_divided_is_refused_on_every_rank(tmp_path: Path) -> None:
     for told in run_world(2, _refused, tmp_path):
         assert isinstance(told, dict), told
         for name in ("classify", "language-model", "handwriting"):
-            assert f"the task {name!r} needs whole sequences on one worker" in told[name]
-        assert "time_parallel=3 does not divide the number of workers, which is 2" in told["three"]
+            assert f"the task {name!r} needs whole sequences on one rank" in told[name]
+        assert "time_parallel=3 does not divide the number of ranks, which is 2" in told["three"]
         assert "backend='torch'" in told["torch"]
         assert "the solver is 'shooting'" in told["solver"]
         assert "time_parallel of rank 1 differs from that of rank 0" in told["differing"]
@@ -161,7 +160,7 @@ def test_what_cannot_be_divided_is_refused_on_every_worker(tmp_path: Path) -> No
 def _one_bad_block(world: World) -> dict[str, Any]:
     """Accumulated steps of which the first has no loss on the second worker alone."""
     task = _task({"time_parallel": 2, "accumulate": 2, "on_nan": "skip"})
-    ranks, train = TimeRanks(task, world=world), task.data.part("train")
+    ranks, train = TimeParallelSetup(2, world=world), task.data.part("train")
     honest = task.loss
 
     def loss(output: torch.Tensor, batch: Batch) -> LossSum:
@@ -173,16 +172,14 @@ def _one_bad_block(world: World) -> dict[str, Any]:
     task.loss = loss  # type: ignore[method-assign]
     torch.manual_seed(0)
     model = task.build_model()
-    ranks.take_over(model)
-    state = TrainState(model, config=task.config, steps_per_epoch=2)
-    updater = Updater(task, state, world=world, stop=threading.Event(), sharers=ranks.time)
+    ranks.set_solvers(model)
+    state = TrainState(model, config=task.config, updates_per_epoch=2)
+    updater = Updater(task, state, world=world, time=ranks)
     skipped = []
     for first in (0, 4):
-        updater.begin()
-        for members in ([first, first + 1], [first + 2, first + 3]):
-            batch = collate([dataclasses.replace(train[n], index=n) for n in members])
-            updater.add(ranks.cut(batch), is_last=members[0] == first + 2)
-        skipped.append(bool(updater.taken.bad))
+        pairs = ([first, first + 1], [first + 2, first + 3])
+        batches = [collate([dataclasses.replace(train[n], index=n) for n in members]) for members in pairs]
+        skipped.append(updater.update(batches).is_skipped)
     return {"skipped": skipped, "finite": all(bool(p.isfinite().all()) for p in model.parameters())}
 
 
@@ -201,5 +198,5 @@ def test_the_command_line(
     assert code == 0, capfd.readouterr().err
     result = json.loads((out / "result.json").read_text())
     for name, value in alone[0]["metrics"].items():
-        assert result[name] == pytest.approx(value, abs=1e-5), name
+        assert result["metrics"][name] == pytest.approx(value, abs=1e-5), name
     assert result["solving"]["solver"] == "time_parallel"

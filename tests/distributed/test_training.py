@@ -1,4 +1,4 @@
-"""The training loop on several workers: what is recorded, refused, resumed, and what one worker's trouble does."""
+"""Training on several ranks: what is recorded, refused, resumed, and what one rank's error does."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from worlds import run_world
 from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.training import EVENTS_FILE, FOLDER, AbstractLog, EventLog, SilentLog, Trainer, read_events
+from stretto.training import CHECKPOINT_FOLDER, EVENTS_FILE, AbstractLog, EventLog, SilentLog, Trainer, read_events
 
 
 def _log(world: World, run: Path) -> AbstractLog:
@@ -58,8 +58,8 @@ def _train_on_two(world: World, run: str) -> float:
     return _sum_of(trainer)
 
 
-def test_more_workers_than_sequences(tmp_path: Path) -> None:
-    """Two to train on, one to validate and one to test with, and four workers."""
+def test_more_ranks_than_sequences(tmp_path: Path) -> None:
+    """Two to train on, one to validate and one to test with, and four ranks."""
     sums = run_world(4, _train_on_two, tmp_path / "world", str(tmp_path / "run"))
     assert all(isinstance(total, float) and np.isfinite(total) for total in sums)
     assert len(set(sums)) == 1
@@ -89,7 +89,7 @@ def _train_without_room(world: World, run: str) -> float:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_fault_of_the_first_worker_stops_all_with_the_same_words(tmp_path: Path, size: int) -> None:
+def test_an_error_on_rank_0_stops_all_with_the_same_message(tmp_path: Path, size: int) -> None:
     said = run_world(size, _train_without_room, tmp_path / "world", str(tmp_path / "run"))
     assert said == ["StrettoError: could not write to 'events.jsonl': no space left. Free space."] * size
 
@@ -104,9 +104,7 @@ def _train_on_other_data(world: World, run: str) -> None:
 def test_other_data_are_refused_on_every_rank(tmp_path: Path) -> None:
     said = run_world(2, _train_on_other_data, tmp_path / "world", str(tmp_path / "run"))
     assert len(set(said)) == 1
-    assert said[0].startswith(
-        "StrettoError: the data of rank 1 differs from that of rank 0. Give every worker the same"
-    )
+    assert said[0].startswith("StrettoError: the data of rank 1 differs from that of rank 0. Give every rank the same")
 
 
 def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path: Path) -> None:
@@ -120,7 +118,7 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path: Path) 
 def test_a_checkpoint_of_another_data_set_is_refused_on_every_rank(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_world(2, _train, tmp_path / "first", str(run), False, {})
-    for path in (run / FOLDER).glob("step-*/state.json"):
+    for path in (run / CHECKPOINT_FOLDER).glob("step-*/state.json"):
         state = json.loads(path.read_text())
         assert "data_digest" in state
     said = run_world(2, _resume_other_data, tmp_path / "second", str(run))
@@ -145,7 +143,7 @@ def test_a_torn_checkpoint_is_told_of_and_the_one_before_is_used(tmp_path: Path)
     whole, run = tmp_path / "whole", tmp_path / "run"
     expected = run_world(2, _train, tmp_path / "first", str(whole), False, {"epochs": 4})
     run_world(2, _begin, tmp_path / "second", str(run), 2)
-    newest = max((run / FOLDER).glob("step-*"))
+    newest = max((run / CHECKPOINT_FOLDER).glob("step-*"))
     torn = newest / "tensors.safetensors"
     torn.write_bytes(torn.read_bytes()[: torn.stat().st_size // 2])
     assert run_world(2, _train, tmp_path / "third", str(run), True, {"epochs": 4}) == expected
@@ -154,7 +152,7 @@ def test_a_torn_checkpoint_is_told_of_and_the_one_before_is_used(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (3, 2)])
-def test_another_number_of_workers_deals_the_rest_of_the_epoch_once(tmp_path: Path, before: int, after: int) -> None:
+def test_another_number_of_ranks_covers_the_rest_of_the_epoch_once(tmp_path: Path, before: int, after: int) -> None:
     """Stopped in the middle of an epoch, with checkpoints after every update."""
     run = tmp_path / "run"
     run_world(before, _train_a_part, tmp_path / "first", str(run))
@@ -174,9 +172,8 @@ def test_another_number_of_workers_deals_the_rest_of_the_epoch_once(tmp_path: Pa
 
 
 def _train_a_part(world: World, run: str) -> str:
-    trainer = _trainer(world, run)
-    if world.is_rank0:
-        trainer._log = _StopAfterTwo(trainer, trainer._log)
+    log = _StopAfterTwo(_log(world, Path(run)))
+    trainer = log.trainer = _trainer(world, run, log=log)
     try:
         trainer.run()
     except Exception as stopped:  # noqa: BLE001 - of several kinds
@@ -185,16 +182,19 @@ def _train_a_part(world: World, run: str) -> str:
 
 
 class _StopAfterTwo(AbstractLog):
-    """Asks to stop in the first step, which all workers hear of in the second."""
+    """Asks rank 0 to stop in the first update, which all ranks learn of in the second."""
 
-    def __init__(self, trainer: Trainer, log: AbstractLog) -> None:
-        self._trainer, self._log = trainer, log
+    trainer: Trainer
+
+    def __init__(self, log: AbstractLog) -> None:
+        self._log = log
 
     def emit(self, kind: str, **values: Any) -> None:
         self._log.emit(kind, **values)
-        stop_at = 1 if self._trainer._world.size > 1 else 2
-        if kind == "step" and values["step"] == stop_at:
-            self._trainer._stop.set()
+        world = self.trainer._world
+        stop_at = 1 if world.size > 1 else 2
+        if world.is_rank0 and kind == "step" and values["step"] == stop_at:
+            self.trainer._stop.set()
 
     def close(self) -> None:
         self._log.close()

@@ -1,7 +1,6 @@
-"""A loss that is no number on one worker alone."""
+"""A loss that is NaN on one rank alone."""
 
 import math
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +32,27 @@ def _train(world: World, on_nan: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = task.build_model()
     sampler = BucketSampler(train.lengths_N, batch_size=2, num_buckets=2, rank=world.rank, world_size=world.size)
-    state = TrainState(model, config=task.config, steps_per_epoch=len(sampler))
-    updater = Updater(task, state, world=world, stop=threading.Event())
+    state = TrainState(model, config=task.config, updates_per_epoch=len(sampler))
+    updater = Updater(task, state, world=world)
     skipped = []
     for indices in sampler:
         before = [parameter.clone() for parameter in model.parameters()]
-        updater.begin()
-        updater.add(collate([train[int(index)] for index in indices], num_features=3), is_last=True)
+        update = updater.update([collate([train[int(index)] for index in indices], num_features=3)])
         same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        assert same == bool(updater.taken.bad)
+        assert same == update.is_skipped
         skipped.append(same)
     total = sum(float(parameter.detach().sum()) for parameter in model.parameters())
     return {"skipped": skipped, "sum": total, "finite": math.isfinite(total)}
 
 
-def test_it_stops_all_workers_with_the_sequences_named(tmp_path: Path) -> None:
+def test_it_stops_all_ranks_and_names_the_sequences(tmp_path: Path) -> None:
     said = run_world(2, _train, tmp_path, "stop")
     assert said[0] == said[1]
-    assert said[0].startswith("StrettoError: the loss or gradient is nan at step 1, on training sequences ")
+    assert said[0].startswith("StrettoError: the loss or gradient is nan at update 1, on training sequences ")
     assert str(BAD) in said[0].partition("sequences ")[2]
 
 
-def test_or_all_skip_the_same_update(tmp_path: Path) -> None:
+def test_or_all_ranks_skip_the_same_update(tmp_path: Path) -> None:
     first, second = run_world(2, _train, tmp_path, "skip")
     assert first == second
     assert first["skipped"].count(True) == 1

@@ -6,7 +6,7 @@ import numpy as np
 
 from stretto.data import Labels, SequenceSet, Transcripts
 from stretto.tasks import CONFIGS, TASKS
-from stretto.training import AbstractTask, checked
+from stretto.training import AbstractTask, validate
 
 
 def _data(name: str) -> SequenceSet:
@@ -40,4 +40,4 @@ def tiny_task(name: str, *, accumulate: int) -> AbstractTask[Any]:
         "backend": "torch",
         **({"stack": 1} if name == "handwriting" else {}),
     }
-    return TASKS[name](checked(CONFIGS[name], values, source="the test"), _data(name))
+    return TASKS[name](validate(CONFIGS[name], values, source="the test"), _data(name))

@@ -261,7 +261,7 @@ def test_which_way_a_square_moves_is_learnt_from_the_order_of_frames(trained: An
 
 def test_a_run_leaves_result_and_report(trained: Any) -> None:
     result = json.loads((trained.run / "result.json").read_text(encoding="utf-8"))
-    assert result["accuracy"] == trained.metrics["accuracy"]
+    assert result["metrics"]["accuracy"] == trained.metrics["accuracy"]
     assert result["settings"]["frame_size"] == SIDE
     page = trained.report.read_text(encoding="utf-8")
     assert "leftwards" in page
@@ -273,7 +273,7 @@ def test_the_command_line_trains_and_inspects(
 ) -> None:
     assert main(["train", "video", "--data", str(squares), "--out", str(tmp_path / "run"), *FLAGS]) == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))
-    assert result["loss"] == trained.metrics["loss"]
+    assert result["metrics"]["loss"] == trained.metrics["loss"]
     capsys.readouterr()
     assert main(["inspect", str(squares)]) == 0
     shown = capsys.readouterr().out

@@ -22,7 +22,7 @@ from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
 from stretto.tasks.text_net import TextNet
-from stretto.training import EVENTS_FILE, EventLog, Interrupted, Subscriber, Trainer, checked, evaluate, read_events
+from stretto.training import EVENTS_FILE, EventLog, Interrupted, Subscriber, Trainer, evaluate, read_events, validate
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def text() -> SequenceSet:
 
 def _task(text: SequenceSet, **settings: Any) -> LanguageModelling:
     values = {"hidden_size": 6, "embedding_size": 5, "dropout": 0.0, "batch_size": 4, "window": 7, **settings}
-    return LanguageModelling(checked(LanguageModelConfig, values, source="the test"), text)
+    return LanguageModelling(validate(LanguageModelConfig, values, source="the test"), text)
 
 
 def _plain(model: TextNet, words_S: torch.Tensor) -> torch.Tensor:

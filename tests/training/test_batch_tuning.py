@@ -1,4 +1,4 @@
-"""The batch size chosen while training: grown, kept, taken back, and the same again when resumed.
+"""The batch size chosen while training: grown, kept, rolled back, and the same again when resumed.
 
 Shape legend: B sequences, T steps, S steps of all sequences, N sequences.
 """
@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import safetensors.torch
 import torch
 
 from stretto.data import Labels, SequenceSet
+from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.large_batch import BatchTuner, ThroughputTable, Verdict
 from stretto.nn import carried_states
@@ -30,15 +30,16 @@ from stretto.training import (
     AbstractTask,
     Event,
     EventLog,
+    Interrupted,
+    RunResult,
     Subscriber,
     Trainer,
     Updater,
-    batch_tuning,
-    checked,
+    batch_policy,
     read_events,
+    validate,
 )
-from stretto.training.batch_tuning import _few
-from stretto.training.loop import Interrupted, LoopResult
+from stretto.training.batch_policy import representative_lengths
 
 FIRST = 4
 SEQUENCES = 480
@@ -78,7 +79,7 @@ def _task(data: SequenceSet, **settings: Any) -> AbstractTask[Any]:
         "backend": "torch",
         **settings,
     }
-    return TASKS["classify"](checked(CONFIGS["classify"], values, source="the test"), data)
+    return TASKS["classify"](validate(CONFIGS["classify"], values, source="the test"), data)
 
 
 def _with_table(monkeypatch: pytest.MonkeyPatch, *, fixed: float, each: float) -> None:
@@ -88,10 +89,10 @@ def _with_table(monkeypatch: pytest.MonkeyPatch, *, fixed: float, each: float) -
         assert run_step(batch_sizes[0], max(lengths)) > 0
         return ThroughputTable.of({size: fixed + each * size for size in batch_sizes})
 
-    monkeypatch.setattr(batch_tuning, "probe", probe)
+    monkeypatch.setattr(batch_policy, "probe", probe)
 
 
-def _train(run: Path, task: AbstractTask[Any], *, resume: bool = False, watch: Subscriber | None = None) -> LoopResult:
+def _train(run: Path, task: AbstractTask[Any], *, resume: bool = False, watch: Subscriber | None = None) -> RunResult:
     log = EventLog(run / EVENTS_FILE, subscribers=[watch] if watch else [])
     try:
         return Trainer(task, run=run, log=log, resume=resume).run()
@@ -307,24 +308,22 @@ def test_an_update_taken_apart_is_the_same_update(data: SequenceSet) -> None:
             trainer = Trainer(task, run=Path("unused"), log=_Silent(), resume=False)
             state = trainer.state
             state.model.double()
-            updater = Updater(task, state, world=trainer._world, stop=threading.Event(), measures_noise=True)
+            updater = Updater(task, state, world=World(), measures_noise=True)
             batches = [
                 dataclasses.replace(b, features_BTF=b.features_BTF.double())
                 for b, _ in zip(trainer.feed, range(accumulate), strict=False)
             ]
-            updater.begin(measured=measured)
-            for number, batch in enumerate(batches):
-                updater.add(batch, is_last=number == accumulate - 1)
+            update = updater.update(batches, measure_noise=measured)
             found.append([p.grad.clone() for p in state.model.parameters() if p.grad is not None])
             if not measured:
-                assert updater.norms is None
+                assert update.norms is None
                 continue
-            norms = updater.norms
+            norms = update.norms
             assert norms is not None
             assert norms.sizes == ((6, 6) if accumulate == 1 else (12, 12))
             whole = sum(float(g.square().sum()) for g in found[0])
             assert norms.square_of_mean == pytest.approx(whole, rel=1e-9)
-            assert updater.last["gradient_norm"] == pytest.approx(math.sqrt(whole), rel=1e-6)
+            assert update.gradient_norm == pytest.approx(math.sqrt(whole), rel=1e-6)
             spread = sum(n * s for n, s in zip(norms.sizes, norms.squares, strict=True)) / sum(norms.sizes)
             assert spread >= whole
         for one, other in zip(*found, strict=True):
@@ -357,16 +356,15 @@ def test_an_update_of_streams_taken_apart_carries_the_same_state(streams: int) -
     }
     found = []
     for measured in (False, True):
-        task = TASKS["language-model"](checked(CONFIGS["language-model"], values, source="the test"), words)
+        task = TASKS["language-model"](validate(CONFIGS["language-model"], values, source="the test"), words)
         trainer = Trainer(task, run=Path("unused"), log=_Silent(), resume=False)
         state = trainer.state
         state.model.double()
-        updater = Updater(task, state, world=trainer._world, stop=threading.Event(), measures_noise=True)
+        updater = Updater(task, state, world=World(), measures_noise=True)
         trainer.feed.begin_epoch(0, state.model)
         for batch in trainer.feed:
-            updater.begin(measured=measured)
-            updater.add(batch, is_last=True)
-            assert (updater.norms is not None) == (measured and len(batch) > 1)
+            update = updater.update([batch], measure_noise=measured)
+            assert (update.norms is not None) == (measured and len(batch) > 1)
         carried = [tensor for part in carried_states(state.model) for tensor in flatten(part.state)]
         assert carried
         found.append([*carried, *(w.detach() for w in state.model.parameters())])
@@ -421,7 +419,7 @@ def test_the_probe_leaves_no_trace(tmp_path: Path, data: SequenceSet, dropout: f
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 37])
 def test_few_lengths_stand_for_all(count: int) -> None:
     shares = dict.fromkeys(range(1, count + 1), 1 / count)
-    few = _few(shares)
+    few = representative_lengths(shares)
     assert len(few) == min(count, 4)
     assert sum(few.values()) == pytest.approx(1.0)
     assert max(few) == count

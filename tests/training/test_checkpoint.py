@@ -16,8 +16,8 @@ import safetensors.torch
 import torch
 
 from stretto.errors import StrettoError
-from stretto.training import FOLDER
-from stretto.training.checkpoint import STATE, TENSORS, Checkpoint, load_newest, save_checkpoint
+from stretto.training import CHECKPOINT_FOLDER
+from stretto.training.checkpoint import STATE_FILE, TENSORS_FILE, Checkpoint, load_newest, save_checkpoint
 
 FULL_DISK = """
 import resource, sys
@@ -63,7 +63,7 @@ def _assert_same(found: Checkpoint, expected: Checkpoint) -> None:
 
 
 def _names(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / FOLDER).iterdir())
+    return sorted(path.name for path in (run / CHECKPOINT_FOLDER).iterdir())
 
 
 def _saved(run: Path, *steps: int, keep: int = 9) -> None:
@@ -88,11 +88,11 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     _saved(tmp_path, 1)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert sorted(path.name for path in files) == [STATE, TENSORS]
+    assert sorted(path.name for path in files) == [STATE_FILE, TENSORS_FILE]
     for path in files:
         assert not zipfile.is_zipfile(path)
         assert not path.read_bytes().startswith(b"\x80")
-    json.loads((tmp_path / FOLDER / "step-00000001" / STATE).read_text(encoding="utf-8"))
+    json.loads((tmp_path / CHECKPOINT_FOLDER / "step-00000001" / STATE_FILE).read_text(encoding="utf-8"))
 
 
 def _truncate(path: Path) -> None:
@@ -107,23 +107,23 @@ def _foreign(path: Path) -> None:
     path.write_bytes(b"\x80\x04\x95 something else")
 
 
-@pytest.mark.parametrize("name", [TENSORS, STATE])
+@pytest.mark.parametrize("name", [TENSORS_FILE, STATE_FILE])
 @pytest.mark.parametrize("damage", [_truncate, _empty, _foreign, Path.unlink])
 def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_taken(
     tmp_path: Path, name: str, damage: Any
 ) -> None:
     _saved(tmp_path, 1, 2)
-    damage(tmp_path / FOLDER / "step-00000002" / name)
+    damage(tmp_path / CHECKPOINT_FOLDER / "step-00000002" / name)
     found = load_newest(tmp_path)
     _assert_same(found.checkpoint, _checkpoint(1))
     assert len(found.refused) == 1
-    assert str(tmp_path / FOLDER / "step-00000002") in found.refused[0]
+    assert str(tmp_path / CHECKPOINT_FOLDER / "step-00000002") in found.refused[0]
 
 
-@pytest.mark.parametrize("name", [TENSORS, STATE])
+@pytest.mark.parametrize("name", [TENSORS_FILE, STATE_FILE])
 def test_a_flipped_bit_anywhere_is_noticed_or_changes_nothing(tmp_path: Path, name: str) -> None:
     _saved(tmp_path, 1, 2)
-    path = tmp_path / FOLDER / "step-00000002" / name
+    path = tmp_path / CHECKPOINT_FOLDER / "step-00000002" / name
     whole = path.read_bytes()
     for place in range(0, len(whole), max(1, len(whole) // 150)):
         damaged = bytearray(whole)
@@ -131,13 +131,13 @@ def test_a_flipped_bit_anywhere_is_noticed_or_changes_nothing(tmp_path: Path, na
         path.write_bytes(bytes(damaged))
         found = load_newest(tmp_path)
         _assert_same(found.checkpoint, _checkpoint(1 if found.refused else 2))
-        if name == TENSORS:
+        if name == TENSORS_FILE:
             assert len(found.refused) == 1
 
 
 def test_a_changed_number_in_the_state_is_noticed(tmp_path: Path) -> None:
     _saved(tmp_path, 1, 2)
-    path = tmp_path / FOLDER / "step-00000002" / STATE
+    path = tmp_path / CHECKPOINT_FOLDER / "step-00000002" / STATE_FILE
     text = path.read_text(encoding="utf-8")
     assert '"step": 2' in text
     path.write_text(text.replace('"step": 2', '"step": 3'), encoding="utf-8")
@@ -147,11 +147,11 @@ def test_a_changed_number_in_the_state_is_noticed(tmp_path: Path) -> None:
 
 
 def test_with_none_left_the_run_and_all_faults_are_named(tmp_path: Path) -> None:
-    with pytest.raises(StrettoError, match="has no checkpoint to go on from"):
+    with pytest.raises(StrettoError, match="has no checkpoint to resume from"):
         load_newest(tmp_path)
     _saved(tmp_path, 1, 2)
     for name in _names(tmp_path):
-        _empty(tmp_path / FOLDER / name / STATE)
+        _empty(tmp_path / CHECKPOINT_FOLDER / name / STATE_FILE)
     with pytest.raises(StrettoError, match=r"step-00000002.*step-00000001") as info:
         load_newest(tmp_path)
     assert str(tmp_path) in str(info.value)
@@ -159,7 +159,7 @@ def test_with_none_left_the_run_and_all_faults_are_named(tmp_path: Path) -> None
 
 def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
     _saved(tmp_path, 1)
-    path = tmp_path / FOLDER / "step-00000001" / STATE
+    path = tmp_path / CHECKPOINT_FOLDER / "step-00000001" / STATE_FILE
     state = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(state | {"version": 99}), encoding="utf-8")
     with pytest.raises(StrettoError, match="version"):
@@ -169,7 +169,7 @@ def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
 def test_saving_a_step_again_keeps_it_and_mends_a_torn_one(tmp_path: Path) -> None:
     _saved(tmp_path, 1, 2, 2)
     assert _names(tmp_path) == ["step-00000001", "step-00000002"]
-    _truncate(tmp_path / FOLDER / "step-00000002" / TENSORS)
+    _truncate(tmp_path / CHECKPOINT_FOLDER / "step-00000002" / TENSORS_FILE)
     _saved(tmp_path, 2)
     _assert_same(load_newest(tmp_path).checkpoint, _checkpoint(2))
 
@@ -177,7 +177,7 @@ def test_saving_a_step_again_keeps_it_and_mends_a_torn_one(tmp_path: Path) -> No
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_torn_later_one_never_crowds_out_those_that_are_whole(tmp_path: Path, keep: int) -> None:
     _saved(tmp_path, 10, 30)
-    _truncate(tmp_path / FOLDER / "step-00000030" / TENSORS)
+    _truncate(tmp_path / CHECKPOINT_FOLDER / "step-00000030" / TENSORS_FILE)
     for step in (11, 12, 13):
         _saved(tmp_path, step, keep=keep)
         found = load_newest(tmp_path)
@@ -220,7 +220,9 @@ def test_a_full_disk_leaves_the_earlier_one_whole_and_no_rest(tmp_path: Path) ->
 
 def test_what_a_crash_left_behind_is_cleared_away(tmp_path: Path) -> None:
     _saved(tmp_path, 1)
-    shutil.copytree(tmp_path / FOLDER / "step-00000001", tmp_path / FOLDER / ".step-00000002.abcd.part")
+    shutil.copytree(
+        tmp_path / CHECKPOINT_FOLDER / "step-00000001", tmp_path / CHECKPOINT_FOLDER / ".step-00000002.abcd.part"
+    )
     assert load_newest(tmp_path).path.name == "step-00000001"
     _saved(tmp_path, 3)
     assert _names(tmp_path) == ["step-00000001", "step-00000003"]

@@ -12,16 +12,16 @@ from stretto.errors import StrettoError
 from stretto.tasks.classify import ClassifyConfig
 from stretto.tasks.handwriting import HandwritingConfig
 from stretto.tasks.language_model import LanguageModelConfig
-from stretto.training import TrainConfig, checked, read_toml
+from stretto.training import TrainConfig, read_toml, validate
 
 CONFIGS = [HandwritingConfig, ClassifyConfig, LanguageModelConfig]
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_defaults_pass_their_own_checks(kind: type[TrainConfig]) -> None:
-    assert checked(kind, {}, source="here") == kind()
+    assert validate(kind, {}, source="here") == kind()
     values = {field.name: getattr(kind(), field.name) for field in dataclasses.fields(kind)}
-    assert checked(kind, values, source="here") == kind()
+    assert validate(kind, values, source="here") == kind()
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -32,7 +32,7 @@ def test_what_is_recorded_comes_back_through_json(kind: type[TrainConfig]) -> No
     recorded = json.loads(json.dumps(config.recorded()))
     assert "out" not in recorded
     assert "resume" not in recorded
-    assert dataclasses.replace(checked(kind, recorded, source="here"), out=config.out) == config
+    assert dataclasses.replace(validate(kind, recorded, source="here"), out=config.out) == config
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_all_faults_of_a_file_are_shown_at_once(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     with pytest.raises(StrettoError) as info:
-        checked(HandwritingConfig, read_toml(path), source=str(path))
+        validate(HandwritingConfig, read_toml(path), source=str(path))
     lines = str(info.value).splitlines()
     assert str(path) in lines[0]
     named = [line.strip().partition(":")[0] for line in lines[1:] if line.startswith("  ")]
@@ -120,7 +120,7 @@ def test_all_faults_of_a_file_are_shown_at_once(tmp_path: Path) -> None:
 def test_keys_may_have_dashes_or_underscores(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('batch-size = 7\nhidden_size = 9\ndata = "ink.npz"\nnum-buckets = "auto"\n', encoding="utf-8")
-    config = checked(ClassifyConfig, read_toml(path), source=str(path))
+    config = validate(ClassifyConfig, read_toml(path), source=str(path))
     assert (config.batch_size, config.hidden_size, config.data) == (7, 9, Path("ink.npz"))
 
 
@@ -138,7 +138,7 @@ def test_a_key_written_both_ways_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_toml_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(content)
-    with pytest.raises(StrettoError, match="is no TOML file") as info:
+    with pytest.raises(StrettoError, match="is not a TOML file") as info:
         read_toml(path)
     assert str(path) in str(info.value)
 
@@ -160,9 +160,9 @@ def test_a_file_that_is_not_there_or_a_folder_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_the_first_batch_is_a_number_even_if_it_is_to_be_found(values: dict[str, Any], rows: int) -> None:
-    config = checked(ClassifyConfig, values, source="here")
-    assert config.rows == rows
-    assert checked(ClassifyConfig, json.loads(json.dumps(config.recorded())), source="here") == config
+    config = validate(ClassifyConfig, values, source="here")
+    assert config.first_batch_size == rows
+    assert validate(ClassifyConfig, json.loads(json.dumps(config.recorded())), source="here") == config
 
 
 def test_settings_cannot_be_changed_afterwards() -> None:

@@ -14,9 +14,9 @@ from stretto.batching import Batch, collate
 from stretto.data import Labels, SequenceSet
 from stretto.errors import StrettoError
 from stretto.tasks.classify import Classify, ClassifyConfig
-from stretto.training import EVENTS_FILE, FOLDER, EventLog, Score, Trainer, evaluate
-from stretto.training.bucket_feed import EVALUATION_ROWS
+from stretto.training import CHECKPOINT_FOLDER, EVENTS_FILE, EventLog, Score, Trainer, evaluate
 from stretto.training.evaluate import sample_predictions
+from stretto.training.feeds import EVAL_BATCH_SIZE
 
 
 def _task(*, huge: dict[int, float] | None = None, wide: bool = False, **settings: Any) -> Classify:
@@ -41,7 +41,7 @@ def test_a_part_is_measured_as_its_sequences_one_by_one() -> None:
     task = _task()
     torch.manual_seed(0)
     model, part = task.build_model(), task.data.part("valid")
-    assert len(part) > EVALUATION_ROWS
+    assert len(part) > EVAL_BATCH_SIZE
     found = evaluate(task, model, part, device="cpu")
     model.eval()
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_a_part_on_which_the_loss_is_no_number_is_named_with_its_sequences(
         Trainer(task, run=tmp_path, log=log, resume=False).run()
     log.close()
     assert "is nan" in str(info.value)
-    assert (tmp_path / FOLDER).exists() == (part == "test")
+    assert (tmp_path / CHECKPOINT_FOLDER).exists() == (part == "test")
 
 
 def test_training_data_that_overflow_are_named(tmp_path: Path) -> None:

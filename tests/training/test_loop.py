@@ -19,8 +19,8 @@ from stretto.data import Labels, SequenceSet, Transcripts
 from stretto.errors import StrettoError
 from stretto.tasks import CONFIGS, TASKS
 from stretto.training import (
+    CHECKPOINT_FOLDER,
     EVENTS_FILE,
-    FOLDER,
     MODEL_FILE,
     AbstractTask,
     Event,
@@ -28,11 +28,11 @@ from stretto.training import (
     LossSum,
     Subscriber,
     Trainer,
-    checked,
     read_events,
+    validate,
 )
-from stretto.training.checkpoint import TENSORS
-from stretto.training.loop import Interrupted, LoopResult
+from stretto.training.checkpoint import TENSORS_FILE
+from stretto.training.trainer import Interrupted, RunResult
 
 EPOCHS, STEPS = 3, 4
 Outcome = dict[str, Any]
@@ -56,10 +56,10 @@ def _data(name: str, *, seed: int = 0) -> SequenceSet:
 
 def _task(name: str, *, data: SequenceSet | None = None, **settings: Any) -> AbstractTask[Any]:
     values = {"epochs": EPOCHS, "batch_size": 6, "hidden_size": 8, "num_buckets": 2, "dropout": 0.3, **settings}
-    return TASKS[name](checked(CONFIGS[name], values, source="the test"), data or _data(name))
+    return TASKS[name](validate(CONFIGS[name], values, source="the test"), data or _data(name))
 
 
-def _train(run: Path, task: AbstractTask[Any], *, resume: bool = False, watch: Subscriber | None = None) -> LoopResult:
+def _train(run: Path, task: AbstractTask[Any], *, resume: bool = False, watch: Subscriber | None = None) -> RunResult:
     log = EventLog(run / EVENTS_FILE, subscribers=[watch] if watch else [])
     try:
         return Trainer(task, run=run, log=log, resume=resume).run()
@@ -77,7 +77,7 @@ def _losses(trainer: Trainer) -> tuple[float, float]:
     return record.train_loss, record.valid_loss
 
 
-def _outcome(run: Path, result: LoopResult) -> Outcome:
+def _outcome(run: Path, result: RunResult) -> Outcome:
     events = read_events(run)
     clocks = ("time", "seconds", "steps_per_second")
     return {
@@ -221,7 +221,7 @@ def test_a_damaged_checkpoint_is_warned_of_and_the_one_before_gives_the_same_run
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
     run = tmp_path / "cut"
     _stopped(run, task, _at(7, "step", _ask(signal.SIGINT)))
-    damaged = run / FOLDER / "step-00000007" / TENSORS
+    damaged = run / CHECKPOINT_FOLDER / "step-00000007" / TENSORS_FILE
     damaged.write_bytes(damaged.read_bytes()[:-9])
     assert _outcome(run, _train(run, task, resume=True)) == expected
     warnings = [event["message"] for event in read_events(run) if event["event"] == "warning"]
@@ -247,7 +247,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, other: dict[s
 def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         _train(tmp_path, _task("classify"), watch=_at(2, "step", _crash))
-    with pytest.raises(StrettoError, match="has no checkpoint to go on from"):
+    with pytest.raises(StrettoError, match="has no checkpoint to resume from"):
         _train(tmp_path, _task("classify"), resume=True)
 
 
@@ -287,7 +287,7 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         _train(tmp_path, _task("classify"), watch=_at(2, "step", twice))
-    assert not (tmp_path / FOLDER).exists()
+    assert not (tmp_path / CHECKPOINT_FOLDER).exists()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -303,11 +303,11 @@ def test_a_loss_that_is_no_number_stops_and_names_the_sequences(
         return LossSum(total=summed.total * (value if len(trained) == 7 else 1.0), count=summed.count)
 
     monkeypatch.setattr(task, "loss", loss)
-    with pytest.raises(StrettoError, match=f"is {value} at step 7, on training sequences") as info:
+    with pytest.raises(StrettoError, match=f"is {value} at update 7, on training sequences") as info:
         _train(run, task)
     assert trained[-1].indices is not None
     assert f"sequences {', '.join(map(str, trained[-1].indices.tolist()))}." in str(info.value)
-    assert [path.name for path in (run / FOLDER).iterdir()] == ["step-00000004"]
+    assert [path.name for path in (run / CHECKPOINT_FOLDER).iterdir()] == ["step-00000004"]
     monkeypatch.undo()
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
     assert _outcome(run, _train(run, task, resume=True)) == expected

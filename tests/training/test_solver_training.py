@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 import stretto
 from stretto.batching import Batch
 from stretto.data import SequenceSet, StepLabels, write_npz
-from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.solvers import AbstractSolver, CacheKey, Problem, Result, Solution
 from stretto.tasks.label_steps import LabelSteps, LabelStepsConfig
@@ -33,15 +32,15 @@ from stretto.training import (
     LossSum,
     SilentLog,
     Trainer,
-    checked,
+    check_compatible,
     evaluate,
     read_events,
-    summary_of,
+    summarize_solver,
+    validate,
 )
 from stretto.training.carried import pack_caches, unpack_caches
 from stretto.training.checkpoint import Checkpoint, load_newest, save_checkpoint
-from stretto.training.loop import Interrupted
-from stretto.training.solving import Solving
+from stretto.training.trainer import Interrupted
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -66,7 +65,7 @@ def _data(*, seed: int = 0, steps: int = 60) -> SequenceSet:
 
 
 def _task(data: SequenceSet | None = None, **changes: Any) -> LabelSteps:
-    return LabelSteps(checked(LabelStepsConfig, SMALL | changes, source="the test"), data or _data())
+    return LabelSteps(validate(LabelStepsConfig, SMALL | changes, source="the test"), data or _data())
 
 
 def _trainer(run: Path, task: LabelSteps, *, resume: bool = False, subscribers: Any = ()) -> Trainer:
@@ -85,7 +84,7 @@ def _layer(trainer: Trainer) -> stretto.RNN:
 
 
 def _cache(trainer: Trainer) -> stretto.TrajectoryCache:
-    (cache,) = trainer._solving._caches
+    (cache,) = trainer._monitor._caches
     return cache
 
 
@@ -185,7 +184,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path, changes: 
     task = _task(solver="carried", chunks=4, **changes)
     whole = _trainer(tmp_path / "whole", task)
     whole.run()
-    per_epoch = whole.state.step // EPOCHS
+    per_epoch = whole.state.num_updates // EPOCHS
     step = {"start": per_epoch + 1, "middle": 2 * per_epoch - 1, "end": 3 * per_epoch - 1}[stop_at]
 
     def stop(event: Event) -> None:
@@ -270,7 +269,7 @@ def test_the_last_epochs_are_exact_when_asked(tmp_path: Path) -> None:
         ({"tolerance": 1e-3}, "tolerance=0.001 was given and the solver is 'serial'"),
         ({"solver": "shooting", "exact_epochs": 1}, "exact_epochs=1 was given and the solver is 'shooting'"),
         ({"solver": "carried", "exact_epochs": 3}, "exact_epochs=3 of epochs=3 leave none"),
-        ({"solver": "carried", "nproc": 2}, "the solver is 'carried' and there are 2 workers"),
+        ({"solver": "carried", "nproc": 2}, "the solver is 'carried' and there are 2 ranks"),
         ({"solver": "carried", "backend": "torch"}, "backend='torch' was given and the solver is 'carried'"),
     ],
 )
@@ -304,10 +303,9 @@ def test_more_chunks_than_steps_are_fine(tmp_path: Path) -> None:
     assert records[0].solving.residual_max > 0
 
 
-def test_carried_is_refused_on_every_one_of_several_workers() -> None:
-    task = _task(solver="carried", chunks=4)
-    with pytest.raises(StrettoError, match="there are 2 workers"):
-        Solving(task.build_model(), config=task.config, world=World(size=2))
+def test_carried_is_refused_on_several_ranks() -> None:
+    with pytest.raises(StrettoError, match="there are 2 ranks"):
+        check_compatible(_task(solver="carried", chunks=4).config, world_size=2)
 
 
 def test_boundaries_that_are_no_numbers_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +339,7 @@ def test_step_after_step_tells_nothing_of_solvers(tmp_path: Path) -> None:
     assert "solving" not in text
     saved = load_newest(tmp_path).checkpoint
     assert not any(name.startswith("carried") for name in saved.tensors)
-    assert not {"carried", "solving"} & saved.state.keys()
+    assert not {"carried", "solver"} & saved.state.keys()
 
 
 def test_a_checkpoint_of_another_solver_is_refused(tmp_path: Path) -> None:
@@ -363,7 +361,7 @@ class _HalfWay(AbstractSolver):
 
 
 def test_multigrid_is_told_and_also_used_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.training.solver_config.Multigrid", _HalfWay)
+    monkeypatch.setattr("stretto.training.config.Multigrid", _HalfWay)
     task = _task(solver="multigrid", tolerance=0.25)
     trainer = _trainer(tmp_path, task)
     assert _layer(trainer).solver.tolerance == 0.25  # type: ignore[union-attr]
@@ -396,7 +394,7 @@ def test_caches_survive_a_checkpoint(tmp_path_factory: pytest.TempPathFactory, d
             cache.put(CacheKey(layer="0.1", sample_id=7 - number, chunk_length=3), states)
         caches.append(cache)
     run = tmp_path_factory.mktemp("cache")
-    save_checkpoint(run, pack_caches(caches).copied(), step=1, keep=1)
+    save_checkpoint(run, pack_caches(caches).copy(), step=1, keep=1)
     fresh = [stretto.TrajectoryCache() for _ in caches]
     unpack_caches(load_newest(run).checkpoint, fresh)
     for one, other in zip(caches, fresh, strict=True):
@@ -433,7 +431,7 @@ def test_a_whole_job_tells_residual_and_memory(tmp_path: Path) -> None:
 
 
 def test_a_run_without_epochs_has_no_summary() -> None:
-    assert summary_of([]) is None
+    assert summarize_solver([]) is None
 
 
 def test_a_loss_that_is_no_number_leaves_the_record_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

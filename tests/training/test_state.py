@@ -24,7 +24,7 @@ def _state(schedule: Any, *, seed: int, batch_size: int | None = None, **setting
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     config = TrainConfig(**{"epochs": 2, "learning_rate": 0.01, "schedule": schedule, **settings})
-    return TrainState(model, config=config, steps_per_epoch=10, batch_size=batch_size)
+    return TrainState(model, config=config, updates_per_epoch=10, batch_size=batch_size)
 
 
 def _update(state: TrainState) -> tuple[float, float]:
@@ -34,7 +34,7 @@ def _update(state: TrainState) -> tuple[float, float]:
     torch.autograd.backward(loss)
     state.optimizer.step()
     state.schedule.step()
-    state.step += 1
+    state.num_updates += 1
     return loss.item(), float(state.schedule.get_last_lr()[0])
 
 
@@ -49,7 +49,7 @@ def test_what_follows_a_restored_state_is_what_would_have_followed(
     state = _state(schedule, seed=0, optimizer=optimizer)
     for _ in range(before):
         _update(state)
-    state.epoch, state.used, state.seconds, state.slots = 1, 3, 0.1 + 0.2, 77
+    state.epoch, state.batches_done, state.seconds, state.slots = 1, 3, 0.1 + 0.2, 77
     state.totals = EpochTotals(loss=1 / 3, count=5, steps_real=6, slots=7, seconds=0.7)
     saved = state.to_checkpoint(sampler={"epoch": 1}, data_digest="abc")
     save_checkpoint(tmp_path, saved, step=before, keep=1)
@@ -60,7 +60,7 @@ def test_what_follows_a_restored_state_is_what_would_have_followed(
     assert found.state["sampler"] == {"epoch": 1}
     assert found.state["data_digest"] == "abc"
     restored.load(found)
-    assert (restored.step, restored.epoch, restored.used, restored.slots) == (before, 1, 3, 77)
+    assert (restored.num_updates, restored.epoch, restored.batches_done, restored.slots) == (before, 1, 3, 77)
     assert restored.seconds == 0.1 + 0.2
     assert restored.totals == EpochTotals(loss=1 / 3, count=5, steps_real=6, slots=7, seconds=0.7)
     assert [_update(restored) for _ in range(20 - before)] == expected
@@ -109,7 +109,7 @@ def test_settings_left_alone_train_as_adamw_under_these_schedules(schedule: str)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.01, fused=True)
-    plain = TrainState(model, config=TrainConfig(), steps_per_epoch=1)
+    plain = TrainState(model, config=TrainConfig(), updates_per_epoch=1)
     plain.optimizer = optimizer
     plain.schedule = (
         OneCycleLR(optimizer, max_lr=0.01, total_steps=21, pct_start=0.15)
@@ -139,9 +139,9 @@ def test_the_batch_in_force_is_that_of_the_settings_unless_told() -> None:
     assert _state("poly", seed=0, accumulate=3, base_batch_size=32).recipe.scale == 3.0
     assert _state("poly", seed=0, batch_size=128).batch_size == 128
     model = nn.Linear(2, 2)
-    found = TrainState(model, config=TrainConfig(batch_size="auto", base_batch_size=5), steps_per_epoch=3)
+    found = TrainState(model, config=TrainConfig(batch_size="auto", base_batch_size=5), updates_per_epoch=3)
     assert (found.batch_size, found.recipe.scale) == (5, 1.0)
-    grown = TrainState(model, config=TrainConfig(batch_size="auto"), steps_per_epoch=3, batch_size=128)
+    grown = TrainState(model, config=TrainConfig(batch_size="auto"), updates_per_epoch=3, batch_size=128)
     assert (grown.batch_size, grown.recipe.scale) == (128, 4.0)
 
 
@@ -186,7 +186,7 @@ def test_another_batch_goes_on_at_the_same_place_and_keeps_what_was_learnt(sched
     assert all(torch.equal(after[key], value) for key, value in moments.items() if key.startswith("optimizer."))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    other = TrainState(model, config=config, steps_per_epoch=5, batch_size=16)
+    other = TrainState(model, config=config, updates_per_epoch=5, batch_size=16)
     expected = _rates(other, 20)[10:]
     assert state.recipe.lr == pytest.approx(0.01 * math.sqrt(2))
     assert _rates(state, 10) == pytest.approx(expected)
@@ -214,7 +214,7 @@ def test_gates_resume_to_the_bit(tmp_path: Path, optimizer: str) -> None:
     def made(seed: int) -> TrainState:
         torch.manual_seed(seed)
         config = TrainConfig(epochs=2, learning_rate=0.1, optimizer=optimizer, gates=True)  # type: ignore[arg-type]
-        return TrainState(nn.LSTM(3, 4), config=config, steps_per_epoch=10)
+        return TrainState(nn.LSTM(3, 4), config=config, updates_per_epoch=10)
 
     def walk(state: TrainState, count: int) -> list[float]:
         losses = []

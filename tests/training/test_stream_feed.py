@@ -19,7 +19,7 @@ from stretto.errors import StrettoError
 from stretto.nn import CarriedState, fresh_state
 from stretto.state import flatten
 from stretto.training import StreamFeed, TrainConfig, eval_windows
-from stretto.training.bucket_feed import BucketFeed
+from stretto.training.feeds import BucketFeed
 
 
 def _text(num_words: int, *, seed: int = 0) -> SequenceSet:
@@ -115,9 +115,9 @@ def test_the_same_streams_go_on_where_they_were_left(used: int) -> None:
     for batch in batches[:used]:
         model.follow(batch)
     resumed, later = _feed(), _Model()
-    told = resumed.load_state_dict(whole.state_dict(epoch=2, used=used))
+    told = resumed.load_state_dict(whole.state_dict(epoch=2, batches_done=used))
     resumed.load_carried(whole.carried(model), later)
-    assert (told.is_dealt_anew, told.told) == (False, "")
+    assert (told.is_replanned, told.message) == (False, "")
     resumed.begin_epoch(2, later)
     assert (later.carried.state is None) == (used == 0)
     rest = list(resumed)
@@ -142,9 +142,9 @@ def test_other_workers_read_what_is_left_once(legs: list[tuple[int, int]], num_w
         if state is not None:
             before = state["streams"]["num_streams"]
             told = [feed.load_state_dict(state) for feed in feeds]
-            assert {item.is_dealt_anew for item in told} == {before != 3 * size}
+            assert {item.is_replanned for item in told} == {before != 3 * size}
             assert all(
-                (f"cut into {3 * size} streams, not {before}" in item.told) == item.is_dealt_anew for item in told
+                (f"cut into {3 * size} streams, not {before}" in item.message) == item.is_replanned for item in told
             )
             start = state["streams"]["used"] if before == 3 * size else 0
         else:
@@ -153,7 +153,7 @@ def test_other_workers_read_what_is_left_once(legs: list[tuple[int, int]], num_w
         for feed in feeds:
             feed.begin_epoch(0, _Model())
             seen += _pairs(list(feed)[:used])
-        state = feeds[0].state_dict(epoch=0, used=start + used)
+        state = feeds[0].state_dict(epoch=0, batches_done=start + used)
         assert feeds[0].left == pytest.approx(1.0) or at
     assert sorted(seen) == [(word, word + 1) for word in range(num_words - 1)]
 
@@ -164,14 +164,14 @@ def test_the_same_streams_on_other_workers_keep_their_states() -> None:
     alone = _feed(batch_size=6)
     for feed in feeds:
         feed.begin_epoch(0, _Model())
-    state = {**feeds[0].state_dict(epoch=0, used=1)}
+    state = {**feeds[0].state_dict(epoch=0, batches_done=1)}
     model, after = _Model(), _Model()
     alone.begin_epoch(0, model)
     model.follow(next(iter(alone)))
     told = _feed(batch_size=6).load_state_dict(state)
-    assert not told.is_dealt_anew
+    assert not told.is_replanned
     for rank, feed in enumerate(feeds):
-        feed.load_state_dict(alone.state_dict(epoch=0, used=1))
+        feed.load_state_dict(alone.state_dict(epoch=0, batches_done=1))
         feed.load_carried(alone.carried(model), after)
         assert torch.equal(after.carried.state[0], model.carried.state[0][:, 3 * rank : 3 * rank + 3])
         for batch in feed:
@@ -186,7 +186,7 @@ def test_another_size_cuts_what_is_left() -> None:
     for _ in range(2):
         read.append(next(batches))
         model.follow(read[-1])
-    feed.resize(5, used=2)
+    feed.resize(5, batches_done=2)
     assert (feed.batch_size, feed.left) == (5, 25 / 49)
     feed.begin_epoch(0, model)
     assert model.carried.state is None
@@ -194,14 +194,14 @@ def test_another_size_cuts_what_is_left() -> None:
     assert len(rest[0]) == 5
     assert sorted(_pairs([*read, *rest])) == [(word, word + 1) for word in range(49)]
     resumed = _feed()
-    resumed.load_state_dict(feed.state_dict(epoch=0, used=1))
+    resumed.load_state_dict(feed.state_dict(epoch=0, batches_done=1))
     resumed.begin_epoch(0, _Model())
     assert _pairs(list(resumed)) == _pairs(rest[1:])
     feed.begin_epoch(1, model)
     assert (feed.batch_size, len(next(iter(feed))), feed.left) == (5, 5, 1.0)
     assert sorted(_pairs(list(feed))) == [(word, word + 1) for word in range(49)]
     later = _feed()
-    later.load_state_dict(feed.state_dict(epoch=2, used=0))
+    later.load_state_dict(feed.state_dict(epoch=2, batches_done=0))
     assert later.batch_size == 5
     later.resize(2)
     assert (later.batch_size, len(next(iter(later)))) == (2, 2)
@@ -213,15 +213,15 @@ def test_a_bucket_feed_changes_its_size_likewise() -> None:
     feed = feeds[0]
     feed.begin_epoch(0, model)
     first = next(iter(feed))
-    feed.resize(7, used=1)
+    feed.resize(7, batches_done=1)
     assert (feed.batch_size, feed.left) == (7, 1 - len(first) / len(text))
-    state = feed.state_dict(epoch=0, used=0)
+    state = feed.state_dict(epoch=0, batches_done=0)
     batches = list(feed)
     assert max(len(batch) for batch in batches) == 7
     assert len(first) + sum(len(batch) for batch in batches) == len(text) == feed.num_sequences
     told = feeds[1].load_state_dict(state)
     feeds[1].begin_epoch(0, model)
-    assert not told.is_dealt_anew
+    assert not told.is_replanned
     assert feeds[1].batch_size == 7
     assert [batch.indices.tolist() for batch in feeds[1]] == [batch.indices.tolist() for batch in batches]
     feed.begin_epoch(1, model)
@@ -280,7 +280,7 @@ def test_a_nested_state_comes_back_from_a_checkpoint_as_it_was() -> None:
     for carried in (model.carried, later.carried):
         carried.batch_dim = 0
     model.carried.keep((torch.randn(3, 2), (torch.randn(3, 4, dtype=torch.float64), torch.arange(3))))
-    feed.load_state_dict(feed.state_dict(epoch=0, used=1))
+    feed.load_state_dict(feed.state_dict(epoch=0, batches_done=1))
     feed.load_carried(feed.carried(model), later)
     one, (two, three) = later.carried.state
     assert (two.dtype, three.dtype) == (torch.float64, torch.int64)
@@ -301,7 +301,7 @@ def test_what_cannot_be_cut_is_refused(changes: dict[str, Any], told: str) -> No
 
 
 def test_a_position_in_another_text_is_refused() -> None:
-    state = _feed().state_dict(epoch=0, used=1)
+    state = _feed().state_dict(epoch=0, batches_done=1)
     for other in (_feed(51), _feed(window=5)):
         with pytest.raises(StrettoError, match="another text or window"):
             other.load_state_dict(state)

@@ -1,7 +1,6 @@
 """Every element of an epoch counts alike, whichever batch it comes in."""
 
 import functools
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from stretto.data import PARTS, Labels, SequenceSet
 from stretto.distributed import World
 from stretto.tasks import CONFIGS, task_named
-from stretto.training import AbstractTask, SilentLog, Trainer, TrainState, Updater, checked
+from stretto.training import AbstractTask, SilentLog, Trainer, TrainState, Updater, validate
 
 LENGTHS_VARY = ("handwriting", "label-steps", "language-model", "translate", "classify")
 # A clip is an element, as for classify.
@@ -44,7 +43,7 @@ def _task(name: str, **settings: Any) -> AbstractTask[Any]:
     values = {"hidden_size": 4, "backend": "torch", "batch_size": 8, "num_buckets": 3, "dropout": 0.0, **settings}
     if name == "language-model":
         values["layout"] = "passages"
-    return task_named(name)(checked(CONFIGS[name], values, source="the test"), _data(name, most=44))
+    return task_named(name)(validate(CONFIGS[name], values, source="the test"), _data(name, most=44))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ def _task(name: str, **settings: Any) -> AbstractTask[Any]:
 )
 def test_a_task_knows_how_many_elements_its_losses_are_sums_over(name: str, settings: dict[str, Any]) -> None:
     values = {"hidden_size": 4, "backend": "torch", **settings}
-    task = task_named(name)(checked(CONFIGS[name], values, source="the test"), _data(name, most=20))
+    task = task_named(name)(validate(CONFIGS[name], values, source="the test"), _data(name, most=20))
     model, part = task.build_model().eval(), task.data.part("train")
     with torch.no_grad():
         counts = [task.loss(model(b), b).count for b in task.eval_batches(part, world=World(), device="cpu")]
@@ -70,18 +69,16 @@ def test_the_updates_of_an_epoch_average_to_the_gradient_of_all(
     assert feed.is_bucketed
     torch.manual_seed(0)
     model = task.build_model()
-    state = TrainState(model, config=task.config, steps_per_epoch=len(feed), batch_size=feed.batch_size)
+    state = TrainState(model, config=task.config, updates_per_epoch=len(feed), batch_size=feed.batch_size)
     weights = list(model.parameters())
     seen: list[list[torch.Tensor]] = []
     monkeypatch.setattr(state.optimizer, "step", lambda: seen.append([p.grad.double().clone() for p in weights]))
-    updater = Updater(task, state, world=World(), stop=threading.Event())
+    updater = Updater(task, state, world=World())
     feed.begin_epoch(0, model)
     updater.weigh(feed, accumulate=accumulate)
     batches = list(feed)
-    for at, batch in enumerate(batches):
-        if at % accumulate == 0:
-            updater.begin()
-        updater.add(batch, is_last=(at + 1) % accumulate == 0 or at + 1 == len(batches))
+    for first in range(0, len(batches), accumulate):
+        updater.update(batches[first : first + accumulate])
     assert len(seen) == -(-len(batches) // accumulate)
     losses = [task.loss(model(batch), batch) for batch in batches]
     total, count = sum(loss.total for loss in losses), sum(loss.count for loss in losses)
@@ -98,13 +95,12 @@ def test_without_buckets_an_update_is_the_mean_of_its_own_elements(monkeypatch: 
     feed = task.feed(world=World())
     assert not feed.is_bucketed
     model = task.build_model()
-    state = TrainState(model, config=task.config, steps_per_epoch=len(feed), batch_size=feed.batch_size)
+    state = TrainState(model, config=task.config, updates_per_epoch=len(feed), batch_size=feed.batch_size)
     monkeypatch.setattr(state.optimizer, "step", lambda: None)
-    updater = Updater(task, state, world=World(), stop=threading.Event())
+    updater = Updater(task, state, world=World())
     updater.weigh(feed)
     batch = next(iter(feed))
-    updater.begin()
-    updater.add(batch, is_last=True)
+    updater.update([batch])
     weights = list(model.parameters())
     loss = task.loss(model(batch), batch)
     for weight, expected in zip(weights, torch.autograd.grad(loss.total / loss.count, weights), strict=True):
@@ -117,7 +113,7 @@ def test_training_weighs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def noted(self: Updater, feed: Any, *, accumulate: int = 1) -> None:
         weigh(self, feed, accumulate=accumulate)
-        told.append((self._usual or 0.0, accumulate))
+        told.append((self._divisor or 0.0, accumulate))
 
     monkeypatch.setattr(Updater, "weigh", noted)
     task = _task("handwriting", epochs=2, accumulate=2)

@@ -33,10 +33,10 @@ def parse(settings: type[S], words: list[str], *, prog: str, default: S | None =
 
 def check_flags(settings: S) -> S:
     """Check ranges as well as types; all errors are shown at once."""
-    from stretto.training import checked
+    from stretto.training import validate
 
     values: dict[str, Any] = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}  # type: ignore[arg-type]
-    return checked(type(settings), values, source="the command line")
+    return validate(type(settings), values, source="the command line")
 
 
 def choose(words: list[str], choices: Mapping[str, str], *, usage: str) -> tuple[str, list[str]] | None:

@@ -10,10 +10,10 @@ from stretto.cli.flags import check_flags, choose, parse, take_option
 from stretto.cli.main import show_error
 from stretto.distributed import LostRank, is_distributed, is_rank0, launch_ranks, leave_exit_code
 from stretto.errors import StrettoError
-from stretto.job import next_run, run_job, stored_settings
 from stretto.report import console_view
+from stretto.runs import next_run, resolve_settings, run_task
 from stretto.tasks import CONFIGS, TASKS
-from stretto.training import PRESET, Interrupted, TrainConfig, checked, read_toml, with_preset
+from stretto.training import PRESET, Interrupted, TrainConfig, read_toml
 
 INTERRUPTED = 130
 
@@ -27,14 +27,17 @@ def run(words: list[str]) -> int:
     name, rest = choice
     config = _config(name, rest)
     if config.nproc > 1 and not is_distributed():
-        return _launch(name, rest, config)
+        # All ranks need the same run folder.
+        out = [] if config.out is not None or config.resume else ["--out", str(next_run(name))]
+        words = ["train", name, *rest, *out]
+        return launch_ranks(words, nproc=config.nproc, threads=config.threads, max_restarts=config.max_restarts)
     try:
         return _train(name, config)
     except StrettoError as error:
         if not is_distributed():
             raise
         code = show_error(error)
-        # With a failure of its own, torchrun starts all workers again.
+        # torchrun restarts all ranks if one fails, which helps only when a rank was lost.
         return code if isinstance(error, LostRank) else leave_exit_code(code)
 
 
@@ -42,12 +45,12 @@ def _train(name: str, config: TrainConfig) -> int:
     console = Console()
     try:
         with console_view(console) if is_rank0() else contextlib.nullcontext() as view:
-            result = run_job(name, config, subscribers=[] if view is None else [view])
+            result = run_task(name, config, subscribers=[] if view is None else [view])
     except Interrupted as stop:
         again = ["stretto", "train", name, "--out", str(stop.run), "--resume"]
         if is_rank0():
             console.print(
-                Text(f"Stopped at step {stop.step}; everything is saved. Go on with:\n  {shlex.join(again)}"),
+                Text(f"Stopped at update {stop.step}; everything is saved. Continue with:\n  {shlex.join(again)}"),
                 soft_wrap=True,
             )
         return leave_exit_code(INTERRUPTED)
@@ -58,25 +61,18 @@ def _train(name: str, config: TrainConfig) -> int:
     return 0
 
 
-def _launch(name: str, words: list[str], config: TrainConfig) -> int:
-    """Start this command as several workers, all with one run folder."""
-    words = ["train", name, *words]
-    if config.out is None and not config.resume:
-        words += ["--out", str(next_run(name))]
-    return launch_ranks(words, nproc=config.nproc, threads=config.threads, max_restarts=config.max_restarts)
-
-
 def _config(name: str, words: list[str]) -> TrainConfig:
-    """Flags over TOML over a preset over what the run to resume was started with over defaults, checked as a whole."""
-    kind, prog = CONFIGS[name], f"stretto train {name}"
+    """The flags over the run to resume over the TOML file over a preset over defaults."""
+    kind = CONFIGS[name]
     path, words = take_option(words, "--config")
     values = {} if path is None else read_toml(path)
-    source = "the command line" if path is None else str(path)
-    named, _ = take_option(words, f"--{PRESET}")
-    chosen = with_preset(kind, values if named is None else {**values, PRESET: str(named)})
-    default = checked(kind, chosen if hasattr(kind, "presets") else values, source=source)
-    config = check_flags(parse(kind, words, prog=prog, default=default))
-    if not config.resume:
-        return config
-    stored = checked(kind, stored_settings(name, config) | values, source=f"the run to resume, with {source},")
-    return check_flags(parse(kind, words, prog=prog, default=stored))
+    preset, _ = take_option(words, f"--{PRESET}")
+    if preset is not None and hasattr(kind, "presets"):
+        values = {**values, PRESET: str(preset)}
+    return resolve_settings(
+        name,
+        kind,
+        lambda default: check_flags(parse(kind, words, prog=f"stretto train {name}", default=default)),
+        values=values,
+        source="the command line" if path is None else str(path),
+    )

@@ -3,9 +3,18 @@
 from stretto.distributed.launch import launch_ranks, leave_exit_code
 from stretto.distributed.mesh import TimeBlock, TimeMesh
 from stretto.distributed.replica import global_count, replicate, scale_loss
-from stretto.distributed.world import LostRank, World, detect_lost_rank, is_distributed, is_rank0, join_ranks
+from stretto.distributed.world import (
+    DeferredErrors,
+    LostRank,
+    World,
+    detect_lost_rank,
+    is_distributed,
+    is_rank0,
+    join_ranks,
+)
 
 __all__ = [
+    "DeferredErrors",
     "LostRank",
     "TimeBlock",
     "TimeMesh",

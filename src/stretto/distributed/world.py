@@ -145,6 +145,47 @@ class World:
             raise StrettoError(f"{what} of rank {', '.join(map(str, others))} differs from that of rank 0", fix=fix)
 
 
+@final
+class DeferredErrors:
+    """Errors that only rank 0 can meet, such as a full disk, kept until all ranks can raise them together.
+
+    If rank 0 raised alone, the others would wait for it in their next exchange, until the time-out. A process that is
+    alone raises at once.
+
+    Args:
+        world: The ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._error: StrettoError | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether this rank has an error to raise."""
+        return self._error is not None
+
+    @contextlib.contextmanager
+    def defer(self) -> Iterator[None]:
+        """Keep a `StrettoError` of the block; the first one counts."""
+        try:
+            yield
+        except StrettoError as error:
+            if self._world.size == 1:
+                raise
+            self._error = self._error or error
+
+    def raise_on_all(self) -> None:
+        """Raise rank 0's error on every rank, if it has one; all ranks must call."""
+
+        def check() -> str:
+            if self._error is not None:
+                raise self._error
+            return ""
+
+        self._world.on_rank0(check)
+
+
 def is_distributed() -> bool:
     """Whether torchrun, or `--nproc`, started this process as one of several ranks."""
     return _env_int("WORLD_SIZE", 1) > 1

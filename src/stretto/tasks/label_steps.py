@@ -19,7 +19,17 @@ from stretto.cells import GRU
 from stretto.data import SequenceSet, StepLabels, make_regimes
 from stretto.errors import StrettoError
 from stretto.nn import RNN, Standardise
-from stretto.training import AbstractTask, Count, LabelTrack, LossSum, Positive, Sample, Score, SolverConfig
+from stretto.training import (
+    AbstractTask,
+    Count,
+    LabelTrack,
+    LossSum,
+    Positive,
+    Sample,
+    Score,
+    SolverConfig,
+    check_compatible,
+)
 
 LEFT_OUT: Final = -100
 SHOWN_STEPS: Final = 400
@@ -62,10 +72,10 @@ class LabelStepsModel(nn.Module):
                 both,
                 dropout=between,
                 backend=config.backend,
-                solver=config.made_solver(),
+                solver=config.make_solver(),
             )
         else:
-            config.refuse_contradictions()
+            check_compatible(config)
             self.gru = nn.GRU(num_features, size, layers, batch_first=True, dropout=between, bidirectional=both)
         self.dropout = nn.Dropout(config.dropout)
         self.classify = nn.Linear(size * (2 if both else 1), num_classes)

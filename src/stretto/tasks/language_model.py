@@ -158,7 +158,7 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
         return StreamFeed(
             self.data.part("train"),
             window=config.window,
-            batch_size=config.rows,
+            batch_size=config.first_batch_size,
             max_padded_steps=config.max_padded_steps,
             world=world,
         )

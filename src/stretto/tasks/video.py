@@ -18,7 +18,7 @@ from stretto.cells import GRU
 from stretto.data import LARGEST_FRAME, SMALLEST_FRAME, Framing, Labels, SequenceSet, open_sequences
 from stretto.errors import StrettoError
 from stretto.nn import RNN, Standardise
-from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, SolverConfig
+from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, SolverConfig, check_compatible
 
 CHANNELS: Final = (16, 32)
 PLACES: Final = 4
@@ -90,10 +90,10 @@ class VideoModel(nn.Module):
         self.gru: RNN | nn.GRU
         if config.backend != "torch":
             self.gru = RNN(
-                GRU(size, size), layers, dropout=between, backend=config.backend, solver=config.made_solver()
+                GRU(size, size), layers, dropout=between, backend=config.backend, solver=config.make_solver()
             )
         else:
-            config.refuse_contradictions()
+            check_compatible(config)
             self.gru = nn.GRU(size, size, layers, batch_first=True, dropout=between)
         self.dropout = nn.Dropout(config.dropout)
         self.classify = nn.Linear(size, num_classes)

@@ -1,32 +1,39 @@
-"""Settings, loop, checkpoints, events."""
+"""Training: settings, tasks, feeds, updates, the trainer, checkpoints and events."""
 
-from stretto.training.batch_tuning import BatchTuning
-from stretto.training.checkpoint import FOLDER
-from stretto.training.config import Count, NotNegative, Positive, Share, TrainConfig, checked, read_toml
-from stretto.training.divergence import Diverged
+from stretto.training.batch_policy import TunedBatch
+from stretto.training.checkpoint import CHECKPOINT_FOLDER
+from stretto.training.config import (
+    PRESET,
+    Count,
+    NotNegative,
+    Positive,
+    Share,
+    SolverConfig,
+    TrainConfig,
+    check_compatible,
+    read_toml,
+    validate,
+    with_preset,
+)
 from stretto.training.evaluate import evaluate
 from stretto.training.events import EVENTS_FILE, AbstractLog, Event, EventLog, SilentLog, Subscriber, read_events
-from stretto.training.feed import AbstractFeed
-from stretto.training.loop import MODEL_FILE, EpochRecord, Trainer
-from stretto.training.outcome import Interrupted
-from stretto.training.preset import PRESET, with_preset
-from stretto.training.solver_config import SolverConfig
-from stretto.training.solving import summary_of
+from stretto.training.feeds import AbstractFeed, BucketFeed
+from stretto.training.solver import SolverRecord, summarize_solver
 from stretto.training.state import TrainState
-from stretto.training.stopping import stop_on_signals
 from stretto.training.stream_feed import StreamFeed, eval_windows
 from stretto.training.task import AbstractTask, LabelTrack, LossSum, Sample, Score
-from stretto.training.update import Updater
+from stretto.training.trainer import MODEL_FILE, EpochRecord, Interrupted, RunResult, Trainer, stop_on_signals
+from stretto.training.update import Diverged, Update, Updater
 
 __all__ = [
+    "CHECKPOINT_FOLDER",
     "EVENTS_FILE",
-    "FOLDER",
     "MODEL_FILE",
     "PRESET",
     "AbstractFeed",
     "AbstractLog",
     "AbstractTask",
-    "BatchTuning",
+    "BucketFeed",
     "Count",
     "Diverged",
     "EpochRecord",
@@ -37,23 +44,28 @@ __all__ = [
     "LossSum",
     "NotNegative",
     "Positive",
+    "RunResult",
     "Sample",
     "Score",
     "Share",
     "SilentLog",
     "SolverConfig",
+    "SolverRecord",
     "StreamFeed",
     "Subscriber",
     "TrainConfig",
     "TrainState",
     "Trainer",
+    "TunedBatch",
+    "Update",
     "Updater",
-    "checked",
+    "check_compatible",
     "eval_windows",
     "evaluate",
     "read_events",
     "read_toml",
     "stop_on_signals",
-    "summary_of",
+    "summarize_solver",
+    "validate",
     "with_preset",
 ]

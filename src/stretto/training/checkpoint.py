@@ -1,7 +1,7 @@
-"""Checkpoints: a folder each, whole or not there, no pickle.
+"""Checkpoints: a folder each, complete or absent, no pickle, written while training continues.
 
-A checkpoint holds `tensors.safetensors` and `state.json`; the latter is written last and carries the checksum of both,
-and the folder gets its name by one rename when both are on disk.
+A checkpoint holds `tensors.safetensors` and `state.json`; the latter is written last and has the checksum of both, and
+the folder gets its name by one rename when both are on disk.
 """
 
 import contextlib
@@ -12,21 +12,25 @@ import json
 import os
 import secrets
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import safetensors
 import safetensors.torch
 import torch
 
+from stretto.distributed import DeferredErrors
 from stretto.errors import StrettoError
 from stretto.files import disk_errors, sync_folder
+from stretto.training.events import AbstractLog
 
-FOLDER: Final = "checkpoints"
-TENSORS: Final = "tensors.safetensors"
-STATE: Final = "state.json"
-VERSION: Final = 3
+CHECKPOINT_FOLDER: Final = "checkpoints"
+TENSORS_FILE: Final = "tensors.safetensors"
+STATE_FILE: Final = "state.json"
+VERSION: Final = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +40,23 @@ class Checkpoint:
     tensors: dict[str, torch.Tensor]
     state: dict[str, Any]
 
-    def joined(self, other: "Checkpoint") -> "Checkpoint":
-        """What is in either; both have names of their own."""
-        return Checkpoint(tensors={**self.tensors, **other.tensors}, state={**self.state, **other.state})
+    def merge(self, *others: "Checkpoint") -> "Checkpoint":
+        """One checkpoint of several, whose names differ."""
+        merged = Checkpoint(tensors=dict(self.tensors), state=dict(self.state))
+        for other in others:
+            merged.tensors.update(other.tensors)
+            merged.state.update(other.state)
+        return merged
 
-    def copied(self) -> "Checkpoint":
-        """The same, in memory of its own: training can go on while it is written."""
+    def copy(self) -> "Checkpoint":
+        """A copy in memory of its own, so that training can continue while it is written."""
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
         return Checkpoint(tensors=tensors, state=copy.deepcopy(self.state))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCheckpoint:
-    """The newest whole checkpoint, and what was wrong with newer ones."""
+    """The newest complete checkpoint, and what was wrong with newer ones."""
 
     checkpoint: Checkpoint
     path: Path
@@ -56,11 +64,11 @@ class FoundCheckpoint:
 
 
 def save_checkpoint(run: Path, checkpoint: Checkpoint, *, step: int, keep: int) -> Path:
-    """Write a checkpoint beside the others, then remove all but it and the `keep` - 1 before it."""
-    folder = run / FOLDER
+    """Write a checkpoint, then remove all but it and the `keep` - 1 before it."""
+    folder = run / CHECKPOINT_FOLDER
     path = folder / f"step-{step:08d}"
     if _is_whole(path):
-        # Saved already, for example by an interrupt at the very end of an epoch: the same step has the same state.
+        # Saved already, for example by an interrupt at the very end of an epoch: the same update has the same state.
         return path
     temporary = folder / f".{path.name}.{secrets.token_hex(4)}.part"
     with disk_errors(path, doing="write the checkpoint"):
@@ -82,17 +90,82 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, step: int, keep: int) 
 
 
 def load_newest(run: Path) -> FoundCheckpoint:
-    """The newest checkpoint that is whole; torn or foreign ones are refused by name and the one before is taken."""
+    """The newest complete checkpoint; damaged or foreign ones are named, and the one before is taken."""
     refused: list[str] = []
-    for path in sorted((run / FOLDER).glob("step-*"), reverse=True):
+    for path in sorted((run / CHECKPOINT_FOLDER).glob("step-*"), reverse=True):
         try:
             return FoundCheckpoint(checkpoint=_read(path), path=path, refused=tuple(refused))
         except StrettoError as error:
             refused.append(str(error))
     found = f" ({'; '.join(refused)})" if refused else ""
     raise StrettoError(
-        f"{str(run)!r} has no checkpoint to go on from{found}", fix="Start again with a new --out folder."
+        f"{str(run)!r} has no checkpoint to resume from{found}", fix="Start again with a new --out folder."
     )
+
+
+@final
+class CheckpointWriter:
+    """Writes one checkpoint at a time in a thread, and records each that is on disk.
+
+    The error of a write is kept in `errors` by the next call.
+
+    Args:
+        run: The run folder.
+        keep: How many checkpoints to keep.
+        log: Where each checkpoint is recorded.
+        errors: Where errors go, which only the rank that writes can meet.
+
+    Attributes:
+        seconds: Time in which training waited.
+    """
+
+    def __init__(self, run: Path, *, keep: int, log: AbstractLog, errors: DeferredErrors) -> None:
+        self._run, self._keep, self._log, self._errors = run, keep, log, errors
+        self._thread: threading.Thread | None = None
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self.seconds = 0.0
+
+    def begin(self, checkpoint: Checkpoint, *, step: int, seconds: float = 0.0) -> None:
+        """Begin to write a checkpoint that nothing changes any more, when the one before is on disk and recorded.
+
+        Args:
+            checkpoint: What to write.
+            step: Updates made.
+            seconds: What it took to prepare.
+        """
+        self.wait()
+
+        def write() -> None:
+            try:
+                self._path = save_checkpoint(self._run, checkpoint, step=step, keep=self._keep)
+            except BaseException as error:  # noqa: BLE001 - raised by `wait`
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="checkpoint")
+        self._thread.start()
+        self.seconds += seconds
+
+    def poll(self) -> None:
+        """Record the checkpoint under way if it is on disk."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint under way, and record it."""
+        begun = time.perf_counter()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, path = self._error, self._path
+        self._error = self._path = None
+        with self._errors.defer():
+            if error is not None:
+                raise error
+            if path is not None:
+                step = int(path.name.rpartition("-")[2])
+                self._log.emit("checkpoint", step=step, path=str(path.relative_to(self._run)))
+        self.seconds += time.perf_counter() - begun
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -105,11 +178,11 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def _write_into(folder: Path, checkpoint: Checkpoint) -> None:
-    save_tensors(checkpoint.tensors, folder / TENSORS)
-    checksum = _checksum(folder / TENSORS, checkpoint.state)
+    save_tensors(checkpoint.tensors, folder / TENSORS_FILE)
+    checksum = _checksum(folder / TENSORS_FILE, checkpoint.state)
     state = {"version": VERSION, "sha256": checksum, **checkpoint.state}
-    (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
-    for file in (TENSORS, STATE):
+    (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+    for file in (TENSORS_FILE, STATE_FILE):
         with (folder / file).open("rb") as stream:
             os.fsync(stream.fileno())
     sync_folder(folder)
@@ -117,14 +190,14 @@ def _write_into(folder: Path, checkpoint: Checkpoint) -> None:
 
 def _read(path: Path) -> Checkpoint:
     with _named(path):
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
         if not isinstance(state, dict) or state.pop("version", None) != VERSION:
-            raise ValueError(f"{STATE} is of another version")
-        if state.pop("sha256", None) != _checksum(path / TENSORS, state):
-            raise ValueError(f"{TENSORS} and {STATE} do not have the checksum they were saved with")
-        found = safetensors.torch.load_file(path / TENSORS)
-        # Copies lie as any tensor does. Those of a file begin anywhere, and products of a BLAS, and so the last digits
-        # of a resumed run, depend on that.
+            raise ValueError(f"{STATE_FILE} was written by another version of Stretto")
+        if state.pop("sha256", None) != _checksum(path / TENSORS_FILE, state):
+            raise ValueError(f"{TENSORS_FILE} and {STATE_FILE} do not have the checksum they were saved with")
+        found = safetensors.torch.load_file(path / TENSORS_FILE)
+        # Copies are aligned as any tensor is. Those of a file begin anywhere, and the last digits of a BLAS product,
+        # and so of a resumed run, depend on that.
         return Checkpoint(tensors={name: tensor.clone() for name, tensor in found.items()}, state=state)
 
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from types import SimpleNamespace
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import pydantic
 from pydantic import Field
@@ -11,6 +13,7 @@ from pydantic import Field
 from stretto.errors import StrettoError
 from stretto.kernels import Backend
 from stretto.large_batch import OptimizerName, ScalingRule, ScheduleName
+from stretto.solvers import MAX_KERNEL_ROWS, AbstractSolver, Multigrid, Shooting, TrajectoryCache
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,55 +25,62 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
+PRESET: Final = "preset"
+MEGABYTE: Final = 1 << 20
+NOT_RECORDED: Final = frozenset(
+    "out resume nproc time_parallel max_restarts rank_timeout_minutes record_sequences".split()
+)
+"""Settings that say where and how a run is made, and may change when it resumes."""
+
 C = TypeVar("C")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What every task can be told.
+    """Settings that every task has.
 
     Attributes:
         data: A file or folder that `stretto inspect` can read; left out, the task's embedded data.
         out: The run folder; left out, the next free one under runs/.
-        resume: Go on with the run in `out` (left out: the latest of this task) exactly where it stopped.
+        resume: Continue the run in `out` (left out: the latest of this task) exactly where it stopped.
         epochs: Passes over the training data.
         batch_size: Most sequences in a batch; auto begins with base_batch_size (left out: the task's own) and lets
-            measurements decide on more.
-        base_batch_size: The batch, over all workers and accumulated steps, that learning_rate and warmup_epochs belong
-            to; the rule adapts both to the batch in force. Left out, they are taken as they are.
+            measurements choose a larger one.
+        base_batch_size: The batch, over all ranks and accumulated batches, that learning_rate and warmup_epochs belong
+            to; the rule adapts both to the batch in force. Left out, they are used as they are.
         rule: How they follow the batch. Legw: the rate by the square root, the warm-up in proportion; sqrt and linear:
             the rate alone; none: neither.
         max_padded_steps: Most slots (sequences times longest) in a batch, a hard cap.
         num_buckets: Length buckets; 1 is plain shuffled batches, auto takes as many as pay.
-        hidden_size: Units of the recurrent layer, each direction.
+        hidden_size: Units of the recurrent layer, per direction.
         num_layers: Recurrent layers.
         dropout: Share of activations dropped between layers.
         learning_rate: Peak of the schedule.
         optimizer: Sgd is plain; momentum and nesterov have a momentum of 0.9; lars and lamb scale the update of each
             matrix by its norm, and lars counts rates in other units: 4 to 32 are usual.
         schedule: One-cycle rises and falls over the run; constant rises once and stays; the others fall after the
-            warm-up: poly by the square of what is left, exponential a little at every update, step at times, cosine,
-            and ptb once an epoch after some flat ones.
+            warm-up: poly by the square of the share that is left, exponential a little at every update, step at times,
+            cosine, and ptb once per epoch after some flat ones.
         warmup_epochs: Until the peak, at the base batch. Left out: 15 % of the run in one-cycle, 100 updates from a
-            tenth of the rate on in constant, none in the others.
+            tenth of the rate in constant, none in the others.
         warmup_cap: Largest share of the run that warmup_epochs may grow to.
-        decay_factor: What is left of the rate each time it falls: for exponential (0.95), step (0.1) and ptb (0.5).
+        decay_factor: What the rate is multiplied by each time it falls: for exponential (0.95), step (0.1), ptb (0.5).
         flat_epochs: For ptb, epochs before the rate falls (4); for step, epochs between falls (a third of the run).
         gates: For lars and lamb: scale every gate of a recurrent layer by its own norm.
-        weight_decay: Left out, 0.01 in adamw and none in the others. In adamw all weights have it; in the others
-            biases and gains have none.
+        weight_decay: Left out, 0.01 in adamw and none in the others. In adamw all weights decay; in the others biases
+            and gains do not.
         clip_norm: Largest norm of a gradient.
         seed: Everything random follows from it.
-        backend: What runs the recurrent layers. Auto and cpp: generated code, which computes real steps only; eager:
-            the same, operator by operator; torch: PyTorch's own layers, padding and all.
-        threads: Cores to use; left out, what torch takes.
+        backend: Who runs the recurrent layers: auto takes compiled kernels where it can, which compute real steps only;
+            torch is torch's own, padding included.
+        threads: Cores to use; left out, torch's choice.
         device: Where to train, as torch names it.
         checkpoint_minutes: Also save this often within an epoch; every epoch is saved anyway.
         keep_checkpoints: How many to keep.
-        accumulate: Batches that make one update, from different buckets.
-        on_nan: When a loss or gradient is no number: stop, or skip that update and go on.
+        accumulate: Batches per update, from different buckets.
+        on_nan: When a loss or gradient is NaN or inf: stop, or skip that update and continue.
         nproc: Ranks to train with on this machine; each takes batches of the size given.
-        time_parallel: Ranks that share the same sequences and divide their steps; it must divide their number.
+        time_parallel: Ranks that share the same sequences and divide their steps; it must divide the number of ranks.
         max_restarts: How often to restart all ranks when one is lost.
         rank_timeout_minutes: Minutes without an answer after which a rank counts as lost.
         record_sequences: Also record which sequences each update was made of, for an audit.
@@ -115,33 +125,168 @@ class TrainConfig:
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = pydantic.ConfigDict(extra="forbid")
 
     @property
-    def rows(self) -> int:
-        """The batch size to begin with, for one worker."""
+    def first_batch_size(self) -> int:
+        """The batch size to begin with, of one rank."""
         if self.batch_size == "auto":
-            usual = type(self).batch_size
-            assert isinstance(usual, int)
-            return self.base_batch_size or usual
+            default = type(self).batch_size
+            assert isinstance(default, int)
+            return self.base_batch_size or default
         return self.batch_size
 
     def recorded(self) -> dict[str, Any]:
         """The settings that shape the result, as JSON-ready values; where and how it runs is left out."""
-        values = dataclasses.asdict(self)
-        for key in (
-            "out",
-            "resume",
-            "nproc",
-            "time_parallel",
-            "max_restarts",
-            "rank_timeout_minutes",
-            "record_sequences",
-        ):
-            values.pop(key)
+        values = {name: value for name, value in dataclasses.asdict(self).items() if name not in NOT_RECORDED}
         values["data"] = None if self.data is None else str(self.data)
         return values
 
 
-def checked(kind: type[C], values: dict[str, Any], *, source: str) -> C:
-    """Build settings from plain values; all faults are shown at once.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SolverConfig(TrainConfig):
+    """More settings for a task whose model is a `stretto.RNN`.
+
+    Attributes:
+        solver: How to run through time. Serial: sequentially. Shooting: many chunks of time at once, swept until they
+            agree; exact. Carried: one sweep, each chunk from where its neighbour ended when the sequence was last
+            seen; not exact, and the residual is reported. Multigrid: as published; not exact, and the residual is
+            reported. Auto: whichever is expected to be fastest.
+        chunks: For shooting and carried: chunks of the longest sequence in a batch; auto fills the rows of a kernel.
+        tolerance: For shooting, and for multigrid to iterate until then: the residual allowed where chunks meet.
+        exact_epochs: For carried: run this many epochs at the end sequentially.
+        cache_megabytes: For carried: most memory for chunk boundaries; beyond it the least recently used sequences are
+            dropped and start anew.
+    """
+
+    solver: Literal["serial", "auto", "shooting", "carried", "multigrid"] = "serial"
+    chunks: Count | Literal["auto"] = "auto"
+    tolerance: Positive | None = None
+    exact_epochs: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    cache_megabytes: Annotated[float, Field(gt=0.0, lt=2**40, allow_inf_nan=False)] = 1024.0
+
+    def make_solver(self) -> AbstractSolver | Literal["serial", "auto"]:
+        """A solver for one `stretto.RNN`, which must not be shared: solvers remember sequences.
+
+        Raises:
+            StrettoError: Settings contradict each other.
+        """
+        check_compatible(self)
+        if self.solver in ("serial", "auto"):
+            return "serial" if self.solver == "serial" else "auto"
+        if self.solver == "multigrid":
+            return Multigrid(tolerance=self.tolerance)
+        if self.solver == "carried":
+            # Not by the rows of each batch, which vary: a sequence that is cut differently is not found again.
+            chunks = max(2, MAX_KERNEL_ROWS // self.first_batch_size) if self.chunks == "auto" else self.chunks
+            cache = TrajectoryCache(max_bytes=max(1, int(self.cache_megabytes * MEGABYTE)))
+            return Shooting(num_chunks=chunks, max_sweeps=1, cache=cache)
+        return Shooting(num_chunks=self.chunks, tolerance=self.tolerance or Shooting().tolerance)
+
+
+CONFLICTS: Final[tuple[tuple[Callable[[SimpleNamespace], bool], str, str], ...]] = (
+    (
+        lambda run: run.batch_size == "auto" and (run.accumulate > 1 or run.time_parallel > 1),
+        "--batch-size auto was given with --accumulate {accumulate} and --time-parallel {time_parallel}",
+        "Leave these out: it accumulates by itself where that pays, and trains on whole sequences.",
+    ),
+    (
+        lambda run: run.time_parallel > 1 and run.world_size % run.time_parallel,
+        "time_parallel={time_parallel} does not divide the number of ranks, which is {world_size}",
+        "Start a multiple of it, with --nproc or torchrun --nproc-per-node.",
+    ),
+    (
+        lambda run: run.time_parallel > 1 and not run.has_step_labels,
+        "time_parallel={time_parallel} was given and the task {task!r} needs whole sequences on one rank",
+        "Leave --time-parallel out, or train a task with a label for each step: label-steps.",
+    ),
+    (
+        lambda run: run.time_parallel > 1 and run.backend == "torch",
+        "time_parallel={time_parallel} was given and backend='torch', whose layers run on one rank alone",
+        "Leave --backend or --time-parallel out.",
+    ),
+    (
+        lambda run: run.time_parallel > 1 and run.solver != "serial",
+        "time_parallel={time_parallel} was given and the solver is {solver!r}: choose one of the two",
+        "Leave --solver or --time-parallel out.",
+    ),
+    (
+        lambda run: run.backend == "torch" and run.solver != "serial",
+        "backend='torch' was given and the solver is {solver!r}, which torch's own layers do not have",
+        "Leave --backend or --solver out.",
+    ),
+    (
+        lambda run: run.chunks != "auto" and run.solver not in ("shooting", "carried"),
+        "chunks={chunks} was given and the solver is {solver!r}",
+        "Leave --chunks out, or choose --solver shooting or carried.",
+    ),
+    (
+        lambda run: run.tolerance is not None and run.solver not in ("shooting", "multigrid"),
+        "tolerance={tolerance} was given and the solver is {solver!r}",
+        "Leave --tolerance out, or choose --solver shooting or multigrid.",
+    ),
+    (
+        lambda run: run.exact_epochs and run.solver != "carried",
+        "exact_epochs={exact_epochs} was given and the solver is {solver!r}",
+        "Leave --exact-epochs out, or choose --solver carried.",
+    ),
+    (
+        lambda run: run.exact_epochs and run.exact_epochs >= run.epochs,
+        "exact_epochs={exact_epochs} of epochs={epochs} leave none in which boundaries are carried",
+        "Lower --exact-epochs, or choose --solver serial.",
+    ),
+    (
+        lambda run: run.solver == "carried" and run.chunks == 1,
+        "the solver is 'carried' and chunks=1 has no boundaries to carry",
+        "Give --chunks 2 or more, or choose --solver serial.",
+    ),
+    (
+        lambda run: run.solver == "carried" and run.world_size > 1,
+        "the solver is 'carried' and there are {world_size} ranks: sequences change ranks every epoch, and their "
+        "boundaries are known only to the rank that saw them last",
+        "Train on one rank, or choose --solver serial or shooting.",
+    ),
+)
+"""Settings that exclude each other: when, what to say, and what to do. `run` has the settings and `check_compatible`'s
+arguments; `{name}` in a message is their value."""
+
+
+def check_compatible(
+    config: TrainConfig, *, task: str = "", world_size: int | None = None, has_step_labels: bool = True
+) -> None:
+    """Refuse settings that exclude each other, which would otherwise be ignored silently.
+
+    Args:
+        config: The settings.
+        task: Its name.
+        world_size: Number of ranks; by default as many as the settings ask for.
+        has_step_labels: Whether each step has a label, so that ranks can divide the steps.
+
+    Raises:
+        StrettoError: The first conflict in `CONFLICTS`.
+    """
+    facts = {"task": task, "has_step_labels": has_step_labels}
+    defaults = {"solver": "serial", "chunks": "auto", "tolerance": None, "exact_epochs": 0}
+    if world_size is None:
+        # The ranks are not there yet; whether their number fits is checked when they are.
+        world_size = config.nproc * config.time_parallel
+    values = {**defaults, **dataclasses.asdict(config), **facts, "world_size": max(world_size, config.nproc)}
+    for applies, problem, fix in CONFLICTS:
+        if applies(SimpleNamespace(**values)):
+            raise StrettoError(problem.format(**values), fix=fix)
+
+
+def with_preset(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings given, and the values of the preset they name for those left out.
+
+    Args:
+        kind: The settings class of a task; its `presets`, if it has any, are settings by name.
+        values: What was given. An unknown preset is left for `validate`.
+    """
+    presets: Mapping[str, Mapping[str, Any]] = getattr(kind, "presets", {})
+    name = values.get(PRESET)
+    return {**(presets.get(name, {}) if isinstance(name, str) else {}), **values}
+
+
+def validate(kind: type[C], values: Mapping[str, Any], *, source: str) -> C:
+    """Build settings from plain values; all problems are shown at once.
 
     Args:
         kind: The settings class of the task.
@@ -149,7 +294,7 @@ def checked(kind: type[C], values: dict[str, Any], *, source: str) -> C:
         source: Named in the error: the file or the call they came from.
     """
     try:
-        return pydantic.TypeAdapter(kind).validate_python(values)
+        return pydantic.TypeAdapter(kind).validate_python(dict(values))
     except pydantic.ValidationError as error:
         known = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
         # A union reports one line for each of its members; one line for each setting is enough.
@@ -161,14 +306,16 @@ def checked(kind: type[C], values: dict[str, Any], *, source: str) -> C:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The keys of a TOML file; a key may be written with dashes or underscores."""
+    """The keys and values of a TOML file; a key may be written with dashes or underscores."""
     try:
         with path.open("rb") as stream:
             values = tomllib.load(stream)
     except OSError as error:
         raise StrettoError(f"could not read {str(path)!r}: {error.strerror}", fix="Check the path.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise StrettoError(f"{str(path)!r} is no TOML file: {error}", fix="Write lines such as epochs = 10.") from error
+        raise StrettoError(
+            f"{str(path)!r} is not a TOML file: {error}", fix="Write lines such as epochs = 10."
+        ) from error
     spelt = {key.replace("-", "_"): value for key, value in values.items()}
     if len(spelt) < len(values):
         twice = sorted(key for key in spelt if "_" in key and {key, key.replace("_", "-")} <= values.keys())

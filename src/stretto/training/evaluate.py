@@ -12,10 +12,10 @@ from torch import nn
 from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.nn import fresh_state
-from stretto.training.bucket_feed import eval_batches
-from stretto.training.divergence import MOST_NAMED, diverged
-from stretto.training.solving import step_after_step
+from stretto.training.feeds import eval_batches
+from stretto.training.solver import run_serially
 from stretto.training.task import AbstractTask, Sample, Score
+from stretto.training.update import MAX_NAMED_SEQUENCES, diverged
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,22 +36,22 @@ def evaluate(
     world: World | None = None,
     by_solver: bool = False,
 ) -> Evaluation:
-    """Measure the model on every sequence of `part`, shared out to workers.
+    """Loss and metrics of the model on every sequence of `part`, divided among the ranks.
 
     Args:
         task: Loss and metric.
-        model: What to measure.
-        part: On which sequences.
-        device: Where.
+        model: The model.
+        part: The sequences.
+        device: Where the model is.
         final: Spend more time on decoding.
-        world: The workers.
-        by_solver: Walk through time as in training, instead of step after step.
+        world: The ranks.
+        by_solver: Run through time with the solver of training, instead of sequentially.
     """
     world = world or World()
     loss, count = 0.0, 0
     scores: dict[str, Score] = {}
     bad: list[int] = []
-    with _measuring(model, by_solver=by_solver):
+    with _evaluation_mode(model, by_solver=by_solver):
         for batch in task.eval_batches(part, world=world, device=device):
             if not len(batch):
                 continue
@@ -67,46 +67,48 @@ def evaluate(
                 scores[name] = scores[name] + score if name in scores else score
     loss, total_count, *_ = world.all_reduce_sum([loss, float(count)])
     if not math.isfinite(loss):
-        numbers = world.all_gather([float(n) for n in (*bad[:MOST_NAMED], *[-1] * (MOST_NAMED - len(bad)))])
+        numbers = world.all_gather(
+            [float(n) for n in (*bad[:MAX_NAMED_SEQUENCES], *[-1] * (MAX_NAMED_SEQUENCES - len(bad)))]
+        )
         named = [int(number) for row in numbers for number in row if number >= 0]
-        raise diverged(named, loss, where=f"in measuring {part.name}, on sequences")
-    return Evaluation(loss=loss / max(1.0, total_count), metrics=task.summary(_added_up(scores, world)))
+        raise diverged(named, loss, where=f"in the evaluation of {part.name}, on sequences")
+    return Evaluation(loss=loss / max(1.0, total_count), metrics=task.summary(_sum_scores(scores, world)))
 
 
-def _added_up(scores: dict[str, Score], world: World) -> dict[str, Score]:
-    """Scores of all workers; one without a share knows no names, but has nothing to add either."""
-    names = _names(scores, world)
-    own = [value for name in names for score in [scores.get(name)] for value in _numbers(score)]
+def _sum_scores(scores: dict[str, Score], world: World) -> dict[str, Score]:
+    """Scores summed over ranks; a rank without sequences has none to add."""
+    names = _score_names(scores, world)
+    own = [value for name in names for score in [scores.get(name)] for value in _amounts(score)]
     sums = iter(world.all_reduce_sum(own))
     return {name: Score(amount=next(sums), count=next(sums)) for name in names}
 
 
-def _names(scores: dict[str, Score], world: World) -> list[str]:
-    """What any worker has measured: the first one may have no share."""
+def _score_names(scores: dict[str, Score], world: World) -> list[str]:
+    """The names of all ranks' scores: rank 0 may have no sequences, and so no names."""
     letters = list("\n".join(scores).encode())
     room = int(max(row[0] for row in world.all_gather([float(len(letters))])))
     found = world.all_gather([*map(float, letters), *[float(ord("\n"))] * (room - len(letters))])
     return sorted({name for row in found for name in bytes(map(int, row)).decode().splitlines() if name})
 
 
-def _numbers(score: Score | None) -> tuple[float, float]:
+def _amounts(score: Score | None) -> tuple[float, float]:
     return (0.0, 0.0) if score is None else (score.amount, score.count)
 
 
 def sample_predictions(task: AbstractTask[Any], model: nn.Module, part: SequenceSet, *, device: str) -> list[Sample]:
     """Targets and predictions of every sequence of `part`, for the report."""
-    with _measuring(model):
+    with _evaluation_mode(model):
         batches = eval_batches(part, max_padded_steps=task.config.max_padded_steps, device=device, world=World())
         return [sample for batch in batches for sample in task.samples(model(batch), batch)]
 
 
 @contextlib.contextmanager
-def _measuring(model: nn.Module, *, by_solver: bool = False) -> Iterator[None]:
-    """No gradients, dropout off, nothing carried, step after step, and the model as it was afterwards."""
+def _evaluation_mode(model: nn.Module, *, by_solver: bool = False) -> Iterator[None]:
+    """No gradients, dropout off, nothing carried, sequential; afterwards the model is as it was."""
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), fresh_state(model), contextlib.nullcontext() if by_solver else step_after_step(model):
+        with torch.no_grad(), fresh_state(model), contextlib.nullcontext() if by_solver else run_serially(model):
             yield
     finally:
         model.train(was_training)

@@ -1,4 +1,4 @@
-"""The record of a run: one JSON object a line, from which console, report and resume read."""
+"""The record of a run: one JSON object per line, from which console, report and resume read."""
 
 import contextlib
 import json
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO, final
 
+from stretto.distributed import DeferredErrors
 from stretto.errors import StrettoError
 from stretto.files import disk_errors
 
@@ -26,23 +27,45 @@ class AbstractLog(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what is held."""
+        """Close what is open."""
 
 
 @final
 class SilentLog(AbstractLog):
-    """Keeps nothing: of several workers, the first records for all."""
+    """Records nothing: of several ranks, rank 0 records for all."""
 
     def emit(self, kind: str, **values: Any) -> None:
-        """Pass over an event."""
+        """Drop an event."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing is open."""
+
+
+@final
+class DeferredLog(AbstractLog):
+    """Emits to another log, whose errors are kept until all ranks can raise them.
+
+    Args:
+        log: Where events go.
+        errors: Where its errors are kept.
+    """
+
+    def __init__(self, log: AbstractLog, errors: DeferredErrors) -> None:
+        self._log, self._errors = log, errors
+
+    def emit(self, kind: str, **values: Any) -> None:
+        """Record one event."""
+        with self._errors.defer():
+            self._log.emit(kind, **values)
+
+    def close(self) -> None:
+        """Close the other log."""
+        self._log.close()
 
 
 @final
 class EventLog(AbstractLog):
-    """Appends events to a file, created with the first of them, and hands each to its subscribers.
+    """Appends events to a file, created with the first of them, and passes each to its subscribers.
 
     Args:
         path: The file; its earlier lines are kept.
@@ -68,7 +91,7 @@ class EventLog(AbstractLog):
     def close(self) -> None:
         """Close the file."""
         if self._stream is not None:
-            # Every event was flushed when it was emitted; a line that is left failed then, and was told of.
+            # Every event was flushed when it was emitted; a line still in the buffer failed then, and was reported.
             with contextlib.suppress(OSError):
                 self._stream.close()
             self._stream = None
@@ -78,7 +101,7 @@ class EventLog(AbstractLog):
         written = self._path.read_bytes() if self._path.exists() else b""
         stream = self._path.open("a", encoding="utf-8")
         if written and not written.endswith(b"\n"):
-            # A crash tore the last line; what follows must not be glued to it.
+            # A crash cut the last line short; what follows must not be appended to it.
             stream.write("\n")
         return stream
 
@@ -86,8 +109,8 @@ class EventLog(AbstractLog):
 def read_events(path: Path) -> list[Event]:
     """The events of a run as they count in the end.
 
-    A line torn by a crash is passed over. When a run was resumed at step s, what it had recorded of later steps is
-    superseded by what came after the resumption, and left out.
+    A line cut short by a crash is skipped. When a run was resumed at step s, its earlier events of later steps are
+    superseded by those after the resumption, and left out.
 
     Args:
         path: `events.jsonl`, or the run folder that holds it.

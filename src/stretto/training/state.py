@@ -1,4 +1,4 @@
-"""All that training carries from one step to the next, and its way into a checkpoint and back."""
+"""All that training carries from one update to the next, and its way into a checkpoint and back."""
 
 import dataclasses
 from typing import Any, Final, final
@@ -14,7 +14,7 @@ from stretto.training.config import TrainConfig
 
 @dataclasses.dataclass(slots=True)
 class EpochTotals:
-    """Sums over the epoch under way."""
+    """Sums over the current epoch."""
 
     loss: float = 0.0
     count: int = 0
@@ -25,31 +25,40 @@ class EpochTotals:
 
 @final
 class TrainState:
-    """Model, optimiser, schedule, position and random state of a run.
+    """Model, optimiser, schedule, position and random state of a run; the trainer alone changes its numbers.
 
     Args:
         model: The model, on its device.
         config: Rates and lengths of the run.
-        steps_per_epoch: Updates of one epoch.
-        batch_size: Sequences of an update, over all workers and accumulated steps; left out, what the settings say for
-            one worker.
+        updates_per_epoch: Updates of one epoch.
+        batch_size: Sequences of an update, over all ranks and accumulated batches; left out, what the settings say for
+            one rank.
 
     Attributes:
         batch_size: The batch in force.
         recipe: The rate and the warm-up that follow from it.
         clip_norm: Largest norm of a gradient.
-        clips: How often it has bitten in the epoch under way.
+        clips: How often gradients were clipped in the current epoch.
+        num_updates: Updates made, those included that were rolled back.
+        epoch: Epochs done.
+        batches_done: Batches of one rank done in the feed's current plan.
+        seconds: Wall clock so far.
+        train_seconds: Of it, in updates.
+        steps_real: Real time steps so far.
+        slots: Slots so far, padding included.
+        slot_ratio: How many times more slots shuffled batches would have had.
+        totals: Sums over the current epoch.
 
     Raises:
         StrettoError: Settings of rates contradict each other.
     """
 
     def __init__(
-        self, model: nn.Module, *, config: TrainConfig, steps_per_epoch: int, batch_size: int | None = None
+        self, model: nn.Module, *, config: TrainConfig, updates_per_epoch: int, batch_size: int | None = None
     ) -> None:
         self.model = model
         self._config = config
-        self.batch_size = config.rows * config.accumulate if batch_size is None else batch_size
+        self.batch_size = config.first_batch_size * config.accumulate if batch_size is None else batch_size
         self.recipe = self._scaled()
         is_adamw = config.optimizer == "adamw"
         weight_decay = config.weight_decay
@@ -63,24 +72,25 @@ class TrainState:
             decay_biases=is_adamw,
             gates=config.gates,
         )
-        self.schedule = self._schedule(config.epochs * steps_per_epoch)
-        self.step = 0
+        self.schedule = self._schedule(config.epochs * updates_per_epoch)
+        self.num_updates = 0
         self.epoch = 0
-        self.used = 0
+        self.batches_done = 0
         self.seconds = 0.0
         self.train_seconds = 0.0
         self.slots = 0
         self.steps_real = 0
+        self.slot_ratio = 1.0
         self.totals = EpochTotals()
         self.clip_norm = config.clip_norm
         self.clips = ClipMeter()
 
     def reschedule(self, config: TrainConfig, *, done: int, remaining: int, batch_size: int | None = None) -> None:
-        """Go on with a schedule of `remaining` updates after `done` of them; the optimiser keeps what it has learnt.
+        """Continue with a schedule of `remaining` updates after `done` of them; the optimiser keeps its moments.
 
         Args:
             config: Rates and lengths of the run.
-            done: Updates done, as many as would be at the batch from now on.
+            done: Updates done, counted at the batch from now on.
             remaining: Updates to come.
             batch_size: Sequences of an update from now on; left out, as many as before.
         """
@@ -95,7 +105,7 @@ class TrainState:
         The settings belong to the base batch, or to the first one if the batch is to be found, or else to any batch.
         """
         config = self._config
-        base = config.base_batch_size or (config.rows if config.batch_size == "auto" else self.batch_size)
+        base = config.base_batch_size or (config.first_batch_size if config.batch_size == "auto" else self.batch_size)
         return LargeBatch(
             base_batch_size=base,
             base_lr=config.learning_rate,
@@ -120,7 +130,7 @@ class TrainState:
         )
 
     def to_checkpoint(self, *, sampler: dict[str, Any], data_digest: str, world_size: int = 1) -> Checkpoint:
-        """Everything that the next step depends on."""
+        """Everything that the next update depends on."""
         optimizer = self.optimizer.state_dict()
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         for number, entries in optimizer["state"].items():
@@ -147,7 +157,7 @@ class TrainState:
         )
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint: the next step is the one that would have followed."""
+        """Continue from a checkpoint: the next update is the one that would have followed."""
         by_part: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}, "random": {}}
         for name, tensor in checkpoint.tensors.items():
             part, _, rest = name.partition(".")
@@ -175,7 +185,7 @@ class TrainState:
 
 
 def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers that an optimiser notes of its tensors may be slices of one, which cannot be stored as they are."""
+    """Scalars of an optimiser may be views of one tensor, which safetensors cannot store."""
     return tensor.clone() if tensor.dim() == 0 else tensor
 
 
@@ -185,4 +195,6 @@ def _retyped(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 ADAMW_DECAY: Final = 0.01
-POSITION: Final = ("step", "epoch", "used", "seconds", "train_seconds", "slots", "steps_real")
+POSITION: Final = (
+    *("num_updates", "epoch", "batches_done", "seconds", "train_seconds", "slots", "steps_real", "slot_ratio"),
+)

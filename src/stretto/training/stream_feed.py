@@ -19,7 +19,7 @@ from stretto.errors import StrettoError
 from stretto.nn import CarriedState, Chunk, Streams, carried_states, reset_carried
 from stretto.state import flatten, unflatten
 from stretto.training.checkpoint import Checkpoint
-from stretto.training.feed import AbstractFeed, Resumed
+from stretto.training.feeds import AbstractFeed, Resumed
 
 STATE_VERSION: Final = 3
 PREFIX: Final = "streams"
@@ -182,10 +182,10 @@ class StreamFeed(AbstractFeed):
         if self._start == 0:
             reset_carried(model)
 
-    def resize(self, batch_size: int, *, used: int = 0) -> None:
+    def resize(self, batch_size: int, *, batches_done: int = 0) -> None:
         """Cut what is left of the text, and all of it in later epochs, into another number of streams."""
         self._refuse(batch_size)
-        self._streams.resize(batch_size * self._world.size, used=used)
+        self._streams.resize(batch_size * self._world.size, used=batches_done)
         self.batch_size, self._start = batch_size, 0
 
     def report(self) -> StreamReport:
@@ -211,13 +211,13 @@ class StreamFeed(AbstractFeed):
         """The first window of so many streams."""
         return self._text.batch(self._text.streams(num_streams=batch_size, window=length, world=World()).read(0))
 
-    def state_dict(self, *, epoch: int, used: int) -> dict[str, Any]:
+    def state_dict(self, *, epoch: int, batches_done: int) -> dict[str, Any]:
         """The position: how the epoch was cut and how many windows of each cut were used."""
         self._move_to(epoch)
         return {
             "version": STATE_VERSION,
             "epoch": epoch,
-            "streams": self._streams.state_dict(used=used),
+            "streams": self._streams.state_dict(used=batches_done),
             "made_for": self._made_for,
             "batch_size": self.batch_size,
         }
@@ -248,10 +248,10 @@ class StreamFeed(AbstractFeed):
         if self._start >= len(self):
             self._move_to(self._epoch + 1)
         if is_same:
-            return Resumed(is_dealt_anew=False)
+            return Resumed(is_replanned=False)
         what = "what is left of the epoch is" if is_cut_short else "the text is"
-        told = f"{what} cut into {wanted} streams, not {saved['num_streams']}; each starts from its initial state"
-        return Resumed(is_dealt_anew=True, told=told)
+        message = f"{what} cut into {wanted} streams, not {saved['num_streams']}; each starts from its initial state"
+        return Resumed(is_replanned=True, message=message)
 
     def carried(self, model: nn.Module) -> Checkpoint:
         """The states of all streams, in their order, which each rank has a share of."""

@@ -1,4 +1,4 @@
-"""What the training loop asks of a task."""
+"""What a task is: data with its model, loss and metric."""
 
 import abc
 import dataclasses
@@ -11,9 +11,8 @@ from torch import nn
 from stretto.batching import Batch
 from stretto.data import SequenceSet
 from stretto.distributed import World
-from stretto.training.bucket_feed import BucketFeed, eval_batches, refuse_too_long
 from stretto.training.config import TrainConfig
-from stretto.training.feed import AbstractFeed
+from stretto.training.feeds import AbstractFeed, BucketFeed, check_max_length, eval_batches
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -97,14 +96,18 @@ class AbstractTask(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def build_model(self) -> nn.Module:
-        """A fresh model; its weights follow from torch's random state."""
+        """A new model; its weights follow from torch's random state."""
 
     @abc.abstractmethod
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
         """The summed loss of a batch, given what the model made of it."""
 
     def num_elements(self, part: SequenceSet) -> int:
-        """What the losses of all these sequences are sums over together: as many as sequences, or as a task says."""
+        """The sum of `LossSum.count` over all sequences of `part`; one per sequence unless a task overrides it.
+
+        With length buckets every update is divided by the mean of this number per update. The trainer compares it with
+        the counts of the first epoch and raises if they differ.
+        """
         return len(part)
 
     @abc.abstractmethod
@@ -116,20 +119,22 @@ class AbstractTask(abc.ABC, Generic[C]):
         """Targets and predictions of the sequences, for the report."""
 
     def feed(self, *, world: World) -> AbstractFeed:
-        """Where the batches of training come from; unless a task says otherwise, from buckets of similar length.
+        """Where the batches of training come from: buckets of similar length, unless a task overrides it.
 
         Args:
-            world: The workers that share the training data.
+            world: The ranks that share the training data.
         """
-        refuse_too_long(self.data, max_padded_steps=self.config.max_padded_steps)
-        return BucketFeed(self.data.part("train"), config=self.config, batch_size=self.config.rows, world=world)
+        check_max_length(self.data, max_padded_steps=self.config.max_padded_steps)
+        return BucketFeed(
+            self.data.part("train"), config=self.config, batch_size=self.config.first_batch_size, world=world
+        )
 
     def eval_batches(self, part: SequenceSet, *, world: World, device: str) -> Iterator[Batch]:
         """The batches of an evaluation: every sequence of `part` once, divided among the ranks.
 
         Args:
             part: Of the data.
-            world: The workers.
+            world: The ranks.
             device: Where batches are to be.
         """
         return eval_batches(part, max_padded_steps=self.config.max_padded_steps, device=device, world=world)

@@ -1,4 +1,11 @@
-"""One update of the weights: batches of all workers and of several steps, weighted by what they really contain."""
+"""One update of the weights from the batches of all ranks, each weighted by what it really contains.
+
+    batch -> forward -> summed loss -> backward ---- all-reduce of gradients ---.
+                             |                                                  +-> divide, clip, optimiser, schedule
+                             `------ all-reduce of UpdateStats -----------------'
+
+The numbers of an update travel while gradients are computed. Ranks wait for each other once per update.
+"""
 
 import contextlib
 import dataclasses
@@ -6,85 +13,140 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, Final, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, TypeVar, final
 
 import numpy as np
 import torch
 from torch import nn
 
 from stretto.batching import Batch
-from stretto.distributed import World, detect_lost_rank, replicate
+from stretto.distributed import DeferredErrors, World, detect_lost_rank, replicate
 from stretto.errors import StrettoError
 from stretto.large_batch import AbstractSplit, SplitNorms, make_split
 from stretto.nn import in_turn
-from stretto.training.divergence import MOST_NAMED, diverged
-from stretto.training.feed import AbstractFeed
+from stretto.training.feeds import AbstractFeed
+from stretto.training.solver import TimeParallelSetup
 from stretto.training.state import TrainState
 from stretto.training.task import AbstractTask, LossSum
 
+MAX_NAMED_SEQUENCES: Final = 64
+NORM_EPSILON: Final = 1e-6
+"""Added to the norm that a gradient is divided by, as torch's clipping does."""
 
+Item = TypeVar("Item")
+
+
+@final
+class Diverged(StrettoError):  # noqa: N818
+    """A loss or gradient is NaN or inf."""
+
+
+def diverged(sequences: Sequence[int], value: float, *, where: str) -> Diverged:
+    """The error for a loss or gradient that is NaN or inf.
+
+    Args:
+        sequences: Numbers of the sequences it happened on.
+        value: The loss or gradient norm.
+        where: When it happened, and which sequences these are: "at update 3, on training sequences".
+    """
+    more = ", ..." if len(sequences) > MAX_NAMED_SEQUENCES else ""
+    named = ", ".join(map(str, sequences[:MAX_NAMED_SEQUENCES])) + more
+    return Diverged(
+        f"the loss or gradient is {value} {where} {named}",
+        fix="Lower --learning-rate or --clip-norm, or look at those sequences; the last checkpoint is untouched.",
+    )
+
+
+@final
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Taken:
-    """What went into an update: of one worker, or summed over all.
+class UpdateStats:
+    """What went into an update, on one rank or summed over all.
 
     Attributes:
-        count: Elements that the loss is a sum over.
-        loss: Their summed loss.
-        bad: Batches whose loss is no number.
-        steps_real: Real time steps.
-        slots: Slots, padding included.
-        rows: Sequences.
-        stop: Workers that were asked to stop.
-        fault: Workers that met a fault, such as a full disk, since the update before.
+        loss_sum: Summed loss.
+        num_elements: Elements (labels, sequences or steps) that it is a sum over.
+        num_nonfinite: Batches, or gradients, that are NaN or inf.
+        num_steps: Real time steps.
+        num_slots: Slots, padding included.
+        num_sequences: Sequences.
+        num_stops: Ranks that were asked to stop.
+        num_errors: Ranks with a deferred error.
     """
 
-    count: float = 0.0
-    loss: float = 0.0
-    bad: float = 0.0
-    steps_real: float = 0.0
-    slots: float = 0.0
-    rows: float = 0.0
-    stop: float = 0.0
-    fault: float = 0.0
+    loss_sum: float = 0.0
+    num_elements: int = 0
+    num_nonfinite: int = 0
+    num_steps: int = 0
+    num_slots: int = 0
+    num_sequences: int = 0
+    num_stops: int = 0
+    num_errors: int = 0
+
+    def reduce_async(self, world: World) -> Callable[[], "UpdateStats"]:
+        """Start to sum over ranks; the function returned waits for the sums. Counts are exact below 2**53."""
+        names = [field.name for field in dataclasses.fields(self)]
+        wait = world.all_reduce_sum_async([float(getattr(self, name)) for name in names])
+
+        def finish() -> UpdateStats:
+            loss_sum, *counts = wait()
+            return UpdateStats(loss_sum=loss_sum, **dict(zip(names[1:], map(int, counts), strict=True)))
+
+        return finish
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Bad:
-    """The sequences of a batch, and the loss or gradient that is no number."""
+class Update:
+    """An update that was made or skipped.
 
-    numbers: list[int]
-    value: float
+    Attributes:
+        total: What went into it, over all ranks.
+        num_steps: Real time steps of this rank.
+        sequences: Numbers of this rank's sequences.
+        batch: This rank's last batch, whole and on the CPU.
+        loss: Mean loss; NaN if the update was skipped.
+        gradient_norm: Before clipping; NaN if no gradient was computed.
+        rate: The learning rate.
+        is_skipped: Whether the weights were left as they are, because the loss or gradient was NaN or inf.
+        norms: Of the parts of the gradient, if they were measured.
+        waited: Seconds that this rank waited for others, the sum of gradients included.
+    """
+
+    total: UpdateStats
+    num_steps: int
+    sequences: list[int]
+    batch: Batch
+    loss: float
+    gradient_norm: float
+    rate: float
+    is_skipped: bool
+    norms: SplitNorms | None
+    waited: float
 
 
 @final
 class Updater:
-    """Adds up gradients and takes the step of the optimiser.
+    """Sums gradients over batches and ranks, and takes the optimiser's step.
 
-    Gradients are summed, not averaged, over workers and accumulated steps, and divided once by the number of elements
-    in all of them: any number of workers, with any shares, makes the update that one worker makes of everything.
+    Losses are summed, not averaged, and divided once by the number of elements of all ranks and batches: any number of
+    ranks, with any shares, makes the update that one process makes of everything.
 
-    Batches from buckets are divided by what a batch has on average instead (`weigh`). An element of a long sequence
-    would otherwise count for less than one of a short sequence, which comes with fewer others.
+    With length buckets they are divided by the mean number of elements per update instead (`weigh`). Otherwise an
+    element of a long sequence would count for less than one of a short sequence, which comes with fewer others.
 
     Args:
-        task: Model, loss and metric.
-        state: What is trained.
-        world: The workers.
-        stop: Set when this worker is asked to stop.
-        sharers: The workers that share its sequences and divide their steps; it alone by default.
-        measures_noise: Whether some updates are to be taken apart, to tell how noisy gradients are.
+        task: Model, loss and settings.
+        state: What is trained; its position is read, not written.
+        world: The ranks.
+        stop: Set when this rank is asked to stop; all ranks learn of it in the next update.
+        errors: Deferred errors of rank 0, which all ranks raise in the next update.
+        time: How ranks divide the steps of sequences; by default they do not.
+        measures_noise: Whether some updates are to be split into parts, to measure the noise of gradients.
+        on_batch: Called with the number of sequences after each batch of this rank.
 
     Attributes:
-        norms: Of the parts of the last update, if they were measured.
-        skips: Whether updates whose loss or gradient is no number are left out, instead of ending the run.
-        taken: What went into the last update, over all workers.
-        numbers: The sequences of this worker in the update under way, or the last one.
-        waited: Seconds that this worker has waited for others, sums of gradients included.
-        own_steps: Real time steps of this worker.
-        last: Loss, norm and rate of the last update.
-        skipped: Updates that were left out.
+        num_elements: Elements of an epoch as the task counts them; None if updates are not divided by it.
     """
 
     def __init__(
@@ -93,212 +155,201 @@ class Updater:
         state: TrainState,
         *,
         world: World,
-        stop: threading.Event,
-        sharers: World | None = None,
+        stop: threading.Event | None = None,
+        errors: DeferredErrors | None = None,
+        time: TimeParallelSetup | None = None,
         measures_noise: bool = False,
+        on_batch: Callable[[int], None] = lambda num_sequences: None,  # noqa: ARG005
     ) -> None:
-        self._task, self._state, self._world, self._stop = task, state, world, stop
-        self._sharers = sharers or World()
-        self._config = task.config
+        self._task, self._state, self._world, self._config = task, state, world, task.config
+        self._stop, self._errors = stop or threading.Event(), errors or DeferredErrors(world)
+        self._time = time or TimeParallelSetup(1, world=World())
+        self._on_batch = on_batch
         self._replica = replicate(state.model, world)
-        self._split = make_split(self._replica, state.optimizer, world=world) if measures_noise else None
-        self.norms: SplitNorms | None = None
-        self.skips: bool = self._config.on_nan == "skip"
-        self.taken, self._own = Taken(), Taken()
-        self.numbers: list[int] = []
-        self._bad: _Bad | None = None
-        self.waited = 0.0
-        self.own_steps = 0
-        self.last: dict[str, float] = {}
-        self.skipped = 0
-        self._fault: StrettoError | None = None
-        self._num_elements: int | None = None
-        self._usual: float | None = None
+        split = make_split(self._replica, state.optimizer, world=world) if measures_noise else None
+        self._split: AbstractSplit = split or _NoSplit()
+        self._own, self._sequences = UpdateStats(), list[int]()
+        self._bad: tuple[float, list[int]] | None = None
+        self.num_elements: int | None = None
+        self._divisor: float | None = None
         self._computed = 0.0
         if world.size > 1:
             for parameter in state.model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._note_time)  # type: ignore[no-untyped-call]
 
-    def add(self, batch: Batch, *, is_last: bool) -> None:
-        """Add a step's batch; with the last of an update, change the weights.
+    def weigh(self, feed: AbstractFeed, *, accumulate: int = 1) -> None:
+        """Let every element of an epoch count alike, whichever batch it comes in; call again when batches change.
 
-        Workers wait for each other once an update: while gradients are summed.
+        Args:
+            feed: Gives the batches.
+            accumulate: Batches of one rank per update.
+        """
+        self._divisor = None
+        if feed.is_bucketed:
+            if self.num_elements is None:
+                self.num_elements = self._task.num_elements(self._task.data.part("train"))
+            self._divisor = max(1.0, self.num_elements * accumulate / feed.whole_epoch)
+
+    def update(
+        self, batches: Iterable[Batch], *, measure_noise: bool = False, skip_nonfinite: bool | None = None
+    ) -> Update:
+        """Make one update.
+
+        Args:
+            batches: Of this rank; they are drawn one ahead.
+            measure_noise: Whether to measure the parts of the gradient.
+            skip_nonfinite: Whether to leave the weights as they are if the loss or gradient is NaN or inf, instead of
+                raising; by default as the settings say.
 
         Raises:
-            StrettoError: On all workers at once, if the loss of any is no number and such updates are not skipped, or
-                if the first one met a fault.
+            StrettoError: On all ranks at once: the loss or gradient is NaN or inf, or rank 0 has a deferred error.
         """
-        together = getattr(self._replica, "no_sync", None)
-        sums: Callable[[], list[float]] | None = None
-        with contextlib.nullcontext() if is_last or together is None else together(), detect_lost_rank():
-            if (
-                is_last
-                and not self._own.rows
-                and len(batch) > 1
-                and self._split is not None
-                and self._split.is_on
-                and self._split.needs_halves
-            ):
-                sums = self._add_halves(batch, self._split)
-            else:
-                loss = self._loss(batch)
-                sums = self._begin_exchange() if is_last else None
-                # Those that divide the steps of a sequence pass its gradient on, whatever the loss of one of them.
-                if is_last or not self._bad or self._sharers.size > 1:
-                    self._computed = time.perf_counter()
-                    self._backward(loss, rows=len(batch))
-            if sums is None:
-                return
-            self.taken = Taken(**dict(zip(PARTS, sums(), strict=True)))
-            if self._world.size > 1:
-                # What is left when the last gradient is there is the sum over workers, and the slowest of them.
-                self.waited += time.perf_counter() - self._computed
-            if self.taken.fault:
-                self.agree()
-            self._change()
-
-    def weigh(self, feed: AbstractFeed, *, accumulate: int = 1) -> None:
-        """Let every element of an epoch count alike, whichever batch it comes in.
-
-        Args:
-            feed: Deals the batches; to be told again when their size changes.
-            accumulate: Batches of one worker that make an update.
-        """
-        self._usual = None
-        if feed.is_bucketed:
-            if self._num_elements is None:
-                self._num_elements = self._task.num_elements(self._task.data.part("train"))
-            self._usual = max(1.0, self._num_elements * accumulate / feed.whole_epoch)
-
-    def begin(self, *, measured: bool = False) -> None:
-        """Forget what the last update was made of.
-
-        Args:
-            measured: Whether to take this one apart, for the noise of its gradient.
-        """
-        self.taken, self._own = Taken(), Taken()
-        self.norms = None
-        if self._split is not None:
-            self._split.begin(is_on=measured)
-        self.numbers, self._bad = [], None
+        self._own, self._sequences, self._bad = UpdateStats(), [], None
+        self._split.begin(is_on=measure_noise)
         self._state.optimizer.zero_grad(set_to_none=True)
+        with detect_lost_rank():
+            for number, (batch, is_last) in enumerate(_mark_last(batches)):
+                reduced = self._add(batch, number=number, is_last=is_last)
+                self._on_batch(len(batch))
+            total = reduced()
+            # What follows the last gradient is the all-reduce, and waiting for the slowest rank.
+            waited = time.perf_counter() - self._computed if self._world.size > 1 else 0.0
+            if total.num_errors:
+                self._errors.raise_on_all()
+            rate = float(self._state.schedule.get_last_lr()[0])
+            norm, norms = (math.nan, None) if total.num_nonfinite else self._step(total)
+            if total.num_nonfinite or not math.isfinite(norm):
+                # The gradient is the same on all ranks, so all come here.
+                self._bad = self._bad or (None if total.num_nonfinite else (norm, self._sequences))
+                total.num_nonfinite = max(1, total.num_nonfinite)
+                self._refuse(skip=self._config.on_nan == "skip" if skip_nonfinite is None else skip_nonfinite)
+            self._advance_schedule(is_skipped=total.num_nonfinite > 0)
+        return Update(
+            total=total,
+            num_steps=self._own.num_steps,
+            sequences=self._sequences,
+            batch=batch,
+            loss=math.nan if total.num_nonfinite else total.loss_sum / max(1, total.num_elements),
+            gradient_norm=norm,
+            rate=rate,
+            is_skipped=total.num_nonfinite > 0,
+            norms=norms,
+            waited=waited,
+        )
 
-    @contextlib.contextmanager
-    def told_to_all(self) -> Iterator[None]:
-        """What the first worker does alone; of several, all hear of its fault at the next exchange, and in one step."""
-        try:
-            yield
-        except StrettoError as error:
-            if self._world.size == 1:
-                raise
-            self._fault = self._fault or error
+    def _add(self, batch: Batch, *, number: int, is_last: bool) -> Callable[[], UpdateStats]:
+        """Add the gradient of a batch; with the last one, start to sum over ranks what the update is made of."""
+        in_halves = self._split.is_on and self._split.needs_halves and is_last and number == 0 and len(batch) > 1
+        own = self._own
+        reduced: Callable[[], UpdateStats] = UpdateStats
+        no_sync = getattr(self._replica, "no_sync", contextlib.nullcontext)
+        with contextlib.nullcontext() if is_last else no_sync():
+            for piece in self._pieces(self._time.cut(batch).to(self._config.device), in_halves=in_halves):
+                loss = self._forward(piece, number=number)
+                if is_last:
+                    # Twice for halves, but these are computed by one process alone, which sends nothing.
+                    own.num_stops, own.num_errors = int(self._stop.is_set()), int(self._errors.is_pending)
+                    reduced = own.reduce_async(self._world)
+                # Ranks that divide the steps of a sequence pass its gradient on, whatever the loss of one of them is.
+                if is_last or self._bad is None or self._time.time.size > 1:
+                    self._computed = time.perf_counter()
+                    torch.autograd.backward(loss)
+                    self._split.add(len(piece))
+        return reduced
 
-    def agree(self) -> None:
-        """Go on, on all workers, or raise the first one's fault, on all of them."""
-
-        def look() -> str:
-            if self._fault is not None:
-                raise self._fault
-            return ""
-
-        self._world.on_rank0(look)
-
-    def _add_halves(self, batch: Batch, split: AbstractSplit) -> Callable[[], list[float]]:
-        """The halves of a batch one after the other, so that their gradients can be compared."""
+    def _pieces(self, batch: Batch, *, in_halves: bool) -> Iterator[Batch]:
+        """The batch, or its halves one after the other, so that their gradients can be compared."""
+        if not in_halves:
+            yield batch
+            return
         for rows in in_turn(self._state.model, [slice(0, None, 2), slice(1, None, 2)], num_rows=len(batch)):
-            half = batch.take(rows)
-            torch.autograd.backward(self._loss(half))
-            split.add(len(half))
-        return self._begin_exchange()
+            yield batch.take(rows)
 
-    def _loss(self, batch: Batch) -> torch.Tensor:
+    def _forward(self, batch: Batch, *, number: int) -> torch.Tensor:
         """The summed loss of a batch, or a part of one, which is counted."""
         state, world, own = self._state, self._world, self._own
         if world.size > 1:
-            # Each worker's own, and the same again when a run resumes at this step.
-            seeds = np.random.SeedSequence([self._config.seed, state.epoch, state.used, world.rank])
+            # A seed for each rank and batch, and the same again when a run resumes here.
+            seeds = np.random.SeedSequence([self._config.seed, state.epoch, state.batches_done + number, world.rank])
             torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
         output = self._replica(batch if len(batch) else None)
         loss = self._task.loss(output, batch) if len(batch) else LossSum(total=output, count=0)
-        total = float(loss.total.detach())
-        numbers = [] if batch.indices is None else batch.indices.tolist()
-        if math.isfinite(total):
-            own.loss += total
+        value = float(loss.total.detach())
+        sequences = [] if batch.indices is None else batch.indices.tolist()
+        if math.isfinite(value):
+            own.loss_sum += value
         else:
-            own.bad += 1
-            self._bad = self._bad or _Bad(numbers=numbers, value=total)
-        own.count += loss.count
-        own.steps_real += batch.num_steps
-        own.slots += batch.num_slots
-        if self._sharers.is_rank0:
-            own.rows += len(batch)
-            self.numbers += numbers
-        self.own_steps += batch.num_steps
+            own.num_nonfinite += 1
+            self._bad = self._bad or (value, sequences)
+        own.num_elements += loss.count
+        own.num_steps += batch.num_steps
+        own.num_slots += batch.num_slots
+        if self._time.time.is_rank0:
+            own.num_sequences += len(batch)
+            self._sequences += sequences
         return loss.total
 
-    def _backward(self, loss: torch.Tensor, *, rows: int) -> None:
-        torch.autograd.backward(loss)
-        if self._split is not None:
-            self._split.add(rows)
+    def _step(self, total: UpdateStats) -> tuple[float, SplitNorms | None]:
+        """Divide, clip and apply the gradient, unless it is NaN or inf; its norm, and those of its parts."""
+        state, count = self._state, self._divisor or max(1, total.num_elements)
+        norms = self._split.take(scale=1.0 / count)
+        gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
+        # DDP averaged the ranks' sums; the gradient wanted is the mean over all elements of all ranks.
+        scale = self._world.size / count
+        norm = scale * float(nn.utils.get_total_norm(gradients))
+        if math.isfinite(norm):
+            # Divided and clipped in one pass.
+            torch._foreach_mul_(gradients, scale * min(1.0, state.clip_norm / (norm + NORM_EPSILON)))
+            state.optimizer.step()
+        return norm, norms
 
-    def _begin_exchange(self) -> Callable[[], list[float]]:
-        """Begin to sum what workers have taken, which goes on while gradients are computed."""
-        self._own.stop, self._own.fault = float(self._stop.is_set()), float(self._fault is not None)
-        return self._world.all_reduce_sum_async([float(getattr(self._own, name)) for name in PARTS])
+    def _refuse(self, *, skip: bool) -> None:
+        """Leave the update out, or stop all ranks in the same update with the same message."""
+        value, sequences = self._bad or (math.nan, [])
+        named = sequences[:MAX_NAMED_SEQUENCES]
+        padding = [-1] * (MAX_NAMED_SEQUENCES - len(named))
+        rows = self._world.all_gather([value, float(self._bad is not None), *map(float, [*named, *padding])])
+        found = [row for row in rows if row[1]]
+        if not skip:
+            numbers = list(dict.fromkeys(int(number) for row in found for number in row[2:] if number >= 0))
+            raise diverged(
+                numbers, found[0][0], where=f"at update {self._state.num_updates + 1}, on training sequences"
+            )
+        self._state.optimizer.zero_grad(set_to_none=True)
+
+    def _advance_schedule(self, *, is_skipped: bool) -> None:
+        with warnings.catch_warnings() if is_skipped else contextlib.nullcontext():
+            if is_skipped:
+                # torch warns if the schedule advances before the optimiser, as when the first update is skipped.
+                warnings.simplefilter("ignore", UserWarning)
+            self._state.schedule.step()
 
     def _note_time(self, parameter: torch.Tensor) -> None:  # noqa: ARG002
         self._computed = time.perf_counter()
 
-    def _change(self) -> None:
-        state, taken = self._state, self.taken
-        if taken.bad:
-            self._refuse(self._bad)
-        else:
-            # Workers' sums were averaged; what counts is the mean over all elements of all workers.
-            count = self._usual or taken.count
-            scale = self._world.size / max(1.0, count)
-            if self._split is not None:
-                self.norms = self._split.take(scale=1.0 / max(1.0, count))
-            gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
-            norm = scale * float(nn.utils.get_total_norm(gradients))
-            state.clips.add(norm, clip_norm=state.clip_norm)
-            if not math.isfinite(norm):
-                # The gradient is the same on all workers, so all come here.
-                taken.bad += 1
-                self._refuse(_Bad(numbers=self.numbers, value=norm))
-            else:
-                self.last = {
-                    "loss": taken.loss / max(1.0, taken.count),
-                    "gradient_norm": norm,
-                    "rate": float(state.schedule.get_last_lr()[0]),
-                }
-                # Divided and clipped in one pass.
-                torch._foreach_mul_(gradients, scale * min(1.0, state.clip_norm / (norm + SMALL)))
-                state.optimizer.step()
-        with _left_out() if taken.bad else contextlib.nullcontext():
-            state.schedule.step()
 
-    def _refuse(self, bad: _Bad | None) -> None:
-        """Stop all workers in the same step and with the same words, or leave the update out."""
-        named = [] if bad is None else bad.numbers[:MOST_NAMED]
-        own = [math.nan if bad is None else bad.value, bad is not None, *named, *[-1] * (MOST_NAMED - len(named))]
-        found = [row for row in self._world.all_gather([float(item) for item in own]) if row[1]]
-        if not self.skips:
-            sequences = list(dict.fromkeys(int(number) for row in found for number in row[2:] if number >= 0))
-            raise diverged(sequences, found[0][0], where=f"at step {self._state.step + 1}, on training sequences")
-        self.skipped += 1
-        self._state.optimizer.zero_grad(set_to_none=True)
+@final
+class _NoSplit(AbstractSplit):
+    """Measures nothing."""
+
+    is_on = False
+
+    def begin(self, *, is_on: bool = True) -> None:
+        pass
+
+    def add(self, num_sequences: int) -> None:
+        pass
+
+    def take(self, *, scale: float | None = None) -> None:
+        pass
 
 
-@contextlib.contextmanager
-def _left_out() -> Iterator[None]:
-    """The schedule goes on without the optimiser; torch would warn of that if it was the first update."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
-
-
-SMALL: Final = 1e-6
-"""Added to a norm that is divided by, as torch does."""
-PARTS: Final = tuple(field.name for field in dataclasses.fields(Taken))
+def _mark_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
+    """Each item, and whether it is the last."""
+    remaining = iter(items)
+    current = next(remaining)
+    for following in remaining:
+        yield current, False
+        current = following
+    yield current, True

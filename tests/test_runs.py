@@ -1,4 +1,4 @@
-"""A whole job through `stretto.train`: what it writes, what it refuses, and that resuming is the same run.
+"""Whole runs through `stretto.train`: what they write, what is refused, and that resuming is the same run.
 
 Shape legend: S steps of all sequences, N sequences.
 """
@@ -21,10 +21,18 @@ import torch
 import stretto
 from stretto.data import Labels, SequenceSet, read_npz, write_npz
 from stretto.errors import StrettoError
-from stretto.job import TrainResult, run_job
+from stretto.runs import run_task
 from stretto.tasks.classify import ClassifyConfig
-from stretto.training import EVENTS_FILE, FOLDER, MODEL_FILE, Event, Trainer, read_events
-from stretto.training.loop import Interrupted
+from stretto.training import (
+    CHECKPOINT_FOLDER,
+    EVENTS_FILE,
+    MODEL_FILE,
+    Event,
+    Interrupted,
+    RunResult,
+    Trainer,
+    read_events,
+)
 
 SAVE_FILE = safetensors.torch.save_file
 SMALL: dict[str, Any] = {"epochs": 2, "batch_size": 6, "hidden_size": 4, "num_buckets": 2, "dropout": 0.2, "threads": 1}
@@ -61,10 +69,10 @@ def _interrupted(out: Path, data: Path, *, step: int, **settings: Any) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Interrupted):
-        run_job("classify", ClassifyConfig(data=data, out=out, **(SMALL | settings)), subscribers=[stop])
+        run_task("classify", ClassifyConfig(data=data, out=out, **(SMALL | settings)), subscribers=[stop])
 
 
-def _same(one: TrainResult, other: TrainResult) -> bool:
+def _same(one: RunResult, other: RunResult) -> bool:
     weights = [safetensors.torch.load_file(result.run / MODEL_FILE) for result in (one, other)]
     return one.metrics == other.metrics and all(torch.equal(w, weights[1][name]) for name, w in weights[0].items())
 
@@ -73,15 +81,15 @@ def test_a_run_leaves_record_model_result_and_page(signs: Path) -> None:
     result = stretto.train("classify", data=signs, out="out", **SMALL)
     assert result.run == Path("out")
     names = {path.name for path in result.run.iterdir()}
-    assert names == {EVENTS_FILE, MODEL_FILE, "result.json", "report.html", FOLDER}
+    assert names == {EVENTS_FILE, MODEL_FILE, "result.json", "report.html", CHECKPOINT_FOLDER}
     told = json.loads((result.run / "result.json").read_text(encoding="utf-8"))
-    assert {"accuracy", "loss", "epochs", "seconds", "padding", "settings"} <= told.keys()
-    assert (told["accuracy"], told["loss"]) == (result.metrics["accuracy"], result.metrics["loss"])
+    assert told == result.to_dict()
+    assert {"accuracy", "loss"} == told["metrics"].keys()
     assert told["settings"] == {"task": "classify", **ClassifyConfig(data=signs, **SMALL).recorded()}
     kinds = [event["event"] for event in read_events(result.run)]
     assert (kinds[0], kinds[-1], kinds.count("epoch")) == ("started", "finished", 2)
     finished = read_events(result.run)[-1]
-    assert (finished["metrics"], finished["padding"]) == (result.metrics, result.padding)
+    assert {key: finished[key] for key in told} == told
     assert result.report == Path("out/report.html")
     assert "signs" in result.report.read_text(encoding="utf-8")
     saved = safetensors.torch.load_file(result.run / MODEL_FILE)
@@ -93,7 +101,7 @@ def test_a_page_that_cannot_be_written_costs_nothing_else(signs: Path, monkeypat
     def fail(run: Path) -> Path:
         raise StrettoError("no plots", fix="Install them.")
 
-    monkeypatch.setattr("stretto.job.write_run_report", fail)
+    monkeypatch.setattr("stretto.runs.write_run_report", fail)
     result = stretto.train("classify", data=signs, out="out", **SMALL)
     assert result.report is None
     assert Path("out/result.json").exists()
@@ -111,7 +119,7 @@ def test_a_full_disk_at_the_very_end_is_told_and_the_run_can_still_be_ended(
             monkeypatch.setattr(safetensors.torch, "save_file", fail)
 
     with pytest.raises(StrettoError, match=r"model\.safetensors.*no space left"):
-        run_job("classify", ClassifyConfig(data=signs, out=Path("out"), **SMALL), subscribers=[watch])
+        run_task("classify", ClassifyConfig(data=signs, out=Path("out"), **SMALL), subscribers=[watch])
     monkeypatch.setattr(safetensors.torch, "save_file", SAVE_FILE)
     assert stretto.train("classify", out="out", resume=True).epochs == 2
 
@@ -220,10 +228,10 @@ def test_resuming_without_a_run_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("left", [EVENTS_FILE, FOLDER])
+@pytest.mark.parametrize("left", [EVENTS_FILE, CHECKPOINT_FOLDER])
 def test_a_folder_with_a_run_is_not_written_over(signs: Path, left: str) -> None:
     _interrupted(Path("cut"), signs, step=2)
-    for path in (Path("cut", EVENTS_FILE), Path("cut", FOLDER)):
+    for path in (Path("cut", EVENTS_FILE), Path("cut", CHECKPOINT_FOLDER)):
         if path.name != left:
             path.rename(f"moved-{path.name}")
     before = sorted(Path("cut").rglob("*"))
@@ -262,7 +270,7 @@ def test_a_task_without_embedded_data_asks_for_some(tmp_path: Path) -> None:
 
 
 def test_a_job_runs_in_another_thread(signs: Path) -> None:
-    results: list[TrainResult] = []
+    results: list[RunResult] = []
     worker = threading.Thread(target=lambda: results.append(stretto.train("classify", data=signs, out="out", **SMALL)))
     worker.start()
     worker.join()

@@ -1,0 +1,611 @@
+"""The training loop: batches in, updates and events out; it can be stopped and resumed after any update.
+
+    feed -> updater -> state, events -> batch policy -> checkpoints
+
+Only the trainer changes the position of a run: epoch, batches done and updates made. Errors that only rank 0 can meet,
+in writing events or checkpoints, are deferred (`DeferredErrors`) until all ranks can raise them in the same update.
+"""
+
+import dataclasses
+import itertools
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from torch import nn
+
+from stretto.batching import shuffled_slots
+from stretto.data import SequenceSet, StepLabels
+from stretto.distributed import DeferredErrors, World
+from stretto.errors import StrettoError
+from stretto.files import write_atomically
+from stretto.large_batch import Decision, refuse_larger_than_data
+from stretto.nn import reset_carried
+from stretto.training.batch_policy import (
+    AbstractBatchPolicy,
+    Action,
+    Continue,
+    FixedBatch,
+    Replan,
+    RollBack,
+    TunedBatch,
+)
+from stretto.training.checkpoint import Checkpoint, CheckpointWriter, load_newest, save_tensors
+from stretto.training.config import check_compatible
+from stretto.training.evaluate import Evaluation, evaluate, sample_predictions
+from stretto.training.events import AbstractLog, DeferredLog
+from stretto.training.solver import SolverMonitor, SolverRecord, TimeParallelSetup
+from stretto.training.state import EpochTotals, TrainState
+from stretto.training.task import AbstractTask
+from stretto.training.update import Update, Updater
+
+MODEL_FILE: Final = "model.safetensors"
+NUM_SAMPLES: Final = 12
+"""Test sequences shown in the report."""
+
+
+@final
+class Interrupted(Exception):  # noqa: N818
+    """Training was asked to stop; everything is saved."""
+
+    def __init__(self, run: Path, *, step: int) -> None:
+        super().__init__(f"stopped at update {step}, saved in {run}")
+        self.run = run
+        self.step = step
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EpochRecord:
+    """One epoch in numbers, as in its event.
+
+    Attributes:
+        epoch: Epochs done, with this one.
+        step: Updates since the start.
+        train_loss: Mean over the epoch.
+        valid_loss: On the validation part, after the epoch.
+        metric: The task's metric.
+        value: Its value on the validation part.
+        seconds: Of the updates, without evaluation.
+        steps_per_second: Real time steps per second.
+        padding: Share of slots that were padding.
+        clipped: Share of updates whose gradient was clipped.
+        solving: What the solver of the recurrent layers reported; None, and not in the event, where all ran
+            sequentially.
+    """
+
+    epoch: int
+    step: int
+    train_loss: float
+    valid_loss: float
+    metric: str
+    value: float
+    seconds: float
+    steps_per_second: float
+    padding: float
+    clipped: float
+    solving: SolverRecord | None = None
+
+    def to_event(self) -> dict[str, Any]:
+        """The values of the event."""
+        values = dataclasses.asdict(self)
+        if self.solving is None:
+            del values["solving"]
+        return values
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended: what `stretto.train` returns, the event `finished` and `result.json`.
+
+    Attributes:
+        metrics: On the test part: the task's metric, and `loss`.
+        epochs: Passes over the training data.
+        seconds: Wall clock, resumed parts included, opening the data excluded.
+        padding: Share of slots that were padding.
+        steps_per_second: Real time steps trained per second.
+        checkpoint_overhead: Share of the time in which training waited for checkpoints, since it was last resumed.
+        slot_ratio: How many times more slots shuffled batches would have had.
+        solving: What the solver of the recurrent layers reported: batches, those that fell back, the last and the
+            largest residual, the mean of each epoch, and memory; None where all ran sequentially.
+        settings: As they were used.
+        run: The folder with the events, the model, checkpoints and `result.json`.
+        report: The HTML page; None if it was not written, for example without plotly.
+        model: The trained model.
+    """
+
+    metrics: dict[str, float]
+    epochs: int
+    seconds: float
+    padding: float
+    steps_per_second: float
+    checkpoint_overhead: float
+    slot_ratio: float
+    solving: dict[str, Any] | None
+    settings: dict[str, Any]
+    run: Path
+    report: Path | None = None
+    model: nn.Module = dataclasses.field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the model and the page, JSON-ready."""
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("report", "model")]
+        values = {name: getattr(self, name) for name in names}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+@final
+class Trainer:
+    """Trains one model on one task.
+
+    Args:
+        task: Model, loss and metric.
+        run: The run folder; checkpoints go there.
+        log: Where events go.
+        resume: Continue from the newest complete checkpoint in `run`.
+        world: The ranks that train together; one alone by default.
+
+    Attributes:
+        feed: Gives the batches.
+        state: What is trained.
+        policy: Chooses the batch size.
+        log: Where events go; its errors are deferred.
+    """
+
+    def __init__(
+        self, task: AbstractTask[Any], *, run: Path, log: AbstractLog, resume: bool, world: World | None = None
+    ) -> None:
+        self._task, self._run, self._config = task, run, task.config
+        self._world = world = world or World()
+        config = self._config
+        fix = "Start all ranks with the same --time-parallel."
+        world.require_equal("time_parallel", str(config.time_parallel), fix=fix)
+        check_compatible(
+            config,
+            task=task.name,
+            world_size=world.size,
+            has_step_labels=isinstance(task.data.targets, StepLabels),
+        )
+        self._errors = DeferredErrors(world)
+        self.log: AbstractLog = DeferredLog(log, self._errors)
+        self._time = TimeParallelSetup(config.time_parallel, world=world, timeout_minutes=config.rank_timeout_minutes)
+        self.feed = task.feed(world=self._time.data)
+        batch_size = self.feed.batch_size * self._time.data.size * config.accumulate
+        if config.base_batch_size is not None or config.batch_size == "auto":
+            # Otherwise the learning rate would follow a batch that cannot be filled.
+            refuse_larger_than_data(batch_size, self.feed.num_sequences)
+        # Once: it reads all the data, and a checkpoint should not have to.
+        self._digest = task.data.digest()
+        world.require_equal("the data", self._digest, fix="Give every rank the same data, --seed and sizes.")
+        self._stop = threading.Event()
+        self._writer = CheckpointWriter(run, keep=config.keep_checkpoints, log=self.log, errors=self._errors)
+        self._own_steps, self._waited = 0, 0.0
+        self._begun = self._started = time.perf_counter()
+        self._random = torch.get_rng_state()
+        with self._own_randomness():
+            torch.manual_seed(config.seed)
+            model = task.build_model().to(config.device)
+            self._time.set_solvers(model)
+            updates_per_epoch = math.ceil(len(self.feed) / config.accumulate)
+            self.state = TrainState(model, config=config, updates_per_epoch=updates_per_epoch, batch_size=batch_size)
+            self._monitor = SolverMonitor(model, config=config, world=world, edges=self.feed.edges)
+            self.policy: AbstractBatchPolicy = (
+                TunedBatch(task, self.state, self.feed, world=self._time.data, log=self.log)
+                if config.batch_size == "auto"
+                else FixedBatch(batch_size=self.feed.batch_size, accumulate=config.accumulate)
+            )
+            if resume:
+                self._resume()
+            else:
+                self.state.slot_ratio = self._slot_ratio()
+        self._updater = Updater(
+            task,
+            self.state,
+            world=world,
+            stop=self._stop,
+            errors=self._errors,
+            time=self._time,
+            measures_noise=self.policy.measures_noise,
+            on_batch=self._monitor.observe,
+        )
+
+    def run(self) -> RunResult:
+        """Train to the last epoch and evaluate on the test part."""
+        self._started = time.perf_counter()
+        self._begun = self._started - self.state.seconds
+        try:
+            with stop_on_signals(self._stop):
+                while self.state.epoch < self._config.epochs:
+                    self._train_epoch()
+            return self._finish()
+        finally:
+            # However it ends, a checkpoint that was begun is finished.
+            self._writer.wait()
+
+    def train_epoch(self) -> EpochRecord:
+        """Train to the end of the current epoch, evaluate on the validation part, and save."""
+        record = self._train_epoch()
+        self._writer.wait()
+        return record
+
+    def _train_epoch(self) -> EpochRecord:
+        with self._own_randomness():
+            is_done = self._run_plan()
+            while not is_done:
+                is_done = self._run_plan()
+            record = self._end_epoch()
+            # All ranks stop if any was asked to.
+            stops = self._world.all_reduce_sum([float(self._stop.is_set())])[0]
+            if stops and self.state.epoch < self._config.epochs:
+                self._interrupt()
+            return record
+
+    def _run_plan(self) -> bool:
+        """Make the updates of the feed's current plan; whether the epoch is done, or was re-planned on the way."""
+        state, policy, is_alone = self.state, self.policy, self._world.size == 1
+        policy.begin_plan()
+        self.feed.begin_epoch(state.epoch, state.model)
+        self._updater.weigh(self.feed, accumulate=policy.accumulate)
+        self._monitor.begin_epoch(state.epoch)
+        state.model.train()
+        batches, num_batches = iter(self.feed), len(self.feed)
+        saved = clock = time.perf_counter()
+        while state.batches_done < num_batches:
+            update = self._updater.update(
+                itertools.islice(batches, policy.accumulate),
+                measure_noise=policy.wants_noise(),
+                skip_nonfinite=self._config.on_nan == "skip" or policy.can_roll_back,
+            )
+            now = time.perf_counter()
+            seconds, clock = now - clock, now
+            self._count(update, num_batches=min(policy.accumulate, num_batches - state.batches_done), seconds=seconds)
+            self._record(update)
+            if self._apply(policy.after_update(update, left=self._share_left)):
+                self._save()
+                return False
+            if state.batches_done == num_batches:
+                break
+            if self._stop.is_set() if is_alone else update.total.num_stops:
+                # Several ranks stop in the update in which all learn of it.
+                self._interrupt()
+            if self._is_checkpoint_due(clock - saved):
+                self._save()
+                saved = clock = time.perf_counter()
+        return True
+
+    def _count(self, update: Update, *, num_batches: int, seconds: float) -> None:
+        state, total = self.state, update.total
+        state.num_updates += 1
+        state.batches_done += num_batches
+        state.clips.add(update.gradient_norm, clip_norm=state.clip_norm)
+        state.totals.loss += total.loss_sum
+        state.totals.count += total.num_elements
+        state.totals.seconds += seconds
+        state.train_seconds += seconds
+        for sums in (state.totals, state):
+            sums.steps_real += total.num_steps
+            sums.slots += total.num_slots
+        self._own_steps += update.num_steps
+        self._waited += update.waited
+
+    def _record(self, update: Update) -> None:
+        """Record an update, and a checkpoint that has been written meanwhile."""
+        state, total = self.state, update.total
+        sequences = self._all_sequences(update)
+        if update.is_skipped:
+            # A carried state that is NaN would spoil all that follow.
+            reset_carried(state.model)
+            self.log.emit(
+                "warning", message=f"update {state.num_updates} was skipped: its loss or gradient is NaN or inf"
+            )
+        else:
+            self.log.emit(
+                "step",
+                step=state.num_updates,
+                epoch=state.epoch,
+                rows=total.num_sequences,
+                length=update.batch.features_BTF.shape[1],
+                steps_real=total.num_steps,
+                slots=total.num_slots,
+                seconds=round(self._elapsed(), 4),
+                loss=update.loss,
+                gradient_norm=update.gradient_norm,
+                rate=update.rate,
+                **self._monitor.last,
+                **sequences,
+            )
+        self._writer.poll()
+
+    def _all_sequences(self, update: Update) -> dict[str, list[int]]:
+        """The sequences of an update over all ranks, if they are to be recorded."""
+        if not self._config.record_sequences:
+            return {}
+        padding = self.feed.batch_size * self.policy.accumulate - len(update.sequences)
+        found = self._world.all_gather([*map(float, update.sequences), *[-1.0] * padding])
+        return {"sequences": [int(number) for row in found for number in row if number >= 0]}
+
+    def _apply(self, action: Action) -> bool:
+        """Do what the batch policy asks for; whether the rest of the epoch was re-planned."""
+        state = self.state
+        match action:
+            case Continue():
+                return False
+            case Replan(decision=decision, clip_norm=clip_norm):
+                state.clip_norm = clip_norm
+                self._replan(decision)
+                if decision.action == "keep":
+                    return False
+            case RollBack(decision=decision, checkpoint=checkpoint):
+                # Updates that are rolled back count: they have numbers of their own, and took time.
+                num_updates, seconds = state.num_updates, state.train_seconds
+                state.load(checkpoint)
+                state.num_updates, state.train_seconds = num_updates, seconds
+                self._monitor.load(checkpoint)
+                self.feed.load_state_dict(checkpoint.state["sampler"])
+                self.feed.load_carried(checkpoint, state.model)
+                self._replan(decision)
+        return True
+
+    def _replan(self, decision: Decision) -> None:
+        """Record a decision; if it changes the batch, plan the rest of the epoch with it."""
+        state = self.state
+        if not state.batches_done:
+            self.feed.begin_epoch(state.epoch, state.model)
+        if decision.action != "keep":
+            self.feed.resize(self.policy.batch_size, batches_done=state.batches_done)
+            state.batches_done = 0
+            self._reschedule()
+        values = {key: value for key, value in dataclasses.asdict(decision).items() if key not in ("lr", "epoch")}
+        self.log.emit(
+            "batch",
+            epoch=state.epoch if decision.epoch is None else round(decision.epoch, 3),
+            step=state.num_updates,
+            rate=decision.lr,
+            steps_left=self._updates_left,
+            **values,
+        )
+
+    @property
+    def _share_left(self) -> float:
+        """The share of the current epoch that is left."""
+        return self.feed.left * (1 - self.state.batches_done / max(1, len(self.feed)))
+
+    @property
+    def _updates_left(self) -> int:
+        """Updates until the end of the run, if batches stay as they are."""
+        plans = [len(self.feed) - self.state.batches_done]
+        plans += [self.feed.whole_epoch] * (self._config.epochs - self.state.epoch - 1)
+        return sum(math.ceil(num_batches / self.policy.accumulate) for num_batches in plans)
+
+    def _reschedule(self) -> None:
+        """Let the schedule keep its place in the run, counted in updates of the batches from now on."""
+        left = self._updates_left
+        progress = (self.state.epoch + 1 - self._share_left) / self._config.epochs
+        self.state.reschedule(
+            self._config,
+            done=round(left * progress / (1 - progress)),
+            remaining=left,
+            batch_size=self.feed.batch_size * self._time.data.size * self.policy.accumulate,
+        )
+
+    def _end_epoch(self) -> EpochRecord:
+        state, totals = self.state, self.state.totals
+        self._check_num_elements()
+        evaluation = self._evaluate(self._task.data.part("valid"))
+        state.epoch += 1
+        state.batches_done = 0
+        state.totals, clipped = EpochTotals(), state.clips.share or 0.0
+        state.clips.reset()
+        record = EpochRecord(
+            epoch=state.epoch,
+            step=state.num_updates,
+            train_loss=totals.loss / max(1, totals.count),
+            valid_loss=evaluation.loss,
+            metric=self._task.metric,
+            value=evaluation.metrics[self._task.metric],
+            seconds=totals.seconds,
+            steps_per_second=totals.steps_real / max(1e-9, totals.seconds),
+            padding=1.0 - totals.steps_real / max(1, totals.slots),
+            clipped=clipped,
+            solving=self._monitor.end_epoch(),
+        )
+        self.log.emit("epoch", **record.to_event())
+        self._record_ranks(totals.seconds)
+        if state.epoch < self._config.epochs:
+            self._apply(self.policy.after_epoch(clipped=clipped))
+        self._save()
+        self._errors.raise_on_all()
+        return record
+
+    def _record_ranks(self, seconds: float) -> None:
+        """Record how each of several ranks did: its own real steps, and the time it waited for the slowest."""
+        found = self._world.all_gather([float(self._own_steps), self._waited, seconds])
+        self._own_steps, self._waited = 0, 0.0
+        if self._world.size > 1:
+            self.log.emit(
+                "ranks",
+                epoch=self.state.epoch,
+                step=self.state.num_updates,
+                steps_real=[int(row[0]) for row in found],
+                waited=[round(row[1], 4) for row in found],
+                seconds=[round(row[2], 4) for row in found],
+            )
+
+    def _check_num_elements(self) -> None:
+        """Compare the task's count of elements, which updates are divided by, with the losses of the first epoch."""
+        counted, said = self.state.totals.count, self._updater.num_elements
+        if self.state.epoch == 0 and said is not None and counted != said:
+            raise StrettoError(
+                f"the task {self._task.name!r} says that its training part has num_elements={said}, but its losses of "
+                f"the first epoch were sums over {counted} elements, so all updates were scaled wrongly",
+                fix=f"Let {type(self._task).__name__}.num_elements return the sum of LossSum.count over all sequences.",
+            )
+
+    def _evaluate(self, part: SequenceSet, *, final: bool = False, by_solver: bool = False) -> Evaluation:
+        return evaluate(
+            self._task,
+            self.state.model,
+            part,
+            device=self._config.device,
+            final=final,
+            world=self._world,
+            by_solver=by_solver,
+        )
+
+    def _finish(self) -> RunResult:
+        state, test = self.state, self._task.data.part("test")
+        evaluation = self._evaluate(test, final=True)
+        metrics = {**evaluation.metrics, "loss": evaluation.loss}
+        if self._monitor.differs_in_use:
+            metric = self._task.metric
+            metrics[f"{metric}_parallel"] = self._evaluate(test, final=True, by_solver=True).metrics[metric]
+        self._writer.wait()
+        if self._world.is_rank0:
+            with self._errors.defer():
+                self._write_model(test)
+        self._errors.raise_on_all()
+        return RunResult(
+            metrics=metrics,
+            epochs=state.epoch,
+            seconds=round(self._elapsed(), 3),
+            padding=1.0 - state.steps_real / max(1, state.slots),
+            steps_per_second=round(state.steps_real / max(1e-9, state.train_seconds), 1),
+            checkpoint_overhead=round(self._writer.seconds / max(1e-9, time.perf_counter() - self._started), 6),
+            slot_ratio=state.slot_ratio,
+            solving=self._monitor.summary(),
+            settings={"task": self._task.name, **self._config.recorded()},
+            run=self._run,
+            model=state.model,
+        )
+
+    def _write_model(self, test: SequenceSet) -> None:
+        state = self.state
+        chosen = np.random.default_rng(self._config.seed).permutation(len(test))[:NUM_SAMPLES]
+        samples = sample_predictions(self._task, state.model, test.subset(chosen), device=self._config.device)
+        self.log.emit("samples", items=[dataclasses.asdict(sample) for sample in samples])
+        write_atomically(self._run / MODEL_FILE, lambda path: save_tensors(state.model.state_dict(), path))
+
+    def _slot_ratio(self) -> float:
+        train, config = self._task.data.part("train"), self._config
+        shuffled = shuffled_slots(
+            train.lengths_N,
+            batch_size=config.first_batch_size,
+            max_padded_steps=config.max_padded_steps,
+            seed=config.seed,
+        )
+        return shuffled * (1.0 - self.feed.report().padding) / train.num_steps
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._begun
+
+    def _is_checkpoint_due(self, seconds: float) -> bool:
+        """Whether to save within an epoch. Where states are carried, all ranks must, so rank 0's clock decides."""
+        due: bool = seconds >= 60 * self._config.checkpoint_minutes
+        if not self.feed.carries:
+            return due
+        return self._world.all_reduce_sum([float(due and self._world.is_rank0)])[0] > 0
+
+    def _save(self) -> None:
+        """Begin to write a checkpoint; where states are carried, all ranks must call."""
+        state, world = self.state, self._world
+        begun, state.seconds = time.perf_counter(), self._elapsed()
+        # An epoch begins with nothing carried.
+        carried = self.feed.carried(state.model) if state.batches_done else Checkpoint(tensors={}, state={})
+        if not (world.is_rank0 or self.policy.can_roll_back):
+            return
+        saved = state.to_checkpoint(
+            sampler=self.feed.state_dict(epoch=state.epoch, batches_done=state.batches_done),
+            data_digest=self._digest,
+            world_size=self._time.data.size,
+        )
+        checkpoint = saved.merge(self._monitor.to_checkpoint(), self.policy.to_checkpoint(), carried).copy()
+        if not state.batches_done:
+            self.policy.keep(checkpoint)
+        if world.is_rank0:
+            self._writer.begin(checkpoint, step=state.num_updates, seconds=time.perf_counter() - begun)
+
+    def _resume(self) -> None:
+        found = load_newest(self._run)
+        checkpoint = found.checkpoint
+        for message in found.refused:
+            self.log.emit("warning", message=message)
+        if checkpoint.state["data_digest"] != self._digest:
+            raise StrettoError(
+                f"the data {self._task.data.name!r} is not what the run in {str(self._run)!r} was trained on",
+                fix="Resume with the same data, or start a new run.",
+            )
+        try:
+            self.state.load(checkpoint)
+            self._monitor.load(checkpoint)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise StrettoError(
+                f"the checkpoint {str(found.path)!r} is of another model",
+                fix="Resume with the data and settings that the run was started with.",
+            ) from error
+        self._world.require_equal(
+            "the checkpoint to resume from",
+            f"{found.path.name} {checkpoint.state['position']}",
+            fix="Put the run folder where all ranks see the same.",
+        )
+        self.policy.load(checkpoint)
+        resumed = self.feed.load_state_dict(checkpoint.state["sampler"])
+        self.feed.load_carried(checkpoint, self.state.model)
+        if resumed.message:
+            self.log.emit("warning", message=resumed.message)
+        if resumed.is_replanned:
+            self.state.batches_done = 0
+            self._reschedule()
+        self.log.emit(
+            "resumed",
+            world_size=self._world.size,
+            step=self.state.num_updates,
+            epoch=self.state.epoch,
+            batches=len(self.feed),
+            epochs=self._config.epochs,
+        )
+
+    def _interrupt(self) -> None:
+        self._save()
+        self._writer.wait()
+        self.log.emit("interrupted", step=self.state.num_updates)
+        self._errors.raise_on_all()
+        raise Interrupted(self._run, step=self.state.num_updates)
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """The trainer's random state instead of the process's, so that others can draw, and other trainers too."""
+        earlier = torch.get_rng_state()
+        torch.set_rng_state(self._random)
+        try:
+            yield
+        finally:
+            self._random = torch.get_rng_state()
+            torch.set_rng_state(earlier)
+
+
+@contextmanager
+def stop_on_signals(stop: threading.Event) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM set `stop`, so that the current update ends first; a second signal stops at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: object) -> None:  # noqa: ARG001
+        if stop.is_set():
+            signal.default_int_handler(number, None)
+        stop.set()
+
+    earlier = {kind: signal.signal(kind, ask) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for kind, handler in earlier.items():
+            signal.signal(kind, handler)
