@@ -159,11 +159,11 @@ def test_sequences_are_cut_alike_whatever_comes_with_them(tmp_path: Path, quick_
         contender.train_epoch()
     assert isinstance(contender.solver, Shooting)
     assert contender.solver.cache is not None
-    places = contender.solver.cache.state_dict()["places"]
-    assert {place["length"] for place in places} == {105}
+    keys = contender.solver.cache.state_dict()["keys"]
+    assert {key["chunk_length"] for key in keys} == {105}
     # The shortest has a single chunk and no boundary to keep.
     assert [len(sequence) for sequence in cut.train] == [210, 130, 90, 171]
-    assert sorted(place["sample_id"] for place in places) == [0, 1, 3]
+    assert sorted(key["sample_id"] for key in keys) == [0, 1, 3]
 
 
 def test_the_serial_contender_is_plain_training(
