@@ -198,7 +198,10 @@ def inject_faults(settings: FaultsSettings, *, progress: Callable[[str], None]) 
         folder = Path(place)
         data, undisturbed, disturbed = write_data(folder / "data.npz"), folder / "undisturbed", folder / "disturbed"
         progress("training undisturbed")
-        _finish(_start(_training_flags(data, undisturbed, settings)))
+        if code := _finish(_start(_training_flags(data, undisturbed, settings))):
+            raise StrettoError(
+                f"the undisturbed run exited with code {code}", fix="Check `stretto train classify --nproc 2`."
+            )
         faults, exit_code = _disturb(_training_flags(data, disturbed, settings), disturbed, settings, progress)
         events = read_events(disturbed)
         same = exit_code == 0 and _same_weights(undisturbed / MODEL_FILE, disturbed / MODEL_FILE)

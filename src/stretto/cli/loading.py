@@ -22,10 +22,17 @@ from stretto.graph import Graph, GraphCell, call_cell
 
 INPUT_SIZE: Final = 64
 HIDDEN_SIZE: Final = 128
+DEFAULT_SIZES: Final = {"input_size": INPUT_SIZE, "hidden_size": HIDDEN_SIZE}
 
 
 def load_module(
-    target: str, *, input_size: int | None, hidden_size: int | None, arguments: Sequence[str], kind: str = "cell"
+    target: str,
+    *,
+    input_size: int | None,
+    hidden_size: int | None,
+    arguments: Sequence[str],
+    kind: str = "cell",
+    input_flag: str = "--input-size",
 ) -> nn.Module:
     """The cell or model that the user names; a class or function is called to make it.
 
@@ -35,6 +42,7 @@ def load_module(
         hidden_size: Hidden units that it is made with, if it takes them.
         arguments: Others that it is made with, as NAME=VALUE with a Python literal.
         kind: What is meant, for messages.
+        input_flag: The flag that gives the input size, for messages.
 
     Raises:
         StrettoError: If it cannot be found, or cannot be made.
@@ -48,7 +56,8 @@ def load_module(
                 fix=f"Leave that out, or name a class or a function that makes the {kind}.",
             )
     elif callable(found):
-        found = _make(found, target, values, input_size=input_size, hidden_size=hidden_size, kind=kind)
+        sizes = {"input_size": (input_flag, input_size), "hidden_size": ("--hidden-size", hidden_size)}
+        found = _make(found, target, values, sizes=sizes, kind=kind)
     module = found.cell() if isinstance(found, Graph) else found
     if not isinstance(module, nn.Module):
         raise StrettoError(
@@ -182,23 +191,28 @@ def _make(
     target: str,
     arguments: dict[str, Any],
     *,
-    input_size: int | None,
-    hidden_size: int | None,
+    sizes: Mapping[str, tuple[str, int | None]],
     kind: str,
 ) -> Any:
-    """Call a class or function with the sizes, as far as it takes them, and the other arguments."""
-    flags = {"input_size": (input_size, INPUT_SIZE), "hidden_size": (hidden_size, HIDDEN_SIZE)}
+    """Call a class or function with the sizes, as far as it takes them, and the other arguments.
+
+    Args:
+        maker: The class or function.
+        target: Its name, for messages.
+        arguments: The other arguments.
+        sizes: The flag and value of each size.
+        kind: What is made, for messages.
+    """
     parameters = _parameters(maker)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     takes = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
     signature = f"{target!r} takes {', '.join(takes) or 'no arguments'}"
-    for name, (given, default) in flags.items():
-        flag = f"--{name.replace('_', '-')}"
+    for name, (flag, given) in sizes.items():
         if given is not None and name in arguments:
             raise StrettoError(f"{name} is given by {flag} and by --set", fix="Give it once.")
         if name in takes and name not in arguments:
             if given is not None or parameters[name].default is inspect.Parameter.empty:
-                arguments[name] = given or default
+                arguments[name] = given or DEFAULT_SIZES[name]
         elif given is not None and takes_any:
             arguments[name] = given
         elif given is not None and name == "hidden_size":
@@ -217,7 +231,8 @@ def _make(
             f"{signature}, and {', '.join(required)} is missing",
             fix=f"Give it with --set NAME=VALUE, or name a function without arguments that makes the {kind}.",
         )
-    with user_errors(f"{target!r} could not be made", fix="Check --input-size, --hidden-size and --set."):
+    flags = [flag for flag, _ in sizes.values()]
+    with user_errors(f"{target!r} could not be made", fix=f"Check {', '.join(flags)} and --set."):
         return maker(**arguments)
 
 

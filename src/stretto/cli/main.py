@@ -16,6 +16,7 @@ VERBS: Final = {
     "inspect": "lengths, buckets and padding of a data set",
     "report": "the HTML page of a run",
     "explain": "what becomes of a cell: what leaves the time loop, and what a time step costs",
+    "bench": "how fast a cell or model is on this machine",
     "doctor": "what Stretto will use on this machine, and why",
 }
 USER_ERROR: Final = 2
