@@ -1,4 +1,4 @@
-"""Cells for Newton's method, easy and hard, and what was told of its iterations.
+"""Cells for Newton's method, easy and hard.
 
 Shape legend: B sequences, F features, H hidden units.
 """
@@ -103,7 +103,7 @@ class Stateless(stretto.Cell):
 
 
 class Noisy(Linear):
-    """Each step adds a little that is drawn anew whenever it is taken."""
+    """Each step adds a little noise, drawn again whenever it is taken."""
 
     def forward(self, x_t: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
         state = state @ self.weight.T + x_t + 3e-7 * torch.rand_like(state)
@@ -134,7 +134,7 @@ def assert_close(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch
 
 
 def counted(rnn: stretto.RNN) -> int:
-    """Iterations of Newton's method, as they are told."""
+    """Iterations of Newton's method, as reported."""
     said = re.match(r"(\d+) iterations?, then \d+ chunks of \d+ steps", rnn.solution.reason)
     assert said is not None, rnn.solution
     assert not rnn.solution.fell_back

@@ -26,7 +26,7 @@ def forgetful(rnn: stretto.RNN, scale: float = 0.3) -> stretto.RNN:
 def pair(
     cell: torch.nn.Module, solver: Any, dtype: torch.dtype = torch.float64, *, scale: float = 0.3, **words: Any
 ) -> list[stretto.RNN]:
-    """A layer that walks step after step, and its twin with a solver."""
+    """A layer that runs sequentially, and its twin with a solver."""
     serial = forgetful(stretto.RNN(cell, **words).to(dtype), scale)
     parallel = copy.deepcopy(serial)
     parallel.solver = solver

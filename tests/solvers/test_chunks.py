@@ -33,7 +33,7 @@ def test_the_way_back_leads_back(lengths: list[int], num_chunks: int) -> None:
 
 @given(LENGTHS, st.integers(1, 50))
 def test_a_sum_over_chunks_from_the_right_starts_is_the_sum_over_sequences(lengths: list[int], num_chunks: int) -> None:
-    """A recurrence that adds up, walked chunk by chunk from the ends of the chunks before."""
+    """A recurrence that adds up, run chunk by chunk from the ends of the chunks before."""
     layout = _layout(lengths)
     chunks = Chunks.cut(layout, num_chunks)
     x_P = torch.randint(0, 9, (layout.total,)).double()

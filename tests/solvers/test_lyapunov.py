@@ -1,4 +1,4 @@
-"""What can be foretold can be solved at once: iterations and sweeps against the largest Lyapunov exponent, across zero.
+"""What is predictable can be solved in parallel: iterations and sweeps against the largest Lyapunov exponent.
 
 Shape legend: B sequences, T steps, F features, H hidden units.
 """
@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 
+import pytest
 import torch
 from newton_cells import Rotated, counted
 from solver_oracle import assert_equal, results
@@ -21,7 +22,7 @@ GAINS = (0.5, 0.8, 1.0, 1.2, 1.6, 2.0, 2.5, 3.0)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Net:
-    """A random net, step after step, on one sequence, and its largest Lyapunov exponent there."""
+    """A random net, its sequential results on one sequence, and its largest Lyapunov exponent there."""
 
     rnn: stretto.RNN
     x_BTF: torch.Tensor
@@ -81,6 +82,7 @@ def test_newton_converges_below_zero_and_falls_back_above() -> None:
     assert iterations[0] < iterations[1] < iterations[2] < iterations[3] < math.inf
 
 
+@pytest.mark.slow
 def test_shooting_burns_in_well_below_zero_and_falls_back_above() -> None:
     works = []
     for net in _sweep(1200):
@@ -105,8 +107,8 @@ def test_shooting_burns_in_well_below_zero_and_falls_back_above() -> None:
     assert works[0] < works[1] < works[2] < math.inf
 
 
-def test_sweeps_that_persist_rise_to_as_many_as_chunks() -> None:
-    """Above zero only walking all chunks one after another makes them right: nothing is won, and it is told."""
+def test_sweeps_until_convergence_rise_to_as_many_as_chunks() -> None:
+    """Above zero it takes as many sweeps as chunks: nothing is gained, and it is reported."""
     num_chunks, sweeps = 12, []
     for net in _sweep(300):
         rnn = net.by(stretto.Shooting(num_chunks=num_chunks, tolerance=1e-12, until_converged=True))
@@ -117,7 +119,7 @@ def test_sweeps_that_persist_rise_to_as_many_as_chunks() -> None:
         sweeps.append(solution.iterations)
         if net.exponent < 0:
             assert_equal(found, net.expected, 1e-10)
-        # Above zero rounding alone leads astray, step after step too; each step is the net's own all the same.
+        # Above zero, rounding alone leads to another trajectory, sequentially too. Each step is still the net's own.
         weight_HH = net.rnn.cells[0].weight.detach()  # type: ignore[union-attr, operator]
         h_TH = found["y"][0]
         again_TH = torch.tanh(h_TH[:-1] @ weight_HH.T + net.x_BTF[0, 1:])  # type: ignore[operator]

@@ -128,7 +128,7 @@ def _pairs(cell: str, backend: str, dtype: torch.dtype) -> list[stretto.RNN]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("cell", ["gru", "lstm", "implicit-gru"])
-def test_run_to_convergence_it_equals_step_after_step(cell: str, dtype: torch.dtype) -> None:
+def test_run_to_convergence_it_equals_a_sequential_run(cell: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tolerance = 1e-13 if dtype == torch.float64 else 1e-6
     solver = stretto.Multigrid(num_levels=2, tolerance=tolerance, max_iterations=99, backward_iterations=99)
@@ -184,20 +184,22 @@ def _check(rnns: list[stretto.RNN], tolerance: float, **sizes: Any) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(cell=st.sampled_from(sorted(CELLS)), **SIZES)
-def test_it_equals_step_after_step_for_any_sizes(cell: str, **sizes: Any) -> None:
+def test_it_equals_a_sequential_run_for_any_sizes(cell: str, **sizes: Any) -> None:
     _check(_pairs(cell, "eager", torch.float64), 1e-13, **sizes)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(**{**SIZES, "num_levels": st.just(3), "coarsening": st.just(4)})
-def test_it_equals_step_after_step_by_compiled_code(**sizes: Any) -> None:
+def test_it_equals_a_sequential_run_by_compiled_code(**sizes: Any) -> None:
     """Coarse steps of each length are code of their own."""
     _check(_pairs("lstm", "cpp", torch.float64), 1e-13, **sizes)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(cell=st.sampled_from(sorted(CELLS)), **SIZES)
-def test_it_equals_step_after_step_in_single_precision(cell: str, **sizes: Any) -> None:
+def test_it_equals_a_sequential_run_in_single_precision(cell: str, **sizes: Any) -> None:
     _check(_pairs(cell, "eager", torch.float32), 1e-6, **sizes)
 
 
@@ -213,7 +215,8 @@ def test_layers_and_directions(layers: int, both_ways: bool) -> None:
     assert not any(solution.fell_back for solution in parallel.solutions)
 
 
-def test_what_pays_is_not_given_up() -> None:
+@pytest.mark.slow
+def test_cycles_that_pay_are_made() -> None:
     """A long, smooth memory over many steps: cycles wait for fewer steps than there are, forwards and in reverse."""
     torch.manual_seed(0)
     solver = stretto.Multigrid(num_levels=3, coarsening=8, tolerance=1e-9)
@@ -221,11 +224,11 @@ def test_what_pays_is_not_given_up() -> None:
     x_BTF = torch.randn(1, 1500, F, dtype=torch.float64).cumsum(1).sin()
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-6)
     assert not parallel.solution.fell_back
-    assert "step after step" not in parallel.solution.reason
+    assert "sequentially" not in parallel.solution.reason
     assert parallel.solution.iterations * (8 + 1 + 24 + 1 + 22) < 1500
 
 
-def test_what_would_take_longer_than_step_after_step_is_given_up_and_told() -> None:
+def test_cycles_that_would_take_longer_than_a_sequential_run_are_not_made() -> None:
     torch.manual_seed(0)
     chaotic = 8.0
     serial, parallel = pair(
@@ -241,7 +244,7 @@ def test_what_would_take_longer_than_step_after_step_is_given_up_and_told() -> N
     assert solution.residual == 0.0
 
 
-def test_a_gradient_that_would_take_longer_is_found_step_after_step_and_told() -> None:
+def test_a_gradient_that_would_take_longer_is_found_sequentially() -> None:
     torch.manual_seed(0)
     solver = stretto.Multigrid(tolerance=1e-12, max_iterations=99)
     serial, parallel = pair(stretto.cells.GRU(F, H), solver, scale=1.0, backend="eager")
@@ -254,7 +257,7 @@ def test_a_gradient_that_would_take_longer_is_found_step_after_step_and_told() -
 
 @pytest.mark.parametrize("cell", [stretto.cells.GRU(F, H), stretto.cells.ImplicitGRU(F, H)])
 @pytest.mark.parametrize("iterations", [0, 1, 2, 3])
-def test_the_residual_is_the_mismatch_at_the_boundaries(cell: stretto.Cell, iterations: int) -> None:
+def test_the_residual_is_the_difference_at_the_boundaries(cell: stretto.Cell, iterations: int) -> None:
     torch.manual_seed(0)
     shown = Shown(copy.deepcopy(cell).double())
     shown.coarse_step = shown.inner.coarse_step  # type: ignore[attr-defined]
@@ -277,7 +280,7 @@ def test_the_residual_is_the_mismatch_at_the_boundaries(cell: stretto.Cell, iter
 
 @pytest.mark.parametrize("fine", ["F", "FCF"])
 @pytest.mark.parametrize("cell", ["gru", "lstm", "own"])
-def test_the_gap_to_step_after_step_shrinks_and_vanishes(cell: str, fine: Any) -> None:
+def test_the_error_shrinks_and_vanishes(cell: str, fine: Any) -> None:
     torch.manual_seed(0)
     serial, parallel = pair(CELLS[cell](), None, scale=1.0, backend="eager")
     x_BTF = torch.randn(2, 32, F, dtype=torch.float64)
@@ -296,7 +299,7 @@ def test_the_gap_to_step_after_step_shrinks_and_vanishes(cell: str, fine: Any) -
     assert parallel.solution.residual < 1e-13
 
 
-def test_the_gap_of_gradients_shrinks_and_vanishes() -> None:
+def test_the_error_of_gradients_shrinks_and_vanishes() -> None:
     torch.manual_seed(0)
     serial, parallel = pair(_slow(CELLS["lstm"](), 2.0), None, scale=1.0, backend="eager")
     x_BTF = torch.randn(2, 32, F, dtype=torch.float64)
@@ -331,7 +334,8 @@ def _two_grids(iterations: int, *, num_levels: int = 2) -> stretto.Multigrid:
     )
 
 
-def test_it_converges_as_it_is_known_to_at_initial_weights() -> None:
+@pytest.mark.slow
+def test_it_converges_at_the_known_rate_at_initial_weights() -> None:
     """A trial elsewhere came to 1 to 4 %, 0.1 to 0.3 %, 2e-5 and 2e-9, and without a coarse grid to little more."""
     nets = []
     for seed, inputs in enumerate((2, 9, 2, 9)):
@@ -347,6 +351,7 @@ def test_it_converges_as_it_is_known_to_at_initial_weights() -> None:
         assert 0.3 < found / alone < 3
 
 
+@pytest.mark.slow
 def test_coarse_grids_carry_a_long_memory() -> None:
     torch.manual_seed(0)
     cell = _slow(stretto.cells.ImplicitGRU(2, 48)).double()
@@ -392,7 +397,7 @@ def test_the_published_settings_are_the_usual_ones() -> None:
     solution = rnn.solution
     assert (solution.iterations, solution.backward_iterations) == (2, 1)
     assert solution.reason == "32 chunks of 4 steps, 3 levels of 128, 31, 7 steps"
-    # Two walks over 128 steps. Over 31: on the way up twice, before forcing once, relaxed twice. Over 7: three times.
+    # Two runs over 128 steps. Over 31: on the way up twice, before forcing once, relaxed twice. Over 7: three times.
     assert solution.work == 2 + (5 * 31 + 3 * 7) / 128
     assert solution.residual > 1e-3
     assert (solution.backward_residual or 0.0) > 1e-3
@@ -418,7 +423,7 @@ def test_zero_iterations_start_every_chunk_from_the_initial_state() -> None:
 
 
 @pytest.mark.parametrize(("T", "coarsening"), [(1, 2), (4, 4), (3, 100)])
-def test_one_chunk_is_walked_step_after_step(T: int, coarsening: int) -> None:
+def test_one_chunk_runs_sequentially(T: int, coarsening: int) -> None:
     serial, parallel = pair(CELLS["lstm"](), stretto.Multigrid(coarsening=coarsening), backend="eager")
     x_BTF = torch.randn(2, T, F, dtype=torch.float64)
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-14)
@@ -442,7 +447,7 @@ def test_batches_without_steps_or_sequences() -> None:
         ("level", "num_levels is 1"),
     ],
 )
-def test_without_coarse_grids_there_is_relaxation_only_and_it_is_told(cell: str, why: str) -> None:
+def test_without_coarse_grids_there_is_relaxation_only_and_it_says_so(cell: str, why: str) -> None:
     torch.manual_seed(0)
     make = {"own": Leaky, "counted": Counted, "level": CELLS["gru"]}[cell]
     solver = stretto.Multigrid(max_iterations=8, backward_iterations=8, num_levels=1 if cell == "level" else 3)
@@ -470,7 +475,7 @@ def test_inputs_of_several_dimensions() -> None:
     assert "levels" in parallel.solution.reason
 
 
-def test_states_that_are_no_numbers_are_walked_step_after_step() -> None:
+def test_states_that_are_nan_run_sequentially() -> None:
     rnn = stretto.RNN(CELLS["gru"](), backend="eager", solver=stretto.Multigrid())
     x_BTF = torch.randn(1, 40, F)
     x_BTF[0, 3] = torch.nan
@@ -493,7 +498,7 @@ def test_a_coarse_step_that_fails_costs_time_and_no_result() -> None:
     assert parallel.solution.fell_back
 
 
-def test_gradients_that_are_no_numbers_are_those_of_step_after_step() -> None:
+def test_gradients_that_are_nan_are_those_of_a_sequential_run() -> None:
     serial, parallel = pair(CELLS["gru"](), stretto.Multigrid(max_iterations=20), backend="eager")
     x_BTF = torch.randn(1, 40, F, dtype=torch.float64)
     found = []
@@ -638,7 +643,7 @@ class Wrong(stretto.Cell):
         (lambda _: None, "returned NoneType"),
     ],
 )
-def test_a_coarse_step_of_the_wrong_make_up_is_refused(returned: Callable[[Any], Any], said: str) -> None:
+def test_a_coarse_step_with_another_structure_is_refused(returned: Callable[[Any], Any], said: str) -> None:
     rnn = stretto.RNN(Wrong(returned), backend="eager", solver=stretto.Multigrid())
     with pytest.raises(StrettoError, match=rf"Wrong\.coarse_step returned .*{said.removeprefix('returned ')}"):
         rnn(torch.randn(2, 40, F))
@@ -692,7 +697,7 @@ def test_states_before_chunks_are_those_of_either_grid(lengths: list[int], coars
 
 
 @given(lengths=LENGTHS, coarsening=st.integers(2, 7), num_levels=st.integers(1, 5))
-def test_there_are_as_many_grids_as_make_sense(lengths: list[int], coarsening: int, num_levels: int) -> None:
+def test_there_are_as_many_grids_as_fit(lengths: list[int], coarsening: int, num_levels: int) -> None:
     found = make_levels(Layout(np.array(lengths, dtype=np.int64)), num_levels=num_levels, coarsening=coarsening)
     assert 1 <= len(found) <= num_levels
     steps = [level.layout.num_steps for level in found]

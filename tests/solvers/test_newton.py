@@ -40,9 +40,9 @@ from stretto.state import flatten, unflatten
 
 
 @pytest.mark.parametrize("form", ["dense", "diagonal"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cell", CONVERGING)
-def test_it_equals_step_after_step(cell: str, dtype: torch.dtype, form: Any) -> None:
+def test_it_equals_a_sequential_run(cell: str, dtype: torch.dtype, form: Any) -> None:
     torch.manual_seed(0)
     tolerance = 1e-13 if dtype == torch.float64 else 1e-6
     solver = stretto.Newton(jacobian=form, tolerance=tolerance)
@@ -86,7 +86,7 @@ def _nets(cell: str) -> list[stretto.RNN]:
     padding=st.integers(0, 2),
     damping=st.sampled_from([0.0, 0.1]),
 )
-def test_it_equals_step_after_step_for_any_sizes(
+def test_it_equals_a_sequential_run_for_any_sizes(
     cell: str, form: Any, lengths: list[int], padding: int, damping: float
 ) -> None:
     serial, parallel = _nets(cell)
@@ -132,7 +132,7 @@ def test_an_easy_gru() -> None:
 
 @pytest.mark.parametrize("form", ["dense", "diagonal"])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_difficult_gru_is_walked_step_after_step(seed: int, form: Any) -> None:
+def test_a_difficult_gru_runs_sequentially(seed: int, form: Any) -> None:
     """Weights a hundred times too large: gates switch, Jacobians overflow."""
     torch.manual_seed(seed)
     serial = stretto.RNN(stretto.cells.GRU(2, 5), backend="eager")
@@ -232,7 +232,7 @@ def test_fewer_steps_that_miss_are_progress_too() -> None:
     assert counted(parallel) > 5
 
 
-def test_walks_that_do_not_meet_are_walked_step_after_step() -> None:
+def test_chunks_that_do_not_agree_run_sequentially() -> None:
     """Steps differ by less than the tolerance each time they are taken, and chunks of them by more."""
     torch.manual_seed(0)
     rnn = stretto.RNN(Noisy(torch.eye(2, dtype=torch.float64)), backend="eager", solver=stretto.Newton())
@@ -242,7 +242,7 @@ def test_walks_that_do_not_meet_are_walked_step_after_step() -> None:
     assert bool((y_BTH[0, -1] > 1e-4).all())
 
 
-def test_a_step_that_draws_is_walked_step_after_step() -> None:
+def test_a_step_with_random_numbers_runs_sequentially() -> None:
     rnn = stretto.RNN(stretto.cells.Zoneout(stretto.cells.GRU(F, H)), backend="eager", solver=stretto.Newton())
     rnn(torch.randn(2, 40, F))
     assert rnn.solution.fell_back
@@ -292,7 +292,7 @@ def test_dense_jacobians_that_would_take_too_much_memory(monkeypatch: pytest.Mon
     assert not rnn.solution.fell_back
 
 
-def test_a_state_of_whole_numbers_is_walked_step_after_step() -> None:
+def test_a_state_of_whole_numbers_runs_sequentially() -> None:
     serial = stretto.RNN(Counting(torch.eye(2)), backend="eager")
     parallel = twin(serial)
     x_BTF = torch.randn(1, 30, 2)
@@ -301,7 +301,7 @@ def test_a_state_of_whole_numbers_is_walked_step_after_step() -> None:
     assert parallel.solution.reason == "part 1 of the state is of torch.int64, which has no derivative"
 
 
-def test_a_cell_without_a_state_is_walked_step_after_step() -> None:
+def test_a_cell_without_a_state_runs_sequentially() -> None:
     rnn = stretto.RNN(Stateless(), backend="eager", solver=stretto.Newton())
     x_BTF = torch.randn(2, 5, F)
     assert torch.equal(rnn(x_BTF)[0], torch.tanh(x_BTF))
@@ -309,7 +309,7 @@ def test_a_cell_without_a_state_is_walked_step_after_step() -> None:
     assert rnn.solution.reason == "there is no state"
 
 
-def test_states_that_are_no_numbers_are_walked_step_after_step() -> None:
+def test_states_that_are_nan_run_sequentially() -> None:
     rnn = stretto.RNN(stretto.cells.GRU(F, H), backend="eager", solver=stretto.Newton())
     x_BTF = torch.randn(2, 40, F)
     x_BTF[0, 3] = torch.nan
@@ -321,7 +321,7 @@ def test_states_that_are_no_numbers_are_walked_step_after_step() -> None:
     assert bool(y_BTH[1].isfinite().all())
 
 
-def test_an_overflow_on_the_way_is_walked_step_after_step() -> None:
+def test_an_overflow_on_the_way_runs_sequentially() -> None:
     """States stay below 1, and differences grow a hundredfold at each step."""
     torch.manual_seed(0)
     serial = stretto.RNN(Sine(100.0 * torch.linalg.qr(torch.randn(4, 4))[0]), backend="eager")
@@ -350,7 +350,7 @@ LENGTHS = [4, 0, 6, 1]
 
 
 class _Kept(AbstractSolver):
-    """Walks step after step, and keeps what it was given."""
+    """Runs sequentially, and keeps the problem it was given."""
 
     problem: Problem
 

@@ -3,6 +3,7 @@
 Shape legend: B sequences, T steps, F features, H hidden units.
 """
 
+import functools
 import math
 import re
 from typing import Any
@@ -31,7 +32,7 @@ CELLS = {
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_it_equals_step_after_step(cell: str, dtype: torch.dtype) -> None:
+def test_it_equals_a_sequential_run(cell: str, dtype: torch.dtype) -> None:
     """States at the boundaries are found by burning in; one sweep verifies them, in reverse too."""
     torch.manual_seed(0)
     tolerance = 1e-13 if dtype == torch.float64 else 1e-6
@@ -48,21 +49,27 @@ def test_it_equals_step_after_step(cell: str, dtype: torch.dtype) -> None:
     assert 1 < solution.work < 2.5
 
 
+@functools.cache
+def _nets(cell: str, backend: str) -> list[stretto.RNN]:
+    """Layers that are built once for all examples."""
+    torch.manual_seed(1)
+    return pair(CELLS[cell](), "serial", backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("auto", marks=pytest.mark.slow)])
 @settings(max_examples=40, deadline=None)
 @given(
     cell=st.sampled_from(sorted(CELLS)),
     num_chunks=st.integers(1, 12),
     lengths=st.lists(st.integers(0, 25), min_size=1, max_size=4),
     padding=st.integers(0, 2),
-    backend=st.sampled_from(["eager", "auto"]),
     until_converged=st.booleans(),
 )
-def test_it_equals_step_after_step_for_any_sizes(
+def test_it_equals_a_sequential_run_for_any_sizes(
     *, cell: str, num_chunks: int, lengths: list[int], padding: int, backend: str, until_converged: bool
 ) -> None:
-    torch.manual_seed(1)
-    solver = stretto.Shooting(num_chunks=num_chunks, tolerance=1e-13, until_converged=until_converged)
-    serial, parallel = pair(CELLS[cell](), solver, backend=backend)
+    serial, parallel = _nets(cell, backend)
+    parallel.solver = stretto.Shooting(num_chunks=num_chunks, tolerance=1e-13, until_converged=until_converged)
     x_BTF = torch.randn(len(lengths), max(1, max(lengths) + padding), F, dtype=torch.float64)
     assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-10)
 
@@ -78,7 +85,7 @@ def test_layers_and_directions(layers: int, both_ways: bool) -> None:
     assert len(parallel.solutions) == layers * (2 if both_ways else 1)
 
 
-def test_a_chaotic_net_is_walked_step_after_step_and_told() -> None:
+def test_a_chaotic_net_runs_sequentially_and_says_so() -> None:
     """What differs a little differs altogether soon; a short probe is all that it costs."""
     torch.manual_seed(0)
     serial, parallel = pair(stretto.cells.GRU(F, 32), stretto.Shooting(num_chunks=16), scale=8.0)
@@ -94,8 +101,8 @@ def test_a_chaotic_net_is_walked_step_after_step_and_told() -> None:
     assert "not tried again for 8 calls: the net does not forget" in parallel.solution.reason
 
 
-def test_a_net_that_has_learnt_to_remember_is_noticed() -> None:
-    """It forgot when it was probed; now the sweep that is to verify does not, and the rest goes step after step."""
+def test_a_net_that_learned_to_remember_is_noticed() -> None:
+    """It forgot when it was probed; now the sweep that is to verify does not, and the rest runs sequentially."""
     torch.manual_seed(0)
     serial, parallel = pair(CELLS["gru"](), stretto.Shooting(num_chunks=6, tolerance=1e-13))
     x_BTF = torch.randn(2, 600, F, dtype=torch.float64)
@@ -113,7 +120,7 @@ def test_a_net_that_has_learnt_to_remember_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm", "indrnn"])
-def test_it_persists_if_asked(cell: str) -> None:
+def test_it_sweeps_until_converged_if_asked(cell: str) -> None:
     """A net that remembers longer than its chunks, by sweeps alone."""
     torch.manual_seed(0)
     solver = stretto.Shooting(num_chunks=12, tolerance=1e-12, until_converged=True)
@@ -148,19 +155,19 @@ def _starts_of(scale: float, keep: float, *, seed: int) -> tuple[dict[str, float
                 gaps.append(float((end_BH - start_BH).abs().max()))
                 end_BH = step(x_BTF[:, first : first + 20], start_BH)[1]
             found[name] = max(gaps)
-        asked = mock.patch.object(CorrectedSweeps, "next_boundaries", autospec=True, side_effect=_ToldError)
-        with asked as told, pytest.raises(_ToldError):
+        asked = mock.patch.object(CorrectedSweeps, "next_boundaries", autospec=True, side_effect=_StartChosenError)
+        with asked as call, pytest.raises(_StartChosenError):
             rnn(x_BTF)
-        return found, float(told.call_args.args[3])
+        return found, float(call.call_args.args[3])
 
 
-class _ToldError(Exception):
+class _StartChosenError(Exception):
     """Raised where the start was taken: how it goes on is of no interest."""
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from([0.3, 2.0, 6.0]), st.sampled_from([-2.0, 0.0, 4.0]), st.integers(0, 99))
-def test_it_begins_where_a_sweep_leaves_least(scale: float, keep: float, seed: int) -> None:
+def test_it_starts_where_a_sweep_leaves_the_smallest_residual(scale: float, keep: float, seed: int) -> None:
     found, taken = _starts_of(scale, keep, seed=seed)
     assert taken == pytest.approx(min(found.values()), rel=1e-6)
 
@@ -179,7 +186,7 @@ def test_as_many_sweeps_as_chunks_are_exact_whatever_the_net() -> None:
     assert parallel.solution.backward_iterations == 4
 
 
-def test_fewer_sweeps_are_told_by_what_is_left() -> None:
+def test_with_fewer_sweeps_the_residual_is_reported() -> None:
     torch.manual_seed(0)
     rnn = stretto.RNN(stretto.cells.GRU(F, H), solver=stretto.Shooting(num_chunks=8, max_sweeps=1))
     rnn(torch.randn(1, 64, F))
@@ -189,7 +196,7 @@ def test_fewer_sweeps_are_told_by_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("words", [{}, {"max_sweeps": 2}, {"until_converged": True}])
-def test_states_that_are_no_numbers_are_those_of_step_after_step(words: dict[str, Any]) -> None:
+def test_states_that_are_nan_are_those_of_a_sequential_run(words: dict[str, Any]) -> None:
     torch.manual_seed(0)
     _, rnn = pair(CELLS["gru"](), stretto.Shooting(num_chunks=4, **words))
     x_BTF = torch.randn(1, 400, F, dtype=torch.float64)
@@ -202,7 +209,7 @@ def test_states_that_are_no_numbers_are_those_of_step_after_step(words: dict[str
     assert re.search("NaN or inf|does not forget", rnn.solution.reason)
 
 
-def test_one_sweep_says_that_a_state_is_no_number() -> None:
+def test_one_sweep_reports_a_state_that_is_nan() -> None:
     torch.manual_seed(0)
     _, rnn = pair(CELLS["gru"](), stretto.Shooting(num_chunks=4, max_sweeps=1))
     x_BTF = torch.randn(1, 40, F, dtype=torch.float64)
@@ -248,7 +255,7 @@ def test_calls_that_make_no_sense() -> None:
 # --- warm starts from a cache
 
 
-def test_boundaries_are_carried_from_visit_to_visit() -> None:
+def test_boundaries_are_kept_from_visit_to_visit() -> None:
     """The same sequence again: each chunk begins where the one before ended; after enough visits it is exact."""
     torch.manual_seed(0)
     cache = stretto.TrajectoryCache()
@@ -290,7 +297,7 @@ def test_a_cache_is_saved_bounded_and_cleared() -> None:
     assert (len(cache), cache.num_bytes) == (0, 0)
 
 
-def test_adjoints_are_carried_too_if_asked() -> None:
+def test_adjoints_are_kept_too_if_asked() -> None:
     """With weights that stay, gradients come closer to the exact ones visit by visit, and then are them."""
     torch.manual_seed(0)
     serial = stretto.RNN(stretto.cells.GRU(F, H).double())
@@ -334,7 +341,7 @@ def test_the_nearer_of_two_starts_is_taken() -> None:
         assert torch.allclose(first, misled, atol=1e-10)
 
 
-def test_states_that_are_no_numbers_are_not_carried() -> None:
+def test_states_that_are_nan_are_not_cached() -> None:
     cache = stretto.TrajectoryCache()
     rnn = stretto.RNN(stretto.cells.GRU(F, H), solver=stretto.Shooting(num_chunks=5, max_sweeps=1, cache=cache))
     x_BTF = torch.randn(2, 50, F)

@@ -1,4 +1,4 @@
-"""Every exact solver on nets that have learnt to remember, beside step after step.
+"""Every exact solver on nets that learned to remember, beside a sequential run.
 
 Shape legend: B sequences, T steps, F features.
 """
@@ -27,14 +27,17 @@ SOLVERS: dict[str, Callable[[float], AbstractSolver]] = {
     "newton": lambda tolerance: stretto.Newton(tolerance=tolerance),
     "newton, diagonal": lambda tolerance: stretto.Newton(jacobian="diagonal", tolerance=tolerance),
 }
-NETS = ("adding", "copying", "windows", "characters")
-LEARNT = 0.75
+NETS = ["copying", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adding", "windows", "characters"))]
+WEIGHTS = pytest.mark.parametrize(
+    "is_trained", [pytest.param(False, id="initial weights", marks=pytest.mark.slow), pytest.param(True, id="trained")]
+)
+TRAINED_SHARE = 0.75
 """The share of the loss of a net that remembers nothing which a trained one has at most."""
 
 
 @pytest.fixture(scope="module", params=NETS)
 def trained(request: pytest.FixtureRequest) -> Trained:
-    """A net that has learnt one of the tasks."""
+    """A net that was trained on one of the tasks."""
     if request.param == "adding":
         return trained_on_adding()
     if request.param == "copying":
@@ -48,51 +51,52 @@ def trained(request: pytest.FixtureRequest) -> Trained:
         return trained_on_characters(stream.read(100_000))
 
 
-def _net(trained: Trained, *, learnt: bool) -> stretto.RNN:
-    """A copy of the net as it is, or as it was before it learnt anything."""
+def _net(trained: Trained, *, is_trained: bool) -> stretto.RNN:
+    """A copy of the trained net, or one with initial weights."""
     rnn = copy.deepcopy(trained.rnn)
-    if not learnt:
+    if not is_trained:
         torch.manual_seed(1)
         rnn.load_state_dict(stretto.RNN(trained.fresh()).state_dict())
     return rnn
 
 
-def _given(trained: Trained, *, learnt: bool) -> torch.Tensor:
-    return trained.x_BTF if learnt else trained.x_BTF[:1]
+def _given(trained: Trained, *, is_trained: bool) -> torch.Tensor:
+    return trained.x_BTF if is_trained else trained.x_BTF[:1]
 
 
 @functools.cache
-def _step_after_step(trained: Trained, dtype: torch.dtype, *, learnt: bool) -> dict[str, torch.Tensor]:
+def _sequential_results(trained: Trained, dtype: torch.dtype, *, is_trained: bool) -> dict[str, torch.Tensor]:
     """What every solver has to find."""
-    return results(_net(trained, learnt=learnt).to(dtype), _given(trained, learnt=learnt).to(dtype))
+    return results(_net(trained, is_trained=is_trained).to(dtype), _given(trained, is_trained=is_trained).to(dtype))
 
 
-def test_it_has_learnt(trained: Trained) -> None:
-    assert trained.loss < LEARNT * trained.ignorant
+def test_it_was_trained(trained: Trained) -> None:
+    assert trained.loss < TRAINED_SHARE * trained.ignorant
 
 
 @pytest.mark.parametrize("name", SOLVERS)
-@pytest.mark.parametrize("learnt", [False, True], ids=["initial weights", "trained"])
-def test_exact_is_exact(trained: Trained, name: str, learnt: bool) -> None:
+@WEIGHTS
+def test_exact_is_exact(trained: Trained, name: str, is_trained: bool) -> None:
     """In double precision; gradients too, through hundreds of steps."""
-    parallel = _net(trained, learnt=learnt).double()
+    parallel = _net(trained, is_trained=is_trained).double()
     parallel.solver = SOLVERS[name](1e-13)
-    found = results(parallel, _given(trained, learnt=learnt).double())
-    assert_equal(found, _step_after_step(trained, torch.float64, learnt=learnt), 1e-10)
+    found = results(parallel, _given(trained, is_trained=is_trained).double())
+    assert_equal(found, _sequential_results(trained, torch.float64, is_trained=is_trained), 1e-10)
     assert parallel.solution.residual <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOLVERS)
-@pytest.mark.parametrize("learnt", [False, True], ids=["initial weights", "trained"])
-def test_single_precision(trained: Trained, name: str, learnt: bool) -> None:
-    parallel = _net(trained, learnt=learnt)
+@WEIGHTS
+def test_single_precision(trained: Trained, name: str, is_trained: bool) -> None:
+    parallel = _net(trained, is_trained=is_trained)
     parallel.solver = SOLVERS[name](1e-7)
-    found = results(parallel, _given(trained, learnt=learnt))
-    assert_equal(found, _step_after_step(trained, torch.float32, learnt=learnt), 1e-5)
+    found = results(parallel, _given(trained, is_trained=is_trained))
+    assert_equal(found, _sequential_results(trained, torch.float32, is_trained=is_trained), 1e-5)
 
 
 def test_long_memory_is_found_by_a_probe(trained: Trained) -> None:
-    """A net that still remembers after a chunk is walked step after step, at the cost of the probe."""
+    """A net that still remembers after a chunk runs sequentially, at the cost of the probe."""
     rnn = copy.deepcopy(trained.rnn)
     rnn.solver = stretto.Shooting(num_chunks=32, tolerance=1e-7)
     with torch.no_grad():
@@ -101,6 +105,7 @@ def test_long_memory_is_found_by_a_probe(trained: Trained) -> None:
     assert rnn.solution.work < 1.5
 
 
+@pytest.mark.slow
 def test_gates_need_fewer_sweeps_than_none() -> None:
     """The adding net keeps its sum by its update gates: their products carry news through many chunks at once."""
     trained = trained_on_adding()

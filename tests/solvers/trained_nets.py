@@ -1,4 +1,4 @@
-"""Small nets that have learnt to remember: what holds at initial weights need not hold for these.
+"""Small nets that learned to remember: what holds at initial weights need not hold for these.
 
 Shape legend: B sequences, T steps, F features, H hidden units, C classes.
 """
@@ -20,7 +20,7 @@ import stretto
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A layer, what it is asked about, and how well it has learnt.
+    """A layer, what it is asked about, and how well it was trained.
 
     Attributes:
         rnn: The layer, in single precision.

@@ -1,4 +1,8 @@
-"""Ranks as a grid of data x time: each row of it has a share of the sequences, each column a block of their steps.
+"""Ranks as a grid of data x time: ranks of one row divide the steps of the same sequences.
+
+    time ->      block 0    block 1
+    data 0       rank 0     rank 1      one half of the sequences
+    data 1       rank 2     rank 3      the other half
 
 Shape legend: B sequences, T steps, F features.
 """
@@ -25,9 +29,9 @@ class TimeBlock:
     """What one rank has of a padded batch: all sequences, some steps.
 
     Attributes:
-        steps: Which.
+        steps: The time steps that this rank owns.
         lengths: Real steps of each sequence among them.
-        sample_ids: What each sequence is known by, on all ranks: `rnn(x, lengths=..., sample_ids=...)`.
+        sample_ids: The id of each sequence, the same on all ranks: `rnn(x, lengths=..., sample_ids=...)`.
     """
 
     steps: range
@@ -41,19 +45,18 @@ class TimeBlock:
 
 @final
 class TimeMesh:
-    """All ranks as a grid: `time` neighbours share sequences and divide their steps, and there are as many such groups
-    as there are ranks for.
+    """All ranks as a grid: `time` neighbours divide steps, and their groups divide sequences.
 
-    Every rank must make it, and take part in everything that is asked of it.
+    Every rank must create it, and call its methods together with the others.
 
     Args:
         time: Ranks that divide the steps of a sequence.
         minutes: How long a rank waits for another of its time group before it fails.
 
     Attributes:
-        data: Which share of the sequences this rank has, of how many.
-        time: Which block of their steps this rank has, of how many.
-        devices: The grid as torch knows it, with the dimensions "data" and "time"; None for one rank alone.
+        data: The ranks with the same block of steps: `data.rank` is this rank's share of the sequences, of `data.size`.
+        time: The ranks with the same sequences: `time.rank` is this rank's block of steps, of `time.size`.
+        devices: The grid as a torch DeviceMesh with the dimensions "data" and "time"; None for a single rank.
 
     Example:
         mesh = stretto.distributed.TimeMesh(time=2)
@@ -77,7 +80,7 @@ class TimeMesh:
         if size == 1:
             return
         grid = torch.arange(size).reshape(-1, time)
-        # Groups of their own, also where one is all ranks: gradients of parameters travel on that at the same time.
+        # New groups even where one has all ranks: the default group all-reduces gradients of parameters meanwhile.
         across, along = (_group(ranks.tolist(), minutes=minutes) for ranks in (grid.T, grid))
         self.devices = DeviceMesh.from_group([across, along], device, grid, mesh_dim_names=("data", "time"))
         rank = distributed.get_rank()
@@ -89,12 +92,12 @@ class TimeMesh:
         return TimeParallel(group=self.time.group, tolerance=tolerance, segment_steps=segment_steps)
 
     def steps(self, num_steps: int) -> range:
-        """The steps of this rank: those of all ranks follow each other and differ by one in number, at most."""
+        """The steps of this rank. Blocks are consecutive, and their lengths differ by at most one."""
         rank, size = self.time.rank, self.time.size
         return range(num_steps * rank // size, num_steps * (rank + 1) // size)
 
     def block(self, num_steps: int, lengths: Sequence[int] | torch.Tensor) -> TimeBlock:
-        """This rank's block of a padded batch; all ranks of a time group must ask for that of the same.
+        """This rank's block of a padded batch, which must be the same on all ranks of a time group.
 
         Args:
             num_steps: T of the batch.
@@ -126,15 +129,15 @@ class TimeMesh:
         """The state after whole sequences, on every rank of the time group; no gradient flows through it.
 
         Args:
-            rnn: Who returned the state.
-            state: What it returned here: the state after this rank's block.
+            rnn: The layer that returned the state.
+            state: What it returned on this rank: the state after its block.
         """
         if self.time.size == 1:
             return state
         states = [state] if len(rnn.cells) == 1 else list(state)
         found = []
         for number, one in enumerate(states):
-            # The ranks of a time group follow each other; a layer that reads backwards ends on the first.
+            # The ranks of a time group are consecutive; a direction that reads backwards ends on the first.
             place = 0 if rnn.bidirectional and number % 2 else self.time.size - 1
             source = distributed.get_rank() - self.time.rank + place
             found.append(map_state(lambda part, source=source: self._from(part, source), one))
@@ -147,7 +150,7 @@ class TimeMesh:
 
 
 def _group(rows: list[list[int]], *, minutes: float) -> "distributed.ProcessGroup":
-    """The group of this rank among several that share all ranks out."""
+    """Create a group for each row of ranks, on all ranks; the one that this rank is in."""
     made = [distributed.new_group(ranks, timeout=dt.timedelta(minutes=minutes)) for ranks in rows]
     own: distributed.ProcessGroup = next(g for g, r in zip(made, rows, strict=True) if distributed.get_rank() in r)
     return own

@@ -46,9 +46,8 @@ class RNN(nn.Module):
             operator; "torch" calls the cell itself at each step.
         save: What is stored for the backward pass: "auto" stores what is costly to compute again; "states" stores
             outputs and a state now and then, and computes the rest again: long sequences in little memory.
-        solver: How to walk through time: "serial" is step after step; "auto" measures whether chunks of time at once
-            are faster, and keeps to what is; or a solver, such as `stretto.Shooting`. `rnn.solution` tells how the last
-            call went.
+        solver: How to get through time: "serial" runs sequentially; "auto" measures whether chunks of time are faster,
+            and keeps to what is; or a solver such as `stretto.Shooting`. `rnn.solution` reports how the last call went.
 
     Example:
         >>> rnn = stretto.RNN(stretto.cells.GRU(8, 32), num_layers=2)

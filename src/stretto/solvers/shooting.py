@@ -40,7 +40,7 @@ from torch import nn
 from stretto.checks import check_bool, check_float, check_int
 from stretto.errors import StrettoError
 from stretto.kernels import Layout
-from stretto.solvers.adjoint import AdjointStats, Report, ReverseSweeps, differentiable_chunks, report_to
+from stretto.solvers.adjoint import AdjointStats, ReverseSweeps, differentiable_chunks, report_to
 from stretto.solvers.backoff import Backoff, BackoffKey, backoff_key
 from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, fall_back, residual_norm
 from stretto.solvers.chunks import Chunks
@@ -311,11 +311,16 @@ class Shooting(AbstractSolver):
         adjoint = ReverseSweeps(
             tolerance=self.tolerance, max_sweeps=max_sweeps, arriving=guess.adjoints if max_sweeps == 1 else None
         )
+
+        def report(stats: AdjointStats) -> None:
+            report_to(solution)(stats)
+            if self.cache is not None and self.cache.adjoints:
+                _remember(problem, chunks, stats.arriving, cache=self.cache, adjoint=True)
+
         while True:
             # A first sweep from initial states will not agree, so what its gradients would need is not stored.
             is_futile = done == 0 and guess.known == 0 and max_sweeps > 1
             with torch.set_grad_enabled(torch.is_grad_enabled() and not is_futile):
-                report = _remembering_report(solution, problem, chunks, self.cache)
                 y_PF, states, ends = differentiable_chunks(problem, chunks, boundaries, adjoint=adjoint, report=report)
             arrived = chunks.previous_ends(ends)
             residual = _boundary_residual(chunks, arrived, boundaries)
@@ -362,19 +367,6 @@ def _remembers_too_long(forgetting: float, chunks: Chunks) -> str:
 
 def _nonfinite(residual: float) -> str:
     return "; a state is NaN or inf" if math.isnan(residual) else ""
-
-
-def _remembering_report(solution: Solution, problem: Problem, chunks: Chunks, cache: TrajectoryCache | None) -> Report:
-    plain = report_to(solution)
-
-    def report(stats: AdjointStats) -> None:
-        plain(stats)
-        if cache is not None and cache.adjoints:
-            for sequence, places_D in chunks.later_by_sequence.items():
-                held = [part[chunks.previous_C[places_D].to(part.device)] for part in stats.arriving]
-                cache.put(_key(problem, chunks, sequence, adjoint=True), held)
-
-    return report
 
 
 # --- how long the net remembers --------------------------------------------------------------------------------------
@@ -457,7 +449,7 @@ class _Guess:
 def _guess(problem: Problem, chunks: Chunks, *, cache: TrajectoryCache | None, burn_in: int) -> _Guess:
     """From the cache if a sequence is in it; else by burning in so many steps; else the initial state."""
     states = [state.detach().index_select(0, chunks.sequence_C.to(state.device)) for state in problem.states]
-    known = _recall(problem, chunks, states, cache)
+    known = _recall(problem, chunks, states, cache=cache)
     fresh_D = chunks.later_D[[int(chunks.sequence_C[place]) not in known for place in chunks.later_D]]
     work = 0.0
     if burn_in and len(fresh_D):
@@ -470,7 +462,9 @@ def _guess(problem: Problem, chunks: Chunks, *, cache: TrajectoryCache | None, b
     source, adjoints = "", None
     if cache is not None:
         source = f", {len(known)} of {len(chunks.later_by_sequence)} sequences from where they were last time"
-        adjoints = _recall_adjoints(problem, chunks, states, cache) if cache.adjoints else None
+        if cache.adjoints:
+            adjoints = [torch.zeros_like(state) for state in states]
+            _recall(problem, chunks, adjoints, cache=cache, adjoint=True)
     return _Guess(states=states, adjoints=adjoints, known=len(known), source=source, work=work)
 
 
@@ -501,58 +495,59 @@ def _nearest_start(
     return dataclasses.replace(best, work=work)
 
 
-def _remember(
-    problem: Problem, chunks: Chunks, arrived: Sequence[torch.Tensor], *, cache: TrajectoryCache | None
-) -> None:
-    """Cache what arrived at the boundaries (C, ...), except for sequences with states that are NaN or inf."""
-    if cache is not None:
-        for sequence, places_D in chunks.later_by_sequence.items():
-            held = [part[places_D.to(part.device)] for part in arrived]
-            if all(bool(torch.isfinite(part).all()) for part in held):
-                cache.put(_key(problem, chunks, sequence), held)
+# What a cache holds of a sequence is one row per boundary. The states at a boundary belong to the chunk after it, the
+# gradients that arrive there to the chunk before it.
 
 
-def _recall(
-    problem: Problem, chunks: Chunks, states: Sequence[torch.Tensor], cache: TrajectoryCache | None
-) -> frozenset[int]:
-    """Write the cached states of each sequence into `states` (C, ...); the sequences that were found."""
-    if cache is None:
-        return frozenset()
-    found = set()
-    for sequence, places_D in chunks.later_by_sequence.items():
-        held = _if_fitting(cache.get(_key(problem, chunks, sequence)), states, len(places_D))
-        if held is not None:
-            found.add(sequence)
-            for state, part in zip(states, held, strict=True):
-                state[places_D.to(state.device)] = part.to(state)
-    return frozenset(found)
+def _rows_held(chunks: Chunks, later_D: torch.Tensor, *, adjoint: bool) -> torch.Tensor:
+    return chunks.previous_C[later_D] if adjoint else later_D
 
 
-def _recall_adjoints(
-    problem: Problem, chunks: Chunks, states: Sequence[torch.Tensor], cache: TrajectoryCache
-) -> list[torch.Tensor]:
-    arriving = [torch.zeros_like(state) for state in states]
-    for sequence, places_D in chunks.later_by_sequence.items():
-        held = _if_fitting(cache.get(_key(problem, chunks, sequence, adjoint=True)), states, len(places_D))
-        if held is not None:
-            for arrives, part in zip(arriving, held, strict=True):
-                arrives[chunks.previous_C[places_D].to(arrives.device)] = part.to(arrives)
-    return arriving
-
-
-def _if_fitting(
-    held: list[torch.Tensor] | None, states: Sequence[torch.Tensor], count: int
-) -> list[torch.Tensor] | None:
-    """What is held, if it has as many boundaries and the same shapes."""
-    if held is None or [part.shape for part in held] != [(count, *state.shape[1:]) for state in states]:
-        return None
-    return held
-
-
-def _key(problem: Problem, chunks: Chunks, sequence: int, *, adjoint: bool = False) -> CacheKey:
+def _key(problem: Problem, chunks: Chunks, sequence: int, *, adjoint: bool) -> CacheKey:
     assert problem.sample_ids is not None
     layer = f"{problem.name} adjoint" if adjoint else problem.name
     return CacheKey(layer=layer, sample_id=problem.sample_ids[sequence], chunk_length=chunks.length)
+
+
+def _remember(
+    problem: Problem,
+    chunks: Chunks,
+    parts: Sequence[torch.Tensor],
+    *,
+    cache: TrajectoryCache | None,
+    adjoint: bool = False,
+) -> None:
+    """Cache the states or gradients (C, ...) at the boundaries of each sequence, unless one is NaN or inf."""
+    if cache is None:
+        return
+    for sequence, later_D in chunks.later_by_sequence.items():
+        rows_D = _rows_held(chunks, later_D, adjoint=adjoint)
+        held = [part[rows_D.to(part.device)] for part in parts]
+        if all(bool(torch.isfinite(part).all()) for part in held):
+            cache.put(_key(problem, chunks, sequence, adjoint=adjoint), held)
+
+
+def _recall(
+    problem: Problem,
+    chunks: Chunks,
+    parts: Sequence[torch.Tensor],
+    *,
+    cache: TrajectoryCache | None,
+    adjoint: bool = False,
+) -> frozenset[int]:
+    """Write what is cached of each sequence into `parts` (C, ...); the sequences that were found."""
+    found = set()
+    if cache is None:
+        return frozenset()
+    for sequence, later_D in chunks.later_by_sequence.items():
+        held = cache.get(_key(problem, chunks, sequence, adjoint=adjoint))
+        shapes = [(len(later_D), *part.shape[1:]) for part in parts]
+        if held is not None and [part.shape for part in held] == shapes:
+            found.add(sequence)
+            rows_D = _rows_held(chunks, later_D, adjoint=adjoint)
+            for part, row in zip(parts, held, strict=True):
+                part[rows_D.to(part.device)] = row.to(part)
+    return frozenset(found)
 
 
 # --- sweeps with corrections -----------------------------------------------------------------------------------------
