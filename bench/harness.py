@@ -38,7 +38,7 @@ from stretto.checks import check_choice
 from stretto.cli import check_flags, choose, console_for, parse
 from stretto.errors import StrettoError
 from stretto.files import write_text_atomically
-from stretto.report import Html, Section, bullets, columns, figure, grid, join, page, paragraph
+from stretto.report import Html, bullets, columns, figure, grid, join, page, paragraph
 from stretto.timing import (
     QUICK,
     Timing,
@@ -254,11 +254,11 @@ class Report:
             pictures = [
                 figure(Html(svg), title=title, caption=caption, wide=True) for title, svg, caption in self.figures
             ]
-            sections.append(Section(title="Plots", body=grid(pictures)))
+            sections.append(("Plots", grid(pictures)))
         for table in self.all_tables():
             body = [columns(table.columns, [[format_cell(cell) for cell in row] for row in table.rows])]
             body += [paragraph(line) for line in table.caption.splitlines()]
-            sections.append(Section(title=table.title, body=join(body)))
+            sections.append((table.title, join(body)))
         return page(
             title=self.title,
             subtitle=self._machine,

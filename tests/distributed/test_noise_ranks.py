@@ -1,6 +1,5 @@
 """The norm of each rank's own gradient, read during the all-reduce, gives the noise between the ranks' shares."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ def _batches() -> list[torch.Tensor]:
     return [torch.randn(size, 4, generator=generator, dtype=torch.float64) for size in SIZES]
 
 
-def _measure(world: World, adaptive: bool) -> dict[str, Any]:
+def _measure(world: World, *, adaptive: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01) if adaptive else None
@@ -56,30 +55,29 @@ def _measure(world: World, adaptive: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_world(2, _measure_both, tmp_path_factory.mktemp("world"))
-
-
-def _measure_both(world: World) -> list[dict[str, Any]]:
-    return [_measure(world, adaptive) for adaptive in (False, True)]
-
-
-@pytest.mark.parametrize("kind", ["plain", "adaptive"])
-def test_shares_of_two_ranks_give_the_noise(kind: str, two_ranks: list[list[dict[str, Any]]]) -> None:
-    answers = [own[kind == "adaptive"] for own in two_ranks]
-    for answer in answers:
-        assert answer["found"] == pytest.approx(answer["wanted"], rel=1e-9)
-        assert answer == answers[0] or answer["found"] == pytest.approx(answers[0]["found"], rel=1e-12)
-
-
-def _empty(world: World) -> Any:
+def _measure_all(world: World) -> dict[str, Any]:
     model = nn.Linear(2, 1)
     split = SplitByRank(DistributedDataParallel(model, process_group=world.group), world=world)
     torch.autograd.backward(model(torch.ones(1, 2)).sum())
     split.add(3 * world.rank)
-    return split.take() is None
+    return {
+        "plain": _measure(world, adaptive=False),
+        "adaptive": _measure(world, adaptive=True),
+        "one rank empty": split.take() is None,
+    }
 
 
-def test_one_rank_with_sequences_does_not_make_two_parts(tmp_path: Path) -> None:
-    assert run_world(2, _empty, tmp_path) == [True, True]
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_world(2, _measure_all, tmp_path_factory.mktemp("world"))
+
+
+@pytest.mark.parametrize("kind", ["plain", "adaptive"])
+def test_shares_of_two_ranks_give_the_noise(kind: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank[kind]["found"] == pytest.approx(rank[kind]["wanted"], rel=1e-9)
+        assert rank[kind]["found"] == pytest.approx(ranks[0][kind]["found"], rel=1e-12)
+
+
+def test_one_rank_with_sequences_does_not_make_two_parts(ranks: list[dict[str, Any]]) -> None:
+    assert all(rank["one rank empty"] for rank in ranks)

@@ -31,7 +31,7 @@ def _quadratic(seed: int, num_dims: int) -> tuple[torch.Tensor, torch.Tensor, to
 
 @pytest.mark.parametrize("sizes", [(8, 8), (3, 9, 20), (1, 1, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_the_scale_of_a_quadratic_is_within_a_tenth(seed: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     """The gradient at x of 0.5 (x - c)' A (x - c), c normal with covariance S, has mean A x and covariance A S A."""
     hessian_DD, deviation_D, x_D = _quadratic(seed, 30)
@@ -54,7 +54,7 @@ def test_the_scale_of_a_quadratic_is_within_a_tenth(seed: int, dtype: torch.dtyp
     assert meter.trace == pytest.approx(trace, rel=0.05)
 
 
-@pytest.mark.parametrize("num_dims", [2, 3, 5, 10])
+@pytest.mark.parametrize("num_dims", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 5, 10))])
 def test_few_dimensions_do_not_bias_the_scale(num_dims: int) -> None:
     """The squared gradient of an update is then many times smaller by chance alone."""
     rng = np.random.default_rng(1)

@@ -7,22 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.extras import optional
-from stretto.report import (
-    BigNumber,
-    Html,
-    Section,
-    bullets,
-    columns,
-    duration,
-    escape,
-    facts,
-    figure,
-    grid,
-    headline,
-    page,
-    paragraph,
-    plot,
-)
+from stretto.report import Html, bullets, columns, duration, escape, facts, figure, grid, page, paragraph, plot
+from stretto.report.page import headline
 
 HOSTILE = "<script>alert(1)</script> \"double\" 'single' & <img src=x onerror=alert(2)>"
 
@@ -58,8 +44,8 @@ def _page(words: str, *, scripted: bool = False) -> str:
     return page(
         title=words,
         subtitle=words,
-        top=[headline([BigNumber(label=words, value=words, detail=words)])],
-        sections=[Section(title=words, body=body)],
+        top=[headline([(words, words, words)])],
+        sections=[(words, body)],
         footer=words,
         scripted=scripted,
     )

@@ -19,7 +19,7 @@ from stretto.batching import BucketSampler, shuffled_slots
 from stretto.data import PARTS, AbstractTargets, Labels, NoTargets, SequenceSet, StepLabels
 from stretto.files import write_text_atomically
 from stretto.report.figures import lengths_figure
-from stretto.report.page import BigNumber, Section, columns, facts, headline, join, page, paragraph
+from stretto.report.page import columns, facts, headline, join, page, paragraph
 
 Lengths = npt.NDArray[np.int64]
 TargetKind = Literal["transcripts", "labels", "labels of steps", "none"]
@@ -289,19 +289,13 @@ def write_inspection_page(inspection: Inspection, path: Path) -> None:
     """Write the inspection as one HTML file that needs nothing else."""
     ratio, histogram = inspection.slot_ratio, inspection.histogram
     shortest, median, longest = (f"{inspection.quantiles[share]:,.0f}" for share in (0.0, 0.5, 1.0))
-    steps, saved = f"{inspection.num_steps:,} steps in all", f"{ratio:.1f}x fewer" if ratio >= 1 else ""
+    saved = f"{ratio:.1f}x fewer" if ratio >= 1 else f"{1 / ratio:.1f}x more"
     numbers = [
-        BigNumber(label="Sequences", value=f"{inspection.num_sequences:,}", detail=steps),
-        BigNumber(label="Median length", value=median, detail=f"from {shortest} to {longest} steps"),
-        BigNumber(label="Padding, shuffled", value=f"{inspection.shuffled_padding:.1%}", detail="of slots"),
-        BigNumber(
-            label="Padding, in buckets", value=f"{inspection.padding:.1%}", detail=f"{len(inspection.edges)} buckets"
-        ),
-        BigNumber(
-            label="Slots saved",
-            value=saved or f"{1 / ratio:.1f}x more",
-            detail=f"{inspection.batches:,} batches per epoch",
-        ),
+        ("Sequences", f"{inspection.num_sequences:,}", f"{inspection.num_steps:,} steps in all"),
+        ("Median length", median, f"from {shortest} to {longest} steps"),
+        ("Padding, shuffled", f"{inspection.shuffled_padding:.1%}", "of slots"),
+        ("Padding, in buckets", f"{inspection.padding:.1%}", f"{len(inspection.edges)} buckets"),
+        ("Slots saved", saved, f"{inspection.batches:,} batches per epoch"),
     ]
     lengths = lengths_figure(
         bounds=histogram.bounds, counts=histogram.counts, edges=inspection.edges, whose=inspection.whose
@@ -313,9 +307,9 @@ def write_inspection_page(inspection: Inspection, path: Path) -> None:
         subtitle=f"What its batches will be: {_batch_rule(inspection)}",
         top=[headline(numbers)],
         sections=[
-            Section(title="Lengths", body=join([lengths, columns(names, [values])])),
-            Section(title="Buckets", body=join([buckets, columns(BUCKET_HEADER, _bucket_rows(inspection))])),
-            Section(title="The set", body=facts(_count_rows(inspection))),
+            ("Lengths", join([lengths, columns(names, [values])])),
+            ("Buckets", join([buckets, columns(BUCKET_HEADER, _bucket_rows(inspection))])),
+            ("The set", facts(_count_rows(inspection))),
         ],
         footer="Batches are padded to their longest sequence; shuffled batches are drawn with one seed.",
     )

@@ -3,7 +3,6 @@
 Text becomes `Html` only through `escape`, so that the type checker finds a string that was not escaped.
 """
 
-import dataclasses
 import html
 import math
 from collections.abc import Iterable, Sequence
@@ -76,23 +75,6 @@ footer { margin-top: 56px; font-size: 14px; color: var(--soft); overflow-wrap: a
 """
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BigNumber:
-    """One number of the headline: what it is, its value as text, and a few words of context."""
-
-    label: str
-    value: str
-    detail: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """A heading and what is under it."""
-
-    title: str
-    body: Html
-
-
 def escape(value: object) -> Html:
     """`value` as text that HTML shows and never interprets; what UTF-8 cannot encode is shown as its escape."""
     text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
@@ -138,18 +120,14 @@ def grid(parts: Iterable[Html]) -> Html:
     return Html(f'<div class="grid">{join(parts)}</div>')
 
 
-def headline(numbers: Iterable[BigNumber]) -> Html:
-    """The row of big numbers."""
-    return Html(
-        '<div class="headline">'
-        + "".join(
-            f'<div class="number"><div class="label">{escape(number.label)}</div>'
-            f'<div class="value">{escape(number.value)}</div>'
-            f'<div class="detail">{escape(number.detail)}</div></div>'
-            for number in numbers
-        )
-        + "</div>"
+def headline(numbers: Iterable[tuple[str, str, str]]) -> Html:
+    """The row of big numbers: for each what it is, its value as text, and a few words of context."""
+    cells = "".join(
+        f'<div class="number"><div class="label">{escape(label)}</div>'
+        f'<div class="value">{escape(value)}</div><div class="detail">{escape(detail)}</div></div>'
+        for label, value, detail in numbers
     )
+    return Html(f'<div class="headline">{cells}</div>')
 
 
 def sentence(words: str) -> str:
@@ -168,7 +146,13 @@ def duration(seconds: float) -> str:
 
 
 def page(
-    *, title: str, subtitle: str, top: Iterable[Html], sections: Iterable[Section], footer: str, scripted: bool = True
+    *,
+    title: str,
+    subtitle: str,
+    top: Iterable[Html],
+    sections: Iterable[tuple[str, Html]],
+    footer: str,
+    scripted: bool = True,
 ) -> str:
     """The whole page.
 
@@ -176,12 +160,12 @@ def page(
         title: Plain text, also the name of the browser's tab.
         subtitle: Plain text under the title.
         top: Above the first section.
-        sections: The rest, in order.
+        sections: The rest, in order: headings, plain text, and what is under them.
         footer: Plain text at the end.
         scripted: Whether the page has plots, which need the plotting library's source inside, once.
     """
     script = f"<script>{optional('plotly.offline').get_plotlyjs()}</script>" if scripted else ""
-    body = join(Html(f"<section><h2>{escape(part.title)}</h2>\n{part.body}</section>") for part in sections)
+    body = join(Html(f"<section><h2>{escape(heading)}</h2>\n{part}</section>") for heading, part in sections)
     return f"""<!doctype html>
 <html lang="en">
 <head>

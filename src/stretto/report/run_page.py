@@ -10,9 +10,7 @@ from stretto.errors import StrettoError
 from stretto.files import write_text_atomically
 from stretto.report import figures
 from stretto.report.page import (
-    BigNumber,
     Html,
-    Section,
     bullets,
     columns,
     duration,
@@ -105,22 +103,22 @@ def _page(record: RunRecord, *, run: Path) -> str:
     )
 
 
-def _sections(record: RunRecord) -> Iterator[Section]:
-    yield Section(title="Training", body=_training(record))
-    yield Section(title="Batches", body=_batches(record))
+def _sections(record: RunRecord) -> Iterator[tuple[str, Html]]:
+    yield "Training", _training(record)
+    yield "Batches", _batches(record)
     if record.decisions:
-        yield Section(title="Batch size", body=_batch_size(record))
+        yield "Batch size", _batch_size(record)
     solved = [epoch for epoch in record.epochs if epoch.get("solving")]
     if solved:
-        yield Section(title="Parallel in time", body=_solver(record, solved))
+        yield "Parallel in time", _solver(record, solved)
     if record.ranks:
-        yield Section(title="Ranks", body=_ranks(record.ranks))
+        yield "Ranks", _ranks(record.ranks)
     samples = samples_html(record.samples, metric=record.metric) if record.samples else None
-    yield Section(title="Samples", body=samples or paragraph("No test sequence has been recorded with its output yet."))
-    yield Section(title="Results", body=_results(record))
-    yield Section(title="Notes and warnings", body=_notes(record))
-    yield Section(title="Settings", body=_settings(record.started.get("settings")))
-    yield Section(title="Data and versions", body=_origin(record))
+    yield "Samples", samples or paragraph("No test sequence has been recorded with its output yet.")
+    yield "Results", _results(record)
+    yield "Notes and warnings", _notes(record)
+    yield "Settings", _settings(record.started.get("settings"))
+    yield "Data and versions", _origin(record)
 
 
 def _subtitle(record: RunRecord) -> str:
@@ -136,11 +134,9 @@ def _subtitle(record: RunRecord) -> str:
 
 
 def _state(record: RunRecord) -> Html:
-    last = (
-        f"the last recorded update is {record.steps.step_S[-1]:,.0f}"
-        if len(record.steps)
-        else "no update is recorded yet"
-    )
+    last = "no update is recorded yet"
+    if len(record.steps):
+        last = f"the last recorded update is {record.steps.step_S[-1]:,.0f}"
     text = {
         "finished": "Finished",
         "interrupted": f"Interrupted at update {record.interrupted_at or 0:,}: this page shows the run up to there",
@@ -150,33 +146,32 @@ def _state(record: RunRecord) -> Html:
     return Html(f'<p class="{kind}">{escape(text)}</p>')
 
 
-def _numbers(record: RunRecord) -> Iterator[BigNumber]:
+def _numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     finished, started, epochs = record.finished, record.started, record.epochs
     tested = (finished.get("metrics") or {}).get(record.metric)
     name = figures.metric_name(record.metric)
     if tested is not None:
-        yield BigNumber(label=sentence(name), value=_metric(record.metric, tested), detail="on the test sequences")
+        yield sentence(name), _metric(record.metric, tested), "on the test sequences"
     elif epochs:
         detail = f"on the validation sequences, after epoch {epochs[-1]['epoch']}"
-        yield BigNumber(label=sentence(name), value=_metric(record.metric, epochs[-1]["value"]), detail=detail)
+        yield sentence(name), _metric(record.metric, epochs[-1]["value"]), detail
     seconds = finished.get("seconds")
     if seconds is None and len(record.steps):
         seconds = float(record.steps.seconds_S[-1])
     if seconds is not None:
         steps = f"{record.steps.step_S[-1]:,.0f} updates" if len(record.steps) else ""
-        yield BigNumber(label="Time", value=duration(seconds), detail=steps)
+        yield "Time", duration(seconds), steps
     speed = finished.get("steps_per_second", epochs[-1].get("steps_per_second") if epochs else None)
     if speed is not None:
-        detail = "real time steps, without padding"
-        yield BigNumber(label="Steps per second", value=f"{speed:,.0f}", detail=detail)
+        yield "Steps per second", f"{speed:,.0f}", "real time steps, without padding"
     yield from _padding_numbers(record)
     ratio = started.get("slot_ratio")
     if ratio is not None:
         value = f"{ratio:.1f}x fewer" if ratio >= 1 else f"{1 / ratio:.1f}x more"
-        yield BigNumber(label="Slots saved", value=value, detail="than shuffled batches would need")
+        yield "Slots saved", value, "than shuffled batches would need"
 
 
-def _padding_numbers(record: RunRecord) -> Iterator[BigNumber]:
+def _padding_numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     padding, detail = record.finished.get("padding"), ""
     if padding is None and len(record.steps):
         padding = record.steps.padding
@@ -185,7 +180,7 @@ def _padding_numbers(record: RunRecord) -> Iterator[BigNumber]:
     shuffled = record.started.get("shuffled_padding")
     if padding is not None:
         detail += f"shuffled batches: {shuffled:.1%}" if shuffled is not None else "of all slots"
-        yield BigNumber(label="Padding", value=f"{padding:.1%}", detail=detail)
+        yield "Padding", f"{padding:.1%}", detail
 
 
 def _training(record: RunRecord) -> Html:
