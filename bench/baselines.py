@@ -167,7 +167,7 @@ def _translate(task: AbstractTask[Any], data: SequenceSet, shared: dict[str, Any
         train,
         (valid_sources, texts["valid"]),
         num_pieces=task.vocabulary.size,
-        spelt=task.vocabulary.decode,
+        decode=task.vocabulary.decode,
         bleu_words=fitting_words(texts["train"]),
         hidden_size=config.hidden_size,
         dropout=config.dropout,

@@ -10,7 +10,12 @@ A benchmark is a function that takes its settings and a `Report`, registered und
         report.goal("GRU over nn.GRU", ratio, at_least=1.5)
 
 The harness parses the flags, prints the tables, and writes the JSON and the HTML page that were asked for.
-`render` turns the JSON files in `bench/results` into the pages in `docs/measurements`.
+`render` turns the JSON files in `bench/results` into the pages in `docs/measurements`. Such a file holds
+
+    {"name", "title", "machine", "commit", "command", "date", "notes": [...],
+     "tables": [{"title", "columns", "rows", "caption"}, ...]}
+
+as `--json FILE` writes it. To publish a measurement: run with `--json bench/results/NAME.json`, then render.
 """
 
 import contextlib

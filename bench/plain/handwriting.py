@@ -1,6 +1,6 @@
 """Lines of pen movement read by a bidirectional LSTM and CTC, in plain PyTorch.
 
-Shape legend: N lines, B lines of a batch, T steps, U stacked steps, F features, H units, C classes (blank first).
+Shape legend: N lines, B lines per batch, T steps, U stacked steps, F features, H units, C classes (blank first).
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class PlainHandwriting:
         stack: Steps laid side by side as one.
         hidden_size: Units of each direction.
         dropout: Share dropped before the last layer.
-        batch_size: Lines of a batch.
+        batch_size: Lines per batch.
         epochs: Of the whole run, over which the rate rises and falls.
         learning_rate: Its peak.
         clip_norm: Largest norm of a gradient.
@@ -129,7 +129,7 @@ class PlainHandwriting:
     def loss(
         self, x_BUF: torch.Tensor, lengths_B: torch.Tensor, codes: torch.Tensor, code_lengths_B: torch.Tensor
     ) -> torch.Tensor:
-        """Negative log-likelihood of the texts, a character."""
+        """Negative log-likelihood of the texts, per character."""
         log_probs_BUC = self.model(x_BUF, lengths_B)
         total = functional.ctc_loss(log_probs_BUC.transpose(0, 1), codes, lengths_B, code_lengths_B, reduction="sum")
         return total / code_lengths_B.sum()

@@ -47,7 +47,7 @@ class PlainLanguageModel:
         train: The training text, a number a word.
         valid: The text to measure on.
         num_words: Of the vocabulary.
-        embedding_size: Numbers that stand for a word.
+        embedding_size: Size of a word vector.
         hidden_size: Units of each layer.
         num_layers: Layers.
         dropout: Share dropped between layers and before the scores.

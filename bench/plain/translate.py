@@ -99,12 +99,12 @@ class PlainTranslate:
         train: Source and target of each pair as numbers of pieces, each target with its end mark.
         valid: Sources to translate, and their references as text.
         num_pieces: Of the vocabulary.
-        spelt: Makes text of pieces.
+        decode: Makes text of pieces.
         bleu_words: What BLEU takes for a word, as sacrebleu names it.
         hidden_size: Units of every layer.
         dropout: Share of the inputs of each layer that is dropped.
         label_smoothing: Share of the probability that is spread over all pieces.
-        batch_size: Pairs of a batch.
+        batch_size: Pairs per batch.
         epochs: Of the whole run, over which the rate rises and falls.
         learning_rate: Its peak.
         clip_norm: Largest norm of a gradient.
@@ -120,7 +120,7 @@ class PlainTranslate:
         valid: tuple[Sequence[Sequence[int]], Sequence[str]],
         *,
         num_pieces: int,
-        spelt: Callable[[Sequence[Sequence[int]]], list[str]],
+        decode: Callable[[Sequence[Sequence[int]]], list[str]],
         bleu_words: str,
         hidden_size: int = 256,
         dropout: float = 0.2,
@@ -135,7 +135,7 @@ class PlainTranslate:
             (torch.tensor(source), torch.tensor(target)) for source, target in zip(*train, strict=True)
         ]
         self._sources, self._references = [torch.tensor(source) for source in valid[0]], list(valid[1])
-        self._spelt, self._bleu_words = spelt, bleu_words
+        self._decode, self._bleu_words = decode, bleu_words
         torch.manual_seed(seed)
         self.model = TranslateNet(num_pieces=num_pieces, size=hidden_size, dropout=dropout)
         self._loader: DataLoader[Any] = DataLoader(
@@ -181,7 +181,7 @@ class PlainTranslate:
         found: list[list[int]] = []
         for first in range(0, len(self._sources), 64):
             found += self._translated(pad_sequence(self._sources[first : first + 64], batch_first=True))
-        texts = self._spelt(found)
+        texts = self._decode(found)
         return float(sacrebleu.corpus_bleu(texts, [self._references], tokenize=self._bleu_words, force=True).score)
 
     def _translated(self, source_BS: torch.Tensor) -> list[list[int]]:

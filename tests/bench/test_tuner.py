@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from bench.tuner import (
     run_to_target,
 )
 from stretto.data import SequenceSet
-from stretto.errors import StrettoError
 from stretto.training import AbstractTask
 
 SMALL = dataclasses.replace(
@@ -92,17 +90,6 @@ def test_a_grid_runs_all_batches_in_turn(digits: SequenceSet) -> None:
     grid = run_grid("digits", SMALL, digits, (1, 2), settings, progress=lines.append)
     assert {size: len(runs) for size, runs in grid.given.items()} == {4: 2, 8: 2}
     assert [line.rpartition(" ")[2] for line in lines] == ["4", "8", "auto", "8", "auto", "4"]
-
-
-def test_only_a_part_of_the_data_is_used(tmp_path: Path) -> None:
-    case = dataclasses.replace(SMALL, sequences=50, valid_sequences=7)
-    data = cut_data("digits", case, folder=tmp_path)
-    assert (len(data.part("train")), len(data.part("valid"))) == (50, 7)
-    assert cut_data("language-model", CASES["language-model"].quick, folder=tmp_path).name == "made-text"
-    with pytest.raises(StrettoError, match="there is no folder"):
-        cut_data("digits", case, folder=tmp_path / "nowhere")
-    with pytest.raises(StrettoError, match="the tasks to train are"):
-        TunerSettings(tasks=())
 
 
 @pytest.mark.slow
