@@ -19,7 +19,7 @@ import torch
 from stretto.data import Labels, SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.large_batch import BatchTuner, ThroughputTable, Verdict
+from stretto.large_batch import BatchTuner, ThroughputTable
 from stretto.nn import carried_states
 from stretto.report import write_run_report
 from stretto.state import flatten
@@ -197,10 +197,10 @@ def _trouble_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """The guard sees trouble in its `number`-th update."""
     seen, observe = [0], BatchTuner.observe
 
-    def observed(self: BatchTuner, **values: Any) -> Verdict:
+    def observed(self: BatchTuner, **values: Any) -> str:
         seen[0] += 1
-        verdict = observe(self, **values)
-        return Verdict(reason="made up") if seen[0] == number else verdict
+        trouble = observe(self, **values)
+        return "made up" if seen[0] == number else trouble
 
     monkeypatch.setattr(BatchTuner, "observe", observed)
 

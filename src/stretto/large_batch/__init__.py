@@ -1,7 +1,7 @@
 """Large batches without re-tuning: scaling rules, schedules, gradient noise, measured throughput, and the tuner."""
 
 from stretto.large_batch.choose import Candidate, Choice, choose_batch, split_share
-from stretto.large_batch.guard import ClipMeter, Guard, Verdict, local_curvature
+from stretto.large_batch.guard import ClipMeter, Guard, local_curvature
 from stretto.large_batch.noise import (
     AbstractSplit,
     Noise,
@@ -58,7 +58,6 @@ __all__ = [
     "SplitNorms",
     "Step",
     "ThroughputTable",
-    "Verdict",
     "choose_batch",
     "local_curvature",
     "make_decay",

@@ -27,23 +27,6 @@ STEEP_IN_A_ROW: Final = 3
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What the last update looks like.
-
-    Attributes:
-        reason: What the trouble is; empty if there is none.
-    """
-
-    reason: str = ""
-
-    @property
-    def is_trouble(self) -> bool:
-        """Whether to roll back."""
-        return bool(self.reason)
-
-
-@final
 class Guard:
     """Distinguishes divergence from noise, from what every update knows anyway.
 
@@ -73,8 +56,7 @@ class Guard:
 
     Example:
         >>> guard = Guard()
-        >>> verdicts = [guard.observe(loss=1.0 + 0.1 * (at % 3)) for at in range(100)]
-        >>> verdicts[-1].is_trouble, guard.observe(loss=float("nan")).reason
+        >>> any(guard.observe(loss=1.0 + 0.1 * (at % 3)) for at in range(100)), guard.observe(loss=float("nan"))
         (False, 'the loss is nan')
     """
 
@@ -110,8 +92,8 @@ class Guard:
 
     def observe(
         self, *, loss: float, gradient_norm: float | None = None, rate_times_curvature: float | None = None
-    ) -> Verdict:
-        """Judge an update.
+    ) -> str:
+        """Judge an update: what the trouble is; empty if there is none.
 
         Args:
             loss: Its mean loss.
@@ -120,7 +102,7 @@ class Guard:
         """
         for name, value in (("the loss", loss), ("the norm of the gradient", gradient_norm)):
             if value is not None and not math.isfinite(value):
-                return Verdict(reason=f"{name} is {value}")
+                return f"{name} is {value}"
         reasons = [self._judge_loss(loss)]
         if gradient_norm is not None:
             reasons.append(self._judge_norm(gradient_norm))
@@ -131,7 +113,7 @@ class Guard:
                 reasons.append(
                     f"rate times curvature is {rate_times_curvature:.3g}, above {limit:g} {self._steep} times in a row"
                 )
-        return Verdict(reason="; ".join(reason for reason in reasons if reason))
+        return "; ".join(reason for reason in reasons if reason)
 
     @property
     def smoothed(self) -> float | None:

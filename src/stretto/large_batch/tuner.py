@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, final
 from stretto.checks import check_float, check_int
 from stretto.errors import StrettoError
 from stretto.large_batch.choose import Candidate, choose_batch, split_share
-from stretto.large_batch.guard import Guard, Verdict
+from stretto.large_batch.guard import Guard
 from stretto.large_batch.noise import NoiseScale, SplitNorms
 from stretto.large_batch.scaling import LargeBatch
 from stretto.large_batch.throughput import ThroughputTable
@@ -104,7 +104,7 @@ class BatchTuner:
         >>> tuner = BatchTuner(settings, num_sequences=10_000, table=table)
         >>> for _ in range(40):
         ...     norms = SplitNorms(sizes=[8, 8], squares=[26.0, 26.0], square_of_mean=13.5)
-        ...     verdict = tuner.observe(loss=1.0, norms=norms)
+        ...     trouble = tuner.observe(loss=1.0, norms=norms)
         >>> decision = tuner.decide(epoch=1)
         >>> decision.action, decision.batch_size, decision.lr, round(decision.noise_scale)
         ('grow', 64, 0.2, 200)
@@ -171,7 +171,7 @@ class BatchTuner:
         norms: SplitNorms | None = None,
         curvature: float | None = None,
         lr: float | None = None,
-    ) -> Verdict:
+    ) -> str:
         """Take an update into account, after it was made.
 
         Args:
@@ -182,7 +182,7 @@ class BatchTuner:
             lr: The rate of this update, by which the curvature is judged; the peak rate by default.
 
         Returns:
-            Whether this looks fine. After trouble, call `roll_back` and load earlier weights.
+            What went wrong; empty if nothing did. After trouble, call `roll_back` and load earlier weights.
 
         Raises:
             StrettoError: The parts contradict each other.
@@ -194,13 +194,13 @@ class BatchTuner:
         if gradient_norm is not None:
             self.noise.observe_norm(gradient_norm**2)
         rate = self.settings.lr if lr is None else lr
-        verdict = self.guard.observe(
+        trouble = self.guard.observe(
             loss=loss,
             gradient_norm=gradient_norm,
             rate_times_curvature=None if curvature is None else rate * curvature,
         )
-        self._trouble = self._trouble or verdict.reason
-        return verdict
+        self._trouble = self._trouble or trouble
+        return trouble
 
     @property
     def is_due(self) -> bool:
@@ -254,7 +254,7 @@ class BatchTuner:
         the decision keeps it, and says so.
 
         Args:
-            reason: What went wrong, such as the reason of a `Verdict`.
+            reason: What went wrong, as `observe` returned it.
         """
         failed, self._trouble = self.batch_size, ""
         self.guard.restart()

@@ -242,19 +242,19 @@ class TunedBatch(AbstractBatchPolicy):
     def after_update(self, update: Update, *, left: float) -> Action:
         """Take an update into account: roll back from trouble, or decide again once enough was measured."""
         skipped = update.is_skipped
-        verdict = self._tuner.observe(
+        trouble = self._tuner.observe(
             loss=update.loss,
             gradient_norm=None if skipped else update.gradient_norm,
             norms=update.norms,
             curvature=None if skipped else self._curvature(update.batch),
             lr=None if skipped else update.rate,
         )
-        if verdict.is_trouble:
+        if trouble:
             can_roll_back = self.can_roll_back
-            decision = self._tuner.roll_back(verdict.reason)
+            decision = self._tuner.roll_back(trouble)
             if can_roll_back and self._kept is not None:
                 return RollBack(decision=decision, checkpoint=self._kept)
-            self._log.emit("warning", message=f"at update {self._state.num_updates}: {verdict.reason}")
+            self._log.emit("warning", message=f"at update {self._state.num_updates}: {trouble}")
         if self._tuner.is_due and left >= MIN_REPLAN_SHARE:
             return self._decide(self._state.epoch + 1 - left, clipped=self._state.clips.share or 0.0)
         return Continue()
