@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
-from fuzz_cell import FuzzCell, parts_of
-from fuzz_recipe import Case, Recipe
+from fuzz_cell import Case, FuzzCell, Recipe, parts_of
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 

@@ -7,14 +7,13 @@ from hypothesis import HealthCheck, settings
 
 VARIABLE: Final = "STRETTO_FUZZ"
 LONG_RUN: Final = int(os.environ.get(VARIABLE) or 0)
-"""Examples of the largest test in a long run, of the others in proportion; none by default."""
-LARGEST: Final = 200
+"""Examples of the largest test in a long run; none by default."""
 
 
-def fuzzed(usual: int) -> settings:
-    """Settings for a test of `usual` examples, always the same ones unless a long run is asked for."""
+def fuzzed(quick: int, *, share: float) -> settings:
+    """Settings for a test of `quick` examples, always the same ones, or of a share of a long run."""
     return settings(
-        max_examples=max(usual, LONG_RUN * usual // LARGEST),
+        max_examples=max(quick, int(share * LONG_RUN)),
         derandomize=not LONG_RUN,
         deadline=None,
         print_blob=False,

@@ -6,7 +6,7 @@ from typing import Any, Final
 import fuzz_idioms as idioms
 import fuzz_pointwise as pointwise
 import fuzz_shapes as shapes
-from fuzz_recipe import Case, Recipe, Sizes
+from fuzz_cell import Case, Recipe, Sizes
 from fuzz_writer import Draw, Writer
 from hypothesis import strategies as st
 
@@ -62,7 +62,7 @@ def recipes(
     if width is not None and len(w[y].sizes) != 1:
         y = w.add("view", y, settings=(w[y].example[0].numel(),))
     nesting = draw(st.sampled_from(("flat", *(("bare",) if len(states) == 1 else ("nested",)))))
-    initial = draw(st.sampled_from(("zeros", "learnt")))
+    initial = draw(st.sampled_from(("zeros", "learned")))
     return Recipe(x=x, states=states, code=tuple(w.code), after=after, y=y, nesting=nesting, initial=initial).pruned()
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
 
 import torch
+from fuzz_cell import Op, Sizes
 from fuzz_operations import LEAVES, RUN
-from fuzz_recipe import Op, Sizes
 from hypothesis import strategies as st
 
 ROWS: Final = 11

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import final
 
 import pytest
-from fuzz_cell import FuzzCell
+from fuzz_cell import Case, FuzzCell, Op, Recipe
 from fuzz_comparison import Batch, assert_same, by_definition, by_stretto
-from fuzz_recipe import Case, Op, Recipe
 
 import stretto
 from stretto.kernels import Backend, SaveChoice
@@ -37,7 +36,7 @@ FOUND = {
             code=(Op("parameter", (), (9, 9)), Op("linear", (1, 2))),
             after=(3,),
             y=3,
-            initial="learnt",
+            initial="learned",
         ),
         Case(lengths=(1, 1), given_state=False),
     ),
@@ -128,7 +127,7 @@ FOUND = {
         twice=True,
     ),
     "a learnt initial state, twice differentiated": Found(
-        Recipe(x=(1,), states=((1,),), code=(Op("tanh", (1,)),), after=(2,), y=2, initial="learnt"),
+        Recipe(x=(1,), states=((1,),), code=(Op("tanh", (1,)),), after=(2,), y=2, initial="learned"),
         Case(lengths=(1,), given_state=False),
         save="states",
         twice=True,

@@ -5,7 +5,7 @@ from typing import Any, NoReturn, TypeAlias, final
 
 import pytest
 import torch
-from fuzz_cell import FuzzCell
+from fuzz_cell import Case, FuzzCell, Recipe
 from fuzz_comparison import Batch, assert_same, by_definition, by_stretto
 from fuzz_operations import (
     BINARY,
@@ -17,7 +17,6 @@ from fuzz_operations import (
     UNARY,
     WITH_NUMBER,
 )
-from fuzz_recipe import Case, Recipe
 from fuzz_settings import LONG_RUN
 from fuzz_writer import Writer
 from hypothesis import strategies as st

@@ -1,11 +1,43 @@
-"""What the parity tests share: any number of threads, and memory that comes full of NaN."""
+"""What the parity tests share: memory full of NaN, layers as waves, and which cases are for the quick suite."""
 
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
 import pytest
 import torch
 
 from stretto.kernels import program
+
+QUICK_CASES: Final = {
+    "test_every_setting_equals_the_definition": 11,
+    "test_every_cell_equals_the_definition_in_single_precision": 7,
+    "test_one_unit_equals_the_definition": 4,
+    "test_what_is_drawn_in_the_loop_is_the_same_for_compiled_code": 3,
+    "test_all_steps_and_sequences": 2,
+    "test_gates_shared_in_whole_panels": 2,
+    "test_loops_long_enough_to_try_both_ways": 1,
+    "test_shared_rows_of_other_cells": 1,
+    "test_a_wave_makes_the_same_bits": 2,
+    "test_no_cell_reads_what_was_not_written": 8,
+    "test_second_derivatives": 7,
+}
+"""How many cases of the tests that compile most are in the quick suite, spread evenly; the others are slow."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.path.parent == Path(__file__).parent and isinstance(item, pytest.Function):
+            cases[item.originalname].append(item)
+    for name, quick in QUICK_CASES.items():
+        found = cases[name]
+        kept = {len(found) * index // quick for index in range(quick)}
+        for index, item in enumerate(found):
+            if index not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -188,6 +188,7 @@ class Table(stretto.Cell):
         return state, state
 
 
+@pytest.mark.slow
 def test_shared_tables_make_the_same_bits(set_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops over tables are shared or not, depending on how they lie in memory; all threads wait for them."""
     monkeypatch.setattr(generate, "TEAM_MIN_ELEMENTS", 1)

@@ -1,8 +1,12 @@
 """Every cell in every setting equals the definition, forward and backward, in stacks, both ways, over ragged batches.
 
+The quick suite runs some of the cases. The slow one runs all, and sweeps settings, sizes, stacks and dtypes.
+
 Shape legend: B sequences, T steps, H hidden units.
 """
 
+import itertools
+import random
 from dataclasses import dataclass
 from typing import Final
 
@@ -97,3 +101,55 @@ def test_what_is_drawn_in_the_loop_is_the_same_for_compiled_code(setting: str, s
     errors = errors_of(compiled, found(rnn, batch, seed=3))
     assert max(errors.values()) < 1e-10, errors
     assert error_of(found(rnn, batch, seed=4).values["y"], compiled.values["y"]) > 0.01
+
+
+STEPS, SEQUENCES, UNITS = (1, 2, 63, 100), (1, 2, 3, 17), (1, 7, 8, 33, 100)
+
+
+@pytest.mark.parametrize("H", UNITS)
+@pytest.mark.parametrize(("setting", "dtype"), [("lstm", torch.float64), ("gru-before", torch.float32)])
+def test_all_steps_and_sequences(setting: str, dtype: torch.dtype, H: int) -> None:
+    rnn = layer(setting, H, dtype=dtype, backend="cpp")
+    shuffle = random.Random(H)
+    for number, (T, B) in enumerate(itertools.product(STEPS, SEQUENCES)):
+        lengths = None if number % 2 else [shuffle.randint(0, T) for _ in range(B)]
+        assert_parity(rnn, drawn(rnn, T=T, B=B, lengths=lengths, given=number % 3 == 0), kernels=["cpp"])
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_as_many_rows_as_units(rows: int) -> None:
+    rnn = layer("lstm", 7, backend="cpp")
+    assert_parity(rnn, drawn(rnn, T=7 // rows, B=rows))
+
+
+STACKS = [*itertools.product((1, 2, 3), (False, True))]
+MAX_STEPS = 2000
+"""Steps of all sequences, layers and directions of one case."""
+
+
+def _cases() -> list[tuple[str, int, torch.dtype]]:
+    every = itertools.product(SETTINGS, UNITS, (torch.float64, torch.float32))
+    # One unit cannot be projected to fewer.
+    return [case for case in every if case[1] > 1 or not case[0].startswith("projected")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("setting", "H", "dtype"), _cases())
+def test_every_setting_at_every_size(setting: str, H: int, dtype: torch.dtype) -> None:
+    choice = random.Random(f"{setting} {H} {dtype}")
+    for T, B in itertools.product(STEPS, SEQUENCES):
+        num_layers, both_ways = choice.choice([s for s in STACKS if T * B * s[0] * (1 + s[1]) <= MAX_STEPS])
+        rnn = layer(
+            setting,
+            H,
+            dtype=dtype,
+            seed=choice.randrange(1000),
+            num_layers=num_layers,
+            bidirectional=both_ways,
+            save=choice.choice(["auto", "auto", "states"]),
+        )
+        lengths = choice.choice(
+            [None, [choice.randint(0, T) for _ in range(B)], [choice.choice([0, 1, T]) for _ in range(B)], [0] * B]
+        )
+        batch = drawn(rnn, T=T, B=B, lengths=lengths, given=choice.random() < 0.5)
+        assert_parity(rnn, batch, cancels=H == 1 and setting.startswith(("layer-norm", "ligru")))

@@ -93,5 +93,5 @@ def test_rows_that_mix_are_those_of_the_same_step(cell: type[Cell], lengths: lis
 
 def test_the_cell_itself_runs_where_torch_is_asked_for() -> None:
     rnn = stretto.RNN(stretto.cells.GRU(F, 3).double(), backend="torch")
-    assert (rnn.explain().backend, rnn.explain().reason) == ("torch", "asked for")
+    assert (rnn.explain().backend, rnn.explain().reason) == ("torch", "backend='torch' was asked for")
     assert_parity(rnn, drawn(rnn, T=6, B=4, lengths=[3, 0, 6, 2], given=True), kernels=["torch"])

@@ -113,6 +113,7 @@ def test_ragged_ones_backwards(backend: str) -> None:
     assert ahead_BH[:, 0].tolist() == back_BH[:, 0].tolist() == [3, 9, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [cells.LayerNormLSTM, cells.IndRNN])
 def test_the_sizes_that_fused_kernels_are_checked_at(make: Any) -> None:
     """T = 250, B = 32, F = 128, H = 256 in single precision, against the cell in a loop in double precision."""

@@ -39,7 +39,7 @@ _weight_gradients = _WeightGradients()
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """Backward passes inside leave out the gradients of weights: autograd does not say that nobody asked for them."""
+    """Backward passes inside leave out the gradients of weights: autograd cannot tell a loop that they are unused."""
     before, _weight_gradients.wanted = _weight_gradients.wanted, False
     try:
         yield

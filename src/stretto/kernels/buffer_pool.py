@@ -29,12 +29,12 @@ MAX_MEMORY_SHARE: Final = 0.25
 _MADV_HUGEPAGE: Final = 14
 _USE_COUNT: Final = getattr(torch._C, "_storage_Use_Count", None)
 UNSHARED_REFCOUNT: Final = 3
-"""References to a storage that nobody else has: the buffer's, and two of the question itself."""
+"""Python references to a storage that no one else holds: the buffer's own, and two made by asking."""
 
 
 @final
 class _Buffer:
-    """Memory, and whether somebody uses it."""
+    """Memory, and whether a tensor uses it."""
 
     __slots__ = ("size", "storage", "unused")
 
@@ -69,7 +69,7 @@ class BufferPool:
         self._process = os.getpid()
 
     def take(self, size: int) -> torch.UntypedStorage:
-        """Memory of at least so many bytes that nobody uses."""
+        """Unused memory of at least `size` bytes."""
         with self._lock:
             if self._process != os.getpid():
                 # A child's first touch would copy what its parent keeps.

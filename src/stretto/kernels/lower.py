@@ -414,7 +414,7 @@ class _Lowering:
             return Constant(node.row_shape, float(number))
         value = self.value(number)
         if value.dims:
-            raise Unsupported("a fill with more than one number a row")
+            raise Unsupported("a fill with more than one number per row")
         return View(node.row_shape, value, ())
 
     # Products and reductions
@@ -423,7 +423,7 @@ class _Lowering:
         weight = self.weight(right)
         dims = (*self.value(left).dims[:-1], weight.N)
         made = Product(dims, self.value(left), weight)
-        # Several vectors a row lie apart in memory; what needs them in one piece can copy this.
+        # Several vectors per row are padded in memory; what needs them contiguous reads this copy.
         return made if len(dims) == 1 else apply("copy", dims, made)
 
     def _mm(self, node: Node) -> AbstractValue:

@@ -2,7 +2,7 @@
 
     once      values of weights alone
     level 0   operators for all steps at once (hoisted)
-    level 1   loops, which are yielded to whoever runs the program; then operators that read them
+    level 1   loops, which the program yields to its caller; then operators that read them
     level 2   loops that read those, and so on; the last level's operators are the sunk ones
 
 Shape legend: B sequences, P rows of all steps together, F features of the input.

@@ -1,7 +1,7 @@
 """Where threads that share the elements of few rows must wait for each other.
 
 Threads share out the elements of a loop over a row, and the columns of a product. Where the shares of two accesses are
-the same, nobody has to wait: a gate's product and the pointwise work on it need no barrier in between.
+the same, no thread has to wait: a gate's product and the pointwise work on it need no barrier in between.
 
     thread 0          | thread 1
     columns 0..H/2    | columns H/2..H of each gate      product: reads the whole state, writes its own columns

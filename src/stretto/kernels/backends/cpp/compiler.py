@@ -180,7 +180,7 @@ def load(source: str, *, torch_version: str) -> ctypes.CDLL:
     if path.exists():
         if not _is_ours(path):
             raise StrettoError(
-                f"the compiled kernel {str(path)!r} belongs to somebody else or can be written by others",
+                f"the compiled kernel {str(path)!r} belongs to another user or can be written by others",
                 fix="Remove it, or set STRETTO_CACHE to a private folder of your own.",
             )
         try:

@@ -175,12 +175,7 @@ class _LoopWriter:
             self.names["load", item.buffer, _key(item.target)] = value
             self.body.append(self._write(item, value, outer, inner))
         team = "TEAM" if not outer else "false"
-        loop = [
-            f"sweep<{size}, {team}>([&](auto count, int64_t j) __attribute__((always_inline)) {{",
-            *_indent(["constexpr int L = decltype(count)::value;", "(void)j;", *self.body]),
-            "}, rank, size);",
-        ]
-        guarded = self._nest(loop, outer)
+        guarded = self._nest(_sweep(size, self.body, team=team), outer)
         return guarded if not outer else ["if (!TEAM || rank == 0) {", *_indent(guarded), "}"]
 
     def _nest(self, lines: list[str], outer: list[tuple[int, list[int]]]) -> list[str]:
@@ -194,6 +189,7 @@ class _LoopWriter:
         axes = self.axes or [(1, [len(self.group.dims) - 1])]
         summed = [axis for axis in axes if axis[1][0] in reduced]
         kept = [axis for axis in axes if axis[1][0] not in reduced]
+        # Either lanes hold parts of one sum, which are added up at the end, or each lane holds a sum of its own.
         across = (bool(summed) and axes[-1] is summed[-1]) or not kept
         kinds = [item.value.kind for item in self.group.items if isinstance(item.value, Reduce)]
         starts = [f"vec sum{n} = broadcast({INITIAL[kind]});" for n, kind in enumerate(kinds)]
@@ -204,11 +200,7 @@ class _LoopWriter:
                 assert item.expression is not None
                 value = f"keep<L>({self._code(item.expression, outer, inner[1])}, {INITIAL[kind]})"
                 self.body.append(f"sum{n} = {COMBINE[kind].format(f'sum{n}', value)};")
-            loop = [
-                f"sweep<{inner[0]}, false>([&](auto count, int64_t j) __attribute__((always_inline)) {{",
-                *_indent(["constexpr int L = decltype(count)::value;", "(void)j;", *self.body]),
-                "}, rank, size);",
-            ]
+            loop = _sweep(inner[0], self.body)
             ends = []
             for n, (item, kind) in enumerate(zip(self.group.items, kinds, strict=True)):
                 where = self._place(item.target, kept, [])
@@ -223,19 +215,7 @@ class _LoopWriter:
             value = self._code(item.expression, outer, inner[1])
             self.body.append(f"sum{n} = {COMBINE[kind].format(f'sum{n}', value)};")
             ends.append(self._write(item, f"sum{n}", kept[:-1], inner[1]))
-        loop = [
-            f"sweep<{inner[0]}, false>([&](auto count, int64_t j) __attribute__((always_inline)) {{",
-            *_indent(
-                [
-                    "constexpr int L = decltype(count)::value;",
-                    "(void)j;",
-                    *starts,
-                    *self._nest(self.body, summed),
-                    *ends,
-                ]
-            ),
-            "}, rank, size);",
-        ]
+        loop = _sweep(inner[0], [*starts, *self._nest(self.body, summed), *ends])
         return self._nest(loop, kept[:-1])
 
     def _place(self, place: Affine, outer: list[tuple[int, list[int]]], inner: list[int]) -> str:
@@ -293,6 +273,15 @@ class _LoopWriter:
         if factor in {0, 1}:
             return f"store<L>({pointer} + {place}, {value});"
         return f"store_strided<L>({pointer} + {place}, {factor}, {value});"
+
+
+def _sweep(size: int, body: list[str], *, team: str = "false") -> list[str]:
+    """A loop over `size` elements in vectors; `body` is for the L elements from j on, fewer at the end."""
+    return [
+        f"sweep<{size}, {team}>([&](auto count, int64_t j) __attribute__((always_inline)) {{",
+        *_indent(["constexpr int L = decltype(count)::value;", "(void)j;", *body]),
+        "}, rank, size);",
+    ]
 
 
 def _indent(lines: list[str]) -> list[str]:

@@ -32,7 +32,7 @@ TEAM_MIN_ELEMENTS: Final = 8192
 TEAM_USUAL_ELEMENTS: Final = 32768
 """Elements of the weights of a step from which threads may, and usually do, share the columns of few rows."""
 POINTWISE_WORK: Final = 16
-"""Multiplications that an element of a loop over a row takes as long as, about."""
+"""Multiplications that take about as long as one element of a loop over a row."""
 
 
 @final

@@ -216,7 +216,8 @@ class CppKernel(AbstractKernel):
         body, total = self.body, call.layout.total
         carried = []
         for state, last in zip(call.states, arriving.finals, strict=True):
-            # Two, for a step reads one and writes the other; a sequence joins in at its last step with either.
+            # Two, since a step reads one and writes the other. A sequence joins at its last step, whichever is read
+            # there: both start as its final gradient.
             carry = empty(2, *state.shape, dtype=self.dtype)
             carried.append(carry.zero_() if last is None else carry.copy_(last.expand_as(carry)))
         ports = body.ports_of(Kind.PER_STEP)

@@ -1,8 +1,8 @@
-"""Random cells run by generated code."""
+"""Random cells run operator by operator (what is traced, hoisted, sunk, derived and deferred) and by generated code."""
 
 import pytest
 import torch
-from fuzz_cell import FuzzCell
+from fuzz_cell import Case, FuzzCell, Recipe
 from fuzz_comparison import (
     Batch,
     Results,
@@ -13,7 +13,6 @@ from fuzz_comparison import (
     by_stretto,
     is_meaningful,
 )
-from fuzz_recipe import Case, Recipe
 from fuzz_settings import fuzzed
 from fuzz_strategies import cases, recipes
 from hypothesis import assume, given
@@ -23,8 +22,39 @@ import stretto
 from stretto.kernels import Backend, SaveChoice
 from stretto.kernels.backends.cpp import gemm, generate
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
 saves: st.SearchStrategy[SaveChoice] = st.sampled_from(("auto", "states"))
+
+
+def _check_eager(recipe: Recipe, case: Case, save: SaveChoice, *, twice: bool = False) -> stretto.RNN:
+    cell = FuzzCell(recipe, seed=case.seed)
+    batch = Batch.of(recipe, case, twice=twice)
+    wanted = by_definition(cell, batch)
+    assume(is_meaningful(cell, batch, wanted))
+    rnn = stretto.RNN(cell, backend="eager", save=save)
+    found = by_stretto(rnn, cell, batch)
+    assert_same(found, wanted)
+    assert_same_without_gradients(rnn, cell, batch, found)
+    return rnn
+
+
+@fuzzed(40, share=1.0)
+@given(recipes(), cases(), saves)
+def test_random_cells_agree_with_their_definition(recipe: Recipe, case: Case, save: SaveChoice) -> None:
+    rnn = _check_eager(recipe, case, save)
+    explanation = rnn.explain()
+    assert explanation.backend == "eager", explanation.reason
+
+
+@fuzzed(12, share=0.5)
+@given(recipes(exotic=True, shortest=3), cases(), saves)
+def test_cells_of_rare_operators_agree_with_their_definition(recipe: Recipe, case: Case, save: SaveChoice) -> None:
+    _check_eager(recipe, case, save)
+
+
+@fuzzed(10, share=0.3)
+@given(recipes(), cases(), saves)
+def test_gradients_can_be_differentiated_again(recipe: Recipe, case: Case, save: SaveChoice) -> None:
+    _check_eager(recipe, case, save, twice=True)
 
 
 def _with_two_threads(rnn: stretto.RNN, cell: FuzzCell, batch: Batch) -> Results:
@@ -35,7 +65,7 @@ def _with_two_threads(rnn: stretto.RNN, cell: FuzzCell, batch: Batch) -> Results
         return by_stretto(rnn, cell, batch)
 
 
-def _check(recipe: Recipe, some: list[Case], backend: Backend, save: SaveChoice) -> None:
+def _check_compiled(recipe: Recipe, some: list[Case], backend: Backend, save: SaveChoice) -> None:
     cell = FuzzCell(recipe, seed=some[0].seed)
     rnn = stretto.RNN(cell, backend=backend, save=save)
     for case in some:
@@ -51,23 +81,26 @@ def _check(recipe: Recipe, some: list[Case], backend: Backend, save: SaveChoice)
                 parameter.mul_(0.9)  # the next batch must see new weights
 
 
-@fuzzed(100)
+@pytest.mark.usefixtures("quick_compiler")
+@fuzzed(40, share=0.5)
 @given(recipes(shortest=4), st.lists(cases(), min_size=1, max_size=2), saves)
 def test_random_cells_are_compiled_and_agree_with_their_definition(
     recipe: Recipe, some: list[Case], save: SaveChoice
 ) -> None:
-    _check(recipe, some, "cpp", save)
+    _check_compiled(recipe, some, "cpp", save)
 
 
-@fuzzed(10)
+@pytest.mark.usefixtures("quick_compiler")
+@fuzzed(4, share=0.05)
 @given(recipes(exotic=True, shortest=4), st.lists(cases(), min_size=1, max_size=2), saves)
 def test_cells_of_rare_operators_run_and_agree_with_their_definition(
     recipe: Recipe, some: list[Case], save: SaveChoice
 ) -> None:
-    _check(recipe, some, "auto", save)
+    _check_compiled(recipe, some, "auto", save)
 
 
-@fuzzed(12)
+@pytest.mark.usefixtures("quick_compiler")
+@fuzzed(5, share=0.06)
 @given(recipes(shortest=4), cases(), saves)
 def test_threads_that_share_the_columns_of_few_rows_change_nothing(
     recipe: Recipe, case: Case, save: SaveChoice
@@ -76,4 +109,4 @@ def test_threads_that_share_the_columns_of_few_rows_change_nothing(
         patch.setattr(generate, "TEAM_MIN_ELEMENTS", 1)
         patch.setattr(generate, "TEAM_USUAL_ELEMENTS", 1)
         alone = Case(lengths=(max(case.lengths),), padding=case.padding, seed=case.seed)
-        _check(recipe, [alone], "cpp", save)
+        _check_compiled(recipe, [alone], "cpp", save)
