@@ -48,6 +48,6 @@ def test_the_record_covers_all_ranks(tmp_path: Path) -> None:
 
 
 def test_carried_boundaries_are_refused_on_every_rank(tmp_path: Path) -> None:
-    said = run_world(2, _epoch, tmp_path / "world", str(tmp_path / "run"), {"solver": "carried", "chunks": 2})
+    said = run_world(2, _epoch, tmp_path / "world", str(tmp_path / "run"), {"solver": "warm_start", "chunks": 2})
     assert len(set(said)) == 1
-    assert said[0].startswith("StrettoError: the solver is 'carried' and there are 2 ranks")
+    assert said[0].startswith("StrettoError: the solver is 'warm_start' and there are 2 ranks")

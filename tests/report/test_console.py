@@ -220,7 +220,7 @@ def test_an_interruption_takes_the_bar_away() -> None:
 
 def test_the_terminal_shows_residual_fallback_and_memory_of_a_solver() -> None:
     solving = {
-        "solver": "carried",
+        "solver": "warm_start",
         "exact": False,
         "batches": 7,
         "residual_mean": 0.0123,
@@ -230,17 +230,17 @@ def test_the_terminal_shows_residual_fallback_and_memory_of_a_solver() -> None:
     }
     console = _console(terminal=False)
     view = PlainView(console)
-    view(_started(settings={"solver": "carried"}))
+    view(_started(settings={"solver": "warm_start"}))
     for epoch, own in enumerate((solving, solving | {"exact": True}), start=1):
         view(_epoch(epoch, solving=own))
     view(_epoch(3))
     view(_finished(solving=solving | {"batches": 14}))
     text = _printed(console)
     lines = [line for line in text.splitlines() if line.startswith("epoch")]
-    assert "solver carried: approximate" in text
+    assert "solver warm_start: approximate" in text
     assert lines[0].endswith("3.2 s  residual 0.012, at most 0.46, 2 of 7 fell back")
     assert lines[1].endswith("3.2 s  exact")
     assert lines[2].endswith("3.2 s")
-    assert "carried, 2 of 14 batches fell back" in text
+    assert "warm_start, 2 of 14 batches fell back" in text
     assert "0.012 on average in the end, at most 0.46" in text
     assert "3 MB" in text

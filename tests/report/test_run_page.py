@@ -88,7 +88,7 @@ def _epoch(number: int, **changes: Any) -> Event:
 
 def _solving(**changes: Any) -> Event:
     return {
-        "solver": "carried",
+        "solver": "warm_start",
         "exact": False,
         "batches": 7,
         "residual_mean": 0.0123,

@@ -154,7 +154,7 @@ def test_the_compiled_layer_is_torchs(num_layers: int) -> None:
 
 
 def test_clips_are_known_again_by_their_numbers() -> None:
-    task = frames_task(solver="carried", chunks=3)
+    task = frames_task(solver="warm_start", chunks=3)
     model = built(task)
     assert isinstance(model.gru, stretto.RNN)
     train = task.data.part("train")

@@ -111,14 +111,14 @@ def test_shooting_reaches_what_step_after_step_reaches(tmp_path: Path) -> None:
 
 
 def test_carried_boundaries_differ_and_are_told(tmp_path: Path) -> None:
-    carried = _records(tmp_path / "carried", solver="carried", chunks=4, batch_size=1)
+    carried = _records(tmp_path / "carried", solver="warm_start", chunks=4, batch_size=1)
     serial = _records(tmp_path / "serial", batch_size=1)
     assert carried[0].train_loss != serial[0].train_loss
     assert carried[-1].train_loss == pytest.approx(serial[-1].train_loss, rel=0.2)
     for record in carried:
         told = record.solving
         assert told is not None
-        assert (told.solver, told.exact, told.batches) == ("carried", False, TRAIN)
+        assert (told.solver, told.exact, told.batches) == ("warm_start", False, TRAIN)
         assert (told.fell_back, told.iterations) == (0, 1)
         assert 0 < told.residual_mean < told.residual_max
         assert told.backward_residual_mean is not None
@@ -138,7 +138,7 @@ def test_carried_boundaries_differ_and_are_told(tmp_path: Path) -> None:
 
 def test_sequences_are_found_again_in_shuffled_and_bucketed_batches(tmp_path: Path) -> None:
     """Whatever the longest sequence of a batch is, each is cut where it was cut before."""
-    records = _records(tmp_path, solver="carried", chunks=4, batch_size=3, num_buckets=2, learning_rate=1e-6)
+    records = _records(tmp_path, solver="warm_start", chunks=4, batch_size=3, num_buckets=2, learning_rate=1e-6)
     told = [record.solving for record in records if record.solving]
     assert told[-1].residual_mean < 0.1 * told[0].residual_mean
     assert told[-1].cache_bytes == told[0].cache_bytes
@@ -148,9 +148,9 @@ def test_sequences_are_found_again_in_shuffled_and_bucketed_batches(tmp_path: Pa
 
 def test_boundaries_that_are_carried_are_nearer_than_those_that_are_not(tmp_path: Path) -> None:
     """With a tiny cache nothing is found again, and every chunk starts from nothing."""
-    known = _records(tmp_path / "known", solver="carried", chunks=4, batch_size=1, learning_rate=1e-6)
+    known = _records(tmp_path / "known", solver="warm_start", chunks=4, batch_size=1, learning_rate=1e-6)
     lost = _records(
-        tmp_path / "lost", solver="carried", chunks=4, batch_size=1, learning_rate=1e-6, cache_megabytes=1e-6
+        tmp_path / "lost", solver="warm_start", chunks=4, batch_size=1, learning_rate=1e-6, cache_megabytes=1e-6
     )
     assert known[0].solving is not None
     assert known[0].solving.residual_mean == lost[0].solving.residual_mean  # type: ignore[union-attr]
@@ -161,7 +161,7 @@ def test_boundaries_that_are_carried_are_nearer_than_those_that_are_not(tmp_path
 @pytest.mark.parametrize("kilobytes", [0.1, 0.3])
 def test_the_cache_keeps_to_its_bound(tmp_path: Path, kilobytes: float) -> None:
     trainer = _trainer(
-        tmp_path, _task(solver="carried", chunks=4, batch_size=1, num_layers=2, cache_megabytes=kilobytes / 1024)
+        tmp_path, _task(solver="warm_start", chunks=4, batch_size=1, num_layers=2, cache_megabytes=kilobytes / 1024)
     )
     told = trainer.train_epoch().solving
     assert told is not None
@@ -181,7 +181,7 @@ def test_the_cache_keeps_to_its_bound(tmp_path: Path, kilobytes: float) -> None:
     ],
 )
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path, changes: dict[str, Any], stop_at: str) -> None:
-    task = _task(solver="carried", chunks=4, **changes)
+    task = _task(solver="warm_start", chunks=4, **changes)
     whole = _trainer(tmp_path / "whole", task)
     whole.run()
     per_epoch = whole.state.num_updates // EPOCHS
@@ -201,7 +201,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path, changes: 
 
 def test_without_what_was_carried_it_would_be_another_run(tmp_path: Path) -> None:
     """What the checkpoint holds of it is used: the comparison above can fail."""
-    task = _task(solver="carried", chunks=4, batch_size=1)
+    task = _task(solver="warm_start", chunks=4, batch_size=1)
     _trainer(tmp_path / "whole", task).run()
     first = _trainer(tmp_path / "cut", task)
     first.train_epoch()
@@ -230,7 +230,7 @@ def _assert_same_run(one: Path, other: Path) -> None:
 
 
 def test_measuring_is_step_after_step_and_leaves_the_cache_alone(tmp_path: Path) -> None:
-    task = _task(solver="carried", chunks=4, batch_size=1, dropout=0.0)
+    task = _task(solver="warm_start", chunks=4, batch_size=1, dropout=0.0)
     trainer = _trainer(tmp_path, task)
     trainer.train_epoch()
     before, solver = _held(_cache(trainer)), _layer(trainer).solver
@@ -246,14 +246,14 @@ def test_measuring_is_step_after_step_and_leaves_the_cache_alone(tmp_path: Path)
 
 
 def test_the_last_epochs_are_exact_when_asked(tmp_path: Path) -> None:
-    records = _records(tmp_path / "a", solver="carried", chunks=4, batch_size=1, exact_epochs=2)
+    records = _records(tmp_path / "a", solver="warm_start", chunks=4, batch_size=1, exact_epochs=2)
     assert [record.solving.exact for record in records if record.solving] == [False, True, True]
     exact = records[-1].solving
     assert exact is not None
     assert (exact.residual_max, exact.iterations, exact.cache_bytes, exact.fell_back) == (0.0, 1.0, 0, 0)
     assert exact.backward_residual_mean is None
     # From the same weights, an epoch of step after step is the same epoch.
-    task = _task(solver="carried", chunks=4, batch_size=1, exact_epochs=2)
+    task = _task(solver="warm_start", chunks=4, batch_size=1, exact_epochs=2)
     trainer = _trainer(tmp_path / "b", task)
     trainer.train_epoch()
     serial = Trainer(_task(batch_size=1), run=tmp_path / "b", log=SilentLog(), resume=True)
@@ -263,14 +263,14 @@ def test_the_last_epochs_are_exact_when_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"solver": "carried", "chunks": 1}, "chunks=1 has no boundaries"),
+        ({"solver": "warm_start", "chunks": 1}, "chunks=1 has no boundaries"),
         ({"solver": "serial", "chunks": 4}, r"chunks=4 was given and the solver is 'serial'.*--solver shooting"),
-        ({"solver": "carried", "tolerance": 1e-3}, r"tolerance=0.001 was given and the solver is 'carried'"),
+        ({"solver": "warm_start", "tolerance": 1e-3}, r"tolerance=0.001 was given and the solver is 'warm_start'"),
         ({"tolerance": 1e-3}, "tolerance=0.001 was given and the solver is 'serial'"),
         ({"solver": "shooting", "exact_epochs": 1}, "exact_epochs=1 was given and the solver is 'shooting'"),
-        ({"solver": "carried", "exact_epochs": 3}, "exact_epochs=3 of epochs=3 leave none"),
-        ({"solver": "carried", "nproc": 2}, "the solver is 'carried' and there are 2 ranks"),
-        ({"solver": "carried", "backend": "torch"}, "backend='torch' was given and the solver is 'carried'"),
+        ({"solver": "warm_start", "exact_epochs": 3}, "exact_epochs=3 of epochs=3 leave none"),
+        ({"solver": "warm_start", "nproc": 2}, "the solver is 'warm_start' and there are 2 ranks"),
+        ({"solver": "warm_start", "backend": "torch"}, "backend='torch' was given and the solver is 'warm_start'"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
@@ -298,19 +298,19 @@ def test_settings_out_of_range_are_named(name: str, value: Any) -> None:
 
 
 def test_more_chunks_than_steps_are_fine(tmp_path: Path) -> None:
-    records = _records(tmp_path, solver="carried", chunks=1000, batch_size=1, epochs=1)
+    records = _records(tmp_path, solver="warm_start", chunks=1000, batch_size=1, epochs=1)
     assert records[0].solving is not None
     assert records[0].solving.residual_max > 0
 
 
 def test_carried_is_refused_on_several_ranks() -> None:
     with pytest.raises(StrettoError, match="there are 2 ranks"):
-        check_compatible(_task(solver="carried", chunks=4).config, world_size=2)
+        check_compatible(_task(solver="warm_start", chunks=4).config, world_size=2)
 
 
 def test_boundaries_that_are_no_numbers_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A skipped update must not spoil the sequence for all epochs to come."""
-    task = _task(solver="carried", chunks=4, batch_size=1, on_nan="skip")
+    task = _task(solver="warm_start", chunks=4, batch_size=1, on_nan="skip")
     trainer = _trainer(tmp_path, task)
     trainer.train_epoch()
     model, spoilt = trainer.state.model, []
@@ -345,7 +345,7 @@ def test_step_after_step_tells_nothing_of_solvers(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_solver_is_refused(tmp_path: Path) -> None:
     _trainer(tmp_path, _task()).train_epoch()
     with pytest.raises(StrettoError, match="is of another model"):
-        _trainer(tmp_path, _task(solver="carried", chunks=4), resume=True)
+        _trainer(tmp_path, _task(solver="warm_start", chunks=4), resume=True)
 
 
 class _HalfWay(AbstractSolver):
@@ -414,11 +414,11 @@ def test_a_checkpoint_of_fewer_caches_does_not_fit() -> None:
 
 def test_a_whole_job_tells_residual_and_memory(tmp_path: Path) -> None:
     write_npz(tmp_path / "levels.npz", _data())
-    way = {**SMALL, "batch_size": 1, "solver": "carried", "chunks": 3, "exact_epochs": 1, "threads": 1}
+    way = {**SMALL, "batch_size": 1, "solver": "warm_start", "chunks": 3, "exact_epochs": 1, "threads": 1}
     result = stretto.train("label-steps", data=tmp_path / "levels.npz", out=tmp_path / "run", **way)
     told = result.solving
     assert told is not None
-    assert (told["solver"], told["batches"], told["exact_epochs"], told["fell_back"]) == ("carried", 3 * TRAIN, 1, 0)
+    assert (told["solver"], told["batches"], told["exact_epochs"], told["fell_back"]) == ("warm_start", 3 * TRAIN, 1, 0)
     assert told["residual_mean"] == told["residuals"][1] > 0
     assert told["residual_max"] >= max(told["residuals"])
     assert told["residuals"][2] == 0.0
@@ -436,7 +436,7 @@ def test_a_run_without_epochs_has_no_summary() -> None:
 
 def test_a_loss_that_is_no_number_leaves_the_record_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The states are fine and the gradient is not."""
-    task = _task(solver="carried", chunks=4, batch_size=1, on_nan="skip", epochs=1)
+    task = _task(solver="warm_start", chunks=4, batch_size=1, on_nan="skip", epochs=1)
     plain, seen = task.loss, []
 
     def loss(output: torch.Tensor, batch: Batch) -> LossSum:

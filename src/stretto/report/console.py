@@ -17,7 +17,7 @@ from stretto.training import Event, Subscriber
 SOLVERS: Final = {
     "auto": "exact within the tolerance, by whatever is expected to be fastest",
     "shooting": "exact within the tolerance",
-    "carried": "approximate: one sweep from the states of the last visit; watch the residual",
+    "warm_start": "approximate: one sweep from the states of the last visit; watch the residual",
     "multigrid": "approximate, as published; watch the residual",
 }
 

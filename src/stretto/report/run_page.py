@@ -41,7 +41,7 @@ CHOSEN_BATCH: Final = (
     "the batch show in the plot only."
 )
 SOLVERS: Final = {
-    "carried": (
+    "warm_start": (
         "Approximate. Sequences were cut into chunks of time that all ran at once, each from the state in which its "
         "neighbour had ended when the sequence was last seen, and gradients stopped where chunks meet."
     ),

@@ -74,25 +74,25 @@ class ChunkGraph:
     d_outputs: Sequence[MaybeTensor] = ()
     d_ends: Sequence[torch.Tensor] = ()
 
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        """What gradients are asked for, besides the starts: the input and the parameters."""
-        return [self.x_PF, *self.parameters]
-
     def sweep(self, arriving: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One reverse sweep: what arrives at the ends of chunks next, without gradients of weights."""
         with without_weights():
-            _, d_starts = self.pull_back(arriving, wanted=[])
-        return self.hand_back(d_starts)
+            found = differentiate(self._pairs(arriving), self._moving_starts)
+        return self.hand_back(self._per_part(found))
 
-    def pull_back(
-        self, arriving: Sequence[torch.Tensor], *, wanted: Sequence[torch.Tensor]
-    ) -> tuple[list[MaybeTensor], list[MaybeTensor]]:
-        """The gradients of the `wanted` leaves, and of the states before each chunk."""
-        pairs = [(y, d) for y, d in zip(self.outputs, self.d_outputs, strict=True) if d is not None]
-        pairs += [(end, own + more) for end, own, more in zip(self.ends, self.d_ends, arriving, strict=True)]
-        found = differentiate(pairs, [*wanted, *self._moving_starts])
-        return found[: len(wanted)], self._per_part(found[len(wanted) :])
+    def pull_back(self, arriving: Sequence[torch.Tensor]) -> tuple[list[MaybeTensor], list[MaybeTensor]]:
+        """The gradients of the input and the parameters, None where not needed, and of the states before each chunk."""
+        leaves = [self.x_PF, *self.parameters]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = differentiate(self._pairs(arriving), [*wanted, *self._moving_starts])
+        by_leaf = dict(zip(map(id, wanted), found, strict=False))
+        return [by_leaf.get(id(leaf)) for leaf in leaves], self._per_part(found[len(wanted) :])
+
+    def _pairs(self, arriving: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """All that was computed, beside the gradients that arrive there."""
+        outputs = [(y, d) for y, d in zip(self.outputs, self.d_outputs, strict=True) if d is not None]
+        ends = [(end, own + more) for end, own, more in zip(self.ends, self.d_ends, arriving, strict=True)]
+        return outputs + ends
 
     def pull_back_first_steps(self) -> list[MaybeTensor]:
         """The gradients of the states before each chunk that come from the outputs of its first steps alone."""
@@ -133,9 +133,9 @@ class AbstractAdjoint(ABC):
 
     @abstractmethod
     def solve(self, graph: ChunkGraph) -> tuple[list[MaybeTensor], list[MaybeTensor], AdjointStats]:
-        """The gradients of the leaves and of the states before each chunk, and how they were found.
+        """The gradients of the input and the parameters, of the states before each chunk, and how they were found.
 
-        With a `failure`, the gradients are void.
+        With a `failure`, the gradients are ignored.
         """
 
 
@@ -173,8 +173,7 @@ class ReverseSweeps(AbstractAdjoint):
         if not is_last and not self.lead_steps and self.arriving is None:
             is_last, arriving = True, self._converge(graph, arriving, stats)
         while True:
-            wanted = [leaf for leaf in graph.leaves if leaf.requires_grad]
-            found, d_starts = graph.pull_back(arriving, wanted=wanted)
+            d_leaves, d_starts = graph.pull_back(arriving)
             fresh = graph.hand_back(d_starts)
             stats.iterations += 1
             stats.residual = residual_norm(fresh, arriving, kind="gradient")
@@ -182,8 +181,7 @@ class ReverseSweeps(AbstractAdjoint):
                 break
             is_last, arriving = True, self._converge(graph, fresh, stats)
         stats.arriving = fresh
-        by_leaf = dict(zip(map(id, wanted), found, strict=True))
-        return [by_leaf.get(id(leaf)) for leaf in graph.leaves], d_starts, stats
+        return d_leaves, d_starts, stats
 
     def _first_guess(self, graph: ChunkGraph, stats: AdjointStats) -> list[torch.Tensor]:
         if self.arriving is not None:
@@ -315,10 +313,11 @@ class _DifferentiableChunks(torch.autograd.Function):
         graph.d_outputs = [None] * len(graph.outputs)
         if d_y_PF is not None:
             graph.d_outputs = torch.split(chunks.to_chunks(d_y_PF), [len(part) for part in graph.outputs])
-        (d_x_PF, *d_parameters), d_starts, stats = call.adjoint.solve(graph)
+        d_leaves, d_starts, stats = call.adjoint.solve(graph)
         if stats.failure:
             gradients = _sequential_gradients(call.problem, arriving, ctx.needs, create_graph=False)
         else:
+            d_x_PF, *d_parameters = d_leaves
             d_x_PF = None if d_x_PF is None else chunks.to_sequences(d_x_PF)
             d_states = [
                 _d_initial(chunks, d_start, d_final, end)

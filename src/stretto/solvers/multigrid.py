@@ -672,8 +672,7 @@ class ReverseCycles(AbstractAdjoint):
                 break
             failure = self._why_stop(residuals, done=done, until_exact=num_chunks - exact_chunks)
             if failure:
-                void: list[MaybeTensor] = [None] * len(graph.leaves)
-                return void, [], AdjointStats(iterations=done, residual=residuals[-1], failure=failure)
+                return [], [], AdjointStats(iterations=done, residual=residuals[-1], failure=failure)
             for _ in range(self._runs - 1):
                 arriving, fresh = fresh, graph.sweep(fresh)
                 exact_chunks += 1
@@ -682,13 +681,11 @@ class ReverseCycles(AbstractAdjoint):
                 fresh = _select(self._level.behind_C <= exact_chunks, fresh, coarse.correct(arriving, fresh))
             arriving = fresh
             done += 1
-        wanted = [leaf for leaf in graph.leaves if leaf.requires_grad]
-        found, d_starts = graph.pull_back(arriving, wanted=wanted)
+        d_leaves, d_starts = graph.pull_back(arriving)
         residual = residual_norm(graph.hand_back(d_starts), arriving, kind="gradient")
-        by_leaf = dict(zip(map(id, wanted), found, strict=True))
         failure = "" if math.isfinite(residual) else "a gradient is NaN or inf"
         stats = AdjointStats(iterations=done, residual=residual, failure=failure)
-        return [by_leaf.get(id(leaf)) for leaf in graph.leaves], d_starts, stats
+        return d_leaves, d_starts, stats
 
     def _why_stop(self, residuals: Sequence[float], *, done: int, until_exact: int) -> str:
         if not math.isfinite(residuals[-1]):

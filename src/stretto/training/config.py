@@ -146,17 +146,16 @@ class SolverConfig(TrainConfig):
 
     Attributes:
         solver: How to run through time. Serial: sequentially. Shooting: many chunks of time at once, swept until they
-            agree; exact. Carried: one sweep, each chunk from where its neighbour ended when the sequence was last
-            seen; not exact, and the residual is reported. Multigrid: as published; not exact, and the residual is
-            reported. Auto: whichever is expected to be fastest.
-        chunks: For shooting and carried: chunks of the longest sequence in a batch; auto fills the rows of a kernel.
+            agree; exact. Warm_start: one sweep, each chunk from the state where its neighbour ended when the sequence
+            was last seen; not exact, and the residual is reported. Multigrid: as published; not exact, and the residual
+            is reported. Auto: whichever is expected to be fastest.
+        chunks: For shooting and warm_start: chunks of the longest sequence in a batch; auto fills the rows of a kernel.
         tolerance: For shooting, and for multigrid to iterate until then: the residual allowed where chunks meet.
-        exact_epochs: For carried: run this many epochs at the end sequentially.
-        cache_megabytes: For carried: most memory for chunk boundaries; beyond it the least recently used sequences are
-            dropped and start anew.
+        exact_epochs: For warm_start: run this many epochs at the end sequentially.
+        cache_megabytes: For warm_start: most memory for chunk boundaries; beyond it the oldest are dropped.
     """
 
-    solver: Literal["serial", "auto", "shooting", "carried", "multigrid"] = "serial"
+    solver: Literal["serial", "auto", "shooting", "warm_start", "multigrid"] = "serial"
     chunks: Count | Literal["auto"] = "auto"
     tolerance: Positive | None = None
     exact_epochs: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -173,7 +172,7 @@ class SolverConfig(TrainConfig):
             return "serial" if self.solver == "serial" else "auto"
         if self.solver == "multigrid":
             return Multigrid(tolerance=self.tolerance)
-        if self.solver == "carried":
+        if self.solver == "warm_start":
             # Not by the rows of each batch, which vary: a sequence that is cut differently is not found again.
             chunks = max(2, MAX_KERNEL_ROWS // self.first_batch_size) if self.chunks == "auto" else self.chunks
             cache = TrajectoryCache(max_bytes=max(1, int(self.cache_megabytes * MEGABYTE)))
@@ -213,9 +212,9 @@ CONFLICTS: Final[tuple[tuple[Callable[[SimpleNamespace], bool], str, str], ...]]
         "Leave --backend or --solver out.",
     ),
     (
-        lambda run: run.chunks != "auto" and run.solver not in ("shooting", "carried"),
+        lambda run: run.chunks != "auto" and run.solver not in ("shooting", "warm_start"),
         "chunks={chunks} was given and the solver is {solver!r}",
-        "Leave --chunks out, or choose --solver shooting or carried.",
+        "Leave --chunks out, or choose --solver shooting or warm_start.",
     ),
     (
         lambda run: run.tolerance is not None and run.solver not in ("shooting", "multigrid"),
@@ -223,23 +222,23 @@ CONFLICTS: Final[tuple[tuple[Callable[[SimpleNamespace], bool], str, str], ...]]
         "Leave --tolerance out, or choose --solver shooting or multigrid.",
     ),
     (
-        lambda run: run.exact_epochs and run.solver != "carried",
+        lambda run: run.exact_epochs and run.solver != "warm_start",
         "exact_epochs={exact_epochs} was given and the solver is {solver!r}",
-        "Leave --exact-epochs out, or choose --solver carried.",
+        "Leave --exact-epochs out, or choose --solver warm_start.",
     ),
     (
         lambda run: run.exact_epochs and run.exact_epochs >= run.epochs,
-        "exact_epochs={exact_epochs} of epochs={epochs} leave none in which boundaries are carried",
+        "exact_epochs={exact_epochs} of epochs={epochs} leave none with a warm start",
         "Lower --exact-epochs, or choose --solver serial.",
     ),
     (
-        lambda run: run.solver == "carried" and run.chunks == 1,
-        "the solver is 'carried' and chunks=1 has no boundaries to carry",
+        lambda run: run.solver == "warm_start" and run.chunks == 1,
+        "the solver is 'warm_start' and chunks=1 has no boundaries to start from",
         "Give --chunks 2 or more, or choose --solver serial.",
     ),
     (
-        lambda run: run.solver == "carried" and run.world_size > 1,
-        "the solver is 'carried' and there are {world_size} ranks: sequences change ranks every epoch, and their "
+        lambda run: run.solver == "warm_start" and run.world_size > 1,
+        "the solver is 'warm_start' and there are {world_size} ranks: sequences change ranks every epoch, and their "
         "boundaries are known only to the rank that saw them last",
         "Train on one rank, or choose --solver serial or shooting.",
     ),
