@@ -10,7 +10,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Protocol, final, get_args
 
@@ -361,10 +361,6 @@ Start = tuple[float, float, float, float, float]
 """Loss of the plain script and of Stretto on one batch, the error between them, and both metrics."""
 PLAIN_PREFIXES: Final = (
     ("layers.", ""),
-    ("lstm.forwards.0.", "ahead."),
-    ("lstm.backwards.0.", "behind."),
-    ("both_ways.forwards.0.", "ahead."),
-    ("both_ways.backwards.0.", "behind."),
     ("encoder.0.", "encoder."),
     ("decoder.0.", "decoder."),
     ("attention.", ""),
@@ -401,7 +397,7 @@ def check_same_start(
 def copy_weights(model: nn.Module, script: PlainScript) -> None:
     """Give a plain script the weights of Stretto's model."""
     state = model.state_dict()
-    weights = {_plain_name(name): tensor for name, tensor in state.items() if not name.startswith(NOT_WEIGHTS)}
+    weights = {_plain_name(name, state): tensor for name, tensor in state.items() if not name.startswith(NOT_WEIGHTS)}
     try:
         script.model.load_state_dict(weights)
     except RuntimeError as error:
@@ -423,14 +419,21 @@ def _loss_and_gradient(model: nn.Module, loss_of: Callable[[], torch.Tensor]) ->
     """Both without dropout; the model is left as it was."""
     was_training = model.training
     model.eval()
-    weights = sorted(model.named_parameters(), key=lambda item: _plain_name(item[0]))
+    names = dict(model.named_parameters())
+    weights = sorted(names.items(), key=lambda item: _plain_name(item[0], names))
     loss = loss_of()
     gradients = torch.autograd.grad(loss, [weight for _, weight in weights])
     model.train(was_training)
     return {"loss": loss.detach(), "gradient": torch.cat([gradient.flatten() for gradient in gradients])}
 
 
-def _plain_name(name: str) -> str:
+def _plain_name(name: str, names: Collection[str]) -> str:
+    """Plain scripts have a layer for each direction, `ahead` and `behind`."""
+    own = name.rpartition(".")[2]
+    if own.endswith("_reverse"):
+        return f"behind.{own.removesuffix('_reverse')}"
+    if f"{name}_reverse" in names:
+        return f"ahead.{own}"
     old, new = next((pair for pair in PLAIN_PREFIXES if name.startswith(pair[0])), ("", ""))
     return new + name.removeprefix(old)
 

@@ -6,7 +6,7 @@ from typing import Final
 
 PRELOADED: Final = (
     "stretto.training.trainer",
-    "stretto.tasks.registry",
+    "stretto.tasks",
     "stretto.kernels.build",
     "torch._dynamo",
     "pytest",

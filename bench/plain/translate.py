@@ -39,7 +39,7 @@ class TranslateNet(nn.Module):
         self.ahead, self.behind = (nn.LSTM(size, size // 2, batch_first=True) for _ in range(2))
         self.encoder = nn.LSTM(size, size, batch_first=True)
         self.bottom = nn.LSTM(size, size, batch_first=True)
-        self.asking_norm, self.asked_norm = nn.LayerNorm(size), nn.LayerNorm(size)
+        self.query_norm, self.key_norm = nn.LayerNorm(size), nn.LayerNorm(size)
         self.form = nn.Linear(size, size, bias=False)
         self.decoder = nn.LSTM(2 * size, size, batch_first=True)
         with torch.no_grad():
@@ -64,7 +64,7 @@ class TranslateNet(nn.Module):
         ahead_BSH, _ = self.ahead(x_BSH)
         behind_BSH, _ = self.behind(turned_round(x_BSH, lengths_B))
         hidden_BSH = torch.cat([ahead_BSH, turned_round(behind_BSH, lengths_B)], dim=-1)
-        memory_BSH: torch.Tensor = self.asked_norm(hidden_BSH + self.encoder(self.dropout(hidden_BSH))[0])
+        memory_BSH: torch.Tensor = self.key_norm(hidden_BSH + self.encoder(self.dropout(hidden_BSH))[0])
         return memory_BSH
 
     def decode(
@@ -76,7 +76,7 @@ class TranslateNet(nn.Module):
     ) -> tuple[torch.Tensor, tuple[State, State]]:
         """Hidden units (B, U, H) given the pieces before, and the states after them."""
         hidden_BUH, bottom = self.bottom(self._embedded(before_BU), states[0])
-        asking_BUH = self.form(self.asking_norm(hidden_BUH))
+        asking_BUH = self.form(self.query_norm(hidden_BUH))
         fit_BUS = asking_BUH @ memory_BSH.transpose(1, 2) / math.sqrt(memory_BSH.shape[-1])
         context_BUH = fit_BUS.masked_fill(~real_BS[:, None], -torch.inf).softmax(dim=-1) @ memory_BSH
         above_BUH, top = self.decoder(self.dropout(torch.cat([hidden_BUH, context_BUH], dim=-1)), states[1])

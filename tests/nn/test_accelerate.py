@@ -238,21 +238,3 @@ def test_gradients_can_be_differentiated_again(layer: str) -> None:
         found.append(torch.autograd.grad(size, inputs))
     for wanted, ours in zip(*found, strict=True):
         assert (ours - wanted).abs().max() <= TOLERANCE * max(1.0, wanted.abs().max().item())
-
-
-@pytest.mark.parametrize("lengths", [[6, 4, 4, 1], [4, 1, 6, 4], [6, 6, 6, 6], [0, 5, 3, 0], [0, 0, 0, 0]])
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("both_ways", [False, True])
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
-def test_ragged_batches_are_those_of_each_sequence_by_itself(
-    backend: Any, both_ways: bool, batch_first: bool, lengths: list[int]
-) -> None:
-    theirs = nn.LSTM(F, H, num_layers=2, bidirectional=both_ways, batch_first=batch_first).double()
-    x_BTF = torch.randn(B, T, F, dtype=torch.float64)
-    ours: Any = stretto.accelerate(copy.deepcopy(theirs), backend=backend)
-    y_BTH = ours.ragged(x_BTF, lengths) if batch_first else ours.ragged(x_BTF.transpose(0, 1), lengths).transpose(0, 1)
-    assert y_BTH.shape == (B, T, 2 * H if both_ways else H)
-    for b, length in enumerate(lengths):
-        assert not y_BTH[b, length:].any()
-        if length:
-            torch.testing.assert_close(y_BTH[b, :length], theirs(x_BTF[b, :length])[0], atol=TOLERANCE, rtol=0.0)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from stretto.data import Transcripts
-from stretto.tasks.ctc import BLANK, beam_decode, greedy_decode, steps_needed
+from stretto.tasks.handwriting import BLANK, beam_decode, greedy_decode, steps_needed
 
 Labels = tuple[int, ...]
 NEVER = float("-inf")

@@ -113,7 +113,7 @@ def test_the_net_is_that_of_plain_torch_layers(
 ) -> None:
     task = make(lengths, backend=backend, row_size=row_size, num_layers=num_layers)
     model = build(task)
-    assert model._folds == (row_size == FOLDED)
+    assert model._can_fold == (row_size == FOLDED)
     assert_same(loss_and_gradients(task, model, [whole(task)]), by_plain_torch(task, model))
 
 

@@ -65,7 +65,7 @@ def test_kernels_and_the_plain_definition_agree(both_ways: bool) -> None:
     """Against torch's GRU on each sequence alone, with the same weights."""
     task = _task(bidirectional=both_ways)
     model = built(task)
-    rnn: Any = model.gru
+    rnn: Any = model.gru.rnn
     plain = nn.GRU(2, 5, batch_first=True, bidirectional=both_ways).double()
     with torch.no_grad():
         for cell, suffix in zip(rnn.cells, ("", "_reverse"), strict=False):
@@ -117,7 +117,7 @@ def test_every_label_may_be_taken_or_another_left_out() -> None:
     assert every.data.notes == ()
     other = _task(unlabelled=2)
     assert other.loss(other.build_model()(batch), batch).count == int((VALUES != 2).sum())
-    assert other._names == ["none", "sit", "lie"]
+    assert other.class_names == ["none", "sit", "lie"]
     none = _task(unlabelled=9)
     assert none.loss(none.build_model()(batch), batch).count == sum(LENGTHS)
 
@@ -152,7 +152,7 @@ def test_readings_are_runs_of_labels() -> None:
     "targets", [None, Transcripts.of(list("abcdef")), Labels(values_N=np.arange(6) % 2, names=("a", "b"))]
 )
 def test_a_set_without_labels_of_steps_is_refused(targets: AbstractTargets | None) -> None:
-    with pytest.raises(StrettoError, match=r"moves has no labels of steps.*one label a step"):
+    with pytest.raises(StrettoError, match=r"moves has no labels of steps.*one label per step"):
         LabelSteps(LabelStepsConfig(), _set(targets))
 
 

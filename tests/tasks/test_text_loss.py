@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from stretto.tasks.text_loss import summed_cross_entropy
+from stretto.tasks.language_model import summed_cross_entropy
 
 
 @settings(deadline=None, max_examples=60)

@@ -17,9 +17,17 @@ from stretto.data import Sample
 from stretto.errors import StrettoError
 from stretto.nn import Attention
 from stretto.tasks import PAD
-from stretto.tasks.translate_model import Sides, TranslateModel, TranslateShape
-from stretto.tasks.translate_search import LENGTH_POWER, LONGER, ROOM, search
-from stretto.tasks.translate_vocabulary import BEGIN, END
+from stretto.tasks.translate_model import (
+    BEGIN,
+    END,
+    LENGTH_POWER,
+    LONGER,
+    ROOM,
+    Sides,
+    TranslateModel,
+    TranslateShape,
+    search,
+)
 
 PIECES = 11
 PAIRS = [([3, 4, 5], [6, 7]), ([8], [9, 10, 3, 4, 5]), ([4, 4, 9, 10, 3, 7], [8]), ([5, 6], [3, 3])]
@@ -50,10 +58,10 @@ def _model(seed: int = 0, **changes: object) -> TranslateModel:
     return model
 
 
-def _walk(lstm: nn.Module, x_TF: torch.Tensor) -> torch.Tensor:
+def _run(lstm: nn.Module, x_TF: torch.Tensor) -> torch.Tensor:
     """A plain torch layer with the same parameters, which take part in the gradient."""
     assert isinstance(lstm, nn.LSTM)
-    plain = nn.LSTM(lstm.input_size, lstm.hidden_size).double()
+    plain = nn.LSTM(lstm.input_size, lstm.hidden_size, bidirectional=lstm.bidirectional).double()
     named = dict(lstm.named_parameters())
     y_TH, _ = torch.func.functional_call(plain, named, (x_TF,))
     return y_TH  # type: ignore[no-any-return]
@@ -61,11 +69,9 @@ def _walk(lstm: nn.Module, x_TF: torch.Tensor) -> torch.Tensor:
 
 def _plain_memory(model: TranslateModel, source: list[int]) -> torch.Tensor:
     x_SH = model.embed.weight[source] * model.embed.embedding_dim**0.5
-    ahead_SH = _walk(model.both_ways.forwards[0], x_SH)
-    behind_SH = _walk(model.both_ways.backwards[0], x_SH.flip(0)).flip(0)
-    hidden_SH = torch.cat([ahead_SH, behind_SH], dim=-1)
+    hidden_SH = _run(model.both_ways, x_SH)
     for layer in model.encoder:
-        hidden_SH = hidden_SH + _walk(layer, hidden_SH)
+        hidden_SH = hidden_SH + _run(layer, hidden_SH)
     return hidden_SH
 
 
@@ -77,17 +83,17 @@ def _normalised(norm: nn.LayerNorm, x_H: torch.Tensor) -> torch.Tensor:
 def _plain_scores(model: TranslateModel, source: list[int], before: list[int]) -> torch.Tensor:
     """Scores of the pieces that follow each of `before`, one sentence alone, all by plain torch."""
     attention = model.attention
-    memory_SH = torch.stack([_normalised(attention.asked_norm, step_H) for step_H in _plain_memory(model, source)])
-    hidden_UH = _walk(model.bottom, model.embed.weight[before] * model.embed.embedding_dim**0.5)
+    memory_SH = torch.stack([_normalised(attention.key_norm, step_H) for step_H in _plain_memory(model, source)])
+    hidden_UH = _run(model.bottom, model.embed.weight[before] * model.embed.embedding_dim**0.5)
     contexts = []
     for hidden_H in hidden_UH:
-        query_H = attention.form.weight @ _normalised(attention.asking_norm, hidden_H)
+        query_H = attention.form.weight @ _normalised(attention.query_norm, hidden_H)
         fit_S = torch.stack([query_H @ step_H for step_H in memory_SH])
         weights_S = (fit_S / memory_SH.shape[1] ** 0.5).softmax(0)
         contexts.append(sum(w * step_H for w, step_H in zip(weights_S, memory_SH, strict=True)))
     context_UH = torch.stack(contexts)  # type: ignore[arg-type]
     for layer in model.decoder:
-        hidden_UH = hidden_UH + _walk(layer, torch.cat([hidden_UH, context_UH], dim=-1))
+        hidden_UH = hidden_UH + _run(layer, torch.cat([hidden_UH, context_UH], dim=-1))
     if not len(model.decoder):
         hidden_UH = torch.tanh(torch.cat([hidden_UH, context_UH], dim=-1) @ model.join.weight.T + model.join.bias)
     weight_CH = model.embed.weight if model.output_weight is None else model.output_weight
@@ -159,8 +165,8 @@ def test_padding_is_never_attended_to(lengths: list[int], poison: float, seed: i
     context_BUH = attention(asking_BUH, asked_BSH, real_BS)
     torch.autograd.backward(context_BUH.square().sum())
     for row, length in enumerate(lengths):
-        alone_SH = attention.asked_norm(asked_BSH[row, :length].detach())
-        asking_UH = attention.asking_norm(asking_BUH[row])
+        alone_SH = attention.key_norm(asked_BSH[row, :length].detach())
+        asking_UH = attention.query_norm(asking_BUH[row])
         weights_US = (asking_UH @ attention.form.weight.T @ alone_SH.T / 2.0).softmax(dim=-1)
         torch.testing.assert_close(context_BUH[row], weights_US @ alone_SH)
     assert asked_BSH.grad is not None

@@ -18,10 +18,8 @@ from stretto.batching import Batch, collate
 from stretto.data import LinePairs, NumberWordsSettings, SequenceSet, line_pairs, make_number_words, parallel_set
 from stretto.errors import StrettoError
 from stretto.tasks import CONFIGS, PAD, TASKS, Translate, fitting_words
-from stretto.tasks.bleu import Bleu, BleuWords, bleu_names
-from stretto.tasks.translate import TranslateConfig
-from stretto.tasks.translate_model import TranslateModel
-from stretto.tasks.translate_vocabulary import END, FEWEST_PIECES, MARKS, Vocabulary
+from stretto.tasks.translate import FEWEST_PIECES, Bleu, BleuWords, TranslateConfig, Vocabulary, bleu_names
+from stretto.tasks.translate_model import END, MARKS, TranslateModel
 from stretto.training import Score, evaluate
 
 TEXTS = [
@@ -224,7 +222,7 @@ def test_directions_that_the_data_do_not_have_are_refused() -> None:
         _task(source="fr")
     with pytest.raises(StrettoError, match="from de to de was asked for"):
         _task(source="de", target="de")
-    with pytest.raises(StrettoError, match=r"does not tell its languages.*Leave --source and --target out"):
+    with pytest.raises(StrettoError, match=r"does not name its languages.*Leave --source and --target out"):
         _task(_texts(languages=None), source="en")
     assert _task(_texts(languages=None)).data.num_features == 2
 

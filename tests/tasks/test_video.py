@@ -113,9 +113,11 @@ def test_nothing_is_computed_for_padding() -> None:
     task = frames_task()
     model, seen, walked = built(task), [], []
     assert isinstance(model.encode, nn.Module)
-    assert isinstance(model.gru, stretto.RNN)
+    assert isinstance(model.gru.rnn, stretto.RNN)
     model.encode.register_forward_hook(lambda _, given, __: seen.append(len(given[0])))
-    model.gru.register_forward_pre_hook(lambda _, __, given: walked.extend(given["lengths"].tolist()), with_kwargs=True)
+    model.gru.rnn.register_forward_pre_hook(
+        lambda _, __, given: walked.extend(given["lengths"].tolist()), with_kwargs=True
+    )
     model(collate([task.data[index] for index in range(len(LENGTHS))]))
     assert seen == [sum(LENGTHS)]
     assert walked == LENGTHS
@@ -143,10 +145,10 @@ def test_frames_that_are_all_alike_do_no_harm() -> None:
 def test_the_compiled_layer_is_torchs(num_layers: int) -> None:
     task, other = frames_task(num_layers=num_layers), frames_task(num_layers=num_layers, backend="torch")
     model, twin = built(task), built(other)
-    assert isinstance(model.gru, stretto.RNN)
-    assert isinstance(twin.gru, nn.GRU)
-    for layer, cell in enumerate(model.gru.cells):
-        store_layer(cell, twin.gru, layer=layer)  # type: ignore[arg-type]
+    assert isinstance(model.gru.rnn, stretto.RNN)
+    assert isinstance(twin.gru.rnn, nn.GRU)
+    for layer, cell in enumerate(model.gru.rnn.cells):
+        store_layer(cell, twin.gru.rnn, layer=layer)  # type: ignore[arg-type]
     rest = {name: value for name, value in model.state_dict().items() if not name.startswith("gru.")}
     assert not twin.load_state_dict(rest, strict=False).unexpected_keys
     batch = collate([task.data[index] for index in range(len(LENGTHS))])
@@ -156,7 +158,7 @@ def test_the_compiled_layer_is_torchs(num_layers: int) -> None:
 def test_clips_are_known_again_by_their_numbers() -> None:
     task = frames_task(solver="warm_start", chunks=3)
     model = built(task)
-    assert isinstance(model.gru, stretto.RNN)
+    assert isinstance(model.gru.rnn, stretto.RNN)
     train = task.data.part("train")
     batch = collate([train[index] for index in range(len(train))])
     exact = built(frames_task())(batch)
@@ -199,12 +201,12 @@ def test_there_is_no_embedded_set_and_the_way_out_is_named() -> None:
 @pytest.mark.parametrize("targets", [None, Transcripts.of(list("abcdef"))])
 def test_a_set_without_classes_is_refused(targets: Any) -> None:
     frames_SF = np.zeros((sum(LENGTHS), 64), dtype=np.uint8)
-    with pytest.raises(StrettoError, match="signs has no classes"):
+    with pytest.raises(StrettoError, match="signs has no labels"):
         Video(VideoConfig(frame_size=8), made(frames_SF, targets=targets))
 
 
 def test_bytes_that_are_no_frames_are_refused() -> None:
-    with pytest.raises(StrettoError, match="signs has 65 bytes a step, which are no square frame"):
+    with pytest.raises(StrettoError, match="signs has 65 bytes per step, which is not a square frame"):
         Video(VideoConfig(), made(np.zeros((sum(LENGTHS), 65), dtype=np.uint8)))
 
 
@@ -278,7 +280,7 @@ def test_the_command_line_trains_and_inspects(
     assert main(["inspect", str(squares)]) == 0
     shown = capsys.readouterr().out
     assert "100 (80 train, 10 valid, 10 test)" in shown
-    assert "1,024 a step, in memory" in shown
+    assert "1,024 per step, in memory" in shown
     assert main(["train", "video", "--out", str(tmp_path / "other")]) == 2
     assert "Name a folder of clips with --data PATH" in capsys.readouterr().err
 

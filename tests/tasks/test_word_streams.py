@@ -20,8 +20,7 @@ from stretto.cli.train import _config
 from stretto.data import SequenceSet, TextSettings, make_text
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
-from stretto.tasks.text_net import TextNet
+from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling, TextNet
 from stretto.training import EVENTS_FILE, EventLog, Interrupted, Subscriber, Trainer, evaluate, read_events, validate
 
 
@@ -167,7 +166,7 @@ def test_a_stop_in_the_middle_of_an_epoch_changes_nothing(text: SequenceSet, tmp
         assert _outcome(run, _train(run, task, resume=True)) == expected, f"after step {stop}"
 
 
-def test_a_state_that_is_no_number_is_not_carried_on(text: SequenceSet, tmp_path: Path) -> None:
+def test_a_state_of_nan_is_not_carried_on(text: SequenceSet, tmp_path: Path) -> None:
     task = _task(text, epochs=1, on_nan="skip")
     trainer = Trainer(task, run=tmp_path, log=EventLog(tmp_path / EVENTS_FILE), resume=False)
     model = trainer.state.model
@@ -181,7 +180,7 @@ def test_a_state_that_is_no_number_is_not_carried_on(text: SequenceSet, tmp_path
     model.carried.keep = keep  # type: ignore[method-assign]
     record = trainer.train_epoch()
     warnings = [event["message"] for event in read_events(tmp_path) if event["event"] == "warning"]
-    assert warnings == ["step 3 was skipped: its loss or gradient is no number"]
+    assert warnings == ["update 3 was skipped: its loss or gradient is NaN or inf"]
     assert math.isfinite(record.train_loss)
 
 

@@ -78,7 +78,7 @@ def _records(run: Path, **changes: Any) -> list[EpochRecord]:
 
 
 def _layer(trainer: Trainer) -> stretto.RNN:
-    layer = trainer.state.model.gru
+    layer = trainer.state.model.gru.rnn
     assert isinstance(layer, stretto.RNN)
     return layer
 
@@ -239,7 +239,7 @@ def test_measuring_is_step_after_step_and_leaves_the_cache_alone(tmp_path: Path)
     assert _held(_cache(trainer)) == before
     assert _layer(trainer).solver is solver
     plain = copy.deepcopy(model)
-    plain.gru.solver = "serial"  # type: ignore[union-attr]
+    plain.gru.rnn.solver = "serial"  # type: ignore[union-attr]
     assert evaluate(task, plain, part, device="cpu") == measured
     assert evaluate(task, model, part, device="cpu", by_solver=True).loss != measured.loss
     assert _held(_cache(trainer)) != before

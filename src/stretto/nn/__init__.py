@@ -1,7 +1,6 @@
 """Layers that users put in a model, and long sequences in streams."""
 
-from stretto.nn.attention import Attention
-from stretto.nn.bidirectional_lstm import BidirectionalLSTM, remember_by_default
+from stretto.nn import torch_layers
 from stretto.nn.bptt import (
     CarriedState,
     Part,
@@ -13,40 +12,33 @@ from stretto.nn.bptt import (
     reset_carried,
     reset_rows,
 )
-from stretto.nn.ragged import as_rows
-from stretto.nn.reversal import reverse_padded
+from stretto.nn.explain import Explanation
+from stretto.nn.layers import Attention, Standardise, stack_steps, stacked_lengths
+from stretto.nn.ragged import reverse_padded
 from stretto.nn.rnn import RNN
-from stretto.nn.stack import Direction, run_stack
-from stretto.nn.stacking import stack_steps, stacked_lengths
-from stretto.nn.standardise import Standardise
 from stretto.nn.streams import Chunk, Streams
-from stretto.nn.torch_layers import DTYPES, accelerate, layer_program, layer_weights
+from stretto.nn.torch_layers import accelerate, open_forget_gates
 
 __all__ = [
-    "DTYPES",
     "RNN",
     "Attention",
-    "BidirectionalLSTM",
     "CarriedState",
     "Chunk",
-    "Direction",
+    "Explanation",
     "Part",
     "Standardise",
     "Streams",
     "TruncatedBPTT",
     "accelerate",
-    "as_rows",
     "carried_states",
     "detach_state",
     "fresh_state",
     "in_turn",
-    "layer_program",
-    "layer_weights",
-    "remember_by_default",
+    "open_forget_gates",
     "reset_carried",
     "reset_rows",
     "reverse_padded",
-    "run_stack",
     "stack_steps",
     "stacked_lengths",
+    "torch_layers",
 ]

@@ -118,7 +118,7 @@ class CarriedState:
         self.state = detach_state(state)
 
     def reset(self) -> None:
-        """Start anew, with whatever number of rows comes next."""
+        """Forget the state; the next chunk may have another number of rows."""
         self.state = None
 
 
@@ -128,14 +128,14 @@ def carried_states(model: nn.Module) -> list[CarriedState]:
 
 
 def reset_carried(model: nn.Module) -> None:
-    """Let all parts of a model start anew."""
+    """Reset all carried states of a model."""
     for carried in carried_states(model):
         carried.reset()
 
 
 @contextlib.contextmanager
 def fresh_state(model: nn.Module) -> Iterator[None]:
-    """Within it a model starts anew; afterwards it carries what it did before."""
+    """Run the body with carried states reset; afterwards they are what they were before."""
     before = [(carried, carried.state) for carried in carried_states(model)]
     reset_carried(model)
     try:
@@ -191,13 +191,13 @@ def _check_rows(tensor: torch.Tensor, count: int, *, batch_dim: int) -> None:
 class _RaggedCall:
     """Calls a net on rows of unequal length, so that each row's state stops at its last real step.
 
-    What torch has is packed; any other net is called with `lengths`. Neither sees a row that has no steps.
+    torch's own layers get a packed batch, every other net `lengths`. Neither sees a row that has no steps.
 
     Args:
         rnn: `y, state = rnn(x, state)` and, if it is to know of unequal lengths, `rnn(x, state, lengths=lengths)`.
         batch_dim: Where each tensor of the state has its rows.
-        rows_needed: Whether rows of the state will have to be told apart.
-        lengths_needed: Whether to refuse a net that cannot be told the lengths, instead of running it on past the ends.
+        rows_needed: Whether single rows of the state will be needed.
+        lengths_needed: Whether to refuse a net that takes no lengths, instead of running it past the ends of rows.
     """
 
     def __init__(self, rnn: Callable[..., Any], *, batch_dim: int, rows_needed: bool, lengths_needed: bool) -> None:
@@ -212,7 +212,8 @@ class _RaggedCall:
         of_torch = isinstance(rnn, nn.RNNBase)
         if of_torch and batch_dim != 1 and rows_needed:
             raise StrettoError(f"the state of {name} has its rows in dimension 1", fix="Give batch_dim=1.")
-        self._rnn, self._of_torch, self._batch_dim = rnn, of_torch, batch_dim
+        self._rnn, self._batch_dim = rnn, batch_dim
+        self._packs = of_torch and not _has_lengths(rnn)
         self._takes_lengths = of_torch or _has_lengths(rnn)
         if lengths_needed and not self._takes_lengths:
             raise StrettoError(
@@ -245,7 +246,7 @@ class _RaggedCall:
     ) -> tuple[torch.Tensor, NestedState]:
         if lengths_B is None:
             answer = self._rnn(x_BT, state)
-        elif self._of_torch:
+        elif self._packs:
             packed = pack_padded_sequence(x_BT, lengths_B, batch_first=True, enforce_sorted=False)
             y, after = self._rnn(packed, state)
             answer = pad_packed_sequence(y, batch_first=True, total_length=x_BT.shape[1])[0], after
@@ -259,7 +260,7 @@ class _RaggedCall:
         if answer[0].shape[:2] != x_BT.shape[:2]:
             raise StrettoError(
                 f"{type(self._rnn).__name__} gave outputs of shape {tuple(answer[0].shape)} for {tuple(x_BT.shape)}",
-                fix="Let it be batch first and give one output a step.",
+                fix="Let it be batch first and return one output per step.",
             )
         return answer[0], answer[1]
 
@@ -307,9 +308,9 @@ class TruncatedBPTT:
     `window` (h) steps, the new ones and `window - step` before them. With plain truncation, `window == step`, the first
     of the new steps sends no gradient into its past; otherwise each sends it at least `window - step` steps back.
 
-    The graphs of earlier parts are no use: an optimiser has since changed the weights in place, so torch refuses to go
-    back through them, and their values belong to older weights. Each part runs its whole window anew instead, with the
-    weights as they are, from a stored state without graph. That is exact: the gradient is that of back-propagation over
+    The graphs of earlier parts are of no use: the optimiser has since changed the weights in place, so torch refuses to
+    go back through them, and their values belong to older weights. Each part runs its whole window again instead, with
+    the current weights, from a stored state without graph. That is exact: the gradient is that of back-propagation over
     the window from that state with the current weights. The stored state is the one that the part before had there, so
     its latest `step` steps are one update old. The price is that each step is run `window / step` times. With
     `window == step`, or without gradients (`torch.no_grad`), nothing is run twice.
@@ -322,11 +323,11 @@ class TruncatedBPTT:
             like, any module or function. Ragged rows are packed for what torch has, and call `rnn(x, state,
             lengths=lengths)` otherwise.
         x: (B, T, ...); or chunks of `Streams`, at whose resets the state is initial and the gradient ends. If
-            the net takes no `lengths`, the state of a row behind its end means nothing; nothing depends on it either.
+            the net takes no `lengths`, the state of a row behind its end is meaningless, and nothing depends on it.
         window: Steps that the gradient goes back through, h.
         step: New steps of a part, h'; with chunks, the most that one has.
-        state: Before the first step, used without its graph. None for the net's own initial state, made anew as long as
-            the window reaches back to it: one that is learnt gets its gradient.
+        state: Before the first step, used without its graph. None for the net's own initial state, made again as long
+            as the window reaches back to it: a learned one gets its gradient.
         lengths: Real steps of each row of a tensor `x`, None for all. Steps behind the longest are left out.
         initial: With chunks, what a row starts from: a state, or a function that makes one for a number of rows. None
             for `rnn.initial_state` where there is one, else zeros.

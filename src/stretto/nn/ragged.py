@@ -1,4 +1,4 @@
-"""Padded and packed batches as rows of all steps without padding, and back.
+"""Padded and packed batches without their padding, and back.
 
 Shape legend: B sequences, T steps, P real steps of all sequences, F features.
 """
@@ -17,11 +17,11 @@ from stretto.state import map_state
 
 @final
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """A batch as rows, and the way back.
+class PackedBatch:
+    """The real steps of a batch, sorted as in its layout, and the way back.
 
     Attributes:
-        x_PF: The rows.
+        x_PF: The real steps of all sequences.
         layout: Where each step of each sequence lies.
         order_B: The sequence of the batch that comes at each place of the layout; None if they are the same.
         num_steps: T of the padded batch.
@@ -36,13 +36,13 @@ class Rows:
     batch_first: bool
     packed: PackedSequence | None = None
 
-    def sorted(self, state: Any) -> Any:
+    def sort_rows(self, state: Any) -> Any:
         """A state of the batch in the order of the layout."""
         if self.order_B is None:
             return state
         return map_state(lambda part: part.index_select(0, self._order(part)), state)
 
-    def restored(self, state: Any) -> Any:
+    def restore_rows(self, state: Any) -> Any:
         """A state in the order of the layout in that of the batch."""
         if self.order_B is None:
             return state
@@ -53,7 +53,7 @@ class Rows:
         assert self.order_B is not None
         return self.order_B.to(part.device)
 
-    def output(self, y_PF: torch.Tensor) -> torch.Tensor | PackedSequence:
+    def unpack(self, y_PF: torch.Tensor) -> torch.Tensor | PackedSequence:
         """Rows as a batch of the kind it was; zeros behind the end of each sequence."""
         if self.packed is not None:
             packed = self.packed
@@ -69,18 +69,18 @@ class Rows:
         return flat.reshape(*shape, *features)
 
     def _places(self, device: torch.device) -> torch.Tensor:
-        return places_P(self.layout, self.order_B, num_steps=self.num_steps, batch_first=self.batch_first).to(device)
+        return _places_P(self.layout, self.order_B, num_steps=self.num_steps, batch_first=self.batch_first).to(device)
 
 
-def places_P(layout: Layout, order_B: torch.Tensor | None, *, num_steps: int, batch_first: bool) -> torch.Tensor:
-    """Where each row lies in the flattened padded batch."""
+def _places_P(layout: Layout, order_B: torch.Tensor | None, *, num_steps: int, batch_first: bool) -> torch.Tensor:
+    """Where each real step lies in the flattened padded batch."""
     sequence_P = layout.sequence_P
     batch_P = sequence_P if order_B is None else order_B[sequence_P]
     return batch_P * num_steps + layout.step_P if batch_first else layout.step_P * layout.num_rows + batch_P
 
 
-def as_rows(x: torch.Tensor | PackedSequence, lengths: Any, *, batch_first: bool) -> Rows:
-    """The rows of a batch.
+def pack_batch(x: torch.Tensor | PackedSequence, lengths: Any, *, batch_first: bool) -> PackedBatch:
+    """The real steps of a batch.
 
     Args:
         x: (B, T, ...) or, unless `batch_first`, (T, B, ...); or a packed batch.
@@ -95,30 +95,33 @@ def as_rows(x: torch.Tensor | PackedSequence, lengths: Any, *, batch_first: bool
             raise StrettoError(
                 "lengths were given with a PackedSequence, which has its own", fix="Give one of the two, not both."
             )
-        return _packed(x)
+        return _from_packed(x)
     num_rows, num_steps = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
     if lengths is None:
         layout = Layout.even(num_steps=num_steps, num_rows=num_rows)
         steps_first = x.transpose(0, 1) if batch_first else x
-        return Rows(steps_first.reshape(num_steps * num_rows, *x.shape[2:]), layout, None, num_steps, batch_first)
-    lengths_B = _checked(lengths, num_rows, num_steps)
+        return PackedBatch(
+            steps_first.reshape(num_steps * num_rows, *x.shape[2:]), layout, None, num_steps, batch_first
+        )
+    lengths_B = check_lengths(lengths, num_rows, num_steps)
     if num_rows and bool((lengths_B == num_steps).all()):
-        return as_rows(x, None, batch_first=batch_first)
+        return pack_batch(x, None, batch_first=batch_first)
     falling = bool((lengths_B[1:] <= lengths_B[:-1]).all())
     order_B = None if falling else torch.from_numpy(np.argsort(-lengths_B, kind="stable"))
     layout = Layout(lengths_B if order_B is None else np.ascontiguousarray(lengths_B[order_B.numpy()]))
-    places = places_P(layout, order_B, num_steps=num_steps, batch_first=batch_first).to(x.device)
+    places = _places_P(layout, order_B, num_steps=num_steps, batch_first=batch_first).to(x.device)
     flat = x.reshape(num_rows * num_steps, *x.shape[2:])
-    return Rows(flat.index_select(0, places), layout, order_B, num_steps, batch_first)
+    return PackedBatch(flat.index_select(0, places), layout, order_B, num_steps, batch_first)
 
 
-def _packed(x: PackedSequence) -> Rows:
+def _from_packed(x: PackedSequence) -> PackedBatch:
     sizes_T = x.batch_sizes.numpy().astype(np.int64)
     lengths_B = np.searchsorted(-sizes_T, -np.arange(int(sizes_T[0])), side="left").astype(np.int64)
-    return Rows(x.data, Layout(lengths_B), x.sorted_indices, len(sizes_T), batch_first=False, packed=x)
+    return PackedBatch(x.data, Layout(lengths_B), x.sorted_indices, len(sizes_T), batch_first=False, packed=x)
 
 
-def _checked(lengths: Any, num_rows: int, num_steps: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def check_lengths(lengths: Any, num_rows: int, num_steps: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Lengths of a padded batch as int64, or an error that says what does not fit."""
     given = lengths.detach().cpu().numpy() if isinstance(lengths, torch.Tensor) else np.asarray(lengths)
     if given.shape != (num_rows,):
         raise StrettoError(
@@ -133,3 +136,11 @@ def _checked(lengths: Any, num_rows: int, num_steps: int) -> np.ndarray[Any, np.
             f"a length is {worst} and the batch has {num_steps} steps", fix=f"Give lengths between 0 and {num_steps}."
         )
     return given.astype(np.int64)
+
+
+def reverse_padded(x_BTF: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """Each sequence back to front; its padding stays behind it."""
+    steps_T = torch.arange(x_BTF.shape[1], device=x_BTF.device)
+    lengths_B1 = lengths_B.to(x_BTF.device)[:, None]
+    source_BT = torch.where(steps_T < lengths_B1, lengths_B1 - 1 - steps_T, steps_T)
+    return x_BTF.gather(1, source_BT[..., None].expand_as(x_BTF))

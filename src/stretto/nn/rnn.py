@@ -6,25 +6,29 @@ Shape legend: B sequences, T steps, F features of the input, O of the output, P 
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, final, get_args
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, Final, Literal, final, get_args
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from stretto.cells import cell_from
+from stretto.checks import check_choice, check_float, check_int
 from stretto.errors import StrettoError
 from stretto.graph import call_cell
 from stretto.kernels import Backend, Built, Layout, SaveChoice, build
 from stretto.nn.auto import SolverAutotuner
-from stretto.nn.explanation import Explanation
-from stretto.nn.fingerprint import fingerprint
-from stretto.nn.ragged import Rows, as_rows
-from stretto.nn.stack import Direction, SolverCall, StackResult, run_stack
+from stretto.nn.explain import Explanation
+from stretto.nn.ragged import PackedBatch, pack_batch
+from stretto.nn.stack import Direction, SolverCall, StackResult, assemble, run_stack
 from stretto.solvers import AbstractSolver, AnyProgram, CellVariants, Solution
 from stretto.state import flatten, unflatten
 
 TORCH_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
+_VALUES: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
+_FUNCTIONS: Final = (FunctionType, BuiltinFunctionType, MethodType)
+_MODULE_ATTRIBUTES: Final = frozenset(nn.Module().__dict__) - {"training"}
 
 
 @final
@@ -32,22 +36,23 @@ class RNN(nn.Module):
     """Runs a cell over sequences; every cell as fast as if a kernel had been written for it.
 
     One step of the cell is traced when the first batch comes. What does not depend on the state leaves the time loop,
-    what is left is compiled, and weight gradients are computed after the loop; see `explain`. Sequences of unequal
-    length cost their real steps only. Results are those of calling the cell step after step.
+    the rest is compiled, and weight gradients are computed after the loop; see `explain`. Sequences of unequal length
+    cost their real steps only. Results are those of calling the cell at every step.
 
     Args:
         cell: A `stretto.Cell`, one of torch's cells, or a list of cells: one for each layer and direction, in the order
             of torch's states (layer 0 forwards, layer 0 backwards, layer 1 forwards, ...).
-        num_layers: Layers. Those above the first are made of the same cell, with fresh parameters.
+        num_layers: Layers. Those above the first are copies of the cell with parameters of their own.
         bidirectional: Whether each layer also reads backwards, from each sequence's own end.
         batch_first: Whether batches are (B, T, F), as by default, or (T, B, F).
-        dropout: Share of each layer's outputs, but the last's, that is dropped in training.
+        dropout: Fraction of each layer's outputs, except the last's, dropped in training.
         backend: "auto" runs generated code where possible; "cpp" requires it; "eager" runs the same loops operator by
             operator; "torch" calls the cell itself at each step.
         save: What is stored for the backward pass: "auto" stores what is costly to compute again; "states" stores
-            outputs and a state now and then, and computes the rest again: long sequences in little memory.
-        solver: How to get through time: "serial" runs sequentially; "auto" measures whether chunks of time are faster,
-            and keeps to what is; or a solver such as `stretto.Shooting`. `rnn.solution` reports how the last call went.
+            outputs and states at intervals, and computes the rest again: long sequences in little memory.
+        solver: How to run through time. "serial": sequentially; "auto": measures whether solving chunks of time at once
+            is faster, and uses what is; or a solver, such as `stretto.Shooting`. `rnn.solution` describes the
+            last call.
 
     Example:
         >>> rnn = stretto.RNN(stretto.cells.GRU(8, 32), num_layers=2)
@@ -111,8 +116,8 @@ class RNN(nn.Module):
             step. For one layer of one direction that is the cell's state; otherwise a tuple with one for each layer
             and direction, in the order of torch's.
         """
-        alone = isinstance(x, torch.Tensor) and self._is_alone(x)
-        if alone:
+        is_single = isinstance(x, torch.Tensor) and x.dim() == 2
+        if is_single:
             assert isinstance(x, torch.Tensor)
             x = x.unsqueeze(0 if self.batch_first else 1)
             state = None if state is None else unflatten(state, [part.unsqueeze(0) for part in flatten(state)])
@@ -124,41 +129,49 @@ class RNN(nn.Module):
         ):
             shape = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
             raise StrettoError(f"the input is {shape}", fix="Give (batch, steps, features), or a PackedSequence.")
-        x, state = self._fitting(x, state)
+        x, state = self._match_dtype(x, state)
         with torch.autocast(data.device.type, enabled=False):
-            rows = as_rows(x, lengths, batch_first=self.batch_first)
-            states = self._states(state, rows.layout.num_rows)
-            layers, features = [], tuple(rows.x_PF.shape[1:])
-            directions = 2 if self.bidirectional else 1
-            cells = list(self.cells)
-            for number in range(self.num_layers):
-                layer, outputs = [], []
-                those = slice(number * directions, (number + 1) * directions)
-                for place, cell, initial in zip(range(len(cells))[those], cells[those], states[those], strict=True):
-                    built = self._build(cell, features, rows.x_PF.dtype, initial)
-                    variants = self._variants(cell, initial, place)
-                    layer.append(Direction(built.program, tensors_of(cell), flatten(rows.sorted(initial)), variants))
-                    if number + 1 < self.num_layers:
-                        outputs.append(output_shape(built, cell, features, initial))
-                layers.append(layer)
-                if outputs:
-                    features = (*outputs[0][:-1], sum(shape[-1] for shape in outputs))
-            run = partial(self._run, rows.layout)
+            packed = pack_batch(x, lengths, batch_first=self.batch_first)
+            states = self._states(state, packed.layout.num_rows)
+            layers = self._assemble(packed, states)
+            run = partial(self._run, packed.layout)
             if self.solver == "auto":
-                result = self._autotuner.run(layers, rows.layout, rows.x_PF, run=run)
+                result = self._autotuner.run(layers, packed.layout, packed.x_PF, run=run)
             else:
-                result = run(layers, rows.x_PF, self._solver_call(rows, sample_ids))
+                result = run(layers, packed.x_PF, self._solver_call(packed, sample_ids))
             self.solutions = tuple(result.solutions)
-            y = rows.output(result.y_PF)
+            y = packed.unpack(result.y_PF)
             after = [
-                rows.restored(unflatten(initial, final_state))
+                packed.restore_rows(unflatten(initial, final_state))
                 for initial, final_state in zip(states, result.states, strict=True)
             ]
-        if alone:
+        if is_single:
             assert isinstance(y, torch.Tensor)
             y = y.squeeze(0 if self.batch_first else 1)
             after = [unflatten(part, [tensor.squeeze(0) for tensor in flatten(part)]) for part in after]
         return y, after[0] if len(after) == 1 else tuple(after)
+
+    def _assemble(self, packed: PackedBatch, states: list[Any]) -> list[list[Direction]]:
+        """The layers, each direction with its program, its tensors and its initial state."""
+        cells = list(self.cells)
+        built: dict[int, Built] = {}
+
+        def direction(index: int, features: tuple[int, ...]) -> Direction:
+            cell, initial = cells[index], states[index]
+            built[index] = self._build(cell, features, packed.x_PF.dtype, initial)
+            variants = self._variants(cell, initial, index)
+            return Direction(built[index].program, _tensors_of(cell), flatten(packed.sort_rows(initial)), variants)
+
+        def output_shape(index: int, features: tuple[int, ...]) -> tuple[int, ...]:
+            return _output_shape(built[index], cells[index], features, states[index])
+
+        return assemble(
+            direction,
+            output_shape=output_shape,
+            features=tuple(packed.x_PF.shape[1:]),
+            num_layers=self.num_layers,
+            num_directions=2 if self.bidirectional else 1,
+        )
 
     def _run(
         self, layout: Layout, layers: Sequence[Sequence[Direction]], x_PF: torch.Tensor, call: SolverCall | None
@@ -166,23 +179,23 @@ class RNN(nn.Module):
         dropout = self.dropout if self.training else 0.0
         return run_stack(layers, layout, x_PF, dropout=dropout, save=self.save, call=call)
 
-    def _solver_call(self, rows: Rows, sample_ids: Sequence[int] | torch.Tensor | None) -> SolverCall | None:
+    def _solver_call(self, packed: PackedBatch, sample_ids: Sequence[int] | torch.Tensor | None) -> SolverCall | None:
         """The solver and the ids of the sequences; None for a sequential run."""
         if not isinstance(self.solver, AbstractSolver):
             return None
         if sample_ids is None:
             return SolverCall(self.solver)
         ids = [int(number) for number in sample_ids]
-        if len(ids) != rows.layout.num_rows:
+        if len(ids) != packed.layout.num_rows:
             raise StrettoError(
-                f"{len(ids)} sample_ids were given for {rows.layout.num_rows} sequences",
+                f"{len(ids)} sample_ids were given for {packed.layout.num_rows} sequences",
                 fix="Give one whole number for each sequence.",
             )
-        order = range(len(ids)) if rows.order_B is None else rows.order_B.tolist()
+        order = range(len(ids)) if packed.order_B is None else packed.order_B.tolist()
         return SolverCall(self.solver, tuple(ids[number] for number in order))
 
-    def _fitting(self, x: Any, state: Any) -> tuple[Any, Any]:
-        """The input and state in the dtype of the parameters: taken there under autocast, refused otherwise."""
+    def _match_dtype(self, x: Any, state: Any) -> tuple[Any, Any]:
+        """The input and state in the dtype of the parameters: converted under autocast, refused otherwise."""
         cell = self.cells[0]
         data = x.data if isinstance(x, PackedSequence) else x
         own = next((p.dtype for p in cell.parameters() if p.is_floating_point()), None)
@@ -206,7 +219,7 @@ class RNN(nn.Module):
         size = getattr(cell, "input_size", None)
         if isinstance(size, int) and data.is_floating_point() and data.shape[-1] != size:
             raise StrettoError(
-                f"the input has {data.shape[-1]} features a step and {type(cell).__name__} takes {size}",
+                f"the input has {data.shape[-1]} features per step and {type(cell).__name__} takes {size}",
                 fix="Give (batch, steps, features) with that many features, or make the cell with another input_size.",
             )
         return x, state
@@ -217,7 +230,7 @@ class RNN(nn.Module):
         return made[0] if len(made) == 1 else tuple(made)
 
     def explain(self, input_size: int | None = None) -> Explanation:
-        """What is computed where, and what a step costs; the first cell's, for layers are alike.
+        """What is computed where, and the cost per step, of the first cell; the other layers are alike.
 
         Args:
             input_size: Features of a step; by default what the cell was made with, or what the last batch had.
@@ -227,7 +240,7 @@ class RNN(nn.Module):
         """
         cell = self.cells[0]
         features = (input_size,) if input_size else self._last_features or (_input_size(cell),)
-        tensors = tensors_of(cell)
+        tensors = _tensors_of(cell)
         own = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.get_default_dtype())
         dtype = self._last_dtype or own
         initial = _initial(cell, 1)
@@ -236,15 +249,12 @@ class RNN(nn.Module):
     _last_features: tuple[int, ...] | None = None
     _last_dtype: torch.dtype | None = None
 
-    def _is_alone(self, x: torch.Tensor) -> bool:
-        return x.dim() == 2
-
     def _build(self, cell: nn.Module, features: tuple[int, ...], dtype: torch.dtype, initial: Any) -> Built:
         self._last_features = self._last_features or features
         self._last_dtype = self._last_dtype or dtype
         parts = flatten(initial)
         shapes = tuple((part.shape[1:], part.dtype, part.device.type) for part in parts)
-        key = (features, dtype, shapes, self.backend, fingerprint(cell))
+        key = (features, dtype, shapes, self.backend, _fingerprint(cell))
         built = self._built.get(key)
         if built is None:
             built = self._built[key] = build(cell, x_shape=features, x_dtype=dtype, state=initial, backend=self.backend)
@@ -283,7 +293,7 @@ class RNN(nn.Module):
         return [unflatten(own, flatten(one)) for one, own in zip(given, made, strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Compiled code is found again, not stored."""
+        """Without compiled code, which is found in the cache again."""
         return {**self.__dict__, "_built": {}, "_held": {}, "_autotuner": SolverAutotuner()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RNN":
@@ -293,21 +303,21 @@ class RNN(nn.Module):
         return twin
 
     def extra_repr(self) -> str:
-        """Settings that are not the default."""
-        said = f"num_layers={self.num_layers}" if self.num_layers > 1 else ""
+        """Settings that differ from the default."""
+        shown = f"num_layers={self.num_layers}" if self.num_layers > 1 else ""
         for name, usual in (("bidirectional", False), ("batch_first", True), ("dropout", 0.0), ("save", "auto")):
             value = getattr(self, name)
-            said += "" if value == usual else f"{', ' if said else ''}{name}={value!r}"
-        return said
+            shown += "" if value == usual else f"{', ' if shown else ''}{name}={value!r}"
+        return shown
 
 
-def tensors_of(cell: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors_of(cell: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name."""
     return {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
 
 
-def output_shape(built: Built, cell: nn.Module, features: tuple[int, ...], initial: Any) -> tuple[int, ...]:
-    """Sizes of a row of the output."""
+def _output_shape(built: Built, cell: nn.Module, features: tuple[int, ...], initial: Any) -> tuple[int, ...]:
+    """The shape of one step of the output."""
     if built.plan is not None:
         return built.plan.graph.y.row_shape
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
@@ -353,14 +363,14 @@ def _input_size(cell: nn.Module) -> int:
         size = kwargs.get("input_size", args[0] if args else None)
     if not isinstance(size, int):
         raise StrettoError(
-            f"the input size of {type(cell).__name__} is not known, so that no further layers can be made of it",
+            f"the input size of {type(cell).__name__} is not known, so no further layers can be made from it",
             fix="Give the cell an attribute input_size, or give one cell for each layer and direction as a list.",
         )
     return size
 
 
 def _output_size(cell: nn.Module) -> int:
-    tensors = tensors_of(cell)
+    tensors = _tensors_of(cell)
     like_part = next((t for t in tensors.values() if t.is_floating_point()), torch.zeros(()))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         x = torch.zeros(2, _input_size(cell), dtype=like_part.dtype, device=like_part.device)
@@ -369,19 +379,62 @@ def _output_size(cell: nn.Module) -> int:
 
 
 def _check(num_layers: int, dropout: float, backend: str, save: str, solver: Any) -> None:
-    if not isinstance(num_layers, int) or num_layers < 1:
-        raise StrettoError(f"num_layers is {num_layers!r}", fix="Give a whole number from 1 on.")
-    if not 0 <= dropout <= 1:
-        raise StrettoError(f"dropout is {dropout!r}", fix="Give a share between 0 and 1.")
-    for name, value, choices in (
-        ("backend", backend, get_args(Backend)),
-        ("save", save, ("auto", "states")),
-        ("solver", "serial" if isinstance(solver, AbstractSolver) else solver, ("serial", "auto")),
-    ):
-        if value not in choices:
-            raise StrettoError(f"{name} is {value!r}", fix=f"Choose one of {', '.join(map(repr, choices))}.")
+    check_int(num_layers, name="num_layers")
+    check_float(dropout, name="dropout", at_least=0.0, at_most=1.0)
+    check_choice(backend, name="backend", choices=get_args(Backend))
+    check_choice(save, name="save", choices=get_args(SaveChoice))
+    if not isinstance(solver, AbstractSolver):
+        check_choice(solver, name="solver", choices=("serial", "auto"))
     if solver != "serial" and save != "auto":
         raise StrettoError(
             f"save={save!r} was given with solver={solver!r}, which stores what its chunks need",
             fix='Choose one of the two: save="auto", or solver="serial".',
         )
+
+
+@final
+class _Same:
+    """An object that equals itself alone; it is kept alive, so that no other can take its identity."""
+
+    __slots__ = ("thing",)
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.thing is self.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+
+def _fingerprint(cell: nn.Module) -> tuple[Any, ...]:
+    """What a traced step depends on besides its inputs: types, settings, parameter shapes and hooks of all modules.
+
+    When any of it changes, the step is traced again.
+    """
+    found: list[Any] = [_Same(cell)]
+    for name, module in cell.named_modules():
+        found.append((name, type(module)))
+        own = module.__dict__
+        for key, value in own.items():
+            if key not in _MODULE_ATTRIBUTES:
+                found.append((key, _mark(value)))
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            found.append((key, None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device)))
+        found.append(len(module._forward_hooks) + len(module._forward_pre_hooks))
+    return tuple(found)
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, _VALUES):
+        return value
+    if isinstance(value, _FUNCTIONS):
+        return _Same(getattr(value, "__func__", value))
+    if isinstance(value, (tuple, list)):
+        return (type(value), *(_mark(item) for item in value))
+    if isinstance(value, dict):
+        return (dict, *((_mark(key), _mark(item)) for key, item in value.items()))
+    if isinstance(value, (set, frozenset)):
+        return (set, frozenset(_mark(item) for item in value))
+    return _Same(value)

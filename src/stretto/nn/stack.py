@@ -3,17 +3,21 @@
 Shape legend: B sequences, P real steps of all sequences, F features.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch.nn import functional
 
 from stretto.kernels import Layout, Program, SaveChoice, run_together, wavefront_chunks
-from stretto.nn.recompute import recomputed, stretches
 from stretto.solvers import AbstractSolver, CellVariants, Problem, Solution
+
+Run: TypeAlias = "Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]"
+MIN_STRETCH_STEPS = 32
+MIN_STRETCH_ROWS = 1024
 
 
 @final
@@ -47,6 +51,34 @@ class StackResult:
     y_PF: torch.Tensor
     states: list[list[torch.Tensor]]
     solutions: list[Solution] = field(default_factory=list)
+
+
+def assemble(
+    direction: Callable[[int, tuple[int, ...]], Direction],
+    *,
+    output_shape: Callable[[int, tuple[int, ...]], tuple[int, ...]],
+    features: tuple[int, ...],
+    num_layers: int,
+    num_directions: int,
+) -> list[list[Direction]]:
+    """Layers of one or two directions, each layer fed with the outputs of the one below, directions side by side.
+
+    Args:
+        direction: Makes one direction of a layer from its index, in the order of torch's states (layer 0 forward,
+            layer 0 backward, layer 1 forward, ...), and the shape of one step of its input.
+        output_shape: The shape of one step of its output; not asked of the last layer.
+        features: The shape of one step of the input.
+        num_layers: Layers.
+        num_directions: 1 or 2.
+    """
+    layers = []
+    for number in range(num_layers):
+        indices = range(number * num_directions, (number + 1) * num_directions)
+        layers.append([direction(index, features) for index in indices])
+        if number + 1 < num_layers:
+            shapes = [output_shape(index, features) for index in indices]
+            features = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+    return layers
 
 
 def run_stack(
@@ -86,11 +118,11 @@ def run_stack(
         elif save == "states" and torch.is_grad_enabled():
             results = _in_stretches(layer, layout, inputs)
         else:
-            walks = [
+            coroutines = [
                 direction.program.coroutine(layout, rows_PF, direction.states, direction.parameters)
                 for direction, rows_PF in zip(layer, inputs, strict=True)
             ]
-            results = run_together(walks)
+            results = run_together(coroutines)
         finals += [states for _, states in results]
         outputs = [reversed_rows(layout, y) if reverse else y for reverse, (y, _) in enumerate(results)]
         if len(outputs) > 1:
@@ -119,7 +151,7 @@ def _problem(
 def _in_stretches(
     layer: Sequence[Direction], layout: Layout, inputs: Sequence[torch.Tensor]
 ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    bounds = stretches(layout.num_steps, layout.num_rows)
+    bounds = _stretches(layout.num_steps, layout.num_rows)
     states = [list(direction.states) for direction in layer]
     outputs: list[list[torch.Tensor]] = [[] for _ in layer]
     parameters = [tensor for direction in layer for tensor in direction.parameters.values()]
@@ -131,16 +163,16 @@ def _in_stretches(
             tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], chunk: Layout = chunk
         ) -> list[torch.Tensor]:
             remaining, named = iter(tensors), iter(weights)
-            walks = []
+            coroutines = []
             for direction in layer:
                 x_PF = next(remaining)
                 before = [next(remaining) for _ in direction.states]
                 own = {name: next(named) for name in direction.parameters}
-                walks.append(direction.program.coroutine(chunk, x_PF, before, own))
-            return [tensor for y, after in run_together(walks) for tensor in (y, *after)]
+                coroutines.append(direction.program.coroutine(chunk, x_PF, before, own))
+            return [tensor for y, after in run_together(coroutines) for tensor in (y, *after)]
 
         given = [tensor for x_PF, before in zip(inputs, states, strict=True) for tensor in (x_PF[rows], *before)]
-        made = iter(recomputed(run, given, parameters))
+        made = iter(_recompute(run, given, parameters))
         for index, before in enumerate(states):
             outputs[index].append(next(made))
             states[index] = [next(made) for _ in before]
@@ -163,11 +195,65 @@ def _wave(stack: Sequence[Direction], layout: Layout, x_PF: torch.Tensor, *, dro
     states = [list(direction.states) for direction in stack]
     for wave in range(count + len(stack) - 1):
         working = [(layer, wave - layer) for layer in range(len(stack)) if 0 <= wave - layer < count]
-        walks = []
+        coroutines = []
         for layer, index in working:
             below = functional.dropout(inputs[index], dropout) if layer and dropout else inputs[index]
-            walks.append(stack[layer].program.coroutine(chunks[index], below, states[layer], stack[layer].parameters))
-        for (layer, index), (y, after) in zip(working, run_together(walks), strict=True):
+            coroutines.append(
+                stack[layer].program.coroutine(chunks[index], below, states[layer], stack[layer].parameters)
+            )
+        for (layer, index), (y, after) in zip(working, run_together(coroutines), strict=True):
             inputs[index] = y
             states[layer] = after
     return StackResult(torch.cat(inputs), states)
+
+
+def _stretches(num_steps: int, num_rows: int) -> list[int]:
+    """Where to cut time: about as many stretches as steps in each, but none too short to be worth a call."""
+    shortest = max(MIN_STRETCH_STEPS, MIN_STRETCH_ROWS // max(num_rows, 1), math.isqrt(num_steps))
+    count = max(1, num_steps // shortest)
+    return [num_steps * index // count for index in range(count + 1)]
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Run, given: int, *tensors: torch.Tensor) -> Any:
+        ctx.run, ctx.given = run, given
+        ctx.rng_state = torch.get_rng_state()
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        return tuple(run(tensors[:given], tensors[given:]))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
+        tensors: Sequence[torch.Tensor] = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
+        is_double = torch.is_grad_enabled()
+        if is_double:
+            # Aliases: what leads from one of these tensors to another outside is not followed here.
+            tensors = [tensor.view_as(tensor) for tensor in tensors]
+        else:
+            tensors = [t.detach().requires_grad_(needs) for t, needs in zip(tensors, needed, strict=True)]
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(ctx.rng_state)
+            made = ctx.run(tensors[: ctx.given], tensors[ctx.given :])
+        linked = [(t, d) for t, d in zip(made, cotangents, strict=True) if d is not None and t.requires_grad]
+        wanted = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
+        found = iter(
+            torch.autograd.grad(
+                [t for t, _ in linked], wanted, [d for _, d in linked], create_graph=is_double, allow_unused=True
+            )
+            if linked and wanted
+            else [None] * len(wanted)
+        )
+        return None, None, *(next(found) if needs else None for needs in needed)
+
+
+def _recompute(run: Run, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The result of `run`, which is run again in the backward pass instead of storing what it computes.
+
+    Args:
+        run: Computes tensors from inputs and parameters; it may draw random numbers.
+        inputs: Its inputs.
+        parameters: What else gradients are wanted for.
+    """
+    return list(_Recompute.apply(run, len(inputs), *inputs, *parameters))  # type: ignore[no-untyped-call]

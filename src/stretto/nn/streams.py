@@ -11,7 +11,7 @@ at the beginning of a chunk:
     stream 1 |bbbbbb|bbbbbb|bbbb|               stream 1 |cccccc|cccccc|dd    |
              chunk 0 chunk 1 chunk 2                     chunk 0 chunk 1 chunk 2
 
-When the number of streams of one sequence changes in the middle of a pass, what is left of all streams is laid end to
+When the number of streams of one sequence changes in the middle of a pass, the rests of all streams are laid end to
 end and cut again. A stream may then consist of several spans, one directly behind the other.
 """
 
@@ -197,7 +197,7 @@ class Streams(IterableDataset[Chunk]):
         self._plan()
 
     def resize(self, num_streams: int, *, used: int | None = None) -> None:
-        """Cut what is left of the pass, and later passes, into another number of streams.
+        """Cut the rest of the pass, and later passes, into another number of streams.
 
         The new streams begin in the middle of old ones, so all start from an initial state.
 
@@ -221,8 +221,8 @@ class Streams(IterableDataset[Chunk]):
         """The position in the pass, as JSON-ready values. The state of the net is not part of it.
 
         Args:
-            used: The chunks that training has used, `chunk.index + 1`. To be given where a DataLoader with workers
-                draws ahead; otherwise the iteration knows.
+            used: The chunks that training has used, `chunk.index + 1`. Needed if a DataLoader with workers reads
+                ahead; by default, those that the iteration has given.
         """
         return {
             "version": STATE_VERSION,
@@ -337,7 +337,7 @@ def _cut(runs: Sequence[tuple[int, int]], num_streams: int) -> list[list[_Span]]
 
 
 def _rest(lanes: list[list[_Span]], used: int) -> list[tuple[int, int]]:
-    """What is left of every stream, in order, when so many steps of each are used."""
+    """The rest of every stream, in order, after the given number of steps."""
     cut = [(span.begin + max(0, used - span.at), span.begin + span.length) for lane in lanes for span in lane]
     return [(begin, end) for begin, end in cut if begin < end]
 

@@ -1,4 +1,4 @@
-"""torch's recurrent layers, run by generated kernels where those are faster.
+"""Torch's recurrent layers, run by generated kernels where those are faster.
 
 Shape legend: B sequences, T steps, P real steps of all sequences, L layers times directions, H hidden units.
 """
@@ -6,34 +6,37 @@ Shape legend: B sequences, T steps, P real steps of all sequences, L layers time
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeVar, final, get_args
+from typing import Any, Final, TypeVar, final, get_args
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from stretto import cells
+from stretto.checks import check_choice
 from stretto.errors import StrettoError
 from stretto.kernels import Backend, Built, build
-from stretto.nn.ragged import as_rows
-from stretto.nn.stack import Direction, run_stack
+from stretto.nn.ragged import check_lengths, pack_batch, reverse_padded
+from stretto.nn.stack import Direction, assemble, run_stack
 
 Module = TypeVar("Module", bound=nn.Module)
 DTYPES = (torch.float32, torch.float64)
 
 
+_TORCH_FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
+    "LSTM": torch.lstm,
+    "GRU": torch.gru,
+    "RNN_TANH": torch.rnn_tanh,
+    "RNN_RELU": torch.rnn_relu,
+}
+
+
 @lru_cache(maxsize=256)
-def layer_program(
-    mode: str,
-    *,
-    input_size: int,
-    hidden_size: int,
-    proj_size: int = 0,
-    bias: bool = True,
-    dtype: torch.dtype,
-    backend: Backend = "auto",
+def _layer_program(
+    mode: str, *, input_size: int, hidden_size: int, proj_size: int, bias: bool, dtype: torch.dtype, backend: Backend
 ) -> Built:
-    """The program of one layer and direction; weights are given when it runs, so that all alike share it."""
+    """The program of one layer and direction. Weights are given when it runs, so that all layers alike share it."""
     cell: cells.Cell
     with torch.device("meta"):
         if mode == "GRU":
@@ -48,61 +51,103 @@ def layer_program(
             )
         cell = cell.to(dtype)
         state = cell.initial_state(1)
-    return build(cell, x_shape=(input_size,), x_dtype=dtype, state=state, device=torch.device("cpu"), backend=backend)
-
-
-def layer_weights(module: nn.RNNBase, number: int, *, reverse: bool = False) -> dict[str, torch.Tensor]:
-    """The parameters of one layer and direction, by the names a cell gives them."""
-    suffix = f"_l{number}{'_reverse' if reverse else ''}"
-    names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if module.bias else [])]
-    if module.proj_size:
-        names.append("weight_hr")
-    return {name: getattr(module, name + suffix) for name in names}
+    device = torch.device("cpu")
+    return build(cell, x_shape=(input_size,), x_dtype=dtype, state=state, device=device, backend=backend)
 
 
 class _Accelerated(nn.RNNBase):
-    """What the three layers share; each is torch's layer in everything but who computes it."""
+    """What the three layers share: each is torch's layer in everything but what computes it."""
 
     _backend: Backend = "auto"
 
-    def ragged(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
-        """Outputs for a padded batch of sequences of these lengths: real steps alone are computed, others are zero."""
-        if self._backend == "torch" or self._why_not(x, None):
-            return self._packed(x, torch.as_tensor(lengths).cpu())
-        y, _ = self._run(x, None, lengths)
-        return y  # type: ignore[no-any-return]
+    def forward(self, input: Any, hx: Any = None, lengths: Any = None) -> Any:  # noqa: A002 - torch's name
+        """As torch's layer; with `lengths` of a padded batch, only real steps are computed.
 
-    def _packed(self, x: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        """Torch's own layer, on what is left without padding: a backward direction must begin at the real end."""
-        rows_M = lengths_B.nonzero().flatten()
-        batch_dim, steps = (0, x.shape[1]) if self.batch_first else (1, x.shape[0])
-        width = (self.proj_size or self.hidden_size) * (2 if self.bidirectional else 1)
-        shape = (len(lengths_B), steps, width) if self.batch_first else (steps, len(lengths_B), width)
-        if not len(rows_M):
-            return x.new_zeros(shape)
-        there_M = rows_M.to(x.device)
-        packed = pack_padded_sequence(
-            x.index_select(batch_dim, there_M), lengths_B[rows_M], batch_first=self.batch_first, enforce_sorted=False
-        )
-        y, _ = super().forward(packed)
-        padded, _ = pad_packed_sequence(y, batch_first=self.batch_first, total_length=steps)
-        return padded.new_zeros(shape).index_copy(batch_dim, there_M, padded)
-
-    def forward(self, input: Any, hx: Any = None) -> Any:  # noqa: A002 - torch's name
-        """As torch's layer."""
-        if self._backend == "torch" or self._why_not(input, hx):
-            return super().forward(input, hx)
-        if self._backend != "auto":
+        Args:
+            input: A padded batch, a single sequence, or a PackedSequence.
+            hx: The initial state; zeros by default.
+            lengths: Steps of each sequence of a padded batch. Outputs behind the end of a sequence are zero, its final
+                state is that after its last step, and its backward direction starts there. torch's own layer can do
+                this for a packed batch only, and runs several times slower on one; `ragged` does without.
+        """
+        use_torch = self._backend == "torch" or bool(self._why_not(input, hx))
+        if lengths is not None:
+            return self._run_packed(input, hx, lengths) if use_torch else self._run(input, hx, lengths)
+        if not use_torch and (self._backend != "auto" or self._faster(input, hx) == "cpp"):
             return self._run(input, hx)
-        faster = self._faster(input, hx)
-        return self._run(input, hx) if faster == "cpp" else super().forward(input, hx)
+        return super().forward(input, hx)
+
+    def ragged(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
+        """Outputs for a padded batch of sequences of these lengths, zero behind each one's end.
+
+        The same as `layer(x, lengths=lengths)[0]`, but where torch's own layers run, they run on the padded batch,
+        each direction over sequences that are reversed within their lengths.
+        """
+        if self._backend == "torch" or self._why_not(x, None):
+            return self._run_padded(x, lengths)
+        return self._run(x, None, lengths)[0]  # type: ignore[no-any-return]
+
+    def is_accelerated(self, x: torch.Tensor) -> bool:
+        """Whether something else than torch's own layers runs batches of this type and device."""
+        like_x = x[:1, :1, :1].expand(1, 1, self._input_width)
+        return self._backend != "torch" and not self._why_not(like_x, None)
+
+    def _run_padded(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
+        """Torch's own layers, one direction at a time, on the padded batch."""
+        x_BTF = x if self.batch_first else x.transpose(0, 1)
+        lengths_B = torch.from_numpy(check_lengths(lengths, *x_BTF.shape[:2])).to(x.device)
+        behind_BT1 = (torch.arange(x_BTF.shape[1], device=x.device) >= lengths_B[:, None])[..., None]
+        # Padding may hold anything, and NaN times a gradient of zero is NaN.
+        x_BTF = x_BTF.masked_fill(behind_BT1, 0.0)
+        shapes = [(1, *shape[1:]) for shape in self._state_shapes(len(x_BTF))]
+        zeros = [x_BTF.new_zeros(shape) for shape in shapes]
+        run = _TORCH_FUNCTIONS[self.mode]
+        for number in range(self.num_layers):
+            if number and self.dropout:
+                x_BTF = functional.dropout(x_BTF, self.dropout, training=self.training)
+            outputs = []
+            for reverse in range(self._num_directions):
+                given_BTF = reverse_padded(x_BTF, lengths_B) if reverse else x_BTF
+                weights = list(self._weights(number * self._num_directions + reverse).values())
+                state = tuple(zeros) if self.mode == "LSTM" else zeros[0]
+                y_BTH = run(given_BTF, state, weights, self.bias, 1, 0.0, self.training, False, True)[0]
+                outputs.append(reverse_padded(y_BTH, lengths_B) if reverse else y_BTH)
+            x_BTF = torch.cat(outputs, dim=-1).masked_fill(behind_BT1, 0.0)
+        return x_BTF if self.batch_first else x_BTF.transpose(0, 1)
+
+    def _run_packed(self, x: torch.Tensor, hx: Any, lengths: Any) -> Any:
+        """Torch's own layer on a packed batch; sequences without steps, which it refuses, keep their state."""
+        batch_dim, steps = (0, x.shape[1]) if self.batch_first else (1, x.shape[0])
+        lengths_B = torch.from_numpy(check_lengths(lengths, x.shape[batch_dim], steps))
+        if bool((lengths_B == steps).all()):
+            return super().forward(x, hx)
+        states = self._states_LBH(x, hx, len(lengths_B))
+        rows_M = lengths_B.nonzero().flatten()
+        there_M = rows_M.to(x.device)
+        shape = [steps, steps, (self.proj_size or self.hidden_size) * self._num_directions]
+        shape[batch_dim] = len(lengths_B)
+        y = x.new_zeros(shape)
+        if len(rows_M):
+            packed = pack_padded_sequence(
+                x.index_select(batch_dim, there_M),
+                lengths_B[rows_M],
+                batch_first=self.batch_first,
+                enforce_sorted=False,
+            )
+            given = tuple(state.index_select(1, there_M) for state in states)
+            found, after = super().forward(packed, given if self.mode == "LSTM" else given[0])
+            padded, _ = pad_packed_sequence(found, batch_first=self.batch_first, total_length=steps)
+            y = y.index_copy(batch_dim, there_M, padded)
+            news = after if self.mode == "LSTM" else (after,)
+            states = [old.index_copy(1, there_M, new) for old, new in zip(states, news, strict=True)]
+        return y, tuple(states) if self.mode == "LSTM" else states[0]
 
     def explain_choice(self) -> dict[str, Any]:
-        """For each kind of batch seen, who was faster and by how much."""
+        """For each kind of batch seen, which backend was faster and by how much."""
         return {str(key): value for key, value in self.__dict__.get("_measured", {}).items()}
 
     def _why_not(self, x: Any, hx: Any) -> str:  # noqa: PLR0911 - one line a reason
-        """Why torch's own implementation has to run; empty if ours can."""
+        """Why torch's own implementation must run; empty if generated code can."""
         data = x.data if isinstance(x, PackedSequence) else x
         if not isinstance(data, torch.Tensor) or data.device.type != "cpu" or data.dtype not in DTYPES:
             return "input"
@@ -110,24 +155,37 @@ class _Accelerated(nn.RNNBase):
             return "weights"
         if torch.is_autocast_enabled("cpu"):
             return "autocast"
-        rank = 2 if isinstance(x, PackedSequence) else data.dim()
-        if rank not in {2, 3} or data.shape[-1] != self.input_size or data.numel() == 0:
+        num_dims = 2 if isinstance(x, PackedSequence) else data.dim()
+        if num_dims not in {2, 3} or data.shape[-1] != self._input_width or data.numel() == 0:
             return "shape"
-        rows, alone = self._rows_of(x), not isinstance(x, PackedSequence) and rank == 2
+        num_rows, is_single = self._num_rows(x), not isinstance(x, PackedSequence) and num_dims == 2
         states = [] if hx is None else list(hx) if isinstance(hx, (tuple, list)) else [hx]
-        wanted = self._state_shapes(rows)
-        if states and [tuple(s.shape) for s in states] != [(n, h) if alone else (n, b, h) for n, b, h in wanted]:
+        wanted = self._state_shapes(num_rows)
+        if states and [tuple(s.shape) for s in states] != [(n, h) if is_single else (n, b, h) for n, b, h in wanted]:
             return "state"
         if any(s.dtype != data.dtype or s.device.type != "cpu" for s in states):
             return "state"
-        sizes = self._sizes()
-        made = [self._program(size, data.dtype) for size in sizes]
+        widths = [self._input_width, *[self._output_width] * (self.num_layers > 1)]
+        made = [self._program(width, data.dtype) for width in widths]
         return next(
             (item.reason for item in made if item.backend != ("eager" if self._backend == "eager" else "cpp")), ""
         )
 
+    @property
+    def _num_directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    @property
+    def _input_width(self) -> int:
+        """By the weights that are there, which `torch.func.functional_call` may have replaced."""
+        return self._weights(0)["weight_ih"].shape[1]
+
+    @property
+    def _output_width(self) -> int:
+        return (self.proj_size or self.hidden_size) * self._num_directions
+
     def _program(self, input_size: int, dtype: torch.dtype) -> Built:
-        return layer_program(
+        return _layer_program(
             self.mode,
             input_size=input_size,
             hidden_size=self.hidden_size,
@@ -137,56 +195,64 @@ class _Accelerated(nn.RNNBase):
             backend="eager" if self._backend == "eager" else "auto",
         )
 
-    def _sizes(self) -> list[int]:
-        directions = 2 if self.bidirectional else 1
-        width = (self.proj_size or self.hidden_size) * directions
-        return [self.input_size, *[width] * (self.num_layers > 1)]
+    def _weights(self, index: int) -> dict[str, torch.Tensor]:
+        """The parameters of one layer and direction, by the names that a cell gives them."""
+        number, reverse = divmod(index, self._num_directions)
+        names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else [])]
+        if self.proj_size:
+            names.append("weight_hr")
+        return {name: getattr(self, f"{name}_l{number}{'_reverse' if reverse else ''}") for name in names}
 
-    def _rows_of(self, x: Any) -> int:
+    def _num_rows(self, x: Any) -> int:
         if isinstance(x, PackedSequence):
             return int(x.batch_sizes[0])
-        return 1 if x.dim() == 2 else x.shape[0 if self.batch_first else 1]
+        return 1 if x.dim() == 2 else int(x.shape[0 if self.batch_first else 1])
 
-    def _state_shapes(self, rows: int) -> list[tuple[int, int, int]]:
-        count = self.num_layers * (2 if self.bidirectional else 1)
-        shapes = [(count, rows, self.proj_size or self.hidden_size)]
-        return [*shapes, (count, rows, self.hidden_size)] if self.mode == "LSTM" else shapes
+    def _state_shapes(self, num_rows: int) -> list[tuple[int, int, int]]:
+        count = self.num_layers * self._num_directions
+        shapes = [(count, num_rows, self.proj_size or self.hidden_size)]
+        return [*shapes, (count, num_rows, self.hidden_size)] if self.mode == "LSTM" else shapes
+
+    def _states_LBH(self, x: torch.Tensor, hx: Any, num_rows: int) -> list[torch.Tensor]:
+        if hx is None:
+            return [x.new_zeros(shape) for shape in self._state_shapes(num_rows)]
+        return list(hx) if isinstance(hx, (tuple, list)) else [hx]
 
     def _run(self, x: Any, hx: Any, lengths: Any = None) -> Any:
-        alone = not isinstance(x, PackedSequence) and x.dim() == 2
-        if alone:
+        """On generated kernels, or the same loops operator by operator."""
+        is_single = not isinstance(x, PackedSequence) and x.dim() == 2
+        if is_single:
             x = x.unsqueeze(0 if self.batch_first else 1)
             hx = None if hx is None else tuple(s.unsqueeze(1) for s in (hx if isinstance(hx, (tuple, list)) else [hx]))
-        rows = as_rows(x, lengths, batch_first=self.batch_first)
-        data = rows.x_PF
-        shapes = self._state_shapes(rows.layout.num_rows)
-        given = [data.new_zeros(shape) for shape in shapes] if hx is None else hx
-        states_LBH = list(given) if isinstance(given, (tuple, list)) else [given]
-        if rows.order_B is not None:
-            states_LBH = [state.index_select(1, rows.order_B) for state in states_LBH]
-        directions = 2 if self.bidirectional else 1
-        layers = []
-        for number in range(self.num_layers):
-            size = self.input_size if number == 0 else (self.proj_size or self.hidden_size) * directions
-            program = self._program(size, data.dtype).program
-            layer = []
-            for reverse in range(directions):
-                states = [state[number * directions + reverse] for state in states_LBH]
-                layer.append(Direction(program, layer_weights(self, number, reverse=bool(reverse)), states))
-            layers.append(layer)
-        result = run_stack(layers, rows.layout, data, dropout=self.dropout if self.training else 0.0)
-        y = rows.output(result.y_PF)
+        packed = pack_batch(x, lengths, batch_first=self.batch_first)
+        states_LBH = self._states_LBH(packed.x_PF, hx, packed.layout.num_rows)
+        if packed.order_B is not None:
+            states_LBH = [state.index_select(1, packed.order_B) for state in states_LBH]
+
+        def direction(index: int, features: tuple[int, ...]) -> Direction:
+            program = self._program(features[0], packed.x_PF.dtype).program
+            return Direction(program, self._weights(index), [state[index] for state in states_LBH])
+
+        layers = assemble(
+            direction,
+            output_shape=lambda *_: (self.proj_size or self.hidden_size,),
+            features=tuple(packed.x_PF.shape[1:]),
+            num_layers=self.num_layers,
+            num_directions=self._num_directions,
+        )
+        result = run_stack(layers, packed.layout, packed.x_PF, dropout=self.dropout if self.training else 0.0)
+        y = packed.unpack(result.y_PF)
         finals = [torch.stack(parts) for parts in zip(*result.states, strict=True)]
-        if rows.order_B is not None:
-            back_B = torch.argsort(rows.order_B)
+        if packed.order_B is not None:
+            back_B = torch.argsort(packed.order_B)
             finals = [state.index_select(1, back_B) for state in finals]
-        if alone:
+        if is_single:
             y = y.squeeze(0 if self.batch_first else 1)  # type: ignore[union-attr]
             finals = [state.squeeze(1) for state in finals]
         return y, tuple(finals) if self.mode == "LSTM" else finals[0]
 
     def _faster(self, x: Any, hx: Any) -> str:
-        """Who is faster for this kind of batch: measured when the first one of it comes."""
+        """Which backend is faster for this kind of batch, measured on the first of its kind."""
         data = x.data if isinstance(x, PackedSequence) else x
         steps = len(x.batch_sizes) if isinstance(x, PackedSequence) else data.shape[1 if self.batch_first else 0]
         training = torch.is_grad_enabled()
@@ -195,7 +261,7 @@ class _Accelerated(nn.RNNBase):
             data.dtype,
             isinstance(x, PackedSequence),
             int(steps).bit_length(),
-            self._rows_of(x).bit_length(),
+            self._num_rows(x).bit_length(),
             torch.get_num_threads(),
         )
         measured: dict[Any, Any] = self.__dict__.setdefault("_measured", {})
@@ -223,7 +289,7 @@ class _Accelerated(nn.RNNBase):
         return {"faster": faster, "ratio": best["torch"] / best["cpp"]}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Measurements are of one machine and are not stored."""
+        """Without measurements, which hold for one machine only."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         return {key: value for key, value in state.items() if key != "_measured"}
 
@@ -272,8 +338,7 @@ def accelerate(model: Module, *, backend: Backend = "auto") -> Module:
     """
     if not isinstance(model, nn.Module):
         raise StrettoError(f"{type(model).__name__} is not a module", fix="Give a torch.nn.Module.")
-    if backend not in get_args(Backend):
-        raise StrettoError(f"backend is {backend!r}", fix=f"Choose one of {', '.join(map(repr, get_args(Backend)))}.")
+    check_choice(backend, name="backend", choices=get_args(Backend))
     for module in model.modules():
         twin = _TWIN.get(type(module))
         if twin is not None:
@@ -282,3 +347,11 @@ def accelerate(model: Module, *, backend: Backend = "auto") -> Module:
             module._backend = backend
             module.__dict__.pop("_measured", None)
     return model
+
+
+def open_forget_gates(lstm: nn.LSTM) -> None:
+    """Let an LSTM begin with open forget gates: a bias of 1 in the second quarter of torch's gate order."""
+    with torch.no_grad():
+        for name, bias in lstm.named_parameters():
+            if name.startswith("bias_ih"):
+                bias[len(bias) // 4 : len(bias) // 2].fill_(1.0)

@@ -1,21 +1,22 @@
-"""Classification: one label a sequence.
+"""Classification: one label per sequence.
 
 Shape legend: B sequences, T steps, F features, H hidden units, C classes.
 """
 
 import dataclasses
-from typing import Annotated, final
+from typing import Annotated, ClassVar, final
 
 import torch
 from pydantic import Field
 from torch import nn
-from torch.nn import functional
 
 from stretto.batching import Batch
-from stretto.data import Labels, SequenceSet, StepLabels, cut_runs
+from stretto.data import SequenceSet, StepLabels, cut_runs
 from stretto.errors import StrettoError
-from stretto.nn import BidirectionalLSTM, Standardise
-from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, TrainConfig
+from stretto.nn import Standardise
+from stretto.tasks.classification import Classification
+from stretto.tasks.recurrent import make_lstm, mean_over_steps
+from stretto.training import Count, Positive, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,8 @@ class ClassifyConfig(TrainConfig):
     """Settings of the classification task.
 
     Attributes:
-        unlabelled: Where data have a label a step, and each run of one label is taken for a sequence: the label of
-            steps that have none; None takes all.
+        unlabelled: Where data have a label per step, and each run of one label becomes a sequence: the label of steps
+            that have none; None takes all.
     """
 
     epochs: Count = 12
@@ -40,42 +41,37 @@ class ClassifyModel(nn.Module):
     def __init__(self, standardise: Standardise, *, num_features: int, num_classes: int, config: TrainConfig) -> None:
         super().__init__()
         self.standardise = standardise
-        self.lstm = BidirectionalLSTM(
+        self.lstm = make_lstm(
             num_features,
-            hidden_size=config.hidden_size,
+            config.hidden_size,
             num_layers=config.num_layers,
+            bidirectional=True,
             dropout=config.dropout,
             backend=config.backend,
         )
+        self.dropout = nn.Dropout(config.dropout)
         self.classify = nn.Linear(2 * config.hidden_size, num_classes)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Scores of the classes (B, C)."""
-        mask_BT = batch.mask
-        hidden_BTH = self.lstm(self.standardise(batch.features_BTF, mask_BT), batch.lengths)
-        real_BTH = hidden_BTH.masked_fill(~mask_BT[..., None], 0.0)
-        mean_BH = real_BTH.sum(dim=1) / batch.lengths.to(real_BTH)[:, None]
-        scores_BC: torch.Tensor = self.classify(mean_BH)
+        x_BTF = self.standardise(batch.features_BTF, batch.mask)
+        hidden_BTH = self.dropout(self.lstm.ragged(x_BTF, batch.lengths))
+        scores_BC: torch.Tensor = self.classify(mean_over_steps(hidden_BTH, batch))
         return scores_BC
 
 
 @final
-class Classify(AbstractTask[ClassifyConfig]):
+class Classify(Classification[ClassifyConfig]):
     """Sequences with one label each, measured in accuracy."""
 
     name = "classify"
-    metric = "accuracy"
+    Config = ClassifyConfig
+    label_hint: ClassVar[str] = "Give one label per sequence, or one per step, as `y`, or use another task."
 
     def __init__(self, config: ClassifyConfig, data: SequenceSet) -> None:
         if isinstance(data.targets, StepLabels):
             data = cut_runs(data, unlabelled=config.unlabelled)
         super().__init__(config, data)
-        if not isinstance(data.targets, Labels):
-            raise StrettoError(
-                f"{data.name} has no labels",
-                fix="Give one label a sequence, or one a step, as `y`, or use another task.",
-            )
-        self._names = data.targets.names
 
     @classmethod
     def embedded_data(cls) -> SequenceSet:
@@ -83,24 +79,10 @@ class Classify(AbstractTask[ClassifyConfig]):
         raise StrettoError("classify has no embedded data", fix="Name a labelled set with --data PATH.")
 
     def build_model(self) -> ClassifyModel:
-        """A fresh model."""
+        """A new model."""
         return ClassifyModel(
             Standardise.of(self.data.part("train")),
             num_features=self.data.num_features,
-            num_classes=len(self._names),
+            num_classes=len(self.class_names),
             config=self.config,
         )
-
-    def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
-        """Cross-entropy, counted in sequences."""
-        return LossSum(total=functional.cross_entropy(output, batch.targets, reduction="sum"), count=len(batch))
-
-    def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
-        """Share of sequences whose best class is the right one."""
-        right = int((output.argmax(dim=1) == batch.targets).sum())
-        return {self.metric: Score(amount=right, count=len(batch))}
-
-    def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
-        """True and recognised classes."""
-        pairs = zip(batch.targets.tolist(), output.argmax(dim=1).tolist(), strict=True)
-        return [Sample(target=self._names[y], output=self._names[found]) for y, found in pairs]

@@ -81,6 +81,7 @@ class DigitImages(AbstractDigits[DigitImagesConfig]):
     """Images of digits seen whole by a small convolutional net, measured in accuracy."""
 
     name = "digit-images"
+    Config = DigitImagesConfig
 
     def __init__(self, config: DigitImagesConfig, data: SequenceSet) -> None:
         super().__init__(config, data)
@@ -92,12 +93,12 @@ class DigitImages(AbstractDigits[DigitImagesConfig]):
         _check_heights(data)
 
     def build_model(self) -> DigitImagesModel:
-        """A fresh model."""
+        """A new model."""
         return DigitImagesModel(
             one_scale(self.data.part("train")),
             num_rows=int(self.data.lengths_N[0]),
             num_columns=self.data.num_features,
-            num_classes=len(self._names),
+            num_classes=len(self.class_names),
             config=self.config,
         )
 

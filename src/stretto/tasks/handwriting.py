@@ -1,12 +1,14 @@
 """Handwriting recognition: pen movement in, text out.
 
-Shape legend: B lines, T steps, U stacked steps, F features, C classes (blank first), S characters of all lines.
+Shape legend: B or N lines, T steps, U stacked steps, F features, C classes (blank first), S characters of all lines.
 """
 
 import dataclasses
+import math
 from typing import Annotated, Final, Literal, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import Field
 from torch import nn
@@ -16,11 +18,13 @@ from stretto.batching import Batch
 from stretto.data import SequenceSet, Transcripts, load_handwriting
 from stretto.errors import StrettoError
 from stretto.extras import optional
-from stretto.nn import BidirectionalLSTM, Standardise, stack_steps, stacked_lengths
-from stretto.tasks.ctc import BLANK, beam_decode, greedy_decode, steps_needed
+from stretto.nn import Standardise, stack_steps, stacked_lengths
+from stretto.tasks.recurrent import make_lstm
 from stretto.training import AbstractTask, Count, LossSum, Sample, Score, TrainConfig
 
 INK_FEATURES: Final = 3
+BLANK: Final = 0
+"""The class of CTC for no character."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,8 +32,8 @@ class HandwritingConfig(TrainConfig):
     """Settings of the handwriting task.
 
     Attributes:
-        stack: Time steps laid side by side as one before the recurrent layer.
-        decoder: How the test part is read: greedy, or prefix beam search.
+        stack: Time steps concatenated into one before the recurrent layer.
+        decoder: How the test part is decoded: greedy, or prefix beam search.
         beam_width: Prefixes that beam search keeps.
     """
 
@@ -49,20 +53,22 @@ class HandwritingModel(nn.Module):
         super().__init__()
         self.stack = config.stack
         self.standardise = standardise
-        self.lstm = BidirectionalLSTM(
+        self.lstm = make_lstm(
             num_features * config.stack,
-            hidden_size=config.hidden_size,
+            config.hidden_size,
             num_layers=config.num_layers,
+            bidirectional=True,
             dropout=config.dropout,
             backend=config.backend,
         )
+        self.dropout = nn.Dropout(config.dropout)
         self.classify = nn.Linear(2 * config.hidden_size, num_classes)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Log-probabilities (B, U, C); rows beyond a line's end are not defined."""
         x_BTF = self.standardise(batch.features_BTF, batch.mask)
         x_BUF = stack_steps(x_BTF, factor=self.stack)
-        hidden_BUH = self.lstm(x_BUF, stacked_lengths(batch.lengths, factor=self.stack))
+        hidden_BUH = self.dropout(self.lstm.ragged(x_BUF, stacked_lengths(batch.lengths, factor=self.stack)))
         log_probs_BUC: torch.Tensor = self.classify(hidden_BUH).log_softmax(dim=-1)
         return log_probs_BUC
 
@@ -72,6 +78,7 @@ class Handwriting(AbstractTask[HandwritingConfig]):
     """Lines of pen movement with transcripts, trained with CTC, measured in character error rate."""
 
     name = "handwriting"
+    Config = HandwritingConfig
     metric = "cer"
 
     def __init__(self, config: HandwritingConfig, data: SequenceSet) -> None:
@@ -87,11 +94,11 @@ class Handwriting(AbstractTask[HandwritingConfig]):
 
     @classmethod
     def embedded_data(cls) -> SequenceSet:
-        """Lines drawn with single-stroke fonts by made-up hands."""
+        """Lines drawn with single-stroke fonts in invented handwriting."""
         return load_handwriting()
 
     def build_model(self) -> HandwritingModel:
-        """A fresh model."""
+        """A new model."""
         return HandwritingModel(
             Standardise.of(self.data.part("train")),
             num_features=self.data.num_features,
@@ -119,19 +126,19 @@ class Handwriting(AbstractTask[HandwritingConfig]):
 
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """Character errors of greedy decoding."""
-        return {self.metric: self._errors(batch, self._read(output, batch, decoder="greedy"))}
+        return {self.metric: self._errors(batch, self._decode(output, batch, decoder="greedy"))}
 
     def final_score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """Character errors of both decoders; `cer` is the chosen one's."""
         errors = {
-            f"cer_{decoder}": self._errors(batch, self._read(output, batch, decoder=decoder))
+            f"cer_{decoder}": self._errors(batch, self._decode(output, batch, decoder=decoder))
             for decoder in ("greedy", "beam")
         }
         return {self.metric: errors[f"cer_{self.config.decoder}"], **errors}
 
     def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
-        """The lines with what the model reads."""
-        lines = self._read(output, batch, decoder=self.config.decoder)
+        """The lines with their predicted text."""
+        lines = self._decode(output, batch, decoder=self.config.decoder)
         return [
             Sample(target=target, output=line, ink=_ink(features_TF[:length]))
             for target, line, features_TF, length in zip(
@@ -139,7 +146,7 @@ class Handwriting(AbstractTask[HandwritingConfig]):
             )
         ]
 
-    def _read(self, output: torch.Tensor, batch: Batch, *, decoder: str) -> list[str]:
+    def _decode(self, output: torch.Tensor, batch: Batch, *, decoder: str) -> list[str]:
         log_probs_BUC = output.float().cpu().numpy()
         lengths = stacked_lengths(batch.lengths, factor=self.config.stack).tolist()
         lines = []
@@ -178,3 +185,70 @@ def _ink(features_TF: torch.Tensor) -> list[list[float]] | None:
     if features_TF.shape[1] != INK_FEATURES:
         return None
     return [[round(value, 3) for value in row] for row in features_TF.tolist()]
+
+
+def steps_needed(
+    codes: npt.NDArray[np.integer], *, starts_N: npt.NDArray[np.int64], lengths_N: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The fewest steps that CTC needs for each transcript: one per character, and a blank between equal ones."""
+    repeated = np.zeros(len(codes) + 1, dtype=np.int64)
+    repeated[2:] = np.cumsum(codes[1:] == codes[:-1])
+    ends_N = starts_N + lengths_N
+    within_N = repeated[ends_N] - repeated[np.minimum(starts_N + 1, len(codes))]
+    return lengths_N + np.where(lengths_N > 0, within_N, 0)
+
+
+def greedy_decode(log_probs_TC: npt.NDArray[np.floating]) -> list[int]:
+    """The most likely class of each step, repeats merged, blanks removed."""
+    best_T = log_probs_TC.argmax(axis=1)
+    changed_T = np.diff(best_T, prepend=-1) != 0
+    kept: list[int] = best_T[changed_T & (best_T != BLANK)].tolist()
+    return kept
+
+
+@dataclasses.dataclass(slots=True)
+class _Prefix:
+    """The probability of all paths that spell a prefix, by whether they end in a blank."""
+
+    blank: float = -math.inf
+    symbol: float = -math.inf
+
+    @property
+    def total(self) -> float:
+        return _add(self.blank, self.symbol)
+
+
+def beam_decode(log_probs_TC: npt.NDArray[np.floating], *, width: int = 8, least_log_prob: float = -9.0) -> list[int]:
+    """Prefix beam search: the most likely labelling, summed over all its paths.
+
+    Args:
+        log_probs_TC: Log-probabilities of the classes at each step.
+        width: Prefixes kept after each step. Wide enough, the search is exact.
+        least_log_prob: Classes below this at a step do not extend a prefix there; minus infinity leaves none out.
+    """
+    beam: dict[tuple[int, ...], _Prefix] = {(): _Prefix(blank=0.0)}
+    for log_probs_C in log_probs_TC:
+        blank = float(log_probs_C[BLANK])
+        likely = [(c, float(log_probs_C[c])) for c in np.flatnonzero(log_probs_C >= least_log_prob) if c != BLANK]
+        grown: dict[tuple[int, ...], _Prefix] = {}
+        for labels, prefix in beam.items():
+            total = prefix.total
+            same = grown.setdefault(labels, _Prefix())
+            same.blank = _add(same.blank, total + blank)
+            if labels:
+                same.symbol = _add(same.symbol, prefix.symbol + float(log_probs_C[labels[-1]]))
+            for label, log_prob in likely:
+                longer = grown.setdefault((*labels, int(label)), _Prefix())
+                # After the same symbol, only paths through a blank make a new one.
+                before = prefix.blank if labels and labels[-1] == label else total
+                longer.symbol = _add(longer.symbol, before + log_prob)
+        kept = sorted(grown.items(), key=lambda item: item[1].total, reverse=True)[:width]
+        beam = dict(kept)
+    return list(max(beam.items(), key=lambda item: item[1].total)[0])
+
+
+def _add(left: float, right: float) -> float:
+    """log(exp(left) + exp(right)) without the overhead of NumPy on scalars."""
+    if left < right:
+        left, right = right, left
+    return left if right == -math.inf else left + math.log1p(math.exp(right - left))

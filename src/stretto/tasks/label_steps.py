@@ -1,4 +1,4 @@
-"""Labelling steps: one label for each moment of a sequence.
+"""Labelling steps: one label for each step of a sequence.
 
 Shape legend: B sequences, T steps, P real steps of all sequences, F features, H hidden units, C classes.
 """
@@ -12,24 +12,13 @@ import torch
 from pydantic import Field
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from stretto.batching import Batch
-from stretto.cells import GRU
 from stretto.data import SequenceSet, StepLabels, make_regimes
 from stretto.errors import StrettoError
-from stretto.nn import RNN, Standardise
-from stretto.training import (
-    AbstractTask,
-    Count,
-    LabelTrack,
-    LossSum,
-    Positive,
-    Sample,
-    Score,
-    SolverConfig,
-    check_compatible,
-)
+from stretto.nn import Standardise
+from stretto.tasks.recurrent import GRULayers
+from stretto.training import AbstractTask, Count, LabelTrack, LossSum, Positive, Sample, Score, SolverConfig
 
 LEFT_OUT: Final = -100
 SHOWN_STEPS: Final = 400
@@ -41,7 +30,7 @@ class LabelStepsConfig(SolverConfig):
 
     Attributes:
         bidirectional: Whether the net also reads backwards, so that a label may depend on what follows.
-        unlabelled: The label of steps that have none: they are neither learnt nor measured; None takes all labels.
+        unlabelled: The label of steps that have none: they count in neither loss nor score; None takes all labels.
     """
 
     epochs: Count = 8
@@ -61,57 +50,36 @@ class LabelStepsModel(nn.Module):
     ) -> None:
         super().__init__()
         self.standardise = standardise
-        size, layers, both = config.hidden_size, config.num_layers, config.bidirectional
-        # torch warns when a single layer is given a dropout that it would not use.
-        between = config.dropout if layers > 1 else 0.0
-        self.gru: RNN | nn.GRU
-        if config.backend != "torch":
-            self.gru = RNN(
-                GRU(num_features, size),
-                layers,
-                both,
-                dropout=between,
-                backend=config.backend,
-                solver=config.make_solver(),
-            )
-        else:
-            check_compatible(config)
-            self.gru = nn.GRU(num_features, size, layers, batch_first=True, dropout=between, bidirectional=both)
+        self.gru = GRULayers(num_features, config=config, bidirectional=config.bidirectional)
         self.dropout = nn.Dropout(config.dropout)
-        self.classify = nn.Linear(size * (2 if both else 1), num_classes)
+        self.classify = nn.Linear(config.hidden_size * (2 if config.bidirectional else 1), num_classes)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Scores of the classes (B, T, C); rows beyond a sequence's end are not defined."""
+        """Scores of the classes (B, T, C); those behind a sequence's end are undefined."""
         x_BTF = self.standardise(batch.features_BTF, batch.mask)
-        if isinstance(self.gru, RNN):
-            hidden_BTH, _ = self.gru(x_BTF, lengths=batch.lengths, sample_ids=batch.indices)
-        elif self.gru.bidirectional:
-            # On a padded batch, torch's backward direction would start in the padding.
-            packed, _ = self.gru(pack_padded_sequence(x_BTF, batch.lengths, batch_first=True, enforce_sorted=False))
-            hidden_BTH, _ = pad_packed_sequence(packed, batch_first=True, total_length=x_BTF.shape[1])
-        else:
-            hidden_BTH, _ = self.gru(x_BTF)
+        hidden_BTH = self.gru(x_BTF, batch)
         scores_BTC: torch.Tensor = self.classify(self.dropout(hidden_BTH))
         return scores_BTC
 
 
 @final
 class LabelSteps(AbstractTask[LabelStepsConfig]):
-    """Sequences with one label a step, such as what a person does at each moment, measured in accuracy."""
+    """Sequences with one label per step, such as what a person does at each moment, measured in accuracy."""
 
     name = "label-steps"
+    Config = LabelStepsConfig
     metric = "accuracy"
 
     def __init__(self, config: LabelStepsConfig, data: SequenceSet) -> None:
         if not isinstance(data.targets, StepLabels):
             raise StrettoError(
                 f"{data.name} has no labels of steps",
-                fix="Give one label a step as `y`, or use `stretto train classify` for one label a sequence.",
+                fix="Give one label per step as `y`, or use `stretto train classify` for one label per sequence.",
             )
         names = data.targets.names
         known = [number for number in range(len(names)) if number != config.unlabelled]
-        self._names = [names[number] for number in known]
-        # The last place is for what lies behind a sequence's end.
+        self.class_names = [names[number] for number in known]
+        # The last entry is for padding.
         self._class_of = torch.full((len(names) + 1,), LEFT_OUT)
         self._class_of[known] = torch.arange(len(known))
         counts = data.part("train").targets
@@ -125,15 +93,15 @@ class LabelSteps(AbstractTask[LabelStepsConfig]):
 
     @classmethod
     def embedded_data(cls) -> SequenceSet:
-        """Signals that switch between regimes now and then."""
+        """Signals that switch between regimes."""
         return make_regimes()
 
     def build_model(self) -> LabelStepsModel:
-        """A fresh model."""
+        """A new model."""
         return LabelStepsModel(
             Standardise.of(self.data.part("train")),
             num_features=self.data.num_features,
-            num_classes=len(self._names),
+            num_classes=len(self.class_names),
             config=self.config,
         )
 
@@ -149,13 +117,13 @@ class LabelSteps(AbstractTask[LabelStepsConfig]):
         return int(part.targets.counts()[(self._class_of[:-1] != LEFT_OUT).numpy()].sum())
 
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
-        """Share of labelled steps whose best class is the right one."""
+        """The fraction of labelled steps whose best class is the right one."""
         classes_P = self._classes(batch)
         right_P = output[batch.mask].argmax(dim=1) == classes_P
         return {self.metric: Score(amount=int(right_P.sum()), count=int((classes_P != LEFT_OUT).sum()))}
 
     def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
-        """Labels along each sequence, true and found."""
+        """Labels along each sequence, true and predicted."""
         best_BT, truth_BT = output.argmax(dim=2).cpu(), self._class_of[batch.targets.cpu()]
         return [
             self._sample(truth_T[:length], best_T[:length])
@@ -171,11 +139,11 @@ class LabelSteps(AbstractTask[LabelStepsConfig]):
         at = np.unique(np.linspace(0, len(truth_T) - 1, min(len(truth_T), SHOWN_STEPS)).round().astype(np.int64))
         target, output = _runs(truth_T[at]), _runs(best_T[at])
         right = float((truth_T == best_T).sum()) / max(1, int(labelled_T.sum()))
-        track = LabelTrack(names=self._names, target=target, output=output, right=right)
-        return Sample(target=self._told(target), output=self._told(output), track=track)
+        track = LabelTrack(names=self.class_names, target=target, output=output, right=right)
+        return Sample(target=self._describe(target), output=self._describe(output), track=track)
 
-    def _told(self, runs: list[list[int]]) -> str:
-        return ", then ".join(self._names[number] for number, _ in runs if number >= 0)
+    def _describe(self, runs: list[list[int]]) -> str:
+        return ", then ".join(self.class_names[number] for number, _ in runs if number >= 0)
 
 
 def _runs(labels: torch.Tensor) -> list[list[int]]:
@@ -183,7 +151,7 @@ def _runs(labels: torch.Tensor) -> list[list[int]]:
 
 
 def _left_out(labels: StepLabels, config: LabelStepsConfig) -> list[str]:
-    """What the user should know of steps without a label."""
+    """A note about steps without a label."""
     if config.unlabelled is None or config.unlabelled >= len(labels.names):
         return []
     count, total = int(labels.counts()[config.unlabelled]), int(labels.lengths_N.sum())

@@ -1,6 +1,7 @@
 """Language modelling: the next word or character of a text.
 
-Shape legend: B passages or streams, T steps, U steps that have a next one, P rows of all steps, C words or characters.
+Shape legend: B passages or streams, T steps, U steps that have a next one, P all steps, E embedding size, H hidden
+units, C words or characters.
 """
 
 import dataclasses
@@ -10,14 +11,17 @@ from typing import Any, ClassVar, Final, Literal, final
 
 import numpy as np
 import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from stretto.batching import Batch
+from stretto.batching import NO_STEP, Batch
 from stretto.data import SequenceSet, make_text, read_word_text
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.tasks.text_loss import summed_cross_entropy
-from stretto.tasks.text_net import TextNet
+from stretto.kernels import Backend
+from stretto.nn import CarriedState
+from stretto.tasks.recurrent import make_lstm
 from stretto.training import (
     AbstractFeed,
     AbstractTask,
@@ -52,11 +56,11 @@ class LanguageModelConfig(TrainConfig):
         preset: A published set of settings, each of which can still be given: Zaremba et al.'s nets for the Penn
             Treebank, small or large.
         tokens: Words or characters; left out, what the data are read as: a single file as characters.
-        layout: Passages are shuffled and each starts anew; streams read the text on and on, side by side, as many as
-            batch_size, with the state carried. Left out, streams for words and passages for characters.
+        layout: Passages are shuffled and each starts anew; streams read the text continuously, side by side, as many as
+            batch_size, and carry the state. Left out, streams for words and passages for characters.
         window: In streams, steps of a batch, and how far gradients go back.
-        embedding_size: Numbers that stand for a word or character.
-        input_dropout: Share of the embedding dropped.
+        embedding_size: Size of the embedding of a word or character.
+        input_dropout: Fraction of the embedding dropped.
         init_scale: Weights begin uniform between minus and plus this; left out, as torch has them.
     """
 
@@ -108,10 +112,69 @@ class LanguageModelConfig(TrainConfig):
 
 
 @final
+class TextNet(nn.Module):
+    """Words or characters embedded, an LSTM, and scores of what comes next.
+
+    Args:
+        num_tokens: Different words or characters.
+        embedding_size: Size of their embedding.
+        hidden_size: Units of each layer.
+        num_layers: Layers.
+        dropout: Fraction dropped between layers and before the scores.
+        input_dropout: Fraction of the embedding dropped.
+        init_scale: All weights begin uniform between minus and plus this; left out, as torch has them, with open forget
+            gates.
+        backend: What runs the layers.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_tokens: int,
+        embedding_size: int,
+        hidden_size: int,
+        num_layers: int,
+        dropout: float,
+        input_dropout: float = 0.0,
+        init_scale: float | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        self.carried = CarriedState(batch_dim=1)
+        self.embed = nn.Embedding(num_tokens, embedding_size)
+        self.lstm = make_lstm(embedding_size, hidden_size, num_layers=num_layers, dropout=dropout, backend=backend)
+        self.input_dropout, self.dropout = nn.Dropout(input_dropout), nn.Dropout(dropout)
+        self.predict = nn.Linear(hidden_size, num_tokens)
+        if init_scale is not None:
+            for weight in self.parameters():
+                nn.init.uniform_(weight, -init_scale, init_scale)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Of passages, scores (B, U, C) of steps 1 to T - 1; of windows, which have targets, of all T that follow."""
+        if batch.targets is not None:
+            return self._window(batch)
+        embedded_BUE = self.input_dropout(self.embed(batch.features_BTF[:, :-1, 0]))
+        hidden_BUH = self.lstm.ragged(embedded_BUE, batch.lengths - 1)
+        scores_BUC: torch.Tensor = self.predict(self.dropout(hidden_BUH))
+        return scores_BUC
+
+    def _window(self, batch: Batch) -> torch.Tensor:
+        """Only the end of the text is followed by padding; its outputs and states are not used."""
+        embedded_BTE = self.input_dropout(self.embed(batch.features_BTF[:, :, 0]))
+        hidden_BTH, state = self.lstm(embedded_BTE, self.carried.rows(slice(len(batch))))
+        self.carried.keep(state)
+        # The layer returns its outputs with time first in memory; in that order neither they nor the scores are copied.
+        hidden_TBH = hidden_BTH.transpose(0, 1)
+        scores_PC: torch.Tensor = self.predict(self.dropout(hidden_TBH.flatten(0, 1)))
+        return scores_PC.view(*hidden_TBH.shape[:2], -1).transpose(0, 1)
+
+
+@final
 class LanguageModelling(AbstractTask[LanguageModelConfig]):
     """Text as words or characters, in passages or in parallel streams, measured in perplexity per word or character."""
 
     name = "language-model"
+    Config = LanguageModelConfig
     metric = "perplexity"
 
     def __init__(self, config: LanguageModelConfig, data: SequenceSet) -> None:
@@ -132,12 +195,12 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
 
     @property
     def in_streams(self) -> bool:
-        """Whether the text is read on and on, and not passage by passage."""
+        """Whether the text is read in continuous streams, not passage by passage."""
         layout = self.config.layout or ("streams" if self.data.vocabulary else "passages")
         return layout == "streams"
 
     def build_model(self) -> TextNet:
-        """A fresh model."""
+        """A new model."""
         config = self.config
         return TextNet(
             num_tokens=len(self._names),
@@ -164,15 +227,15 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
         )
 
     def eval_batches(self, part: SequenceSet, *, world: World, device: str) -> Iterator[Batch]:
-        """In streams, up to 20 of them, each from a state of zero on, every word but the first said once."""
+        """Passages, or windows of up to 20 streams, each from an initial state."""
         if not self.in_streams:
             return super().eval_batches(part, world=world, device=device)
         return eval_windows(part, window=self.config.window, world=world, device=device)
 
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
-        """Cross-entropy of all that comes next, counted in words or characters."""
+        """Cross-entropy of the next words or characters, counted in them."""
         if batch.targets is not None:
-            # Step by step, as the net leaves its scores: so that they are not copied, which would cost as much again.
+            # Time first, as the net returns its scores: so they need not be copied, which would cost as much again.
             scores_PC, next_P = (item.transpose(0, 1).flatten(0, 1) for item in (output, batch.targets))
             return LossSum(total=summed_cross_entropy(scores_PC, next_P), count=batch.num_steps)
         real_BU, next_BU = batch.mask[:, 1:], batch.features_BTF[:, 1:, 0]
@@ -188,7 +251,7 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
         return int(part.lengths_N.sum()) - (1 if self.in_streams else len(part))
 
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
-        """Nats, which add up; `summary` makes a perplexity of them."""
+        """Nats, which add up; `summary` turns them into a perplexity."""
         loss = self.loss(output, batch)
         return {"nats": Score(amount=float(loss.total), count=loss.count)}
 
@@ -197,7 +260,7 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
         return {self.metric: math.exp(min(scores["nats"].ratio, LARGEST_NATS))}
 
     def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
-        """Passages, and the word or character that the model expects at each place."""
+        """Passages, and the model's prediction of each word or character from those before it."""
         best_BU = output.argmax(dim=-1)
         most = SHOWN_TOKENS["words" if self.data.vocabulary else "characters"]
         shown = []
@@ -212,8 +275,48 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
         return (" " if self.data.vocabulary else "").join(self._names[number] for number in numbers)
 
 
+def summed_cross_entropy(scores_PC: torch.Tensor, targets_P: torch.Tensor) -> torch.Tensor:
+    """`torch.nn.functional.cross_entropy` with `reduction="sum"`; steps whose target is -1 do not count.
+
+    With thousands of words, the softmax of a window takes as long as its layers. The gradient is computed in the memory
+    of the log-probabilities, where torch would allocate two more matrices. A second backward pass computes them again.
+
+    Args:
+        scores_PC: Of each word.
+        targets_P: The words that came.
+    """
+    if not (torch.is_grad_enabled() and scores_PC.requires_grad):
+        return functional.cross_entropy(scores_PC, targets_P, ignore_index=NO_STEP, reduction="sum")
+    total: torch.Tensor = _SummedCrossEntropy.apply(scores_PC, targets_P)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_PC: torch.Tensor, targets_P: torch.Tensor) -> torch.Tensor:
+        logs_PC = torch.log_softmax(scores_PC, dim=1)
+        ctx.logs_PC = logs_PC
+        ctx.save_for_backward(scores_PC, targets_P)
+        return functional.nll_loss(logs_PC, targets_P, ignore_index=NO_STEP, reduction="sum")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        scores_PC, targets_P = ctx.saved_tensors
+        logs_PC, ctx.logs_PC = ctx.logs_PC, None
+        gradient_PC = (torch.log_softmax(scores_PC, dim=1) if logs_PC is None else logs_PC).exp_()
+        counted_P = targets_P != NO_STEP
+        rows_P = torch.arange(len(targets_P), device=targets_P.device)
+        gradient_PC[rows_P, targets_P.clamp(min=0)] -= 1.0
+        if not bool(counted_P.all()):
+            gradient_PC[~counted_P] = 0.0
+        if gradient.device.type != "cpu" or gradient.item() != 1.0:
+            gradient_PC.mul_(gradient)
+        return gradient_PC, None
+
+
 def _as_tokens(config: LanguageModelConfig, data: SequenceSet) -> SequenceSet:
-    """The data as they were read, or read again as what was asked for."""
+    """The data as they were read, or read again as the tokens that the settings name."""
     found = "words" if data.vocabulary else "characters" if data.alphabet else None
     if config.tokens in (None, found) or found is None:
         return data
@@ -230,7 +333,7 @@ def _check_numbers(data: SequenceSet, *, num_tokens: int) -> None:
     where = "`vocabulary`" if data.vocabulary else "`alphabet`"
     if data.num_features != 1 or not np.issubdtype(data.features_SF.dtype, np.integer):
         raise StrettoError(
-            f"{data.name} has {data.num_features} features of type {data.features_SF.dtype}, not one number a step",
+            f"{data.name} has {data.num_features} features of type {data.features_SF.dtype}, not one number per step",
             fix=f"Give `x` as whole numbers, each the place of a word or character in {where}.",
         )
     numbers_S = data.features_SF

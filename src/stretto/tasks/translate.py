@@ -5,7 +5,9 @@ Shape legend: N pairs, S steps of all pairs, B pairs of a batch, T steps, U targ
 
 import dataclasses
 import math
-from typing import Annotated, Final, Literal, final
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, final
 
 import numpy as np
 import torch
@@ -15,12 +17,18 @@ from torch.nn import functional
 from stretto.batching import Batch
 from stretto.data import PARTS, LinePairs, SequenceSet, line_pairs, make_number_words
 from stretto.errors import StrettoError
-from stretto.tasks.bleu import Bleu, BleuWords, bleu_names, fitting_words
-from stretto.tasks.translate_model import Sides, TranslateModel, TranslateShape
-from stretto.tasks.translate_search import search
-from stretto.tasks.translate_vocabulary import END, FEWEST_PIECES, PAD, Vocabulary
+from stretto.extras import optional
+from stretto.tasks.translate_model import END, MARKS, PAD, Sides, TranslateModel, TranslateShape, search
 from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, Share, TrainConfig
 
+FEWEST_PIECES: Final = len(MARKS) + 256
+"""The marks and every byte, so that there is nothing that cannot be spelt."""
+LONGEST: Final = 4
+"""Words of the longest phrases that are compared."""
+LENGTH: Final = "length"
+BleuWords = Literal["none", "13a", "char"]
+GLUED: Final = re.compile(r"\w[.,!?](?:\s|$)")
+TOKENISED_SHARE: Final = 0.01
 PAIRS_A_PIECE: Final = 7
 MOST_PIECES: Final = 6000
 LARGEST_NATS: Final = 700.0
@@ -72,7 +80,7 @@ class Translate(AbstractTask[TranslateConfig]):
 
     The pieces of a line and of its translation lie side by side as the two features of a pair, `PAD` behind the end of
     the shorter one: a pair is as long as the longer of the two, the translation counted with its end mark, and buckets
-    are made by that. The vocabulary is learnt from the training part.
+    are made by that. The vocabulary is learned from the training part.
 
     Translating takes the model, so `score` and `samples` use the one that `build_model` made last; they refuse scores
     of another.
@@ -82,6 +90,7 @@ class Translate(AbstractTask[TranslateConfig]):
     """
 
     name = "translate"
+    Config = TranslateConfig
     metric = "bleu"
 
     def __init__(self, config: TranslateConfig, data: SequenceSet) -> None:
@@ -103,7 +112,7 @@ class Translate(AbstractTask[TranslateConfig]):
         return make_number_words()
 
     def build_model(self) -> TranslateModel:
-        """A fresh model."""
+        """A new model."""
         self._model = TranslateModel(
             TranslateShape(
                 num_pieces=self.vocabulary.size,
@@ -134,7 +143,7 @@ class Translate(AbstractTask[TranslateConfig]):
         return int((before_S[part.starts_N + part.lengths_N] - before_S[part.starts_N]).sum())
 
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
-        """Nats, pieces guessed right, and what BLEU of greedy translations is made of."""
+        """Nats, pieces predicted right, and the counts for BLEU of greedy translations."""
         texts = self._translations(output, batch, width=1)
         return {**self._guesses(output, batch), **self._bleu.scores(self.metric, texts, self._true(batch))}
 
@@ -157,7 +166,7 @@ class Translate(AbstractTask[TranslateConfig]):
         }
 
     def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
-        """The references and what the model makes of the sources."""
+        """References and translations."""
         width = self.config.beam_width if self.config.decoder == "beam" else 1
         texts = self._translations(output, batch, width=width)
         return [Sample(target=reference, output=text) for reference, text in zip(self._true(batch), texts, strict=True)]
@@ -197,6 +206,99 @@ class Translate(AbstractTask[TranslateConfig]):
         return self.vocabulary.decode(found.pieces)
 
 
+@final
+class Vocabulary:
+    """Byte-pair encoding: bytes, and the pairs of pieces that were most often side by side, merged one after another.
+
+    Text is given back exactly, but for spaces at its ends.
+
+    Args:
+        texts: What to learn from; the same texts in the same order make the same vocabulary.
+        most_pieces: Its largest size, marks included.
+
+    Attributes:
+        size: Pieces and marks.
+
+    Raises:
+        StrettoError: The package tokenizers is missing, or there is no room for every byte.
+    """
+
+    def __init__(self, texts: Sequence[str], *, most_pieces: int) -> None:
+        if most_pieces < FEWEST_PIECES:
+            raise StrettoError(
+                f"vocabulary_size is {most_pieces}, which has no room for every byte",
+                fix=f"Set --vocabulary-size to {FEWEST_PIECES} or more.",
+            )
+        tokenizers = optional("tokenizers")
+        bytewise = tokenizers.pre_tokenizers.ByteLevel
+        self._pieces: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
+        self._pieces.pre_tokenizer = bytewise(add_prefix_space=True)
+        self._pieces.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=most_pieces,
+            min_frequency=2,
+            special_tokens=list(MARKS),
+            initial_alphabet=sorted(bytewise.alphabet()),
+            show_progress=False,
+        )
+        self._pieces.train_from_iterator(texts, trainer)
+        # What looks like a mark in a text is text.
+        self._pieces.encode_special_tokens = True
+        self.size: int = self._pieces.get_vocab_size()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The numbers of the pieces of each text."""
+        return [found.ids for found in self._pieces.encode_batch([text.strip() for text in texts])]
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """The text that pieces spell; marks are left out."""
+        return [text.strip() for text in self._pieces.decode_batch([list(row) for row in rows])]
+
+
+@final
+class Bleu:
+    """Counts the phrases that translations and references share, by sacrebleu.
+
+    Args:
+        words: What a word is, as sacrebleu names it: "none" splits at spaces, right for tokenised text; "13a" splits
+            punctuation off, right for ordinary text; "char" takes characters.
+    """
+
+    def __init__(self, words: BleuWords) -> None:
+        self._metric: Any = optional("sacrebleu.metrics").BLEU(tokenize=words, force=True)
+
+    def scores(self, name: str, outputs: Sequence[str], references: Sequence[str]) -> dict[str, Score]:
+        """Phrases in common and phrases in all, for each length, and the words of outputs and references."""
+        found = self._metric.corpus_score(list(outputs), [list(references)])
+        phrases = zip(found.counts, found.totals, strict=True)
+        scores = {f"{name}:{n}": Score(amount=same, count=total) for n, (same, total) in enumerate(phrases, start=1)}
+        return {**scores, f"{name}:{LENGTH}": Score(amount=found.sys_len, count=found.ref_len)}
+
+    def value(self, name: str, scores: Mapping[str, Score]) -> float:
+        """BLEU, from 0 to 100, of all that was added up under this name."""
+        phrases = [scores[f"{name}:{n}"] for n in range(1, LONGEST + 1)]
+        lengths = scores[f"{name}:{LENGTH}"]
+        found = self._metric.compute_bleu(
+            correct=[int(score.amount) for score in phrases],
+            total=[int(score.count) for score in phrases],
+            sys_len=int(lengths.amount),
+            ref_len=int(lengths.count),
+            smooth_method="exp",
+        )
+        return float(found.score)
+
+
+def bleu_names(scores: Mapping[str, Score]) -> list[str]:
+    """The names under which there is something to make a BLEU of."""
+    return [key.removesuffix(f":{LENGTH}") for key in scores if key.endswith(f":{LENGTH}")]
+
+
+def fitting_words(references: Sequence[str]) -> BleuWords:
+    """What a word is in these texts: "none" if punctuation stands alone, as in tokenised text, or else "13a"."""
+    glued = sum(GLUED.search(text) is not None for text in references)
+    return "13a" if glued > TOKENISED_SHARE * len(references) else "none"
+
+
 def _target_pieces(output: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The true pieces (B, U) of as many steps as there are scores of; some rows of a batch may be shorter than all."""
     pieces_BT: torch.Tensor = batch.features_BTF[..., 1].masked_fill(~batch.mask, PAD)
@@ -216,7 +318,7 @@ def _directed(pairs: LinePairs, config: TranslateConfig, *, name: str) -> LinePa
     asked = f"from {config.source or 'any language'} to {config.target or 'any language'}"
     if pairs.languages is None:
         raise StrettoError(
-            f"{name} does not tell its languages, and a translation {asked} was asked for",
+            f"{name} does not name its languages, and a translation {asked} was asked for",
             fix="Leave --source and --target out.",
         )
     for turned in (pairs, pairs.swapped()):

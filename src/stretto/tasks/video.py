@@ -5,20 +5,20 @@ units, C classes.
 """
 
 import dataclasses
-from typing import Annotated, Final, Literal, final
+from typing import Annotated, ClassVar, Final, Literal, final
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import nn
-from torch.nn import functional
 
 from stretto.batching import Batch
-from stretto.cells import GRU
-from stretto.data import LARGEST_FRAME, SMALLEST_FRAME, Framing, Labels, SequenceSet, open_sequences
+from stretto.data import LARGEST_FRAME, SMALLEST_FRAME, Framing, SequenceSet, open_sequences
 from stretto.errors import StrettoError
-from stretto.nn import RNN, Standardise
-from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, SolverConfig, check_compatible
+from stretto.nn import Standardise
+from stretto.tasks.classification import Classification
+from stretto.tasks.recurrent import GRULayers, mean_over_steps
+from stretto.training import Count, Positive, SolverConfig
 
 CHANNELS: Final = (16, 32)
 PLACES: Final = 4
@@ -84,17 +84,8 @@ class VideoModel(nn.Module):
     def __init__(self, standardise: Standardise, encode: nn.Module, *, num_classes: int, config: VideoConfig) -> None:
         super().__init__()
         self.standardise, self.encode = standardise, encode
-        size, layers = config.hidden_size, config.num_layers
-        # torch warns when a single layer is given a dropout that it would not use.
-        between = config.dropout if layers > 1 else 0.0
-        self.gru: RNN | nn.GRU
-        if config.backend != "torch":
-            self.gru = RNN(
-                GRU(size, size), layers, dropout=between, backend=config.backend, solver=config.make_solver()
-            )
-        else:
-            check_compatible(config)
-            self.gru = nn.GRU(size, size, layers, batch_first=True, dropout=between)
+        size = config.hidden_size
+        self.gru = GRULayers(size, config=config)
         self.dropout = nn.Dropout(config.dropout)
         self.classify = nn.Linear(size, num_classes)
 
@@ -105,33 +96,24 @@ class VideoModel(nn.Module):
         codes_PE = self.dropout(self.encode(x_PF))
         codes_BTE = codes_PE.new_zeros(*mask_BT.shape, codes_PE.shape[1])
         codes_BTE[mask_BT] = codes_PE
-        if isinstance(self.gru, RNN):
-            hidden_BTH, _ = self.gru(codes_BTE, lengths=batch.lengths, sample_ids=batch.indices)
-        else:
-            hidden_BTH, _ = self.gru(codes_BTE)
-        real_BTH = hidden_BTH.masked_fill(~mask_BT[..., None], 0.0)
-        mean_BH = real_BTH.sum(dim=1) / batch.lengths.to(real_BTH)[:, None]
+        mean_BH = mean_over_steps(self.gru(codes_BTE, batch), batch)
         scores_BC: torch.Tensor = self.classify(self.dropout(mean_BH))
         return scores_BC
 
 
 @final
-class Video(AbstractTask[VideoConfig]):
+class Video(Classification[VideoConfig]):
     """Clips of frames or features with one class each, measured in accuracy."""
 
     name = "video"
-    metric = "accuracy"
+    Config = VideoConfig
+    label_hint: ClassVar[str] = "Give clips as class/clip/frame.jpg or class/clip.npy."
 
     def __init__(self, config: VideoConfig, data: SequenceSet) -> None:
         if config.data is not None and config.framing != Framing():
-            # Data come here as they are read without settings.
+            # The data were opened without the settings of frames.
             data = open_sequences(config.data, framing=config.framing)
         super().__init__(config, data)
-        if not isinstance(data.targets, Labels):
-            raise StrettoError(
-                f"{data.name} has no classes", fix="Give clips as class/clip/frame.jpg or class/clip.npy."
-            )
-        self._names = data.targets.names
         self._has_frames = data.features_SF.dtype == np.uint8
         if self._has_frames:
             _check_frames(data, config.framing)
@@ -142,7 +124,7 @@ class Video(AbstractTask[VideoConfig]):
         raise StrettoError("video has no embedded data", fix="Name a folder of clips with --data PATH.")
 
     def build_model(self) -> VideoModel:
-        """A fresh model."""
+        """A new model."""
         train, size = self.data.part("train"), self.config.hidden_size
         encode: nn.Module
         if self._has_frames:
@@ -150,21 +132,7 @@ class Video(AbstractTask[VideoConfig]):
             encode = FrameEncoder(self.config.framing, code_size=size)
         else:
             standardise, encode = Standardise.of(train), nn.Linear(self.data.num_features, size)
-        return VideoModel(standardise, encode, num_classes=len(self._names), config=self.config)
-
-    def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
-        """Cross-entropy, counted in clips."""
-        return LossSum(total=functional.cross_entropy(output, batch.targets, reduction="sum"), count=len(batch))
-
-    def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
-        """Share of clips whose best class is the right one."""
-        right = int((output.argmax(dim=1) == batch.targets).sum())
-        return {self.metric: Score(amount=right, count=len(batch))}
-
-    def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
-        """True and recognised classes."""
-        pairs = zip(batch.targets.tolist(), output.argmax(dim=1).tolist(), strict=True)
-        return [Sample(target=self._names[y], output=self._names[found]) for y, found in pairs]
+        return VideoModel(standardise, encode, num_classes=len(self.class_names), config=self.config)
 
 
 def pixel_scale(data: SequenceSet, *, channels: int) -> Standardise:
@@ -183,11 +151,11 @@ def pixel_scale(data: SequenceSet, *, channels: int) -> Standardise:
 
 
 def _check_frames(data: SequenceSet, framing: Framing) -> None:
-    """Refuse bytes that are no frames of the size and colour that the settings tell."""
+    """Refuse bytes that are not frames of the size and colour in the settings."""
     have = Framing.of(data.num_features)
     if have is None:
         raise StrettoError(
-            f"{data.name} has {data.num_features} bytes a step, which are no square frame",
+            f"{data.name} has {data.num_features} bytes per step, which is not a square frame",
             fix=f"Give frames of {SMALLEST_FRAME} to {LARGEST_FRAME} pixels a side, or features as floating point.",
         )
     if (have.size, have.colour) != (framing.size, framing.colour):

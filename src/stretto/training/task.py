@@ -80,10 +80,12 @@ class AbstractTask(abc.ABC, Generic[C]):
     Attributes:
         name: As on the command line.
         metric: The name of the score that is shown.
+        Config: Its settings, a dataclass.
     """
 
     name: ClassVar[str]
     metric: ClassVar[str]
+    Config: ClassVar[type[TrainConfig]]
 
     def __init__(self, config: C, data: SequenceSet) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""What became of a cell: which operators are computed where, and what a step costs."""
+"""How a cell is computed: which operators run where, and what a step costs."""
 
 import html
 import math
@@ -18,7 +18,7 @@ KN: Final = "K\u00a0\u00d7\u00a0N"
 PLACES: Final = {
     "once": "from weights alone",
     "hoisted": "for all steps at once, before a loop",
-    "loop": "step after step",
+    "loop": "one step at a time",
     "sunk": "for all steps at once, after the loops",
     "deferred": "gradients for all steps at once, after the backward loop",
 }
@@ -27,16 +27,16 @@ PLACES: Final = {
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What became of a cell. `str()` is a table, `svg()` a picture, `counts` the numbers.
+    """How a cell is computed. `str()` is a table, `svg()` a picture, `counts` the numbers.
 
     Attributes:
         name: Of the cell.
         backend: "cpp", "eager" or "torch".
         reason: Why the fastest backend was not taken; empty if it was.
         backends: Every backend in the order of preference, with "taken" or the reason why it was not.
-        counts: Operators at each place: `once`, `hoisted`, `loop`, `sunk`, `deferred`. How many `loops`. What a step
-            costs: `forward_gemms`, `forward_passes`, `backward_gemms`, `backward_passes`, and `saved` elements
-            (`saved_bytes`) a row besides the `state` elements. What is done for all steps at once: `hoisted_gemms`,
+        counts: Operators at each place: `once`, `hoisted`, `loop`, `sunk`, `deferred`. How many `loops`. Cost per
+            step: `forward_gemms`, `forward_passes`, `backward_gemms`, `backward_passes`, and `saved` elements
+            (`saved_bytes`) per row besides the `state` elements. What is done for all steps at once: `hoisted_gemms`,
             `sunk_gemms`, `deferred_gemms`. Empty for "torch", of which nothing is known.
         operators: The operators at each place.
         loops: The loops through time, in the order in which they run.
@@ -81,14 +81,14 @@ class Explanation:
         )
 
     def svg(self) -> str:
-        """The graph of a step, forward and backward, as a picture that stands alone."""
-        title, told = f"One step of {self.name}", f"{self.backend}: {self._built.description}"
+        """The graph of a step, forward and backward, as a self-contained SVG."""
+        title, subtitle = f"One step of {self.name}", f"{self.backend}: {self._built.description}"
         built = self._built
         if built.plan is None:
-            return document([], title=title, subtitle=told, words=f"There is no graph: {self.reason}.")
-        told += f", because {self.reason}" if self.reason else ""
+            return document([], title=title, subtitle=subtitle, words=f"There is no graph: {self.reason}.")
+        subtitle += f", because {self.reason}" if self.reason else ""
         note = "; sizes are of one row of the batch"
-        return draw(built.plan, built.program.bodies, title=title, subtitle=told + note)
+        return draw(built.plan, built.program.bodies, title=title, subtitle=subtitle + note)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
@@ -148,9 +148,9 @@ class Explanation:
             "deferred": [item for loop in self.loops for item in loop.deferred],
         }
         for place, found in self.operators.items():
-            told = [_counted(len(found), "operator")] if found else ["nothing"]
-            told += [_products(at_once[place])] if at_once.get(place) else []
-            yield from _row(place, f"{PLACES[place]}: {', '.join(told)}")
+            parts = [_counted(len(found), "operator")] if found else ["nothing"]
+            parts += [_products(at_once[place])] if at_once.get(place) else []
+            yield from _row(place, f"{PLACES[place]}: {', '.join(parts)}")
             yield from _row("", _listed(found))
         yield ""
         if not self.loops:
@@ -168,9 +168,9 @@ class Explanation:
             ("backward", [item for loop in self.loops for item in loop.backward]),
         ):
             passes = _counted(self.counts[f"{name}_passes"], "pass", "passes")
-            yield from _row(name, f"a step: {_products(products)}; {passes} over a row's elements")
+            yield from _row(name, f"per step: {_products(products)}; {passes} over a row's elements")
         saved, size, state = (self.counts[name] for name in ("saved", "saved_bytes", "state"))
-        yield from _row("stored", f"a row and step, for the backward pass: {saved} elements, {size} bytes")
+        yield from _row("stored", f"per row and step, for the backward pass: {saved} elements, {size} bytes")
         yield from _row("", f"(besides the states, {state} elements)")
         yield from _row("", _listed(item for loop in self.loops for item in loop.saved))
 
@@ -212,8 +212,8 @@ def _row(name: str, text: str) -> list[str]:
 
 def _listed(found: Iterable[Operator | Product]) -> str:
     """What was found in order of appearance, what is alike counted, and none of it torn apart when wrapped."""
-    told = [f"{item} ({count} times)" if count > 1 else str(item) for item, count in Counter(found).items()]
-    return ", ".join(text.replace(" ", JOINED) for text in told)
+    parts = [f"{item} ({count} times)" if count > 1 else str(item) for item, count in Counter(found).items()]
+    return ", ".join(text.replace(" ", JOINED) for text in parts)
 
 
 def _products(products: Sequence[Product]) -> str:

@@ -1,8 +1,9 @@
-"""The scale of features: as NumPy measures it, over real steps of the training part alone, and no trace of padding.
+"""Features on a common scale, and several steps as one, against NumPy and naive loops.
 
-Shape legend: B sequences, T steps, F features, S steps of all sequences.
+Shape legend: B sequences, T steps, U stacked steps, F features, S steps of all sequences.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.data import SequenceSet
-from stretto.nn import Standardise
+from stretto.nn import Standardise, stack_steps, stacked_lengths
 
 
 def _set(features_SF: npt.NDArray[Any], lengths: list[int]) -> SequenceSet:
@@ -76,3 +77,38 @@ def test_the_scale_is_saved_with_the_model_and_is_not_trained() -> None:
     standardise = Standardise(torch.tensor([1.0]), torch.tensor([2.0]))
     assert sorted(standardise.state_dict()) == ["mean_F", "scale_F"]
     assert list(standardise.parameters()) == []
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    num_sequences=st.integers(1, 4),
+    num_steps=st.integers(1, 11),
+    num_features=st.integers(1, 3),
+    factor=st.integers(1, 13),
+)
+def test_stacking_equals_a_loop(num_sequences: int, num_steps: int, num_features: int, factor: int) -> None:
+    shape = (num_sequences, num_steps, num_features)
+    x_BTF = torch.arange(1, 1 + math.prod(shape), dtype=torch.float64).reshape(shape)
+    stacked_BUF = stack_steps(x_BTF, factor=factor)
+    assert stacked_BUF.shape == (num_sequences, math.ceil(num_steps / factor), factor * num_features)
+    for row in range(num_sequences):
+        for group in range(stacked_BUF.shape[1]):
+            expected: list[float] = []
+            for step in range(group * factor, (group + 1) * factor):
+                expected += x_BTF[row, step].tolist() if step < num_steps else [0.0] * num_features
+            assert stacked_BUF[row, group].tolist() == expected
+
+
+@settings(deadline=None, max_examples=100)
+@given(lengths=st.lists(st.integers(0, 100), min_size=1, max_size=8), factor=st.integers(1, 9))
+def test_lengths_count_a_last_group_that_is_not_full(lengths: list[int], factor: int) -> None:
+    found_B = stacked_lengths(torch.tensor(lengths), factor=factor)
+    assert found_B.dtype == torch.int64
+    assert found_B.tolist() == [math.ceil(length / factor) for length in lengths]
+
+
+def test_a_sequence_stacks_alike_in_a_longer_batch() -> None:
+    x_BTF = torch.randn(1, 7, 2, generator=torch.Generator().manual_seed(0))
+    alone_BUF = stack_steps(x_BTF, factor=3)
+    longer_BTF = torch.nn.functional.pad(x_BTF, (0, 0, 0, 6))
+    assert torch.equal(stack_steps(longer_BTF, factor=3)[:, : alone_BUF.shape[1]], alone_BUF)

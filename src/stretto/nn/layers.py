@@ -1,0 +1,90 @@
+"""Small layers around a recurrent net: attention, features on a common scale, several steps as one.
+
+Shape legend: B sequences, T steps, F features; of attention, U query steps, S key steps, H units.
+"""
+
+import math
+from typing import final
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from stretto.data import SequenceSet
+
+
+@final
+class Attention(nn.Module):
+    """Scaled dot-product attention of one head with a learned bilinear form: softmax(q W k / sqrt(H)) k.
+
+    Queries and keys are normalised first: the outputs of untrained recurrent layers are so small that all keys would
+    score alike, and the net would be slow to learn where to look. Padding behind the end of the keys is never attended
+    to, whatever it holds.
+
+    Args:
+        size: Units of queries and keys.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.query_norm = nn.LayerNorm(size)
+        self.key_norm = nn.LayerNorm(size)
+        self.form = nn.Linear(size, size, bias=False)
+
+    def forward(self, queries_BUH: torch.Tensor, keys_BSH: torch.Tensor, real_BS: torch.Tensor) -> torch.Tensor:
+        """For each query, the mean (B, U, H) of the normalised keys, by attention; `real_BS` marks real keys."""
+        keys_BSH = self.key_norm(keys_BSH.masked_fill(~real_BS[..., None], 0.0))
+        scores_BUS = self.form(self.query_norm(queries_BUH)) @ keys_BSH.transpose(1, 2) / math.sqrt(keys_BSH.shape[-1])
+        weights_BUS = scores_BUS.masked_fill(~real_BS[:, None], -torch.inf).softmax(dim=-1)
+        context_BUH: torch.Tensor = weights_BUS @ keys_BSH
+        return context_BUH
+
+
+@final
+class Standardise(nn.Module):
+    """Shifts and scales each feature by the mean and deviation of the training data; padding becomes zero."""
+
+    mean_F: torch.Tensor
+    scale_F: torch.Tensor
+
+    def __init__(self, mean_F: torch.Tensor, scale_F: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mean_F", mean_F)
+        self.register_buffer("scale_F", scale_F)
+
+    @classmethod
+    def of(cls, data: SequenceSet) -> "Standardise":
+        """Measure the sequences of `data`; a feature that never changes is left as it is."""
+        count, total_F, square_F = 0, np.zeros(data.num_features), np.zeros(data.num_features)
+        # Measured from a value that occurs, the squares of a common offset do not swamp the deviation.
+        origin_F = np.asarray(data.features_SF[data.starts_N[0]], dtype=np.float64)
+        for start, length in zip(data.starts_N, data.lengths_N, strict=True):
+            rows_TF = np.asarray(data.features_SF[start : start + length], dtype=np.float64) - origin_F
+            count += len(rows_TF)
+            total_F += rows_TF.sum(axis=0)
+            square_F += (rows_TF**2).sum(axis=0)
+        shift_F = total_F / count
+        mean_F = origin_F + shift_F
+        deviation_F = np.sqrt(np.maximum(square_F / count - shift_F**2, 0.0))
+        constant_F = deviation_F <= 1e-9 * np.maximum(1.0, np.abs(mean_F))
+        scale_F = 1.0 / np.where(constant_F, 1.0, deviation_F)
+        return cls(torch.tensor(mean_F, dtype=torch.float32), torch.tensor(scale_F, dtype=torch.float32))
+
+    def forward(self, x_BTF: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+        """Standardise real steps and zero the rest."""
+        scaled_BTF = (x_BTF.to(self.mean_F.dtype) - self.mean_F) * self.scale_F
+        # Filled, not multiplied: padding may hold anything, and infinity times zero is not zero.
+        return scaled_BTF.masked_fill(~mask_BT[..., None], 0.0)
+
+
+def stacked_lengths(lengths_B: torch.Tensor, *, factor: int) -> torch.Tensor:
+    """Lengths after `stack_steps`; a last group that is not full counts."""
+    return (lengths_B + factor - 1).div(factor, rounding_mode="floor")
+
+
+def stack_steps(x_BTF: torch.Tensor, *, factor: int) -> torch.Tensor:
+    """Concatenate the features of every `factor` steps into one step; a last group that is not full ends in zeros."""
+    num_sequences, num_steps, num_features = x_BTF.shape
+    full_BTF = functional.pad(x_BTF, (0, 0, 0, -num_steps % factor))
+    return full_BTF.reshape(num_sequences, -1, factor * num_features)

@@ -1,0 +1,75 @@
+"""The recurrent layers of the tasks' models, on the backend that the settings name.
+
+Shape legend: B sequences, T steps, F features, H hidden units of all directions.
+"""
+
+from typing import final
+
+import torch
+from torch import nn
+
+from stretto import cells
+from stretto.batching import Batch
+from stretto.kernels import Backend
+from stretto.nn import RNN, accelerate, open_forget_gates, torch_layers
+from stretto.training import SolverConfig
+
+
+def make_lstm(
+    input_size: int,
+    hidden_size: int,
+    *,
+    num_layers: int = 1,
+    bidirectional: bool = False,
+    dropout: float = 0.0,
+    backend: Backend,
+) -> torch_layers.LSTM:
+    """An accelerated `torch.nn.LSTM`, batch first, that begins with open forget gates.
+
+    Here "auto" means generated code where there is some. It is not decided by timing, so that runs are repeatable to
+    the last digit.
+    """
+    lstm = torch_layers.LSTM(
+        input_size,
+        hidden_size,
+        num_layers,
+        batch_first=True,
+        # torch warns when a single layer is given a dropout that it would not use.
+        dropout=dropout if num_layers > 1 else 0.0,
+        bidirectional=bidirectional,
+    )
+    open_forget_gates(lstm)
+    return accelerate(lstm, backend="cpp" if backend == "auto" else backend)
+
+
+@final
+class GRULayers(nn.Module):
+    """Layers of GRUs over a ragged batch: a `stretto.RNN`, which takes a solver, or torch's own layers."""
+
+    def __init__(self, input_size: int, *, config: SolverConfig, bidirectional: bool = False) -> None:
+        super().__init__()
+        size, num_layers = config.hidden_size, config.num_layers
+        between = config.dropout if num_layers > 1 else 0.0
+        solver = config.make_solver()
+        self.rnn: RNN | torch_layers.GRU
+        if config.backend == "torch":
+            gru = torch_layers.GRU(
+                input_size, size, num_layers, batch_first=True, dropout=between, bidirectional=bidirectional
+            )
+            self.rnn = accelerate(gru, backend="torch")
+        else:
+            cell = cells.GRU(input_size, size)
+            self.rnn = RNN(cell, num_layers, bidirectional, dropout=between, backend=config.backend, solver=solver)
+
+    def forward(self, x_BTF: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Outputs (B, T, H), zero behind each sequence's end."""
+        if isinstance(self.rnn, RNN):
+            y_BTH, _ = self.rnn(x_BTF, lengths=batch.lengths, sample_ids=batch.indices)
+        else:
+            y_BTH = self.rnn.ragged(x_BTF, batch.lengths)
+        return y_BTH  # type: ignore[no-any-return]
+
+
+def mean_over_steps(y_BTH: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The mean (B, H) over the real steps of each sequence, given outputs that are zero behind its end."""
+    return y_BTH.sum(dim=1) / batch.lengths.to(y_BTH)[:, None]
