@@ -54,7 +54,7 @@ def test_batch_equals_naive_padding(
             assert bool(batch.mask[row, step]) == (step < len(part))
     assert batch.lengths.tolist() == lengths
     assert (batch.lengths.dtype, batch.lengths.device.type) == (torch.int64, "cpu")
-    assert (len(batch), batch.num_steps, batch.num_slots) == (len(lengths), sum(lengths), len(lengths) * padded)
+    assert (len(batch), batch.num_steps, batch.num_padded_steps) == (len(lengths), sum(lengths), len(lengths) * padded)
     assert batch.targets is None
     if form == "sample":
         assert batch.indices is not None
@@ -139,7 +139,7 @@ def test_items_that_are_no_sequence_are_named(item: Any, named: str) -> None:
 
 @pytest.mark.parametrize("edges", [[3, 4], [4], []])
 def test_a_sequence_beyond_the_last_edge_is_refused(edges: list[int]) -> None:
-    assert collate([rows_of(4, 1)], edges=[2, 4, 9]).num_slots == 4
+    assert collate([rows_of(4, 1)], edges=[2, 4, 9]).num_padded_steps == 4
     with pytest.raises(StrettoError, match=r"5 steps"):
         collate([rows_of(5, 1)], edges=edges)
 
@@ -147,7 +147,7 @@ def test_a_sequence_beyond_the_last_edge_is_refused(edges: list[int]) -> None:
 def test_an_empty_batch_has_its_width_and_nothing_else() -> None:
     batch = collate([], num_features=3, edges=[4])
     assert batch.features_BTF.shape == (0, 0, 3)
-    assert (len(batch), batch.num_steps, batch.num_slots) == (0, 0, 0)
+    assert (len(batch), batch.num_steps, batch.num_padded_steps) == (0, 0, 0)
     assert batch.mask.shape == (0, 0)
     assert batch.lengths.dtype == torch.int64
     assert batch.indices is not None
@@ -191,7 +191,7 @@ def test_a_plain_loader_deals_and_restores(num_workers: int, world_size: int, co
             assert batch.lengths.tolist() == lengths[indices].tolist()
             assert batch.features_BTF.shape[2] == 1
             assert batch.features_BTF[:, :1].flatten().tolist() == offsets[indices].tolist()
-        again.load_state_dict(sampler.state_dict(epoch=0, used=used))
+        again.load_state_dict(sampler.state_dict(epoch=0, batches_done=used))
         rest = DataLoader(data, batch_sampler=again, collate_fn=pad, num_workers=num_workers)
         assert [batch.indices.tolist() for batch in rest] == wanted[used:]
         seen += wanted

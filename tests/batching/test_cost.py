@@ -17,23 +17,25 @@ SHAPES = [(rows, steps) for steps in (20, 100, 700) for rows in (1, 8, 32)]
 terms = st.sampled_from([0.0, 1e-7, 3e-6, 2e-5, 1e-3, 0.5])
 
 
-def seconds(shape: tuple[int, int], *, per_batch: float, per_step: float, per_slot: float) -> float:
+def seconds(shape: tuple[int, int], *, per_batch: float, per_step: float, per_padded_step: float) -> float:
     rows, steps = shape
-    return per_batch + steps * (per_step + per_slot * rows)
+    return per_batch + steps * (per_step + per_padded_step * rows)
 
 
 @settings(deadline=None, max_examples=80)
-@given(per_batch=terms, per_step=terms, per_slot=terms)
-def test_fit_recovers_the_terms(per_batch: float, per_step: float, per_slot: float) -> None:
-    given_terms = {"per_batch": per_batch, "per_step": per_step, "per_slot": per_slot}
+@given(per_batch=terms, per_step=terms, per_padded_step=terms)
+def test_fit_recovers_the_terms(per_batch: float, per_step: float, per_padded_step: float) -> None:
+    given_terms = {"per_batch": per_batch, "per_step": per_step, "per_padded_step": per_padded_step}
     if not any(given_terms.values()):
         return
     fitted = StepCost.fit(SHAPES, [seconds(shape, **given_terms) for shape in SHAPES], max_padded_steps=1000)
     for shape in SHAPES:
-        again = seconds(shape, per_batch=fitted.per_batch, per_step=fitted.per_step, per_slot=fitted.per_slot)
+        again = seconds(
+            shape, per_batch=fitted.per_batch, per_step=fitted.per_step, per_padded_step=fitted.per_padded_step
+        )
         assert again == pytest.approx(seconds(shape, **given_terms), rel=1e-6)
     shortest = min(seconds(shape, **given_terms) for shape in SHAPES)
-    for name, share in (("per_batch", 1.0), ("per_step", 20.0), ("per_slot", 20.0)):
+    for name, share in (("per_batch", 1.0), ("per_step", 20.0), ("per_padded_step", 20.0)):
         assert getattr(fitted, name) == pytest.approx(given_terms[name], rel=1e-6, abs=1e-6 * shortest / share)
     assert fitted.max_padded_steps == 1000
 
@@ -41,42 +43,44 @@ def test_fit_recovers_the_terms(per_batch: float, per_step: float, per_slot: flo
 def test_fit_keeps_every_term_at_zero_or_above() -> None:
     falling = [1.0 / (rows * steps) for rows, steps in SHAPES]
     fitted = StepCost.fit(SHAPES, falling, batch_size=8)
-    assert min(fitted.per_batch, fitted.per_step, fitted.per_slot) >= 0
+    assert min(fitted.per_batch, fitted.per_step, fitted.per_padded_step) >= 0
     rng = np.random.default_rng(0)
     for _ in range(20):
         noisy = StepCost.fit(SHAPES, rng.lognormal(0.0, 2.0, len(SHAPES)).tolist(), batch_size=8)
-        assert min(noisy.per_batch, noisy.per_step, noisy.per_slot) >= 0
+        assert min(noisy.per_batch, noisy.per_step, noisy.per_padded_step) >= 0
 
 
 @settings(deadline=None, max_examples=100)
 @given(
     per_batch=terms,
     per_step=terms,
-    per_slot=terms,
+    per_padded_step=terms,
     max_padded_steps=st.integers(1, 10**6),
     lengths=st.sets(st.integers(1, 10**6), min_size=2, max_size=60),
 )
 def test_budget_cost_never_falls(
-    per_batch: float, per_step: float, per_slot: float, max_padded_steps: int, lengths: set[int]
+    per_batch: float, per_step: float, per_padded_step: float, max_padded_steps: int, lengths: set[int]
 ) -> None:
-    cost = StepCost(per_batch=per_batch, per_step=per_step, per_slot=per_slot, max_padded_steps=max_padded_steps)
+    cost = StepCost(
+        per_batch=per_batch, per_step=per_step, per_padded_step=per_padded_step, max_padded_steps=max_padded_steps
+    )
     rising = sorted(lengths)
     costs = cost(rising)
     assert (np.diff(costs) >= 0).all()
     for length, found in zip(rising, costs.tolist(), strict=True):
         rows = max(1, max_padded_steps // length)
-        assert found == pytest.approx((per_batch + per_step * length) / rows + per_slot * length, rel=1e-12)
+        assert found == pytest.approx((per_batch + per_step * length) / rows + per_padded_step * length, rel=1e-12)
 
 
 def test_fixed_batch_shares_the_batch_evenly() -> None:
-    cost = StepCost(per_batch=8.0, per_step=4.0, per_slot=1.0, batch_size=4)
+    cost = StepCost(per_batch=8.0, per_step=4.0, per_padded_step=1.0, batch_size=4)
     assert cost([1, 10]).tolist() == [2.0 + 1.0 + 1.0, 2.0 + 10.0 + 10.0]
     assert float(cost(np.uint8(200))) == 2.0 + 200.0 + 200.0
 
 
 def test_step_cost_is_a_cost_for_edges_and_sampler() -> None:
     lengths = np.random.default_rng(0).integers(1, 400, 2000)
-    cost = StepCost(per_batch=1e-3, per_step=1e-4, per_slot=1e-6, max_padded_steps=4000)
+    cost = StepCost(per_batch=1e-3, per_step=1e-4, per_padded_step=1e-6, max_padded_steps=4000)
     by_time, by_steps = optimal_edges(lengths, 6, cost), optimal_edges(lengths, 6)
     assert by_time.tolist() != by_steps.tolist()
     assert padded_cost(lengths, by_time, cost) < padded_cost(lengths, by_steps, cost)
@@ -92,12 +96,12 @@ def test_measure_fits_the_shortest_of_the_repeats(monkeypatch: pytest.MonkeyPatc
     def train_step(rows: int, steps: int) -> None:
         calls.append((rows, steps))
         slow = 50.0 if len(calls) <= 9 else 0.0
-        clock[0] += slow + seconds((rows, steps), per_batch=0.25, per_step=0.5, per_slot=0.125)
+        clock[0] += slow + seconds((rows, steps), per_batch=0.25, per_step=0.5, per_padded_step=0.125)
 
     fitted = StepCost.measure(train_step, longest=400, repeats=2, **size)
     assert fitted.per_batch == pytest.approx(0.25, rel=1e-6)
     assert fitted.per_step == pytest.approx(0.5, rel=1e-6)
-    assert fitted.per_slot == pytest.approx(0.125, rel=1e-6)
+    assert fitted.per_padded_step == pytest.approx(0.125, rel=1e-6)
     assert (fitted.batch_size, fitted.max_padded_steps) == (size.get("batch_size"), size.get("max_padded_steps"))
     assert len(calls) == 27
     assert len(set(calls)) == 9
@@ -112,11 +116,11 @@ def test_measure_copes_with_tiny_shapes(monkeypatch: pytest.MonkeyPatch, longest
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
     def train_step(rows: int, steps: int) -> None:
-        clock[0] += seconds((rows, steps), per_batch=1.0, per_step=0.5, per_slot=0.25)
+        clock[0] += seconds((rows, steps), per_batch=1.0, per_step=0.5, per_padded_step=0.25)
 
     fitted = StepCost.measure(train_step, longest=longest, **size)
     rows = size.get("batch_size") or max(1, 20 // longest)
-    wanted = seconds((rows, longest), per_batch=1.0, per_step=0.5, per_slot=0.25) / rows
+    wanted = seconds((rows, longest), per_batch=1.0, per_step=0.5, per_padded_step=0.25) / rows
     assert float(fitted(longest)) == pytest.approx(wanted, rel=1e-6)
 
 
@@ -155,12 +159,12 @@ def test_too_few_times_are_refused() -> None:
 )
 def test_step_cost_wants_one_size(size: dict[str, int]) -> None:
     with pytest.raises(StrettoError, match=r"max_padded_steps=.*batch_size="):
-        StepCost(per_batch=1.0, per_step=1.0, per_slot=1.0, **size)
+        StepCost(per_batch=1.0, per_step=1.0, per_padded_step=1.0, **size)
 
 
-@pytest.mark.parametrize("name", ["per_batch", "per_step", "per_slot"])
+@pytest.mark.parametrize("name", ["per_batch", "per_step", "per_padded_step"])
 def test_step_cost_wants_terms_that_are_times(name: str) -> None:
-    good: dict[str, Any] = {"per_batch": 1.0, "per_step": 1.0, "per_slot": 1.0}
+    good: dict[str, Any] = {"per_batch": 1.0, "per_step": 1.0, "per_padded_step": 1.0}
     with pytest.raises(StrettoError, match="negative"):
         StepCost(**good | {name: -1e-9}, batch_size=2)
     for value in (math.nan, math.inf):

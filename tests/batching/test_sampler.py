@@ -149,12 +149,12 @@ def test_a_state_taken_behind_a_prefetching_loader_names_the_steps_used() -> Non
     sampler, again, whole = (BucketSampler(LENGTHS, batch_size=8) for _ in range(3))
     iterator = iter(sampler)
     _ = [next(iterator) for _ in range(9)]
-    again.load_state_dict(sampler.state_dict(used=4))
+    again.load_state_dict(sampler.state_dict(batches_done=4))
     uninterrupted = list(whole)
     assert list(again) == uninterrupted[4:]
     _ = list(iterator)
     assert sampler.epoch == 1
-    again.load_state_dict(sampler.state_dict(epoch=0, used=6))
+    again.load_state_dict(sampler.state_dict(epoch=0, batches_done=6))
     assert list(again) == uninterrupted[6:]
 
 
@@ -165,7 +165,7 @@ def test_a_prefetching_loader_may_run_ahead_in_an_epoch_that_changed_its_world_s
     (one,) = restored(two[0].state_dict(), world_size=1, **chosen)
     dealt += flat(list(one)[:4])
     assert one.epoch == 1
-    (again,) = restored(one.state_dict(epoch=0, used=4), world_size=1, **chosen)
+    (again,) = restored(one.state_dict(epoch=0, batches_done=4), world_size=1, **chosen)
     assert sorted(dealt + flat(list(again))) == list(range(200))
 
 
@@ -226,7 +226,7 @@ def test_other_sizes_in_the_middle_still_deal_every_sequence_once(
     following = [list(sampler) for sampler in samplers]
     assert samplers[0].epoch == epoch + 2
     assert sorted(flat([flat(batches) for batches in following])) == list(range(len(chosen["lengths"])))
-    assert len(following[0]) == samplers[0].whole_epoch
+    assert len(following[0]) == samplers[0].batches_per_epoch
 
 
 def copied(samplers: list[BucketSampler], **chosen: Any) -> list[BucketSampler]:
@@ -238,14 +238,14 @@ def test_a_size_that_makes_no_sense_leaves_the_sampler_as_it_was() -> None:
     wanted = list(BucketSampler(LENGTHS, batch_size=8))
     for size, used in ((0, 0), (-3, 0), (2.5, 0), (4, len(wanted) + 1), (4, -1)):
         with pytest.raises(StrettoError):
-            sampler.resize(size, used=used)  # type: ignore[arg-type]
+            sampler.resize(size, batches_done=used)  # type: ignore[arg-type]
     assert sampler.batch_size == 8
     assert list(sampler) == wanted
 
 
 def test_another_size_after_the_last_step_is_that_of_the_next_epoch() -> None:
     sampler, other = (BucketSampler(LENGTHS, batch_size=8) for _ in range(2))
-    sampler.resize(5, used=len(sampler))
+    sampler.resize(5, batches_done=len(sampler))
     other.resize(5)
     other.set_epoch(1)
     assert sampler.epoch == 1

@@ -113,11 +113,11 @@ def test_transcripts(tmp_path):
     assert [data[0].target, data[1].target] == ["", "löng 𝄞"]
 
 
-def test_transcripts_go_before_labels_and_that_is_told(tmp_path):
+def test_transcripts_go_before_labels_and_a_note_says_so(tmp_path):
     table = pa.table({"x": [[1.0]], "text": ["a"], "y": [0], "split": [0]})
     data = read_parquet(save(table, tmp_path / "both.parquet"))
     assert data[0].target == "a"
-    assert data.notes == ("the columns `text` and `y` are both there: `text` is learnt, `y` is not read",)
+    assert data.notes == ("the columns `text` and `y` are both there: `text` is the target, `y` is not read",)
 
 
 @pytest.mark.parametrize(

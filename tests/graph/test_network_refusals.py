@@ -122,9 +122,9 @@ AT_ONCE: dict[str, tuple[Callable[[Graph], object], str]] = {
 }
 
 WHEN_WHOLE: dict[str, tuple[Callable[[Graph], object], str]] = {
-    "unknown source": (lambda graph: graph.connect("z", "h"), "'z' -> 'h' names 'z', which is no layer.*'x', 'h'"),
-    "unknown destination": (lambda graph: graph.connect("x", "z"), "'x' -> 'z' names 'z', which is no layer"),
-    "unknown output": (lambda graph: graph.output("z"), "output 'z' is no layer"),
+    "unknown source": (lambda graph: graph.connect("z", "h"), "'z' -> 'h' names 'z', which is not a layer.*'x', 'h'"),
+    "unknown destination": (lambda graph: graph.connect("x", "z"), "'x' -> 'z' names 'z', which is not a layer"),
+    "unknown output": (lambda graph: graph.output("z"), "output 'z' is not a layer"),
     "into an input": (lambda graph: graph.connect("h", "x"), "'h' -> 'x' ends at a layer with the role 'input'"),
     "into a constant": (_into_constant, "'x' -> 'one' ends at a layer with the role 'constant'"),
     "delayed constant": (_late_constant, "reads the constant layer 'one' with delay 2"),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from stretto.batching import BucketSampler, shuffled_slots
+from stretto.batching import BucketSampler, shuffled_padded_steps
 from stretto.data import AbstractTargets, Labels, SequenceSet, Transcripts
 from stretto.errors import StrettoError
 from stretto.report import Inspection, inspect_lengths, length_histogram, render, write_inspection_page
@@ -69,12 +69,12 @@ def _plain_slots(lengths: list[int], *, batch_size: int | None, max_padded_steps
     batch_size=st.one_of(st.none(), st.integers(1, 9)),
     max_padded_steps=st.one_of(st.none(), st.integers(40, 200)),
 )
-def test_shuffled_slots_equal_those_of_listed_batches(
+def test_shuffled_padded_steps_equal_those_of_listed_batches(
     lengths: list[int], batch_size: int | None, max_padded_steps: int | None
 ) -> None:
     if batch_size is None and max_padded_steps is None:
         batch_size = 4
-    found = shuffled_slots(np.array(lengths), batch_size=batch_size, max_padded_steps=max_padded_steps)
+    found = shuffled_padded_steps(np.array(lengths), batch_size=batch_size, max_padded_steps=max_padded_steps)
     assert found == _plain_slots(lengths, batch_size=batch_size, max_padded_steps=max_padded_steps)
 
 

@@ -81,7 +81,7 @@ def test_every_word_but_the_first_is_said_once(num_words: int, batch_size: int, 
     assert {len(batches) for batches in dealt} == {len(feeds[0])} == {feeds[0].report().batches}
     pairs = sorted(pair for batches in dealt for pair in _pairs(batches))
     assert pairs == [(word, word + 1) for word in range(num_words - 1)]
-    slots = sum(batch.num_slots for batches in dealt for batch in batches)
+    slots = sum(batch.num_padded_steps for batches in dealt for batch in batches)
     assert feeds[0].report().padding == pytest.approx(1 - (num_words - 1) / slots)
     for batches in dealt:
         model = _Model()

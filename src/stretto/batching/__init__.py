@@ -11,7 +11,7 @@ from stretto.batching.edges import (
     percentile_edges,
     uniform_edges,
 )
-from stretto.batching.plan import EpochPlan, SamplerReport, adjacent_correlation, shuffled_slots
+from stretto.batching.plan import EpochPlan, SamplerReport, adjacent_correlation, shuffled_padded_steps
 from stretto.batching.sampler import BucketSampler
 
 __all__ = [
@@ -29,6 +29,6 @@ __all__ = [
     "optimal_edges",
     "padded_cost",
     "percentile_edges",
-    "shuffled_slots",
+    "shuffled_padded_steps",
     "uniform_edges",
 ]

@@ -44,7 +44,7 @@ class Batch:
         return int(self.lengths.sum())
 
     @property
-    def num_slots(self) -> int:
+    def num_padded_steps(self) -> int:
         """Rows times the padded length: real steps and padding."""
         return self.features_BTF.shape[0] * self.features_BTF.shape[1]
 

@@ -47,14 +47,14 @@ class StepCost:
     Attributes:
         per_batch: a, spent once per batch (launch, optimiser, all-reduce).
         per_step: s0, spent once per time step, whatever the batch size.
-        per_slot: s1, spent on each step of each sequence.
+        per_padded_step: s1, spent on each step of each sequence.
         max_padded_steps: The budget of padded steps per batch.
         batch_size: The fixed batch size, instead of a budget.
     """
 
     per_batch: float
     per_step: float
-    per_slot: float
+    per_padded_step: float
     max_padded_steps: int | None = None
     batch_size: int | None = None
 
@@ -66,7 +66,7 @@ class StepCost:
                 f"StepCost got max_padded_steps={self.max_padded_steps} and batch_size={self.batch_size}",
                 fix="Give exactly one of them, at least 1.",
             )
-        terms = (self.per_batch, self.per_step, self.per_slot)
+        terms = (self.per_batch, self.per_step, self.per_padded_step)
         if not all(math.isfinite(term) and term >= 0 for term in terms):
             raise StrettoError(
                 f"StepCost has the terms {terms}, one of them negative or not finite",
@@ -79,7 +79,7 @@ class StepCost:
         rows_V = np.full_like(length_V, self.batch_size or 0)
         if self.max_padded_steps is not None:
             rows_V = np.maximum(1.0, np.floor(self.max_padded_steps / length_V))
-        return (self.per_batch + self.per_step * length_V) / rows_V + self.per_slot * length_V
+        return (self.per_batch + self.per_step * length_V) / rows_V + self.per_padded_step * length_V
 
     @classmethod
     def fit(
@@ -106,11 +106,11 @@ class StepCost:
             )
         design_M3 = np.stack([np.ones_like(steps_M), steps_M, steps_M * rows_M], axis=1) / time_M[:, None]
         terms = _non_negative_least_squares(design_M3, np.ones_like(time_M))
-        per_batch, per_step, per_slot = (float(term) for term in terms)
+        per_batch, per_step, per_padded_step = (float(term) for term in terms)
         return cls(
             per_batch=per_batch,
             per_step=per_step,
-            per_slot=per_slot,
+            per_padded_step=per_padded_step,
             max_padded_steps=max_padded_steps,
             batch_size=batch_size,
         )

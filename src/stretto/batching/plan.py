@@ -214,7 +214,7 @@ def measure_plan(
     )
 
 
-def shuffled_slots(
+def shuffled_padded_steps(
     lengths_N: npt.NDArray[np.int64], *, batch_size: int | None, max_padded_steps: int | None, seed: int = 0
 ) -> int:
     """The padded steps of an epoch of plain shuffled batches: what buckets are measured against.

@@ -112,7 +112,7 @@ class BucketSampler(Sampler[list[int]]):
         return self._current_buckets.edges_K
 
     @property
-    def whole_epoch(self) -> int:
+    def batches_per_epoch(self) -> int:
         """Batches per rank of a whole epoch at the current batch size."""
         buckets = self._current_buckets
         counts_K = np.bincount(buckets.bucket_N, minlength=len(buckets.edges_K))
@@ -146,32 +146,32 @@ class BucketSampler(Sampler[list[int]]):
         if (epoch := _whole("epoch", epoch, at_least=0)) != self._epoch:
             self._move_to(epoch)
 
-    def resize(self, batch_size: int, *, used: int | None = None) -> None:
+    def resize(self, batch_size: int, *, batches_done: int | None = None) -> None:
         """Continue with batches of another size: plan the rest of the epoch again; later epochs use the new size too.
 
         An iterator that is already running keeps the old batches: start another.
 
         Args:
             batch_size: Most sequences of one rank's batch.
-            used: The batches that training has done, if a prefetching loader has drawn more from the sampler.
+            batches_done: The batches that training has done, if a prefetching loader has drawn more from the sampler.
         """
         rows = _whole("batch_size", batch_size)
-        used = self._done if used is None else _whole("used", used, at_least=0)
-        if used > self.plan.num_batches:
-            raise _bad_state(f"{used} of {self.plan.num_batches} batches are done")
-        if used == self.plan.num_batches:
+        done = self._done if batches_done is None else _whole("batches_done", batches_done, at_least=0)
+        if done > self.plan.num_batches:
+            raise _bad_state(f"{done} of {self.plan.num_batches} batches are done")
+        if done == self.plan.num_batches:
             self._move_to(self._epoch + 1)
-        elif used:
-            self._closed = (*self._closed, self._segment(used))
+        elif done:
+            self._closed = (*self._closed, self._segment(done))
         self._rows, self._plan = rows, None
         self._start = self._done = 0
 
-    def state_dict(self, *, epoch: int | None = None, used: int | None = None) -> dict[str, Any]:
+    def state_dict(self, *, epoch: int | None = None, batches_done: int | None = None) -> dict[str, Any]:
         """The position, as JSON-ready values: the epoch and how many of its batches are done.
 
         Args:
             epoch: The epoch to record instead of the current one.
-            used: The batches that training has done, if a prefetching loader has drawn more from the sampler.
+            batches_done: The batches that training has done, if a prefetching loader has drawn more from the sampler.
         """
         if epoch is None or epoch == self._epoch:
             epoch, closed, done = self._epoch, self._closed, self._done
@@ -181,7 +181,9 @@ class BucketSampler(Sampler[list[int]]):
         return {
             "version": STATE_VERSION,
             "epoch": epoch,
-            "used": [[*segment] for segment in (*closed, self._segment(done if used is None else used))],
+            "used": [
+                [*segment] for segment in (*closed, self._segment(done if batches_done is None else batches_done))
+            ],
             "digest": self._digest(),
         }
 

@@ -250,10 +250,10 @@ def _check_names(layers: Mapping[str, Layer], *, connections: Sequence[Connectio
     for connection in connections:
         for name in (connection.source, connection.destination):
             if name not in layers:
-                raise StrettoError(f"the connection {connection.ends} names {name!r}, which is no layer", fix=known)
+                raise StrettoError(f"the connection {connection.ends} names {name!r}, which is not a layer", fix=known)
     for name in outputs:
         if name not in layers:
-            raise StrettoError(f"the output {name!r} is no layer", fix=known)
+            raise StrettoError(f"the output {name!r} is not a layer", fix=known)
     if not any(layer.role == "input" for layer in layers.values()):
         raise StrettoError("the graph has no input", fix="Declare one with graph.input(name, size).")
     if not outputs:

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stretto.batching import BucketSampler, shuffled_slots
+from stretto.batching import BucketSampler, shuffled_padded_steps
 from stretto.data import PARTS, AbstractTargets, Labels, NoTargets, SequenceSet, StepLabels
 from stretto.files import write_text_atomically
 from stretto.report.figures import lengths_figure
@@ -147,7 +147,7 @@ def inspect_lengths(
     )
     report = sampler.report()
     real = int(lengths_N.sum())
-    shuffled = shuffled_slots(lengths_N, batch_size=batch_size, max_padded_steps=max_padded_steps)
+    shuffled = shuffled_padded_steps(lengths_N, batch_size=batch_size, max_padded_steps=max_padded_steps)
     return Inspection(
         name=data.name,
         num_sequences=len(data),

@@ -211,7 +211,7 @@ class BucketFeed(AbstractFeed):
     @property
     def whole_epoch(self) -> int:
         """Batches of an epoch that is planned from its beginning."""
-        return self.sampler.whole_epoch
+        return self.sampler.batches_per_epoch
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -232,7 +232,7 @@ class BucketFeed(AbstractFeed):
 
     def resize(self, batch_size: int, *, batches_done: int = 0) -> None:
         """Re-plan the rest of the epoch, and plan later ones, with batches of another size."""
-        self.sampler.resize(batch_size, used=batches_done)
+        self.sampler.resize(batch_size, batches_done=batches_done)
         self.batch_size = batch_size
 
     def report(self) -> SamplerReport:
@@ -249,7 +249,7 @@ class BucketFeed(AbstractFeed):
 
     def state_dict(self, *, epoch: int, batches_done: int) -> dict[str, Any]:
         """The position, and the size of the batches."""
-        return self.sampler.state_dict(epoch=epoch, used=batches_done)
+        return self.sampler.state_dict(epoch=epoch, batches_done=batches_done)
 
     def load_state_dict(self, state: dict[str, Any]) -> Resumed:
         """Continue at a saved position; with another number of ranks the rest of the epoch is re-planned."""

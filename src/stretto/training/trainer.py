@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from stretto.batching import shuffled_slots
+from stretto.batching import shuffled_padded_steps
 from stretto.data import SequenceSet, StepLabels
 from stretto.distributed import DeferredErrors, World
 from stretto.errors import StrettoError
@@ -292,7 +292,7 @@ class Trainer:
         state.train_seconds += seconds
         for sums in (state.totals, state):
             sums.steps_real += total.num_steps
-            sums.slots += total.num_slots
+            sums.slots += total.num_padded_steps
         self._own_steps += update.num_steps
         self._waited += update.waited
 
@@ -314,7 +314,7 @@ class Trainer:
                 rows=total.num_sequences,
                 length=update.batch.features_BTF.shape[1],
                 steps_real=total.num_steps,
-                slots=total.num_slots,
+                slots=total.num_padded_steps,
                 seconds=round(self._elapsed(), 4),
                 loss=update.loss,
                 gradient_norm=update.gradient_norm,
@@ -495,7 +495,7 @@ class Trainer:
 
     def _slot_ratio(self) -> float:
         train, config = self._task.data.part("train"), self._config
-        shuffled = shuffled_slots(
+        shuffled = shuffled_padded_steps(
             train.lengths_N,
             batch_size=config.first_batch_size,
             max_padded_steps=config.max_padded_steps,

@@ -68,7 +68,7 @@ class UpdateStats:
         num_elements: Elements (labels, sequences or steps) that it is a sum over.
         num_nonfinite: Batches, or gradients, that are NaN or inf.
         num_steps: Real time steps.
-        num_slots: Slots, padding included.
+        num_padded_steps: Slots, padding included.
         num_sequences: Sequences.
         num_stops: Ranks that were asked to stop.
         num_errors: Ranks with a deferred error.
@@ -78,7 +78,7 @@ class UpdateStats:
     num_elements: int = 0
     num_nonfinite: int = 0
     num_steps: int = 0
-    num_slots: int = 0
+    num_padded_steps: int = 0
     num_sequences: int = 0
     num_stops: int = 0
     num_errors: int = 0
@@ -284,7 +284,7 @@ class Updater:
             self._bad = self._bad or (value, sequences)
         own.num_elements += loss.count
         own.num_steps += batch.num_steps
-        own.num_slots += batch.num_slots
+        own.num_padded_steps += batch.num_padded_steps
         if self._time.time.is_rank0:
             own.num_sequences += len(batch)
             self._sequences += sequences

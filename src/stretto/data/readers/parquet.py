@@ -44,7 +44,7 @@ def read_parquet(path: Path) -> SequenceSet:
         split_N=split_N,
         split_complete=complete,
         name=path.stem,
-        notes=("the columns `text` and `y` are both there: `text` is learnt, `y` is not read",) if both else (),
+        notes=("the columns `text` and `y` are both there: `text` is the target, `y` is not read",) if both else (),
     )
 
 
