@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -78,6 +79,25 @@ def test_every_page_of_the_manual_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
     assert not [page for page in pages if page not in navigation]
+
+
+@pytest.mark.parametrize(
+    ("title", "said"),
+    [
+        ("A cell", "hoisted"),
+        ("A backend", "counting [7]"),
+        ("A solver", "multigrid off by "),
+        ("A task", "after 2 epochs"),
+        ("An optimiser", "peak 0.0020 at update 7"),
+    ],
+)
+def test_every_example_of_extending_runs_by_itself(title: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    (example,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    torch.manual_seed(0)
+    exec(compile(example, "extending.md", "exec"), {"__name__": "example"})
+    assert said in capsys.readouterr().out
 
 
 def test_the_tree_of_the_readme_is_the_tree() -> None:

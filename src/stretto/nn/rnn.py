@@ -17,7 +17,7 @@ from stretto.cells import cell_from
 from stretto.checks import check_choice, check_float, check_int
 from stretto.errors import StrettoError
 from stretto.graph import call_cell
-from stretto.kernels import Backend, Built, Layout, SaveChoice, build
+from stretto.kernels import Backend, Built, Layout, SaveChoice, backend_names, build
 from stretto.nn.auto import SolverAutotuner
 from stretto.nn.explain import Explanation
 from stretto.nn.ragged import PackedBatch, pack_batch
@@ -381,7 +381,7 @@ def _output_size(cell: nn.Module) -> int:
 def _check(num_layers: int, dropout: float, backend: str, save: str, solver: Any) -> None:
     check_int(num_layers, name="num_layers")
     check_float(dropout, name="dropout", at_least=0.0, at_most=1.0)
-    check_choice(backend, name="backend", choices=get_args(Backend))
+    check_choice(backend, name="backend", choices=backend_names())
     check_choice(save, name="save", choices=get_args(SaveChoice))
     if not isinstance(solver, AbstractSolver):
         check_choice(solver, name="solver", choices=("serial", "auto"))
