@@ -18,7 +18,7 @@ from bench.plain.language_model import PlainLanguageModel
 from bench.plain.translate import PlainTranslate
 from stretto.batching import Batch
 from stretto.data import Part, SequenceSet, line_pairs
-from stretto.tasks import PAD, Translate, fitting_words
+from stretto.tasks import PAD, Translate, detect_bleu_words
 from stretto.training import AbstractTask
 
 Array = npt.NDArray[Any]
@@ -168,7 +168,7 @@ def _translate(task: AbstractTask[Any], data: SequenceSet, shared: dict[str, Any
         (valid_sources, texts["valid"]),
         num_pieces=task.vocabulary.size,
         decode=task.vocabulary.decode,
-        bleu_words=fitting_words(texts["train"]),
+        bleu_words=detect_bleu_words(texts["train"]),
         hidden_size=config.hidden_size,
         dropout=config.dropout,
         label_smoothing=config.label_smoothing,

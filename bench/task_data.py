@@ -7,7 +7,7 @@ import numpy as np
 
 from stretto.data import PARTS, Part, SequenceSet, open_sequences
 from stretto.errors import StrettoError
-from stretto.tasks import task_named
+from stretto.tasks import find_task
 
 FOLDERS: Final = {
     "digits": "mnist",
@@ -31,7 +31,7 @@ def open_data(name: str, folder: Path | None) -> tuple[SequenceSet, bool]:
             fix=f"Give one that holds any of {', '.join(sorted(set(FOLDERS.values())))}, or leave --data out.",
         )
     if folder is None or name not in FOLDERS or not (folder / FOLDERS[name]).exists():
-        return task_named(name).embedded_data(), True
+        return find_task(name).embedded_data(), True
     return open_sequences(folder / FOLDERS[name]), False
 
 

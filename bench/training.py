@@ -28,7 +28,7 @@ from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.nn import fresh_state
-from stretto.tasks import CONFIGS, task_named
+from stretto.tasks import find_task
 from stretto.training import (
     AbstractLog,
     AbstractTask,
@@ -206,11 +206,11 @@ def _make_task(name: str, settings: TrainingSettings, report: Report) -> tuple[A
             config = _make_config(name, {**values, "batch_size": "auto", "base_batch_size": config.first_batch_size})
         except StrettoError:
             report.note(f"{name} takes no batch size of auto; it trained with its own, {config.first_batch_size}")
-    return task_named(name)(config, data), data
+    return find_task(name)(config, data), data
 
 
 def _make_config(name: str, values: dict[str, Any]) -> TrainConfig:
-    return validate(CONFIGS[name], with_preset(CONFIGS[name], values), source="the benchmark")
+    return validate(find_task(name).Config, with_preset(find_task(name).Config, values), source="the benchmark")
 
 
 def compare(

@@ -14,7 +14,7 @@ from bench.harness import Count, Report, Settings, Table, bench
 from bench.task_data import open_data, take_share
 from stretto.data import PARTS, Part, SequenceSet
 from stretto.errors import StrettoError
-from stretto.tasks import CONFIGS, task_named
+from stretto.tasks import find_task
 from stretto.training import AbstractLog, AbstractTask, Trainer, evaluate, validate
 
 TaskName = Literal["digits", "digits-momentum", "digit-images", "language-model", "handwriting"]
@@ -308,7 +308,7 @@ def make_task(name: str, case: Case, data: SequenceSet, *, batch_size: BatchSize
         "checkpoint_minutes": NO_CHECKPOINTS,
     }
     kind = case.task or name
-    return task_named(kind)(validate(CONFIGS[kind], values, source="the benchmark"), data)
+    return find_task(kind)(validate(find_task(kind).Config, values, source="the benchmark"), data)
 
 
 # The grid ------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from experiments.registry import experiment, to_dict
 from stretto.data import PARTS, HandwritingSettings, Labels, SequenceSet, Transcripts, load_handwriting, open_sequences
 from stretto.distributed import World, join_ranks
 from stretto.errors import StrettoError
-from stretto.tasks import CONFIGS, TASKS
+from stretto.tasks import TASKS
 from stretto.training import Count, EpochRecord, EventLog, SilentLog, Trainer, validate
 
 FULL_NUM_TRAIN: Final = 12_000
@@ -227,7 +227,7 @@ def _make_trainer(
         # The compiled kernels skip padding anyway; the question here is what padding costs where it is computed.
         "backend": "torch",
     }
-    config = validate(CONFIGS[task], values, source="the experiment")
+    config = validate(TASKS[task].Config, values, source="the experiment")
     log = EventLog(run / "events.jsonl") if world.is_rank0 else SilentLog()
     return Trainer(TASKS[task](config, data), run=run, log=log, resume=False, world=world)
 

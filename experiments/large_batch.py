@@ -37,7 +37,7 @@ from stretto.extras import optional
 from stretto.files import locked
 from stretto.large_batch import ScalingRule
 from stretto.report import duration
-from stretto.tasks import task_named
+from stretto.tasks import find_task
 from stretto.training import Count, Interrupted
 
 RuleName: TypeAlias = Literal[ScalingRule, "lamb", "oracle"]
@@ -246,7 +246,7 @@ def open_application(name: ApplicationName, settings: LargeBatchSettings) -> App
     application = applications("quick" if settings.quick else "full" if settings.full else "miniature")[name]
     data = open_data(application, settings.data)
     baseline = Run(application=application, multiple=1, rule="baseline", seed=0)
-    feed = task_named(name)(baseline.config(), data).feed(world=World())
+    feed = find_task(name)(baseline.config(), data).feed(world=World())
     num_sequences, left_out = feed.num_sequences, dict[int, str]()
     wanted = sorted({1, *(application.multiples if settings.multiples is None else settings.multiples)})
     for multiple in wanted:

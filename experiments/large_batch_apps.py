@@ -15,7 +15,7 @@ import pydantic
 from stretto.data import SequenceSet, open_sequences
 from stretto.errors import StrettoError
 from stretto.large_batch import DecayName, OptimizerName
-from stretto.tasks import task_named
+from stretto.tasks import find_task
 from stretto.training import read_toml
 
 ApplicationName: TypeAlias = Literal["digits", "language-model", "translate", "handwriting", "digit-images"]
@@ -143,7 +143,7 @@ def open_data(application: Application, folder: Path | None) -> SequenceSet:
             fix=f"Name a folder that has {application.folder} in it with --data, or leave --full out.",
         )
     else:
-        data = task_named(application.name).embedded_data()
+        data = find_task(application.name).embedded_data()
     return _limit_vocabulary(_take_first(data, application), application.num_words)
 
 

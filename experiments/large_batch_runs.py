@@ -30,7 +30,7 @@ from stretto.data import SequenceSet
 from stretto.errors import StrettoError
 from stretto.files import disk_errors, write_text_atomically
 from stretto.large_batch import ScalingRule
-from stretto.tasks import CONFIGS, task_named
+from stretto.tasks import find_task
 from stretto.training import CHECKPOINT_FOLDER as CHECKPOINTS
 from stretto.training import (
     AbstractLog,
@@ -90,7 +90,7 @@ class Run:
             "epochs": application.epochs,
             "seed": self.seed,
         }
-        kind = CONFIGS[application.name]
+        kind = find_task(application.name).Config
         return validate(kind, with_preset(kind, values), source=f"the run {self}")
 
     def key(self, data_digest: str) -> str:
@@ -234,7 +234,7 @@ def execute(run: Run, data: SequenceSet, *, key: str, folder: Path) -> RunResult
     if not is_resumed:
         shutil.rmtree(folder, ignore_errors=True)
     curve = LearningCurve(folder / CURVE_FILE)
-    task = task_named(run.application.name)(run.config(), data)
+    task = find_task(run.application.name)(run.config(), data)
     trainer = Trainer(task, run=folder, log=curve, resume=is_resumed)
     if is_resumed:
         curve.resume()

@@ -28,7 +28,7 @@ from stretto.distributed import World, detect_lost_rank, join_ranks
 from stretto.errors import StrettoError
 from stretto.files import disk_errors, locked, write_text_atomically
 from stretto.report import console_view, length_histogram, write_run_report
-from stretto.tasks import CONFIGS, task_named
+from stretto.tasks import find_task
 from stretto.training import (
     CHECKPOINT_FOLDER,
     EVENTS_FILE,
@@ -71,8 +71,7 @@ def train(task: str | AbstractTask[Any] = "handwriting", *, progress: bool = Fal
     """
     name, source = task if isinstance(task, str) else task.name, "stretto.train()"
     if isinstance(task, str):
-        task_named(task)
-        kind, own = CONFIGS[task], {}
+        kind, own = find_task(task).Config, {}
     else:
         kind, own = type(task.config), vars(task.config)
         if settings.get("data") is not None:
@@ -155,7 +154,7 @@ def run_task(
 
 
 def _make_task(name: str, config: TrainConfig) -> AbstractTask[Any]:
-    kind = task_named(name)
+    kind = find_task(name)
     return kind(config, kind.embedded_data() if config.data is None else open_sequences(config.data))
 
 

@@ -31,7 +31,7 @@ from bench.training import (
 from stretto.data import SequenceSet
 from stretto.errors import StrettoError
 from stretto.nn import fresh_state
-from stretto.tasks import CONFIGS, task_named
+from stretto.tasks import find_task
 from stretto.training import AbstractTask, validate, with_preset
 
 HIGHER = Margin(amount=0.002, higher_is_better=True)
@@ -82,8 +82,8 @@ def _data(name: str) -> SequenceSet:
 def _task(name: str, data: SequenceSet, **changed: Any) -> AbstractTask[Any]:
     """Small, and where it takes sequences, all of them in one batch: their order makes no difference."""
     whole = {} if name == "language-model" else {"batch_size": len(data.part("train")), "num_buckets": 1}
-    values = with_preset(CONFIGS[name], {"epochs": EPOCHS, **whole, **SMALL[name], **changed})
-    return task_named(name)(validate(CONFIGS[name], values, source="the test"), data)
+    values = with_preset(find_task(name).Config, {"epochs": EPOCHS, **whole, **SMALL[name], **changed})
+    return find_task(name)(validate(find_task(name).Config, values, source="the test"), data)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from worlds import run_world
 from stretto.data import Labels, SequenceSet
 from stretto.distributed import World
 from stretto.large_batch import ThroughputTable
-from stretto.tasks import CONFIGS, TASKS
+from stretto.tasks import TASKS
 from stretto.training import EVENTS_FILE, EventLog, SilentLog, Trainer, batch_policy, read_events, validate
 
 SEQUENCES = 800
@@ -47,7 +47,7 @@ def _train(world: World, run: str, settings: dict[str, Any], each: float = 0.0) 
         "backend": "torch",
         **settings,
     }
-    task = TASKS["classify"](validate(CONFIGS["classify"], values, source="the test"), _data())
+    task = TASKS["classify"](validate(TASKS["classify"].Config, values, source="the test"), _data())
     log = EventLog(Path(run) / EVENTS_FILE) if world.is_rank0 else SilentLog()
     trainer = Trainer(task, run=Path(run), log=log, resume=False, world=world)
     trainer.run()

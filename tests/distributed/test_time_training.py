@@ -16,7 +16,7 @@ from stretto.data import RegimeSettings, make_regimes, write_npz
 from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.kernels.backends.cpp import compiler
-from stretto.tasks import CONFIGS, TASKS
+from stretto.tasks import TASKS
 from stretto.training import (
     EVENTS_FILE,
     AbstractTask,
@@ -40,7 +40,7 @@ def _compile_quickly(rank: int) -> None:
 
 
 def _task(settings: dict[str, Any]) -> AbstractTask[Any]:
-    config = validate(CONFIGS["label-steps"], SETTINGS | settings, source="the test")
+    config = validate(TASKS["label-steps"].Config, SETTINGS | settings, source="the test")
     return TASKS["label-steps"](config, make_regimes(SIGNALS))
 
 

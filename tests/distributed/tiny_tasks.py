@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from stretto.data import Labels, SequenceSet, Transcripts
-from stretto.tasks import CONFIGS, TASKS
+from stretto.tasks import TASKS
 from stretto.training import AbstractTask, validate
 
 
@@ -40,4 +40,4 @@ def tiny_task(name: str, *, accumulate: int) -> AbstractTask[Any]:
         "backend": "torch",
         **({"stack": 1} if name == "handwriting" else {}),
     }
-    return TASKS[name](validate(CONFIGS[name], values, source="the test"), _data(name))
+    return TASKS[name](validate(TASKS[name].Config, values, source="the test"), _data(name))

@@ -105,7 +105,7 @@ def test_greedy_reading_is_the_collapsed_best_path(log_probs_TC: npt.NDArray[np.
 @given(outputs())
 def test_a_wide_beam_finds_the_most_probable_labelling(log_probs_TC: npt.NDArray[np.float64]) -> None:
     probabilities = _probabilities(log_probs_TC)
-    found = tuple(beam_decode(log_probs_TC, width=100_000, least_log_prob=NEVER))
+    found = tuple(beam_decode(log_probs_TC, width=100_000, min_log_prob=NEVER))
     assert probabilities[found] == pytest.approx(max(probabilities.values()), rel=1e-9)
     assert probabilities[found] >= probabilities[tuple(greedy_decode(log_probs_TC))] * (1 - 1e-9)
 
@@ -113,9 +113,9 @@ def test_a_wide_beam_finds_the_most_probable_labelling(log_probs_TC: npt.NDArray
 @settings(deadline=None, max_examples=100)
 @given(outputs(), st.integers(1, 3), st.sampled_from([NEVER, -9.0, -0.1]))
 def test_a_narrow_beam_still_gives_a_labelling_that_fits(
-    log_probs_TC: npt.NDArray[np.float64], width: int, least_log_prob: float
+    log_probs_TC: npt.NDArray[np.float64], width: int, min_log_prob: float
 ) -> None:
-    found = beam_decode(log_probs_TC, width=width, least_log_prob=least_log_prob)
+    found = beam_decode(log_probs_TC, width=width, min_log_prob=min_log_prob)
     assert BLANK not in found
     assert len(found) + sum(a == b for a, b in itertools.pairwise(found)) <= len(log_probs_TC)
 
@@ -139,5 +139,5 @@ def test_no_steps_read_as_nothing() -> None:
 
 def test_a_class_below_the_threshold_starts_no_reading_but_may_go_on() -> None:
     log_probs_TC = np.log(np.array([[0.1, 0.9], [0.5, 0.5], [0.95, 0.05]]))
-    assert beam_decode(log_probs_TC, least_log_prob=math.log(0.6)) == [1]
-    assert beam_decode(log_probs_TC[2:], least_log_prob=math.log(0.6)) == []
+    assert beam_decode(log_probs_TC, min_log_prob=math.log(0.6)) == [1]
+    assert beam_decode(log_probs_TC[2:], min_log_prob=math.log(0.6)) == []

@@ -20,9 +20,9 @@ from stretto.tasks import PAD
 from stretto.tasks.translate_model import (
     BEGIN,
     END,
+    EXTRA_PIECES,
     LENGTH_POWER,
-    LONGER,
-    ROOM,
+    MAX_LENGTH_RATIO,
     Sides,
     TranslateModel,
     TranslateShape,
@@ -176,7 +176,7 @@ def test_padding_is_never_attended_to(lengths: list[int], poison: float, seed: i
 
 def _plain_greedy(model: TranslateModel, source: list[int]) -> list[int]:
     before = [BEGIN]
-    while len(before) <= int(LONGER * len(source) + ROOM):
+    while len(before) <= int(MAX_LENGTH_RATIO * len(source) + EXTRA_PIECES):
         scores_C = _plain_scores(model, source, before)[-1].detach()
         scores_C[[PAD, BEGIN]] = -torch.inf
         before.append(int(scores_C.argmax()))
@@ -237,7 +237,7 @@ def test_a_translation_that_does_not_end_is_cut() -> None:
     with torch.no_grad():
         model.output_bias[END] = -1e9
     lengths = [len(pieces) for pieces in search(model, Sides.of(_batch(PAIRS)), width=2).pieces]
-    assert lengths == [int(LONGER * len(source) + ROOM) for source, _ in PAIRS]
+    assert lengths == [int(MAX_LENGTH_RATIO * len(source) + EXTRA_PIECES) for source, _ in PAIRS]
 
 
 def test_an_odd_size_is_refused() -> None:

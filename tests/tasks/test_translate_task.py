@@ -17,8 +17,8 @@ from torch.nn import functional
 from stretto.batching import Batch, collate
 from stretto.data import LinePairs, NumberWordsSettings, SequenceSet, line_pairs, make_number_words, parallel_set
 from stretto.errors import StrettoError
-from stretto.tasks import CONFIGS, PAD, TASKS, Translate, fitting_words
-from stretto.tasks.translate import FEWEST_PIECES, Bleu, BleuWords, TranslateConfig, Vocabulary, bleu_names
+from stretto.tasks import PAD, TASKS, Translate, detect_bleu_words
+from stretto.tasks.translate import MIN_PIECES, Bleu, BleuWords, TranslateConfig, Vocabulary, bleu_names
 from stretto.tasks.translate_model import END, MARKS, TranslateModel
 from stretto.training import Score, evaluate
 
@@ -63,7 +63,7 @@ def _loss_and_gradients(task: Translate, model: TranslateModel, batches: list[Ba
 
 def test_it_is_a_task() -> None:
     assert TASKS["translate"] is Translate
-    assert CONFIGS["translate"] is TranslateConfig
+    assert TASKS["translate"].Config is TranslateConfig
 
 
 def test_a_pair_is_as_long_as_the_longer_of_its_texts() -> None:
@@ -151,8 +151,8 @@ def test_bleu_of_batches_is_that_of_the_corpus(batches: list[list[tuple[str, str
 
 
 def test_what_a_word_is_follows_from_the_text_and_is_told() -> None:
-    assert fitting_words(["ein mann , ein hund .", "ja !"]) == "none"
-    assert fitting_words(["ein Mann, ein Hund.", "Ja!"]) == "13a"
+    assert detect_bleu_words(["ein mann , ein hund .", "ja !"]) == "none"
+    assert detect_bleu_words(["ein Mann, ein Hund.", "Ja!"]) == "13a"
     assert any("between spaces" in note and "none" in note for note in _task().data.notes)
     assert any("characters" in note for note in _task(bleu_words="char").data.notes)
 
@@ -230,7 +230,7 @@ def test_directions_that_the_data_do_not_have_are_refused() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.text(st.characters(codec="utf-8")), min_size=1, max_size=5))
 def test_pieces_give_any_text_back(texts: list[str]) -> None:
-    vocabulary = Vocabulary([text for pair in TEXTS for text in pair], most_pieces=300)
+    vocabulary = Vocabulary([text for pair in TEXTS for text in pair], max_pieces=300)
     rows = vocabulary.encode(texts)
     assert vocabulary.decode(rows) == [text.strip() for text in texts]
     assert all(len(MARKS) <= piece < vocabulary.size for row in rows for piece in row)
@@ -254,7 +254,7 @@ def test_the_vocabulary_is_learnt_from_the_training_part_alone() -> None:
 
 
 def test_a_vocabulary_without_room_for_every_byte_is_refused() -> None:
-    with pytest.raises(StrettoError, match=f"vocabulary_size is 200.*{FEWEST_PIECES} or more"):
+    with pytest.raises(StrettoError, match=f"vocabulary_size is 200.*{MIN_PIECES} or more"):
         _task(vocabulary_size=200)
 
 

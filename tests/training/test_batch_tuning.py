@@ -23,7 +23,7 @@ from stretto.large_batch import BatchTuner, ThroughputTable
 from stretto.nn import carried_states
 from stretto.report import write_run_report
 from stretto.state import flatten
-from stretto.tasks import CONFIGS, TASKS
+from stretto.tasks import TASKS
 from stretto.training import (
     EVENTS_FILE,
     MODEL_FILE,
@@ -79,7 +79,7 @@ def _task(data: SequenceSet, **settings: Any) -> AbstractTask[Any]:
         "backend": "torch",
         **settings,
     }
-    return TASKS["classify"](validate(CONFIGS["classify"], values, source="the test"), data)
+    return TASKS["classify"](validate(TASKS["classify"].Config, values, source="the test"), data)
 
 
 def _with_table(monkeypatch: pytest.MonkeyPatch, *, fixed: float, each: float) -> None:
@@ -356,7 +356,7 @@ def test_an_update_of_streams_taken_apart_carries_the_same_state(streams: int) -
     }
     found = []
     for measured in (False, True):
-        task = TASKS["language-model"](validate(CONFIGS["language-model"], values, source="the test"), words)
+        task = TASKS["language-model"](validate(TASKS["language-model"].Config, values, source="the test"), words)
         trainer = Trainer(task, run=Path("unused"), log=_Silent(), resume=False)
         state = trainer.state
         state.model.double()

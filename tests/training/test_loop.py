@@ -17,7 +17,7 @@ import torch
 from stretto.batching import Batch
 from stretto.data import Labels, SequenceSet, Transcripts
 from stretto.errors import StrettoError
-from stretto.tasks import CONFIGS, TASKS
+from stretto.tasks import TASKS
 from stretto.training import (
     CHECKPOINT_FOLDER,
     EVENTS_FILE,
@@ -56,7 +56,7 @@ def _data(name: str, *, seed: int = 0) -> SequenceSet:
 
 def _task(name: str, *, data: SequenceSet | None = None, **settings: Any) -> AbstractTask[Any]:
     values = {"epochs": EPOCHS, "batch_size": 6, "hidden_size": 8, "num_buckets": 2, "dropout": 0.3, **settings}
-    return TASKS[name](validate(CONFIGS[name], values, source="the test"), data or _data(name))
+    return TASKS[name](validate(TASKS[name].Config, values, source="the test"), data or _data(name))
 
 
 def _train(run: Path, task: AbstractTask[Any], *, resume: bool = False, watch: Subscriber | None = None) -> RunResult:

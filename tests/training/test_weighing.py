@@ -10,19 +10,19 @@ import torch
 
 from stretto.data import PARTS, Labels, SequenceSet
 from stretto.distributed import World
-from stretto.tasks import CONFIGS, task_named
+from stretto.tasks import TASKS, find_task
 from stretto.training import AbstractTask, SilentLog, Trainer, TrainState, Updater, validate
 
 LENGTHS_VARY = ("handwriting", "label-steps", "language-model", "translate", "classify")
 # A clip is an element, as for classify.
-COUNTED = sorted(set(CONFIGS) - {"video"})
+COUNTED = sorted(set(TASKS) - {"video"})
 
 pytestmark = pytest.mark.filterwarnings("ignore:Seems like `optimizer.step:UserWarning")
 
 
 @functools.cache
 def _embedded(name: str) -> SequenceSet:
-    return task_named(name).embedded_data()
+    return find_task(name).embedded_data()
 
 
 def _data(name: str, *, most: int) -> SequenceSet:
@@ -43,7 +43,7 @@ def _task(name: str, **settings: Any) -> AbstractTask[Any]:
     values = {"hidden_size": 4, "backend": "torch", "batch_size": 8, "num_buckets": 3, "dropout": 0.0, **settings}
     if name == "language-model":
         values["layout"] = "passages"
-    return task_named(name)(validate(CONFIGS[name], values, source="the test"), _data(name, most=44))
+    return find_task(name)(validate(find_task(name).Config, values, source="the test"), _data(name, most=44))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def _task(name: str, **settings: Any) -> AbstractTask[Any]:
 )
 def test_a_task_knows_how_many_elements_its_losses_are_sums_over(name: str, settings: dict[str, Any]) -> None:
     values = {"hidden_size": 4, "backend": "torch", **settings}
-    task = task_named(name)(validate(CONFIGS[name], values, source="the test"), _data(name, most=20))
+    task = find_task(name)(validate(find_task(name).Config, values, source="the test"), _data(name, most=20))
     model, part = task.build_model().eval(), task.data.part("train")
     with torch.no_grad():
         counts = [task.loss(model(b), b).count for b in task.eval_batches(part, world=World(), device="cpu")]

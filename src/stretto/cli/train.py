@@ -12,7 +12,7 @@ from stretto.distributed import LostRank, is_distributed, is_rank0, launch_ranks
 from stretto.errors import StrettoError
 from stretto.report import console_view
 from stretto.runs import next_run, resolve_settings, run_task
-from stretto.tasks import CONFIGS, TASKS
+from stretto.tasks import TASKS
 from stretto.training import PRESET, Interrupted, TrainConfig, read_toml
 
 INTERRUPTED = 130
@@ -63,7 +63,7 @@ def _train(name: str, config: TrainConfig) -> int:
 
 def _config(name: str, words: list[str]) -> TrainConfig:
     """The flags over the run to resume over the TOML file over a preset over defaults."""
-    kind = CONFIGS[name]
+    kind = TASKS[name].Config
     path, words = take_option(words, "--config")
     values = {} if path is None else read_toml(path)
     preset, _ = take_option(words, f"--{PRESET}")

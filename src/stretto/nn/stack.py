@@ -107,7 +107,7 @@ def run_stack(
     for number, layer in enumerate(layers):
         if number and dropout:
             x_PF = functional.dropout(x_PF, dropout)
-        inputs = [reversed_rows(layout, x_PF) if reverse else x_PF for reverse in range(len(layer))]
+        inputs = [reverse_rows(layout, x_PF) if reverse else x_PF for reverse in range(len(layer))]
         if call is not None:
             solved = [
                 call.solver.solve(_problem(direction, layout, rows_PF, call, number=number, reverse=reverse))
@@ -124,7 +124,7 @@ def run_stack(
             ]
             results = run_together(coroutines)
         finals += [states for _, states in results]
-        outputs = [reversed_rows(layout, y) if reverse else y for reverse, (y, _) in enumerate(results)]
+        outputs = [reverse_rows(layout, y) if reverse else y for reverse, (y, _) in enumerate(results)]
         if len(outputs) > 1:
             outputs = [y if y.dim() > 1 else y[:, None] for y in outputs]
         x_PF = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
@@ -179,7 +179,7 @@ def _in_stretches(
     return [(torch.cat(parts), after) for parts, after in zip(outputs, states, strict=True)]
 
 
-def reversed_rows(layout: Layout, x_PF: torch.Tensor) -> torch.Tensor:
+def reverse_rows(layout: Layout, x_PF: torch.Tensor) -> torch.Tensor:
     """Each sequence back to front."""
     if layout.is_even:
         steps = x_PF.reshape(layout.num_steps, layout.num_rows, *x_PF.shape[1:])

@@ -10,13 +10,12 @@ from stretto.tasks.digits import Digits
 from stretto.tasks.handwriting import Handwriting
 from stretto.tasks.label_steps import LabelSteps
 from stretto.tasks.language_model import LanguageModelling
-from stretto.tasks.translate import Translate, fitting_words
+from stretto.tasks.translate import Translate, detect_bleu_words
 from stretto.tasks.translate_model import PAD
 from stretto.tasks.video import Video
-from stretto.training import AbstractTask, TrainConfig
+from stretto.training import AbstractTask
 
 __all__ = [
-    "CONFIGS",
     "PAD",
     "TASKS",
     "Classification",
@@ -28,8 +27,8 @@ __all__ = [
     "LanguageModelling",
     "Translate",
     "Video",
-    "fitting_words",
-    "task_named",
+    "detect_bleu_words",
+    "find_task",
 ]
 
 TASKS: Final[dict[str, type[AbstractTask[Any]]]] = {
@@ -37,11 +36,9 @@ TASKS: Final[dict[str, type[AbstractTask[Any]]]] = {
     for task in (Handwriting, Classify, LanguageModelling, LabelSteps, Video, Digits, DigitImages, Translate)
 }
 """The tasks by the name that the command line has for them."""
-CONFIGS: Final[dict[str, type[TrainConfig]]] = {name: task.Config for name, task in TASKS.items()}
-"""The settings of each task."""
 
 
-def task_named(name: str) -> type[AbstractTask[Any]]:
+def find_task(name: str) -> type[AbstractTask[Any]]:
     """The task class, or an error that lists the tasks."""
     if name not in TASKS:
         raise StrettoError(f"there is no task {name!r}", fix=f"Choose one of {', '.join(TASKS)}.")

@@ -99,14 +99,14 @@ class Digits(AbstractDigits[DigitsConfig]):
     def build_model(self) -> DigitsModel:
         """A new model."""
         return DigitsModel(
-            one_scale(self.data.part("train")),
+            standardise_pixels(self.data.part("train")),
             num_features=self.data.num_features,
             num_classes=len(self.class_names),
             config=self.config,
         )
 
 
-def one_scale(data: SequenceSet) -> Standardise:
+def standardise_pixels(data: SequenceSet) -> Standardise:
     """Brings pixels to mean zero and deviation one, over all of them alike.
 
     A scale for each column would blow up those at the edge, where hardly anything is ever drawn.

@@ -218,18 +218,18 @@ class _Prefix:
         return _add(self.blank, self.symbol)
 
 
-def beam_decode(log_probs_TC: npt.NDArray[np.floating], *, width: int = 8, least_log_prob: float = -9.0) -> list[int]:
+def beam_decode(log_probs_TC: npt.NDArray[np.floating], *, width: int = 8, min_log_prob: float = -9.0) -> list[int]:
     """Prefix beam search: the most likely labelling, summed over all its paths.
 
     Args:
         log_probs_TC: Log-probabilities of the classes at each step.
         width: Prefixes kept after each step. Wide enough, the search is exact.
-        least_log_prob: Classes below this at a step do not extend a prefix there; minus infinity leaves none out.
+        min_log_prob: Classes below this at a step do not extend a prefix there; minus infinity leaves none out.
     """
     beam: dict[tuple[int, ...], _Prefix] = {(): _Prefix(blank=0.0)}
     for log_probs_C in log_probs_TC:
         blank = float(log_probs_C[BLANK])
-        likely = [(c, float(log_probs_C[c])) for c in np.flatnonzero(log_probs_C >= least_log_prob) if c != BLANK]
+        likely = [(c, float(log_probs_C[c])) for c in np.flatnonzero(log_probs_C >= min_log_prob) if c != BLANK]
         grown: dict[tuple[int, ...], _Prefix] = {}
         for labels, prefix in beam.items():
             total = prefix.total

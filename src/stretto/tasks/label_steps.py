@@ -20,8 +20,8 @@ from stretto.nn import Standardise
 from stretto.tasks.recurrent import GRULayers
 from stretto.training import AbstractTask, Count, LabelTrack, LossSum, Positive, Sample, Score, SolverConfig
 
-LEFT_OUT: Final = -100
-SHOWN_STEPS: Final = 400
+IGNORED_CLASS: Final = -100
+SAMPLE_STEPS: Final = 400
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class LabelSteps(AbstractTask[LabelStepsConfig]):
         known = [number for number in range(len(names)) if number != config.unlabelled]
         self.class_names = [names[number] for number in known]
         # The last entry is for padding.
-        self._class_of = torch.full((len(names) + 1,), LEFT_OUT)
+        self._class_of = torch.full((len(names) + 1,), IGNORED_CLASS)
         self._class_of[known] = torch.arange(len(known))
         counts = data.part("train").targets
         assert isinstance(counts, StepLabels)
@@ -89,7 +89,9 @@ class LabelSteps(AbstractTask[LabelStepsConfig]):
                 f"{data.name}: no step of the training sequences has a label but {config.unlabelled}",
                 fix="Label some steps, or name another label with --unlabelled.",
             )
-        super().__init__(config, dataclasses.replace(data, notes=(*data.notes, *_left_out(data.targets, config))))
+        super().__init__(
+            config, dataclasses.replace(data, notes=(*data.notes, *_unlabelled_note(data.targets, config)))
+        )
 
     @classmethod
     def embedded_data(cls) -> SequenceSet:
@@ -108,19 +110,19 @@ class LabelSteps(AbstractTask[LabelStepsConfig]):
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
         """Cross-entropy, counted in labelled steps."""
         mask_BT, classes_P = batch.mask, self._classes(batch)
-        total = functional.cross_entropy(output[mask_BT], classes_P, ignore_index=LEFT_OUT, reduction="sum")
-        return LossSum(total=total, count=int((classes_P != LEFT_OUT).sum()))
+        total = functional.cross_entropy(output[mask_BT], classes_P, ignore_index=IGNORED_CLASS, reduction="sum")
+        return LossSum(total=total, count=int((classes_P != IGNORED_CLASS).sum()))
 
     def num_elements(self, part: SequenceSet) -> int:
         """Labelled steps."""
         assert isinstance(part.targets, StepLabels)
-        return int(part.targets.counts()[(self._class_of[:-1] != LEFT_OUT).numpy()].sum())
+        return int(part.targets.counts()[(self._class_of[:-1] != IGNORED_CLASS).numpy()].sum())
 
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """The fraction of labelled steps whose best class is the right one."""
         classes_P = self._classes(batch)
         right_P = output[batch.mask].argmax(dim=1) == classes_P
-        return {self.metric: Score(amount=int(right_P.sum()), count=int((classes_P != LEFT_OUT).sum()))}
+        return {self.metric: Score(amount=int(right_P.sum()), count=int((classes_P != IGNORED_CLASS).sum()))}
 
     def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
         """Labels along each sequence, true and predicted."""
@@ -135,8 +137,8 @@ class LabelSteps(AbstractTask[LabelStepsConfig]):
         return self._class_of.to(targets_P.device)[targets_P]
 
     def _sample(self, truth_T: torch.Tensor, best_T: torch.Tensor) -> Sample:
-        labelled_T = truth_T != LEFT_OUT
-        at = np.unique(np.linspace(0, len(truth_T) - 1, min(len(truth_T), SHOWN_STEPS)).round().astype(np.int64))
+        labelled_T = truth_T != IGNORED_CLASS
+        at = np.unique(np.linspace(0, len(truth_T) - 1, min(len(truth_T), SAMPLE_STEPS)).round().astype(np.int64))
         target, output = _runs(truth_T[at]), _runs(best_T[at])
         right = float((truth_T == best_T).sum()) / max(1, int(labelled_T.sum()))
         track = LabelTrack(names=self.class_names, target=target, output=output, right=right)
@@ -150,7 +152,7 @@ def _runs(labels: torch.Tensor) -> list[list[int]]:
     return [[max(-1, number), len(list(run))] for number, run in groupby(labels.tolist())]
 
 
-def _left_out(labels: StepLabels, config: LabelStepsConfig) -> list[str]:
+def _unlabelled_note(labels: StepLabels, config: LabelStepsConfig) -> list[str]:
     """A note about steps without a label."""
     if config.unlabelled is None or config.unlabelled >= len(labels.names):
         return []

@@ -36,9 +36,9 @@ from stretto.training import (
     eval_windows,
 )
 
-FEWEST_TOKENS: Final = 2
-SHOWN_TOKENS = {"characters": 60, "words": 16}
-LARGEST_NATS = 700.0
+MIN_TOKENS: Final = 2
+SAMPLE_TOKENS = {"characters": 60, "words": 16}
+MAX_NATS = 700.0
 PTB: Final[dict[str, Any]] = {
     "tokens": "words",
     "layout": "streams",
@@ -257,12 +257,12 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
 
     def summary(self, scores: dict[str, Score]) -> dict[str, float]:
         """The exponential of the mean loss."""
-        return {self.metric: math.exp(min(scores["nats"].ratio, LARGEST_NATS))}
+        return {self.metric: math.exp(min(scores["nats"].ratio, MAX_NATS))}
 
     def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
         """Passages, and the model's prediction of each word or character from those before it."""
         best_BU = output.argmax(dim=-1)
-        most = SHOWN_TOKENS["words" if self.data.vocabulary else "characters"]
+        most = SAMPLE_TOKENS["words" if self.data.vocabulary else "characters"]
         shown = []
         for row, length in enumerate(batch.lengths.tolist()):
             count = min(length, most)
@@ -337,14 +337,14 @@ def _check_numbers(data: SequenceSet, *, num_tokens: int) -> None:
             fix=f"Give `x` as whole numbers, each the place of a word or character in {where}.",
         )
     numbers_S = data.features_SF
-    if data.lengths_N.min() >= FEWEST_TOKENS and numbers_S.min() >= 0 and numbers_S.max() < num_tokens:
+    if data.lengths_N.min() >= MIN_TOKENS and numbers_S.min() >= 0 and numbers_S.max() < num_tokens:
         return
     bounds_N = np.stack([data.starts_N, data.starts_N + data.lengths_N])
     for index, (begin, end) in enumerate(bounds_N.T.tolist()):
         numbers_T = data.features_SF[begin:end]
-        if len(numbers_T) < FEWEST_TOKENS or numbers_T.min() < 0 or numbers_T.max() >= num_tokens:
+        if len(numbers_T) < MIN_TOKENS or numbers_T.min() < 0 or numbers_T.max() >= num_tokens:
             raise StrettoError(
                 f"{data.name}: sequence {data.numbers_N[index]} has {len(numbers_T)} steps, numbered "
                 f"{numbers_T.min()} to {numbers_T.max()}, for {num_tokens} words or characters",
-                fix=f"Give passages of {FEWEST_TOKENS} or more steps, numbered by their place in {where}.",
+                fix=f"Give passages of {MIN_TOKENS} or more steps, numbered by their place in {where}.",
             )

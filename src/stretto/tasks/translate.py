@@ -21,19 +21,19 @@ from stretto.extras import optional
 from stretto.tasks.translate_model import END, MARKS, PAD, Sides, TranslateModel, TranslateShape, search
 from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, Share, TrainConfig
 
-FEWEST_PIECES: Final = len(MARKS) + 256
+MIN_PIECES: Final = len(MARKS) + 256
 """The marks and every byte, so that there is nothing that cannot be spelt."""
-LONGEST: Final = 4
+MAX_NGRAM: Final = 4
 """Words of the longest phrases that are compared."""
-LENGTH: Final = "length"
+LENGTH_KEY: Final = "length"
 BleuWords = Literal["none", "13a", "char"]
-GLUED: Final = re.compile(r"\w[.,!?](?:\s|$)")
-TOKENISED_SHARE: Final = 0.01
-PAIRS_A_PIECE: Final = 7
-MOST_PIECES: Final = 6000
-LARGEST_NATS: Final = 700.0
-SAME: Final = 1e-2
-WHAT_A_WORD_IS: Final[dict[BleuWords, str]] = {
+ATTACHED_PUNCTUATION: Final = re.compile(r"\w[.,!?](?:\s|$)")
+MAX_ATTACHED_FRACTION: Final = 0.01
+PAIRS_PER_PIECE: Final = 7
+MAX_PIECES: Final = 6000
+MAX_NATS: Final = 700.0
+FIRST_SCORE_TOLERANCE: Final = 1e-2
+BLEU_WORD_NAMES: Final[dict[BleuWords, str]] = {
     "none": "words as they stand between spaces, for the text is tokenised",
     "13a": "words with punctuation split off",
     "char": "characters",
@@ -94,17 +94,17 @@ class Translate(AbstractTask[TranslateConfig]):
     metric = "bleu"
 
     def __init__(self, config: TranslateConfig, data: SequenceSet) -> None:
-        pairs = _directed(line_pairs(data), config, name=data.name)
+        pairs = _orient(line_pairs(data), config, name=data.name)
         trained = np.flatnonzero(data.split_N == PARTS.index("train")).tolist()
         texts = [text for side in (pairs.sources, pairs.targets) for text in (side[index] for index in trained)]
-        self.vocabulary = Vocabulary(texts, most_pieces=_most_pieces(config, num_pairs=len(trained)))
+        self.vocabulary = Vocabulary(texts, max_pieces=_max_pieces(config, num_pairs=len(trained)))
         words = config.bleu_words
-        chosen = fitting_words([pairs.targets[index] for index in trained]) if words == "auto" else words
+        chosen = detect_bleu_words([pairs.targets[index] for index in trained]) if words == "auto" else words
         self._bleu = Bleu(chosen)
         self._references = dict(zip(data.numbers_N.tolist(), pairs.targets, strict=True))
         self._model: TranslateModel | None = None
-        note = f"BLEU compares {WHAT_A_WORD_IS[chosen]} (sacrebleu's {chosen})"
-        super().__init__(config, _side_by_side(data, pairs, self.vocabulary, note=note))
+        note = f"BLEU compares {BLEU_WORD_NAMES[chosen]} (sacrebleu's {chosen})"
+        super().__init__(config, _encode_pairs(data, pairs, self.vocabulary, note=note))
 
     @classmethod
     def embedded_data(cls) -> SequenceSet:
@@ -161,7 +161,7 @@ class Translate(AbstractTask[TranslateConfig]):
         """BLEU from 0 to 100, the perplexity of a piece, and the share of pieces guessed right given those before."""
         return {
             **{name: self._bleu.value(name, scores) for name in bleu_names(scores)},
-            "perplexity": math.exp(min(scores["nats"].ratio, LARGEST_NATS)),
+            "perplexity": math.exp(min(scores["nats"].ratio, MAX_NATS)),
             "accuracy": scores["accuracy"].ratio,
         }
 
@@ -198,7 +198,12 @@ class Translate(AbstractTask[TranslateConfig]):
             self._model.train(was_training)
         # The first piece is scored before any is chosen: the same by training's way and by the decoder's.
         given_BC = output[:, 0]
-        if not torch.allclose(given_BC, found.first_BC, rtol=SAME, atol=SAME * float(given_BC.abs().max())):
+        if not torch.allclose(
+            given_BC,
+            found.first_BC,
+            rtol=FIRST_SCORE_TOLERANCE,
+            atol=FIRST_SCORE_TOLERANCE * float(given_BC.abs().max()),
+        ):
             raise StrettoError(
                 "these scores are not of the model that translates, in evaluation mode",
                 fix="Measure the model that build_model() made last, after model.eval().",
@@ -214,7 +219,7 @@ class Vocabulary:
 
     Args:
         texts: What to learn from; the same texts in the same order make the same vocabulary.
-        most_pieces: Its largest size, marks included.
+        max_pieces: Its largest size, marks included.
 
     Attributes:
         size: Pieces and marks.
@@ -223,11 +228,11 @@ class Vocabulary:
         StrettoError: The package tokenizers is missing, or there is no room for every byte.
     """
 
-    def __init__(self, texts: Sequence[str], *, most_pieces: int) -> None:
-        if most_pieces < FEWEST_PIECES:
+    def __init__(self, texts: Sequence[str], *, max_pieces: int) -> None:
+        if max_pieces < MIN_PIECES:
             raise StrettoError(
-                f"vocabulary_size is {most_pieces}, which has no room for every byte",
-                fix=f"Set --vocabulary-size to {FEWEST_PIECES} or more.",
+                f"vocabulary_size is {max_pieces}, which has no room for every byte",
+                fix=f"Set --vocabulary-size to {MIN_PIECES} or more.",
             )
         tokenizers = optional("tokenizers")
         bytewise = tokenizers.pre_tokenizers.ByteLevel
@@ -235,7 +240,7 @@ class Vocabulary:
         self._pieces.pre_tokenizer = bytewise(add_prefix_space=True)
         self._pieces.decoder = tokenizers.decoders.ByteLevel()
         trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=most_pieces,
+            vocab_size=max_pieces,
             min_frequency=2,
             special_tokens=list(MARKS),
             initial_alphabet=sorted(bytewise.alphabet()),
@@ -272,12 +277,12 @@ class Bleu:
         found = self._metric.corpus_score(list(outputs), [list(references)])
         phrases = zip(found.counts, found.totals, strict=True)
         scores = {f"{name}:{n}": Score(amount=same, count=total) for n, (same, total) in enumerate(phrases, start=1)}
-        return {**scores, f"{name}:{LENGTH}": Score(amount=found.sys_len, count=found.ref_len)}
+        return {**scores, f"{name}:{LENGTH_KEY}": Score(amount=found.sys_len, count=found.ref_len)}
 
     def value(self, name: str, scores: Mapping[str, Score]) -> float:
         """BLEU, from 0 to 100, of all that was added up under this name."""
-        phrases = [scores[f"{name}:{n}"] for n in range(1, LONGEST + 1)]
-        lengths = scores[f"{name}:{LENGTH}"]
+        phrases = [scores[f"{name}:{n}"] for n in range(1, MAX_NGRAM + 1)]
+        lengths = scores[f"{name}:{LENGTH_KEY}"]
         found = self._metric.compute_bleu(
             correct=[int(score.amount) for score in phrases],
             total=[int(score.count) for score in phrases],
@@ -290,13 +295,13 @@ class Bleu:
 
 def bleu_names(scores: Mapping[str, Score]) -> list[str]:
     """The names under which there is something to make a BLEU of."""
-    return [key.removesuffix(f":{LENGTH}") for key in scores if key.endswith(f":{LENGTH}")]
+    return [key.removesuffix(f":{LENGTH_KEY}") for key in scores if key.endswith(f":{LENGTH_KEY}")]
 
 
-def fitting_words(references: Sequence[str]) -> BleuWords:
+def detect_bleu_words(references: Sequence[str]) -> BleuWords:
     """What a word is in these texts: "none" if punctuation stands alone, as in tokenised text, or else "13a"."""
-    glued = sum(GLUED.search(text) is not None for text in references)
-    return "13a" if glued > TOKENISED_SHARE * len(references) else "none"
+    glued = sum(ATTACHED_PUNCTUATION.search(text) is not None for text in references)
+    return "13a" if glued > MAX_ATTACHED_FRACTION * len(references) else "none"
 
 
 def _target_pieces(output: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -305,13 +310,13 @@ def _target_pieces(output: torch.Tensor, batch: Batch) -> torch.Tensor:
     return pieces_BT[:, : output.shape[1]]
 
 
-def _most_pieces(config: TranslateConfig, *, num_pairs: int) -> int:
+def _max_pieces(config: TranslateConfig, *, num_pairs: int) -> int:
     if config.vocabulary_size != "auto":
         return config.vocabulary_size
-    return min(MOST_PIECES, max(2 * FEWEST_PIECES, num_pairs // PAIRS_A_PIECE))
+    return min(MAX_PIECES, max(2 * MIN_PIECES, num_pairs // PAIRS_PER_PIECE))
 
 
-def _directed(pairs: LinePairs, config: TranslateConfig, *, name: str) -> LinePairs:
+def _orient(pairs: LinePairs, config: TranslateConfig, *, name: str) -> LinePairs:
     """From the source that was asked for to the target."""
     if config.source is None and config.target is None:
         return pairs
@@ -331,7 +336,7 @@ def _directed(pairs: LinePairs, config: TranslateConfig, *, name: str) -> LinePa
     )
 
 
-def _side_by_side(data: SequenceSet, pairs: LinePairs, vocabulary: Vocabulary, *, note: str) -> SequenceSet:
+def _encode_pairs(data: SequenceSet, pairs: LinePairs, vocabulary: Vocabulary, *, note: str) -> SequenceSet:
     """Pieces of source and target as two features, as many steps as the longer has."""
     sources = vocabulary.encode(pairs.sources)
     targets = [[*pieces, END] for pieces in vocabulary.encode(pairs.targets)]

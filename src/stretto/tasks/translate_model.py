@@ -23,8 +23,8 @@ PAD: Final = 0
 BEGIN: Final = 1
 END: Final = 2
 MARKS: Final = ("<pad>", "<begin>", "<end>")
-LONGER: Final = 2.0
-ROOM: Final = 10
+MAX_LENGTH_RATIO: Final = 2.0
+EXTRA_PIECES: Final = 10
 """A translation has at most twice the pieces of its source and these."""
 LENGTH_POWER: Final = 0.6
 """How much a longer translation is forgiven its smaller probability, as in GNMT."""
@@ -246,7 +246,7 @@ def _begin(model: TranslateModel, sides: Sides, *, width: int) -> _Beam:
     total_BK[:, 0] = 0.0
     return _Beam(
         source_B=torch.arange(count, device=device),
-        limit_B=(sides.source_lengths * LONGER + ROOM).long().to(device),
+        limit_B=(sides.source_lengths * MAX_LENGTH_RATIO + EXTRA_PIECES).long().to(device),
         pieces_BKL=torch.zeros(count, width, 0, dtype=torch.int64, device=device),
         total_BK=total_BK,
         ended_BK=torch.zeros(count, width, dtype=torch.bool, device=device),

@@ -21,7 +21,7 @@ from stretto.tasks.recurrent import GRULayers, mean_over_steps
 from stretto.training import Count, Positive, SolverConfig
 
 CHANNELS: Final = (16, 32)
-PLACES: Final = 4
+POOLED_SIZE: Final = 4
 """Rows and columns that a frame is summed up in."""
 
 
@@ -63,9 +63,9 @@ class FrameEncoder(nn.Module):
             nn.MaxPool2d(2),
             nn.Conv2d(few, many, kernel_size=3, padding=1),
             nn.ReLU(),
-            nn.AdaptiveAvgPool2d(PLACES),
+            nn.AdaptiveAvgPool2d(POOLED_SIZE),
             nn.Flatten(),
-            nn.Linear(many * PLACES * PLACES, code_size),
+            nn.Linear(many * POOLED_SIZE * POOLED_SIZE, code_size),
             # Of each frame by itself: what all frames have in common would swamp what moves.
             nn.LayerNorm(code_size),
         )
@@ -128,14 +128,14 @@ class Video(Classification[VideoConfig]):
         train, size = self.data.part("train"), self.config.hidden_size
         encode: nn.Module
         if self._has_frames:
-            standardise = pixel_scale(train, channels=self.config.framing.channels)
+            standardise = standardise_colours(train, channels=self.config.framing.channels)
             encode = FrameEncoder(self.config.framing, code_size=size)
         else:
             standardise, encode = Standardise.of(train), nn.Linear(self.data.num_features, size)
         return VideoModel(standardise, encode, num_classes=len(self.class_names), config=self.config)
 
 
-def pixel_scale(data: SequenceSet, *, channels: int) -> Standardise:
+def standardise_colours(data: SequenceSet, *, channels: int) -> Standardise:
     """Brings each colour to mean zero and deviation one, over all pixels of all frames alike."""
     counts = np.zeros((channels, 256))
     for start, length in zip(data.starts_N, data.lengths_N, strict=True):
