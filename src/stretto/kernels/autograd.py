@@ -70,12 +70,7 @@ def run_together(programs: Sequence[LoopCoroutine]) -> list[tuple[torch.Tensor, 
 def run_loops(calls: Sequence[LoopCall]) -> list[LoopResult]:
     """Run loops that do not depend on each other; results are without saved values."""
     kernels, layouts = [call.kernel for call in calls], [call.layout for call in calls]
-    tensors = [
-        tensor
-        for call in calls
-        for part in (call.states, call.per_step, call.weights, call.constants)
-        for tensor in part
-    ]
+    tensors = [tensor for call in calls for tensor in call.tensors]
     made = _Loops.apply(kernels, layouts, *tensors)  # type: ignore[no-untyped-call]
     return [LoopResult(*parts) for parts in _per_loop(kernels, made)]
 

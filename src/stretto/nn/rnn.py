@@ -17,12 +17,12 @@ from stretto.cells import cell_from
 from stretto.checks import check_choice, check_float, check_int
 from stretto.errors import StrettoError
 from stretto.graph import call_cell
-from stretto.kernels import Backend, Built, Layout, SaveChoice, backend_names, build
+from stretto.kernels import Backend, Built, Layout, Program, SaveChoice, backend_names, build
 from stretto.nn.auto import SolverAutotuner
 from stretto.nn.explain import Explanation
 from stretto.nn.ragged import PackedBatch, pack_batch
 from stretto.nn.stack import Direction, SolverCall, StackResult, assemble, run_stack
-from stretto.solvers import AbstractSolver, AnyProgram, CellVariants, Solution
+from stretto.solvers import AbstractSolver, CellVariants, Solution
 from stretto.state import flatten, unflatten
 
 TORCH_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
@@ -261,7 +261,7 @@ class RNN(nn.Module):
         return built
 
     def _variants(self, cell: nn.Module, initial: Any, place: int) -> CellVariants:
-        def program(module: nn.Module, features: tuple[int, ...], dtype: torch.dtype) -> AnyProgram:
+        def program(module: nn.Module, features: tuple[int, ...], dtype: torch.dtype) -> Program:
             return self._build(module, features, dtype, initial).program
 
         return CellVariants(cell=cell, build=program, modules=self._held.setdefault(place, {}))

@@ -1,6 +1,6 @@
 """How to get through time: sequentially, or in many chunks at once. One file per method."""
 
-from stretto.solvers.base import AbstractSolver, AnyProgram, CellVariants, Problem, Result, Serial, Solution
+from stretto.solvers.base import AbstractSolver, CellVariants, Problem, Result, Serial, Solution
 from stretto.solvers.multigrid import Multigrid
 from stretto.solvers.newton import Newton
 from stretto.solvers.shooting import MAX_KERNEL_ROWS, CacheKey, Shooting, TrajectoryCache
@@ -10,7 +10,6 @@ __all__ = [
     "MAX_KERNEL_ROWS",
     "SEGMENT_STEPS",
     "AbstractSolver",
-    "AnyProgram",
     "CacheKey",
     "CellVariants",
     "Multigrid",

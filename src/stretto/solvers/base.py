@@ -25,8 +25,7 @@ from torch import nn
 
 from stretto.kernels import Layout, Program, run_together
 
-AnyProgram: TypeAlias = Program
-Builder: TypeAlias = Callable[[nn.Module, tuple[int, ...], torch.dtype], AnyProgram]
+Builder: TypeAlias = Callable[[nn.Module, tuple[int, ...], torch.dtype], Program]
 """Compiles a step, once per module: from the module, the shape of a row of its input, and the input's dtype."""
 
 
@@ -87,7 +86,7 @@ class Problem:
         reverse: Whether this direction reads each sequence from its end; `x_PF` is already reversed.
     """
 
-    program: AnyProgram
+    program: Program
     layout: Layout
     x_PF: torch.Tensor
     states: Sequence[torch.Tensor]
