@@ -1,4 +1,7 @@
-"""Training with time divided over ranks: the losses, weights and records of one process; what is refused; no hang."""
+"""Training on two ranks with time divided, or with a solver: the losses, weights and records of one process; refusals.
+
+Starting processes is what takes time, so that one world of two ranks serves most checks.
+"""
 
 import dataclasses
 import json
@@ -6,13 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 import torch
 from tiny_tasks import tiny_task
 from worlds import run_world
 
 from stretto.batching import Batch, collate
-from stretto.data import RegimeSettings, make_regimes, write_npz
+from stretto.data import RegimeSettings, SequenceSet, StepLabels, make_regimes, write_npz
 from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.kernels.backends.cpp import compiler
@@ -44,7 +48,9 @@ def _task(settings: dict[str, Any]) -> AbstractTask[Any]:
     return TASKS["label-steps"](config, make_regimes(SIGNALS))
 
 
-def _train(world: World, run: str, settings: dict[str, Any], epochs: int = 2, resume: bool = False) -> dict[str, Any]:
+def _train(
+    world: World, run: Path | str, settings: dict[str, Any], *, epochs: int = 2, resume: bool = False
+) -> dict[str, Any]:
     folder = Path(run)
     log = EventLog(folder / EVENTS_FILE) if world.is_rank0 else SilentLog()
     trainer = Trainer(_task(settings), run=folder, log=log, resume=resume, world=world)
@@ -53,23 +59,11 @@ def _train(world: World, run: str, settings: dict[str, Any], epochs: int = 2, re
     return {**found, "weights": weights.tolist()}
 
 
-Told: TypeAlias = tuple[dict[str, Any], list[Any]]
-"""What the first rank found, which must be what all found, and the events."""
+Trained: TypeAlias = tuple[dict[str, Any], list[Any]]
+"""What the ranks found, and the events."""
 
 
-def _ranks(size: int, folder: Path, settings: dict[str, Any], *more: Any) -> Told:
-    run = folder / "run"
-    if size == 1:
-        return _train(World(), str(run), settings, *more), read_events(run)
-    found = run_world(
-        size, _train, folder / f"world-{size}-{more}", str(run), settings, *more, prepare=_compile_quickly
-    )
-    assert isinstance(found[0], dict), found[0]
-    assert all(item == found[0] for item in found)
-    return found[0], read_events(run)
-
-
-def _assert_same(one: Told, other: Told) -> None:
+def _assert_same(one: Trained, other: Trained) -> None:
     for key, value in other[0]["metrics"].items():
         assert one[0]["metrics"][key] == pytest.approx(value, abs=1e-5), key
     assert one[0]["weights"] == pytest.approx(other[0]["weights"], abs=1e-5)
@@ -86,42 +80,11 @@ def _assert_same(one: Told, other: Told) -> None:
                 assert sorted(first["sequences"]) == sorted(second["sequences"])
 
 
-NETS: list[dict[str, Any]] = [{}, {"num_layers": 2, "bidirectional": True, "accumulate": 2}]
-
-
 @pytest.fixture(scope="module")
-def alone(quick_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """One worker with the usual net."""
-    return _ranks(1, tmp_path_factory.mktemp("one"), NETS[0])
-
-
-@pytest.mark.parametrize("net", NETS, ids=str)
-def test_ranks_that_divide_steps_train_as_one(net: dict[str, Any], alone: Told, tmp_path: Path) -> None:
-    if net:
-        alone = _ranks(1, tmp_path / "one", net)
-    shared = _ranks(2, tmp_path / "two", {**net, "time_parallel": 2})
-    _assert_same(shared, alone)
-    told = [event["solving"] for event in shared[1] if event["event"] == "epoch"]
-    assert [epoch["solver"] for epoch in told] == ["time_parallel", "time_parallel"]
-    batches = [event["step"] for event in shared[1] if event["event"] == "step"]
-    assert sum(epoch["batches"] for epoch in told) == len(batches) * net.get("accumulate", 1)
-    assert all(epoch["residual_max"] <= 1e-6 for epoch in told)
-    assert all(epoch["backward_residual_max"] <= 1e-6 for epoch in told)
-    assert all("2 ranks of" in epoch["reason"] for epoch in told)
-    assert not any("solving" in event for event in alone[1])
-
-
-def test_shares_of_sequences_and_of_steps(tmp_path: Path) -> None:
-    two, four = _ranks(2, tmp_path / "two", {}), _ranks(4, tmp_path / "four", {"time_parallel": 2})
-    _assert_same(four, two)
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_a_run_goes_on_with_time_divided_or_not(before: int, after: int, alone: Told, tmp_path: Path) -> None:
-    _ranks(before, tmp_path / "cut", {"time_parallel": before}, 1)
-    found, events = _ranks(after, tmp_path / "cut", {"time_parallel": after}, 2, True)
-    assert found["weights"] == pytest.approx(alone[0]["weights"], abs=1e-5)
-    assert sum(event["event"] == "resumed" for event in events) == 1
+def alone(quick_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """One rank with the usual net."""
+    run = tmp_path_factory.mktemp("one")
+    return _train(World(), run, {}), read_events(run)
 
 
 def _refused(world: World) -> dict[str, str]:
@@ -145,20 +108,8 @@ def _refused(world: World) -> dict[str, str]:
     return found
 
 
-def test_what_cannot_be_divided_is_refused_on_every_rank(tmp_path: Path) -> None:
-    for told in run_world(2, _refused, tmp_path):
-        assert isinstance(told, dict), told
-        for name in ("classify", "language-model", "handwriting"):
-            assert f"the task {name!r} needs whole sequences on one rank" in told[name]
-        assert "time_parallel=3 does not divide the number of ranks, which is 2" in told["three"]
-        assert "backend='torch'" in told["torch"]
-        assert "the solver is 'shooting'" in told["solver"]
-        assert "time_parallel of rank 1 differs from that of rank 0" in told["differing"]
-        assert told["right"] == "nothing"
-
-
 def _one_bad_block(world: World) -> dict[str, Any]:
-    """Accumulated steps of which the first has no loss on the second worker alone."""
+    """Two updates of two batches each; in the first, the loss of rank 1 alone is NaN."""
     task = _task({"time_parallel": 2, "accumulate": 2, "on_nan": "skip"})
     ranks, train = TimeParallelSetup(2, world=world), task.data.part("train")
     honest = task.loss
@@ -183,13 +134,147 @@ def _one_bad_block(world: World) -> dict[str, Any]:
     return {"skipped": skipped, "finite": all(bool(p.isfinite().all()) for p in model.parameters())}
 
 
-def test_a_block_without_a_loss_stops_nobody(tmp_path: Path) -> None:
-    for told in run_world(2, _one_bad_block, tmp_path, prepare=_compile_quickly):
-        assert told == {"skipped": [True, False], "finite": True}
+def _solve_an_epoch(world: World, run: str, settings: dict[str, Any]) -> Any:
+    rng, lengths_N = np.random.default_rng(0), np.full(9, 40)
+    offsets = np.cumsum([0, *lengths_N])
+    data = SequenceSet.from_flat(
+        rng.normal(size=(offsets[-1], 2)).astype(np.float32),
+        offsets=offsets,
+        targets=StepLabels.check(rng.integers(1, 3, offsets[-1]), offsets=offsets, names=None, source=""),
+        split_N=np.repeat([0, 1, 2], [5, 2, 2]),
+    )
+    values = {
+        "epochs": 2,
+        "batch_size": 1,
+        "hidden_size": 3,
+        "dropout": 0.0,
+        "learning_rate": 1e-30,
+        "weight_decay": 0.0,
+        **settings,
+    }
+    task = TASKS["label-steps"](validate(CONFIGS["label-steps"], values, source="the test"), data)
+    record = Trainer(task, run=Path(run), log=SilentLog(), resume=False, world=world).train_epoch()
+    told = record.solving
+    return None if told is None else [told.batches, told.residual_mean, told.residual_max, record.train_loss]
 
 
+SHOOTING = {"solver": "shooting", "chunks": 2, "tolerance": 1e-3}
+
+
+def _two_ranks(world: World, folder: str) -> dict[str, Any]:
+    runs, divided = Path(folder), {"time_parallel": 2}
+    found: dict[str, Any] = {"trained": _train(world, runs / "trained", divided)}
+    _train(world, runs / "begun by two", divided, epochs=1)
+    found["begun by one"] = _train(world, runs / "begun by one", divided, resume=True)
+    found["refused"] = _refused(world)
+    found["bad block"] = _one_bad_block(world)
+    found["shooting"] = _solve_an_epoch(world, str(runs / "shooting"), SHOOTING)
+    try:
+        _solve_an_epoch(world, str(runs / "warm start"), {"solver": "warm_start", "chunks": 2})
+    except StrettoError as error:
+        found["warm start"] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(quick_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all runs."""
+    folder = tmp_path_factory.mktemp("runs")
+    _train(World(), folder / "begun by one", {}, epochs=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    found = run_world(2, _two_ranks, tmp_path_factory.mktemp("two"), str(runs), prepare=_compile_quickly)
+    assert all(isinstance(item, dict) for item in found), found
+    return found
+
+
+def _assert_trained_as_one(shared: Trained, alone: Trained, *, accumulate: int = 1) -> None:
+    _assert_same(shared, alone)
+    epochs = [event["solving"] for event in shared[1] if event["event"] == "epoch"]
+    assert [epoch["solver"] for epoch in epochs] == ["time_parallel", "time_parallel"]
+    updates = [event["step"] for event in shared[1] if event["event"] == "step"]
+    assert sum(epoch["batches"] for epoch in epochs) == len(updates) * accumulate
+    assert all(epoch["residual_max"] <= 1e-6 for epoch in epochs)
+    assert all(epoch["backward_residual_max"] <= 1e-6 for epoch in epochs)
+    assert all("2 ranks of" in epoch["reason"] for epoch in epochs)
+    assert not any("solving" in event for event in alone[1])
+
+
+def test_ranks_that_divide_steps_train_as_one(two_ranks: list[dict[str, Any]], runs: Path, alone: Trained) -> None:
+    assert two_ranks[0]["trained"] == two_ranks[1]["trained"]
+    _assert_trained_as_one((two_ranks[0]["trained"], read_events(runs / "trained")), alone)
+
+
+def test_a_run_resumes_with_time_divided_or_not(two_ranks: list[dict[str, Any]], runs: Path, alone: Trained) -> None:
+    found = {
+        "begun by one": two_ranks[0]["begun by one"],
+        "begun by two": _train(World(), runs / "begun by two", {}, resume=True),
+    }
+    for name, resumed in found.items():
+        assert resumed["weights"] == pytest.approx(alone[0]["weights"], abs=1e-5)
+        assert sum(event["event"] == "resumed" for event in read_events(runs / name)) == 1
+
+
+def test_what_cannot_be_divided_is_refused_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
+    for item in two_ranks:
+        found = item["refused"]
+        for name in ("classify", "language-model", "handwriting"):
+            assert f"the task {name!r} needs whole sequences on one rank" in found[name]
+        assert "time_parallel=3 does not divide the number of ranks, which is 2" in found["three"]
+        assert "backend='torch'" in found["torch"]
+        assert "the solver is 'shooting'" in found["solver"]
+        assert "time_parallel of rank 1 differs from that of rank 0" in found["differing"]
+        assert found["right"] == "nothing"
+
+
+def test_a_block_whose_loss_is_nan_stops_nobody(two_ranks: list[dict[str, Any]]) -> None:
+    for item in two_ranks:
+        assert item["bad block"] == {"skipped": [True, False], "finite": True}
+
+
+def test_the_record_of_a_solver_covers_all_ranks(two_ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Weights stay as they are, so that two ranks find what one finds; one of three updates has an empty share."""
+    alone, (first, second) = _solve_an_epoch(World(), str(tmp_path), SHOOTING), (item["shooting"] for item in two_ranks)
+    assert first == second
+    assert alone[0] == first[0] == 5
+    np.testing.assert_allclose(first[3], alone[3], rtol=1e-6)
+    assert first[1] <= first[2] <= 1e-3
+
+
+def test_a_warm_start_is_refused_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
+    for item in two_ranks:
+        assert item["warm start"].startswith("the solver is 'warm_start' and there are 2 ranks")
+
+
+@pytest.mark.slow
+def test_layers_directions_and_accumulation(quick_compiler: None, tmp_path: Path) -> None:
+    net = {"num_layers": 2, "bidirectional": True, "accumulate": 2}
+    alone = _train(World(), tmp_path / "one", net), read_events(tmp_path / "one")
+    shared = run_world(
+        2, _train, tmp_path / "world", str(tmp_path / "two"), {**net, "time_parallel": 2}, prepare=_compile_quickly
+    )
+    assert shared[0] == shared[1]
+    _assert_trained_as_one((shared[0], read_events(tmp_path / "two")), alone, accumulate=2)
+
+
+@pytest.mark.slow
+def test_shares_of_sequences_and_of_steps(tmp_path: Path) -> None:
+    found = {}
+    for size, settings in ((2, {}), (4, {"time_parallel": 2})):
+        run = tmp_path / f"run {size}"
+        ranks = run_world(size, _train, tmp_path / f"world {size}", str(run), settings, prepare=_compile_quickly)
+        assert all(item == ranks[0] for item in ranks), ranks
+        found[size] = ranks[0], read_events(run)
+    _assert_same(found[4], found[2])
+
+
+@pytest.mark.slow
 def test_the_command_line(
-    alone: Told, tmp_path: Path, main_in_time: Callable[[Sequence[str]], int], capfd: pytest.CaptureFixture[str]
+    alone: Trained, tmp_path: Path, main_in_time: Callable[[Sequence[str]], int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     data, out = tmp_path / "signals.npz", tmp_path / "run"
     write_npz(data, make_regimes(SIGNALS))
