@@ -36,8 +36,8 @@ def _largest_error(world: World, name: str, dtype_name: str, accumulate: int) ->
     plan, state = sampler.plan, TrainState(model, config=task.config, updates_per_epoch=len(sampler))
     updater = Updater(task, state, world=world)
     worst, empty, updates = 0.0, 0, 0
-    for first in range(0, plan.num_steps, accumulate):
-        steps = range(first, min(first + accumulate, plan.num_steps))
+    for first in range(0, plan.num_batches, accumulate):
+        steps = range(first, min(first + accumulate, plan.num_batches))
         batches = []
         for step in steps:
             share = plan.share(step, rank=world.rank, world_size=world.size)

@@ -152,7 +152,7 @@ def _solve_an_epoch(world: World, run: str, settings: dict[str, Any]) -> Any:
         "weight_decay": 0.0,
         **settings,
     }
-    task = TASKS["label-steps"](validate(CONFIGS["label-steps"], values, source="the test"), data)
+    task = TASKS["label-steps"](validate(TASKS["label-steps"].Config, values, source="the test"), data)
     record = Trainer(task, run=Path(run), log=SilentLog(), resume=False, world=world).train_epoch()
     told = record.solving
     return None if told is None else [told.batches, told.residual_mean, told.residual_max, record.train_loss]

@@ -38,8 +38,8 @@ from stretto.training import (
     summarize_solver,
     validate,
 )
-from stretto.training.carried import pack_caches, unpack_caches
 from stretto.training.checkpoint import Checkpoint, load_newest, save_checkpoint
+from stretto.training.solver import pack_caches, unpack_caches
 from stretto.training.trainer import Interrupted
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

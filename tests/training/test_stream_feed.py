@@ -78,11 +78,11 @@ def test_every_word_but_the_first_is_said_once(num_words: int, batch_size: int, 
         return
     feeds = [_feed(num_words, rank=rank, **settings_) for rank in range(size)]
     dealt = [list(feed) for feed in feeds]
-    assert {len(batches) for batches in dealt} == {len(feeds[0])} == {feeds[0].report().batches}
+    assert {len(batches) for batches in dealt} == {len(feeds[0])} == {feeds[0].report()["batches"]}
     pairs = sorted(pair for batches in dealt for pair in _pairs(batches))
     assert pairs == [(word, word + 1) for word in range(num_words - 1)]
     slots = sum(batch.num_padded_steps for batches in dealt for batch in batches)
-    assert feeds[0].report().padding == pytest.approx(1 - (num_words - 1) / slots)
+    assert feeds[0].report()["padding"] == pytest.approx(1 - (num_words - 1) / slots)
     for batches in dealt:
         model = _Model()
         for batch in batches:

@@ -17,10 +17,9 @@ from stretto.training.config import (
 )
 from stretto.training.evaluate import evaluate
 from stretto.training.events import EVENTS_FILE, AbstractLog, Event, EventLog, SilentLog, Subscriber, read_events
-from stretto.training.feeds import AbstractFeed, BucketFeed
+from stretto.training.feeds import AbstractFeed, BucketFeed, StreamFeed, eval_windows
 from stretto.training.solver import SolverRecord, summarize_solver
 from stretto.training.state import TrainState
-from stretto.training.stream_feed import StreamFeed, eval_windows
 from stretto.training.task import AbstractTask, LabelTrack, LossSum, Sample, Score
 from stretto.training.trainer import MODEL_FILE, EpochRecord, Interrupted, RunResult, Trainer, stop_on_signals
 from stretto.training.update import Diverged, Update, Updater

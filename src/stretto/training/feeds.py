@@ -1,44 +1,34 @@
-"""Where the batches of an epoch come from: buckets of similar length, unless a task says otherwise.
+"""Where the batches of an epoch come from: buckets of similar length (`BucketFeed`), or a text in parallel streams.
 
-Shape legend: N sequences, K buckets, M sequences of a bucket, B sequences of a batch.
+Shape legend: N sequences, K buckets, M sequences of a bucket, B sequences or streams of a batch, S words of a text,
+R streams of all ranks, T steps of a window.
 """
 
 import abc
 import dataclasses
+import json
 from collections.abc import Iterator
-from typing import Any, ClassVar, Final, Protocol, final
+from typing import Any, ClassVar, Final, final
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from stretto.batching import Batch, BucketSampler, SamplerReport, bucket_of, collate
+from stretto.batching import NO_STEP, Batch, BucketSampler, bucket_of, collate
 from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
+from stretto.nn import CarriedState, Chunk, Streams, carried_states, reset_carried
+from stretto.state import flatten, unflatten
 from stretto.training.checkpoint import Checkpoint
 from stretto.training.config import TrainConfig
 
 EVAL_BATCH_SIZE: Final = 64
-
-
-class FeedReport(Protocol):
-    """What the record has of an epoch's batches: a dataclass with at least these."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def batches(self) -> int:
-        """Batches of each rank, the same number for all."""
-
-    @property
-    def padding(self) -> float:
-        """Share of slots that is padding."""
-
-    @property
-    def num_buckets(self) -> int:
-        """Kinds of batches by length."""
+EVAL_STREAMS: Final = 20
+"""Rows of an evaluation of a text: each starts from an initial state, and together they read every word once."""
+STREAM_STATE_VERSION: Final = 3
+CARRIED_KEY: Final = "streams"
 
 
 @final
@@ -126,8 +116,11 @@ class AbstractFeed(abc.ABC):
         """
 
     @abc.abstractmethod
-    def report(self) -> FeedReport:
-        """The batches of the current epoch in numbers."""
+    def report(self) -> dict[str, Any]:
+        """The batches of the current epoch in numbers, JSON-ready.
+
+        At least `batches`, of each rank, `padding`, as a share of slots, and `num_buckets`.
+        """
 
     @abc.abstractmethod
     def example(self, batch_size: int, length: int) -> Batch:
@@ -235,9 +228,9 @@ class BucketFeed(AbstractFeed):
         self.sampler.resize(batch_size, batches_done=batches_done)
         self.batch_size = batch_size
 
-    def report(self) -> SamplerReport:
-        """Batches, shapes and padding of the epoch."""
-        return self.sampler.report()
+    def report(self) -> dict[str, Any]:
+        """The sampler's report."""
+        return dataclasses.asdict(self.sampler.report())
 
     def example(self, batch_size: int, length: int) -> Batch:
         """Sequences of the bucket that this length belongs to, repeated if it has too few."""
@@ -289,3 +282,269 @@ def eval_batches(part: SequenceSet, *, max_padded_steps: int | None, device: str
     # With a generator of its own: a loader draws a seed, and evaluation must not change the random state of training.
     for batch in DataLoader(part, batch_sampler=sampler, collate_fn=collate, generator=torch.Generator()):
         yield batch.to(device)
+
+
+@final
+class _Text:
+    """The sequences of a set joined in order: every word but the last is read, every word but the first a target."""
+
+    def __init__(self, part: SequenceSet) -> None:
+        ends_N = part.starts_N + part.lengths_N
+        if np.array_equal(part.starts_N[1:], ends_N[:-1]):
+            self._words_S = part.features_SF[part.starts_N[0] : ends_N[-1], 0]
+        else:
+            pieces = zip(part.starts_N, ends_N, strict=True)
+            self._words_S = np.concatenate([part.features_SF[begin:end, 0] for begin, end in pieces])
+        self._numbers_N, self._ends_N = part.numbers_N, np.cumsum(part.lengths_N)
+        self.num_steps = len(self._words_S) - 1
+        if self.num_steps < 1:
+            raise StrettoError(f"{part.name} has a single word, which nothing follows", fix="Give a longer text.")
+
+    def streams(self, *, num_streams: int, window: int, world: World) -> Streams:
+        return Streams(
+            self._words_S,
+            num_streams=min(num_streams, self.num_steps),
+            chunk=window,
+            targets="next",
+            rank=world.rank,
+            world_size=world.size,
+        )
+
+    def batch(self, chunk: Chunk) -> Batch:
+        """Without the streams that have ended, which are the last; indices are of the sequences that rows begin in."""
+        assert chunk.targets_BT is not None
+        num_rows = int((chunk.lengths > 0).sum())
+        next_BT = chunk.targets_BT[:num_rows].long().masked_fill_(~chunk.mask[:num_rows], NO_STEP)
+        sequences_B = np.searchsorted(self._ends_N, chunk.offsets[:num_rows].numpy(), side="right")
+        return Batch(
+            features_BTF=chunk.x_BT[:num_rows].long()[:, :, None],
+            lengths=chunk.lengths[:num_rows],
+            targets=next_BT,
+            indices=torch.from_numpy(self._numbers_N[sequences_B]),
+        )
+
+
+def eval_windows(part: SequenceSet, *, window: int, world: World, device: str) -> Iterator[Batch]:
+    """The batches of an evaluation on a text: windows of up to 20 streams, however many ranks divide these.
+
+    Args:
+        part: The text.
+        window: Most steps of a window.
+        world: The ranks; one for which no stream is left gets empty batches.
+        device: Where batches are to be.
+    """
+    text = _Text(part)
+    most = max(1, min(EVAL_STREAMS, text.num_steps // window))
+    for chunk in text.streams(num_streams=most, window=window, world=world):
+        yield text.batch(chunk).to(device)
+
+
+@final
+class StreamFeed(AbstractFeed):
+    """The text in streams, as many as all ranks have rows, which are read side by side in windows.
+
+    Each epoch reads the same streams from their beginning, every word once. A model carries its state from window to
+    window and starts anew in every epoch. With another number of streams the text is cut again: in the middle of an
+    epoch, what is left of it.
+
+    Args:
+        part: The training text; its sequences are joined in order.
+        window: Most steps of a batch, and how far gradients go back.
+        batch_size: Streams of one rank.
+        max_padded_steps: Most slots of a batch.
+        world: The ranks, each with its share of the streams.
+    """
+
+    carries: ClassVar[bool] = True
+
+    def __init__(
+        self, part: SequenceSet, *, window: int, batch_size: int, world: World, max_padded_steps: int | None = None
+    ) -> None:
+        self._text, self._world, self._window, self._max_padded_steps = _Text(part), world, window, max_padded_steps
+        self._num_parts = len(part)
+        self._refuse(batch_size)
+        self._made_for = self.batch_size = batch_size
+        self._epoch, self._start = 0, 0
+        self._streams = self._text.streams(num_streams=batch_size * world.size, window=window, world=world)
+
+    @property
+    def num_sequences(self) -> int:
+        """As many streams as the text has windows: with more, streams would be shorter than a window."""
+        return max(1, self._text.num_steps // self._window)
+
+    @property
+    def edges(self) -> list[int]:
+        """The window."""
+        return [self._window]
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """All windows are of one length."""
+        return {self._window: 1.0}
+
+    @property
+    def is_bucketed(self) -> bool:
+        """No: all streams are of one length."""
+        return False
+
+    @property
+    def left(self) -> float:
+        """The fraction of the words that the streams have."""
+        return self._streams.planned_steps / self._text.num_steps
+
+    @property
+    def whole_epoch(self) -> int:
+        """Windows of an epoch that is read from its beginning."""
+        longest = -(-self._text.num_steps // (self.batch_size * self._world.size))
+        return -(-longest // self._window)
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number in range(self._start, len(self._streams)):
+            yield self._text.batch(self._streams.read(number))
+
+    def begin_epoch(self, epoch: int, model: nn.Module) -> None:
+        """Be at the beginning of the text, with a model that starts anew, or where the epoch was left."""
+        self._move_to(epoch)
+        if self._start == 0:
+            reset_carried(model)
+
+    def resize(self, batch_size: int, *, batches_done: int = 0) -> None:
+        """Cut what is left of the text, and all of it in later epochs, into another number of streams."""
+        self._refuse(batch_size)
+        self._streams.resize(batch_size * self._world.size, used=batches_done)
+        self.batch_size, self._start = batch_size, 0
+
+    def report(self) -> dict[str, Any]:
+        """Windows and padding of the epoch; only the last window can have any."""
+        streams, size = self._streams, self._world.size
+        shares = [streams.share(rank) for rank in range(size)]
+        widest = max(share.stop - share.start for share in shares)
+        last_R = streams.chunk_lengths(len(streams) - 1)
+        empty = sum(int((last_R[share].max(initial=0) - last_R[share])[last_R[share] > 0].sum()) for share in shares)
+        return {
+            "epoch": self._epoch,
+            "num_sequences": self._num_parts,
+            "num_buckets": 1,
+            "batches": len(streams),
+            "padding": empty / (streams.planned_steps + empty),
+            "largest_batch": widest * self._window,
+            "most_rows": widest,
+            "streams": len(last_R),
+            "window": self._window,
+        }
+
+    def example(self, batch_size: int, length: int) -> Batch:
+        """The first window of so many streams."""
+        return self._text.batch(self._text.streams(num_streams=batch_size, window=length, world=World()).read(0))
+
+    def state_dict(self, *, epoch: int, batches_done: int) -> dict[str, Any]:
+        """The position: how the epoch was cut and how many windows of each cut were used."""
+        self._move_to(epoch)
+        return {
+            "version": STREAM_STATE_VERSION,
+            "epoch": epoch,
+            "streams": self._streams.state_dict(used=batches_done),
+            "made_for": self._made_for,
+            "batch_size": self.batch_size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> Resumed:
+        """Continue where `state` was taken; with another number of streams, what is left is cut again."""
+        if state.get("version") != STREAM_STATE_VERSION:
+            raise StrettoError(
+                f"the position in the text has version {state.get('version')!r}, not {STREAM_STATE_VERSION}",
+                fix="Resume with the version of Stretto that saved it, or start a new run.",
+            )
+        saved, world = state["streams"], self._world
+        before = self._text.streams(num_streams=saved["num_streams"], window=self._window, world=world)
+        if saved["digest"] != before.state_dict()["digest"]:
+            raise StrettoError(
+                "the position in the text was saved for another text or window",
+                fix="Resume with the text, --layout and --window that the run was started with.",
+            )
+        if state["made_for"] == self._made_for:
+            self.batch_size = int(state["batch_size"])
+        before.load_state_dict(saved)
+        self._streams, self._epoch, self._start = before, int(state["epoch"]), int(saved["used"])
+        wanted, is_same = self.batch_size * world.size, saved["num_streams"] == self.batch_size * world.size
+        if not is_same:
+            self._streams.resize(wanted, used=self._start)
+            self._start = 0
+        is_cut_short = self._streams.planned_steps < self._text.num_steps
+        if self._start >= len(self):
+            self._move_to(self._epoch + 1)
+        if is_same:
+            return Resumed(is_replanned=False)
+        what = "what is left of the epoch is" if is_cut_short else "the text is"
+        message = f"{what} cut into {wanted} streams, not {saved['num_streams']}; each starts from its initial state"
+        return Resumed(is_replanned=True, message=message)
+
+    def carried(self, model: nn.Module) -> Checkpoint:
+        """The states of all streams, in their order, which each rank has a share of."""
+        tensors, forms = {}, []
+        for number, carried in enumerate(carried_states(model)):
+            own = [] if carried.state is None else flatten(carried.state)
+            # A rank without streams has no state: rank 0, which always has some, says what it looks like.
+            form = None if carried.state is None else _form(carried)
+            forms.append(json.loads(self._world.broadcast_str(json.dumps(form))))
+            for which, (dtype, shape) in enumerate(forms[-1]["tensors"] if forms[-1] else []):
+                part = own[which] if own else torch.zeros(shape, dtype=getattr(torch, dtype))
+                tensors[f"{CARRIED_KEY}.{number}.{which}"] = self._all_rows(part, carried.batch_dim)
+        return Checkpoint(tensors=tensors, state={CARRIED_KEY: forms})
+
+    def load_carried(self, checkpoint: Checkpoint, model: nn.Module) -> None:
+        """Give each row the state of its stream, if the streams still are the same."""
+        if self._start == 0:
+            return
+        device = next(model.parameters()).device
+        for number, (carried, form) in enumerate(
+            zip(carried_states(model), checkpoint.state[CARRIED_KEY], strict=True)
+        ):
+            carried.reset()
+            if form is not None:
+                names = [f"{CARRIED_KEY}.{number}.{which}" for which in range(len(form["tensors"]))]
+                carried.state = unflatten(form["nesting"], [checkpoint.tensors[name].to(device) for name in names])
+                carried.state = carried.rows(self._streams.share(self._world.rank))
+
+    def _all_rows(self, part: torch.Tensor, batch_dim: int) -> torch.Tensor:
+        """The rows of all ranks side by side."""
+        if self._world.size == 1:
+            return part
+        own = part.movedim(batch_dim, 0).double()
+        padded = own.new_zeros(self._streams.share(0).stop, *own.shape[1:])
+        padded[: len(own)] = own
+        ranks = self._world.all_gather(padded.flatten().tolist())
+        rows = torch.cat([torch.tensor(values, dtype=torch.float64).view_as(padded) for values in ranks])
+        return rows[: self._streams.share(self._world.size - 1).stop].to(part.dtype).movedim(0, batch_dim).contiguous()
+
+    def _move_to(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._epoch, self._start = epoch, 0
+            self._streams.restart()
+
+    def _refuse(self, batch_size: int) -> None:
+        streams, slots = batch_size * self._world.size, batch_size * self._window
+        if streams > self._text.num_steps:
+            raise StrettoError(
+                f"batch_size={batch_size} on {self._world.size} ranks makes {streams} streams of a text of "
+                f"{self._text.num_steps} words",
+                fix=f"Lower --batch-size; up to {self.num_sequences} streams are as long as a window.",
+            )
+        if self._max_padded_steps is not None and slots > self._max_padded_steps:
+            raise StrettoError(
+                f"{batch_size} streams with windows of {self._window} make {slots} slots, more than "
+                f"max_padded_steps={self._max_padded_steps}",
+                fix="Raise --max-padded-steps to at least that, or lower --batch-size or --window.",
+            )
+
+
+def _form(carried: CarriedState) -> dict[str, Any]:
+    """How a state is nested, as JSON, and the type of each tensor and its shape without rows."""
+    tensors = flatten(carried.state)
+    shapes = [[0 if at == carried.batch_dim % t.ndim else size for at, size in enumerate(t.shape)] for t in tensors]
+    types = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    nesting = unflatten(carried.state, range(len(tensors)))
+    return {"nesting": nesting, "tensors": [[*pair] for pair in zip(types, shapes, strict=True)]}

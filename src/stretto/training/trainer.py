@@ -501,7 +501,8 @@ class Trainer:
             max_padded_steps=config.max_padded_steps,
             seed=config.seed,
         )
-        return shuffled * (1.0 - self.feed.report().padding) / train.num_steps
+        padding: float = self.feed.report()["padding"]
+        return shuffled * (1.0 - padding) / train.num_steps
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._begun
