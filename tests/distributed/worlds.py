@@ -15,7 +15,7 @@ from stretto.distributed import World, join_ranks
 from stretto.distributed.world import STORE_VARIABLE
 from stretto.errors import StrettoError
 
-LONGEST = 120
+LONGEST = 300
 Prepare = Callable[[int], None]
 
 
