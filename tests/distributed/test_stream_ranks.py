@@ -1,4 +1,4 @@
-"""Streams over workers: two make the gradients of one, and stops with the same or another number of them."""
+"""Streams over ranks: two make the gradients of one, and stops with the same or another number of them."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ class _Stop(AbstractLog):
 
 
 def _train(world: World, run: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Weights at the end, in float64: what differs between one worker and two is the order of sums alone."""
+    """Weights at the end, in float64: what differs between one rank and two is the order of sums alone."""
     torch.set_default_dtype(torch.float64)
     trainer = _trainer(world, run, **settings)
     try:
@@ -75,7 +75,7 @@ def _steps(run: Path) -> list[dict[str, Any]]:
     return [event for event in read_events(run) if event["event"] == "step"]
 
 
-def test_two_workers_train_as_one_with_as_many_streams(tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_with_as_many_streams(tmp_path: Path) -> None:
     two = _weights(run_world(2, _train, tmp_path / "two", str(tmp_path / "a"), {"batch_size": 3}))
     one = _weights(run_world(1, _train, tmp_path / "one", str(tmp_path / "b"), {"batch_size": 6}))
     np.testing.assert_allclose(two, one, rtol=1e-9, atol=1e-12)
@@ -86,8 +86,8 @@ def test_two_workers_train_as_one_with_as_many_streams(tmp_path: Path) -> None:
     assert epochs[0] == pytest.approx(epochs[1], rel=1e-9)
 
 
-@pytest.mark.parametrize("minutes", [5.0, 1e-9])
-def test_two_workers_stopped_in_the_middle_go_on_as_if_never_stopped(tmp_path: Path, minutes: float) -> None:
+@pytest.mark.parametrize("minutes", [5.0, pytest.param(1e-9, marks=pytest.mark.slow)])
+def test_two_ranks_stopped_in_the_middle_go_on_as_if_never_stopped(tmp_path: Path, minutes: float) -> None:
     """With a checkpoint after every update, or at the stop alone."""
     settings = {"checkpoint_minutes": minutes, "dropout": 0.3}
     expected = _weights(run_world(2, _train, tmp_path / "whole", str(tmp_path / "a"), settings))
@@ -97,7 +97,8 @@ def test_two_workers_stopped_in_the_middle_go_on_as_if_never_stopped(tmp_path: P
     assert _weights(run_world(2, _train, tmp_path / "rest", run, {**settings, "resume": True})) == expected
 
 
-def test_as_many_streams_on_one_worker_go_on_with_their_states(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_as_many_streams_on_one_rank_go_on_with_their_states(tmp_path: Path) -> None:
     run = str(tmp_path / "b")
     expected = _weights(run_world(2, _train, tmp_path / "whole", str(tmp_path / "a"), {}))
     run_world(2, _train, tmp_path / "cut", run, {"stop_at": 2})
@@ -106,8 +107,8 @@ def test_as_many_streams_on_one_worker_go_on_with_their_states(tmp_path: Path) -
     assert not [event for event in read_events(Path(run)) if event["event"] == "warning"]
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
-def test_other_workers_read_what_is_left_once_and_say_so(tmp_path: Path, before: int, after: int) -> None:
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 3, marks=pytest.mark.slow)])
+def test_other_ranks_read_what_is_left_once_and_say_so(tmp_path: Path, before: int, after: int) -> None:
     run = tmp_path / "run"
     run_world(before, _train, tmp_path / "cut", str(run), {"stop_at": 2})
     (state,) = [json.loads(path.read_text()) for path in (run / CHECKPOINT_FOLDER).glob("step-*/state.json")]

@@ -112,6 +112,7 @@ def same_weights() -> None:
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("bias", [True, False], ids=["", "bare"])
 @pytest.mark.parametrize("layer", KINDS)
+@pytest.mark.slow
 def test_any_options_and_input(  # noqa: PLR0917 - pytest names what it gives
     layer: str, bias: bool, num_layers: int, both_ways: bool, batch_first: bool, kind: str, given: bool
 ) -> None:
@@ -120,6 +121,15 @@ def test_any_options_and_input(  # noqa: PLR0917 - pytest names what it gives
     theirs = KINDS[layer](F, H, batch_first=batch_first, dropout=dropout, **options).double()
     theirs.train(mode=not dropout)
     _assert_same(theirs, _call(theirs, kind, given=given))
+
+
+@pytest.mark.parametrize("layer", KINDS)
+def test_few_and_many_options(layer: str) -> None:
+    few = KINDS[layer](F, H).double()
+    _assert_same(few, _call(few, "batched", given=False))
+    many = KINDS[layer](F, H, num_layers=2, bias=False, bidirectional=True, batch_first=True).double()
+    for kind in ("unbatched", "sorted", "unsorted"):
+        _assert_same(many, _call(many, kind, given=True))
 
 
 @pytest.mark.parametrize("kind", ["batched", "unsorted"])

@@ -323,6 +323,7 @@ def test_what_cannot_be_laid_out_is_refused_by_name(sequence: object, options: d
         Streams(sequence, **{"num_streams": 1, "chunk": 2, **options})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_whole_book_appears_exactly_once(shared_data: Path) -> None:
     text = gzip.decompress((shared_data / "tinyshakespeare" / "input.txt.gz").read_bytes())
     characters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -338,6 +339,7 @@ def test_a_whole_book_appears_exactly_once(shared_data: Path) -> None:
     assert len(packed) == math.ceil(sum(math.ceil(len(speech) / 32) for speech in speeches) / 64)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "streams.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)

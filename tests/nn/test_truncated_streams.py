@@ -147,6 +147,7 @@ class Characters(nn.Module):
         return self.logits(y_BTH), state
 
 
+@pytest.mark.slow
 def test_a_book_in_streams_is_learnt_with_either_truncation(shared_data: Path) -> None:
     text = gzip.decompress((shared_data / "tinyshakespeare" / "input.txt.gz").read_bytes())[:24_000]
     characters = torch.tensor(list(text))

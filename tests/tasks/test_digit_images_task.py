@@ -98,6 +98,7 @@ def test_recurrent_layers_are_refused() -> None:
         make(num_layers=2)
 
 
+@pytest.mark.slow
 def test_digit_images_are_learnt(tmp_path: Path) -> None:
     write_npz(tmp_path / "few.npz", make_drawn_digits(DrawnDigitsSettings(num_train=900)))
     result = stretto.train(
@@ -106,5 +107,6 @@ def test_digit_images_are_learnt(tmp_path: Path) -> None:
     assert result.metrics["accuracy"] > 0.5
 
 
+@pytest.mark.slow
 def test_without_data_digits_are_drawn() -> None:
     assert DigitImages.embedded_data().name == "drawn digits"

@@ -202,6 +202,7 @@ def test_without_data_digits_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.slow
 def test_digits_are_learnt(tmp_path: Path, backend: str) -> None:
     write_npz(tmp_path / "few.npz", make_drawn_digits(DrawnDigitsSettings(num_train=900)))
     result = stretto.train(

@@ -264,6 +264,7 @@ def test_other_data_are_refused() -> None:
         _task(waves)
 
 
+@pytest.mark.slow
 def test_it_learns_numbers() -> None:
     data = make_number_words(NumberWordsSettings(num_train=60))
     task = _task(data, hidden_size=32, vocabulary_size=300)

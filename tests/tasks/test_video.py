@@ -285,6 +285,7 @@ def test_the_command_line_trains_and_inspects(
     assert "Name a folder of clips with --data PATH" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_clips_kept_as_npz_train_to_the_same_weights(squares: Path, tmp_path: Path) -> None:
     write_npz(tmp_path / "clips.npz", read_clips(squares, Framing(size=SIDE)))
     losses = [
@@ -296,6 +297,7 @@ def test_clips_kept_as_npz_train_to_the_same_weights(squares: Path, tmp_path: Pa
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_features_train_too(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for name, direction in (("falling", -1.0), ("rising", 1.0)):

@@ -204,6 +204,7 @@ def test_words_can_be_passages_and_characters_streams(tmp_path: Path, monkeypatc
     }
 
 
+@pytest.mark.slow
 def test_without_data_there_are_words_in_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     made = make_text(TextSettings(num_train=600))

@@ -22,9 +22,9 @@ from stretto.tasks.translate_model import END, MARKS, PAD, Sides, TranslateModel
 from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, Share, TrainConfig
 
 MIN_PIECES: Final = len(MARKS) + 256
-"""The marks and every byte, so that there is nothing that cannot be spelt."""
+"""The marks and every byte, so that any text can be encoded."""
 MAX_NGRAM: Final = 4
-"""Words of the longest phrases that are compared."""
+"""Words of the longest n-grams that are compared."""
 LENGTH_KEY: Final = "length"
 BleuWords = Literal["none", "13a", "char"]
 ATTACHED_PUNCTUATION: Final = re.compile(r"\w[.,!?](?:\s|$)")
@@ -34,7 +34,7 @@ MAX_PIECES: Final = 6000
 MAX_NATS: Final = 700.0
 FIRST_SCORE_TOLERANCE: Final = 1e-2
 BLEU_WORD_NAMES: Final[dict[BleuWords, str]] = {
-    "none": "words as they stand between spaces, for the text is tokenised",
+    "none": "words between spaces, because the text is tokenised",
     "13a": "words with punctuation split off",
     "char": "characters",
 }
@@ -51,8 +51,8 @@ class TranslateConfig(TrainConfig):
         target: The language to translate to; left out, the other.
         vocabulary_size: Most pieces of the vocabulary that both languages share; auto is one for every seven training
             pairs, and at most 6,000.
-        label_smoothing: Share of the probability that is spread over all pieces.
-        tie_output: Whether the output takes the embedding for its weights.
+        label_smoothing: Fraction of the probability spread over all pieces.
+        tie_output: Whether the output layer shares its weights with the embedding.
         decoder: How the test part is translated for `bleu`: greedy, or beam search; the result has both.
         beam_width: Translations that beam search keeps.
         bleu_words: What BLEU takes for a word, as sacrebleu names it; auto is none for text that is tokenised, or 13a.
@@ -196,14 +196,10 @@ class Translate(AbstractTask[TranslateConfig]):
             found = search(self._model, sides, width=width)
         finally:
             self._model.train(was_training)
-        # The first piece is scored before any is chosen: the same by training's way and by the decoder's.
+        # The first piece is scored before any is chosen, so the decoder must score it as the model did.
         given_BC = output[:, 0]
-        if not torch.allclose(
-            given_BC,
-            found.first_BC,
-            rtol=FIRST_SCORE_TOLERANCE,
-            atol=FIRST_SCORE_TOLERANCE * float(given_BC.abs().max()),
-        ):
+        allowed = FIRST_SCORE_TOLERANCE * float(given_BC.abs().max())
+        if not torch.allclose(given_BC, found.first_BC, rtol=FIRST_SCORE_TOLERANCE, atol=allowed):
             raise StrettoError(
                 "these scores are not of the model that translates, in evaluation mode",
                 fix="Measure the model that build_model() made last, after model.eval().",

@@ -41,7 +41,7 @@ class TranslateShape:
             first layer have half of them each.
         num_layers: Of the encoder, and of the decoder.
         dropout: Share of the inputs of each layer that is dropped.
-        tie_output: Whether the output takes the embedding for its weights.
+        tie_output: Whether the output layer shares its weights with the embedding.
         backend: What runs the recurrent layers.
     """
 
