@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.data import SequenceSet
-from stretto.nn import Standardise, stack_steps, stacked_lengths
+from stretto.nn import Standardise, layers, stack_steps, stacked_lengths
 
 
 def _set(features_SF: npt.NDArray[Any], lengths: list[int]) -> SequenceSet:
@@ -28,18 +28,24 @@ def _set(features_SF: npt.NDArray[Any], lengths: list[int]) -> SequenceSet:
     num_features=st.integers(1, 4),
     seed=st.integers(0, 2**32),
     offset=st.sampled_from([0.0, 3.0, -1e4]),
+    block=st.sampled_from([1, 7, 30, 1 << 22]),
 )
 def test_mean_and_deviation_are_those_of_the_training_part(
-    lengths: list[int], num_features: int, seed: int, offset: float
+    lengths: list[int], num_features: int, seed: int, offset: float, block: int
 ) -> None:
     rng = np.random.default_rng(seed)
     features_SF = rng.normal(offset, 2.0, (sum(lengths), num_features))
     part = _set(features_SF, lengths).part("train")
-    standardise = Standardise.of(part)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "MAX_BLOCK_VALUES", block)
+        standardise = Standardise.of(part)
+        pooled = Standardise.of(part, num_groups=1)
     rows_SF = np.concatenate([part[index].features_TF.numpy() for index in range(len(part))])
     np.testing.assert_allclose(standardise.mean_F.numpy(), rows_SF.mean(axis=0), rtol=1e-6)
     if len(rows_SF) > 1:
         np.testing.assert_allclose(1.0 / standardise.scale_F.numpy(), rows_SF.std(axis=0), rtol=1e-5)
+        np.testing.assert_allclose(1.0 / pooled.scale_F.numpy(), np.full(num_features, rows_SF.std()), rtol=1e-5)
+    np.testing.assert_allclose(pooled.mean_F.numpy(), np.full(num_features, rows_SF.mean()), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -29,7 +29,8 @@ from stretto.data import (
     write_npz,
 )
 from stretto.errors import StrettoError
-from stretto.tasks.digits import Digits, DigitsConfig, DigitsModel, standardise_pixels
+from stretto.nn import Standardise
+from stretto.tasks.digits import Digits, DigitsConfig, DigitsModel
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 Array = npt.NDArray[Any]
@@ -160,20 +161,12 @@ def test_layers_and_last_state_are_dropped_in_training_alone() -> None:
 )
 def test_pixels_are_scaled_over_all_of_them_alike(pixels_SF: Array) -> None:
     data = SequenceSet.from_flat(pixels_SF, offsets=np.array([0, 10, 16, 24]), split_N=np.array([0, 2, 0]))
-    scale = standardise_pixels(data.part("train"))
+    scale = Standardise.of(data.part("train"), num_groups=1)
     seen = np.concatenate([pixels_SF[:10], pixels_SF[16:]]).astype(np.float64)
     assert scale.mean_F.shape == scale.scale_F.shape == (pixels_SF.shape[1],)
     np.testing.assert_allclose(scale.mean_F.numpy(), seen.mean(), rtol=1e-5, atol=1e-5)
     deviation = seen.std()
     np.testing.assert_allclose(scale.scale_F.numpy(), 1 / deviation if deviation > 1e-6 else 1.0, rtol=1e-4)
-
-
-def test_more_images_than_are_measured_at_once_have_one_scale() -> None:
-    data = make_drawn_digits(DrawnDigitsSettings(num_train=2500))
-    train, scale = data.part("train"), standardise_pixels(data.part("train"))
-    seen = data.features_SF[: 28 * len(train)].astype(np.float64)
-    assert float(scale.mean_F[5]) == pytest.approx(seen.mean(), rel=1e-6)
-    assert float(scale.scale_F[0]) == pytest.approx(1 / seen.std(), rel=1e-6)
 
 
 def test_the_score_is_the_share_of_right_classes() -> None:

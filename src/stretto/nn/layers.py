@@ -1,17 +1,22 @@
 """Small layers around a recurrent net: attention, features on a common scale, several steps as one.
 
-Shape legend: B sequences, T steps, F features; of attention, U query steps, S key steps, H units.
+Shape legend: B sequences, T steps, F features, G groups of features; of attention, U query steps, S key steps, H units.
 """
 
 import math
-from typing import final
+from collections.abc import Iterator
+from typing import Final, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
 
 from stretto.data import SequenceSet
+
+MAX_BLOCK_VALUES: Final = 1 << 22
+"""Values of the training data that are measured at once."""
 
 
 @final
@@ -54,28 +59,47 @@ class Standardise(nn.Module):
         self.register_buffer("scale_F", scale_F)
 
     @classmethod
-    def of(cls, data: SequenceSet) -> "Standardise":
-        """Measure the sequences of `data`; a feature that never changes is left as it is."""
-        count, total_F, square_F = 0, np.zeros(data.num_features), np.zeros(data.num_features)
+    def of(cls, data: SequenceSet, *, num_groups: int | None = None) -> "Standardise":
+        """Measure the sequences of `data`; a feature that never changes is left as it is.
+
+        Args:
+            data: The training data.
+            num_groups: Features that share one mean and deviation: 1 for all pixels of an image alike, 3 for each of
+                three interleaved colours. By default each feature has its own. A scale for each pixel would blow up
+                those at the edge, which hardly ever change.
+        """
+        size = num_groups or data.num_features
+        count, total_G, square_G = 0, np.zeros(size), np.zeros(size)
         # Measured from a value that occurs, the squares of a common offset do not swamp the deviation.
-        origin_F = np.asarray(data.features_SF[data.starts_N[0]], dtype=np.float64)
-        for start, length in zip(data.starts_N, data.lengths_N, strict=True):
-            rows_TF = np.asarray(data.features_SF[start : start + length], dtype=np.float64) - origin_F
-            count += len(rows_TF)
-            total_F += rows_TF.sum(axis=0)
-            square_F += (rows_TF**2).sum(axis=0)
-        shift_F = total_F / count
-        mean_F = origin_F + shift_F
-        deviation_F = np.sqrt(np.maximum(square_F / count - shift_F**2, 0.0))
-        constant_F = deviation_F <= 1e-9 * np.maximum(1.0, np.abs(mean_F))
-        scale_F = 1.0 / np.where(constant_F, 1.0, deviation_F)
-        return cls(torch.tensor(mean_F, dtype=torch.float32), torch.tensor(scale_F, dtype=torch.float32))
+        origin_G = np.asarray(data.features_SF[data.starts_N[0], :size], dtype=np.float64)
+        for rows_TF in _blocks(data):
+            values_G = rows_TF.reshape(-1, size) - origin_G
+            count += len(values_G)
+            total_G += values_G.sum(axis=0)
+            square_G += (values_G**2).sum(axis=0)
+        shift_G = total_G / count
+        mean_G = origin_G + shift_G
+        deviation_G = np.sqrt(np.maximum(square_G / count - shift_G**2, 0.0))
+        is_constant_G = deviation_G <= 1e-9 * np.maximum(1.0, np.abs(mean_G))
+        scale_G = 1.0 / np.where(is_constant_G, 1.0, deviation_G)
+        repeats = data.num_features // size
+        mean_F, scale_F = (torch.tensor(np.tile(row, repeats), dtype=torch.float32) for row in (mean_G, scale_G))
+        return cls(mean_F, scale_F)
 
     def forward(self, x_BTF: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
         """Standardise real steps and zero the rest."""
         scaled_BTF = (x_BTF.to(self.mean_F.dtype) - self.mean_F) * self.scale_F
         # Filled, not multiplied: padding may hold anything, and infinity times zero is not zero.
         return scaled_BTF.masked_fill(~mask_BT[..., None], 0.0)
+
+
+def _blocks(data: SequenceSet) -> Iterator[npt.NDArray[np.float64]]:
+    """The real steps of all sequences in float64, several sequences at once."""
+    ends_N = np.cumsum(data.lengths_N) * data.num_features // MAX_BLOCK_VALUES
+    for chosen_N in np.split(np.arange(len(data)), np.flatnonzero(np.diff(ends_N)) + 1):
+        pieces = zip(data.starts_N[chosen_N], data.lengths_N[chosen_N], strict=True)
+        rows = [data.features_SF[start : start + length] for start, length in pieces]
+        yield np.concatenate(rows, dtype=np.float64, casting="unsafe")
 
 
 def stacked_lengths(lengths_B: torch.Tensor, *, factor: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from stretto.data import SequenceSet
 from stretto.errors import StrettoError
 from stretto.large_batch import OptimizerName, ScheduleName
 from stretto.nn import Standardise
-from stretto.tasks.digits import AbstractDigits, standardise_pixels
+from stretto.tasks.digits import AbstractDigits
 from stretto.training import Count, NotNegative, Positive, Share, TrainConfig
 
 CHANNELS: Final = (16, 32)
@@ -95,7 +95,7 @@ class DigitImages(AbstractDigits[DigitImagesConfig]):
     def build_model(self) -> DigitImagesModel:
         """A new model."""
         return DigitImagesModel(
-            standardise_pixels(self.data.part("train")),
+            Standardise.of(self.data.part("train"), num_groups=1),
             num_rows=int(self.data.lengths_N[0]),
             num_columns=self.data.num_features,
             num_classes=len(self.class_names),

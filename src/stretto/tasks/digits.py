@@ -4,9 +4,8 @@ Shape legend: B images, T rows, F columns, E numbers that represent a row, H hid
 """
 
 import dataclasses
-from typing import ClassVar, Final, Literal, TypeVar, final
+from typing import ClassVar, Literal, TypeVar, final
 
-import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call
@@ -20,8 +19,6 @@ from stretto.tasks.recurrent import make_lstm
 from stretto.training import Count, NotNegative, Positive, Share, TrainConfig
 
 C = TypeVar("C", bound=TrainConfig)
-SCALE_IMAGES: Final = 1024
-"""Images whose pixels are summed at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,31 +96,8 @@ class Digits(AbstractDigits[DigitsConfig]):
     def build_model(self) -> DigitsModel:
         """A new model."""
         return DigitsModel(
-            standardise_pixels(self.data.part("train")),
+            Standardise.of(self.data.part("train"), num_groups=1),
             num_features=self.data.num_features,
             num_classes=len(self.class_names),
             config=self.config,
         )
-
-
-def standardise_pixels(data: SequenceSet) -> Standardise:
-    """Brings pixels to mean zero and deviation one, over all of them alike.
-
-    A scale for each column would blow up those at the edge, where hardly anything is ever drawn.
-    """
-    count, total, square = 0, 0.0, 0.0
-    # Measured from a value that occurs, the squares of a common offset do not swamp the deviation.
-    origin = float(data.features_SF[data.starts_N[0], 0])
-    for first in range(0, len(data), SCALE_IMAGES):
-        chosen = slice(first, first + SCALE_IMAGES)
-        places = zip(data.starts_N[chosen], data.lengths_N[chosen], strict=True)
-        rows = [data.features_SF[start : start + length] for start, length in places]
-        values = np.concatenate(rows, dtype=np.float64, casting="unsafe") - origin
-        count += values.size
-        total += float(values.sum())
-        square += float((values**2).sum())
-    shift = total / count
-    mean = origin + shift
-    deviation = max(square / count - shift**2, 0.0) ** 0.5
-    scale = 1.0 / deviation if deviation > 1e-9 * max(1.0, abs(mean)) else 1.0
-    return Standardise(torch.full((data.num_features,), mean), torch.full((data.num_features,), scale))

@@ -128,26 +128,11 @@ class Video(Classification[VideoConfig]):
         train, size = self.data.part("train"), self.config.hidden_size
         encode: nn.Module
         if self._has_frames:
-            standardise = standardise_colours(train, channels=self.config.framing.channels)
+            standardise = Standardise.of(train, num_groups=self.config.framing.channels)
             encode = FrameEncoder(self.config.framing, code_size=size)
         else:
             standardise, encode = Standardise.of(train), nn.Linear(self.data.num_features, size)
         return VideoModel(standardise, encode, num_classes=len(self.class_names), config=self.config)
-
-
-def standardise_colours(data: SequenceSet, *, channels: int) -> Standardise:
-    """Brings each colour to mean zero and deviation one, over all pixels of all frames alike."""
-    counts = np.zeros((channels, 256))
-    for start, length in zip(data.starts_N, data.lengths_N, strict=True):
-        values = data.features_SF[start : start + length].reshape(-1, channels)
-        counts += [np.bincount(values[:, channel], minlength=256) for channel in range(channels)]
-    shares = counts / counts.sum(axis=1, keepdims=True)
-    mean = shares @ np.arange(256)
-    deviation = np.sqrt((shares * (np.arange(256) - mean[:, None]) ** 2).sum(axis=1))
-    scale = 1.0 / np.where(deviation > 0.0, deviation, 1.0)
-    pixels = data.num_features // channels
-    mean_F, scale_F = (torch.tensor(np.tile(row, pixels), dtype=torch.float32) for row in (mean, scale))
-    return Standardise(mean_F, scale_F)
 
 
 def _check_frames(data: SequenceSet, framing: Framing) -> None:
