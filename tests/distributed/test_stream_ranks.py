@@ -87,7 +87,7 @@ def test_two_ranks_train_as_one_with_as_many_streams(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("minutes", [5.0, pytest.param(1e-9, marks=pytest.mark.slow)])
-def test_two_ranks_stopped_in_the_middle_go_on_as_if_never_stopped(tmp_path: Path, minutes: float) -> None:
+def test_two_ranks_stopped_in_the_middle_continue_as_if_never_stopped(tmp_path: Path, minutes: float) -> None:
     """With a checkpoint after every update, or at the stop alone."""
     settings = {"checkpoint_minutes": minutes, "dropout": 0.3}
     expected = _weights(run_world(2, _train, tmp_path / "whole", str(tmp_path / "a"), settings))
@@ -98,7 +98,7 @@ def test_two_ranks_stopped_in_the_middle_go_on_as_if_never_stopped(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_as_many_streams_on_one_rank_go_on_with_their_states(tmp_path: Path) -> None:
+def test_as_many_streams_on_one_rank_continue_with_their_states(tmp_path: Path) -> None:
     run = str(tmp_path / "b")
     expected = _weights(run_world(2, _train, tmp_path / "whole", str(tmp_path / "a"), {}))
     run_world(2, _train, tmp_path / "cut", run, {"stop_at": 2})

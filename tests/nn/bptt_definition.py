@@ -16,7 +16,7 @@ NAMES = ["lstm", "gru", "loop"]
 
 
 class Loop(nn.Module):
-    """A cell in a Python loop, with a nested state, a learnt initial state and, as `stretto.RNN` has it, lengths."""
+    """A cell in a Python loop, with a nested state, a learned initial state and, as `stretto.RNN` has it, lengths."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Who runs an accelerated layer: measured once for each kind of batch and told, and torch itself where it has to.
+"""Who runs an accelerated layer: measured once for each kind of batch and reported, and torch itself where it has to.
 
 Shape legend: B sequences, T steps, F features, H hidden units.
 """
@@ -45,22 +45,22 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _measured(layer: Any) -> dict[str, Any]:
-    told: dict[str, Any] = layer.explain_choice()
-    return told
+    measured: dict[str, Any] = layer.explain_choice()
+    return measured
 
 
-def test_a_kind_of_batch_is_measured_once_and_told(x_TBF: torch.Tensor, by_torch: list[int]) -> None:
+def test_a_kind_of_batch_is_measured_once_and_reported(x_TBF: torch.Tensor, by_torch: list[int]) -> None:
     layer = stretto.accelerate(nn.GRU(F, H).double())
     assert _measured(layer) == {}
     layer(x_TBF)
-    (told,) = _measured(layer).values()
-    assert told["faster"] == ("cpp" if told["ratio"] > 1 else "torch")
-    assert told["ratio"] > 0
+    (measured,) = _measured(layer).values()
+    assert measured["faster"] == ("cpp" if measured["ratio"] > 1 else "torch")
+    assert measured["ratio"] > 0
     by_torch.clear()
     layer(x_TBF)
     layer(x_TBF + 1)
-    assert list(_measured(layer).values()) == [told]
-    assert len(by_torch) == (2 if told["faster"] == "torch" else 0)
+    assert list(_measured(layer).values()) == [measured]
+    assert len(by_torch) == (2 if measured["faster"] == "torch" else 0)
 
 
 @pytest.mark.parametrize("faster", ["cpp", "torch"])

@@ -111,7 +111,7 @@ def test_the_initial_state_may_be_made_for_the_rows_or_given() -> None:
     assert asked == [3, 3]
 
 
-def test_rows_that_go_on_need_a_state_to_go_on_from() -> None:
+def test_rows_that_continue_need_a_state_to_continue_from() -> None:
     resets_B = torch.tensor([True, False])
     assert CarriedState().start(torch.tensor([True, True])) is None
     with pytest.raises(StrettoError, match="1 of 2 rows continue"):

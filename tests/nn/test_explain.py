@@ -1,4 +1,4 @@
-"""What is told about a cell: the numbers are those of its equations, and a reason is given where it is not fast."""
+"""What is said about a cell: the numbers are those of its equations, and a reason is given where it is not fast."""
 
 import dataclasses
 import json
@@ -69,16 +69,16 @@ def _gemms(explanation: Explanation, which: str) -> list[tuple[int, int]]:
 @settings(deadline=None, max_examples=8)
 @given(F=st.integers(1, 9), H=st.integers(2, 9), double=st.booleans())
 def test_the_numbers_of_an_lstm_are_those_of_its_equations(F: int, H: int, double: bool) -> None:
-    told = _explained(cells.LSTM(F, H).to(torch.float64 if double else torch.float32))
-    counts = told.counts
-    assert _gemms(told, "forward") == [(H, 4 * H)]
-    assert _gemms(told, "backward") == [(4 * H, H)]
-    assert _gemms(told, "deferred") == [(H, 4 * H)]
+    explained = _explained(cells.LSTM(F, H).to(torch.float64 if double else torch.float32))
+    counts = explained.counts
+    assert _gemms(explained, "forward") == [(H, 4 * H)]
+    assert _gemms(explained, "backward") == [(4 * H, H)]
+    assert _gemms(explained, "deferred") == [(H, 4 * H)]
     assert (counts["once"], counts["hoisted"], counts["loop"], counts["sunk"], counts["loops"]) == (2, 1, 15, 0, 1)
     # Four gates and the squashed cell are stored; the cell and the output are states anyway.
     assert (counts["saved"], counts["saved_bytes"], counts["state"]) == (5 * H, 5 * H * (8 if double else 4), 2 * H)
-    assert told.loops[0].states == {"state0": (H,), "state1": (H,)}
-    assert str(told.operators["hoisted"][0]) == f"addmm {4 * H}"
+    assert explained.loops[0].states == {"state0": (H,), "state1": (H,)}
+    assert str(explained.operators["hoisted"][0]) == f"addmm {4 * H}"
 
 
 @pytest.mark.parametrize(
@@ -93,33 +93,33 @@ def test_the_numbers_of_an_lstm_are_those_of_its_equations(F: int, H: int, doubl
     ids=lambda value: type(value).__name__,
 )
 def test_counts_are_flat_and_agree_with_what_is_listed(cell: Cell, carried: list[int]) -> None:
-    told = _explained(cell, 3)
-    assert set(told.counts) >= OLD_KEYS
-    assert all(type(count) is int and count >= 0 for count in told.counts.values())
-    assert {place: len(found) for place, found in told.operators.items()} == {
-        place: told.counts[place] for place in PLACES
+    explained = _explained(cell, 3)
+    assert set(explained.counts) >= OLD_KEYS
+    assert all(type(count) is int and count >= 0 for count in explained.counts.values())
+    assert {place: len(found) for place, found in explained.operators.items()} == {
+        place: explained.counts[place] for place in PLACES
     }
-    assert [len(loop.states) for loop in told.loops] == carried
-    assert told.counts["saved"] == sum(math.prod(item.shape) for loop in told.loops for item in loop.saved)
+    assert [len(loop.states) for loop in explained.loops] == carried
+    assert explained.counts["saved"] == sum(math.prod(item.shape) for loop in explained.loops for item in loop.saved)
     for which in ("forward", "backward", "deferred"):
-        assert told.counts[f"{which}_gemms"] == len(_gemms(told, which))
+        assert explained.counts[f"{which}_gemms"] == len(_gemms(explained, which))
 
 
 def test_loops_behind_each_other_have_levels() -> None:
-    told = _explained(two_loop_graph(3, 4).cell(), 3)
-    assert [(loop.level, list(loop.states)) for loop in told.loops] == [(1, ["state0"]), (2, ["state2"])]
-    assert "loop 2     level 2, carries state2 (4)" in str(told)
+    explained = _explained(two_loop_graph(3, 4).cell(), 3)
+    assert [(loop.level, list(loop.states)) for loop in explained.loops] == [(1, ["state0"]), (2, ["state2"])]
+    assert "loop 2     level 2, carries state2 (4)" in str(explained)
 
 
 def test_what_sinks_and_what_a_loop_takes_in_are_told_as_such() -> None:
-    told = _explained(Projecting(3, 4, 2))
-    assert [item.name for item in told.operators["sunk"]] == ["addmm"]
-    assert {"sigmoid", "tanh"} <= {item.name for item in told.operators["loop"]}
-    assert told.counts["sunk_gemms"] == 1
-    assert f"1 product (K {TIMES} N: 4 {TIMES} 2)" in str(told)
+    explained = _explained(Projecting(3, 4, 2))
+    assert [item.name for item in explained.operators["sunk"]] == ["addmm"]
+    assert {"sigmoid", "tanh"} <= {item.name for item in explained.operators["loop"]}
+    assert explained.counts["sunk_gemms"] == 1
+    assert f"1 product (K {TIMES} N: 4 {TIMES} 2)" in str(explained)
 
 
-def test_a_concatenation_that_was_split_is_told() -> None:
+def test_a_concatenation_that_was_split_is_reported() -> None:
     class Joined(Projecting):
         def __init__(self) -> None:
             super().__init__(3, 4, 2)
@@ -130,23 +130,23 @@ def test_a_concatenation_that_was_split_is_told() -> None:
             new = torch.tanh(self.both(torch.cat([x_t, state], dim=1)))
             return new, new
 
-    told = _explained(Joined())
-    assert (told.counts["hoisted_gemms"], _gemms(told, "forward")) == (1, [(4, 4)])
-    assert len(told.rewrites) == 1
-    assert f"rewritten  {told.rewrites[0]}"[:60] in str(told)
+    explained = _explained(Joined())
+    assert (explained.counts["hoisted_gemms"], _gemms(explained, "forward")) == (1, [(4, 4)])
+    assert len(explained.rewrites) == 1
+    assert f"rewritten  {explained.rewrites[0]}"[:60] in str(explained)
 
 
-def test_nothing_recurrent_is_told() -> None:
+def test_nothing_recurrent_is_shown() -> None:
     class Forgetful(Projecting):
         def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
             del state
             new = self.inward(x_t)
             return new, new
 
-    told = _explained(Forgetful(3, 4, 2))
-    assert (told.counts["loops"], told.counts["loop"], told.counts["hoisted_gemms"]) == (0, 0, 1)
-    assert "nothing is recurrent" in str(told)
-    assert "nothing is recurrent" in told.svg()
+    explained = _explained(Forgetful(3, 4, 2))
+    assert (explained.counts["loops"], explained.counts["loop"], explained.counts["hoisted_gemms"]) == (0, 0, 1)
+    assert "nothing is recurrent" in str(explained)
+    assert "nothing is recurrent" in explained.svg()
 
 
 def test_generated_code_makes_fewer_passes_than_operators() -> None:
@@ -169,52 +169,52 @@ def test_every_backend_is_listed_with_a_reason(monkeypatch: pytest.MonkeyPatch) 
     without = _explained(cells.GRU(3, 4), backend="auto")
     assert without.backend == "eager"
     assert "no-such-compiler" in without.reason
-    for told in (asked, without):
-        assert [name for name, _ in told.backends] == ["cpp", "eager", "torch"]
-        assert dict(told.backends)["eager"] == "taken"
-        assert f"not cpp: {told.reason}" in " ".join(str(told).split())
-        assert "operator by operator" in told.svg()
-        assert json.loads(json.dumps(told.as_dict()))["backends"] == dict(told.backends)
+    for explained in (asked, without):
+        assert [name for name, _ in explained.backends] == ["cpp", "eager", "torch"]
+        assert dict(explained.backends)["eager"] == "taken"
+        assert f"not cpp: {explained.reason}" in " ".join(str(explained).split())
+        assert "operator by operator" in explained.svg()
+        assert json.loads(json.dumps(explained.as_dict()))["backends"] == dict(explained.backends)
 
 
 def test_a_cell_without_a_graph_is_told_with_its_reason() -> None:
-    told = _explained(Deciding(), backend="auto")
-    assert (told.backend, told.counts, told.operators, told.loops) == ("torch", {}, {}, ())
-    assert "depends on the data" in " ".join(str(told).split())
-    root = ElementTree.fromstring(told.svg())
+    explained = _explained(Deciding(), backend="auto")
+    assert (explained.backend, explained.counts, explained.operators, explained.loops) == ("torch", {}, {}, ())
+    assert "depends on the data" in " ".join(str(explained).split())
+    root = ElementTree.fromstring(explained.svg())
     assert "depends on the data" in "".join(root.itertext())
-    assert json.loads(json.dumps(told.as_dict()))["reason"] == told.reason
+    assert json.loads(json.dumps(explained.as_dict()))["reason"] == explained.reason
 
 
 @pytest.mark.parametrize(
     "cell", [cells.LSTM(3, 4), cells.AttentionCell(3, 4), Deciding()], ids=lambda c: type(c).__name__
 )
 def test_the_table_is_narrow_and_nothing_in_it_is_torn_apart(cell: Cell) -> None:
-    told = _explained(cell, backend="auto" if isinstance(cell, Deciding) else "eager")
-    lines = str(told).splitlines()
+    explained = _explained(cell, backend="auto" if isinstance(cell, Deciding) else "eager")
+    lines = str(explained).splitlines()
     assert max(map(len, lines)) <= 100
     assert lines[0] == f"cell       {type(cell).__name__}"
     assert not any(line.endswith(TIMES) or re.search(r"\(\d+$", line) for line in lines)
-    assert "\u00a0" not in str(told)
-    for found in told.operators.values():
+    assert "\u00a0" not in str(explained)
+    for found in explained.operators.values():
         for item in found:
             assert any(str(item) in line for line in lines)
 
 
 def test_everything_as_plain_values() -> None:
-    told = _explained(cells.LSTM(3, 4))
-    document = json.loads(json.dumps(told.as_dict()))
+    explained = _explained(cells.LSTM(3, 4))
+    document = json.loads(json.dumps(explained.as_dict()))
     assert document["cell"] == "LSTM"
-    assert document["counts"] == told.counts
+    assert document["counts"] == explained.counts
     assert document["operators"]["hoisted"] == [{"operator": "addmm", "shape": [16]}]
     assert document["loops"][0]["forward_gemms"] == [[4, 16]]
     assert document["loops"][0]["states"] == {"state0": [4], "state1": [4]}
 
 
 def test_notebooks_get_escaped_text_and_the_picture() -> None:
-    told = _explained(type("<i>Cell", (cells.LSTM,), {})(3, 4))
-    page, picture = told._repr_html_(), told._repr_svg_()
-    assert picture == told.svg()
+    explained = _explained(type("<i>Cell", (cells.LSTM,), {})(3, 4))
+    page, picture = explained._repr_html_(), explained._repr_svg_()
+    assert picture == explained.svg()
     assert picture in page
     assert "<i>" not in page
     assert "&lt;i&gt;Cell" in page
@@ -222,8 +222,8 @@ def test_notebooks_get_escaped_text_and_the_picture() -> None:
 
 
 def test_it_is_a_value() -> None:
-    told = _explained(cells.GRU(3, 4))
+    explained = _explained(cells.GRU(3, 4))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        told.backend = "cpp"  # type: ignore[misc]
-    assert "_built" not in repr(told)
-    assert repr(told).startswith("Explanation(name='GRU', backend='eager'")
+        explained.backend = "cpp"  # type: ignore[misc]
+    assert "_built" not in repr(explained)
+    assert repr(explained).startswith("Explanation(name='GRU', backend='eager'")

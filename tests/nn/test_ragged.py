@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 import stretto
 from stretto.errors import StrettoError
@@ -205,3 +206,11 @@ def test_what_is_behind_the_end_never_comes_before_it() -> None:
     x_BTF[0, :2], x_BTF[1, :1] = 1.0, 2.0
     found_BT = reverse_padded(x_BTF, torch.tensor([2, 1])).squeeze(-1)
     assert found_BT.isfinite().tolist() == [[True, True, False, False, False], [True, False, False, False, False]]
+
+
+def test_lengths_of_a_packed_batch_are_refused() -> None:
+    packed = pack_sequence([torch.zeros(3, F), torch.zeros(2, F)])
+    for backend in BACKENDS:
+        layer: Any = stretto.accelerate(nn.GRU(F, H), backend=backend)  # type: ignore[arg-type]
+        with pytest.raises(StrettoError, match="padded batches"):
+            layer(packed, lengths=[3, 2])

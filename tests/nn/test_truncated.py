@@ -35,15 +35,15 @@ from stretto.nn import Part, TruncatedBPTT, detach_state
 def test_gradients_are_those_of_the_definition(name: str, steps: int, step: int, overlap: int) -> None:
     net, (x_BTF, weight_BTH) = make_net(name), make_case(2, steps)
     parts: list[Part] = []
-    walk = TruncatedBPTT(net, x_BTF, window=step + overlap, step=step)
-    for part in walk:
+    bptt = TruncatedBPTT(net, x_BTF, window=step + overlap, step=step)
+    for part in bptt:
         loss_of(part.y_new, weight_BTH[:, part.span]).backward()
         parts.append(part)
     found = take_gradients(net)
     expected, last = by_definition(net, x_BTF, weight_BTH, window=step + overlap, step=step)
     assert_same(found, expected)
     assert_same(flat(parts[-1].state), flat(last))
-    assert len(walk) == len(parts) == math.ceil(steps / step)
+    assert len(bptt) == len(parts) == math.ceil(steps / step)
     assert [t for part in parts for t in range(steps)[part.span]] == list(range(steps))
     for part in parts:
         assert part.depth == part.span.stop - max(0, part.span.start - overlap)
@@ -133,10 +133,10 @@ def test_ragged_rows_have_the_gradients_and_states_that_they_have_alone(
     x_BTF, weight_BTH = make_case(len(lengths), max(lengths) + behind)
     for row, length in enumerate(lengths):
         x_BTF[row, length:] = 1e3
-    walk = TruncatedBPTT(
+    bptt = TruncatedBPTT(
         net, x_BTF, window=step + overlap, step=step, lengths=torch.tensor(lengths), batch_dim=batch_dim_of(net)
     )
-    for part in walk:
+    for part in bptt:
         loss_of(part.y_new[part.mask], weight_BTH[:, part.span][part.mask]).backward()
     found, expected = take_gradients(net), [torch.zeros_like(p) for p in net.parameters()]
     for row, length in enumerate(lengths):
@@ -153,7 +153,7 @@ def test_ragged_rows_have_the_gradients_and_states_that_they_have_alone(
             [t.select(batch_dim_of(net), 0) for t in flat(last)],
         )
     assert_same(found, expected)
-    assert len(walk) == math.ceil(max(lengths) / step)
+    assert len(bptt) == math.ceil(max(lengths) / step)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -52,7 +52,7 @@ def test_no_gradient_crosses_from_one_sequence_of_a_stream_to_the_next(
         chunk=chunk,
         targets=[weight_BTH[0] for _, weight_BTH in cases],
     )
-    walk = TruncatedBPTT(
+    bptt = TruncatedBPTT(
         net if takes_lengths else _without_lengths(net),
         streams,
         window=chunk + overlap,
@@ -61,12 +61,12 @@ def test_no_gradient_crosses_from_one_sequence_of_a_stream_to_the_next(
         batch_dim=batch_dim_of(net),
     )
     parts = 0
-    for part in walk:
+    for part in bptt:
         assert part.chunk is not None
         assert part.chunk.targets_BT is not None
         loss_of(part.y_new[part.mask], part.chunk.targets_BT[part.mask]).backward()
         parts += 1
-    assert parts == len(walk) == len(streams)
+    assert parts == len(bptt) == len(streams)
     found, expected = take_gradients(net), [torch.zeros_like(p) for p in net.parameters()]
     for x_BTF, weight_BTH in cases:
         alone, _ = by_definition(net, x_BTF, weight_BTH, window=chunk + overlap, step=chunk)
@@ -103,7 +103,7 @@ def test_nothing_is_run_again_from_before_a_start_of_all_rows() -> None:
     assert net.steps_run == 2 + 4 + 2 + 4 + 6
 
 
-def test_streams_go_on_from_a_given_state() -> None:
+def test_streams_continue_from_a_given_state() -> None:
     net, (x_1SF, _) = make_net("gru"), make_case(1, 20)
     whole = [*TruncatedBPTT(net, Streams(x_1SF[0], num_streams=2, chunk=3), window=6, step=3, batch_dim=1)]
     streams = Streams(x_1SF[0], num_streams=2, chunk=3)
@@ -148,7 +148,7 @@ class Characters(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_book_in_streams_is_learnt_with_either_truncation(shared_data: Path) -> None:
+def test_a_book_in_streams_is_learned_with_either_truncation(shared_data: Path) -> None:
     text = gzip.decompress((shared_data / "tinyshakespeare" / "input.txt.gz").read_bytes())[:24_000]
     characters = torch.tensor(list(text))
     share_C = torch.bincount(characters) / len(text)

@@ -137,7 +137,7 @@ def test_no_steps_read_as_nothing() -> None:
     assert greedy_decode(np.zeros((0, 3))) == beam_decode(np.zeros((0, 3))) == []
 
 
-def test_a_class_below_the_threshold_starts_no_reading_but_may_go_on() -> None:
+def test_a_class_below_the_threshold_starts_no_reading_but_may_continue() -> None:
     log_probs_TC = np.log(np.array([[0.1, 0.9], [0.5, 0.5], [0.95, 0.05]]))
     assert beam_decode(log_probs_TC, min_log_prob=math.log(0.6)) == [1]
     assert beam_decode(log_probs_TC[2:], min_log_prob=math.log(0.6)) == []

@@ -88,8 +88,8 @@ def test_the_score_is_the_share_of_right_classes() -> None:
 
 
 def test_images_of_several_heights_are_refused_and_named() -> None:
-    told = r"pictures: image 0 has 7 rows and image 2 has 4 \(2 such images\).*train digits"
-    with pytest.raises(StrettoError, match=told):
+    message = r"pictures: image 0 has 7 rows and image 2 has 4 \(2 such images\).*train digits"
+    with pytest.raises(StrettoError, match=message):
         DigitImages(DigitImagesConfig(), images([7, 7, 4, 7, 9, 7], width=5))
 
 
@@ -99,7 +99,7 @@ def test_recurrent_layers_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_digit_images_are_learnt(tmp_path: Path) -> None:
+def test_digit_images_are_learned(tmp_path: Path) -> None:
     write_npz(tmp_path / "few.npz", make_drawn_digits(DrawnDigitsSettings(num_train=900)))
     result = stretto.train(
         task="digit-images", data=tmp_path / "few.npz", out=tmp_path / "run", epochs=3, batch_size=16, hidden_size=32

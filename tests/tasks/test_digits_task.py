@@ -119,7 +119,7 @@ def test_the_net_is_that_of_plain_torch_layers(
 
 
 @pytest.mark.parametrize("changes", [{}, {"row_size": APART}, {"num_layers": 2}, {"backend": "torch"}])
-def test_images_of_any_height_are_learnt_as_if_alone(changes: dict[str, Any]) -> None:
+def test_images_of_any_height_are_learned_as_if_alone(changes: dict[str, Any]) -> None:
     task = make(RAGGED, **changes)
     model, items = build(task), [task.data[index] for index in range(len(RAGGED))]
     alone = loss_and_gradients(task, model, [collate([item]) for item in items])
@@ -196,7 +196,7 @@ def test_without_data_digits_are_drawn() -> None:
 
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
 @pytest.mark.slow
-def test_digits_are_learnt(tmp_path: Path, backend: str) -> None:
+def test_digits_are_learned(tmp_path: Path, backend: str) -> None:
     write_npz(tmp_path / "few.npz", make_drawn_digits(DrawnDigitsSettings(num_train=900)))
     result = stretto.train(
         task="digits",

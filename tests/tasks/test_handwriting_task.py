@@ -1,4 +1,4 @@
-"""Handwriting: padding changes nothing, the metric is what it says, and what cannot be learnt is named.
+"""Handwriting: padding changes nothing, the metric is what it says, and what cannot be learned is named.
 
 Shape legend: B lines, T steps, U stacked steps, F features, C classes.
 """

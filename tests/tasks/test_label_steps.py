@@ -93,7 +93,7 @@ def test_what_stands_in_padded_slots_is_ignored(rubbish: float, settings: dict[s
     assert_same(loss_and_gradients(task, model, [loud]), clean)
 
 
-def test_unlabelled_steps_are_neither_learnt_nor_measured() -> None:
+def test_unlabelled_steps_are_neither_learned_nor_measured() -> None:
     task = _task()
     batch = collate(_items(task)[:2])
     output_BTC = torch.zeros(2, 8, 3)
@@ -161,7 +161,7 @@ def test_a_set_without_any_label_to_learn_is_refused() -> None:
         _task(np.zeros_like(VALUES))
 
 
-def test_the_embedded_set_is_learnt_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_embedded_set_is_learned_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from stretto.data import RegimeSettings, make_regimes
 
     small = RegimeSettings(num_train=24, median_length=60, mean_stay=30)

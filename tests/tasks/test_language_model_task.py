@@ -100,7 +100,7 @@ def _numbers(rows: list[list[int]], *, alphabet: str, dtype: npt.DTypeLike = np.
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         (_numbers([[0, 1], [1, 0]], alphabet=""), "codes is no text"),
         (_numbers([[0, 1], [1, 2]], alphabet="ab"), "sequence 1"),
@@ -113,8 +113,8 @@ def _numbers(rows: list[list[int]], *, alphabet: str, dtype: npt.DTypeLike = np.
         ),
     ],
 )
-def test_what_is_no_text_is_refused(data: SequenceSet, told: str) -> None:
-    with pytest.raises(StrettoError, match=told):
+def test_what_is_no_text_is_refused(data: SequenceSet, message: str) -> None:
+    with pytest.raises(StrettoError, match=message):
         LanguageModelling(LanguageModelConfig(), data)
 
 

@@ -150,7 +150,7 @@ def test_bleu_of_batches_is_that_of_the_corpus(batches: list[list[tuple[str, str
     assert bleu.value("bleu", sums) == pytest.approx(wanted)
 
 
-def test_what_a_word_is_follows_from_the_text_and_is_told() -> None:
+def test_what_a_word_is_follows_from_the_text_and_is_shown() -> None:
     assert detect_bleu_words(["ein mann , ein hund .", "ja !"]) == "none"
     assert detect_bleu_words(["ein Mann, ein Hund.", "Ja!"]) == "13a"
     assert any("between spaces" in note and "none" in note for note in _task().data.notes)
@@ -242,7 +242,7 @@ def test_the_same_text_makes_the_same_vocabulary() -> None:
     assert len({data.digest() for data in made}) == 1
 
 
-def test_the_vocabulary_is_learnt_from_the_training_part_alone() -> None:
+def test_the_vocabulary_is_learned_from_the_training_part_alone() -> None:
     data = _texts()
     pairs = line_pairs(data)
     other = LinePairs(

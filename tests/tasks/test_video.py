@@ -1,4 +1,4 @@
-"""Video: what moves which way is learnt from small clips, padding changes nothing, and wrong data are refused.
+"""Video: what moves which way is learned from small clips, padding changes nothing, and wrong data are refused.
 
 Shape legend: B clips, T steps, F values of a frame or features, C classes, P real steps of all clips.
 """
@@ -111,16 +111,16 @@ def test_what_stands_in_padded_slots_is_ignored(make: Any, rubbish: float) -> No
 
 def test_nothing_is_computed_for_padding() -> None:
     task = frames_task()
-    model, seen, walked = built(task), [], []
+    model, seen, lengths = built(task), [], []
     assert isinstance(model.encode, nn.Module)
     assert isinstance(model.gru.rnn, stretto.RNN)
     model.encode.register_forward_hook(lambda _, given, __: seen.append(len(given[0])))
     model.gru.rnn.register_forward_pre_hook(
-        lambda _, __, given: walked.extend(given["lengths"].tolist()), with_kwargs=True
+        lambda _, __, given: lengths.extend(given["lengths"].tolist()), with_kwargs=True
     )
     model(collate([task.data[index] for index in range(len(LENGTHS))]))
     assert seen == [sum(LENGTHS)]
-    assert walked == LENGTHS
+    assert lengths == LENGTHS
 
 
 def test_the_encoder_takes_pixels_by_row_and_colour() -> None:
@@ -253,7 +253,7 @@ def accuracy(model: Any, data: SequenceSet, *, order: slice) -> float:
     return float((found == data.targets.values_N).mean())
 
 
-def test_which_way_a_square_moves_is_learnt_from_the_order_of_frames(trained: Any, tmp_path: Path) -> None:
+def test_which_way_a_square_moves_is_learned_from_the_order_of_frames(trained: Any, tmp_path: Path) -> None:
     put_moving_squares(tmp_path, clips=40, seed=1)
     unseen = read_clips(tmp_path, Framing(size=SIDE))
     assert accuracy(trained.model, unseen, order=slice(None)) >= 0.9

@@ -249,7 +249,7 @@ def test_the_published_net_begins_uniform(text: SequenceSet) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"tokens": "characters"}, "was read as words, and tokens='characters' was given"),
         ({"window": 0}, "window: "),
@@ -257,8 +257,8 @@ def test_the_published_net_begins_uniform(text: SequenceSet) -> None:
         ({"max_padded_steps": 20}, "4 streams with windows of 7 make 28 slots"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(text: SequenceSet, settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(StrettoError, match=told):
+def test_settings_that_do_not_fit_are_refused(text: SequenceSet, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(StrettoError, match=message):
         _task(text, **settings).feed(world=World())
 
 

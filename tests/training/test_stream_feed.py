@@ -77,13 +77,13 @@ def test_every_word_but_the_first_is_said_once(num_words: int, batch_size: int, 
             _feed(num_words, **settings_)
         return
     feeds = [_feed(num_words, rank=rank, **settings_) for rank in range(size)]
-    dealt = [list(feed) for feed in feeds]
-    assert {len(batches) for batches in dealt} == {len(feeds[0])} == {feeds[0].report()["batches"]}
-    pairs = sorted(pair for batches in dealt for pair in _pairs(batches))
+    by_rank = [list(feed) for feed in feeds]
+    assert {len(batches) for batches in by_rank} == {len(feeds[0])} == {feeds[0].report()["batches"]}
+    pairs = sorted(pair for batches in by_rank for pair in _pairs(batches))
     assert pairs == [(word, word + 1) for word in range(num_words - 1)]
-    slots = sum(batch.num_padded_steps for batches in dealt for batch in batches)
+    slots = sum(batch.num_padded_steps for batches in by_rank for batch in batches)
     assert feeds[0].report()["padding"] == pytest.approx(1 - (num_words - 1) / slots)
-    for batches in dealt:
+    for batches in by_rank:
         model = _Model()
         for batch in batches:
             if len(batch):
@@ -108,16 +108,16 @@ def test_sentences_that_do_not_lie_end_to_end_are_joined_in_order() -> None:
 
 
 @pytest.mark.parametrize("used", range(5))
-def test_the_same_streams_go_on_where_they_were_left(used: int) -> None:
+def test_the_same_streams_continue_where_they_were_left(used: int) -> None:
     whole, model = _feed(), _Model()
     whole.begin_epoch(2, model)
     batches = list(whole)
     for batch in batches[:used]:
         model.follow(batch)
     resumed, later = _feed(), _Model()
-    told = resumed.load_state_dict(whole.state_dict(epoch=2, batches_done=used))
+    resumed_as = resumed.load_state_dict(whole.state_dict(epoch=2, batches_done=used))
     resumed.load_carried(whole.carried(model), later)
-    assert (told.is_replanned, told.message) == (False, "")
+    assert (resumed_as.is_replanned, resumed_as.message) == (False, "")
     resumed.begin_epoch(2, later)
     assert (later.carried.state is None) == (used == 0)
     rest = list(resumed)
@@ -134,17 +134,18 @@ def test_the_same_streams_go_on_where_they_were_left(used: int) -> None:
     legs=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=3),
     num_words=st.integers(60, 120),
 )
-def test_other_workers_read_what_is_left_once(legs: list[tuple[int, int]], num_words: int) -> None:
+def test_other_ranks_read_what_is_left_once(legs: list[tuple[int, int]], num_words: int) -> None:
     seen: list[tuple[int, int]] = []
     state: dict[str, Any] | None = None
     for at, (size, wanted) in enumerate([*legs, (2, 1000)]):
         feeds = [_feed(num_words, rank=rank, size=size) for rank in range(size)]
         if state is not None:
             before = state["streams"]["num_streams"]
-            told = [feed.load_state_dict(state) for feed in feeds]
-            assert {item.is_replanned for item in told} == {before != 3 * size}
+            resumed_as = [feed.load_state_dict(state) for feed in feeds]
+            assert {item.is_replanned for item in resumed_as} == {before != 3 * size}
             assert all(
-                (f"cut into {3 * size} streams, not {before}" in item.message) == item.is_replanned for item in told
+                (f"cut into {3 * size} streams, not {before}" in item.message) == item.is_replanned
+                for item in resumed_as
             )
             start = state["streams"]["used"] if before == 3 * size else 0
         else:
@@ -158,8 +159,8 @@ def test_other_workers_read_what_is_left_once(legs: list[tuple[int, int]], num_w
     assert sorted(seen) == [(word, word + 1) for word in range(num_words - 1)]
 
 
-def test_the_same_streams_on_other_workers_keep_their_states() -> None:
-    """Two workers with three streams each, then one with six."""
+def test_the_same_streams_on_other_ranks_keep_their_states() -> None:
+    """Two ranks with three streams each, then one with six."""
     feeds = [_feed(rank=rank, size=2) for rank in range(2)]
     alone = _feed(batch_size=6)
     for feed in feeds:
@@ -168,8 +169,8 @@ def test_the_same_streams_on_other_workers_keep_their_states() -> None:
     model, after = _Model(), _Model()
     alone.begin_epoch(0, model)
     model.follow(next(iter(alone)))
-    told = _feed(batch_size=6).load_state_dict(state)
-    assert not told.is_replanned
+    resumed_as = _feed(batch_size=6).load_state_dict(state)
+    assert not resumed_as.is_replanned
     for rank, feed in enumerate(feeds):
         feed.load_state_dict(alone.state_dict(epoch=0, batches_done=1))
         feed.load_carried(alone.carried(model), after)
@@ -219,9 +220,9 @@ def test_a_bucket_feed_changes_its_size_likewise() -> None:
     batches = list(feed)
     assert max(len(batch) for batch in batches) == 7
     assert len(first) + sum(len(batch) for batch in batches) == len(text) == feed.num_sequences
-    told = feeds[1].load_state_dict(state)
+    resumed_as = feeds[1].load_state_dict(state)
     feeds[1].begin_epoch(0, model)
-    assert not told.is_replanned
+    assert not resumed_as.is_replanned
     assert feeds[1].batch_size == 7
     assert [batch.indices.tolist() for batch in feeds[1]] == [batch.indices.tolist() for batch in batches]
     feed.begin_epoch(1, model)
@@ -249,11 +250,11 @@ def test_examples_are_of_the_size_and_length_that_is_asked_for() -> None:
 def test_measuring_reads_everything_once_in_up_to_twenty_streams(num_words: int, most: int) -> None:
     for size in (1, 2, 3, 30):
         worlds = [World(rank=rank, size=size) for rank in range(size)]
-        dealt = [list(eval_windows(_text(num_words), window=4, world=world, device="cpu")) for world in worlds]
-        pairs = sorted(pair for batches in dealt for pair in _pairs(batches))
+        by_rank = [list(eval_windows(_text(num_words), window=4, world=world, device="cpu")) for world in worlds]
+        pairs = sorted(pair for batches in by_rank for pair in _pairs(batches))
         assert pairs == [(word, word + 1) for word in range(num_words - 1)]
-        assert sum(len(batches[0]) for batches in dealt) == most
-        assert len({len(batches) for batches in dealt}) == 1
+        assert sum(len(batches[0]) for batches in by_rank) == most
+        assert len({len(batches) for batches in by_rank}) == 1
 
 
 def test_a_model_measures_with_a_state_of_its_own() -> None:
@@ -288,15 +289,15 @@ def test_a_nested_state_comes_back_from_a_checkpoint_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"batch_size": 50}, "makes 50 streams of a text of 49 words"),
         ({"max_padded_steps": 11}, "3 streams with windows of 4 make 12 slots, more than max_padded_steps=11"),
         ({"num_words": 1}, "a single word"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(StrettoError, match=told):
+def test_what_cannot_be_cut_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(StrettoError, match=message):
         _feed(**changes)
 
 

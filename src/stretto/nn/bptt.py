@@ -1,6 +1,6 @@
 """Truncated back-propagation through time: the state between the pieces of a long sequence, and overlapping windows.
 
-Shape legend: B rows, M some of them, T steps of a sequence or of a piece of it; dimensions of a step follow behind B
+Shape legend: B rows, M some of them, T steps of a sequence or of a piece of it; dimensions of a step follow after B
 and T.
 """
 
@@ -323,12 +323,12 @@ class TruncatedBPTT:
             like, any module or function. Ragged rows are packed for what torch has, and call `rnn(x, state,
             lengths=lengths)` otherwise.
         x: (B, T, ...); or chunks of `Streams`, at whose resets the state is initial and the gradient ends. If
-            the net takes no `lengths`, the state of a row behind its end is meaningless, and nothing depends on it.
+            the net takes no `lengths`, the state of a row after its end is meaningless, and nothing depends on it.
         window: Steps that the gradient goes back through, h.
         step: New steps of a part, h'; with chunks, the most that one has.
         state: Before the first step, used without its graph. None for the net's own initial state, made again as long
             as the window reaches back to it: a learned one gets its gradient.
-        lengths: Real steps of each row of a tensor `x`, None for all. Steps behind the longest are left out.
+        lengths: Real steps of each row of a tensor `x`, None for all. Steps after the longest are left out.
         initial: With chunks, what a row starts from: a state, or a function that makes one for a number of rows. None
             for `rnn.initial_state` where there is one, else zeros.
         batch_dim: Where each tensor of the state has its rows: 0 for `stretto.RNN`, 1 for `torch.nn.LSTM` and its like.
@@ -366,7 +366,7 @@ class TruncatedBPTT:
             )
         self._x, self._window, self._step = x, window, step
         self._state = None if state is None else detach_state(state)
-        self._lengths_B = _checked_lengths(x, lengths)
+        self._lengths_B = _check_lengths(x, lengths)
         self._initial = getattr(rnn, "initial_state", None) if initial is None else initial
         self._batch_dim = batch_dim
         self._net = _RaggedCall(
@@ -396,7 +396,7 @@ class TruncatedBPTT:
     def _pieces(self) -> Iterator["_Piece"]:
         if not isinstance(self._x, torch.Tensor) or self._lengths_B is None:
             for chunk in self._x:
-                yield _piece_of(chunk, step=self._step)
+                yield _as_piece(chunk, step=self._step)
             return
         longest = int(self._lengths_B.max())
         if longest > self._step:
@@ -498,7 +498,7 @@ def _last(outputs: list[torch.Tensor], count: int) -> torch.Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 
-def _checked_lengths(x: Any, lengths: Any) -> torch.Tensor | None:
+def _check_lengths(x: Any, lengths: Any) -> torch.Tensor | None:
     """The real steps of each row, or None where `x` is no tensor but chunks, which know theirs."""
     if not isinstance(x, torch.Tensor):
         if lengths is not None:
@@ -527,7 +527,7 @@ def _check_graph(x_BT: torch.Tensor) -> None:
         )
 
 
-def _piece_of(chunk: Any, *, step: int) -> _Piece:
+def _as_piece(chunk: Any, *, step: int) -> _Piece:
     if not isinstance(chunk, Chunk):
         raise StrettoError(
             f"x is neither a tensor nor made of chunks: it gave a {type(chunk).__name__}",

@@ -24,7 +24,7 @@ class Attention(nn.Module):
     """Scaled dot-product attention of one head with a learned bilinear form: softmax(q W k / sqrt(H)) k.
 
     Queries and keys are normalised first: the outputs of untrained recurrent layers are so small that all keys would
-    score alike, and the net would be slow to learn where to look. Padding behind the end of the keys is never attended
+    score alike, and the net would be slow to learn where to look. Padding after the end of the keys is never attended
     to, whatever it holds.
 
     Args:

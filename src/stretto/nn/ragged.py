@@ -40,21 +40,18 @@ class PackedBatch:
         """A state of the batch in the order of the layout."""
         if self.order_B is None:
             return state
-        return map_state(lambda part: part.index_select(0, self._order(part)), state)
+        order_B = self.order_B
+        return map_state(lambda part: part.index_select(0, order_B.to(part.device)), state)
 
     def restore_rows(self, state: Any) -> Any:
-        """A state in the order of the layout in that of the batch."""
+        """A state from the order of the layout back to that of the batch."""
         if self.order_B is None:
             return state
         back_B = torch.argsort(self.order_B)
         return map_state(lambda part: part.index_select(0, back_B.to(part.device)), state)
 
-    def _order(self, part: torch.Tensor) -> torch.Tensor:
-        assert self.order_B is not None
-        return self.order_B.to(part.device)
-
     def unpack(self, y_PF: torch.Tensor) -> torch.Tensor | PackedSequence:
-        """Rows as a batch of the kind it was; zeros behind the end of each sequence."""
+        """Outputs in the form of the original batch; zeros after the end of each sequence."""
         if self.packed is not None:
             packed = self.packed
             return PackedSequence(y_PF, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
@@ -64,12 +61,10 @@ class PackedBatch:
             y = y_PF.reshape(self.num_steps, num_rows, *features)
             return y.transpose(0, 1) if self.batch_first else y
         flat = y_PF.new_zeros(num_rows * self.num_steps, *features)
-        flat = flat.index_copy(0, self._places(y_PF.device), y_PF)
+        places = _places_P(layout, self.order_B, num_steps=self.num_steps, batch_first=self.batch_first)
+        flat = flat.index_copy(0, places.to(y_PF.device), y_PF)
         shape = (num_rows, self.num_steps) if self.batch_first else (self.num_steps, num_rows)
         return flat.reshape(*shape, *features)
-
-    def _places(self, device: torch.device) -> torch.Tensor:
-        return _places_P(self.layout, self.order_B, num_steps=self.num_steps, batch_first=self.batch_first).to(device)
 
 
 def _places_P(layout: Layout, order_B: torch.Tensor | None, *, num_steps: int, batch_first: bool) -> torch.Tensor:
@@ -139,7 +134,7 @@ def check_lengths(lengths: Any, num_rows: int, num_steps: int) -> np.ndarray[Any
 
 
 def reverse_padded(x_BTF: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Each sequence back to front; its padding stays behind it."""
+    """Each sequence back to front; its padding stays after it."""
     steps_T = torch.arange(x_BTF.shape[1], device=x_BTF.device)
     lengths_B1 = lengths_B.to(x_BTF.device)[:, None]
     source_BT = torch.where(steps_T < lengths_B1, lengths_B1 - 1 - steps_T, steps_T)

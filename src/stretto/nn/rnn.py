@@ -41,7 +41,7 @@ class RNN(nn.Module):
 
     Args:
         cell: A `stretto.Cell`, one of torch's cells, or a list of cells: one for each layer and direction, in the order
-            of torch's states (layer 0 forwards, layer 0 backwards, layer 1 forwards, ...).
+            of torch's states (layer 0 forward, layer 0 backward, layer 1 forward, ...).
         num_layers: Layers. Those above the first are copies of the cell with parameters of their own.
         bidirectional: Whether each layer also reads backwards, from each sequence's own end.
         batch_first: Whether batches are (B, T, F), as by default, or (T, B, F).
@@ -51,8 +51,7 @@ class RNN(nn.Module):
         save: What is stored for the backward pass: "auto" stores what is costly to compute again; "states" stores
             outputs and states at intervals, and computes the rest again: long sequences in little memory.
         solver: How to run through time. "serial": sequentially; "auto": measures whether solving chunks of time at once
-            is faster, and uses what is; or a solver, such as `stretto.Shooting`. `rnn.solution` describes the
-            last call.
+            is faster, and uses what is; or a solver, such as `stretto.Shooting`. See also `rnn.solution`.
 
     Example:
         >>> rnn = stretto.RNN(stretto.cells.GRU(8, 32), num_layers=2)
@@ -82,7 +81,7 @@ class RNN(nn.Module):
         self.backend = backend
         self.save = save
         self.solver = solver
-        self.cells = nn.ModuleList(_stacked(cell, num_layers, 2 if bidirectional else 1))
+        self.cells = nn.ModuleList(_make_cells(cell, num_layers, 2 if bidirectional else 1))
         self._built: dict[Any, Built] = {}
         self._held: dict[int, dict[str, nn.Module]] = {}
         self._autotuner = SolverAutotuner()
@@ -109,10 +108,10 @@ class RNN(nn.Module):
             x: (B, T, F), or (T, B, F) unless `batch_first`; a single sequence (T, F); or a PackedSequence.
             state: The state before the first step, as it is returned; by default the cells' own.
             lengths: Steps of each sequence, in any order; all T by default.
-            sample_ids: A whole number for each sequence, by which a solver knows it again.
+            sample_ids: A whole number for each sequence, by which a solver recognises it in later calls.
 
         Returns:
-            Outputs of the same kind as `x`, zero behind each sequence's end, and the state after each sequence's last
+            Outputs of the same kind as `x`, zero after each sequence's end, and the state after each sequence's last
             step. For one layer of one direction that is the cell's state; otherwise a tuple with one for each layer
             and direction, in the order of torch's.
         """
@@ -331,7 +330,7 @@ def _initial(cell: nn.Module, num_rows: int) -> Any:
     return cell.initial_state(num_rows)  # type: ignore[operator]
 
 
-def _stacked(cell: nn.Module | Sequence[nn.Module], num_layers: int, directions: int) -> list[nn.Module]:
+def _make_cells(cell: nn.Module | Sequence[nn.Module], num_layers: int, directions: int) -> list[nn.Module]:
     wanted = num_layers * directions
     if isinstance(cell, (list, tuple, nn.ModuleList)):
         cells = [cell_from(item) if isinstance(item, TORCH_CELLS) else item for item in cell]

@@ -15,7 +15,7 @@ from torch.nn import functional
 from stretto.kernels import Layout, Program, SaveChoice, run_together, wavefront_chunks
 from stretto.solvers import AbstractSolver, CellVariants, Problem, Solution
 
-Run: TypeAlias = "Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]"
+_Run: TypeAlias = "Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]"
 MIN_STRETCH_STEPS = 32
 MIN_STRETCH_ROWS = 1024
 
@@ -107,7 +107,7 @@ def run_stack(
     for number, layer in enumerate(layers):
         if number and dropout:
             x_PF = functional.dropout(x_PF, dropout)
-        inputs = [reverse_rows(layout, x_PF) if reverse else x_PF for reverse in range(len(layer))]
+        inputs = [_reverse_rows(layout, x_PF) if reverse else x_PF for reverse in range(len(layer))]
         if call is not None:
             solved = [
                 call.solver.solve(_problem(direction, layout, rows_PF, call, number=number, reverse=reverse))
@@ -124,7 +124,7 @@ def run_stack(
             ]
             results = run_together(coroutines)
         finals += [states for _, states in results]
-        outputs = [reverse_rows(layout, y) if reverse else y for reverse, (y, _) in enumerate(results)]
+        outputs = [_reverse_rows(layout, y) if reverse else y for reverse, (y, _) in enumerate(results)]
         if len(outputs) > 1:
             outputs = [y if y.dim() > 1 else y[:, None] for y in outputs]
         x_PF = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
@@ -179,7 +179,7 @@ def _in_stretches(
     return [(torch.cat(parts), after) for parts, after in zip(outputs, states, strict=True)]
 
 
-def reverse_rows(layout: Layout, x_PF: torch.Tensor) -> torch.Tensor:
+def _reverse_rows(layout: Layout, x_PF: torch.Tensor) -> torch.Tensor:
     """Each sequence back to front."""
     if layout.is_even:
         steps = x_PF.reshape(layout.num_steps, layout.num_rows, *x_PF.shape[1:])
@@ -216,7 +216,7 @@ def _stretches(num_steps: int, num_rows: int) -> list[int]:
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Run, given: int, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, run: _Run, given: int, *tensors: torch.Tensor) -> Any:
         ctx.run, ctx.given = run, given
         ctx.rng_state = torch.get_rng_state()
         ctx.set_materialize_grads(False)
@@ -248,7 +248,7 @@ class _Recompute(torch.autograd.Function):
         return None, None, *(next(found) if needs else None for needs in needed)
 
 
-def _recompute(run: Run, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _recompute(run: _Run, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The result of `run`, which is run again in the backward pass instead of storing what it computes.
 
     Args:

@@ -1,7 +1,7 @@
 """Long sequences as parallel streams, cut into consecutive chunks.
 
 Shape legend: B streams, T steps of a chunk, N sequences, S steps of one sequence, K chunks. Dimensions of a step follow
-behind B and T and stay as they are.
+after B and T and stay as they are.
 
 A stream is a row of spans. One long sequence is cut into streams of equal length, without gaps; whole sequences start
 at the beginning of a chunk:
@@ -12,7 +12,7 @@ at the beginning of a chunk:
              chunk 0 chunk 1 chunk 2                     chunk 0 chunk 1 chunk 2
 
 When the number of streams of one sequence changes in the middle of a pass, the rests of all streams are laid end to
-end and cut again. A stream may then consist of several spans, one directly behind the other.
+end and cut again. A stream may then consist of several spans, one directly after the other.
 """
 
 import bisect
@@ -42,7 +42,7 @@ class Chunk:
     """The next steps of every stream.
 
     A row that is shorter than the chunk has come to its end: in the next chunk it starts another sequence, or has no
-    more steps. So the state behind a row's end is never used again, and masking the loss is enough.
+    more steps. So the state after a row's end is never used again, and masking the loss is enough.
 
     Attributes:
         x_BT: The steps, as many as the longest row has; zero after each row's end.
@@ -359,7 +359,7 @@ def _place(lengths: list[int], num_streams: int, chunk: int) -> list[list[_Span]
 
 
 def _gather(sources: list[LongSequence], rows: list[list[_Span]], lengths_B: npt.NDArray[np.int64]) -> torch.Tensor:
-    """The rows one below the other, with zeros behind their ends."""
+    """The rows one below the other, with zeros after their ends."""
     num_steps = int(lengths_B.max()) if len(rows) else 0
     if num_steps and len(sources) == 1 and all(len(spans) == 1 and spans[0].length == num_steps for spans in rows):
         # Almost all chunks of one sequence: one indexing instead of a copy per row.

@@ -66,19 +66,23 @@ class _Accelerated(nn.RNNBase):
         Args:
             input: A padded batch, a single sequence, or a PackedSequence.
             hx: The initial state; zeros by default.
-            lengths: Steps of each sequence of a padded batch. Outputs behind the end of a sequence are zero, its final
-                state is that after its last step, and its backward direction starts there. torch's own layer can do
-                this for a packed batch only, and runs several times slower on one; `ragged` does without.
+            lengths: Steps of each sequence of a padded batch. Outputs after the end of a sequence are zero, its final
+                state is that after its last step, and its backward direction starts there. torch's own layer needs
+                a packed batch for this, on which it is several times slower; `ragged` avoids that.
         """
         use_torch = self._backend == "torch" or bool(self._why_not(input, hx))
         if lengths is not None:
+            if isinstance(input, PackedSequence) or input.dim() != 3:
+                raise StrettoError(
+                    "lengths are for padded batches", fix="Give (batch, steps, features), or no lengths."
+                )
             return self._run_packed(input, hx, lengths) if use_torch else self._run(input, hx, lengths)
         if not use_torch and (self._backend != "auto" or self._faster(input, hx) == "cpp"):
             return self._run(input, hx)
         return super().forward(input, hx)
 
     def ragged(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
-        """Outputs for a padded batch of sequences of these lengths, zero behind each one's end.
+        """Outputs for a padded batch of sequences of these lengths, zero after each one's end.
 
         The same as `layer(x, lengths=lengths)[0]`, but where torch's own layers run, they run on the padded batch,
         each direction over sequences that are reversed within their lengths.
@@ -124,7 +128,7 @@ class _Accelerated(nn.RNNBase):
         states = self._states_LBH(x, hx, len(lengths_B))
         rows_M = lengths_B.nonzero().flatten()
         there_M = rows_M.to(x.device)
-        shape = [steps, steps, (self.proj_size or self.hidden_size) * self._num_directions]
+        shape = [steps, steps, self._output_width]
         shape[batch_dim] = len(lengths_B)
         y = x.new_zeros(shape)
         if len(rows_M):
@@ -146,7 +150,7 @@ class _Accelerated(nn.RNNBase):
         """For each kind of batch seen, which backend was faster and by how much."""
         return {str(key): value for key, value in self.__dict__.get("_measured", {}).items()}
 
-    def _why_not(self, x: Any, hx: Any) -> str:  # noqa: PLR0911 - one line a reason
+    def _why_not(self, x: Any, hx: Any) -> str:  # noqa: PLR0911 - one return per reason
         """Why torch's own implementation must run; empty if generated code can."""
         data = x.data if isinstance(x, PackedSequence) else x
         if not isinstance(data, torch.Tensor) or data.device.type != "cpu" or data.dtype not in DTYPES:
@@ -156,7 +160,8 @@ class _Accelerated(nn.RNNBase):
         if torch.is_autocast_enabled("cpu"):
             return "autocast"
         num_dims = 2 if isinstance(x, PackedSequence) else data.dim()
-        if num_dims not in {2, 3} or data.shape[-1] != self._input_width or data.numel() == 0:
+        input_width = self._input_width
+        if num_dims not in {2, 3} or data.shape[-1] != input_width or data.numel() == 0:
             return "shape"
         num_rows, is_single = self._num_rows(x), not isinstance(x, PackedSequence) and num_dims == 2
         states = [] if hx is None else list(hx) if isinstance(hx, (tuple, list)) else [hx]
@@ -165,11 +170,12 @@ class _Accelerated(nn.RNNBase):
             return "state"
         if any(s.dtype != data.dtype or s.device.type != "cpu" for s in states):
             return "state"
-        widths = [self._input_width, *[self._output_width] * (self.num_layers > 1)]
-        made = [self._program(width, data.dtype) for width in widths]
-        return next(
-            (item.reason for item in made if item.backend != ("eager" if self._backend == "eager" else "cpp")), ""
-        )
+        wanted_backend = "eager" if self._backend == "eager" else "cpp"
+        for width in (input_width, *[self._output_width] * (self.num_layers > 1)):
+            built = self._program(width, data.dtype)
+            if built.backend != wanted_backend:
+                return built.reason
+        return ""
 
     @property
     def _num_directions(self) -> int:
@@ -178,7 +184,8 @@ class _Accelerated(nn.RNNBase):
     @property
     def _input_width(self) -> int:
         """By the weights that are there, which `torch.func.functional_call` may have replaced."""
-        return self._weights(0)["weight_ih"].shape[1]
+        weight: torch.Tensor = self.weight_ih_l0  # type: ignore[assignment]
+        return weight.shape[1]
 
     @property
     def _output_width(self) -> int:

@@ -26,7 +26,7 @@ class DigitImagesConfig(TrainConfig):
     """Settings of the digit-images task, whose net is not recurrent.
 
     Attributes:
-        hidden_size: Units of the linear layer behind the convolutions.
+        hidden_size: Units of the linear layer after the convolutions.
         num_layers: 1: there are no recurrent layers.
         dropout: Share of the units dropped before the last layer.
     """

@@ -43,7 +43,7 @@ class DigitsConfig(TrainConfig):
 class DigitsModel(nn.Module):
     """Each row mapped by a linear layer, an LSTM over the rows, and a linear layer on its last state.
 
-    Two linear maps in a row are one. Where that is less work, the generated code takes pixels as they are and the
+    Two consecutive linear maps are one. Where that is less work, the generated code takes pixels as they are and the
     product of both weights; gradients reach each of them through the product.
     """
 

@@ -55,7 +55,7 @@ class LabelStepsModel(nn.Module):
         self.classify = nn.Linear(config.hidden_size * (2 if config.bidirectional else 1), num_classes)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Scores of the classes (B, T, C); those behind a sequence's end are undefined."""
+        """Scores of the classes (B, T, C); those after a sequence's end are undefined."""
         x_BTF = self.standardise(batch.features_BTF, batch.mask)
         hidden_BTH = self.gru(x_BTF, batch)
         scores_BTC: torch.Tensor = self.classify(self.dropout(hidden_BTH))

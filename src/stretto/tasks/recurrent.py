@@ -62,7 +62,7 @@ class GRULayers(nn.Module):
             self.rnn = RNN(cell, num_layers, bidirectional, dropout=between, backend=config.backend, solver=solver)
 
     def forward(self, x_BTF: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Outputs (B, T, H), zero behind each sequence's end."""
+        """Outputs (B, T, H), zero after each sequence's end."""
         if isinstance(self.rnn, RNN):
             y_BTH, _ = self.rnn(x_BTF, lengths=batch.lengths, sample_ids=batch.indices)
         else:
@@ -71,5 +71,5 @@ class GRULayers(nn.Module):
 
 
 def mean_over_steps(y_BTH: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The mean (B, H) over the real steps of each sequence, given outputs that are zero behind its end."""
+    """The mean (B, H) over the real steps of each sequence, given outputs that are zero after its end."""
     return y_BTH.sum(dim=1) / batch.lengths.to(y_BTH)[:, None]

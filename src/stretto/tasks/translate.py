@@ -78,7 +78,7 @@ class TranslateConfig(TrainConfig):
 class Translate(AbstractTask[TranslateConfig]):
     """Lines in two languages, translated from one to the other and measured in BLEU.
 
-    The pieces of a line and of its translation lie side by side as the two features of a pair, `PAD` behind the end of
+    The pieces of a line and of its translation lie side by side as the two features of a pair, `PAD` after the end of
     the shorter one: a pair is as long as the longer of the two, the translation counted with its end mark, and buckets
     are made by that. The vocabulary is learned from the training part.
 

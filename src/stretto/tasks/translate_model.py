@@ -126,7 +126,7 @@ class TranslateModel(nn.Module):
             nn.init.normal_(self.output_weight, std=size**-0.5)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Scores (B, U, C) of the target steps, each given the true pieces before it; not defined behind an end."""
+        """Scores (B, U, C) of the target steps, each given the true pieces before it; not defined after an end."""
         sides = Sides.of(batch)
         memory = self.encode(sides.source_BS, sides.source_lengths)
         begin_B1 = torch.full_like(sides.target_BU[:, :1], BEGIN)
@@ -262,7 +262,7 @@ def _last(beam: _Beam) -> torch.Tensor:
 
 
 def _advance(beam: _Beam, gains_RC: torch.Tensor, states: States, *, width: int) -> None:
-    """Keep the best of all that could follow; behind the end there is padding, which costs nothing."""
+    """Keep the best of all that could follow; after the end there is padding, which costs nothing."""
     count, num_pieces = len(beam.source_B), gains_RC.shape[-1]
     gains_BKC = gains_RC.reshape(count, width, num_pieces)
     gains_BKC[..., [PAD, BEGIN]] = -torch.inf
