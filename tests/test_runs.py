@@ -108,7 +108,7 @@ def test_a_page_that_cannot_be_written_costs_nothing_else(signs: Path, monkeypat
     assert "no plots" in read_events(result.run)[-1]["message"]
 
 
-def test_a_full_disk_at_the_very_end_is_told_and_the_run_can_still_be_ended(
+def test_a_full_disk_at_the_very_end_is_reported_and_the_run_can_be_resumed(
     signs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -132,7 +132,7 @@ def test_nothing_in_the_run_folder_is_a_pickle(signs: Path) -> None:
     assert not list(Path("out").rglob("*.part"))
 
 
-def test_what_is_told_of_the_padding_is_what_the_batches_had(signs: Path) -> None:
+def test_the_padding_of_the_result_is_that_of_the_batches(signs: Path) -> None:
     result = stretto.train("classify", data=signs, out="out", **SMALL)
     steps = [event for event in read_events(result.run) if event["event"] == "step"]
     real, slots = (sum(event[key] for event in steps) for key in ("steps_real", "slots"))
@@ -157,8 +157,8 @@ def test_threads_are_as_they_were_afterwards(signs: Path) -> None:
     assert read_events(Path("out"))[0]["threads"] == 2
 
 
-@pytest.mark.parametrize("step", [1, 4, 7])
-def test_a_resumed_job_is_the_job_that_was_not_stopped(signs: Path, step: int) -> None:
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)])
+def test_a_resumed_run_is_the_run_that_was_not_stopped(signs: Path, step: int) -> None:
     whole = stretto.train("classify", data=signs, out="whole", **SMALL)
     _interrupted(Path("cut"), signs, step=step)
     assert not Path("cut/result.json").exists()
@@ -213,7 +213,7 @@ def test_a_finished_run_and_one_of_another_task_are_refused(signs: Path) -> None
         stretto.train("handwriting", out="cut", resume=True)
 
 
-def test_changed_data_are_refused(signs: Path) -> None:
+def test_changed_data_is_refused(signs: Path) -> None:
     _interrupted(Path("cut"), signs, step=2)
     _write(signs, seed=1)
     with pytest.raises(StrettoError, match="the data 'signs' is not what the run in 'cut' was trained on"):
@@ -269,7 +269,7 @@ def test_a_task_without_embedded_data_asks_for_some(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_runs_in_another_thread(signs: Path) -> None:
+def test_a_run_works_in_another_thread(signs: Path) -> None:
     results: list[RunResult] = []
     worker = threading.Thread(target=lambda: results.append(stretto.train("classify", data=signs, out="out", **SMALL)))
     worker.start()
@@ -295,7 +295,7 @@ def test_runs_without_a_folder_are_numbered_and_a_refused_one_leaves_nothing(sig
     assert sorted(path.name for path in first.run.parent.iterdir()) == ["classify-001", "classify-002"]
 
 
-def test_too_little_memory_is_told(signs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_reported(signs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Trainer) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
 

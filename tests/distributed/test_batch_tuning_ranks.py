@@ -1,4 +1,4 @@
-"""Several workers that choose their batch together: the same choice on all of them, from the noise between them."""
+"""Several ranks that choose their batch together: the same choice on all of them, from the noise between them."""
 
 import math
 from pathlib import Path
@@ -55,8 +55,8 @@ def _train(world: World, run: str, settings: dict[str, Any], each: float = 0.0) 
     return [total, trainer.feed.batch_size, trainer.state.batch_size]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_workers_grow_together(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_grow_together(tmp_path: Path, size: int) -> None:
     settings = {"batch_size": "auto", "base_batch_size": 4}
     found = run_world(size, _train, tmp_path / "world", str(tmp_path / "run"), settings)
     assert all(answer == found[0] for answer in found), found
@@ -73,7 +73,8 @@ def test_workers_grow_together(tmp_path: Path, size: int) -> None:
         assert sum(e["rows"] for e in steps if e["epoch"] == epoch) == SEQUENCES
 
 
-def test_the_noise_between_workers_is_that_of_one(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_noise_between_ranks_is_that_of_one(tmp_path: Path) -> None:
     """After some epochs at a rate of next to nothing, all that differs is how updates were taken apart."""
     settings = {"batch_size": "auto", "epochs": 12, "learning_rate": 1e-12, "rule": "none"}
     scales = []

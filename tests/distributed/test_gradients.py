@@ -76,7 +76,10 @@ def _all_tasks(world: World) -> dict[str, dict[str, float]]:
     }
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=SLOW), pytest.param(4, marks=SLOW)])
 def test_ranks_make_the_gradient_of_one(size: int, tmp_path: Path) -> None:
     ranks = run_world(size, _all_tasks, tmp_path)
     for result in ranks:

@@ -1,4 +1,4 @@
-"""Workers that cannot meet, or must not work together: each is told so, in time."""
+"""Ranks that cannot meet, or must not work together: each gets an error, in time."""
 
 import importlib.metadata
 import multiprocessing

@@ -24,7 +24,7 @@ SHARES = {0: (0, 1, 2, 3, 4, 5), 1: (6, 7), 2: (8,), 3: ()}
 class _Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rnn, self.out = stretto.RNN(stretto.cells.GRU(3, 16)), torch.nn.Linear(16, 32)
+        self.rnn, self.out = stretto.RNN(stretto.cells.GRU(3, 16), backend="eager"), torch.nn.Linear(16, 32)
 
     def forward(self, x_BTF: torch.Tensor, lengths: list[int]) -> Any:
         return self.out(self.rnn(x_BTF, lengths=lengths)[1])
@@ -64,7 +64,7 @@ def _share(world: World) -> tuple[int, ...]:
 
 
 def _accumulate(world: World) -> float:
-    """One sequence at a time, exchanged with the last of each worker."""
+    """One sequence at a time, exchanged with the last of each rank."""
     model = DistributedDataParallel(_model())
     share = _share(world)
     total = global_count(len(share))
@@ -75,7 +75,7 @@ def _accumulate(world: World) -> float:
     return _error(model)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_accumulated_steps_make_the_gradient_of_all(tmp_path: Path, size: int) -> None:
     assert max(run_world(size, _accumulate, tmp_path)) < 1e-12
 
@@ -96,6 +96,7 @@ def _with_a_hook(world: World, name: str) -> float:
     return _error(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "most"), [("fp16", 0.002), ("PowerSGD", 0.8)])
 def test_hooks_that_compress_gradients_work_and_lose_what_they_lose(tmp_path: Path, name: str, most: float) -> None:
     """The hook for bf16 is the one for fp16 with another type; torch refuses it without a GPU."""

@@ -125,7 +125,7 @@ def _one_bad_block(world: World) -> dict[str, Any]:
     model = task.build_model()
     ranks.set_solvers(model)
     state = TrainState(model, config=task.config, updates_per_epoch=2)
-    updater = Updater(task, state, world=world, time=ranks)
+    updater = Updater(task, state, world=world, time_parallel=ranks)
     skipped = []
     for first in (0, 4):
         pairs = ([first, first + 1], [first + 2, first + 3])

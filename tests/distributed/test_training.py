@@ -38,7 +38,7 @@ def _train(world: World, run: str, resume: bool, changes: dict[str, Any]) -> flo
     return _sum_of(trainer)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_sequence_of_every_epoch_is_recorded_once(tmp_path: Path, accumulate: int) -> None:
     sums = run_world(2, _train, tmp_path / "world", str(tmp_path / "run"), False, {"accumulate": accumulate})
     assert sums[0] == sums[1]
@@ -58,6 +58,7 @@ def _train_on_two(world: World, run: str) -> float:
     return _sum_of(trainer)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_sequences(tmp_path: Path) -> None:
     """Two to train on, one to validate and one to test with, and four ranks."""
     sums = run_world(4, _train_on_two, tmp_path / "world", str(tmp_path / "run"))
@@ -88,7 +89,7 @@ def _train_without_room(world: World, run: str) -> float:
     return _sum_of(trainer)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_error_on_rank_0_stops_all_with_the_same_message(tmp_path: Path, size: int) -> None:
     said = run_world(size, _train_without_room, tmp_path / "world", str(tmp_path / "run"))
     assert said == ["StrettoError: could not write to 'events.jsonl': no space left. Free space."] * size
@@ -115,6 +116,7 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path: Path) 
     assert "is of another model" in said[0]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_data_set_is_refused_on_every_rank(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_world(2, _train, tmp_path / "first", str(run), False, {})
@@ -139,7 +141,8 @@ def _begin(world: World, run: str, epochs: int) -> float:
     return _sum_of(trainer)
 
 
-def test_a_torn_checkpoint_is_told_of_and_the_one_before_is_used(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path: Path) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     expected = run_world(2, _train, tmp_path / "first", str(whole), False, {"epochs": 4})
     run_world(2, _begin, tmp_path / "second", str(run), 2)
@@ -151,7 +154,10 @@ def test_a_torn_checkpoint_is_told_of_and_the_one_before_is_used(tmp_path: Path)
     assert any(str(newest) in message for message in warnings)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 1), pytest.param(1, 3, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow)],
+)
 def test_another_number_of_ranks_covers_the_rest_of_the_epoch_once(tmp_path: Path, before: int, after: int) -> None:
     """Stopped in the middle of an epoch, with checkpoints after every update."""
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Sums, messages and refusals among real processes."""
+"""Collectives and checks among real processes."""
 
 from pathlib import Path
 from typing import Any
@@ -12,29 +12,29 @@ from stretto.errors import StrettoError
 
 def _talk(world: World) -> dict[str, Any]:
     return {
-        "total": world.all_reduce_sum([world.rank + 1.0, 0.5]),
-        "gathered": world.all_gather([float(world.rank)]),
-        "told": world.broadcast_str("grüße" if world.is_rank0 else "nobody hears this"),
+        "sum": world.all_reduce_sum([world.rank + 1.0, 0.5]),
+        "gather": world.all_gather([float(world.rank)]),
+        "broadcast": world.broadcast_str("grüße" if world.is_rank0 else "ignored"),
         "empty": world.broadcast_str(""),
-        "first": world.on_rank0(lambda: "claimed"),
+        "on rank 0": world.on_rank0(lambda: "claimed"),
         "local": world.local_size,
     }
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_all_hear_the_same(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_every_rank_gets_the_same(size: int, tmp_path: Path) -> None:
     told = {
-        "total": [size * (size + 1) / 2, size / 2],
-        "gathered": [[float(rank)] for rank in range(size)],
-        "told": "grüße",
+        "sum": [size * (size + 1) / 2, size / 2],
+        "gather": [[float(rank)] for rank in range(size)],
+        "broadcast": "grüße",
         "empty": "",
-        "first": "claimed",
+        "on rank 0": "claimed",
         "local": size,
     }
     assert run_world(size, _talk, tmp_path) == [told] * size
 
 
-def test_one_alone_needs_no_others() -> None:
+def test_a_single_process_needs_no_others() -> None:
     world = World()
     assert world.all_reduce_sum([2.0]) == [2.0]
     assert world.all_gather([2.0]) == [[2.0]]
@@ -54,7 +54,7 @@ def _refuse(world: World) -> str:
     return world.on_rank0(work)
 
 
-def test_differences_are_refused_on_every_rank(tmp_path: Path) -> None:
+def test_a_difference_is_an_error_on_every_rank(tmp_path: Path) -> None:
     said = run_world(3, _differ, tmp_path)
     assert said == ["StrettoError: the data of rank 1 differs from that of rank 0. Give all the same."] * 3
 

@@ -156,6 +156,7 @@ def test_every_sequence_comes_once_an_epoch_whatever_is_decided(
         assert seen == [*range(SEQUENCES)]
 
 
+@pytest.mark.slow
 def test_it_keeps_the_batch_where_growing_does_not_pay(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +172,7 @@ def test_it_keeps_the_batch_where_growing_does_not_pay(
     assert [e["rows"] for e in read_events(tmp_path) if e["event"] == "step"] == given
 
 
-@pytest.mark.parametrize("step", [7, 63, 64, 65, 90, 103])
+@pytest.mark.parametrize("step", [64, *(pytest.param(step, marks=pytest.mark.slow) for step in (7, 63, 65, 90, 103))])
 def test_an_interruption_changes_nothing(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
@@ -205,8 +206,8 @@ def _trouble_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(BatchTuner, "observe", observed)
 
 
-@pytest.mark.parametrize(("number", "epoch"), [(75, 0), (95, 1)])
-def test_trouble_takes_the_batch_back(
+@pytest.mark.parametrize(("number", "epoch"), [(75, 0), pytest.param(95, 1, marks=pytest.mark.slow)])
+def test_trouble_rolls_the_batch_back(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch, number: int, epoch: int
 ) -> None:
     """Within the epoch in which it grew, and in the next."""
@@ -230,7 +231,8 @@ def test_trouble_takes_the_batch_back(
     assert 'id="plot-batch-size"' in text
 
 
-def test_a_run_that_went_back_resumes_from_there(
+@pytest.mark.slow
+def test_a_run_that_rolled_back_resumes_from_there(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with_table(monkeypatch, fixed=1.0, each=1e-6)
@@ -251,7 +253,8 @@ def test_a_run_that_went_back_resumes_from_there(
     assert _weights(tmp_path / "cut") == _weights(tmp_path / "whole")
 
 
-def test_the_weights_after_going_back_are_those_from_before(
+@pytest.mark.slow
+def test_the_weights_after_a_roll_back_are_those_from_before(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with_table(monkeypatch, fixed=1.0, each=1e-6)
@@ -275,7 +278,7 @@ def test_the_weights_after_going_back_are_those_from_before(
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_loss_that_is_no_number_goes_back_instead_of_ending_the_run(
+def test_a_loss_that_is_nan_rolls_back_instead_of_ending_the_run(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with_table(monkeypatch, fixed=1.0, each=1e-6)
@@ -298,7 +301,7 @@ def test_a_loss_that_is_no_number_goes_back_instead_of_ending_the_run(
         _train(tmp_path / "at-once", task)
 
 
-def test_an_update_taken_apart_is_the_same_update(data: SequenceSet) -> None:
+def test_an_update_measured_in_parts_is_the_same_update(data: SequenceSet) -> None:
     """The same gradient, and the squares of its halves add up as they must."""
     for accumulate in (1, 2):
         found = []
@@ -331,7 +334,7 @@ def test_an_update_taken_apart_is_the_same_update(data: SequenceSet) -> None:
 
 
 @pytest.mark.parametrize("streams", [2, 5])
-def test_an_update_of_streams_taken_apart_carries_the_same_state(streams: int) -> None:
+def test_an_update_of_streams_measured_in_parts_carries_the_same_state(streams: int) -> None:
     rng = np.random.default_rng(2)
     lengths_N = rng.integers(3, 9, 40)
     words = SequenceSet.from_flat(
@@ -389,12 +392,15 @@ class _Silent(EventLog):  # type: ignore[misc]
         ({"batch_size": 2, "base_batch_size": 4}, "smaller than base_batch_size=4"),
     ],
 )
-def test_what_makes_no_sense_is_refused(tmp_path: Path, data: SequenceSet, settings: dict[str, Any], told: str) -> None:
+def test_settings_that_make_no_sense_are_refused(
+    tmp_path: Path, data: SequenceSet, settings: dict[str, Any], told: str
+) -> None:
     with pytest.raises(StrettoError, match=told):
         _train(tmp_path, _task(data, **settings))
 
 
-def test_one_sequence_an_update_cannot_be_taken_apart(
+@pytest.mark.slow
+def test_one_sequence_per_update_has_no_parts(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with_table(monkeypatch, fixed=1.0, each=1e-6)
@@ -404,6 +410,7 @@ def test_one_sequence_an_update_cannot_be_taken_apart(
     assert "one sequence per update" in decision["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dropout", "alike"), [(0.2, 3), (0.0, 64)])
 def test_the_probe_leaves_no_trace(tmp_path: Path, data: SequenceSet, dropout: float, alike: int) -> None:
     """Until the first decision a run that probed is one that did not; what is dropped, until the first measurement."""
@@ -426,7 +433,8 @@ def test_few_lengths_stand_for_all(count: int) -> None:
     assert few.keys() <= shares.keys()
 
 
-def test_a_threshold_that_always_bites_follows_the_batch(
+@pytest.mark.slow
+def test_a_clip_norm_that_always_applies_follows_the_batch(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with_table(monkeypatch, fixed=1.0, each=1e-6)

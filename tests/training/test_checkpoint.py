@@ -206,7 +206,8 @@ def test_a_failure_while_writing_leaves_the_earlier_ones_whole(
     assert load_newest(tmp_path).refused == ()
 
 
-def test_a_full_disk_leaves_the_earlier_one_whole_and_no_rest(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_earlier_checkpoint_and_no_rest(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()

@@ -34,7 +34,9 @@ def _task(*, huge: dict[int, float] | None = None, wide: bool = False, **setting
         split_N=np.repeat([0, 1, 2], [40, 100, 10]),
         name="signs",
     )
-    return Classify(ClassifyConfig(**({"hidden_size": 4, "dropout": 0.5, "epochs": 2} | settings)), data)
+    return Classify(
+        ClassifyConfig(**({"hidden_size": 4, "dropout": 0.5, "epochs": 2, "backend": "torch"} | settings)), data
+    )
 
 
 def test_a_part_is_measured_as_its_sequences_one_by_one() -> None:

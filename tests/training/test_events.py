@@ -159,7 +159,8 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / "file") in str(info.value)
 
 
-def test_a_full_disk_is_told_once_and_the_record_stays_readable(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_full_disk_is_reported_once_and_the_record_stays_readable(tmp_path: Path) -> None:
     path = tmp_path / EVENTS_FILE
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -120,8 +120,10 @@ def _stopped(run: Path, task: AbstractTask[Any], watch: Subscriber, *, resume: b
     return info.value.step
 
 
-@pytest.mark.parametrize("settings", [{"num_layers": 2}, {"schedule": "constant"}])
-def test_an_interruption_after_any_step_changes_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"num_layers": 2}, pytest.param({"schedule": "constant"}, marks=pytest.mark.slow)]
+)
+def test_an_interruption_after_any_update_changes_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
     task = _task("classify", **settings)
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
     assert [event["step"] for event in expected["recorded"] if event["event"] == "step"] == list(
@@ -176,7 +178,14 @@ def test_an_interruption_in_the_last_step_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("minutes", [5.0, 1e-9])
-@pytest.mark.parametrize(("step", "kind"), [(5, "step"), (7, "step"), (8, "step"), (8, "epoch"), (12, "epoch")])
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [
+        (5, "step"),
+        (8, "epoch"),
+        *(pytest.param(*at, marks=pytest.mark.slow) for at in ((7, "step"), (8, "step"), (12, "epoch"))),
+    ],
+)
 def test_a_crash_loses_only_what_came_after_the_last_checkpoint(
     tmp_path: Path, minutes: float, step: int, kind: str
 ) -> None:
@@ -192,7 +201,7 @@ def test_a_crash_loses_only_what_came_after_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("minutes", [5.0, 1e-9])
-def test_a_crash_loses_nothing_of_what_was_told_to_be_on_disk(tmp_path: Path, minutes: float) -> None:
+def test_a_crash_loses_nothing_that_was_reported_to_be_on_disk(tmp_path: Path, minutes: float) -> None:
     task = _task("classify", checkpoint_minutes=minutes)
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
     run = tmp_path / "cut"
@@ -216,7 +225,7 @@ def test_a_crash_in_the_middle_of_testing_can_be_resumed(tmp_path: Path) -> None
     assert resumed == expected
 
 
-def test_a_damaged_checkpoint_is_warned_of_and_the_one_before_gives_the_same_run(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_gives_the_same_run(tmp_path: Path) -> None:
     task = _task("classify")
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
     run = tmp_path / "cut"
@@ -291,7 +300,7 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_stops_and_names_the_sequences(
+def test_a_loss_that_is_nan_or_inf_stops_and_names_the_sequences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     task, run = _task("classify"), tmp_path / "cut"

@@ -13,9 +13,17 @@ from stretto.distributed import World
 from stretto.tasks import TASKS, find_task
 from stretto.training import AbstractTask, SilentLog, Trainer, TrainState, Updater, validate
 
-LENGTHS_VARY = ("handwriting", "label-steps", "language-model", "translate", "classify")
+QUICK = ("classify", "language-model")
+"""Tasks whose data are there at once."""
+LENGTHS_VARY = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in ("handwriting", "label-steps", "language-model", "translate", "classify")
+]
 # A clip is an element, as for classify.
-COUNTED = sorted(set(TASKS) - {"video"})
+COUNTED = [
+    (name, {}) if name in QUICK else pytest.param(name, {}, marks=pytest.mark.slow)
+    for name in sorted(set(TASKS) - {"video"})
+]
 
 pytestmark = pytest.mark.filterwarnings("ignore:Seems like `optimizer.step:UserWarning")
 
@@ -48,7 +56,11 @@ def _task(name: str, **settings: Any) -> AbstractTask[Any]:
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [*((name, {}) for name in COUNTED), ("language-model", {"layout": "passages"}), ("label-steps", {"unlabelled": 0})],
+    [
+        *COUNTED,
+        ("language-model", {"layout": "passages"}),
+        pytest.param("label-steps", {"unlabelled": 0}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_task_knows_how_many_elements_its_losses_are_sums_over(name: str, settings: dict[str, Any]) -> None:
     values = {"hidden_size": 4, "backend": "torch", **settings}
@@ -91,7 +103,7 @@ def test_the_updates_of_an_epoch_average_to_the_gradient_of_all(
 
 
 def test_without_buckets_an_update_is_the_mean_of_its_own_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = _task("handwriting", num_buckets=1, clip_norm=1e9)
+    task = _task("language-model", num_buckets=1, clip_norm=1e9)
     feed = task.feed(world=World())
     assert not feed.is_bucketed
     model = task.build_model()
@@ -116,7 +128,7 @@ def test_training_weighs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         told.append((self._divisor or 0.0, accumulate))
 
     monkeypatch.setattr(Updater, "weigh", noted)
-    task = _task("handwriting", epochs=2, accumulate=2)
+    task = _task("language-model", epochs=2, accumulate=2)
     Trainer(task, run=tmp_path, log=SilentLog(), resume=False).run()
     elements, batches = task.num_elements(task.data.part("train")), task.feed(world=World()).whole_epoch
     assert told == [(pytest.approx(2 * elements / batches), 2)] * 2

@@ -212,7 +212,7 @@ class Trainer:
             world=world,
             stop=self._stop,
             errors=self._errors,
-            time=self._time,
+            time_parallel=self._time,
             measures_noise=self.policy.measures_noise,
             on_batch=self._monitor.observe,
         )
@@ -238,7 +238,7 @@ class Trainer:
 
     def _train_epoch(self) -> EpochRecord:
         with self._own_randomness():
-            is_done = self._run_plan()
+            is_done = False
             while not is_done:
                 is_done = self._run_plan()
             record = self._end_epoch()

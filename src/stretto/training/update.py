@@ -141,7 +141,7 @@ class Updater:
         world: The ranks.
         stop: Set when this rank is asked to stop; all ranks learn of it in the next update.
         errors: Deferred errors of rank 0, which all ranks raise in the next update.
-        time: How ranks divide the steps of sequences; by default they do not.
+        time_parallel: How ranks divide the steps of sequences; by default they do not.
         measures_noise: Whether some updates are to be split into parts, to measure the noise of gradients.
         on_batch: Called with the number of sequences after each batch of this rank.
 
@@ -157,13 +157,13 @@ class Updater:
         world: World,
         stop: threading.Event | None = None,
         errors: DeferredErrors | None = None,
-        time: TimeParallelSetup | None = None,
+        time_parallel: TimeParallelSetup | None = None,
         measures_noise: bool = False,
         on_batch: Callable[[int], None] = lambda num_sequences: None,  # noqa: ARG005
     ) -> None:
         self._task, self._state, self._world, self._config = task, state, world, task.config
         self._stop, self._errors = stop or threading.Event(), errors or DeferredErrors(world)
-        self._time = time or TimeParallelSetup(1, world=World())
+        self._time = time_parallel or TimeParallelSetup(1, world=World())
         self._on_batch = on_batch
         self._replica = replicate(state.model, world)
         split = make_split(self._replica, state.optimizer, world=world) if measures_noise else None

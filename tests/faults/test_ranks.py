@@ -1,10 +1,12 @@
-"""Whole runs with several workers on this machine, some of them killed or stopped on the way.
+"""Whole runs in processes of their own, some of them killed or stopped on the way.
 
 Shape legend: N sequences.
 """
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,17 +16,31 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import stretto
 from bench import faults
+from quick_starts import quick_starts
 from stretto.cli.main import main
 from stretto.data import Labels, SequenceSet, write_npz
 from stretto.errors import StrettoError
-from stretto.training import EVENTS_FILE, read_events
+from stretto.runs import run_task
+from stretto.tasks.classify import ClassifyConfig
+from stretto.training import EVENTS_FILE, Event, read_events
 
 PATIENCE = 150.0
 WITHIN = 30.0
-"""Seconds after SIGTERM in which all has to be saved: torchrun gives its workers as many."""
+"""Seconds after SIGTERM in which all has to be saved: torchrun gives its ranks as many."""
 Train = Callable[..., tuple[int, str]]
+SMALL: dict[str, Any] = {
+    "epochs": 3,
+    "batch_size": 8,
+    "hidden_size": 4,
+    "num_buckets": 2,
+    "threads": 1,
+    "backend": "torch",
+    "checkpoint_minutes": 1e-9,
+}
 SETTINGS = ["--batch-size", "4", "--hidden-size", "4", "--num-buckets", "2", "--backend", "torch"]
 
 
@@ -60,7 +76,7 @@ def start(data: Path, out: Path, *words: str) -> "subprocess.Popen[str]":
 
 @pytest.fixture
 def train(main_in_time: Callable[[Sequence[str]], int], capfd: pytest.CaptureFixture[str]) -> Train:
-    """`stretto train` by this process, which starts workers if so asked: its exit code, and all that was said."""
+    """`stretto train` by this process, which starts ranks if asked to: its exit code, and all that was said."""
 
     def call(*words: str) -> tuple[int, str]:
         capfd.readouterr()
@@ -99,7 +115,32 @@ def seen_in_order(run: Path) -> list[dict[str, Any]]:
     return [event for event in read_events(run) if event["event"] == "step"]
 
 
-def test_two_workers_train_and_leave_one_record(signs: Path, tmp_path: Path, train: Train) -> None:
+def _train_until_killed(data: str, out: str) -> None:
+    """Train until the tenth update is recorded, then be killed, while a checkpoint may be under way."""
+
+    def watch(event: Event) -> None:
+        if event["event"] == "step" and event["step"] == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.set_num_threads(1)
+    run_task("classify", ClassifyConfig(data=Path(data), out=Path(out), **SMALL), subscribers=[watch])
+
+
+def test_a_killed_process_resumes_to_the_same_weights(signs: Path, tmp_path: Path) -> None:
+    process = quick_starts().Process(target=_train_until_killed, args=(str(signs), str(tmp_path / "cut")))
+    process.start()
+    process.join(PATIENCE)
+    assert process.exitcode == -signal.SIGKILL
+    assert read_events(tmp_path / "cut")[-1]["event"] == "step"
+    resumed = stretto.train("classify", out=tmp_path / "cut", resume=True)
+    whole = stretto.train("classify", data=signs, out=tmp_path / "whole", **SMALL)
+    assert resumed.metrics == whole.metrics
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], weight), name
+
+
+@pytest.mark.slow
+def test_two_ranks_train_and_leave_one_record(signs: Path, tmp_path: Path, train: Train) -> None:
     code, said = train(*words_for(signs, tmp_path / "run"), "--nproc", "2", "--epochs", "2")
     assert code == 0, said
     assert said.count("epoch   1") == 1, said
@@ -112,6 +153,7 @@ def test_two_workers_train_and_leave_one_record(signs: Path, tmp_path: Path, tra
     assert json.loads((tmp_path / "run" / "result.json").read_text())["epochs"] == 2
 
 
+@pytest.mark.slow
 def test_ranks_hit_by_faults_are_restarted_and_the_result_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -127,6 +169,7 @@ def test_ranks_hit_by_faults_are_restarted_and_the_result_is_the_same(
     assert outcome.same_weights
 
 
+@pytest.mark.slow
 def test_a_node_is_dropped_and_comes_back() -> None:
     try:
         outcome = faults.drop_a_node(progress=lambda _: None)
@@ -153,17 +196,18 @@ def listening(processes: list[int]) -> set[str]:
     return found
 
 
-def test_they_listen_on_loopback_alone_and_when_asked_to_stop_save_and_go_on_alone(
+@pytest.mark.slow
+def test_ranks_listen_on_loopback_only_and_save_when_asked_to_stop_and_one_process_resumes(
     signs: Path, tmp_path: Path, train: Train
 ) -> None:
     run = tmp_path / "run"
     process = start(signs, run, "--nproc", "2", "--epochs", "40")
     try:
         wait_for_steps(run, 12)
-        workers = [worker for worker, _ in faults.ranks_below(process.pid)]
-        launcher = {int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{w}/status").read_text())[0]) for w in workers}
-        assert len(workers) == 2
-        addresses = listening([process.pid, *launcher, *workers])
+        ranks = [rank for rank, _ in faults.ranks_below(process.pid)]
+        launcher = {int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{w}/status").read_text())[0]) for w in ranks}
+        assert len(ranks) == 2
+        addresses = listening([process.pid, *launcher, *ranks])
         assert addresses <= {"0100007F", "00000000000000000000000001000000"}
         assert addresses, "gloo listens, so there is something to see"
     finally:
@@ -177,15 +221,17 @@ def test_they_listen_on_loopback_alone_and_when_asked_to_stop_save_and_go_on_alo
         assert sum(event["rows"] for event in seen_in_order(run) if event["epoch"] == epoch) == 40, epoch
 
 
-def test_a_gradient_that_is_no_number_stops_all_in_the_same_step(signs: Path, tmp_path: Path, train: Train) -> None:
+@pytest.mark.slow
+def test_a_gradient_that_is_nan_stops_all_ranks_in_the_same_update(signs: Path, tmp_path: Path, train: Train) -> None:
     words = ["--nproc", "2", "--epochs", "4", "--learning-rate", "1e38"]
     code, said = train(*words_for(signs, tmp_path / "run"), *words)
     assert code == 2, said
-    told = re.findall(r"error: the loss or gradient is \S+ at step (\d+), on training sequences (.*)", said)
+    told = re.findall(r"error: the loss or gradient is \S+ at update (\d+), on training sequences (.*)", said)
     assert len(told) == 2, said
     assert told[0] == told[1]
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_refused(signs: Path, tmp_path: Path, train: Train) -> None:
     process = start(signs, tmp_path / "run", "--epochs", "2000")
     try:
@@ -198,9 +244,7 @@ def test_a_folder_in_use_is_refused(signs: Path, tmp_path: Path, train: Train) -
         process.wait()
 
 
-def test_more_workers_than_the_machine_has_cores_are_refused(
-    signs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_far_more_ranks_than_cores_are_refused(signs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "classify", "--data", str(signs), "--out", str(tmp_path / "run"), "--nproc", "5000"]
     assert main(words) == 2
     assert "5000 ranks" in capsys.readouterr().err
