@@ -21,7 +21,7 @@ from torch import nn
 import stretto
 from stretto.kernels import Backend, Layout, Program, SaveChoice
 from stretto.kernels.backends.cpp import gemm
-from stretto.nn import recompute, stack
+from stretto.nn import stack
 
 
 @final
@@ -123,8 +123,8 @@ def test_layers_that_run_as_a_wave_agree_with_their_definition(layers: list[list
 @given(stacks(), cases())
 def test_stretches_of_time_agree_with_their_definition(layers: list[list[Recipe]], case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recompute, "FEWEST_STEPS", 1)
-        patch.setattr(recompute, "FEWEST_ROWS", 1)
+        patch.setattr(stack, "MIN_STRETCH_STEPS", 1)
+        patch.setattr(stack, "MIN_STRETCH_ROWS", 1)
         _check(layers, case, "eager", "states")
 
 
