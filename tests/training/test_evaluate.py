@@ -39,7 +39,7 @@ def _task(*, huge: dict[int, float] | None = None, wide: bool = False, **setting
     )
 
 
-def test_a_part_is_measured_as_its_sequences_one_by_one() -> None:
+def test_a_part_is_evaluated_as_its_sequences_one_by_one() -> None:
     task = _task()
     torch.manual_seed(0)
     model, part = task.build_model(), task.data.part("valid")
@@ -55,7 +55,7 @@ def test_a_part_is_measured_as_its_sequences_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_measuring_leaves_mode_gradients_and_random_state_as_they_were(training: bool) -> None:
+def test_evaluation_leaves_mode_gradients_and_random_state_as_they_were(training: bool) -> None:
     task = _task()
     model, part = task.build_model().train(training), task.data.part("valid")
     before = torch.get_rng_state()
@@ -67,7 +67,7 @@ def test_measuring_leaves_mode_gradients_and_random_state_as_they_were(training:
     assert torch.is_grad_enabled()
 
 
-def test_an_error_while_measuring_puts_the_mode_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_evaluation_restores_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     task = _task()
     model = task.build_model().train()
 
@@ -81,7 +81,7 @@ def test_an_error_while_measuring_puts_the_mode_back(monkeypatch: pytest.MonkeyP
     assert torch.is_grad_enabled()
 
 
-def test_only_the_final_measure_asks_for_the_slow_score(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_final_evaluation_asks_for_the_slow_score(monkeypatch: pytest.MonkeyPatch) -> None:
     task = _task()
     model, part = task.build_model(), task.data.part("test")
 
@@ -102,9 +102,7 @@ def test_every_sequence_is_shown_once() -> None:
 
 
 @pytest.mark.parametrize(("number", "part"), [(47, "valid"), (145, "test")])
-def test_a_part_on_which_the_loss_is_no_number_is_named_with_its_sequences(
-    tmp_path: Path, number: int, part: str
-) -> None:
+def test_a_part_with_a_nan_loss_is_named_with_its_sequences(tmp_path: Path, number: int, part: str) -> None:
     task = _task(huge={number: 3e38})
     log = EventLog(tmp_path / EVENTS_FILE)
     with pytest.raises(StrettoError, match=rf"signs \({part}\), on sequences [\d, ]*\b{number}\b") as info:

@@ -93,7 +93,7 @@ def _held(cache: stretto.TrajectoryCache) -> tuple[Any, list[bytes]]:
     return state["keys"], [part.numpy().tobytes() for parts in state["states"] for part in parts]
 
 
-def test_shooting_reaches_what_step_after_step_reaches(tmp_path: Path) -> None:
+def test_shooting_reaches_what_sequential_training_reaches(tmp_path: Path) -> None:
     data = _data(steps=200)
     both = []
     for name, way in (("serial", {}), ("shooting", {"solver": "shooting", "chunks": 2})):
@@ -110,7 +110,7 @@ def test_shooting_reaches_what_step_after_step_reaches(tmp_path: Path) -> None:
     assert all(told.cache_bytes is None and told.solver == "shooting" for told in walked)
 
 
-def test_carried_boundaries_differ_and_are_told(tmp_path: Path) -> None:
+def test_carried_boundaries_differ_and_are_reported(tmp_path: Path) -> None:
     carried = _records(tmp_path / "carried", solver="warm_start", chunks=4, batch_size=1)
     serial = _records(tmp_path / "serial", batch_size=1)
     assert carried[0].train_loss != serial[0].train_loss
@@ -229,7 +229,7 @@ def _assert_same_run(one: Path, other: Path) -> None:
         assert torch.equal(weight, weights[1][name]), name
 
 
-def test_measuring_is_step_after_step_and_leaves_the_cache_alone(tmp_path: Path) -> None:
+def test_evaluation_is_sequential_and_leaves_the_cache_alone(tmp_path: Path) -> None:
     task = _task(solver="warm_start", chunks=4, batch_size=1, dropout=0.0)
     trainer = _trainer(tmp_path, task)
     trainer.train_epoch()
@@ -308,7 +308,7 @@ def test_carried_is_refused_on_several_ranks() -> None:
         check_compatible(_task(solver="warm_start", chunks=4).config, world_size=2)
 
 
-def test_boundaries_that_are_no_numbers_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boundaries_that_are_nan_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A skipped update must not spoil the sequence for all epochs to come."""
     task = _task(solver="warm_start", chunks=4, batch_size=1, on_nan="skip")
     trainer = _trainer(tmp_path, task)
@@ -332,7 +332,7 @@ def test_boundaries_that_are_no_numbers_are_forgotten(tmp_path: Path, monkeypatc
     assert len(warnings) == 1
 
 
-def test_step_after_step_tells_nothing_of_solvers(tmp_path: Path) -> None:
+def test_sequential_training_records_nothing_about_solvers(tmp_path: Path) -> None:
     _trainer(tmp_path, _task()).run()
     text = (tmp_path / EVENTS_FILE).read_text(encoding="utf-8")
     assert "residual" not in text
@@ -360,7 +360,7 @@ class _HalfWay(AbstractSolver):
         return Result(y_PF=0.5 * y_PF, states=states, solution=solution)
 
 
-def test_multigrid_is_told_and_also_used_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multigrid_is_reported_and_also_used_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.training.config.Multigrid", _HalfWay)
     task = _task(solver="multigrid", tolerance=0.25)
     trainer = _trainer(tmp_path, task)
@@ -412,7 +412,7 @@ def test_a_checkpoint_of_fewer_caches_does_not_fit() -> None:
         unpack_caches(Checkpoint(tensors={}, state={}), [stretto.TrajectoryCache()])
 
 
-def test_a_whole_job_tells_residual_and_memory(tmp_path: Path) -> None:
+def test_a_whole_run_reports_residual_and_memory(tmp_path: Path) -> None:
     write_npz(tmp_path / "levels.npz", _data())
     way = {**SMALL, "batch_size": 1, "solver": "warm_start", "chunks": 3, "exact_epochs": 1, "threads": 1}
     result = stretto.train("label-steps", data=tmp_path / "levels.npz", out=tmp_path / "run", **way)
@@ -434,7 +434,7 @@ def test_a_run_without_epochs_has_no_summary() -> None:
     assert summarize_solver([]) is None
 
 
-def test_a_loss_that_is_no_number_leaves_the_record_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_nan_leaves_the_record_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The states are fine and the gradient is not."""
     task = _task(solver="warm_start", chunks=4, batch_size=1, on_nan="skip", epochs=1)
     plain, seen = task.loss, []

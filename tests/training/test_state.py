@@ -172,7 +172,7 @@ def test_the_ptb_schedule_halves_once_an_epoch() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum", "lamb"])
-def test_another_batch_goes_on_at_the_same_place_and_keeps_its_moments(schedule: str, optimizer: str) -> None:
+def test_another_batch_continues_at_the_same_place_and_keeps_its_moments(schedule: str, optimizer: str) -> None:
     settings: dict[str, Any] = {"base_batch_size": 8, "epochs": 4, "optimizer": optimizer, "warmup_epochs": 0.2}
     config = TrainConfig(learning_rate=0.01, schedule=schedule, **settings)  # type: ignore[arg-type]
     state = _state(schedule, seed=0, batch_size=8, **settings)

@@ -247,7 +247,7 @@ def test_examples_are_of_the_size_and_length_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("num_words", "most"), [(6, 1), (50, 12), (300, 20)])
-def test_measuring_reads_everything_once_in_up_to_twenty_streams(num_words: int, most: int) -> None:
+def test_evaluation_reads_everything_once_in_up_to_twenty_streams(num_words: int, most: int) -> None:
     for size in (1, 2, 3, 30):
         worlds = [World(rank=rank, size=size) for rank in range(size)]
         by_rank = [list(eval_windows(_text(num_words), window=4, world=world, device="cpu")) for world in worlds]
@@ -257,7 +257,7 @@ def test_measuring_reads_everything_once_in_up_to_twenty_streams(num_words: int,
         assert len({len(batches) for batches in by_rank}) == 1
 
 
-def test_a_model_measures_with_a_state_of_its_own() -> None:
+def test_a_model_evaluates_with_a_state_of_its_own() -> None:
     model, (first, second, *_) = _Model(), _feed()
     model.follow(first)
     with fresh_state(model):
