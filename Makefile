@@ -21,10 +21,11 @@ run: install
 test: install
 	$(PYTEST) -m "not slow"
 
-# Everything: the full parity sweep, 2,000 fuzzed cells, the fault suite, bench and experiments, real data (STRETTO_DATA).
+# Everything: the full parity sweep, the fault suite, bench and experiments, real data (STRETTO_DATA), and 2,000 fuzzed cells:
 # STRETTO_FUZZ is the number of cells of the largest fuzz test; all of them together have three times as many.
-test-all: peers
-	STRETTO_FUZZ=$${STRETTO_FUZZ:-660} $(PYTEST)
+test-all: test peers
+	$(PYTEST) -m slow
+	STRETTO_FUZZ=$${STRETTO_FUZZ:-660} $(PYTEST) -m "not slow" tests/fuzz
 
 install: $(STAMP)
 
