@@ -1,4 +1,4 @@
-# `make run` trains on the embedded handwriting; `make test` runs the quick suite, `make test-all` everything.
+# `make run` trains on the embedded handwriting; `make test` runs the quick suite, `make test-all` the long checks.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,9 +21,9 @@ run: install
 test: install
 	$(PYTEST) -m "not slow"
 
-# Everything: the full parity sweep, the fault suite, bench and experiments, real data (STRETTO_DATA), and 2,000 fuzzed cells:
-# STRETTO_FUZZ is the number of cells of the largest fuzz test; all of them together have three times as many.
-test-all: test peers
+# The long checks: the full parity sweep, the fault suite, bench and experiments, real data (STRETTO_DATA), and 2,000 fuzzed
+# cells: STRETTO_FUZZ is the number of cells of the largest fuzz test; all of them together have three times as many.
+test-all: peers
 	$(PYTEST) -m slow
 	STRETTO_FUZZ=$${STRETTO_FUZZ:-660} $(PYTEST) -m "not slow" tests/fuzz
 
