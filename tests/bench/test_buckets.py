@@ -56,7 +56,7 @@ def _require(sampler: Sampler) -> None:
     try:
         sampler.require()
     except StrettoError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"`make peers` installs it: {error}")
 
 
 @pytest.mark.parametrize("name", ["log-normal", "two-mode"])
@@ -133,6 +133,7 @@ def test_order_match_is_one_for_the_same_order_and_near_zero_for_shuffles() -> N
     assert order_match(first, first, lengths_N=lengths_N, ruler_K=np.array([1000])) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", all_samplers(), ids=lambda sampler: sampler.name)
 def test_every_sampler_draws_every_sequence_in_equally_many_batches(sampler: Sampler) -> None:
     _require(sampler)
@@ -142,6 +143,7 @@ def test_every_sampler_draws_every_sequence_in_equally_many_batches(sampler: Sam
     assert {number for batches in ranks for batch in batches for number in batch} == set(range(700))
 
 
+@pytest.mark.slow
 def test_lhotse_keeps_one_order_of_buckets_for_all_seeds() -> None:
     sampler = LhotseSampler()
     _require(sampler)
