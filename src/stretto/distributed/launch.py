@@ -53,6 +53,8 @@ def launch_ranks(
         environment = {
             **os.environ,
             STORE_VARIABLE: f"{folder}/{STORE_NAME}",
+            # Ranks import from where the launcher does, wherever its working directory is.
+            "PYTHONPATH": os.pathsep.join(place for place in sys.path if place),
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "OMP_NUM_THREADS": str(threads or max(1, cores // nproc)),
         }
