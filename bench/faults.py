@@ -113,7 +113,7 @@ class Usage:
         """Count each sequence of each epoch, by its number."""
         uses: dict[int, collections.Counter[int]] = {}
         for event in events:
-            if event["event"] == "step":
+            if event["event"] == "update":
                 uses.setdefault(event["epoch"], collections.Counter()).update(event["sequences"])
         return cls(
             epochs=len(uses),
@@ -276,11 +276,11 @@ def _kill_while_saving(process: int, folder: Path) -> bool:
     """Stop the process when a partial checkpoint exists; if it is still there, the process is in the middle of it."""
     deadline = time.monotonic() + MAX_SEARCH_SECONDS
     while time.monotonic() < deadline:
-        if not any((folder / CHECKPOINT_FOLDER).glob(".step-*.part")):
+        if not any((folder / CHECKPOINT_FOLDER).glob(".update-*.part")):
             continue
         os.kill(process, signal.SIGSTOP)
         time.sleep(0.01)
-        if any((folder / CHECKPOINT_FOLDER).glob(".step-*.part")):
+        if any((folder / CHECKPOINT_FOLDER).glob(".update-*.part")):
             os.kill(process, signal.SIGKILL)
             return True
         os.kill(process, signal.SIGCONT)

@@ -296,7 +296,7 @@ class Clock(AbstractLog):
 
     def emit(self, kind: str, **values: Any) -> None:
         """Note an event."""
-        if kind in ("step", "warning"):
+        if kind in ("update", "warning"):
             self.last_update = time.perf_counter()
         elif kind == "epoch":
             # Decisions for the next epoch come later.

@@ -240,7 +240,7 @@ class _Clock(AbstractLog):
             self.probe_seconds += elapsed
         elif kind == "warning" or (kind == "batch" and values["action"] == "roll-back"):
             self.seconds += elapsed
-        elif kind == "step":
+        elif kind == "update":
             self.updates += 1
             self.seconds += elapsed
             self._sequences += values["rows"]

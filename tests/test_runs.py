@@ -63,9 +63,9 @@ def _write(path: Path, *, seed: int = 0, count: int = 36) -> Path:
     return path
 
 
-def _interrupted(out: Path, data: Path, *, step: int, **settings: Any) -> None:
+def _interrupted(out: Path, data: Path, *, update: int, **settings: Any) -> None:
     def stop(event: Event) -> None:
-        if event["event"] == "step" and event["step"] == step:
+        if event["event"] == "update" and event["update"] == update:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Interrupted):
@@ -134,10 +134,10 @@ def test_nothing_in_the_run_folder_is_a_pickle(signs: Path) -> None:
 
 def test_the_padding_of_the_result_is_that_of_the_batches(signs: Path) -> None:
     result = stretto.train("classify", data=signs, out="out", **SMALL)
-    steps = [event for event in read_events(result.run) if event["event"] == "step"]
-    real, slots = (sum(event[key] for event in steps) for key in ("steps_real", "slots"))
+    updates = [event for event in read_events(result.run) if event["event"] == "update"]
+    real, slots = (sum(event[key] for event in updates) for key in ("steps_real", "slots"))
     assert result.padding == pytest.approx(1 - real / slots)
-    assert all(event["slots"] == event["rows"] * event["length"] for event in steps)
+    assert all(event["slots"] == event["rows"] * event["length"] for event in updates)
     plain = stretto.train("classify", data=signs, out="plain", **(SMALL | {"num_buckets": 1}))
     assert plain.slot_ratio == 1.0
 
@@ -157,10 +157,12 @@ def test_threads_are_as_they_were_afterwards(signs: Path) -> None:
     assert read_events(Path("out"))[0]["threads"] == 2
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)])
-def test_a_resumed_run_is_the_run_that_was_not_stopped(signs: Path, step: int) -> None:
+@pytest.mark.parametrize(
+    "update", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)]
+)
+def test_a_resumed_run_is_the_run_that_was_not_stopped(signs: Path, update: int) -> None:
     whole = stretto.train("classify", data=signs, out="whole", **SMALL)
-    _interrupted(Path("cut"), signs, step=step)
+    _interrupted(Path("cut"), signs, update=update)
     assert not Path("cut/result.json").exists()
     resumed = stretto.train("classify", out="cut", resume=True)
     assert _same(resumed, whole)
@@ -171,7 +173,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(signs: Path, step: int) -
 def test_resume_takes_the_latest_run_of_the_task(signs: Path) -> None:
     whole = stretto.train("classify", data=signs, out="whole", **SMALL)
     for number in ("998", "999", "1000"):
-        _interrupted(Path(f"runs/classify-{number}"), signs, step=2)
+        _interrupted(Path(f"runs/classify-{number}"), signs, update=2)
     resumed = stretto.train("classify", resume=True)
     assert resumed.run == Path("runs/classify-1000")
     assert _same(resumed, whole)
@@ -191,7 +193,7 @@ def test_resume_takes_the_latest_run_of_the_task(signs: Path) -> None:
 def test_settings_that_conflict_with_the_stored_ones_are_refused(
     signs: Path, changes: dict[str, Any], told: str
 ) -> None:
-    _interrupted(Path("cut"), signs, step=2)
+    _interrupted(Path("cut"), signs, update=2)
     before = Path("cut", EVENTS_FILE).read_bytes()
     with pytest.raises(StrettoError, match="resumes with the settings it was started with") as info:
         stretto.train("classify", out="cut", resume=True, **changes)
@@ -200,7 +202,7 @@ def test_settings_that_conflict_with_the_stored_ones_are_refused(
 
 
 def test_settings_that_agree_with_the_stored_ones_are_taken(signs: Path) -> None:
-    _interrupted(Path("cut"), signs, step=2)
+    _interrupted(Path("cut"), signs, update=2)
     assert stretto.train("classify", out="cut", resume=True, data=signs, **SMALL).epochs == 2
 
 
@@ -208,13 +210,13 @@ def test_a_finished_run_and_one_of_another_task_are_refused(signs: Path) -> None
     stretto.train("classify", data=signs, out="done", **SMALL)
     with pytest.raises(StrettoError, match="the run in 'done' is finished"):
         stretto.train("classify", out="done", resume=True)
-    _interrupted(Path("cut"), signs, step=2)
+    _interrupted(Path("cut"), signs, update=2)
     with pytest.raises(StrettoError, match="'cut' is no run of the task 'handwriting'"):
         stretto.train("handwriting", out="cut", resume=True)
 
 
 def test_changed_data_is_refused(signs: Path) -> None:
-    _interrupted(Path("cut"), signs, step=2)
+    _interrupted(Path("cut"), signs, update=2)
     _write(signs, seed=1)
     with pytest.raises(StrettoError, match="the data 'signs' is not what the run in 'cut' was trained on"):
         stretto.train("classify", out="cut", resume=True)
@@ -230,7 +232,7 @@ def test_resuming_without_a_run_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", [EVENTS_FILE, CHECKPOINT_FOLDER])
 def test_a_folder_with_a_run_is_not_written_over(signs: Path, left: str) -> None:
-    _interrupted(Path("cut"), signs, step=2)
+    _interrupted(Path("cut"), signs, update=2)
     for path in (Path("cut", EVENTS_FILE), Path("cut", CHECKPOINT_FOLDER)):
         if path.name != left:
             path.rename(f"moved-{path.name}")
@@ -305,7 +307,7 @@ def test_too_little_memory_is_reported(signs: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_other_values_of_the_same_shape_are_not_resumed(signs: Path) -> None:
-    _interrupted(Path("out"), signs, step=2)
+    _interrupted(Path("out"), signs, update=2)
     data = read_npz(signs)
     changed = np.array(data.features_SF)
     changed[0, 0] += 1.0

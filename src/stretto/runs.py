@@ -267,7 +267,7 @@ def _is_restart(config: TrainConfig, world: World) -> bool:
 
 def _can_resume(run: Path) -> bool:
     """Whether there is a checkpoint; if not, what was recorded is removed to make room for a new start."""
-    if any((run / CHECKPOINT_FOLDER).glob("step-*")):
+    if any((run / CHECKPOINT_FOLDER).glob("update-*")):
         return True
     with disk_errors(run, doing="use the run folder"):
         (run / EVENTS_FILE).unlink(missing_ok=True)

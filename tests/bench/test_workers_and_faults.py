@@ -51,7 +51,7 @@ def test_training_that_fails_is_reported(tmp_path: Path) -> None:
 
 
 def _events(*epochs: list[int]) -> list[dict[str, Any]]:
-    return [{"event": "step", "epoch": number, "sequences": used} for number, used in enumerate(epochs)]
+    return [{"event": "update", "epoch": number, "sequences": used} for number, used in enumerate(epochs)]
 
 
 def test_lost_and_repeated_sequences_are_counted() -> None:

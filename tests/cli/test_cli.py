@@ -261,7 +261,7 @@ def _interrupt(kind: signal.Signals, data: Path) -> list[str]:
     assert (child.returncode, err) == (130, "")
     stopped = read_events(Path("my run"))[-1]
     assert stopped["event"] == "interrupted"
-    assert f"Stopped at update {stopped['step']}; everything is saved." in out
+    assert f"Stopped at update {stopped['update']}; everything is saved." in out
     return shlex.split(out.splitlines()[-1])
 
 

@@ -66,11 +66,11 @@ def test_ranks_grow_together(tmp_path: Path, size: int) -> None:
     assert grown
     assert all(event["noise_scale"] > 0 for event in grown)
     assert found[0][2] == size * found[0][1] == decisions[-1]["batch_size"]
-    steps = [event for event in events if event["event"] == "step"]
-    for event, until in zip(decisions, [*(event["step"] for event in decisions[1:]), math.inf], strict=True):
-        assert max(e["rows"] for e in steps if event["step"] < e["step"] <= until) == event["batch_size"]
+    updates = [event for event in events if event["event"] == "update"]
+    for event, until in zip(decisions, [*(event["update"] for event in decisions[1:]), math.inf], strict=True):
+        assert max(e["rows"] for e in updates if event["update"] < e["update"] <= until) == event["batch_size"]
     for epoch in range(EPOCHS):
-        assert sum(e["rows"] for e in steps if e["epoch"] == epoch) == SEQUENCES
+        assert sum(e["rows"] for e in updates if e["epoch"] == epoch) == SEQUENCES
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ class _Stop(AbstractLog):
 
     def emit(self, kind: str, **values: Any) -> None:
         self._log.emit(kind, **values)
-        if kind == "step" and values["step"] == self._at:
+        if kind == "update" and values["update"] == self._at:
             self.trainer._stop.set()
 
     def close(self) -> None:
@@ -71,15 +71,15 @@ def _weights(answers: list[Any]) -> list[float]:
     return weights
 
 
-def _steps(run: Path) -> list[dict[str, Any]]:
-    return [event for event in read_events(run) if event["event"] == "step"]
+def _updates(run: Path) -> list[dict[str, Any]]:
+    return [event for event in read_events(run) if event["event"] == "update"]
 
 
 def test_two_ranks_train_as_one_with_as_many_streams(tmp_path: Path) -> None:
     two = _weights(run_world(2, _train, tmp_path / "two", str(tmp_path / "a"), {"batch_size": 3}))
     one = _weights(run_world(1, _train, tmp_path / "one", str(tmp_path / "b"), {"batch_size": 6}))
     np.testing.assert_allclose(two, one, rtol=1e-9, atol=1e-12)
-    for mine, other in zip(_steps(tmp_path / "a"), _steps(tmp_path / "b"), strict=True):
+    for mine, other in zip(_updates(tmp_path / "a"), _updates(tmp_path / "b"), strict=True):
         assert mine["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-9)
         assert (mine["rows"], mine["steps_real"]) == (other["rows"], other["steps_real"])
     epochs = [[e["valid_loss"] for e in read_events(tmp_path / run) if e["event"] == "epoch"] for run in ("a", "b")]
@@ -111,11 +111,11 @@ def test_as_many_streams_on_one_rank_continue_with_their_states(tmp_path: Path) 
 def test_other_ranks_read_what_is_left_once_and_say_so(tmp_path: Path, before: int, after: int) -> None:
     run = tmp_path / "run"
     run_world(before, _train, tmp_path / "cut", str(run), {"stop_at": 2})
-    (state,) = [json.loads(path.read_text()) for path in (run / CHECKPOINT_FOLDER).glob("step-*/state.json")]
+    (state,) = [json.loads(path.read_text()) for path in (run / CHECKPOINT_FOLDER).glob("update-*/state.json")]
     assert state["sampler"]["streams"]["num_streams"] == 3 * before
     _weights(run_world(after, _train, tmp_path / "rest", str(run), {"resume": True}))
     (message,) = [event["message"] for event in read_events(run) if event["event"] == "warning"]
     assert f"cut into {3 * after} streams, not {3 * before}; each starts from its initial state" in message
     words = make_text(TextSettings(num_train=20)).part("train").num_steps - 1
     for epoch in range(2):
-        assert sum(step["steps_real"] for step in _steps(run) if step["epoch"] == epoch) == words
+        assert sum(event["steps_real"] for event in _updates(run) if event["epoch"] == epoch) == words

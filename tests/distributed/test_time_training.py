@@ -67,16 +67,16 @@ def _assert_same(one: Trained, other: Trained) -> None:
     for key, value in other[0]["metrics"].items():
         assert one[0]["metrics"][key] == pytest.approx(value, abs=1e-5), key
     assert one[0]["weights"] == pytest.approx(other[0]["weights"], abs=1e-5)
-    kinds = {"step": ("loss", "gradient_norm", "rate"), "epoch": ("train_loss", "valid_loss", "value", "padding")}
+    kinds = {"update": ("loss", "gradient_norm", "rate"), "epoch": ("train_loss", "valid_loss", "value", "padding")}
     for kind, keys in kinds.items():
         mine, theirs = ([event for event in events if event["event"] == kind] for events in (one[1], other[1]))
         assert len(mine) == len(theirs) > 1
         for first, second in zip(mine, theirs, strict=True):
             for key in keys:
                 assert first[key] == pytest.approx(second[key], abs=1e-5), (kind, key)
-            for key in ("step", "rows", "length", "steps_real", "slots") if kind == "step" else ():
+            for key in ("update", "rows", "length", "steps_real", "slots") if kind == "update" else ():
                 assert first[key] == second[key], key
-            if kind == "step":
+            if kind == "update":
                 assert sorted(first["sequences"]) == sorted(second["sequences"])
 
 
@@ -196,7 +196,7 @@ def _assert_trained_as_one(shared: Trained, alone: Trained, *, accumulate: int =
     _assert_same(shared, alone)
     epochs = [event["solving"] for event in shared[1] if event["event"] == "epoch"]
     assert [epoch["solver"] for epoch in epochs] == ["time_parallel", "time_parallel"]
-    updates = [event["step"] for event in shared[1] if event["event"] == "step"]
+    updates = [event["update"] for event in shared[1] if event["event"] == "update"]
     assert sum(epoch["batches"] for epoch in epochs) == len(updates) * accumulate
     assert all(epoch["residual_max"] <= 1e-6 for epoch in epochs)
     assert all(epoch["backward_residual_max"] <= 1e-6 for epoch in epochs)

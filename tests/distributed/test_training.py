@@ -44,9 +44,9 @@ def test_every_sequence_of_every_epoch_is_recorded_once(tmp_path: Path, accumula
     assert sums[0] == sums[1]
     events = read_events(tmp_path / "run")
     for epoch in range(2):
-        steps = [event for event in events if event["event"] == "step" and event["epoch"] == epoch]
-        assert sorted(number for event in steps for number in event["sequences"]) == list(range(11))
-        assert [len(event["sequences"]) for event in steps] == [event["rows"] for event in steps]
+        updates = [event for event in events if event["event"] == "update" and event["epoch"] == epoch]
+        assert sorted(number for event in updates for number in event["sequences"]) == list(range(11))
+        assert [len(event["sequences"]) for event in updates] == [event["rows"] for event in updates]
 
 
 def _train_on_two(world: World, run: str) -> float:
@@ -64,19 +64,19 @@ def test_more_ranks_than_sequences(tmp_path: Path) -> None:
     sums = run_world(4, _train_on_two, tmp_path / "world", str(tmp_path / "run"))
     assert all(isinstance(total, float) and np.isfinite(total) for total in sums)
     assert len(set(sums)) == 1
-    steps = [event for event in read_events(tmp_path / "run") if event["event"] == "step"]
-    assert sorted(number for event in steps for number in event["sequences"]) == [0, 5]
+    updates = [event for event in read_events(tmp_path / "run") if event["event"] == "update"]
+    assert sorted(number for event in updates for number in event["sequences"]) == [0, 5]
 
 
 class _Full(AbstractLog):
-    """Finds no room from the third step on."""
+    """Finds no room from the third update on."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.updates = 0
 
     def emit(self, kind: str, **values: Any) -> None:  # noqa: ARG002
-        self.steps += kind == "step"
-        if self.steps >= 3:
+        self.updates += kind == "update"
+        if self.updates >= 3:
             raise StrettoError("could not write to 'events.jsonl': no space left", fix="Free space.")
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path: Path) 
 def test_a_checkpoint_of_another_data_set_is_refused_on_every_rank(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_world(2, _train, tmp_path / "first", str(run), False, {})
-    for path in (run / CHECKPOINT_FOLDER).glob("step-*/state.json"):
+    for path in (run / CHECKPOINT_FOLDER).glob("update-*/state.json"):
         state = json.loads(path.read_text())
         assert "data_digest" in state
     said = run_world(2, _resume_other_data, tmp_path / "second", str(run))
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path: P
     whole, run = tmp_path / "whole", tmp_path / "run"
     expected = run_world(2, _train, tmp_path / "first", str(whole), False, {"epochs": 4})
     run_world(2, _begin, tmp_path / "second", str(run), 2)
-    newest = max((run / CHECKPOINT_FOLDER).glob("step-*"))
+    newest = max((run / CHECKPOINT_FOLDER).glob("update-*"))
     torn = newest / "tensors.safetensors"
     torn.write_bytes(torn.read_bytes()[: torn.stat().st_size // 2])
     assert run_world(2, _train, tmp_path / "third", str(run), True, {"epochs": 4}) == expected
@@ -169,10 +169,10 @@ def test_another_number_of_ranks_covers_the_rest_of_the_epoch_once(tmp_path: Pat
     events = read_events(run)
     (resumed,) = [event for event in events if event["event"] == "resumed"]
     assert resumed["world_size"] == after
-    assert resumed["step"] == 2
+    assert resumed["update"] == 2
     for epoch in range(2):
         numbers = [
-            n for event in events if event["event"] == "step" and event["epoch"] == epoch for n in event["sequences"]
+            n for event in events if event["event"] == "update" and event["epoch"] == epoch for n in event["sequences"]
         ]
         assert sorted(numbers) == list(range(11))
 
@@ -199,7 +199,7 @@ class _StopAfterTwo(AbstractLog):
         self._log.emit(kind, **values)
         world = self.trainer._world
         stop_at = 1 if world.size > 1 else 2
-        if world.is_rank0 and kind == "step" and values["step"] == stop_at:
+        if world.is_rank0 and kind == "update" and values["update"] == stop_at:
             self.trainer._stop.set()
 
     def close(self) -> None:

@@ -97,29 +97,29 @@ def finish(process: "subprocess.Popen[str]", *, patience: float = PATIENCE) -> s
     return said
 
 
-def steps_of(run: Path) -> int:
+def updates_of(run: Path) -> int:
     """Updates that a run has recorded."""
-    return sum(event["event"] == "step" for event in read_events(run)) if (run / EVENTS_FILE).exists() else 0
+    return sum(event["event"] == "update" for event in read_events(run)) if (run / EVENTS_FILE).exists() else 0
 
 
-def wait_for_steps(run: Path, number: int) -> None:
+def wait_for_updates(run: Path, number: int) -> None:
     """Until a run has come so far."""
     ends = time.monotonic() + PATIENCE
-    while steps_of(run) < number:
+    while updates_of(run) < number:
         assert time.monotonic() < ends, "it does not begin"
         time.sleep(0.05)
 
 
 def seen_in_order(run: Path) -> list[dict[str, Any]]:
     """Steps as they count in the end."""
-    return [event for event in read_events(run) if event["event"] == "step"]
+    return [event for event in read_events(run) if event["event"] == "update"]
 
 
 def _train_until_killed(data: str, out: str) -> None:
     """Train until the tenth update is recorded, then be killed, while a checkpoint may be under way."""
 
     def watch(event: Event) -> None:
-        if event["event"] == "step" and event["step"] == 10:
+        if event["event"] == "update" and event["update"] == 10:
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.set_num_threads(1)
@@ -131,7 +131,7 @@ def test_a_killed_process_resumes_to_the_same_weights(signs: Path, tmp_path: Pat
     process.start()
     process.join(PATIENCE)
     assert process.exitcode == -signal.SIGKILL
-    assert read_events(tmp_path / "cut")[-1]["event"] == "step"
+    assert read_events(tmp_path / "cut")[-1]["event"] == "update"
     resumed = stretto.train("classify", out=tmp_path / "cut", resume=True)
     whole = stretto.train("classify", data=signs, out=tmp_path / "whole", **SMALL)
     assert resumed.metrics == whole.metrics
@@ -146,7 +146,7 @@ def test_two_ranks_train_and_leave_one_record(signs: Path, tmp_path: Path, train
     assert said.count("epoch   1") == 1, said
     events = read_events(tmp_path / "run")
     assert [event["event"] for event in events].count("finished") == 1
-    assert sum(event["rows"] for event in events if event["event"] == "step") == 2 * 40
+    assert sum(event["rows"] for event in events if event["event"] == "update") == 2 * 40
     ranks = [event for event in events if event["event"] == "ranks"]
     assert len(ranks) == 2
     assert all(len(event["steps_real"]) == 2 and sum(event["steps_real"]) > 0 for event in ranks)
@@ -203,7 +203,7 @@ def test_ranks_listen_on_loopback_only_and_save_when_asked_to_stop_and_one_proce
     run = tmp_path / "run"
     process = start(signs, run, "--nproc", "2", "--epochs", "40")
     try:
-        wait_for_steps(run, 12)
+        wait_for_updates(run, 12)
         ranks = [rank for rank, _ in faults.ranks_below(process.pid)]
         launcher = {int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{w}/status").read_text())[0]) for w in ranks}
         assert len(ranks) == 2
@@ -235,7 +235,7 @@ def test_a_gradient_that_is_nan_stops_all_ranks_in_the_same_update(signs: Path, 
 def test_a_folder_in_use_is_refused(signs: Path, tmp_path: Path, train: Train) -> None:
     process = start(signs, tmp_path / "run", "--epochs", "2000")
     try:
-        wait_for_steps(tmp_path / "run", 2)
+        wait_for_updates(tmp_path / "run", 2)
         code, said = train(*words_for(signs, tmp_path / "run"), "--resume", "--epochs", "2000")
         assert code == 2, said
         assert "another run is writing to" in said

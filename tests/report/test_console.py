@@ -34,11 +34,11 @@ def _started(**changes: Any) -> Event:
     } | changes
 
 
-def _step(number: int, *, loss: float = 2.0, time: float = 1.0) -> Event:
+def _update(number: int, *, loss: float = 2.0, time: float = 1.0) -> Event:
     return {
-        "event": "step",
+        "event": "update",
         "time": time,
-        "step": number,
+        "update": number,
         "epoch": (number - 1) // 5,
         "loss": loss,
         "rows": 4,
@@ -56,7 +56,7 @@ def _epoch(number: int, **changes: Any) -> Event:
         "event": "epoch",
         "time": 2.0,
         "epoch": number,
-        "step": 5 * number,
+        "update": 5 * number,
         "train_loss": 1.23456,
         "valid_loss": 2.34567,
         "metric": "cer",
@@ -82,11 +82,11 @@ def _finished(**changes: Any) -> Event:
 
 
 OTHERS: list[Event] = [
-    {"event": "resumed", "time": 1.5, "step": 7, "epoch": 1, "batches": 5, "epochs": 2},
+    {"event": "resumed", "time": 1.5, "update": 7, "epoch": 1, "batches": 5, "epochs": 2},
     {"event": "warning", "time": 1.5, "message": "the checkpoint [/bold] cannot be used"},
-    {"event": "checkpoint", "time": 1.5, "step": 7, "path": "checkpoints/step-00000007"},
+    {"event": "checkpoint", "time": 1.5, "update": 7, "path": "checkpoints/update-00000007"},
     {"event": "samples", "time": 1.5, "items": []},
-    {"event": "interrupted", "time": 1.5, "step": 7},
+    {"event": "interrupted", "time": 1.5, "update": 7},
     {"event": "something new", "time": 1.5},
 ]
 
@@ -103,7 +103,7 @@ def _printed(console: Console) -> str:
 def test_plain_lines_have_the_numbers_of_the_events() -> None:
     console = _console(terminal=False)
     view = PlainView(console)
-    for event in (_started(), _step(1), _epoch(1), _epoch(2, valid_loss=1.5, value=0.5), *OTHERS, _finished()):
+    for event in (_started(), _update(1), _epoch(1), _epoch(2, valid_loss=1.5, value=0.5), *OTHERS, _finished()):
         view(event)
     text = _printed(console)
     assert "\x1b" not in text
@@ -144,7 +144,7 @@ def test_rates_are_shown_as_percentages(name: str, value: float, shown: str) -> 
 def test_the_live_view_shows_all_that_the_plain_one_does() -> None:
     live, plain = _console(terminal=True), _console(terminal=False)
     views: list[Subscriber] = [LiveView(live), PlainView(plain)]
-    for event in (_started(), _step(1), _epoch(1), *OTHERS[:4], _step(8), _epoch(2), OTHERS[5], _finished()):
+    for event in (_started(), _update(1), _epoch(1), *OTHERS[:4], _update(8), _epoch(2), OTHERS[5], _finished()):
         for view in views:
             view(event)
     assert _printed(live).count(HIDE) == _printed(live).count(SHOW) > 0
@@ -164,7 +164,7 @@ def test_the_bar_shows_the_mean_loss_the_speed_and_the_padding() -> None:
     view = LiveView(_console(terminal=True))
     view(_started())
     for number, loss in enumerate((4.0, 2.0, 3.0), start=1):
-        view(_step(number, loss=loss, time=10.0 + number))
+        view(_update(number, loss=loss, time=10.0 + number))
     shown = _bar(view)
     assert "epoch 1/2" in shown
     assert "3/10" in shown
@@ -172,7 +172,7 @@ def test_the_bar_shows_the_mean_loss_the_speed_and_the_padding() -> None:
     assert "75 steps/s" in shown
     assert "padding 25.0%" in shown
     view(_epoch(1))
-    view(_step(6, loss=1.0, time=20.0))
+    view(_update(6, loss=1.0, time=20.0))
     assert "epoch 2/2" in _bar(view)
     assert "loss 1.000" in _bar(view)
     view.close()
@@ -181,7 +181,7 @@ def test_the_bar_shows_the_mean_loss_the_speed_and_the_padding() -> None:
 def test_a_resumed_run_has_its_bar_where_it_stopped() -> None:
     view = LiveView(_console(terminal=True))
     view(OTHERS[0])
-    view(_step(8))
+    view(_update(8))
     assert "8/10" in _bar(view)
     assert "epoch 2/2" in _bar(view)
     view.close()
@@ -201,7 +201,7 @@ def test_the_cursor_is_back_however_the_run_ends(error: type[BaseException]) -> 
     def fail() -> None:
         with console_view(console) as view:
             view(_started())
-            view(_step(1))
+            view(_update(1))
             assert _printed(console).count(HIDE) == 1
             raise error
 
@@ -214,7 +214,7 @@ def test_an_interruption_takes_the_bar_away() -> None:
     console = _console(terminal=True)
     with console_view(console) as view:
         view(_started())
-        view({"event": "interrupted", "time": 1.0, "step": 1})
+        view({"event": "interrupted", "time": 1.0, "update": 1})
         assert _printed(console).count(SHOW) == 1
 
 

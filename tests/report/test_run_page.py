@@ -52,12 +52,12 @@ def _started(**changes: Any) -> Event:
     } | changes
 
 
-def _step(number: int, **changes: Any) -> Event:
+def _update(number: int, **changes: Any) -> Event:
     rows, length = 4, 20 if number % 2 else 40
     return {
-        "event": "step",
+        "event": "update",
         "time": 1_700_000_000.0 + number,
-        "step": number,
+        "update": number,
         "epoch": (number - 1) // 5,
         "loss": 4.0 / number,
         "rows": rows,
@@ -75,7 +75,7 @@ def _epoch(number: int, **changes: Any) -> Event:
         "event": "epoch",
         "time": 1_700_000_100.0,
         "epoch": number,
-        "step": number * 5,
+        "update": number * 5,
         "train_loss": 1.25 / number,
         "valid_loss": 1.5 / number,
         "metric": "cer",
@@ -105,10 +105,10 @@ def _solving(**changes: Any) -> Event:
 def _whole(**changes: Any) -> list[Event]:
     return [
         _started(**changes),
-        *(_step(number) for number in range(1, 6)),
+        *(_update(number) for number in range(1, 6)),
         _epoch(1),
-        {"event": "checkpoint", "time": 0.0, "step": 5, "path": "checkpoints/five"},
-        *(_step(number) for number in range(6, 11)),
+        {"event": "checkpoint", "time": 0.0, "update": 5, "path": "checkpoints/five"},
+        *(_update(number) for number in range(6, 11)),
         _epoch(2),
         {"event": "warning", "time": 0.0, "message": "something was odd"},
         {
@@ -222,10 +222,10 @@ def test_the_tables_are_the_numbers_of_the_events(tmp_path: Path) -> None:
 
 def test_the_plots_are_the_numbers_of_the_events(tmp_path: Path) -> None:
     text = _write(tmp_path, _whole())
-    by_step, smooth, by_epoch, validation = _traces(text, "loss")
+    by_update, smooth, by_epoch, validation = _traces(text, "loss")
     assert smooth["name"] == "train, mean of 5 updates"
     np.testing.assert_allclose(_array(smooth["y"])[-1], sum(4.0 / k for k in range(6, 11)) / 5)
-    np.testing.assert_allclose(_array(by_step["y"]), [4.0 / k for k in range(1, 11)])
+    np.testing.assert_allclose(_array(by_update["y"]), [4.0 / k for k in range(1, 11)])
     np.testing.assert_allclose(_array(by_epoch["x"]), [2.5, 7.5])
     np.testing.assert_allclose(_array(by_epoch["y"]), [1.25, 0.625])
     np.testing.assert_allclose(_array(validation["x"]), [5, 10])
@@ -249,20 +249,22 @@ def test_only_updates_with_nothing_between_are_timed(tmp_path: Path) -> None:
     (time,) = _traces(_write(tmp_path, _whole()), "time")
     # Updates 1 and 6 begin an epoch; after them come four each whose predecessor is recorded.
     np.testing.assert_allclose(_array(time["y"]), [500.0] * 8)
-    events = [_started(), *(_step(number) for number in (1, 2, 4, 5))]
-    events.insert(4, {"event": "checkpoint", "time": 0.0, "step": 4, "path": "x"})
+    events = [_started(), *(_update(number) for number in (1, 2, 4, 5))]
+    events.insert(4, {"event": "checkpoint", "time": 0.0, "update": 4, "path": "x"})
     (time,) = _traces(_write(tmp_path / "gaps", events), "time")
     assert len(_array(time["y"])) == 1
 
 
 def test_a_slow_update_beyond_the_frame_is_mentioned(tmp_path: Path) -> None:
-    steps = [_step(number, epoch=0, seconds=number * 0.5 + (500 if number == 300 else 0)) for number in range(1, 301)]
-    assert "1 slower update lies above the frame." in _write(tmp_path, [_started(), *steps])
+    updates = [
+        _update(number, epoch=0, seconds=number * 0.5 + (500 if number == 300 else 0)) for number in range(1, 301)
+    ]
+    assert "1 slower update lies above the frame." in _write(tmp_path, [_started(), *updates])
 
 
 def test_many_updates_are_thinned_and_the_caption_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "MAX_POINTS", 50)
-    text = _write(tmp_path, [_started(), *(_step(number, epoch=0) for number in range(1, 301))])
+    text = _write(tmp_path, [_started(), *(_update(number, epoch=0) for number in range(1, 301))])
     assert "50 of 300 updates are drawn, evenly spaced" in text
     drawn = _array(_traces(text, "loss")[0]["x"])
     assert len(drawn) == 50
@@ -285,9 +287,9 @@ def test_hostile_words_come_out_escaped_everywhere(tmp_path: Path) -> None:
             versions={HOSTILE: HOSTILE},
             report={"batches": HOSTILE},
         ),
-        *(_step(number) for number in range(1, 6)),
+        *(_update(number) for number in range(1, 6)),
         _epoch(1, metric=HOSTILE),
-        {"event": "checkpoint", "time": 0.0, "step": 5, "path": HOSTILE},
+        {"event": "checkpoint", "time": 0.0, "update": 5, "path": HOSTILE},
         {"event": "warning", "time": 0.0, "message": HOSTILE},
         {"event": "samples", "time": 0.0, "items": [{"target": HOSTILE, "output": HOSTILE, "ink": [[0, 0, 1]]}]},
         {"event": "finished", "time": 0.0, "metrics": {HOSTILE: 0.5}, "epochs": 1, "seconds": 1.0},
@@ -339,7 +341,7 @@ def test_a_run_that_is_under_way(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run(tmp_path: Path) -> None:
-    text = _write(tmp_path, [*_whole()[:9], {"event": "interrupted", "time": 0.0, "step": 1234}])
+    text = _write(tmp_path, [*_whole()[:9], {"event": "interrupted", "time": 0.0, "update": 1234}])
     assert '<p class="state open">Interrupted at update 1,234:' in text
     assert "<li>Interrupted at update 1,234.</li>" in text
 
@@ -347,8 +349,8 @@ def test_an_interrupted_run(tmp_path: Path) -> None:
 def test_a_resumed_run_is_no_longer_interrupted(tmp_path: Path) -> None:
     events = _whole()
     events[8:8] = [
-        {"event": "interrupted", "time": 0.0, "step": 5},
-        {"event": "resumed", "time": 0.0, "step": 5, "epoch": 1},
+        {"event": "interrupted", "time": 0.0, "update": 5},
+        {"event": "resumed", "time": 0.0, "update": 5, "epoch": 1},
     ]
     text = _write(tmp_path, events)
     assert '<p class="state">Finished</p>' in text
@@ -357,7 +359,7 @@ def test_a_resumed_run_is_no_longer_interrupted(tmp_path: Path) -> None:
 
 
 def test_an_end_before_the_last_resumption_does_not_count(tmp_path: Path) -> None:
-    events = [*_whole(), {"event": "resumed", "time": 0.0, "step": 10, "epoch": 2}, _step(11)]
+    events = [*_whole(), {"event": "resumed", "time": 0.0, "update": 10, "epoch": 2}, _update(11)]
     text = _write(tmp_path, events)
     assert "Not finished: the last recorded update is 11" in text
     assert _values(text)[0] == "16.09%"
@@ -368,8 +370,8 @@ def test_more_slots_than_shuffled_are_shown_as_such(tmp_path: Path) -> None:
 
 
 def test_losses_that_are_missing_are_not_drawn(tmp_path: Path) -> None:
-    steps = [_step(1), _step(2, loss=None), _step(3)]
-    loss = _array(_traces(_write(tmp_path, [_started(), *steps, _epoch(1, valid_loss=None)]), "loss")[0]["y"])
+    updates = [_update(1), _update(2, loss=None), _update(3)]
+    loss = _array(_traces(_write(tmp_path, [_started(), *updates, _epoch(1, valid_loss=None)]), "loss")[0]["y"])
     assert np.isnan(loss).tolist() == [False, True, False]
 
 
@@ -381,7 +383,7 @@ def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
 
 def test_an_event_of_another_form_is_an_error_that_names_the_run(tmp_path: Path) -> None:
     with pytest.raises(StrettoError, match=r"some-run.*event of another form"):
-        _write(tmp_path / "some-run", [_started(), _step(1, loss="much")])
+        _write(tmp_path / "some-run", [_started(), _update(1, loss="much")])
     assert not (tmp_path / "some-run" / "report.html").exists()
 
 
@@ -391,15 +393,15 @@ def test_a_running_mean_is_over_what_came_before() -> None:
     assert np.isnan(running_mean(np.array([np.nan, 1.0]), window=1)[0])
 
 
-def _solved(folder: Path, *epochs: Event, steps: int = 0) -> str:
+def _solved(folder: Path, *epochs: Event, updates: int = 0) -> str:
     """The section on the solver, of a run with these epochs."""
-    events = [_started(), *(_step(number, residual=0.01 * number) for number in range(1, steps + 1))]
+    events = [_started(), *(_update(number, residual=0.01 * number) for number in range(1, updates + 1))]
     events += [_epoch(number, solving=solving) for number, solving in enumerate(epochs, start=1)]
     return _write(folder, events).partition("<h2>Parallel in time</h2>")[2].partition("</section>")[0]
 
 
 def test_the_solver_has_words_a_plot_and_numbers(tmp_path: Path) -> None:
-    text = _solved(tmp_path, _solving(), _solving(residual_mean=0.0077), steps=10)
+    text = _solved(tmp_path, _solving(), _solving(residual_mean=0.0077), updates=10)
     assert "Approximate." in text
     assert "plot-residual" in text
     for shown in ("0.012", "0.0077", "0.46", "0.79", "4 chunks of 50 steps", "3 MB"):
@@ -435,7 +437,7 @@ def test_a_sequential_run_has_no_section_on_its_solver(tmp_path: Path) -> None:
 
 
 def test_words_of_a_solver_are_escaped(tmp_path: Path) -> None:
-    text = _solved(tmp_path, _solving(reason=HOSTILE, solver=HOSTILE), steps=1)
+    text = _solved(tmp_path, _solving(reason=HOSTILE, solver=HOSTILE), updates=1)
     assert "&lt;script&gt;" in text
     assert "<script>alert" not in text
 

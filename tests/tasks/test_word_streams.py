@@ -138,11 +138,11 @@ def _train(run: Path, task: LanguageModelling, *, resume: bool = False, watch: S
 
 
 def _outcome(run: Path, trainer: Trainer) -> tuple[list[Any], dict[str, bytes]]:
-    kept = ("epoch", "step", "train_loss", "valid_loss", "value", "loss", "gradient_norm", "rate", "rows", "length")
+    kept = ("epoch", "update", "train_loss", "valid_loss", "value", "loss", "gradient_norm", "rate", "rows", "length")
     events = [
         {key: event[key] for key in kept if key in event}
         for event in read_events(run)
-        if event["event"] in ("step", "epoch")
+        if event["event"] in ("update", "epoch")
     ]
     return events, {name: w.numpy().tobytes() for name, w in trainer.state.model.state_dict().items()}
 
@@ -151,19 +151,19 @@ def _outcome(run: Path, trainer: Trainer) -> tuple[list[Any], dict[str, bytes]]:
 def test_a_stop_in_the_middle_of_an_epoch_changes_nothing(text: SequenceSet, tmp_path: Path, accumulate: int) -> None:
     task = _task(text, epochs=2, num_layers=2, dropout=0.4, input_dropout=0.2, accumulate=accumulate, window=13)
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    steps = [event["step"] for event in expected[0] if "loss" in event]
-    assert len(steps) >= 10
-    for stop in (1, 3, steps[-1] // 2, steps[-1] // 2 + 2, steps[-1] - 1):
+    updates = [event["update"] for event in expected[0] if "loss" in event]
+    assert len(updates) >= 10
+    for stop in (1, 3, updates[-1] // 2, updates[-1] // 2 + 2, updates[-1] - 1):
         run = tmp_path / str(stop)
 
         def watch(event: Any, stop: int = stop) -> None:
-            if event["event"] == "step" and event["step"] == stop:
+            if event["event"] == "update" and event["update"] == stop:
                 os.kill(os.getpid(), signal.SIGINT)
 
         with pytest.raises(Interrupted):
             _train(run, task, watch=watch)
         torch.manual_seed(99)
-        assert _outcome(run, _train(run, task, resume=True)) == expected, f"after step {stop}"
+        assert _outcome(run, _train(run, task, resume=True)) == expected, f"after update {stop}"
 
 
 def test_a_state_of_nan_is_not_carried_on(text: SequenceSet, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_it_grows_where_larger_batches_cost_no_time(
     at_ends = [event["epoch"] for event in decisions if event["epoch"] == int(event["epoch"])]
     assert at_ends == [*range(1, EPOCHS)]
     # Sixteen updates were measured, of four each; that is soon enough for a decision within the first epoch.
-    assert decisions[0]["step"] == 64
+    assert decisions[0]["update"] == 64
     assert 0 < decisions[0]["epoch"] < 1
     assert decisions[0]["action"] == "grow"
     assert decisions[0]["batch_size"] == 4 * FIRST
@@ -126,15 +126,15 @@ def test_it_grows_where_larger_batches_cost_no_time(
     for event, following in zip(decisions, [*decisions[1:], None], strict=True):
         factor = math.sqrt(event["batch_size"] / FIRST)
         assert event["rate"] == pytest.approx(0.02 * factor)
-        until = math.inf if following is None else following["step"]
-        after = [e for e in events if e["event"] == "step" and event["step"] < e["step"] <= until]
+        until = math.inf if following is None else following["update"]
+        after = [e for e in events if e["event"] == "update" and event["update"] < e["update"] <= until]
         assert max(e["rows"] for e in after) == event["batch_size"]
         assert after[-1]["rate"] == pytest.approx(event["rate"])
-        assert event["steps_left"] >= len(after)
+        assert event["updates_left"] >= len(after)
     for epoch in range(EPOCHS):
-        assert sum(e["rows"] for e in events if e["event"] == "step" and e["epoch"] == epoch) == SEQUENCES
-    last = [e["step"] for e in events if e["event"] == "step"][-1]
-    assert decisions[-1]["step"] + decisions[-1]["steps_left"] == last
+        assert sum(e["rows"] for e in events if e["event"] == "update" and e["epoch"] == epoch) == SEQUENCES
+    last = [e["update"] for e in events if e["event"] == "update"][-1]
+    assert decisions[-1]["update"] + decisions[-1]["updates_left"] == last
     (probed,) = [event for event in events if event["event"] == "probe"]
     assert [entry["batch_size"] for entry in probed["table"]["entries"]] == [4, 8, 16, 32, 64]
 
@@ -147,10 +147,10 @@ def test_every_sequence_comes_once_an_epoch_whatever_is_decided(
     _train(tmp_path, _task(data, record_sequences=True))
     decisions = _decisions(tmp_path)
     assert [event["action"] for event in decisions[:2]] == ["grow", "roll-back"]
-    steps = [event for event in read_events(tmp_path) if event["event"] == "step"]
+    updates = [event for event in read_events(tmp_path) if event["event"] == "update"]
     # Updates that were given up are made again with others.
-    kept = [e for e in steps if not decisions[0]["step"] < e["step"] <= decisions[1]["step"]]
-    assert len(kept) == len(steps) - 11
+    kept = [e for e in updates if not decisions[0]["update"] < e["update"] <= decisions[1]["update"]]
+    assert len(kept) == len(updates) - 11
     for epoch in range(EPOCHS):
         seen = sorted(number for e in kept if e["epoch"] == epoch for number in e["sequences"])
         assert seen == [*range(SEQUENCES)]
@@ -168,13 +168,15 @@ def test_it_keeps_the_batch_where_growing_does_not_pay(
     assert all("no other batch" in event["reason"] for event in decisions)
     kept = _task(data, batch_size=FIRST)
     _train(tmp_path / "given", kept)
-    given = [e["rows"] for e in read_events(tmp_path / "given") if e["event"] == "step"]
-    assert [e["rows"] for e in read_events(tmp_path) if e["event"] == "step"] == given
+    given = [e["rows"] for e in read_events(tmp_path / "given") if e["event"] == "update"]
+    assert [e["rows"] for e in read_events(tmp_path) if e["event"] == "update"] == given
 
 
-@pytest.mark.parametrize("step", [64, *(pytest.param(step, marks=pytest.mark.slow) for step in (7, 63, 65, 90, 103))])
+@pytest.mark.parametrize(
+    "update", [64, *(pytest.param(update, marks=pytest.mark.slow) for update in (7, 63, 65, 90, 103))]
+)
 def test_an_interruption_changes_nothing(
-    tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch, step: int
+    tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch, update: int
 ) -> None:
     _with_table(monkeypatch, fixed=1.0, each=1e-6)
     task = _task(data, optimizer="adam", schedule="one-cycle", warmup_epochs=None)
@@ -182,7 +184,7 @@ def test_an_interruption_changes_nothing(
     assert any(event["action"] == "grow" for event in _decisions(tmp_path / "whole"))
 
     def stop(event: Event) -> None:
-        if event["event"] == "step" and event["step"] == step:
+        if event["event"] == "update" and event["update"] == update:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Interrupted):
@@ -217,12 +219,12 @@ def test_trouble_rolls_the_batch_back(
     events, decisions = read_events(tmp_path), _decisions(tmp_path)
     grown, back = decisions[0], next(event for event in decisions if event["action"] == "roll-back")
     assert (grown["action"], grown["batch_size"]) == ("grow", 4 * FIRST)
-    assert (back["batch_size"], back["step"], back["epoch"]) == (FIRST, number, epoch)
+    assert (back["batch_size"], back["update"], back["epoch"]) == (FIRST, number, epoch)
     assert "made up" in back["reason"]
     assert all(event["batch_size"] < 4 * FIRST for event in decisions[decisions.index(back) :])
-    before = [e for e in events if e["event"] == "step" and e["epoch"] == epoch and e["step"] <= grown["step"]]
-    again = [e for e in events[events.index(back) :] if e["event"] == "step" and e["epoch"] == epoch]
-    assert again[0]["step"] == number + 1
+    before = [e for e in events if e["event"] == "update" and e["epoch"] == epoch and e["update"] <= grown["update"]]
+    again = [e for e in events[events.index(back) :] if e["event"] == "update" and e["epoch"] == epoch]
+    assert again[0]["update"] == number + 1
     assert sum(e["rows"] for e in before) + sum(e["rows"] for e in again) == SEQUENCES
     assert max(e["rows"] for e in again[:10]) == FIRST
     assert [e["epoch"] for e in events if e["event"] == "epoch"] == [*range(1, EPOCHS + 1)]
@@ -242,7 +244,7 @@ def test_a_run_that_rolled_back_resumes_from_there(
         expected = _train(tmp_path / "whole", task)
 
     def crash(event: Event) -> None:
-        if event["event"] == "step" and event["step"] == 90:
+        if event["event"] == "update" and event["update"] == 90:
             raise RuntimeError("the power is gone")
 
     with monkeypatch.context() as patched:
@@ -416,7 +418,7 @@ def test_the_probe_leaves_no_trace(tmp_path: Path, data: SequenceSet, dropout: f
     """Until the first decision a run that probed is one that did not; what is dropped, until the first measurement."""
     _train(tmp_path / "auto", _task(data, epochs=1, dropout=dropout))
     _train(tmp_path / "given", _task(data, epochs=1, dropout=dropout, batch_size=FIRST))
-    losses = [[e["loss"] for e in read_events(tmp_path / name) if e["event"] == "step"] for name in ("auto", "given")]
+    losses = [[e["loss"] for e in read_events(tmp_path / name) if e["event"] == "update"] for name in ("auto", "given")]
     assert len(losses[0]) > alike
     assert losses[0][:alike] == pytest.approx(losses[1][:alike], rel=1e-4)
     (probed,) = [event for event in read_events(tmp_path / "auto") if event["event"] == "probe"]

@@ -27,29 +27,29 @@ from stretto.errors import StrettoError
 from stretto.training.checkpoint import Checkpoint, save_checkpoint
 
 run = Path(sys.argv[1])
-save_checkpoint(run, Checkpoint(tensors={"w": torch.arange(8.0)}, state={"step": 1}), step=1, keep=2)
+save_checkpoint(run, Checkpoint(tensors={"w": torch.arange(8.0)}, state={"update": 1}), update=1, keep=2)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-for tensors, state in (({"w": torch.zeros(100_000)}, {"step": 2}), ({"w": torch.zeros(3)}, {"filler": "x" * 50_000})):
+for tensors, state in (({"w": torch.zeros(100_000)}, {"update": 2}), ({"w": torch.zeros(3)}, {"filler": "x" * 50_000})):
     try:
-        save_checkpoint(run, Checkpoint(tensors=tensors, state=state), step=2, keep=2)
+        save_checkpoint(run, Checkpoint(tensors=tensors, state=state), update=2, keep=2)
     except StrettoError as error:
         print(error)
 """
 
 
-def _checkpoint(step: int) -> Checkpoint:
-    generator = torch.Generator().manual_seed(step)
+def _checkpoint(update: int) -> Checkpoint:
+    generator = torch.Generator().manual_seed(update)
     return Checkpoint(
         tensors={
             "model.weight": torch.randn(3, 5, generator=generator),
             "model.bias": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]),
-            "optimizer.0.step": torch.tensor(float(step)),
+            "optimizer.0.step": torch.tensor(float(update)),
             "random.cpu": torch.get_rng_state(),
             "wide": torch.randn(2, 2, dtype=torch.float64, generator=generator),
             "turned": torch.randn(4, 3, generator=generator).T,
             "empty": torch.zeros(0, 3),
         },
-        state={"position": {"step": step, "seconds": 0.1 + 0.2}, "groups": [{"lr": 1 / 3}], "words": "ä\u2028"},
+        state={"position": {"update": update, "seconds": 0.1 + 0.2}, "groups": [{"lr": 1 / 3}], "words": "ä\u2028"},
     )
 
 
@@ -66,13 +66,13 @@ def _names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / CHECKPOINT_FOLDER).iterdir())
 
 
-def _saved(run: Path, *steps: int, keep: int = 9) -> None:
-    for step in steps:
-        save_checkpoint(run, _checkpoint(step), step=step, keep=keep)
+def _saved(run: Path, *updates: int, keep: int = 9) -> None:
+    for update in updates:
+        save_checkpoint(run, _checkpoint(update), update=update, keep=keep)
 
 
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, _checkpoint(7), step=7, keep=2)
+    path = save_checkpoint(tmp_path, _checkpoint(7), update=7, keep=2)
     found = load_newest(tmp_path)
     assert (found.path, found.refused) == (path, ())
     _assert_same(found.checkpoint, _checkpoint(7))
@@ -81,7 +81,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     _saved(tmp_path, 3, 20, 100, 1000, keep=keep)
-    assert _names(tmp_path) == [f"step-{step:08d}" for step in (3, 20, 100, 1000)][-keep:]
+    assert _names(tmp_path) == [f"update-{update:08d}" for update in (3, 20, 100, 1000)][-keep:]
     _assert_same(load_newest(tmp_path).checkpoint, _checkpoint(1000))
 
 
@@ -92,7 +92,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     for path in files:
         assert not zipfile.is_zipfile(path)
         assert not path.read_bytes().startswith(b"\x80")
-    json.loads((tmp_path / CHECKPOINT_FOLDER / "step-00000001" / STATE_FILE).read_text(encoding="utf-8"))
+    json.loads((tmp_path / CHECKPOINT_FOLDER / "update-00000001" / STATE_FILE).read_text(encoding="utf-8"))
 
 
 def _truncate(path: Path) -> None:
@@ -113,17 +113,17 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_taken(
     tmp_path: Path, name: str, damage: Any
 ) -> None:
     _saved(tmp_path, 1, 2)
-    damage(tmp_path / CHECKPOINT_FOLDER / "step-00000002" / name)
+    damage(tmp_path / CHECKPOINT_FOLDER / "update-00000002" / name)
     found = load_newest(tmp_path)
     _assert_same(found.checkpoint, _checkpoint(1))
     assert len(found.refused) == 1
-    assert str(tmp_path / CHECKPOINT_FOLDER / "step-00000002") in found.refused[0]
+    assert str(tmp_path / CHECKPOINT_FOLDER / "update-00000002") in found.refused[0]
 
 
 @pytest.mark.parametrize("name", [TENSORS_FILE, STATE_FILE])
 def test_a_flipped_bit_anywhere_is_noticed_or_changes_nothing(tmp_path: Path, name: str) -> None:
     _saved(tmp_path, 1, 2)
-    path = tmp_path / CHECKPOINT_FOLDER / "step-00000002" / name
+    path = tmp_path / CHECKPOINT_FOLDER / "update-00000002" / name
     whole = path.read_bytes()
     for place in range(0, len(whole), max(1, len(whole) // 150)):
         damaged = bytearray(whole)
@@ -137,10 +137,10 @@ def test_a_flipped_bit_anywhere_is_noticed_or_changes_nothing(tmp_path: Path, na
 
 def test_a_changed_number_in_the_state_is_noticed(tmp_path: Path) -> None:
     _saved(tmp_path, 1, 2)
-    path = tmp_path / CHECKPOINT_FOLDER / "step-00000002" / STATE_FILE
+    path = tmp_path / CHECKPOINT_FOLDER / "update-00000002" / STATE_FILE
     text = path.read_text(encoding="utf-8")
-    assert '"step": 2' in text
-    path.write_text(text.replace('"step": 2', '"step": 3'), encoding="utf-8")
+    assert '"update": 2' in text
+    path.write_text(text.replace('"update": 2', '"update": 3'), encoding="utf-8")
     found = load_newest(tmp_path)
     assert len(found.refused) == 1
     _assert_same(found.checkpoint, _checkpoint(1))
@@ -152,24 +152,25 @@ def test_with_none_left_the_run_and_all_faults_are_named(tmp_path: Path) -> None
     _saved(tmp_path, 1, 2)
     for name in _names(tmp_path):
         _empty(tmp_path / CHECKPOINT_FOLDER / name / STATE_FILE)
-    with pytest.raises(StrettoError, match=r"step-00000002.*step-00000001") as info:
+    with pytest.raises(StrettoError, match=r"update-00000002.*update-00000001") as info:
         load_newest(tmp_path)
     assert str(tmp_path) in str(info.value)
 
 
-def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
     _saved(tmp_path, 1)
-    path = tmp_path / CHECKPOINT_FOLDER / "step-00000001" / STATE_FILE
+    path = tmp_path / CHECKPOINT_FOLDER / "update-00000001" / STATE_FILE
     state = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(state | {"version": 99}), encoding="utf-8")
-    with pytest.raises(StrettoError, match="version"):
+    path.write_text(json.dumps(state | {"version": 3}), encoding="utf-8")
+    path.parent.rename(path.parent.with_name("step-00000001"))
+    with pytest.raises(StrettoError, match="written by another version"):
         load_newest(tmp_path)
 
 
-def test_saving_a_step_again_keeps_it_and_mends_a_torn_one(tmp_path: Path) -> None:
+def test_saving_an_update_again_keeps_it_and_mends_a_torn_one(tmp_path: Path) -> None:
     _saved(tmp_path, 1, 2, 2)
-    assert _names(tmp_path) == ["step-00000001", "step-00000002"]
-    _truncate(tmp_path / CHECKPOINT_FOLDER / "step-00000002" / TENSORS_FILE)
+    assert _names(tmp_path) == ["update-00000001", "update-00000002"]
+    _truncate(tmp_path / CHECKPOINT_FOLDER / "update-00000002" / TENSORS_FILE)
     _saved(tmp_path, 2)
     _assert_same(load_newest(tmp_path).checkpoint, _checkpoint(2))
 
@@ -177,13 +178,13 @@ def test_saving_a_step_again_keeps_it_and_mends_a_torn_one(tmp_path: Path) -> No
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_torn_later_one_never_crowds_out_those_that_are_whole(tmp_path: Path, keep: int) -> None:
     _saved(tmp_path, 10, 30)
-    _truncate(tmp_path / CHECKPOINT_FOLDER / "step-00000030" / TENSORS_FILE)
-    for step in (11, 12, 13):
-        _saved(tmp_path, step, keep=keep)
+    _truncate(tmp_path / CHECKPOINT_FOLDER / "update-00000030" / TENSORS_FILE)
+    for update in (11, 12, 13):
+        _saved(tmp_path, update, keep=keep)
         found = load_newest(tmp_path)
-        assert found.path.name == f"step-{step:08d}"
-        _assert_same(found.checkpoint, _checkpoint(step))
-    assert _names(tmp_path) == ["step-00000012", "step-00000013"][-keep:]
+        assert found.path.name == f"update-{update:08d}"
+        _assert_same(found.checkpoint, _checkpoint(update))
+    assert _names(tmp_path) == ["update-00000012", "update-00000013"][-keep:]
 
 
 @pytest.mark.parametrize(
@@ -200,9 +201,9 @@ def test_a_failure_while_writing_leaves_the_earlier_ones_whole(
 
     monkeypatch.setattr(safetensors.torch, "save_file", fail)
     with pytest.raises(StrettoError, match="could not write the checkpoint") as info:
-        save_checkpoint(tmp_path, _checkpoint(3), step=3, keep=1)
-    assert "step-00000003" in str(info.value)
-    assert _names(tmp_path) == ["step-00000001", "step-00000002"]
+        save_checkpoint(tmp_path, _checkpoint(3), update=3, keep=1)
+    assert "update-00000003" in str(info.value)
+    assert _names(tmp_path) == ["update-00000001", "update-00000002"]
     assert load_newest(tmp_path).refused == ()
 
 
@@ -212,33 +213,33 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_no_rest(tmp_path: Path) -
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert len(lines) == 2
-    assert all("could not write the checkpoint" in line and "step-00000002" in line for line in lines)
-    assert _names(tmp_path) == ["step-00000001"]
+    assert all("could not write the checkpoint" in line and "update-00000002" in line for line in lines)
+    assert _names(tmp_path) == ["update-00000001"]
     found = load_newest(tmp_path)
-    assert (found.refused, found.checkpoint.state) == ((), {"step": 1})
+    assert (found.refused, found.checkpoint.state) == ((), {"update": 1})
     assert torch.equal(found.checkpoint.tensors["w"], torch.arange(8.0))
 
 
 def test_what_a_crash_left_behind_is_cleared_away(tmp_path: Path) -> None:
     _saved(tmp_path, 1)
     shutil.copytree(
-        tmp_path / CHECKPOINT_FOLDER / "step-00000001", tmp_path / CHECKPOINT_FOLDER / ".step-00000002.abcd.part"
+        tmp_path / CHECKPOINT_FOLDER / "update-00000001", tmp_path / CHECKPOINT_FOLDER / ".update-00000002.abcd.part"
     )
-    assert load_newest(tmp_path).path.name == "step-00000001"
+    assert load_newest(tmp_path).path.name == "update-00000001"
     _saved(tmp_path, 3)
-    assert _names(tmp_path) == ["step-00000001", "step-00000003"]
+    assert _names(tmp_path) == ["update-00000001", "update-00000003"]
 
 
 def test_a_number_that_json_does_not_have_is_not_saved(tmp_path: Path) -> None:
     _saved(tmp_path, 1)
     with pytest.raises(ValueError, match="JSON"):
-        save_checkpoint(tmp_path, Checkpoint(tensors={}, state={"loss": float("nan")}), step=2, keep=2)
-    assert _names(tmp_path) == ["step-00000001"]
+        save_checkpoint(tmp_path, Checkpoint(tensors={}, state={"loss": float("nan")}), update=2, keep=2)
+    assert _names(tmp_path) == ["update-00000001"]
 
 
 def test_what_is_read_lies_in_memory_as_what_was_saved(tmp_path: Path) -> None:
     """Products of a BLAS depend on that in their last digits, and a resumed run must not."""
     odd = {name: torch.randn(size, dtype=torch.float64) for name, size in (("a", 3), ("b", 5), ("c", 40), ("d", 7))}
-    save_checkpoint(tmp_path, Checkpoint(tensors=odd, state={}), step=1, keep=1)
+    save_checkpoint(tmp_path, Checkpoint(tensors=odd, state={}), update=1, keep=1)
     found = load_newest(tmp_path).checkpoint.tensors
     assert {name: tensor.data_ptr() % 64 for name, tensor in found.items()} == dict.fromkeys(odd, 0)

@@ -22,7 +22,7 @@ log.emit("small")
 resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))
 try:
     for number in range(100):
-        log.emit("step", step=number, filler="x" * 90)
+        log.emit("update", update=number, filler="x" * 90)
 except StrettoError as error:
     print(error)
 log.close()
@@ -34,7 +34,7 @@ def _write(path: Path, *events: Event) -> None:
 
 
 def _kinds(path: Path) -> list[tuple[str, Any]]:
-    return [(event["event"], event.get("step")) for event in read_events(path)]
+    return [(event["event"], event.get("update")) for event in read_events(path)]
 
 
 def test_an_event_is_on_disk_before_it_is_handed_on(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_number_that_json_does_not_have_is_refused_and_not_written(tmp_path: P
     log = EventLog(tmp_path / EVENTS_FILE, subscribers=[handed_on.append])
     log.emit("fine", loss=1.0)
     with pytest.raises(ValueError, match="JSON"):
-        log.emit("step", loss=value)
+        log.emit("update", loss=value)
     log.close()
     assert [event["event"] for event in read_events(tmp_path)] == ["fine"]
     assert len(handed_on) == 1
@@ -73,57 +73,60 @@ def test_a_number_that_json_does_not_have_is_refused_and_not_written(tmp_path: P
 
 def test_a_torn_last_line_is_passed_over_and_not_added_to(tmp_path: Path) -> None:
     path = tmp_path / EVENTS_FILE
-    _write(path, {"event": "started"}, {"event": "step", "step": 1})
+    _write(path, {"event": "started"}, {"event": "update", "update": 1})
     with path.open("a", encoding="utf-8") as stream:
-        stream.write('{"event": "step", "st')
-    assert _kinds(path) == [("started", None), ("step", 1)]
+        stream.write('{"event": "update", "st')
+    assert _kinds(path) == [("started", None), ("update", 1)]
     log = EventLog(path)
-    log.emit("resumed", step=1)
-    log.emit("step", step=2)
+    log.emit("resumed", update=1)
+    log.emit("update", update=2)
     log.close()
-    assert _kinds(path) == [("started", None), ("step", 1), ("resumed", 1), ("step", 2)]
+    assert _kinds(path) == [("started", None), ("update", 1), ("resumed", 1), ("update", 2)]
 
 
-@pytest.mark.parametrize("tail", [b"\x00\x00\x00\x00", b'{"event": "step", \xff\xfe', b"\xc3"])
+@pytest.mark.parametrize("tail", [b"\x00\x00\x00\x00", b'{"event": "update", \xff\xfe', b"\xc3"])
 def test_bytes_that_a_crash_left_behind_do_not_cost_the_record(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / EVENTS_FILE
     _write(path, {"event": "started"})
     path.write_bytes(path.read_bytes() + tail)
     log = EventLog(path)
-    log.emit("step", step=1)
+    log.emit("update", update=1)
     log.close()
-    assert _kinds(path) == [("started", None), ("step", 1)]
+    assert _kinds(path) == [("started", None), ("update", 1)]
 
 
 def test_what_came_after_the_step_of_a_resumption_is_superseded(tmp_path: Path) -> None:
     _write(
         tmp_path / EVENTS_FILE,
         {"event": "started"},
-        {"event": "step", "step": 1},
-        {"event": "step", "step": 2},
-        {"event": "checkpoint", "step": 2},
-        {"event": "step", "step": 3},
-        {"event": "epoch", "step": 3},
-        {"event": "interrupted", "step": 3},
+        {"event": "update", "update": 1},
+        {"event": "update", "update": 2},
+        {"event": "checkpoint", "update": 2},
+        {"event": "update", "update": 3},
+        {"event": "epoch", "update": 3},
+        {"event": "interrupted", "update": 3},
         {"event": "warning", "message": "torn"},
-        {"event": "resumed", "step": 2},
-        {"event": "step", "step": 3},
-        {"event": "interrupted", "step": 3},
-        {"event": "resumed", "step": 1},
-        {"event": "step", "step": 2},
+        {"event": "resumed", "update": 2},
+        {"event": "update", "update": 3},
+        {"event": "interrupted", "update": 3},
+        {"event": "resumed", "update": 1},
+        {"event": "update", "update": 2},
     )
     assert _kinds(tmp_path) == [
         ("started", None),
-        ("step", 1),
+        ("update", 1),
         ("warning", None),
         ("resumed", 1),
-        ("step", 2),
+        ("update", 2),
     ]
 
 
 def test_an_interruption_that_nothing_followed_still_counts(tmp_path: Path) -> None:
     _write(
-        tmp_path / EVENTS_FILE, {"event": "started"}, {"event": "step", "step": 1}, {"event": "interrupted", "step": 1}
+        tmp_path / EVENTS_FILE,
+        {"event": "started"},
+        {"event": "update", "update": 1},
+        {"event": "interrupted", "update": 1},
     )
     assert _kinds(tmp_path)[-1] == ("interrupted", 1)
 
@@ -165,4 +168,4 @@ def test_a_full_disk_is_reported_once_and_the_record_stays_readable(tmp_path: Pa
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"could not write to {str(path)!r}" in done.stdout
-    assert _kinds(path)[:2] == [("small", None), ("step", 0)]
+    assert _kinds(path)[:2] == [("small", None), ("update", 0)]

@@ -127,10 +127,10 @@ def test_carried_boundaries_differ_and_are_reported(tmp_path: Path) -> None:
         assert TRAIN * 2 * H * 4 <= told.cache_bytes <= TRAIN * 3 * H * 4
         assert ("0 of 1" if record.epoch == 1 else "1 of 1") + " sequences from where" in told.reason
     events = read_events(tmp_path / "carried")
-    steps = [event for event in events if event["event"] == "step"]
+    updates = [event for event in events if event["event"] == "update"]
     told = carried[0].solving
     assert told is not None
-    assert np.mean([event["residual"] for event in steps[:TRAIN]]) == pytest.approx(told.residual_mean)
+    assert np.mean([event["residual"] for event in updates[:TRAIN]]) == pytest.approx(told.residual_mean)
     assert [event["solving"] for event in events if event["event"] == "epoch"] == [
         dataclasses.asdict(record.solving) for record in carried if record.solving
     ]
@@ -142,7 +142,7 @@ def test_sequences_are_found_again_in_shuffled_and_bucketed_batches(tmp_path: Pa
     told = [record.solving for record in records if record.solving]
     assert told[-1].residual_mean < 0.1 * told[0].residual_mean
     assert told[-1].cache_bytes == told[0].cache_bytes
-    events = [event for event in read_events(tmp_path) if event["event"] == "step"]
+    events = [event for event in read_events(tmp_path) if event["event"] == "update"]
     assert len({event["length"] for event in events}) > 2
 
 
@@ -185,10 +185,10 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path, changes: 
     whole = _trainer(tmp_path / "whole", task)
     whole.run()
     per_epoch = whole.state.num_updates // EPOCHS
-    step = {"start": per_epoch + 1, "middle": 2 * per_epoch - 1, "end": 3 * per_epoch - 1}[stop_at]
+    update = {"start": per_epoch + 1, "middle": 2 * per_epoch - 1, "end": 3 * per_epoch - 1}[stop_at]
 
     def stop(event: Event) -> None:
-        if event["event"] == "step" and event["step"] == step:
+        if event["event"] == "update" and event["update"] == update:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Interrupted):
@@ -219,7 +219,7 @@ def _assert_same_run(one: Path, other: Path) -> None:
         [
             {key: value for key, value in event.items() if key not in clocks}
             for event in read_events(run)
-            if event["event"] in ("step", "epoch")
+            if event["event"] in ("update", "epoch")
         ]
         for run in (one, other)
     ]
@@ -394,7 +394,7 @@ def test_caches_survive_a_checkpoint(tmp_path_factory: pytest.TempPathFactory, d
             cache.put(CacheKey(layer="0.1", sample_id=7 - number, chunk_length=3), states)
         caches.append(cache)
     run = tmp_path_factory.mktemp("cache")
-    save_checkpoint(run, pack_caches(caches).copy(), step=1, keep=1)
+    save_checkpoint(run, pack_caches(caches).copy(), update=1, keep=1)
     fresh = [stretto.TrajectoryCache() for _ in caches]
     unpack_caches(load_newest(run).checkpoint, fresh)
     for one, other in zip(caches, fresh, strict=True):

@@ -28,7 +28,7 @@ def _state(schedule: Any, *, seed: int, batch_size: int | None = None, **setting
 
 
 def _update(state: TrainState) -> tuple[float, float]:
-    """One step on random data: random state, model, optimiser and schedule all show in what it returns."""
+    """One update on random data: random state, model, optimiser and schedule all show in what it returns."""
     state.optimizer.zero_grad()
     loss = state.model(torch.randn(6, 3)).square().sum()
     torch.autograd.backward(loss)

@@ -34,7 +34,7 @@ from stretto.training import (
 from stretto.training.checkpoint import TENSORS_FILE
 from stretto.training.trainer import Interrupted, RunResult
 
-EPOCHS, STEPS = 3, 4
+EPOCHS, UPDATES = 3, 4
 Outcome = dict[str, Any]
 
 
@@ -84,7 +84,7 @@ def _outcome(run: Path, result: RunResult) -> Outcome:
         "recorded": [
             {key: value for key, value in event.items() if key not in clocks}
             for event in events
-            if event["event"] in ("step", "epoch", "samples")
+            if event["event"] in ("update", "epoch", "samples")
         ],
         "metrics": result.metrics,
         "padding": result.padding,
@@ -93,11 +93,11 @@ def _outcome(run: Path, result: RunResult) -> Outcome:
     }
 
 
-def _at(step: int, kind: str, act: Callable[[], None]) -> Subscriber:
+def _at(update: int, kind: str, act: Callable[[], None]) -> Subscriber:
     acts = iter([act])
 
     def watch(event: Event) -> None:
-        if event["event"] == kind and event["step"] == step:
+        if event["event"] == kind and event["update"] == update:
             next(acts, lambda: None)()
 
     return watch
@@ -116,8 +116,8 @@ def _stopped(run: Path, task: AbstractTask[Any], watch: Subscriber, *, resume: b
         _train(run, task, resume=resume, watch=watch)
     assert info.value.run == run
     last = read_events(run)[-1]
-    assert (last["event"], last["step"]) == ("interrupted", info.value.step)
-    return info.value.step
+    assert (last["event"], last["update"]) == ("interrupted", info.value.update)
+    return info.value.update
 
 
 @pytest.mark.parametrize(
@@ -126,38 +126,38 @@ def _stopped(run: Path, task: AbstractTask[Any], watch: Subscriber, *, resume: b
 def test_an_interruption_after_any_update_changes_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
     task = _task("classify", **settings)
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    assert [event["step"] for event in expected["recorded"] if event["event"] == "step"] == list(
-        range(1, 1 + EPOCHS * STEPS)
+    assert [event["update"] for event in expected["recorded"] if event["event"] == "update"] == list(
+        range(1, 1 + EPOCHS * UPDATES)
     )
-    for step in range(1, EPOCHS * STEPS):
-        run = tmp_path / str(step)
-        assert _stopped(run, task, _at(step, "step", _ask(signal.SIGINT))) == step
+    for update in range(1, EPOCHS * UPDATES):
+        run = tmp_path / str(update)
+        assert _stopped(run, task, _at(update, "update", _ask(signal.SIGINT))) == update
         torch.manual_seed(1234)
-        assert _outcome(run, _train(run, task, resume=True)) == expected, f"after step {step}"
+        assert _outcome(run, _train(run, task, resume=True)) == expected, f"after update {update}"
 
 
 @pytest.mark.parametrize("name", ["handwriting", "language-model"])
-@pytest.mark.parametrize("step", [3, 4, 9])
-def test_an_interruption_of_the_other_tasks_changes_nothing(tmp_path: Path, name: str, step: int) -> None:
+@pytest.mark.parametrize("update", [3, 4, 9])
+def test_an_interruption_of_the_other_tasks_changes_nothing(tmp_path: Path, name: str, update: int) -> None:
     settings: dict[str, Any] = {"stack": 2} if name == "handwriting" else {}
     task = _task(name, num_layers=2, **settings)
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    _stopped(tmp_path / "cut", task, _at(step, "step", _ask(signal.SIGTERM)))
+    _stopped(tmp_path / "cut", task, _at(update, "update", _ask(signal.SIGTERM)))
     assert _outcome(tmp_path / "cut", _train(tmp_path / "cut", task, resume=True)) == expected
 
 
 def test_an_interruption_between_epochs_changes_nothing(tmp_path: Path) -> None:
     task = _task("classify")
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    assert _stopped(tmp_path / "cut", task, _at(STEPS, "epoch", _ask(signal.SIGINT))) == STEPS
+    assert _stopped(tmp_path / "cut", task, _at(UPDATES, "epoch", _ask(signal.SIGINT))) == UPDATES
     assert _outcome(tmp_path / "cut", _train(tmp_path / "cut", task, resume=True)) == expected
 
 
 def test_an_interruption_when_a_checkpoint_is_on_disk_changes_nothing(tmp_path: Path) -> None:
-    """It is written while the next epoch has begun, and told of after one of its steps."""
+    """It is written while the next epoch has begun, and told of after one of its updates."""
     task = _task("classify")
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    assert STEPS <= _stopped(tmp_path / "cut", task, _at(STEPS, "checkpoint", _ask(signal.SIGINT))) < 3 * STEPS
+    assert UPDATES <= _stopped(tmp_path / "cut", task, _at(UPDATES, "checkpoint", _ask(signal.SIGINT))) < 3 * UPDATES
     assert _outcome(tmp_path / "cut", _train(tmp_path / "cut", task, resume=True)) == expected
 
 
@@ -165,39 +165,39 @@ def test_interrupted_again_and_again(tmp_path: Path) -> None:
     task = _task("classify")
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
     run = tmp_path / "cut"
-    for number, step in enumerate([1, 2, 4, 7, 8, 11]):
-        assert _stopped(run, task, _at(step, "step", _ask(signal.SIGINT)), resume=number > 0) == step
+    for number, update in enumerate([1, 2, 4, 7, 8, 11]):
+        assert _stopped(run, task, _at(update, "update", _ask(signal.SIGINT)), resume=number > 0) == update
     assert _outcome(run, _train(run, task, resume=True)) == expected
 
 
 def test_an_interruption_in_the_last_step_ends_the_run(tmp_path: Path) -> None:
     task = _task("classify")
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    watch = _at(EPOCHS * STEPS, "step", _ask(signal.SIGINT))
+    watch = _at(EPOCHS * UPDATES, "update", _ask(signal.SIGINT))
     assert _outcome(tmp_path / "cut", _train(tmp_path / "cut", task, watch=watch)) == expected
 
 
 @pytest.mark.parametrize("minutes", [5.0, 1e-9])
 @pytest.mark.parametrize(
-    ("step", "kind"),
+    ("update", "kind"),
     [
-        (5, "step"),
+        (5, "update"),
         (8, "epoch"),
-        *(pytest.param(*at, marks=pytest.mark.slow) for at in ((7, "step"), (8, "step"), (12, "epoch"))),
+        *(pytest.param(*at, marks=pytest.mark.slow) for at in ((7, "update"), (8, "update"), (12, "epoch"))),
     ],
 )
 def test_a_crash_loses_only_what_came_after_the_last_checkpoint(
-    tmp_path: Path, minutes: float, step: int, kind: str
+    tmp_path: Path, minutes: float, update: int, kind: str
 ) -> None:
     task = _task("classify", checkpoint_minutes=minutes)
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
     run = tmp_path / "cut"
     with pytest.raises(RuntimeError, match="the power is gone"):
-        _train(run, task, watch=_at(step, kind, _crash))
+        _train(run, task, watch=_at(update, kind, _crash))
     assert _outcome(run, _train(run, task, resume=True)) == expected
-    resumed = [event["step"] for event in read_events(run) if event["event"] == "resumed"]
-    whole_epochs = (step - 1) // STEPS * STEPS
-    assert resumed == [whole_epochs if minutes == 5.0 else max(whole_epochs, step - 1)]
+    resumed = [event["update"] for event in read_events(run) if event["event"] == "resumed"]
+    whole_epochs = (update - 1) // UPDATES * UPDATES
+    assert resumed == [whole_epochs if minutes == 5.0 else max(whole_epochs, update - 1)]
 
 
 @pytest.mark.parametrize("minutes", [5.0, 1e-9])
@@ -206,10 +206,10 @@ def test_a_crash_loses_nothing_that_was_reported_to_be_on_disk(tmp_path: Path, m
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
     run = tmp_path / "cut"
     with pytest.raises(RuntimeError, match="the power is gone"):
-        _train(run, task, watch=_at(2 * STEPS, "checkpoint", _crash))
+        _train(run, task, watch=_at(2 * UPDATES, "checkpoint", _crash))
     assert _outcome(run, _train(run, task, resume=True)) == expected
-    (resumed,) = [event["step"] for event in read_events(run) if event["event"] == "resumed"]
-    assert resumed == 2 * STEPS
+    (resumed,) = [event["update"] for event in read_events(run) if event["event"] == "resumed"]
+    assert resumed == 2 * UPDATES
 
 
 def test_a_crash_in_the_middle_of_testing_can_be_resumed(tmp_path: Path) -> None:
@@ -229,8 +229,8 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_gives_the_same_run(
     task = _task("classify")
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
     run = tmp_path / "cut"
-    _stopped(run, task, _at(7, "step", _ask(signal.SIGINT)))
-    damaged = run / CHECKPOINT_FOLDER / "step-00000007" / TENSORS_FILE
+    _stopped(run, task, _at(7, "update", _ask(signal.SIGINT)))
+    damaged = run / CHECKPOINT_FOLDER / "update-00000007" / TENSORS_FILE
     damaged.write_bytes(damaged.read_bytes()[:-9])
     assert _outcome(run, _train(run, task, resume=True)) == expected
     warnings = [event["message"] for event in read_events(run) if event["event"] == "warning"]
@@ -242,20 +242,20 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_gives_the_same_run(
     ("other", "told"),
     [
         ({"data": _data("classify", seed=5)}, "is not what the run in .* was trained on"),
-        ({"hidden_size": 9}, "step-00000002' is of another model"),
-        ({"num_layers": 2}, "step-00000002' is of another model"),
+        ({"hidden_size": 9}, "update-00000002' is of another model"),
+        ({"num_layers": 2}, "update-00000002' is of another model"),
         ({"batch_size": 5}, "saved for other lengths or settings"),
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, other: dict[str, Any], told: str) -> None:
-    _stopped(tmp_path, _task("classify"), _at(2, "step", _ask(signal.SIGINT)))
+    _stopped(tmp_path, _task("classify"), _at(2, "update", _ask(signal.SIGINT)))
     with pytest.raises(StrettoError, match=told):
         _train(tmp_path, _task("classify", **other), resume=True)
 
 
 def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
-        _train(tmp_path, _task("classify"), watch=_at(2, "step", _crash))
+        _train(tmp_path, _task("classify"), watch=_at(2, "update", _crash))
     with pytest.raises(StrettoError, match="has no checkpoint to resume from"):
         _train(tmp_path, _task("classify"), resume=True)
 
@@ -278,14 +278,14 @@ def test_trainers_that_take_turns_train_as_each_alone(tmp_path: Path) -> None:
 def test_the_random_state_of_the_process_is_left_alone(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     _train(tmp_path / "a", _task("classify"))
-    _stopped(tmp_path / "b", _task("classify"), _at(2, "step", _ask(signal.SIGINT)))
+    _stopped(tmp_path / "b", _task("classify"), _at(2, "update", _ask(signal.SIGINT)))
     _train(tmp_path / "b", _task("classify"), resume=True)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_signal_handlers_are_as_they_were_afterwards(tmp_path: Path) -> None:
     before = [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
-    _stopped(tmp_path, _task("classify"), _at(2, "step", _ask(signal.SIGTERM)))
+    _stopped(tmp_path, _task("classify"), _at(2, "update", _ask(signal.SIGTERM)))
     assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == before
 
 
@@ -295,7 +295,7 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        _train(tmp_path, _task("classify"), watch=_at(2, "step", twice))
+        _train(tmp_path, _task("classify"), watch=_at(2, "update", twice))
     assert not (tmp_path / CHECKPOINT_FOLDER).exists()
 
 
@@ -316,7 +316,7 @@ def test_a_loss_that_is_nan_or_inf_stops_and_names_the_sequences(
         _train(run, task)
     assert trained[-1].indices is not None
     assert f"sequences {', '.join(map(str, trained[-1].indices.tolist()))}." in str(info.value)
-    assert [path.name for path in (run / CHECKPOINT_FOLDER).iterdir()] == ["step-00000004"]
+    assert [path.name for path in (run / CHECKPOINT_FOLDER).iterdir()] == ["update-00000004"]
     monkeypatch.undo()
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
     assert _outcome(run, _train(run, task, resume=True)) == expected

@@ -50,7 +50,7 @@ def _train(name: str, config: TrainConfig) -> int:
         again = ["stretto", "train", name, "--out", str(stop.run), "--resume"]
         if is_rank0():
             console.print(
-                Text(f"Stopped at update {stop.step}; everything is saved. Continue with:\n  {shlex.join(again)}"),
+                Text(f"Stopped at update {stop.update}; everything is saved. Continue with:\n  {shlex.join(again)}"),
                 soft_wrap=True,
             )
         return leave_exit_code(INTERRUPTED)

@@ -52,7 +52,7 @@ class PlainView:
         elif kind == "epoch":
             self._print(epoch_line(event))
         elif kind == "resumed":
-            self._print(f"resumed at update {event['step']}, epoch {event['epoch'] + 1}")
+            self._print(f"resumed at update {event['update']}, epoch {event['epoch'] + 1}")
         elif kind == "batch" and is_reported(event):
             self._print(batch_line(event))
         elif kind == "warning":
@@ -96,13 +96,13 @@ class LiveView:
         if kind in ("started", "resumed"):
             batches = event["report"]["batches"] if kind == "started" else event["batches"]
             self._progress.update(self._bar, total=batches * event["epochs"], epochs=event["epochs"])
-        if kind == "step":
-            self._show_step(event)
+        if kind == "update":
+            self._show_update(event)
             return
         if kind in ("finished", "interrupted"):
             self.close()
         if kind == "batch":
-            self._progress.update(self._bar, total=event["step"] + event["steps_left"])
+            self._progress.update(self._bar, total=event["update"] + event["updates_left"])
         if kind == "epoch":
             self._reset()
             shown = f"{event['metric']} {format_metric(event['metric'], event['value'])}"
@@ -118,7 +118,7 @@ class LiveView:
         self._loss = 0.0
         self._since: float | None = None
 
-    def _show_step(self, event: Event) -> None:
+    def _show_update(self, event: Event) -> None:
         self._real += event["steps_real"]
         self._slots += event["slots"]
         self._seen += 1
@@ -130,7 +130,7 @@ class LiveView:
         speed = f"{(self._real - self._first) / elapsed:,.0f}" if elapsed > 0 else "-"
         self._progress.update(
             self._bar,
-            completed=event["step"],
+            completed=event["update"],
             epoch=event["epoch"] + 1,
             loss=f"{self._loss:.3f}",
             speed=speed,

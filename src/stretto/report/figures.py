@@ -37,30 +37,30 @@ def is_share(metric: str) -> bool:
 
 def loss_figure(record: RunRecord) -> Html:
     """Training loss per update and per epoch, and validation loss."""
-    steps = record.steps
-    drawn = thin(np.arange(len(steps)))
-    window = max(MIN_WINDOW, len(steps) // 50)
+    updates = record.updates
+    drawn = thin(np.arange(len(updates)))
+    window = max(MIN_WINDOW, len(updates) // 50)
     traces = []
-    if len(steps):
-        smooth_S = running_mean(steps.loss_S, window=window)
+    if len(updates):
+        smooth_S = running_mean(updates.loss_S, window=window)
         traces = [
-            line(steps.step_S[drawn], steps.loss_S[drawn], name="train, per update", colour=PALE, width=1),
-            line(steps.step_S[drawn], smooth_S[drawn], name=f"train, mean of {window} updates", colour=BLUE),
+            line(updates.update_S[drawn], updates.loss_S[drawn], name="train, per update", colour=PALE, width=1),
+            line(updates.update_S[drawn], smooth_S[drawn], name=f"train, mean of {window} updates", colour=BLUE),
         ]
-    ends = _of_epochs(record, "step")
+    ends = _of_epochs(record, "update")
     middles = (ends + np.concatenate([[0.0], ends[:-1]])) / 2 if len(ends) else ends
     epochs = (("train, mean per epoch", "train_loss", TEAL, middles), ("validation", "valid_loss", AMBER, ends))
     for name, key, colour, at in epochs:
         values = _of_epochs(record, key)
         if np.isfinite(values).any():
             traces.append(line(at, values, name=name, colour=colour, markers=True))
-    shown = np.concatenate([steps.loss_S, _of_epochs(record, "train_loss"), _of_epochs(record, "valid_loss")])
+    shown = np.concatenate([updates.loss_S, _of_epochs(record, "train_loss"), _of_epochs(record, "valid_loss")])
     shown = shown[np.isfinite(shown)]
     is_log = len(shown) > 0 and shown.min() > 0 and shown.max() / shown.min() > 20
     y = log_axis("loss (log scale)", shown.tolist()) if is_log else {"title": "loss"}
     text = "The mean of an epoch is drawn at its middle, validation at its end." if record.epochs else ""
     picture = plot(traces, name="loss", x={"title": "update"}, y=y, height=360)
-    return figure(picture, title="Loss", caption=_caption(text, drawn, len(steps)), wide=True)
+    return figure(picture, title="Loss", caption=_caption(text, drawn, len(updates)), wide=True)
 
 
 def metric_figure(record: RunRecord) -> Html:
@@ -76,56 +76,56 @@ def metric_figure(record: RunRecord) -> Html:
 
 def padding_figure(record: RunRecord) -> Html:
     """The share of slots that is padding, update by update."""
-    steps = record.steps
-    drawn = thin(np.arange(len(steps)))
-    window = max(MIN_WINDOW, len(steps) // 50)
-    together_S = 1 - running_mean(steps.real_S, window=window) / running_mean(steps.slots_S, window=window)
+    updates = record.updates
+    drawn = thin(np.arange(len(updates)))
+    window = max(MIN_WINDOW, len(updates) // 50)
+    together_S = 1 - running_mean(updates.real_S, window=window) / running_mean(updates.slots_S, window=window)
     small = {"color": PALE, "size": 3}
     traces = [
-        points(steps.step_S[drawn], steps.padding_by_step[drawn], name="per update", marker=small),
-        line(steps.step_S[drawn], together_S[drawn], name=f"{window} updates together", colour=BLUE),
+        points(updates.update_S[drawn], updates.padding_per_update[drawn], name="per update", marker=small),
+        line(updates.update_S[drawn], together_S[drawn], name=f"{window} updates together", colour=BLUE),
     ]
     shuffled = record.started.get("shuffled_padding")
     if shuffled is not None:
-        ends = [steps.step_S[0], steps.step_S[-1]]
+        ends = [updates.update_S[0], updates.update_S[-1]]
         traces.append(line(ends, [shuffled] * 2, name="shuffled batches", colour=AMBER, dash="dash"))
     y = {"title": "padding", "tickformat": ".0%", "rangemode": "tozero"}
     picture = plot(traces, name="padding", x={"title": "update"}, y=y)
-    caption = _caption("The share of each batch that is padding.", drawn, len(steps))
+    caption = _caption("The share of each batch that is padding.", drawn, len(updates))
     return figure(picture, title="Padding over time", caption=caption)
 
 
 def shapes_figure(record: RunRecord) -> Html:
     """The shapes of the batches: sequences against padded length."""
-    steps = record.steps
-    drawn = thin(np.arange(len(steps)))
+    updates = record.updates
+    drawn = thin(np.arange(len(updates)))
     bucket_S = _bucket(record, drawn)
     trace = points(
-        steps.length_S[drawn],
-        steps.rows_S[drawn],
+        updates.length_S[drawn],
+        updates.rows_S[drawn],
         marker=_by_bucket(bucket_S, size=6),
-        customdata=np.stack([steps.slots_S[drawn], bucket_S], axis=1),
+        customdata=np.stack([updates.slots_S[drawn], bucket_S], axis=1),
         hovertemplate="%{y} sequences of %{x} steps: %{customdata[0]:,} slots, bucket %{customdata[1]}<extra></extra>",
     )
     x, y = ({"title": title, "rangemode": "tozero"} for title in ("padded length in steps", "sequences in the batch"))
     picture = plot([trace], name="shapes", x=x, y=y, legend=False)
     text = "One point per update, coloured by bucket from the shortest sequences (light) to the longest (dark)."
-    return figure(picture, title="Shapes of the batches", caption=_caption(text, drawn, len(steps)))
+    return figure(picture, title="Shapes of the batches", caption=_caption(text, drawn, len(updates)))
 
 
 def time_figure(record: RunRecord) -> Html:
     """Milliseconds per update against the slots of its batch."""
-    steps = record.steps
-    timed = np.flatnonzero(np.isfinite(steps.took_S))
+    updates = record.updates
+    timed = np.flatnonzero(np.isfinite(updates.took_S))
     drawn = thin(timed)
-    took = steps.took_S[timed]
+    took = updates.took_S[timed]
     usual = took <= SLOW * np.quantile(took, 0.9)
     above = int((~usual).sum())
     trace = points(
-        steps.slots_S[drawn],
-        steps.took_S[drawn] * 1000,
+        updates.slots_S[drawn],
+        updates.took_S[drawn] * 1000,
         marker=_by_bucket(_bucket(record, drawn), size=5),
-        customdata=np.stack([steps.rows_S[drawn], steps.length_S[drawn]], axis=1),
+        customdata=np.stack([updates.rows_S[drawn], updates.length_S[drawn]], axis=1),
         hovertemplate="%{y:.1f} ms for %{customdata[0]} sequences of %{customdata[1]} steps<extra></extra>",
     )
     x = {"title": "slots of the batch (sequences times padded length)", "rangemode": "tozero"}
@@ -217,14 +217,14 @@ def batch_size_figure(record: RunRecord) -> Html:
     decisions = record.decisions
     first = (record.started.get("settings") or {}).get("base_batch_size")
     start = record.probed.get("batch_size") or first or decisions[0]["batch_size"]
-    end = max(float(decisions[-1]["step"]), float(record.steps.step_S[-1]) if len(record.steps) else 0.0)
-    at = [0.0, *(float(event["step"]) for event in decisions), end]
+    end = max(float(decisions[-1]["update"]), float(record.updates.update_S[-1]) if len(record.updates) else 0.0)
+    at = [0.0, *(float(event["update"]) for event in decisions), end]
     sizes = [start, *(event["batch_size"] for event in decisions), decisions[-1]["batch_size"]]
     traces = [line(at, sizes, name="batch size", colour=BLUE, shape="hv")]
-    noise = [(event["step"], event["noise_scale"]) for event in decisions if (event["noise_scale"] or 0) > 0]
+    noise = [(event["update"], event["noise_scale"]) for event in decisions if (event["noise_scale"] or 0) > 0]
     if noise:
         traces.append(line(*zip(*noise, strict=True), name="noise scale", colour=AMBER, markers=True))
-    back = [(event["step"], event["batch_size"]) for event in decisions if event["action"] == "roll-back"]
+    back = [(event["update"], event["batch_size"]) for event in decisions if event["action"] == "roll-back"]
     if back:
         marker = {"color": TEAL, "size": 11, "symbol": "x"}
         traces.append(points(*zip(*back, strict=True), name="rolled back", marker=marker))
@@ -251,14 +251,14 @@ def probe_figure(entries: Sequence[Event]) -> Html:
 
 def residual_figure(record: RunRecord, epochs: Sequence[Event]) -> Html | None:
     """The residual of a solver along training; None if it is 0 throughout."""
-    steps = record.steps
-    shown_S = thin(np.flatnonzero(steps.residual_S > 0))
-    traces, heights = [], steps.residual_S[shown_S].tolist()
+    updates = record.updates
+    shown_S = thin(np.flatnonzero(updates.residual_S > 0))
+    traces, heights = [], updates.residual_S[shown_S].tolist()
     if heights:
         small = {"color": PALE, "size": 4}
-        traces.append(points(steps.step_S[shown_S], steps.residual_S[shown_S], name="per update", marker=small))
+        traces.append(points(updates.update_S[shown_S], updates.residual_S[shown_S], name="per update", marker=small))
     for key, name, colour in (("residual_mean", "mean per epoch", BLUE), ("residual_max", "largest", AMBER)):
-        found = [(epoch["step"], epoch["solving"][key]) for epoch in epochs if epoch["solving"][key] > 0]
+        found = [(epoch["update"], epoch["solving"][key]) for epoch in epochs if epoch["solving"][key] > 0]
         heights += [value for _, value in found]
         if found:
             traces.append(line(*zip(*found, strict=True), name=name, colour=colour, markers=True))
@@ -301,7 +301,7 @@ def _caption(text: str, drawn: npt.NDArray[np.int64], count: int) -> str:
 
 def _bucket(record: RunRecord, drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The number of each drawn update's bucket, from 1; all 1 when the edges are not known."""
-    length_S = record.steps.length_S[drawn].astype(np.int64)
+    length_S = record.updates.length_S[drawn].astype(np.int64)
     return bucket_of(length_S, np.array(record.edges, dtype=np.int64)) + 1
 
 

@@ -1,6 +1,6 @@
 """The events of one run, sorted into what its page shows.
 
-Shape legend: S updates that were recorded; `step` in their names counts updates.
+Shape legend: S updates that were recorded.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ State = Literal["finished", "interrupted", "unfinished"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
+class UpdateRecord:
     """Every recorded update, as columns; NaN where nothing was recorded.
 
     Attributes:
-        step_S: The update's number.
+        update_S: The update's number.
         loss_S: Training loss.
         rows_S: Sequences of the batch.
         length_S: Time steps that the batch was padded to.
@@ -35,7 +35,7 @@ class StepRecord:
         residual_S: What a solver left where chunks of time meet.
     """
 
-    step_S: Numbers
+    update_S: Numbers
     loss_S: Numbers
     rows_S: Numbers
     length_S: Numbers
@@ -46,10 +46,10 @@ class StepRecord:
     residual_S: Numbers
 
     def __len__(self) -> int:
-        return len(self.step_S)
+        return len(self.update_S)
 
     @property
-    def padding_by_step(self) -> Numbers:
+    def padding_per_update(self) -> Numbers:
         """The share of each batch's slots that is padding."""
         return 1.0 - self.real_S / self.slots_S
 
@@ -66,7 +66,7 @@ class RunRecord:
     Attributes:
         state: Whether it finished, was interrupted, or neither (still running, or killed).
         started: The event that began it; empty when there is none.
-        steps: Updates.
+        updates: Updates.
         epochs: Finished epochs, as recorded.
         samples: Test sequences with what the net made of them.
         finished: The event that ended it; empty when there is none.
@@ -81,7 +81,7 @@ class RunRecord:
 
     state: State
     started: Event
-    steps: StepRecord
+    updates: UpdateRecord
     epochs: Sequence[Event]
     samples: Sequence[Event]
     finished: Event
@@ -105,12 +105,12 @@ class RunRecord:
         return cls(
             state=state,
             started=_last(events, "started"),
-            steps=_steps(events),
+            updates=_updates(events),
             epochs=_kind(events, "epoch"),
             samples=_last(events, "samples").get("items") or [],
             finished=ends.get("finished", {}),
-            interrupted_at=int(interrupted["step"]) if interrupted and state == "interrupted" else None,
-            resumed_at=[int(event["step"]) for event in _kind(events, "resumed")],
+            interrupted_at=int(interrupted["update"]) if interrupted and state == "interrupted" else None,
+            resumed_at=[int(event["update"]) for event in _kind(events, "resumed")],
             checkpoints=_kind(events, "checkpoint"),
             warnings=[str(event["message"]) for event in _kind(events, "warning")],
             ranks=_kind(events, "ranks"),
@@ -137,10 +137,10 @@ def _last(events: Sequence[Event], kind: str) -> Event:
     return next(reversed(_kind(events, kind)), {})
 
 
-def _steps(events: Sequence[Event]) -> StepRecord:
-    found = _kind(events, "step")
-    return StepRecord(
-        step_S=_column(found, "step"),
+def _updates(events: Sequence[Event]) -> UpdateRecord:
+    found = _kind(events, "update")
+    return UpdateRecord(
+        update_S=_column(found, "update"),
         loss_S=_column(found, "loss"),
         rows_S=_column(found, "rows"),
         length_S=_column(found, "length"),
@@ -152,8 +152,8 @@ def _steps(events: Sequence[Event]) -> StepRecord:
     )
 
 
-def _column(steps: Sequence[Event], name: str) -> Numbers:
-    values = [step.get(name) for step in steps]
+def _column(updates: Sequence[Event], name: str) -> Numbers:
+    values = [update.get(name) for update in updates]
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
@@ -161,9 +161,9 @@ def _took(events: Sequence[Event]) -> Numbers:
     """Seconds of each update whose predecessor in the record is the update before it, in the same epoch."""
     took = [
         float(now["seconds"]) - float(before["seconds"])
-        if before["event"] == "step" and before["step"] + 1 == now["step"] and before["epoch"] == now["epoch"]
+        if before["event"] == "update" and before["update"] + 1 == now["update"] and before["epoch"] == now["epoch"]
         else np.nan
         for before, now in itertools.pairwise([{"event": "none"}, *events])
-        if now["event"] == "step"
+        if now["event"] == "update"
     ]
     return np.array(took, dtype=np.float64)

@@ -65,7 +65,7 @@ RESIDUAL: Final = (
 def write_run_report(run: Path, out: Path | None = None) -> Path:
     """Write the page of a run: one HTML file that needs nothing else.
 
-    A run that is not finished, was interrupted or has no step yet gets a page of what there is.
+    A run that is not finished, was interrupted or has no update yet gets a page of what there is.
 
     Args:
         run: The run folder, which holds `events.jsonl`.
@@ -135,8 +135,8 @@ def _subtitle(record: RunRecord) -> str:
 
 def _state(record: RunRecord) -> Html:
     last = "no update is recorded yet"
-    if len(record.steps):
-        last = f"the last recorded update is {record.steps.step_S[-1]:,.0f}"
+    if len(record.updates):
+        last = f"the last recorded update is {record.updates.update_S[-1]:,.0f}"
     text = {
         "finished": "Finished",
         "interrupted": f"Interrupted at update {record.interrupted_at or 0:,}: this page shows the run up to there",
@@ -156,11 +156,11 @@ def _numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
         detail = f"on the validation sequences, after epoch {epochs[-1]['epoch']}"
         yield sentence(name), _metric(record.metric, epochs[-1]["value"]), detail
     seconds = finished.get("seconds")
-    if seconds is None and len(record.steps):
-        seconds = float(record.steps.seconds_S[-1])
+    if seconds is None and len(record.updates):
+        seconds = float(record.updates.seconds_S[-1])
     if seconds is not None:
-        steps = f"{record.steps.step_S[-1]:,.0f} updates" if len(record.steps) else ""
-        yield "Time", duration(seconds), steps
+        updates = f"{record.updates.update_S[-1]:,.0f} updates" if len(record.updates) else ""
+        yield "Time", duration(seconds), updates
     speed = finished.get("steps_per_second", epochs[-1].get("steps_per_second") if epochs else None)
     if speed is not None:
         yield "Steps per second", f"{speed:,.0f}", "real time steps, without padding"
@@ -173,8 +173,8 @@ def _numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
 
 def _padding_numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     padding, detail = record.finished.get("padding"), ""
-    if padding is None and len(record.steps):
-        padding = record.steps.padding
+    if padding is None and len(record.updates):
+        padding = record.updates.padding
     if padding is None:
         padding, detail = (record.started.get("report") or {}).get("padding"), "planned; "
     shuffled = record.started.get("shuffled_padding")
@@ -185,11 +185,11 @@ def _padding_numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
 
 def _training(record: RunRecord) -> Html:
     parts = []
-    if len(record.steps) or record.epochs:
+    if len(record.updates) or record.epochs:
         parts.append(figures.loss_figure(record))
     if record.epochs:
         parts.append(figures.metric_figure(record))
-    if len(record.steps) and (record.steps.took_S == record.steps.took_S).any():
+    if len(record.updates) and (record.updates.took_S == record.updates.took_S).any():
         parts.append(figures.time_figure(record))
     return grid(parts) if parts else paragraph("No update has been recorded yet.")
 
@@ -199,7 +199,7 @@ def _batches(record: RunRecord) -> Html:
     histogram = record.started.get("histogram")
     if histogram:
         parts.append(figures.lengths_figure(**histogram, edges=record.edges, whose="training sequences"))
-    if len(record.steps):
+    if len(record.updates):
         parts += [figures.padding_figure(record), figures.shapes_figure(record)]
     report = record.started.get("report") or {}
     rows = [(name, _number(report[key])) for key, name in BATCH_FACTS.items() if key in report]
@@ -225,7 +225,7 @@ def _batch_size(record: RunRecord) -> Html:
         rows.append(
             [
                 _when(event),
-                f"{event['step']:,}",
+                f"{event['update']:,}",
                 event["action"],
                 f"{event['batch_size']:,}{accumulated}",
                 f"{event['rate']:.3g}",
@@ -243,7 +243,7 @@ def is_reported(decision: Event) -> bool:
 
 
 def _when(event: Event) -> str:
-    return f"update {event['step']:,}" if event["action"] == "roll-back" else f"epoch {event['epoch']:.3g}"
+    return f"update {event['update']:,}" if event["action"] == "roll-back" else f"epoch {event['epoch']:.3g}"
 
 
 def _solver(record: RunRecord, epochs: Sequence[Event]) -> Html:
@@ -327,7 +327,7 @@ def _results(record: RunRecord) -> Html:
         rows = [
             [
                 epoch["epoch"],
-                _number(epoch["step"]),
+                _number(epoch["update"]),
                 _number(epoch.get("train_loss")),
                 _number(epoch.get("valid_loss")),
                 _metric(record.metric, epoch.get("value")),
@@ -343,13 +343,13 @@ def _results(record: RunRecord) -> Html:
 def _notes(record: RunRecord) -> Html:
     lines = [*((record.started.get("data") or {}).get("notes") or [])]
     lines += [f"Warning: {message}" for message in record.warnings]
-    lines += [f"Resumed at update {step:,}." for step in record.resumed_at]
+    lines += [f"Resumed at update {update:,}." for update in record.resumed_at]
     if record.interrupted_at is not None:
         lines.append(f"Interrupted at update {record.interrupted_at:,}.")
     if record.checkpoints:
         last = record.checkpoints[-1]
         lines.append(
-            f"{len(record.checkpoints):,} checkpoints saved; the last, at update {last['step']:,}, is {last['path']}."
+            f"{len(record.checkpoints):,} checkpoints saved; the last, at update {last['update']:,}, is {last['path']}."
         )
     return bullets(lines) if lines else paragraph("None.")
 

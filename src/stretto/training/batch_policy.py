@@ -232,7 +232,7 @@ class TunedBatch(AbstractBatchPolicy):
         """Measure throughput, once per run."""
         if self._tuner.table is None:
             found = self._probe()
-            self._log.emit("probe", step=self._state.num_updates, batch_size=self._state.batch_size, **found)
+            self._log.emit("probe", update=self._state.num_updates, batch_size=self._state.batch_size, **found)
 
     def wants_noise(self) -> bool:
         """Whether to measure the noise of the next update."""

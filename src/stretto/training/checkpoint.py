@@ -63,10 +63,10 @@ class FoundCheckpoint:
     refused: tuple[str, ...]
 
 
-def save_checkpoint(run: Path, checkpoint: Checkpoint, *, step: int, keep: int) -> Path:
+def save_checkpoint(run: Path, checkpoint: Checkpoint, *, update: int, keep: int) -> Path:
     """Write a checkpoint, then remove all but it and the `keep` - 1 before it."""
     folder = run / CHECKPOINT_FOLDER
-    path = folder / f"step-{step:08d}"
+    path = folder / f"update-{update:08d}"
     if _is_whole(path):
         # Saved already, for example by an interrupt at the very end of an epoch: the same update has the same state.
         return path
@@ -81,10 +81,10 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, step: int, keep: int) 
             sync_folder(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    saved = sorted(folder.glob("step-*"))
+    saved = sorted(folder.glob("update-*"))
     # A later one was refused when the run resumed from before it; it must not count as one of the newest.
     newest = saved.index(path) + 1
-    for old in (*saved[: max(0, newest - keep)], *saved[newest:], *folder.glob(".step-*.part")):
+    for old in (*saved[: max(0, newest - keep)], *saved[newest:], *folder.glob(".update-*.part")):
         shutil.rmtree(old, ignore_errors=True)
     return path
 
@@ -92,7 +92,8 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, step: int, keep: int) 
 def load_newest(run: Path) -> FoundCheckpoint:
     """The newest complete checkpoint; damaged or foreign ones are named, and the one before is taken."""
     refused: list[str] = []
-    for path in sorted((run / CHECKPOINT_FOLDER).glob("step-*"), reverse=True):
+    # Folders of earlier versions have another name; they are refused by their version, with a message that says so.
+    for path in sorted((run / CHECKPOINT_FOLDER).glob("*-????????"), reverse=True):
         try:
             return FoundCheckpoint(checkpoint=_read(path), path=path, refused=tuple(refused))
         except StrettoError as error:
@@ -126,19 +127,19 @@ class CheckpointWriter:
         self._error: BaseException | None = None
         self.seconds = 0.0
 
-    def begin(self, checkpoint: Checkpoint, *, step: int, seconds: float = 0.0) -> None:
+    def begin(self, checkpoint: Checkpoint, *, update: int, seconds: float = 0.0) -> None:
         """Begin to write a checkpoint that nothing changes any more, when the one before is on disk and recorded.
 
         Args:
             checkpoint: What to write.
-            step: Updates made.
+            update: Updates made.
             seconds: What it took to prepare.
         """
         self.wait()
 
         def write() -> None:
             try:
-                self._path = save_checkpoint(self._run, checkpoint, step=step, keep=self._keep)
+                self._path = save_checkpoint(self._run, checkpoint, update=update, keep=self._keep)
             except BaseException as error:  # noqa: BLE001 - raised by `wait`
                 self._error = error
 
@@ -163,8 +164,8 @@ class CheckpointWriter:
             if error is not None:
                 raise error
             if path is not None:
-                step = int(path.name.rpartition("-")[2])
-                self._log.emit("checkpoint", step=step, path=str(path.relative_to(self._run)))
+                update = int(path.name.rpartition("-")[2])
+                self._log.emit("checkpoint", update=update, path=str(path.relative_to(self._run)))
         self.seconds += time.perf_counter() - begun
 
 

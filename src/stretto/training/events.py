@@ -109,7 +109,7 @@ class EventLog(AbstractLog):
 def read_events(path: Path) -> list[Event]:
     """The events of a run as they count in the end.
 
-    A line cut short by a crash is skipped. When a run was resumed at step s, its earlier events of later steps are
+    A line cut short by a crash is skipped. When a run was resumed at update u, its earlier events of later updates are
     superseded by those after the resumption, and left out.
 
     Args:
@@ -126,7 +126,7 @@ def read_events(path: Path) -> list[Event]:
     events: list[Event] = []
     for event in parsed:
         if event["event"] == "resumed":
-            events = [e for e in events if e["event"] != "interrupted" and e.get("step", 0) <= event["step"]]
+            events = [e for e in events if e["event"] != "interrupted" and e.get("update", 0) <= event["update"]]
         events.append(event)
     return events
 

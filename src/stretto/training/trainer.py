@@ -55,10 +55,10 @@ NUM_SAMPLES: Final = 12
 class Interrupted(Exception):  # noqa: N818
     """Training was asked to stop; everything is saved."""
 
-    def __init__(self, run: Path, *, step: int) -> None:
-        super().__init__(f"stopped at update {step}, saved in {run}")
+    def __init__(self, run: Path, *, update: int) -> None:
+        super().__init__(f"stopped at update {update}, saved in {run}")
         self.run = run
-        self.step = step
+        self.update = update
 
 
 @final
@@ -68,7 +68,7 @@ class EpochRecord:
 
     Attributes:
         epoch: Epochs done, with this one.
-        step: Updates since the start.
+        update: Updates since the start.
         train_loss: Mean over the epoch.
         valid_loss: On the validation part, after the epoch.
         metric: The task's metric.
@@ -82,7 +82,7 @@ class EpochRecord:
     """
 
     epoch: int
-    step: int
+    update: int
     train_loss: float
     valid_loss: float
     metric: str
@@ -308,8 +308,8 @@ class Trainer:
             )
         else:
             self.log.emit(
-                "step",
-                step=state.num_updates,
+                "update",
+                update=state.num_updates,
                 epoch=state.epoch,
                 rows=total.num_sequences,
                 length=update.batch.features_BTF.shape[1],
@@ -367,9 +367,9 @@ class Trainer:
         self.log.emit(
             "batch",
             epoch=state.epoch if decision.epoch is None else round(decision.epoch, 3),
-            step=state.num_updates,
+            update=state.num_updates,
             rate=decision.lr,
-            steps_left=self._updates_left,
+            updates_left=self._updates_left,
             **values,
         )
 
@@ -406,7 +406,7 @@ class Trainer:
         state.clips.reset()
         record = EpochRecord(
             epoch=state.epoch,
-            step=state.num_updates,
+            update=state.num_updates,
             train_loss=totals.loss / max(1, totals.count),
             valid_loss=evaluation.loss,
             metric=self._task.metric,
@@ -433,7 +433,7 @@ class Trainer:
             self.log.emit(
                 "ranks",
                 epoch=self.state.epoch,
-                step=self.state.num_updates,
+                update=self.state.num_updates,
                 steps_real=[int(row[0]) for row in found],
                 waited=[round(row[1], 4) for row in found],
                 seconds=[round(row[2], 4) for row in found],
@@ -531,7 +531,7 @@ class Trainer:
         if not state.batches_done:
             self.policy.keep(checkpoint)
         if world.is_rank0:
-            self._writer.begin(checkpoint, step=state.num_updates, seconds=time.perf_counter() - begun)
+            self._writer.begin(checkpoint, update=state.num_updates, seconds=time.perf_counter() - begun)
 
     def _resume(self) -> None:
         found = load_newest(self._run)
@@ -567,7 +567,7 @@ class Trainer:
         self.log.emit(
             "resumed",
             world_size=self._world.size,
-            step=self.state.num_updates,
+            update=self.state.num_updates,
             epoch=self.state.epoch,
             batches=len(self.feed),
             epochs=self._config.epochs,
@@ -576,9 +576,9 @@ class Trainer:
     def _interrupt(self) -> None:
         self._save()
         self._writer.wait()
-        self.log.emit("interrupted", step=self.state.num_updates)
+        self.log.emit("interrupted", update=self.state.num_updates)
         self._errors.raise_on_all()
-        raise Interrupted(self._run, step=self.state.num_updates)
+        raise Interrupted(self._run, update=self.state.num_updates)
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:

@@ -127,7 +127,7 @@ class Update:
 
 @final
 class Updater:
-    """Sums gradients over batches and ranks, and takes the optimiser's step.
+    """Sums gradients over batches and ranks, and updates the weights.
 
     Losses are summed, not averaged, and divided once by the number of elements of all ranks and batches: any number of
     ranks, with any shares, makes the update that one process makes of everything.
