@@ -52,7 +52,7 @@ def test_what_follows_a_restored_state_is_what_would_have_followed(
     state.epoch, state.batches_done, state.seconds, state.slots = 1, 3, 0.1 + 0.2, 77
     state.totals = EpochTotals(loss=1 / 3, count=5, steps_real=6, slots=7, seconds=0.7)
     saved = state.to_checkpoint(sampler={"epoch": 1}, data_digest="abc")
-    save_checkpoint(tmp_path, saved, step=before, keep=1)
+    save_checkpoint(tmp_path, saved, update=before, keep=1)
     expected = [_update(state) for _ in range(20 - before)]
 
     restored = _state(schedule, seed=99, optimizer=optimizer)
@@ -201,7 +201,7 @@ def test_a_run_that_changed_its_batch_resumes_to_the_bit(tmp_path: Path, schedul
         _update(state)
     state.reschedule(config, done=4, remaining=6, batch_size=16)
     _update(state)
-    save_checkpoint(tmp_path, state.to_checkpoint(sampler={}, data_digest=""), step=9, keep=1)
+    save_checkpoint(tmp_path, state.to_checkpoint(sampler={}, data_digest=""), update=9, keep=1)
     expected = [_update(state) for _ in range(5)]
     restored = _state(schedule, seed=1, batch_size=8, **settings)
     restored.load(load_newest(tmp_path).checkpoint)
@@ -229,7 +229,7 @@ def test_gates_resume_to_the_bit(tmp_path: Path, optimizer: str) -> None:
 
     state = made(0)
     walk(state, 4)
-    save_checkpoint(tmp_path, state.to_checkpoint(sampler={}, data_digest=""), step=4, keep=1)
+    save_checkpoint(tmp_path, state.to_checkpoint(sampler={}, data_digest=""), update=4, keep=1)
     expected = walk(state, 4)
     restored = made(1)
     restored.load(load_newest(tmp_path).checkpoint)
