@@ -51,11 +51,10 @@ def test_tables(tmp_path, name):
     assert open_sequences(tmp_path / name).lengths_N.tolist() == [1, 2]
 
 
-def test_text_plain_and_compressed(tmp_path):
-    put(tmp_path / "a.txt", "one\n\nthree")
-    (tmp_path / "b.TXT.gz").write_bytes(gzip.compress(b"one\n\nthree"))
-    assert open_sequences(tmp_path / "a.txt").lengths_N.tolist() == [3, 5]
-    assert open_sequences(tmp_path / "b.TXT.gz").lengths_N.tolist() == [3, 5]
+@pytest.mark.parametrize(("name", "pack"), [("a.txt", bytes), ("b.TXT.gz", gzip.compress)])
+def test_text_plain_and_compressed(tmp_path, name, pack):
+    (tmp_path / name).write_bytes(pack(b"one\n\nthree"))
+    assert open_sequences(tmp_path / name).lengths_N.tolist() == [3, 5]
 
 
 def test_an_inkml_file_and_a_folder_of_them(tmp_path):
@@ -106,15 +105,16 @@ def test_a_folder_with_nothing_to_read_is_refused_with_the_choice(tmp_path):
         open_sequences(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["none.npz", "none", "none/deeper.npz"])
-def test_a_missing_path_is_told(tmp_path, name):
-    with pytest.raises(StrettoError, match=f"there is no file or folder '.*{name}'"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *((name, f"there is no file or folder '.*{name}'") for name in ("none.npz", "none", "none/deeper.npz")),
+        ("long" * 200, "could not open"),
+    ],
+)
+def test_a_missing_or_impossible_path_is_an_error(tmp_path, name, message):
+    with pytest.raises(StrettoError, match=message):
         open_sequences(tmp_path / name)
-
-
-def test_an_impossible_path_is_told(tmp_path):
-    with pytest.raises(StrettoError, match="could not open"):
-        open_sequences(tmp_path / ("long" * 200))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,11 +26,10 @@ from stretto.data import (
     make_number_words,
     part_of,
 )
-from stretto.data.synthetic import digits, handwriting
+from stretto.data.synthetic import digits
 from stretto.data.synthetic.digits import SIDE
 from stretto.data.synthetic.handwriting import ALPHABET, Writer
 from stretto.data.synthetic.number_words import ENGLISH_SMALL, ENGLISH_TENS, in_english, in_german
-from stretto.errors import StrettoError
 
 SMALL = HandwritingSettings(num_train=40, num_writers=8)
 
@@ -45,12 +43,9 @@ def texts(data):
     return [data.targets[index] for index in range(len(data))]
 
 
-def test_the_seed_says_everything(assert_same_set):
-    assert_same_set(make_handwriting(SMALL), make_handwriting(SMALL))
-
-
-def test_another_seed_is_other_ink_and_text():
-    one, other = make_handwriting(SMALL), make_handwriting(dataclasses.replace(SMALL, seed=1))
+def test_everything_follows_from_the_seed():
+    one, same, other = (make_handwriting(dataclasses.replace(SMALL, seed=seed)) for seed in (0, 0, 1))
+    assert one.digest() == same.digest()
     assert texts(one) != texts(other)
     assert one.lengths_N.tolist() != other.lengths_N.tolist()
 
@@ -86,22 +81,22 @@ def test_words_are_of_their_part_alone(many):
 
 
 def test_writers_are_of_their_part_alone(monkeypatch):
-    hands = []
+    writers = []
     write = Writer.write
 
     def recorded(self, text, **options):
-        hands.append(self)
+        writers.append(self)
         return write(self, text, **options)
 
     monkeypatch.setattr(Writer, "write", recorded)
     data = make_handwriting(SMALL)
-    assert len(hands) == len(data)
-    of_part = [{hand for hand, number in zip(hands, data.split_N, strict=True) if number == part} for part in range(3)]
-    assert not of_part[0] & of_part[1]
-    assert not of_part[0] & of_part[2]
-    assert not of_part[1] & of_part[2]
-    assert [len(hands_of) <= count for hands_of, count in zip(of_part, SMALL.writers(), strict=True)] == [True] * 3
-    assert len(of_part[0]) > 4
+    parts = {writer: set() for writer in writers}
+    for writer, part in zip(writers, data.split_N, strict=True):
+        parts[writer].add(int(part))
+    assert all(len(of_writer) == 1 for of_writer in parts.values())
+    counts = np.bincount([part for of_writer in parts.values() for part in of_writer])
+    assert (counts <= SMALL.writers()).all()
+    assert counts[0] > 4
 
 
 def test_ink_is_movement_with_pen_lifts(many):
@@ -113,31 +108,26 @@ def test_ink_is_movement_with_pen_lifts(many):
     assert np.abs(features[:, :2]).max() < 20
 
 
-def test_loading_is_making_and_happens_once(monkeypatch, tmp_path, assert_same_set):
+@pytest.mark.parametrize(
+    ("load", "small"), [(load_handwriting, SMALL), (load_drawn_digits, DrawnDigitsSettings(num_train=30, seed=5))]
+)
+def test_a_set_is_made_once_and_then_mapped(monkeypatch, tmp_path, assert_same_set, load, small):
     tmp_path.chmod(0o700)
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path))
-    made = make_handwriting(SMALL)
-    first = load_handwriting(SMALL)
-    status = handwriting.cached_path(SMALL).stat()
-    assert handwriting.cached_path(SMALL).parent == tmp_path
-
-    def refuse(settings):
-        raise AssertionError("made a second time")
-
-    monkeypatch.setattr(handwriting, "make_handwriting", refuse)
-    second = load_handwriting(SMALL)
-    again = handwriting.cached_path(SMALL).stat()
-    assert (again.st_ino, again.st_mtime_ns) == (status.st_ino, status.st_mtime_ns)
-    assert second.memory_mapped
-    assert second.name == made.name == "handwriting"
-    assert second.notes == made.notes
-    assert_same_set(made, first)
-    assert_same_set(made, second)
-
-
-def test_each_setting_has_a_cache_file_of_its_own():
-    changes = [{}, {"seed": 1}, {"num_train": 41}, {"num_writers": 9}]
-    assert len({dataclasses.replace(SMALL, **change).key() for change in changes}) == 4
+    first = load(small)
+    (cached,) = tmp_path.iterdir()
+    status = cached.stat()
+    with monkeypatch.context() as patch:
+        make = load.__name__.replace("load", "make")
+        patch.setattr(f"{load.__module__}.{make}", lambda _: pytest.fail("it was made again"))
+        again = load(small)
+    assert (cached.stat().st_ino, cached.stat().st_mtime_ns) == (status.st_ino, status.st_mtime_ns)
+    assert again.memory_mapped
+    assert (again.name, again.notes) == (first.name, ())
+    assert_same_set(first, again)
+    for change in ({"seed": 9}, {"num_train": 41}):
+        load(dataclasses.replace(small, **change))
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 Array = npt.NDArray[Any]
@@ -199,26 +189,12 @@ def test_every_image_has_ink_on_paper(drawn: SequenceSet) -> None:
         assert (np.abs(centre - (SIDE - 1) / 2) < 8).all()
 
 
-def test_digits_can_be_told_apart_but_not_by_their_mean_alone(drawn: SequenceSet) -> None:
+def test_the_mean_image_of_a_digit_is_a_poor_classifier(drawn: SequenceSet) -> None:
     train, test = drawn.part("train"), drawn.part("test")
     means = np.stack([pixels(train)[labels(train) == digit].mean(axis=0) for digit in range(10)])
     apart = ((pixels(test)[:, None] - means) ** 2).sum(axis=(2, 3))
     right = (apart.argmin(axis=1) == labels(test)).mean()
     assert 0.25 < right < 0.9
-
-
-def test_the_set_is_drawn_once_and_then_mapped(
-    monkeypatch: pytest.MonkeyPatch, assert_same_set: Callable[[SequenceSet, SequenceSet], None]
-) -> None:
-    few = DrawnDigitsSettings(num_train=30, seed=5)
-    assert not digits.cached_path(few).exists()
-    first = load_drawn_digits(few)
-    assert digits.cached_path(few).exists()
-    monkeypatch.setattr(digits, "make_drawn_digits", lambda _: pytest.fail("it was drawn again"))
-    again = load_drawn_digits(few)
-    assert again.memory_mapped
-    assert again.name == "drawn digits"
-    assert_same_set(first, again)
 
 
 polylines = st.lists(st.tuples(st.floats(8.0, 19.0), st.floats(8.0, 19.0)), min_size=2, max_size=12)
@@ -246,41 +222,20 @@ def test_ink_is_the_sum_of_its_blots(points: list[tuple[float, float]], width: f
     assert found_SS.sum() == pytest.approx(length * np.sqrt(2 * np.pi) * width, rel=0.01, abs=1e-9)
 
 
-@pytest.mark.parametrize("width", [0.6, 1.0, 1.5])
-def test_a_long_straight_stroke_is_one_in_its_middle_and_soft_at_its_edges(width: float) -> None:
-    across_P = np.linspace(-20.0, 48.0, 200)
-    points_P2 = np.stack([across_P, np.full_like(across_P, 14.0)], axis=1)
-    joined_P = np.ones(199, dtype=bool)
-    ink_SS = digits._ink(points_P2[None], joined_P[None], width_N=np.array([width]))[0]
-    profile_S = np.exp(-0.5 * ((np.arange(SIDE) - 14.0) / width) ** 2)
-    np.testing.assert_allclose(ink_SS, np.tile(profile_S[:, None], (1, SIDE)), rtol=1e-3, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("number", "english", "german"),
     [
         (0, "nought", "null"),
         (1, "one", "eins"),
-        (12, "twelve", "zwölf"),
-        (16, "sixteen", "sechzehn"),
         (17, "seventeen", "siebzehn"),
-        (20, "twenty", "zwanzig"),
         (21, "twenty-one", "einundzwanzig"),
-        (36, "thirty-six", "sechsunddreißig"),
         (70, "seventy", "siebzig"),
-        (100, "one hundred", "einhundert"),
         (101, "one hundred and one", "einhunderteins"),
-        (111, "one hundred and eleven", "einhundertelf"),
         (999, "nine hundred and ninety-nine", "neunhundertneunundneunzig"),
-        (1000, "one thousand", "eintausend"),
         (1001, "one thousand and one", "eintausendeins"),
         (1100, "one thousand one hundred", "eintausendeinhundert"),
         (21_000, "twenty-one thousand", "einundzwanzigtausend"),
-        (
-            201_015,
-            "two hundred and one thousand and fifteen",
-            "zweihunderteintausendfünfzehn",
-        ),
+        (201_015, "two hundred and one thousand and fifteen", "zweihunderteintausendfünfzehn"),
         (
             764_538,
             "seven hundred and sixty-four thousand five hundred and thirty-eight",
@@ -314,7 +269,7 @@ def test_english_words_name_their_number(number):
 
 
 @given(st.integers(0, 999_999), st.integers(0, 999_999))
-def test_german_words_are_one_word_and_tell_numbers_apart(one, other):
+def test_german_words_are_one_word_of_one_number(one, other):
     assert in_german(one).isalpha()
     assert in_german(one).islower()
     assert (in_german(one) == in_german(other)) == (one == other)
@@ -325,13 +280,6 @@ def test_german_thousands_are_put_together_from_both_halves(thousands, rest):
     # Within a number, one is spelt without its last letter.
     head = in_german(thousands).removesuffix("s") if thousands % 100 == 1 else in_german(thousands)
     assert in_german(1000 * thousands + rest) == f"{head}tausend{in_german(rest)}"
-
-
-@pytest.mark.parametrize("number", [-1, 1_000_000])
-def test_other_numbers_are_refused(number):
-    for words in (in_english, in_german):
-        with pytest.raises(StrettoError, match=f"{number} cannot be put in words.*999,999"):
-            words(number)
 
 
 def test_the_set_is_parallel_text_without_repeats():

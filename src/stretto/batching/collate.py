@@ -101,29 +101,26 @@ def collate(items: Sequence[Any], *, edges: npt.ArrayLike | None = None, num_fea
         )
     lengths = torch.tensor([rows.shape[0] for rows in features], dtype=torch.int64)
     steps = _padded_length(int(lengths.max()), edges)
-    of_steps = [item.target for item in items if isinstance(item, Sample) and isinstance(item.target, np.ndarray)]
+    of_steps = [
+        torch.from_numpy(item.target)
+        for item in items
+        if isinstance(item, Sample) and isinstance(item.target, np.ndarray)
+    ]
     return Batch(
-        features_BTF=torch.stack(features) if int(lengths.min()) == steps else _pad_features(features, steps=steps),
+        features_BTF=torch.stack(features) if int(lengths.min()) == steps else _pad(features, steps=steps, value=0),
         lengths=lengths,
-        targets=_pad_labels(of_steps, steps=steps)
+        targets=_pad(of_steps, steps=steps, value=NO_STEP)
         if len(of_steps) == len(samples)
         else _targets([sample.target for sample in samples]),
         indices=None if samples[0].index < 0 else torch.tensor([sample.index for sample in samples]),
     )
 
 
-def _pad_features(features: list[torch.Tensor], *, steps: int) -> torch.Tensor:
-    padded_BTF = features[0].new_zeros((len(features), steps, *features[0].shape[1:]))
-    for row, rows in zip(padded_BTF, features, strict=True):
-        row[: rows.shape[0]] = rows
-    return padded_BTF
-
-
-def _pad_labels(labels: list[npt.NDArray[np.int64]], *, steps: int) -> torch.Tensor:
-    padded_BT = torch.full((len(labels), steps), NO_STEP)
-    for row_T, values_T in zip(padded_BT, labels, strict=True):
-        row_T[: len(values_T)] = torch.from_numpy(values_T)
-    return padded_BT
+def _pad(parts: list[torch.Tensor], *, steps: int, value: int) -> torch.Tensor:
+    padded = parts[0].new_full((len(parts), steps, *parts[0].shape[1:]), value)
+    for row, part in zip(padded, parts, strict=True):
+        row[: len(part)] = part
+    return padded
 
 
 def _padded_length(longest: int, edges: npt.ArrayLike | None) -> int:

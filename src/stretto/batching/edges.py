@@ -15,7 +15,6 @@ At the end of the file are the rules that other libraries use. None of them mini
 Shape legend: N sequences, K buckets, V distinct lengths, R rows of one pass, C candidates of one pass.
 """
 
-import dataclasses
 from typing import Literal
 
 import numpy as np
@@ -143,36 +142,32 @@ def _check_cost(distinct_V: npt.NDArray[np.int64], cost: Cost | None, *, count: 
     return given
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Layer:
-    """The best cost of the first v distinct lengths in k buckets, and where the last bucket begins."""
-
-    best_V: Values
-    begins_V: npt.NDArray[np.int64]
-
-
 def _optimal_cuts(cost_V: Values, counts_V: npt.NDArray[np.int64], *, most: int, price: float) -> npt.NDArray[np.int64]:
     """Positions of the edges among the distinct lengths, adding buckets while each saves more than `price`.
 
     The optimum is convex in the number of buckets (a Monge property), so the first that does not pay ends the search.
     """
     below_V = np.concatenate([[0], np.cumsum(counts_V)])
-    first = _Layer(cost_V * below_V[1:], np.zeros(len(cost_V), dtype=np.int64))
-    layers = [first]
-    while len(layers) < most:
-        layer = _next_layer(layers[-1].best_V, cost_V, below_V, num_cuts=len(layers))
-        if price > 0 and layers[-1].best_V[-1] - layer.best_V[-1] <= price:
+    # Of the first v distinct lengths: their best cost, and for each number of buckets where the last bucket begins.
+    best_V: Values = cost_V * below_V[1:]
+    begins = [np.zeros(len(cost_V), dtype=np.int64)]
+    while len(begins) < most:
+        next_V, begins_V = _next_layer(best_V, cost_V, below_V, num_cuts=len(begins))
+        if price > 0 and best_V[-1] - next_V[-1] <= price:
             break
-        layers.append(layer)
+        best_V = next_V
+        begins.append(begins_V)
     cuts = []
     last = len(cost_V) - 1
-    for layer in reversed(layers):
+    for begins_V in reversed(begins):
         cuts.append(last)
-        last = int(layer.begins_V[last]) - 1
+        last = int(begins_V[last]) - 1
     return np.array(cuts[::-1], dtype=np.int64)
 
 
-def _next_layer(previous_V: Values, cost_V: Values, below_V: npt.NDArray[np.int64], *, num_cuts: int) -> _Layer:
+def _next_layer(
+    previous_V: Values, cost_V: Values, below_V: npt.NDArray[np.int64], *, num_cuts: int
+) -> tuple[Values, npt.NDArray[np.int64]]:
     """One more bucket: best_V[j] = min over begins i of previous_V[i - 1] + cost_V[j] (below_V[j + 1] - below_V[i])."""
     num = len(cost_V)
     best_V = np.empty_like(previous_V)
@@ -192,7 +187,7 @@ def _next_layer(previous_V: Values, cost_V: Values, below_V: npt.NDArray[np.int6
         best_V[rows_R], begins_V[rows_R] = _row_minima(
             previous_V, cost_V, below_V, rows_R=rows_R, left_R=left_R, right_R=right_R
         )
-    return _Layer(best_V, begins_V)
+    return best_V, begins_V
 
 
 def _row_minima(

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels, Target
+from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels, Target, locate
 from stretto.errors import StrettoError
 
 Array = npt.NDArray[Any]
@@ -118,11 +118,7 @@ class SequenceSet(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)} in {self.name}")
-        index %= len(self)
-        start = self.starts_N[index]
-        rows = self.features_SF[start : start + self.lengths_N[index]]
-        features_TF = torch.from_numpy(np.array(rows, dtype=_torch_dtype(rows.dtype)))
-        return Sample(features_TF=features_TF, target=self.targets[index], index=int(self.numbers_N[index]))
+        return self.__getitems__([index % len(self)])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Sample]:
         """The samples of one batch, read and converted together; a DataLoader calls this instead of `data[i]`."""
@@ -266,11 +262,9 @@ def _check_finite(features_SF: Array, *, offsets: Array, name: str) -> None:
         rows = features_SF[first : first + CHUNK_ROWS]
         bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
         if len(bad):
-            step = first + int(bad[0])
-            sequence = int(np.searchsorted(offsets, step, side="right")) - 1
-            within = step - int(offsets[sequence])
+            sequence, step = locate(offsets, first + int(bad[0]))
             raise StrettoError(
-                f"{name}: sequence {sequence} has a NaN or infinite feature at its step {within}",
+                f"{name}: sequence {sequence} has a NaN or infinite feature at its step {step}",
                 fix="Clean or remove that sequence; Stretto never replaces values silently.",
             )
 

@@ -14,6 +14,37 @@ import numpy.typing as npt
 from stretto.errors import StrettoError
 
 Target = int | str | npt.NDArray[np.int64] | None
+MAX_UNNAMED_CLASSES = 1 << 24
+"""A larger label is a mistake in the data; names for that many classes would fill the memory."""
+
+
+def locate(offsets: npt.NDArray[np.integer], position: int) -> tuple[int, int]:
+    """The sequence that owns a position of the flat layout, and the step within that sequence."""
+    sequence = int(np.searchsorted(offsets, position, side="right")) - 1
+    return sequence, int(position - offsets[sequence])
+
+
+def _check_classes(
+    values: npt.NDArray[Any], *, names: Sequence[str] | None, offsets: npt.NDArray[np.integer] | None, source: str
+) -> tuple[str, ...]:
+    """The names of the classes; `offsets` tell which sequence owns a step, None where each sequence has one label."""
+    each = "sequence" if offsets is None else "step"
+    if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
+        raise StrettoError(
+            f"{source}: labels of {each}s have shape {values.shape} and type {values.dtype}",
+            fix=f"Give one whole number per {each}.",
+        )
+    greatest = int(values.max()) if len(values) else -1
+    num_classes = len(names) if names is not None else min(greatest + 1, MAX_UNNAMED_CLASSES)
+    outside = np.flatnonzero((values < 0) | (values >= num_classes))
+    if len(outside):
+        sequence, step = (outside[0], None) if offsets is None else locate(offsets, outside[0])
+        place = "" if step is None else f" at its step {step}"
+        raise StrettoError(
+            f"{source}: sequence {sequence} has label {values[outside[0]]}{place}, outside 0 to {num_classes - 1}",
+            fix="Number the classes from 0, or give a name for each in `class_names`.",
+        )
+    return tuple(names or map(str, range(num_classes)))
 
 
 class AbstractTargets(abc.ABC):
@@ -67,20 +98,8 @@ class Labels(AbstractTargets):
     @classmethod
     def check(cls, values_N: npt.NDArray[np.generic], *, names: Sequence[str] | None, source: str) -> "Labels":
         """Refuse labels that are not whole numbers from 0 to the number of classes."""
-        if values_N.ndim != 1 or not np.issubdtype(values_N.dtype, np.integer):
-            raise StrettoError(
-                f"{source}: labels `y` have shape {values_N.shape} and type {values_N.dtype}",
-                fix="Give one whole number per sequence.",
-            )
-        labels = values_N.astype(np.int64)
-        num_classes = len(names) if names is not None else int(labels.max(initial=-1)) + 1
-        outside = np.flatnonzero((labels < 0) | (labels >= num_classes))
-        if len(outside):
-            raise StrettoError(
-                f"{source}: sequence {outside[0]} has label {labels[outside[0]]}, outside 0 to {num_classes - 1}",
-                fix="Number the classes from 0, or give a name for each in `class_names`.",
-            )
-        return cls(values_N=labels, names=tuple(names or map(str, range(num_classes))))
+        names = _check_classes(values_N, names=names, offsets=None, source=source)
+        return cls(values_N=values_N.astype(np.int64), names=names)
 
     def __len__(self) -> int:
         return len(self.values_N)
@@ -118,27 +137,9 @@ class StepLabels(AbstractTargets):
         source: str,
     ) -> "StepLabels":
         """Refuse labels that are not whole numbers from 0 to the number of classes."""
-        if values_S.ndim != 1 or not np.issubdtype(values_S.dtype, np.integer):
-            raise StrettoError(
-                f"{source}: labels of steps have shape {values_S.shape} and type {values_S.dtype}",
-                fix="Give one whole number per step.",
-            )
-        num_classes = len(names) if names is not None else int(values_S.max()) + 1 if len(values_S) else 0
-        outside = np.flatnonzero((values_S < 0) | (values_S >= num_classes))
         bounds = np.asarray(offsets, dtype=np.int64)
-        if len(outside):
-            sequence = int(np.searchsorted(bounds, outside[0], side="right")) - 1
-            raise StrettoError(
-                f"{source}: sequence {sequence} has label {values_S[outside[0]]} at its step "
-                f"{outside[0] - bounds[sequence]}, outside 0 to {num_classes - 1}",
-                fix="Number the classes from 0, or give a name for each in `class_names`.",
-            )
-        return cls(
-            values_S=values_S,
-            starts_N=bounds[:-1],
-            lengths_N=np.diff(bounds),
-            names=tuple(names or map(str, range(num_classes))),
-        )
+        names = _check_classes(values_S, names=names, offsets=bounds, source=source)
+        return cls(values_S=values_S, starts_N=bounds[:-1], lengths_N=np.diff(bounds), names=names)
 
     def __len__(self) -> int:
         return len(self.lengths_N)

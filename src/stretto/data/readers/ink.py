@@ -6,7 +6,7 @@ down), 3 features (dx, dy, pen-up).
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 from xml.etree.ElementTree import Element
@@ -14,8 +14,9 @@ from xml.etree.ElementTree import Element
 import numpy as np
 import numpy.typing as npt
 
+from stretto.data.readers.text import decode_text
 from stretto.data.sequences import PARTS, SequenceSet, part_of
-from stretto.data.targets import NoTargets, Transcripts
+from stretto.data.targets import NoTargets, Transcripts, locate
 from stretto.errors import StrettoError
 from stretto.extras import optional
 
@@ -24,7 +25,7 @@ MAX_LINE_STEPS = 1_000_000
 NAMESPACE: Final = "{http://www.w3.org/2003/InkML}"
 TRANSCRIPT_TYPES: Final = ("truth", "transcription", "label", "normalizedLabel")
 DECIMAL: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-LINE_FILE: Final = re.compile(r"(?P<form>[A-Za-z0-9]+-[0-9]+)(?P<letter>[A-Za-z]?)-(?P<number>[0-9]+)\.xml")
+LINE_FILE: Final = re.compile(r"(?P<sheet>(?P<form>[A-Za-z0-9]+-[0-9]+)[A-Za-z]?)-(?P<number>[0-9]+)\.xml")
 IAM_ROOT: Final = "WhiteboardCaptureSession"
 MAX_NAMED_FILES = 12
 
@@ -57,9 +58,9 @@ def pen_features(
         )
     bad = np.flatnonzero(~np.isfinite(xy_S2).all(axis=1))
     if len(bad):
-        sequence = int(np.searchsorted(bounds, bad[0], side="right")) - 1
+        sequence, point = locate(bounds, bad[0])
         raise StrettoError(
-            f"{source}: sequence {sequence} has a NaN or infinite position at its point {bad[0] - starts[sequence]}",
+            f"{source}: sequence {sequence} has a NaN or infinite position at its point {point}",
             fix="Clean or remove that sequence; Stretto never replaces values silently.",
         )
     y_S = xy_S2[:, 1].astype(np.float64)
@@ -115,19 +116,12 @@ def _even_steps(stroke_P2: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Ink:
-    """What one file holds.
+    """What one file holds; files of one group are in the same part of the split."""
 
-    Attributes:
-        strokes: The points of each stroke, as (x, y) rows.
-        text: What is written, if the file says.
-        group: Files of one group are in the same part of the split.
-        source: Named in errors.
-    """
-
+    path: Path
+    group: str
     strokes: list[npt.NDArray[np.float64]]
     text: str | None
-    group: str
-    source: str
 
 
 def read_inkml(path: Path) -> SequenceSet:
@@ -170,11 +164,11 @@ def _make_ink_set(inks: Iterable[_Ink], *, name: str, note: str) -> SequenceSet:
     features, texts, split, silent = [], [], [], []
     for ink in inks:
         if not ink.strokes:
-            raise StrettoError(f"{ink.source!r} has no strokes", fix="Remove the file.")
-        features.append(line_features(ink.strokes, source=ink.source))
+            raise StrettoError(f"{str(ink.path)!r} has no strokes", fix="Remove the file.")
+        features.append(line_features(ink.strokes, source=str(ink.path)))
         split.append(PARTS.index(part_of(ink.group)))
         if ink.text is None:
-            silent.append(ink.source)
+            silent.append(str(ink.path))
         else:
             texts.append(ink.text)
     if texts and silent:
@@ -202,12 +196,8 @@ def _read_ink(path: Path) -> _Ink:
     for definitions in root.findall(f"{prefix}definitions"):
         root.remove(definitions)
     strokes = [_points(trace, axes=axes, path=path) for trace in root.iter(f"{prefix}trace")]
-    return _Ink(
-        strokes=[stroke for stroke in strokes if len(stroke)],
-        text=_transcript(root, prefix),
-        group=path.stem,
-        source=str(path),
-    )
+    written = [stroke for stroke in strokes if len(stroke)]
+    return _Ink(path=path, group=path.stem, strokes=written, text=_transcript(root, prefix))
 
 
 def _axes(root: Element, prefix: str, *, path: Path) -> tuple[tuple[int, float], tuple[int, float]]:
@@ -245,22 +235,17 @@ def _points(
             f"{str(path)!r} has a trace in a compressed form (', \" or ! before a value)",
             fix="Write the coordinates as plain decimals: no differences of first or second order.",
         )
-    if not text:
-        return np.zeros((0, 2))
-    return np.stack([_channel(text, index=index, path=path) * sign for index, sign in axes], axis=1)
-
-
-def _channel(text: str, *, index: int, path: Path) -> npt.NDArray[np.float64]:
-    values = []
-    for point in text.split(","):
+    points = []
+    for point in text.split(",") if text else ():
         channels = point.split()
-        if len(channels) <= index or not DECIMAL.fullmatch(channels[index]):
-            raise StrettoError(
-                f"{str(path)!r} has the point {point.strip()[:40]!r}, whose value {index + 1} is not a plain decimal",
-                fix="Write points as decimals with spaces between, and commas between points.",
-            )
-        values.append(float(channels[index]))
-    return np.array(values, dtype=np.float64)
+        for index, _ in axes:
+            if len(channels) <= index or not DECIMAL.fullmatch(channels[index]):
+                raise StrettoError(
+                    f"{str(path)!r} has the point {point.strip()[:40]!r}: value {index + 1} is not a plain decimal",
+                    fix="Write points as decimals with spaces between, and commas between points.",
+                )
+        points.append([float(channels[index]) * sign for index, sign in axes])
+    return np.array(points, dtype=np.float64)
 
 
 def _transcript(root: Element, prefix: str) -> str | None:
@@ -274,14 +259,6 @@ def _transcript(root: Element, prefix: str) -> str | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    path: Path
-    form: str
-    sheet: str
-    number: int
-
-
 def read_iam(folder: Path) -> SequenceSet:
     """Read IAM-OnDB: each stroke file is one line, as pen movement (dx, dy, pen-up) with its transcript.
 
@@ -292,7 +269,8 @@ def read_iam(folder: Path) -> SequenceSet:
     Raises:
         StrettoError: A file is missing or cannot be used; the message names it.
     """
-    lines = list(_stroke_files(folder))
+    found = {path: LINE_FILE.fullmatch(path.name) for path in sorted(folder.rglob("*.xml"))}
+    lines = {path: match for path, match in found.items() if match}
     if not lines:
         raise StrettoError(
             f"there is no stroke file such as a01-000u-01.xml below {str(folder)!r}",
@@ -301,8 +279,8 @@ def read_iam(folder: Path) -> SequenceSet:
     texts = _texts(folder, lines)
     return _make_ink_set(
         (
-            _Ink(strokes=_read_strokes(line.path), text=texts[line.path], group=line.form, source=str(line.path))
-            for line in lines
+            _Ink(path=path, group=match["form"], strokes=_read_strokes(path), text=texts[path])
+            for path, match in lines.items()
         ),
         name=folder.name,
         note="split by form, by a hash of its name: about 80 % train, 10 % valid, 10 % test; "
@@ -310,17 +288,9 @@ def read_iam(folder: Path) -> SequenceSet:
     )
 
 
-def _stroke_files(folder: Path) -> Iterator[_Line]:
-    for path in sorted(folder.rglob("*.xml")):
-        match = LINE_FILE.fullmatch(path.name)
-        if match:
-            form, letter, number = match["form"], match["letter"], int(match["number"])
-            yield _Line(path=path, form=form, sheet=form + letter, number=number)
-
-
-def _texts(folder: Path, lines: list[_Line]) -> dict[Path, str]:
+def _texts(folder: Path, lines: Mapping[Path, re.Match[str]]) -> dict[Path, str]:
     """The transcript of every line; the error names all lines without one."""
-    sheets = {line.sheet for line in lines}
+    sheets = {match["sheet"] for match in lines.values()}
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*.txt")):
         if path.stem in sheets:
@@ -332,18 +302,17 @@ def _texts(folder: Path, lines: list[_Line]) -> dict[Path, str]:
             )
     transcripts = {sheet: _read_transcript(paths[0]) for sheet, paths in found.items()}
     texts: dict[Path, str] = {}
-    missing: list[_Line] = []
-    for line in lines:
-        of_sheet = transcripts.get(line.sheet, [])
-        if 1 <= line.number <= len(of_sheet):
-            texts[line.path] = of_sheet[line.number - 1]
-        else:
-            missing.append(line)
+    for path, match in lines.items():
+        of_sheet = transcripts.get(match["sheet"], [])
+        if 1 <= int(match["number"]) <= len(of_sheet):
+            texts[path] = of_sheet[int(match["number"]) - 1]
+    missing = [path for path in lines if path not in texts]
     if missing:
-        first = missing[0]
-        known = transcripts.get(first.sheet)
-        why = f"no {first.sheet}.txt" if known is None else f"{first.sheet}.txt has {len(known)} lines under CSR:"
-        names = ", ".join(line.path.name for line in missing[:MAX_NAMED_FILES])
+        sheet = lines[missing[0]]["sheet"]
+        why = (
+            f"{sheet}.txt has {len(transcripts[sheet])} lines under CSR:" if sheet in transcripts else f"no {sheet}.txt"
+        )
+        names = ", ".join(path.name for path in missing[:MAX_NAMED_FILES])
         more = f" and {len(missing) - MAX_NAMED_FILES} more" if len(missing) > MAX_NAMED_FILES else ""
         raise StrettoError(
             f"{str(folder)!r}: {len(missing)} of {len(lines)} stroke files have no transcript ({why}): {names}{more}",
@@ -353,10 +322,7 @@ def _texts(folder: Path, lines: list[_Line]) -> dict[Path, str]:
 
 
 def _read_transcript(path: Path) -> list[str]:
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise StrettoError(f"could not read {str(path)!r} ({error})", fix="Copy the file again.") from error
+    lines = [line.strip() for line in decode_text(path).splitlines()]
     if "CSR:" not in lines:
         raise StrettoError(
             f"{str(path)!r} has no line `CSR:`", fix="Use the ascii files of IAM-OnDB, whose transcripts follow it."

@@ -9,12 +9,14 @@ arrays, which would need pickle, are refused.
 Shape legend: N sequences or images, S steps of all of them, F features, H rows and W columns of an image.
 """
 
-import contextlib
+import dataclasses
+import hashlib
+import json
 import math
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -26,7 +28,7 @@ from stretto.data.readers.ink import pen_features
 from stretto.data.sequences import PARTS, SequenceSet
 from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels, Transcripts
 from stretto.errors import StrettoError
-from stretto.files import write_atomically
+from stretto.files import cache_folder, write_atomically
 
 Array = npt.NDArray[Any]
 LOCAL_HEADER_BYTES: Final = 30
@@ -52,8 +54,7 @@ def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
     Raises:
         StrettoError: The file is not a ragged `.npz`, or its arrays do not fit together.
     """
-    with _readable(path):
-        arrays = _members(path, memory_map=memory_map)
+    arrays = _read_arrays(path, memory_map=memory_map)
     if _holds_images(arrays):
         return _read_images(arrays, name=path.stem, source=str(path))
     offsets = arrays["offsets"]
@@ -92,10 +93,7 @@ def write_npz(path: Path, data: SequenceSet) -> None:
         arrays |= {"y": data.targets.values_N, "class_names": np.array(data.targets.names)}
     elif isinstance(data.targets, StepLabels):
         labels_S = np.concatenate([data.targets[index] for index in range(len(data))])
-        arrays |= {
-            "y": labels_S.astype(data.targets.values_S.dtype),
-            "class_names": np.array(data.targets.names),
-        }
+        arrays |= {"y": labels_S.astype(data.targets.values_S.dtype), "class_names": np.array(data.targets.names)}
     elif isinstance(data.targets, Transcripts):
         own = Transcripts.of([data.targets[index] for index in range(len(data))])
         arrays |= {"text": own.code_points, "text_offsets": np.append(own.starts_N, len(own.code_points))}
@@ -107,10 +105,24 @@ def write_npz(path: Path, data: SequenceSet) -> None:
     write_atomically(path, write)
 
 
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def cached_set(identity: Sequence[Any], *, name: str, make: Callable[[], SequenceSet]) -> SequenceSet:
+    """The set that `make` returns, memory-mapped from the cache, where it is written when first needed.
+
+    Args:
+        identity: What the set follows from, as JSON-ready values; names the cached file.
+        name: Of the set.
+        make: Called if the file is not there.
+    """
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    path = cache_folder() / f"{name.replace(' ', '-')}-{key}.npz"
+    if not path.exists():
+        write_npz(path, make())
+    return dataclasses.replace(read_npz(path), name=name)
+
+
+def _read_arrays(path: Path, *, memory_map: bool) -> dict[str, Array]:
     try:
-        yield
+        return _members(path, memory_map=memory_map)
     except FileNotFoundError:
         raise StrettoError(f"there is no file {str(path)!r}", fix="Check the path.") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, MemoryError) as error:
@@ -256,14 +268,6 @@ def _read_images(arrays: Mapping[str, Array], *, name: str, source: str) -> Sequ
     """The images as sequences of rows, with the pixels in the type they are stored in.
 
     A tenth of the training images is kept for validation, as the notes of the set say.
-
-    Args:
-        arrays: By the names in `IMAGE_MEMBERS`.
-        name: Of the set.
-        source: Named in errors.
-
-    Raises:
-        StrettoError: An array is missing, is not made of grey images or whole-number labels, or does not fit the rest.
     """
     missing = [member for member in IMAGE_MEMBERS if member not in arrays]
     if missing:

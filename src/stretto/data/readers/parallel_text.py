@@ -12,7 +12,7 @@ from typing import Final, final
 import numpy as np
 import numpy.typing as npt
 
-from stretto.data.readers.text import decode_text
+from stretto.data.readers.text import decode_text, number_characters
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import Transcripts
 from stretto.errors import StrettoError
@@ -94,9 +94,8 @@ def parallel_set(
     """Pairs as a set: the numbers of the sources' characters, and the targets as transcripts."""
     text = "".join(pairs.sources)
     alphabet = "".join(sorted(set(text)))
-    known, flat_S = (np.frombuffer(part.encode("utf-32-le"), dtype="<u4") for part in (alphabet, text))
     return SequenceSet.from_flat(
-        np.searchsorted(known, flat_S).astype(np.min_scalar_type(len(alphabet) - 1))[:, None],
+        number_characters(text, alphabet),
         offsets=np.cumsum([0, *map(len, pairs.sources)]),
         targets=Transcripts.of(pairs.targets, languages=pairs.languages),
         split_N=split_N,

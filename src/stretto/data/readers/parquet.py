@@ -3,8 +3,6 @@
 Shape legend: N rows, S steps of all rows together, F features per step.
 """
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.data.sequences import SequenceSet
-from stretto.data.targets import AbstractTargets, Labels, NoTargets, Transcripts
+from stretto.data.targets import AbstractTargets, Labels, NoTargets, Transcripts, locate
 from stretto.errors import StrettoError
 from stretto.extras import optional
 
@@ -48,10 +46,10 @@ def read_parquet(path: Path) -> SequenceSet:
     )
 
 
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _columns(path: Path) -> dict[str, Any]:
     try:
-        yield
+        table = _parquet_table(path) if path.suffix.lower() == ".parquet" else _arrow_table(path)
+        table.validate(full=True)
     except FileNotFoundError:
         raise StrettoError(f"there is no file {str(path)!r}", fix="Check the path.") from None
     except (optional("pyarrow").ArrowException, OSError, UnicodeDecodeError) as error:
@@ -59,12 +57,6 @@ def _readable(path: Path) -> Iterator[None]:
             f"{str(path)!r} is truncated, damaged or no {path.suffix} file ({error})",
             fix="Write or copy the file again.",
         ) from error
-
-
-def _columns(path: Path) -> dict[str, Any]:
-    with _readable(path):
-        table = _parquet_table(path) if path.suffix.lower() == ".parquet" else _arrow_table(path)
-        table.validate(full=True)
     return {name: _decode_dictionary(table.column(name)) for name in table.column_names}
 
 
@@ -133,7 +125,7 @@ def _features(column: Any, *, source: str) -> tuple[Array, npt.NDArray[np.int64]
     uneven = np.flatnonzero(widths_S != width)
     if len(uneven):
         raise StrettoError(
-            f"{source}: row {_row(offsets, uneven[0])} has a step of {widths_S[uneven[0]]} features, "
+            f"{source}: row {locate(offsets, uneven[0])[0]} has a step of {widths_S[uneven[0]]} features, "
             f"the first step of all has {width}",
             fix="Give every step of every row the same number of features.",
         )
@@ -147,16 +139,12 @@ def _flatten_lists(column: Any) -> tuple[Any, npt.NDArray[np.int64]]:
     return compute.list_flatten(column), compute.list_value_length(column).to_numpy().astype(np.int64)
 
 
-def _row(offsets: npt.NDArray[np.int64], position: int) -> int:
-    return int(np.searchsorted(offsets, position, side="right")) - 1
-
-
 def _refuse_nulls(column: Any, *, name: str, source: str, offsets: npt.NDArray[np.int64] | None = None) -> None:
     if column.null_count == 0:
         return
     compute = optional("pyarrow.compute")
     position = compute.index(compute.is_null(column), True).as_py()
-    row = position if offsets is None else _row(offsets, position)
+    row = position if offsets is None else locate(offsets, position)[0]
     raise StrettoError(
         f"{source}: row {row} has a null in column `{name}`",
         fix="Fill or remove that row; Stretto never replaces values silently.",

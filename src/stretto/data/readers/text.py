@@ -45,10 +45,8 @@ def read_text(path: Path) -> SequenceSet:
             fix="Give text, with a blank line between passages.",
         )
     alphabet = "".join(sorted(set(text)))
-    known, flat_S = (np.frombuffer(t.encode("utf-32-le"), dtype="<u4") for t in (alphabet, "".join(kept)))
-    numbers_S = np.searchsorted(known, flat_S).astype(np.min_scalar_type(len(alphabet) - 1))
     return SequenceSet.from_flat(
-        numbers_S[:, None],
+        number_characters("".join(kept), alphabet),
         offsets=np.cumsum([0, *map(len, kept)]),
         name=_text_name(path),
         alphabet=alphabet,
@@ -56,20 +54,22 @@ def read_text(path: Path) -> SequenceSet:
     )
 
 
+def number_characters(text: str, alphabet: str) -> npt.NDArray[np.unsignedinteger]:
+    """The number of each character in a sorted alphabet, in the smallest type that holds them, of shape (S, 1)."""
+    known, flat_S = (np.frombuffer(part.encode("utf-32-le"), dtype="<u4") for part in (alphabet, text))
+    return np.searchsorted(known, flat_S).astype(np.min_scalar_type(len(alphabet) - 1))[:, None]
+
+
 def _text_name(path: Path) -> str:
     """The file's name without its endings."""
-    return Path(path.stem).stem if _is_compressed(path) else path.stem
-
-
-def _is_compressed(path: Path) -> bool:
-    return path.suffix.lower() == ".gz"
+    return Path(path.stem).stem if path.suffix.lower() == ".gz" else path.stem
 
 
 def decode_text(path: Path) -> str:
     """The text of a plain or compressed file in UTF-8; line ends of any system become newlines."""
     try:
         raw = path.read_bytes()
-        plain = gzip.decompress(raw) if _is_compressed(path) else raw
+        plain = gzip.decompress(raw) if path.suffix.lower() == ".gz" else raw
     except FileNotFoundError:
         raise StrettoError(f"there is no file {str(path)!r}", fix="Check the path.") from None
     except (OSError, EOFError, zlib.error) as error:
@@ -134,12 +134,7 @@ def word_set(
 ) -> SequenceSet:
     """Sentences, each a list of words that ends with `<eos>`, as numbers.
 
-    Args:
-        sentences: Of each part.
-        name: Shown in messages.
-        vocabulary: The words in the order of their numbers; by default those of the training part.
-        sources: What a part is called in messages.
-        notes: What the user should know.
+    The vocabulary is by default that of the training part; `sources` says what a part is called in messages.
     """
     words = tuple(vocabulary or _distinct(sentences["train"]))
     number_of = {word: number for number, word in enumerate(words)}

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.lib.format as npy
 import numpy.typing as npt
 
+from stretto.data.readers.text import decode_text
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import Labels
 from stretto.errors import StrettoError
@@ -131,13 +132,7 @@ def no_split_files(path: Path) -> StrettoError:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Clip:
-    """One clip.
-
-    Attributes:
-        path: The folder of its frames, or the file of its features.
-        label: The number of its class.
-        frames: The names of its frames, in order; empty for features.
-    """
+    """The folder of a clip's frames, whose names are in order, or the file of its features, without frames."""
 
     path: Path
     label: int
@@ -159,10 +154,6 @@ def _find_clips(folder: Path) -> tuple[list[_Clip], list[str]]:
     """All clips below a folder and the names of their classes; frame2 comes before frame10.
 
     Names that begin with a dot are left out, and so are files that are neither frames nor features.
-
-    Raises:
-        StrettoError: A class has no clips, a clip has no frames or is still a video, frames and features are mixed, or
-            a link leads out of the folder.
     """
     root = folder.resolve()
     clips: list[_Clip] = []
@@ -273,9 +264,6 @@ def _apply_split_files(
 
     Each line of `testTrainMulti_7030_splits/<class>_test_split<number>.txt` names a clip and marks it 1 for train, 2
     for test or 0 for unused.
-
-    Raises:
-        StrettoError: A class has no such file, a line cannot be read, or a clip is not listed.
     """
     marks = [_marks(folder, name=name, number=number) for name in names]
     listed = sum(map(len, marks))
@@ -326,16 +314,16 @@ def _lines(path: Path, *, root: Path) -> list[str]:
     try:
         if not path.resolve().is_relative_to(root):
             raise StrettoError(f"{str(path)!r} leads out of {str(root)!r}", fix="Copy what the link leads to instead.")
-        if path.exists() and not path.is_file():
+        if not path.exists():
+            raise StrettoError(
+                f"there is no split file {str(path)!r}",
+                fix=f"Put it there, or remove the folder {SPLITS_FOLDER} to have a split drawn at random.",
+            )
+        if not path.is_file():
             raise StrettoError(f"{str(path)!r} is not a file that can be read", fix="Copy it again.")
-        return path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise StrettoError(
-            f"there is no split file {str(path)!r}",
-            fix=f"Put it there, or remove the folder {SPLITS_FOLDER} to have a split drawn at random.",
-        ) from None
-    except (OSError, RuntimeError, UnicodeDecodeError) as error:
+    except (OSError, RuntimeError) as error:
         raise StrettoError(f"could not read {str(path)!r} ({error})", fix="Copy the file again.") from error
+    return decode_text(path).splitlines()
 
 
 def _read_frames(clips: Sequence[_Clip], framing: Framing) -> tuple[Array, list[int]]:

@@ -5,19 +5,15 @@ the two, 2 coordinates.
 """
 
 import dataclasses
-import hashlib
-import json
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from stretto.data.readers.npz import read_npz, write_npz
+from stretto.data.readers.npz import cached_set
 from stretto.data.sequences import PARTS, SequenceSet
 from stretto.data.synthetic.glyphs import font_glyphs
 from stretto.data.targets import Labels
-from stretto.files import cache_folder
 
 Array = npt.NDArray[Any]
 GENERATOR_VERSION: Final = 1
@@ -48,22 +44,17 @@ class DrawnDigitsSettings:
         held_out = max(1, self.num_train // 6)
         return self.num_train, held_out, held_out
 
-    def key(self) -> str:
-        """Names the cached file."""
-        text = json.dumps([GENERATOR_VERSION, dataclasses.astuple(self)])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
 
 def make_drawn_digits(settings: DrawnDigitsSettings) -> SequenceSet:
     """Draw every image, 28 x 28 bytes of grey, one row of pixels per step; a pure function of the settings."""
-    shapes = _Shapes.of_fonts()
+    points_QP2, joined_QP = _shapes()
     images, labels = [], []
     for number, count in enumerate(settings.counts()):
         rng = np.random.default_rng([settings.seed, number, 0xD161])
         labels_N = rng.permutation(np.arange(count) % len(DIGITS))
         labels.append(labels_N)
         images += [
-            _draw(shapes, labels_N[first : first + IMAGES_PER_CHUNK], rng=rng)
+            _draw(points_QP2, joined_QP, labels_N[first : first + IMAGES_PER_CHUNK], rng=rng)
             for first in range(0, count, IMAGES_PER_CHUNK)
         ]
     rows_SF = np.concatenate(images).reshape(-1, SIDE)
@@ -80,49 +71,34 @@ def make_drawn_digits(settings: DrawnDigitsSettings) -> SequenceSet:
 def load_drawn_digits(settings: DrawnDigitsSettings | None = None) -> SequenceSet:
     """The embedded set, memory-mapped from the cache; generated in a second or two if it is not there yet."""
     settings = settings or DrawnDigitsSettings()
-    path = cached_path(settings)
-    if not path.exists():
-        write_npz(path, make_drawn_digits(settings))
-    return dataclasses.replace(read_npz(path), name=NAME)
+    identity = [GENERATOR_VERSION, dataclasses.astuple(settings)]
+    return cached_set(identity, name=NAME, make=lambda: make_drawn_digits(settings))
 
 
-def cached_path(settings: DrawnDigitsSettings) -> Path:
-    """Where the set for `settings` is cached."""
-    return cache_folder() / f"drawn-digits-{settings.key()}.npz"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Shapes:
+def _shapes() -> tuple[Array, Array]:
     """The digits of all fonts, each centred, of height 1, and padded with points that no stroke joins.
 
-    Attributes:
-        points_QP2: Points along the strokes; digit d of font f is shape f * 10 + d.
-        joined_QP: Whether a stroke goes from a point to the next; one entry less than points.
+    The points along the strokes (Q, P, 2), where digit d of font f is shape f * 10 + d; and whether a stroke goes from
+    a point to the next (Q, P - 1).
     """
-
-    points_QP2: Array
-    joined_QP: Array
-
-    @classmethod
-    def of_fonts(cls) -> "_Shapes":
-        glyphs = [font_glyphs(font, DIGITS)[digit] for font in FONTS for digit in DIGITS]
-        most = max(len(glyph.stroke_P) for glyph in glyphs)
-        points_QP2 = np.zeros((len(glyphs), most, 2))
-        joined_QP = np.zeros((len(glyphs), most - 1), dtype=bool)
-        for shape_P2, row_P, glyph in zip(points_QP2, joined_QP, glyphs, strict=True):
-            low_2, high_2 = glyph.points_P2.min(axis=0), glyph.points_P2.max(axis=0)
-            count = len(glyph.stroke_P)
-            shape_P2[:count] = (glyph.points_P2 - (low_2 + high_2) / 2) / (high_2 - low_2)[1]
-            row_P[: count - 1] = np.diff(glyph.stroke_P) == 0
-        return cls(points_QP2=points_QP2, joined_QP=joined_QP)
+    glyphs = [font_glyphs(font, DIGITS)[digit] for font in FONTS for digit in DIGITS]
+    most = max(len(glyph.stroke_P) for glyph in glyphs)
+    points_QP2 = np.zeros((len(glyphs), most, 2))
+    joined_QP = np.zeros((len(glyphs), most - 1), dtype=bool)
+    for shape_P2, row_P, glyph in zip(points_QP2, joined_QP, glyphs, strict=True):
+        low_2, high_2 = glyph.points_P2.min(axis=0), glyph.points_P2.max(axis=0)
+        count = len(glyph.stroke_P)
+        shape_P2[:count] = (glyph.points_P2 - (low_2 + high_2) / 2) / (high_2 - low_2)[1]
+        row_P[: count - 1] = np.diff(glyph.stroke_P) == 0
+    return points_QP2, joined_QP
 
 
-def _draw(shapes: _Shapes, labels_N: Array, *, rng: np.random.Generator) -> Array:
+def _draw(points_QP2: Array, joined_QP: Array, labels_N: Array, *, rng: np.random.Generator) -> Array:
     """Images (N, H, W) of the digits, each by its own hand and pen."""
     count = len(labels_N)
     shape_N = rng.integers(len(FONTS), size=count) * len(DIGITS) + labels_N
-    points_NP2 = _by_hand(shapes.points_QP2[shape_N], rng=rng)
-    ink_NHW = _ink(points_NP2, shapes.joined_QP[shape_N], width_N=rng.uniform(0.6, 1.5, size=count))
+    points_NP2 = _by_hand(points_QP2[shape_N], rng=rng)
+    ink_NHW = _ink(points_NP2, joined_QP[shape_N], width_N=rng.uniform(0.6, 1.5, size=count))
     grey_NHW = np.minimum(1.0, rng.uniform(0.9, 1.6, size=(count, 1, 1)) * ink_NHW)
     grey_NHW *= rng.uniform(0.55, 1.0, size=(count, 1, 1))
     grey_NHW += rng.normal(scale=rng.uniform(0.0, 0.12, size=(count, 1, 1)), size=grey_NHW.shape)

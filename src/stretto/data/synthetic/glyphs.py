@@ -10,7 +10,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stretto.errors import StrettoError
 from stretto.extras import optional
 
 FONTS: Final = ("futural", "rowmans", "cursive", "scripts")
@@ -36,11 +35,8 @@ class Glyph:
 @functools.cache
 def font_glyphs(font: str, characters: str) -> dict[str, Glyph]:
     """The shapes of `characters` in a Hershey font, points evenly spaced along each stroke."""
-    if font not in FONTS:
-        raise StrettoError(f"{font!r} is not a single-stroke font", fix=f"Choose one of {', '.join(FONTS)}.")
-    marks = MARKS_FROM.get(font)
-    letters = {c: _glyph(_strokes(font, c)) for c in characters if c.isalpha() or marks is None}
-    return letters | {c: _glyph(_strokes(marks, c)) for c in characters if marks is not None and c not in letters}
+    marks = MARKS_FROM.get(font, font)
+    return {c: _glyph(_strokes(font if c.isalpha() else marks, c)) for c in characters}
 
 
 def _strokes(font: str, character: str) -> list[npt.NDArray[np.float64]]:

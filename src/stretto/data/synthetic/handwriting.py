@@ -7,22 +7,18 @@ Shape legend: P dense points of a line, T resampled steps, 2 coordinates, 3 feat
 
 import dataclasses
 import functools
-import hashlib
 import importlib.resources
-import json
 import string
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from stretto.data.readers.npz import read_npz, write_npz
+from stretto.data.readers.npz import cached_set
 from stretto.data.sequences import PARTS, Part, SequenceSet, part_of
 from stretto.data.synthetic.glyphs import FONTS, font_glyphs
 from stretto.data.targets import Transcripts
-from stretto.files import cache_folder
 
 ALPHABET: Final = " !',-.?" + string.digits + string.ascii_uppercase + string.ascii_lowercase
 ONSETS: Final = tuple("b bl br c ch cl d dr f fl g gr h j k l m n p pl pr qu r s sh sl st t th tr v w y z".split(" "))
@@ -88,31 +84,18 @@ def _invent_word(part: Part, *, rng: np.random.Generator) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """The habits of one hand; lengths are in capital heights.
-
-    Attributes:
-        font: Its letter shapes.
-        slant: Shift to the right per unit of height.
-        size: Overall scale.
-        width: Horizontal stretch.
-        spacing: Extra room between letters.
-        tremor: Standard deviation of the smooth error of the hand.
-        drift: Standard deviation of the baseline's wander.
-        speed: Distance per time step on a straight stroke.
-        caution: How much curves slow the pen down.
-        looseness: Random variation of each letter's size and place.
-    """
+    """The habits of one hand; lengths are in capital heights."""
 
     font: str
-    slant: float
+    slant: float  # shift to the right per unit of height
     size: float
-    width: float
-    spacing: float
-    tremor: float
-    drift: float
-    speed: float
-    caution: float
-    looseness: float
+    width: float  # horizontal stretch
+    spacing: float  # extra, between letters
+    tremor: float  # standard deviation of the smooth error of the hand
+    drift: float  # amplitude of the baseline's wave
+    speed: float  # distance per time step on a straight stroke
+    caution: float  # how much curves slow the pen down
+    looseness: float  # standard deviation of each letter's size and place
 
     @classmethod
     def draw(cls, rng: np.random.Generator) -> "Writer":
@@ -217,11 +200,6 @@ class HandwritingSettings:
         held_out = max(1, self.num_writers // 4)
         return self.num_writers, held_out, held_out
 
-    def key(self) -> str:
-        """Names the cached file."""
-        text = json.dumps([GENERATOR_VERSION, dataclasses.astuple(self)])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
 
 def make_handwriting(settings: HandwritingSettings) -> SequenceSet:
     """Write every line; a pure function of the settings."""
@@ -247,12 +225,5 @@ def make_handwriting(settings: HandwritingSettings) -> SequenceSet:
 def load_handwriting(settings: HandwritingSettings | None = None) -> SequenceSet:
     """The embedded set, memory-mapped from the cache; generated in seconds if it is not there yet."""
     settings = settings or HandwritingSettings()
-    path = cached_path(settings)
-    if not path.exists():
-        write_npz(path, make_handwriting(settings))
-    return dataclasses.replace(read_npz(path), name="handwriting")
-
-
-def cached_path(settings: HandwritingSettings) -> Path:
-    """Where the set for `settings` is cached."""
-    return cache_folder() / f"handwriting-{settings.key()}.npz"
+    identity = [GENERATOR_VERSION, dataclasses.astuple(settings)]
+    return cached_set(identity, name="handwriting", make=lambda: make_handwriting(settings))

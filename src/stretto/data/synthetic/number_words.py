@@ -12,7 +12,6 @@ import numpy as np
 
 from stretto.data.readers.parallel_text import LinePairs, parallel_set
 from stretto.data.sequences import SequenceSet
-from stretto.errors import StrettoError
 
 ENGLISH_SMALL: Final = (
     "nought one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
@@ -63,7 +62,6 @@ def make_number_words(settings: NumberWordsSettings | None = None) -> SequenceSe
 
 def in_english(number: int) -> str:
     """A number from 0 to 999,999 in English words."""
-    _check(number)
     if number < 20:
         return ENGLISH_SMALL[number]
     if number < 100:
@@ -79,7 +77,6 @@ def in_english(number: int) -> str:
 
 def in_german(number: int) -> str:
     """A number from 0 to 999,999 as a German word."""
-    _check(number)
     # One is "eins" where it ends a number, and "ein" within.
     return _german_stem(number) + ("s" if number % 100 == 1 else "")
 
@@ -97,8 +94,3 @@ def _german_stem(number: int) -> str:
 
 def _enumerate(words: list[str], conjunction: str) -> str:
     return ", ".join(words[:-1]) + f" {conjunction} {words[-1]}" if len(words) > 1 else words[0]
-
-
-def _check(number: int) -> None:
-    if not 0 <= number <= LARGEST_NUMBER:
-        raise StrettoError(f"{number} cannot be put in words", fix=f"Give a whole number from 0 to {LARGEST_NUMBER:,}.")

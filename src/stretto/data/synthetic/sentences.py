@@ -45,29 +45,12 @@ MANNERS: Final = "again alone at-once badly gladly often quietly quickly slowly 
 NEAR: Final = "above behind beside beyond in near under".split(" ")
 PAST: Final = ("yesterday", "last-year", "once", "long-ago")
 FUTURE: Final = ("tomorrow", "next-year", "one-day", "soon-enough")
-IRREGULAR: Final = {
-    "bite": "bit",
-    "break": "broke",
-    "build": "built",
-    "buy": "bought",
-    "draw": "drew",
-    "fall": "fell",
-    "find": "found",
-    "forget": "forgot",
-    "hear": "heard",
-    "hide": "hid",
-    "keep": "kept",
-    "lose": "lost",
-    "make": "made",
-    "run": "ran",
-    "sell": "sold",
-    "send": "sent",
-    "show": "showed",
-    "sing": "sang",
-    "sleep": "slept",
-    "stand": "stood",
-    "steal": "stole",
-}
+IRREGULAR: Final = dict(
+    pair.split(":")
+    for pair in "bite:bit break:broke build:built buy:bought draw:drew fall:fell find:found forget:forgot hear:heard "
+    "hide:hid keep:kept lose:lost make:made run:ran sell:sold send:sent sing:sang sleep:slept stand:stood "
+    "steal:stole".split(" ")
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
