@@ -7,7 +7,6 @@ import json
 import math
 import random
 import statistics
-from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +17,6 @@ from torch import nn
 
 from stretto.errors import StrettoError
 from stretto.large_batch import ClipMeter, Guard, local_curvature
-from stretto.large_batch.guard import SortedWindow
 
 Draw = Callable[[random.Random, int], tuple[float, float]]
 CALM: dict[str, Draw] = {
@@ -46,6 +44,23 @@ def test_it_is_silent_on_noise(kind: str) -> None:
             loss, norm = CALM[kind](draw, at)
             trouble = guard.observe(loss=loss, gradient_norm=norm)
             assert not trouble, (seed, at, trouble)
+
+
+@pytest.mark.parametrize("memory", [4, 128])
+@given(losses=st.lists(st.floats(1, 2) | st.sampled_from([1.0, 1.5]), max_size=200))
+def test_smoothed_loss_and_its_noise_are_quantiles_of_the_last_updates(losses: list[float], memory: int) -> None:
+    guard, gaps = Guard(memory=memory, tolerance=1e9), []
+    for at, loss in enumerate(losses):
+        guard.observe(loss=loss)
+        if at < 14:
+            assert guard.smoothed is None
+            continue
+        assert guard.smoothed == statistics.median(losses[at - 14 : at + 1])
+        gaps.append(abs(loss - guard.smoothed))
+        ordered = sorted(gaps[-memory:])
+        half, most = (ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.9))
+        known = len(ordered) >= min(15, memory)
+        assert guard.spread == (max(1.4826 * half, 0.608 * most) if known else math.inf)
 
 
 @settings(max_examples=60, deadline=None)
@@ -248,25 +263,3 @@ def test_curvature_refuses_what_makes_no_sense() -> None:
         local_curvature(list, [])
     with pytest.raises(StrettoError, match="does not move the weights"):
         local_curvature(lambda: [torch.ones(2)], [torch.ones(2)], distance=1e-12)
-
-
-@settings(deadline=None, max_examples=150)
-@given(
-    size=st.integers(1, 20),
-    values=st.lists(st.floats(-1e9, 1e9) | st.sampled_from([0.0, -0.0, 1.0]), max_size=60),
-    share=st.floats(0, 1),
-)
-def test_a_window_has_the_last_numbers_in_order(size: int, values: list[float], share: float) -> None:
-    window, plain = SortedWindow(size), deque[float](maxlen=size)
-    for value in values:
-        window.append(value)
-        plain.append(value)
-        ordered = sorted(plain)
-        assert list(window) == list(plain)
-        assert (len(window), window.is_full) == (len(plain), len(plain) == size)
-        assert window.median == statistics.median(plain)
-        assert window.quantile(share) == ordered[int(share * (len(ordered) - 1))]
-    assert list(SortedWindow(size, values)) == list(plain)
-    window.clear()
-    assert list(window) == []
-    assert not window.is_full

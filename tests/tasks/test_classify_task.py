@@ -1,19 +1,19 @@
 """Classification: padding changes nothing, and labels are needed.
 
-Shape legend: B sequences, T steps, F features, C classes.
+Shape legend: B sequences, C classes.
 """
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from task_gradients import assert_same, built, loss_and_gradients
+from task_gradients import assert_padding_changes_nothing
 
 from stretto.batching import collate
 from stretto.data import AbstractTargets, Labels, SequenceSet, Transcripts
 from stretto.errors import StrettoError
+from stretto.tasks import Classification, Digits, Video
 from stretto.tasks.classify import Classify, ClassifyConfig
 
 LENGTHS = [1, 8, 3, 5, 1, 13]
@@ -34,23 +34,9 @@ def _task(**settings: Any) -> Classify:
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_a_padded_batch_is_the_sum_of_its_sequences(num_layers: int) -> None:
-    task = _task(num_layers=num_layers)
-    model, items = built(task), [task.data[index] for index in range(len(LENGTHS))]
-    alone = loss_and_gradients(task, model, [collate([item]) for item in items])
-    assert alone.count == len(LENGTHS)
-    assert_same(loss_and_gradients(task, model, [collate(items)]), alone)
-    assert_same(loss_and_gradients(task, model, [collate(items, edges=[29])]), alone)
-
-
-@pytest.mark.parametrize("rubbish", [1e30, float("inf"), float("nan")])
-def test_what_stands_in_padded_slots_is_ignored(rubbish: float) -> None:
-    task = _task(num_layers=2)
-    model, batch = built(task), collate([task.data[index] for index in range(len(LENGTHS))], edges=[20])
-    loud_BTF = batch.features_BTF.clone()
-    loud_BTF[~batch.mask] = rubbish
-    clean = loss_and_gradients(task, model, [batch])
-    assert_same(loss_and_gradients(task, model, [dataclasses.replace(batch, features_BTF=loud_BTF)]), clean)
+def test_padding_changes_nothing(num_layers: int) -> None:
+    rubbish = [1e30, float("inf"), float("nan")]
+    assert_padding_changes_nothing(_task(num_layers=num_layers), count=len(LENGTHS), rubbish=rubbish)
 
 
 def test_the_score_is_the_share_of_right_classes() -> None:
@@ -77,11 +63,15 @@ def test_a_class_that_only_the_test_part_has_gets_an_output() -> None:
 
 
 @pytest.mark.parametrize("targets", [None, Transcripts.of(list("abcdef"))])
-def test_a_set_without_labels_is_refused(targets: AbstractTargets | None) -> None:
-    with pytest.raises(StrettoError, match="signs has no labels"):
-        Classify(ClassifyConfig(), _set(targets))
+@pytest.mark.parametrize(("task", "fix"), [(Classify, "as `y`"), (Digits, "`x_train`"), (Video, r"class/clip\.npy")])
+def test_a_set_without_labels_is_refused(
+    targets: AbstractTargets | None, task: type[Classification[Any]], fix: str
+) -> None:
+    with pytest.raises(StrettoError, match=f"signs has no labels.*{fix}"):
+        task(task.Config(), _set(targets))
 
 
-def test_there_is_no_embedded_set_and_the_way_out_is_named() -> None:
+@pytest.mark.parametrize("task", [Classify, Video])
+def test_without_an_embedded_set_data_must_be_named(task: type[Classification[Any]]) -> None:
     with pytest.raises(StrettoError, match="--data PATH"):
-        Classify.embedded_data()
+        task.embedded_data()

@@ -1,9 +1,8 @@
-"""Digits read row by row: the net is that of plain torch layers, ragged or not, and it learns.
+"""Digits read row by row or seen whole: both nets are those of plain torch, for images of any size, and learn.
 
 Shape legend: B images, T rows, F columns, S rows of all images, C classes.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from task_gradients import Found, assert_padding_changes_nothing, assert_same, built, loss_and_gradients, whole
 from torch import nn
 from torch.nn import functional
 
 import stretto
-from stretto.batching import Batch, collate
-from stretto.data import (
-    AbstractTargets,
-    DrawnDigitsSettings,
-    Labels,
-    SequenceSet,
-    Transcripts,
-    make_drawn_digits,
-    write_npz,
-)
+from stretto.data import DrawnDigitsSettings, Labels, SequenceSet, make_drawn_digits, write_npz
 from stretto.errors import StrettoError
 from stretto.nn import Standardise
-from stretto.tasks.digits import Digits, DigitsConfig, DigitsModel
+from stretto.tasks.digits import DigitImages, DigitImagesConfig, Digits, DigitsConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 Array = npt.NDArray[Any]
@@ -39,15 +30,13 @@ RAGGED = [1, 8, 3, 5, 1, 12]
 LABELS = np.array([0, 2, 1, 1, 0, 2])
 FOLDED, APART = 6, 1
 """Sizes of a row for which the product of both weights is less work than one after the other, and more."""
-Found = tuple[float, int, dict[str, torch.Tensor]]
 
 
-def images(lengths: list[int], targets: AbstractTargets | None = None, *, width: int = 3) -> SequenceSet:
-    pixels_SF = np.random.default_rng(0).integers(256, size=(sum(lengths), width), dtype=np.uint8)
+def images(lengths: list[int], *, width: int = 3) -> SequenceSet:
     return SequenceSet.from_flat(
-        pixels_SF,
+        np.random.default_rng(0).integers(256, size=(sum(lengths), width), dtype=np.uint8),
         offsets=np.cumsum([0, *lengths]),
-        targets=targets,
+        targets=Labels(values_N=LABELS, names=("one", "two", "three")),
         split_N=np.arange(len(lengths)) % 3,
         name="pictures",
     )
@@ -55,29 +44,10 @@ def images(lengths: list[int], targets: AbstractTargets | None = None, *, width:
 
 def make(lengths: list[int], **changes: Any) -> Digits:
     config = DigitsConfig(hidden_size=5, **{"row_size": FOLDED, **changes})
-    return Digits(config, images(lengths, Labels(values_N=LABELS, names=("one", "two", "three"))))
+    return Digits(config, images(lengths))
 
 
-def build(task: Digits) -> DigitsModel:
-    torch.manual_seed(0)
-    return task.build_model().double()
-
-
-def whole(task: Digits, **padding: Any) -> Batch:
-    return collate([task.data[index] for index in range(len(task.data))], **padding)
-
-
-def loss_and_gradients(task: Digits, model: nn.Module, batches: list[Batch]) -> Found:
-    model.zero_grad()
-    total, count = 0.0, 0
-    for batch in batches:
-        loss = task.loss(model(batch), batch)
-        torch.autograd.backward(loss.total)
-        total, count = total + loss.total.item(), count + loss.count
-    return total, count, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def by_plain_torch(task: Digits, model: DigitsModel) -> Found:
+def by_plain_torch(task: Digits, model: Any) -> Found:
     """The loss and gradients of torch's layers with the weights of `model`, one image after the other."""
     config, data = task.config, task.data
     transform, classify = nn.Linear(data.num_features, config.row_size), nn.Linear(config.hidden_size, 3)
@@ -93,16 +63,7 @@ def by_plain_torch(task: Digits, model: DigitsModel) -> Found:
         total = total + functional.cross_entropy(classify(last_LBH[-1]), torch.tensor([label]))
     torch.autograd.backward(total)
     gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    return total.item(), len(LABELS), gradients
-
-
-def assert_same(found: Found, expected: Found) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-12)
-    assert found[1] == expected[1]
-    assert found[2].keys() == expected[2].keys()
-    assert len(found[2]) >= 8
-    for name, gradient in found[2].items():
-        torch.testing.assert_close(gradient, expected[2][name], rtol=1e-10, atol=1e-12)
+    return Found(loss=total.item(), count=len(LABELS), gradients=gradients)
 
 
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
@@ -113,33 +74,18 @@ def test_the_net_is_that_of_plain_torch_layers(
     backend: str, lengths: list[int], row_size: int, num_layers: int
 ) -> None:
     task = make(lengths, backend=backend, row_size=row_size, num_layers=num_layers)
-    model = build(task)
+    model = built(task)
     assert model._can_fold == (row_size == FOLDED)
-    assert_same(loss_and_gradients(task, model, [whole(task)]), by_plain_torch(task, model))
+    assert_same(loss_and_gradients(task, model, [whole(task)]), by_plain_torch(task, model), atol=1e-12)
 
 
 @pytest.mark.parametrize("changes", [{}, {"row_size": APART}, {"num_layers": 2}, {"backend": "torch"}])
-def test_images_of_any_height_are_learned_as_if_alone(changes: dict[str, Any]) -> None:
-    task = make(RAGGED, **changes)
-    model, items = build(task), [task.data[index] for index in range(len(RAGGED))]
-    alone = loss_and_gradients(task, model, [collate([item]) for item in items])
-    assert alone[1] == len(RAGGED)
-    assert_same(loss_and_gradients(task, model, [whole(task)]), alone)
-    assert_same(loss_and_gradients(task, model, [whole(task, edges=[29])]), alone)
-
-
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
-def test_what_stands_in_padded_slots_is_ignored(backend: str) -> None:
-    task = make(RAGGED, backend=backend)
-    model, batch = build(task), whole(task, edges=[20])
-    loud_BTF = batch.features_BTF.double()
-    loud_BTF[~batch.mask] = float("nan")
-    clean = loss_and_gradients(task, model, [batch])
-    assert_same(loss_and_gradients(task, model, [dataclasses.replace(batch, features_BTF=loud_BTF)]), clean)
+def test_padding_changes_nothing(changes: dict[str, Any]) -> None:
+    assert_padding_changes_nothing(make(RAGGED, **changes), count=len(RAGGED), rubbish=[float("nan")], atol=1e-12)
 
 
 def test_both_kernels_make_the_same_net_of_a_seed() -> None:
-    ours, torchs = build(make(RAGGED)), build(make(RAGGED, backend="torch"))
+    ours, torchs = built(make(RAGGED)), built(make(RAGGED, backend="torch"))
     assert ours.state_dict().keys() == torchs.state_dict().keys()
     for name, tensor in ours.state_dict().items():
         assert torch.equal(tensor, torchs.state_dict()[name])
@@ -147,7 +93,7 @@ def test_both_kernels_make_the_same_net_of_a_seed() -> None:
 
 def test_layers_and_last_state_are_dropped_in_training_alone() -> None:
     task = make(EVEN, dropout=0.5, num_layers=2)
-    model, batch = build(task), whole(task)
+    model, batch = built(task), whole(task)
     assert not torch.equal(model(batch), model(batch))
     model.eval()
     assert torch.equal(model(batch), model(batch))
@@ -169,45 +115,78 @@ def test_pixels_are_scaled_over_all_of_them_alike(pixels_SF: Array) -> None:
     np.testing.assert_allclose(scale.scale_F.numpy(), 1 / deviation if deviation > 1e-6 else 1.0, rtol=1e-4)
 
 
-def test_the_score_is_the_share_of_right_classes() -> None:
-    task = make(EVEN)
-    batch = collate([task.data[index] for index in range(4)])
-    output_BC = torch.eye(3)[torch.tensor([0, 2, 0, 1])]
-    scores = task.score(output_BC, batch)
-    assert (scores["accuracy"].amount, scores["accuracy"].count) == (3, 4)
-    assert [(sample.target, sample.output) for sample in task.samples(output_BC, batch)] == [
-        ("one", "one"),
-        ("three", "three"),
-        ("two", "one"),
-        ("two", "two"),
-    ]
-
-
-@pytest.mark.parametrize("targets", [None, Transcripts.of(list("abcdef"))])
-def test_a_set_without_labels_is_refused(targets: AbstractTargets | None) -> None:
-    with pytest.raises(StrettoError, match=r"pictures has no labels.*`x_train`"):
-        Digits(DigitsConfig(), images(EVEN, targets))
-
-
-def test_without_data_digits_are_drawn() -> None:
-    data = Digits.embedded_data()
+@pytest.mark.parametrize("task", [Digits, pytest.param(DigitImages, marks=pytest.mark.slow)])
+def test_without_data_digits_are_drawn(task: type[Digits] | type[DigitImages]) -> None:
+    data = task.embedded_data()
     assert (data.name, len(data), data.num_features) == ("drawn digits", 8000, 28)
 
 
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def make_images(*, height: int = 7, width: int = 5, **changes: Any) -> DigitImages:
+    return DigitImages(DigitImagesConfig(hidden_size=6, **changes), images([height] * len(LABELS), width=width))
+
+
+def pooled(x: torch.Tensor) -> torch.Tensor:
+    """The largest of each square of four; what lies beyond the edge does not count."""
+    wide = functional.pad(x, (0, x.shape[3] % 2, 0, x.shape[2] % 2), value=-torch.inf)
+    return torch.stack([wide[:, :, i::2, j::2] for i in (0, 1) for j in (0, 1)]).amax(dim=0)
+
+
+@pytest.mark.parametrize(("height", "width"), [(28, 28), (7, 5), (4, 4), (1, 1), (1, 9), (2, 3)])
+def test_the_net_is_that_of_plain_convolutions(height: int, width: int) -> None:
+    task = make_images(height=height, width=width)
+    model, batch = built(task), whole(task)
+    loss = task.loss(model(batch), batch)
+    torch.autograd.backward(loss.total)
+    assert loss.count == len(LABELS)
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    (few, few_bias), (many, many_bias), (hidden, hidden_bias), (last, last_bias) = zip(
+        *[iter(weights.values())] * 2, strict=True
+    )
+    x = ((batch.features_BTF.double() - model.standardise.mean_F) * model.standardise.scale_F)[:, None]
+    x = pooled(functional.conv2d(x, few, few_bias, padding=1).relu())
+    x = pooled(functional.conv2d(x, many, many_bias, padding=1).relu())
+    x = functional.linear(x.flatten(1), hidden, hidden_bias).relu()
+    expected = functional.cross_entropy(functional.linear(x, last, last_bias), torch.tensor(LABELS), reduction="sum")
+    torch.autograd.backward(expected)
+    torch.testing.assert_close(loss.total, expected, rtol=1e-12, atol=0.0)
+    assert found.keys() == weights.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, weights[name].grad, rtol=1e-10, atol=1e-12)
+
+
+def test_rows_that_a_batch_is_padded_with_are_no_part_of_an_image() -> None:
+    task = make_images()
+    model = built(task)
+    assert torch.equal(model(whole(task)), model(whole(task, edges=[20])))
+
+
+def test_images_of_several_heights_are_refused_and_named() -> None:
+    message = r"pictures: image 0 has 7 rows and image 2 has 4 \(2 such images\).*train digits"
+    with pytest.raises(StrettoError, match=message):
+        DigitImages(DigitImagesConfig(), images([7, 7, 4, 7, 9, 7], width=5))
+
+
+def test_recurrent_layers_are_refused() -> None:
+    with pytest.raises(StrettoError, match=r"num_layers=2 was given.*no recurrent layers"):
+        make_images(num_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "least"),
+    [
+        ("digits", {"epochs": 5, "row_size": 32, "backend": "cpp"}, 0.3),
+        ("digits", {"epochs": 5, "row_size": 32, "backend": "torch"}, 0.3),
+        ("digit-images", {"epochs": 3}, 0.5),
+    ],
+)
 @pytest.mark.slow
-def test_digits_are_learned(tmp_path: Path, backend: str) -> None:
+def test_digits_are_learned(tmp_path: Path, task: str, settings: dict[str, Any], least: float) -> None:
     write_npz(tmp_path / "few.npz", make_drawn_digits(DrawnDigitsSettings(num_train=900)))
     result = stretto.train(
-        task="digits",
-        data=tmp_path / "few.npz",
-        out=tmp_path / "run",
-        epochs=5,
-        batch_size=16,
-        hidden_size=32,
-        row_size=32,
-        backend=backend,
+        task, data=tmp_path / "few.npz", out=tmp_path / "run", batch_size=16, hidden_size=32, **settings
     )
-    assert result.metrics["accuracy"] > 0.3
+    assert result.metrics["accuracy"] > least
     assert result.settings["optimizer"] == "momentum"
     assert result.padding == 0.0

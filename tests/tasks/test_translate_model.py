@@ -3,7 +3,7 @@
 Shape legend: B pairs, T steps, F features, S source steps, U target steps, P real target steps, H units, C pieces.
 """
 
-import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +16,16 @@ from stretto.batching import Batch, collate
 from stretto.data import Sample
 from stretto.errors import StrettoError
 from stretto.nn import Attention
-from stretto.tasks import PAD
-from stretto.tasks.translate_model import (
+from stretto.tasks.translate import (
     BEGIN,
     END,
     EXTRA_PIECES,
     LENGTH_POWER,
     MAX_LENGTH_RATIO,
+    PAD,
     Sides,
+    TranslateConfig,
     TranslateModel,
-    TranslateShape,
     search,
 )
 
@@ -44,14 +44,10 @@ def _batch(pairs: list[tuple[list[int], list[int]]], *, edge: int | None = None)
     return collate(samples, edges=None if edge is None else [edge])
 
 
-def _shape(**changes: object) -> TranslateShape:
-    shape = TranslateShape(num_pieces=PIECES, hidden_size=6, num_layers=2, dropout=0.0, tie_output=True, backend="cpp")
-    return dataclasses.replace(shape, **changes)  # type: ignore[arg-type]
-
-
-def _model(seed: int = 0, **changes: object) -> TranslateModel:
+def _model(seed: int = 0, *, num_pieces: int = PIECES, **changes: Any) -> TranslateModel:
     torch.manual_seed(seed)
-    model = TranslateModel(_shape(**changes)).double()
+    config = TranslateConfig(**{"hidden_size": 6, "dropout": 0.0, "backend": "cpp", **changes})
+    model = TranslateModel(num_pieces, config).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.uniform_(-0.9, 0.9)
@@ -123,15 +119,6 @@ def test_a_batch_is_its_sentences_by_plain_torch(backend: str, tie_output: bool,
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_what_stands_in_padded_slots_is_ignored() -> None:
-    model, batch = _model(), _batch(PAIRS, edge=9)
-    loud_BTF = batch.features_BTF.clone()
-    loud_BTF[~batch.mask] = PIECES - 1
-    loud = dataclasses.replace(batch, features_BTF=loud_BTF)
-    real_BU = Sides.of(batch).target_BU != PAD
-    torch.testing.assert_close(model(loud)[real_BU], model(_batch(PAIRS))[real_BU], rtol=1e-12, atol=1e-13)
-
-
 def test_no_piece_is_seen_before_it_is_guessed() -> None:
     model = _model(num_layers=3)
     one, other = ([3, 4, 5], [6, 7, 8, 9]), ([3, 4, 5], [6, 7, 10, 3])
@@ -192,15 +179,15 @@ def test_greedy_translations_are_those_of_the_plain_net(seed: int, num_layers: i
     with torch.no_grad():
         # So that translations of all lengths come up.
         model.output_bias[END] += 0.4 * seed
-    found = search(model, Sides.of(_batch(PAIRS)))
-    assert found.pieces == [_plain_greedy(model, source) for source, _ in PAIRS]
+    pieces, _ = search(model, Sides.of(_batch(PAIRS)))
+    assert pieces == [_plain_greedy(model, source) for source, _ in PAIRS]
 
 
 def test_the_first_scores_are_those_of_training() -> None:
     model = _model().eval()
     batch = _batch(PAIRS)
     for width in (1, 3):
-        first_BC = search(model, Sides.of(batch), width=width).first_BC
+        _, first_BC = search(model, Sides.of(batch), width=width)
         torch.testing.assert_close(first_BC, model(batch)[:, 0].detach())
 
 
@@ -221,14 +208,14 @@ def test_a_beam_of_every_translation_finds_the_best_there_is(seed: int) -> None:
         model.output_bias[END] += 4.0
     every = [[], [3], [4], *([a, b] for a in (3, 4) for b in (3, 4))]
     best = max(every, key=lambda pieces: _rated(model, source, pieces))
-    found = search(model, Sides.of(_batch([(source, [3])])), width=60)
-    assert found.pieces == [best]
+    pieces, _ = search(model, Sides.of(_batch([(source, [3])])), width=60)
+    assert pieces == [best]
 
 
 def test_rows_do_not_disturb_each_other_in_a_beam() -> None:
     model = _model(3).eval()
-    together = search(model, Sides.of(_batch(PAIRS)), width=3).pieces
-    alone = [search(model, Sides.of(_batch([pair])), width=3).pieces[0] for pair in PAIRS]
+    together, _ = search(model, Sides.of(_batch(PAIRS)), width=3)
+    alone = [search(model, Sides.of(_batch([pair])), width=3)[0][0] for pair in PAIRS]
     assert together == alone
 
 
@@ -236,10 +223,10 @@ def test_a_translation_that_does_not_end_is_cut() -> None:
     model = _model().eval()
     with torch.no_grad():
         model.output_bias[END] = -1e9
-    lengths = [len(pieces) for pieces in search(model, Sides.of(_batch(PAIRS)), width=2).pieces]
+    lengths = [len(pieces) for pieces in search(model, Sides.of(_batch(PAIRS)), width=2)[0]]
     assert lengths == [int(MAX_LENGTH_RATIO * len(source) + EXTRA_PIECES) for source, _ in PAIRS]
 
 
 def test_an_odd_size_is_refused() -> None:
     with pytest.raises(StrettoError, match=r"hidden_size is 7.*even"):
-        TranslateModel(_shape(hidden_size=7))
+        _model(hidden_size=7)

@@ -12,14 +12,24 @@ import sacrebleu
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from task_gradients import assert_padding_changes_nothing
 from torch.nn import functional
 
 from stretto.batching import Batch, collate
 from stretto.data import LinePairs, NumberWordsSettings, SequenceSet, line_pairs, make_number_words, parallel_set
 from stretto.errors import StrettoError
 from stretto.tasks import PAD, TASKS, Translate, detect_bleu_words
-from stretto.tasks.translate import MIN_PIECES, Bleu, BleuWords, TranslateConfig, Vocabulary, bleu_names
-from stretto.tasks.translate_model import END, MARKS, TranslateModel
+from stretto.tasks.translate import (
+    END,
+    MARKS,
+    MIN_PIECES,
+    Bleu,
+    BleuWords,
+    TranslateConfig,
+    TranslateModel,
+    Vocabulary,
+    bleu_names,
+)
 from stretto.training import Score, evaluate
 
 TEXTS = [
@@ -51,16 +61,6 @@ def _batch(task: Translate, *indices: int) -> Batch:
     return collate([task.data[index] for index in indices or range(len(task.data))])
 
 
-def _loss_and_gradients(task: Translate, model: TranslateModel, batches: list[Batch]) -> tuple[float, int, list[Any]]:
-    model.zero_grad()
-    total, count = 0.0, 0
-    for batch in batches:
-        loss = task.loss(model(batch), batch)
-        torch.autograd.backward(loss.total)
-        total, count = total + loss.total.item(), count + loss.count
-    return total, count, [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
 def test_it_is_a_task() -> None:
     assert TASKS["translate"] is Translate
     assert TASKS["translate"].Config is TranslateConfig
@@ -77,16 +77,11 @@ def test_a_pair_is_as_long_as_the_longer_of_its_texts() -> None:
     assert task.data.split_N.tolist() == [0, 0, 0, 0, 1, 2]
 
 
-def test_a_padded_batch_is_the_sum_of_its_pairs() -> None:
+def test_padding_changes_nothing() -> None:
     task = _task(label_smoothing=0.1)
-    model = _model(task)
-    alone = _loss_and_gradients(task, model, [_batch(task, index) for index in range(len(TEXTS))])
-    together = _loss_and_gradients(task, model, [_batch(task)])
-    assert together[0] == pytest.approx(alone[0], rel=1e-12)
-    assert together[1] == alone[1] == sum(len(pieces) + 1 for pieces in task.vocabulary.encode([t for _, t in TEXTS]))
-    assert len(together[2]) == len(alone[2]) == len(list(model.parameters()))
-    for mine, other in zip(together[2], alone[2], strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+    count = sum(len(pieces) + 1 for pieces in task.vocabulary.encode([target for _, target in TEXTS]))
+    found = assert_padding_changes_nothing(task, count=count, rubbish=[task.vocabulary.size - 1], atol=1e-12)
+    assert found.gradients.keys() == dict(task.build_model().named_parameters()).keys()
 
 
 def test_rows_of_a_batch_have_their_share_of_its_loss() -> None:
@@ -173,20 +168,12 @@ def test_perplexity_and_accuracy_are_of_the_pieces_without_smoothing() -> None:
     assert found["accuracy"] == pytest.approx(float((output_PC.argmax(-1) == pieces_P).double().mean()))
 
 
-def test_readings_have_the_references() -> None:
-    task = _task()
-    model, batch = _model(task), _batch(task, 4, 1)
-    with torch.no_grad():
-        shown = task.samples(model(batch), batch)
-    assert [sample.target for sample in shown] == [TEXTS[4][1], TEXTS[1][1]]
-
-
-def test_references_are_found_in_a_part() -> None:
+def test_samples_have_the_references_of_any_rows_and_parts() -> None:
     task = _task()
     model, part = _model(task), task.data.part("test")
-    batch = collate([part[0]])
-    with torch.no_grad():
-        assert task.samples(model(batch), batch)[0].target == "zwei männer"
+    for batch, wanted in ((_batch(task, 4, 1), [TEXTS[4][1], TEXTS[1][1]]), (collate([part[0]]), ["zwei männer"])):
+        with torch.no_grad():
+            assert [sample.target for sample in task.samples(model(batch), batch)] == wanted
 
 
 def test_scores_of_another_model_are_refused() -> None:

@@ -3,7 +3,6 @@
 Shape legend: B clips, T steps, F values of a frame or features, C classes, P real steps of all clips.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from task_gradients import assert_same, built, loss_and_gradients
+from task_gradients import assert_padding_changes_nothing, built, whole
 from torch import nn
 
 import stretto
 from stretto.batching import collate
 from stretto.cells import store_layer
 from stretto.cli.main import main
-from stretto.data import Framing, Labels, SequenceSet, Transcripts, read_clips, write_npz
+from stretto.data import Framing, Labels, SequenceSet, read_clips, write_npz
 from stretto.errors import StrettoError
 from stretto.tasks.video import Video, VideoConfig
 
@@ -55,13 +54,13 @@ def put_moving_squares(folder: Path, *, clips: int, seed: int = 0) -> None:
                 image.fromarray(frame).save(clip / f"{step}.png")
 
 
-def made(features_SF: Array, **settings: Any) -> SequenceSet:
+def made(features_SF: Array) -> SequenceSet:
     return SequenceSet.from_flat(
         features_SF,
         offsets=np.cumsum([0, *LENGTHS]),
         split_N=np.arange(len(LENGTHS)) % 3,
         name="signs",
-        **{"targets": Labels(values_N=LABELS, names=NAMES), **settings},
+        targets=Labels(values_N=LABELS, names=NAMES),
     )
 
 
@@ -88,25 +87,10 @@ TASKS = [
 
 
 @pytest.mark.parametrize("make", TASKS)
-def test_a_ragged_batch_is_the_sum_of_its_clips(make: Any) -> None:
-    task = make()
-    model, items = built(task), [task.data[index] for index in range(len(LENGTHS))]
-    alone = loss_and_gradients(task, model, [collate([item]) for item in items])
-    assert alone.count == len(LENGTHS)
-    assert all(gradient.any() for gradient in alone.gradients)
-    assert_same(loss_and_gradients(task, model, [collate(items)]), alone, atol=1e-12)
-    assert_same(loss_and_gradients(task, model, [collate(items, edges=[19])]), alone, atol=1e-12)
-
-
-@pytest.mark.parametrize("make", TASKS)
-@pytest.mark.parametrize("rubbish", [10**9, float("inf"), float("nan")])
-def test_what_stands_in_padded_slots_is_ignored(make: Any, rubbish: float) -> None:
-    task = make()
-    model, batch = built(task), collate([task.data[index] for index in range(len(LENGTHS))], edges=[20])
-    loud_BTF = batch.features_BTF.double()
-    loud_BTF[~batch.mask] = rubbish
-    clean = loss_and_gradients(task, model, [batch])
-    assert_same(loss_and_gradients(task, model, [dataclasses.replace(batch, features_BTF=loud_BTF)]), clean, atol=1e-12)
+def test_padding_changes_nothing(make: Any) -> None:
+    rubbish = [10**9, float("inf"), float("nan")]
+    alone = assert_padding_changes_nothing(make(), count=len(LENGTHS), rubbish=rubbish, atol=1e-12)
+    assert all(gradient.any() for gradient in alone.gradients.values())
 
 
 def test_nothing_is_computed_for_padding() -> None:
@@ -118,7 +102,7 @@ def test_nothing_is_computed_for_padding() -> None:
     model.gru.rnn.register_forward_pre_hook(
         lambda _, __, given: lengths.extend(given["lengths"].tolist()), with_kwargs=True
     )
-    model(collate([task.data[index] for index in range(len(LENGTHS))]))
+    model(whole(task))
     assert seen == [sum(LENGTHS)]
     assert lengths == LENGTHS
 
@@ -151,7 +135,7 @@ def test_the_compiled_layer_is_torchs(num_layers: int) -> None:
         store_layer(cell, twin.gru.rnn, layer=layer)  # type: ignore[arg-type]
     rest = {name: value for name, value in model.state_dict().items() if not name.startswith("gru.")}
     assert not twin.load_state_dict(rest, strict=False).unexpected_keys
-    batch = collate([task.data[index] for index in range(len(LENGTHS))])
+    batch = whole(task)
     torch.testing.assert_close(model(batch), twin(batch), rtol=1e-10, atol=1e-12)
 
 
@@ -169,21 +153,6 @@ def test_clips_are_known_again_by_their_numbers() -> None:
     assert last < 1e-10
 
 
-def test_the_score_is_the_share_of_right_classes() -> None:
-    task = frames_task()
-    batch = collate([task.data[index] for index in range(4)])
-    output_BC = torch.eye(3)[torch.tensor([0, 2, 0, 1])]
-    scores = task.score(output_BC, batch)
-    assert (scores["accuracy"].amount, scores["accuracy"].count) == (3, 4)
-    samples = task.samples(output_BC, batch)
-    assert [(sample.target, sample.output) for sample in samples] == [
-        ("left", "left"),
-        ("stop", "stop"),
-        ("right", "left"),
-        ("right", "right"),
-    ]
-
-
 def test_features_are_on_a_common_scale_whatever_theirs_is() -> None:
     features_SF = np.random.default_rng(0).normal(size=(sum(LENGTHS), 7))
     outputs = []
@@ -193,26 +162,16 @@ def test_features_are_on_a_common_scale_whatever_theirs_is() -> None:
     torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-4)
 
 
-def test_there_is_no_embedded_set_and_the_way_out_is_named() -> None:
-    with pytest.raises(StrettoError, match="--data PATH"):
-        Video.embedded_data()
-
-
-@pytest.mark.parametrize("targets", [None, Transcripts.of(list("abcdef"))])
-def test_a_set_without_classes_is_refused(targets: Any) -> None:
-    frames_SF = np.zeros((sum(LENGTHS), 64), dtype=np.uint8)
-    with pytest.raises(StrettoError, match="signs has no labels"):
-        Video(VideoConfig(frame_size=8), made(frames_SF, targets=targets))
-
-
-def test_bytes_that_are_no_frames_are_refused() -> None:
-    with pytest.raises(StrettoError, match="signs has 65 bytes per step, which is not a square frame"):
-        Video(VideoConfig(), made(np.zeros((sum(LENGTHS), 65), dtype=np.uint8)))
-
-
-def test_frames_of_another_size_than_set_are_refused() -> None:
-    with pytest.raises(StrettoError, match=r"8 x 8 pixels in colour and .* 32 x 32 .* --frame-size 8 --colour"):
-        Video(VideoConfig(), made(np.zeros((sum(LENGTHS), 192), dtype=np.uint8)))
+@pytest.mark.parametrize(
+    ("num_bytes", "problem"),
+    [
+        (65, "signs has 65 bytes per step, which is not a square frame"),
+        (192, "8 x 8 pixels in colour and .* 32 x 32 .* --frame-size 8 --colour"),
+    ],
+)
+def test_bytes_that_are_no_frames_of_the_size_set_are_refused(num_bytes: int, problem: str) -> None:
+    with pytest.raises(StrettoError, match=problem):
+        Video(VideoConfig(), made(np.zeros((sum(LENGTHS), num_bytes), dtype=np.uint8)))
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Final, final
 
 from stretto.checks import check_float, check_int
@@ -70,19 +69,15 @@ def split_share(table: ThroughputTable, share: int) -> tuple[int, int, float]:
     Returns:
         Most sequences at a time, how many times, and the seconds of all, without exchange.
     """
-    return _split(table.seconds_by_size, table.update_seconds, share)
-
-
-def _split(seconds_by_size: Mapping[int, float], update_seconds: float, share: int) -> tuple[int, int, float]:
     # Of sizes that hold the share at once, those above the smallest only add noise of the clock.
-    sizes = [size for size in seconds_by_size if size < share]
-    sizes += [min(above)] if (above := [size for size in seconds_by_size if size >= share]) else []
+    sizes = [size for size in table.batch_sizes if size < share]
+    sizes += [min(above)] if (above := [size for size in table.batch_sizes if size >= share]) else []
     if not sizes:
         raise StrettoError("no batch size of the table was measured", fix="Measure one with probe.")
 
     def seconds(size: int) -> float:
         count = math.ceil(share / size)
-        return count * seconds_by_size[size] - (count - 1) * update_seconds
+        return count * table.seconds_by_size[size] - (count - 1) * table.update_seconds
 
     best = min(sizes, key=lambda size: (seconds(size), -size))
     count = math.ceil(share / best)
@@ -132,15 +127,18 @@ def choose_batch(
     check_int(world_size, name="world_size")
     check_float(min_gain, name="min_gain", at_least=0.0)
     check_float(exchange_seconds, name="exchange_seconds", at_least=0.0)
-    measured = table.seconds_by_size
-    known = {size * world_size for size in measured}
+    known = {size * world_size for size in table.batch_sizes}
     low = base_batch_size if min_batch_size is None else min_batch_size
     high = max([base_batch_size, *(MAX_ACCUMULATED * size for size in known)])
     high = high if max_batch_size is None else max_batch_size
-    sizes = {base_batch_size} | {size for size in known | _powers_of_two(base_batch_size, high) if low <= size <= high}
+    doubled = {base_batch_size << power for power in range(high.bit_length())}
+    halved = {
+        base_batch_size >> power for power in range(base_batch_size.bit_length()) if not base_batch_size % 2**power
+    }
+    sizes = {base_batch_size} | {size for size in known | doubled | halved if low <= size <= high}
 
     def split(size: int) -> tuple[int, int, float]:
-        return _split(measured, table.update_seconds, math.ceil(size / world_size))
+        return split_share(table, math.ceil(size / world_size))
 
     base_seconds = split(base_batch_size)[2] + exchange_seconds
     candidates = []
@@ -169,16 +167,6 @@ def choose_batch(
         reason=_reason(stay, best, chosen, noise_scale=noise_scale, min_gain=min_gain),
         candidates=tuple(candidates),
     )
-
-
-def _powers_of_two(base: int, high: int) -> set[int]:
-    """The base multiplied by powers of two up to `high`, and divided by them while that is whole."""
-    sizes = {base}
-    while (larger := 2 * max(sizes)) <= high:
-        sizes.add(larger)
-    while (smallest := min(sizes)) % 2 == 0:
-        sizes.add(smallest // 2)
-    return sizes
 
 
 def _reason(stay: Candidate, best: Candidate, chosen: Candidate, *, noise_scale: float | None, min_gain: float) -> str:

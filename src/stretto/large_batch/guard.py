@@ -8,7 +8,7 @@ import bisect
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -78,15 +78,14 @@ class Guard:
         self.max_rate_times_curvature = check_float(
             max_rate_times_curvature, name="max_rate_times_curvature", at_least=0.0, owner="Guard"
         )
-        for name, size in (("window", window), ("memory", memory)):
-            check_int(size, name=name, owner="Guard")
-        self._recent, self._gaps, self._norms = SortedWindow(window), SortedWindow(memory), SortedWindow(memory)
+        self.window = check_int(window, name="window", owner="Guard")
+        self.memory = check_int(memory, name="memory", owner="Guard")
         self.restart()
 
     def restart(self) -> None:
         """Forget everything: after a roll-back the loss is another."""
-        for kept in (self._recent, self._gaps, self._norms):
-            kept.clear()
+        self._recent = SortedWindow(self.window)
+        self._gaps, self._norms = SortedWindow(self.memory), SortedWindow(self.memory)
         self._best: float | None = None
         self._high = self._spiked = self._steep = 0
 
@@ -118,14 +117,15 @@ class Guard:
     @property
     def smoothed(self) -> float | None:
         """The smoothed loss; None until there are enough updates."""
-        return self._recent.median if self._recent.is_full else None
+        return self._recent.median if len(self._recent.ordered) == self.window else None
 
     @property
     def spread(self) -> float:
         """The standard deviation of the noise of the loss; infinite until there are enough calm updates."""
-        if len(self._gaps) < min(self._recent.size, self._gaps.size):
+        gaps = self._gaps.ordered
+        if len(gaps) < min(self.window, self.memory):
             return math.inf
-        return max(factor * self._gaps.quantile(share) for share, factor in SPREAD_QUANTILES)
+        return max(factor * gaps[int(share * (len(gaps) - 1))] for share, factor in SPREAD_QUANTILES)
 
     def _judge_loss(self, loss: float) -> str:
         self._recent.append(loss)
@@ -149,7 +149,7 @@ class Guard:
         )
 
     def _judge_norm(self, norm: float) -> str:
-        usual = self._norms.median if len(self._norms) >= self.patience else math.inf
+        usual = self._norms.median if len(self._norms.ordered) >= self.patience else math.inf
         if norm <= self.spike * usual:
             self._norms.append(norm)
             self._spiked = 0
@@ -167,9 +167,9 @@ class Guard:
         """Everything that was observed, ready for JSON."""
         return {
             "version": STATE_VERSION,
-            "recent": list(self._recent),
-            "gaps": list(self._gaps),
-            "norms": list(self._norms),
+            "recent": list(self._recent.aged),
+            "gaps": list(self._gaps.aged),
+            "norms": list(self._norms.aged),
             "best": self._best,
             "counts": [self._high, self._spiked, self._steep],
         }
@@ -181,69 +181,35 @@ class Guard:
                 f"the state of a guard has version {state.get('version')!r}, not {STATE_VERSION}",
                 fix="Begin with a new guard.",
             )
-        self._recent = SortedWindow(self._recent.size, state["recent"])
-        self._gaps = SortedWindow(self._gaps.size, state["gaps"])
-        self._norms = SortedWindow(self._norms.size, state["norms"])
+        self._recent = SortedWindow(self.window, state["recent"])
+        self._gaps, self._norms = (SortedWindow(self.memory, state[name]) for name in ("gaps", "norms"))
         self._best = state["best"]
         self._high, self._spiked, self._steep = map(int, state["counts"])
 
 
 @final
 class SortedWindow:
-    """The last `size` numbers of a stream, kept in order, so that quantiles of them cost next to nothing.
-
-    Args:
-        size: How many are kept; the oldest goes first.
-        values: To begin with, the oldest first.
-
-    Example:
-        >>> window = SortedWindow(3, [5.0, 1.0, 4.0, 2.0])
-        >>> list(window), window.median, window.quantile(0.0)
-        ([1.0, 4.0, 2.0], 2.0, 1.0)
-    """
+    """The last `size` numbers of a stream, as they came and in order, so that quantiles cost next to nothing."""
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
-        self.size = check_int(size, name="size", owner="SortedWindow")
-        self._aged: deque[float] = deque()
-        self._ordered: list[float] = []
+        self.size = size
+        self.aged: deque[float] = deque()
+        self.ordered: list[float] = []
         for value in values:
             self.append(value)
 
-    def __len__(self) -> int:
-        return len(self._ordered)
-
-    def __iter__(self) -> Iterator[float]:
-        return iter(self._aged)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether `size` numbers are there."""
-        return len(self._ordered) == self.size
+    def append(self, value: float) -> None:
+        """Add a finite number; drop the oldest if there are too many."""
+        if len(self.aged) == self.size:
+            del self.ordered[bisect.bisect_left(self.ordered, self.aged.popleft())]
+        self.aged.append(value)
+        bisect.insort(self.ordered, value)
 
     @property
     def median(self) -> float:
-        """The middle one, or the mean of the two in the middle; there must be one."""
-        half = len(self._ordered) // 2
-        if len(self._ordered) % 2:
-            return self._ordered[half]
-        return (self._ordered[half - 1] + self._ordered[half]) / 2
-
-    def quantile(self, share: float) -> float:
-        """The largest of the lower share of the numbers, none between them."""
-        return self._ordered[int(share * (len(self._ordered) - 1))]
-
-    def append(self, value: float) -> None:
-        """Add a finite number; drop the oldest if there are too many."""
-        if self.is_full:
-            oldest = self._aged.popleft()
-            del self._ordered[bisect.bisect_left(self._ordered, oldest)]
-        self._aged.append(value)
-        bisect.insort(self._ordered, value)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._aged.clear()
-        self._ordered.clear()
+        """As `statistics.median`, which would sort again."""
+        half, is_odd = divmod(len(self.ordered), 2)
+        return self.ordered[half] if is_odd else (self.ordered[half - 1] + self.ordered[half]) / 2
 
 
 @final
@@ -353,12 +319,12 @@ def local_curvature(
             f"gradients have the shapes {found}, parameters {wanted}",
             fix="Give one gradient per parameter, in the same order.",
         )
-    norm = math.sqrt(float(sum_of_squares(first, None)))
+    norm = math.sqrt(float(sum_of_squares(first)))
     if not math.isfinite(norm) or norm == 0.0:
         return math.nan
     if distance is None:
         precision = max(torch.finfo(weight.dtype).eps for weight in weights)
-        distance = math.sqrt(precision) * (1.0 + math.sqrt(float(sum_of_squares(weights, None))))
+        distance = math.sqrt(precision) * (1.0 + math.sqrt(float(sum_of_squares(weights))))
     kept = [weight.clone() for weight in weights]
     try:
         torch._foreach_add_(weights, first, alpha=distance / norm)
@@ -368,6 +334,6 @@ def local_curvature(
             )
         second = [gradient.detach() for gradient in gradient_at()]
         gap = torch._foreach_sub(second, first)
-        return math.sqrt(float(sum_of_squares(gap, None))) / distance
+        return math.sqrt(float(sum_of_squares(gap))) / distance
     finally:
         torch._foreach_copy_(weights, kept)

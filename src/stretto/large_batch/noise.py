@@ -64,16 +64,19 @@ def squared_norm(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None
         plain norm must not be mixed with those that follow.
     """
     held = [parameter for parameter in parameters if parameter.grad is not None]
-    return float(sum_of_squares([p.grad for p in held if p.grad is not None], _denominators(held, optimizer)))
+    return float(sum_of_squares([parameter.grad for parameter in held], _denominators(held, optimizer)))
 
 
-def sum_of_squares(gradients: Sequence[torch.Tensor], denominators: Sequence[torch.Tensor] | None) -> torch.Tensor:
-    """The squared norm of gradients, each divided by its denominators if there are any: a tensor, on their device."""
+def sum_of_squares(
+    tensors: Sequence[torch.Tensor | None], denominators: Sequence[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """The squared norm of gradients, each divided by its denominators if there are any; None counts as zero."""
+    gradients = [tensor for tensor in tensors if tensor is not None]
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     if denominators is not None:
-        dense = [gradient.to_dense() for gradient in gradients]
-        gradients = list(torch._foreach_div(dense, list(denominators)))
+        below = [each for each, tensor in zip(denominators, tensors, strict=True) if tensor is not None]
+        gradients = list(torch._foreach_div([gradient.to_dense() for gradient in gradients], below))
     # Rows that occur twice in a sparse gradient must be added up before they are squared.
     gradients = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     # Half precision is summed in single.
@@ -154,15 +157,12 @@ class SplitNorms:
 
 
 class AbstractSplit(abc.ABC):
-    """Measures the parts of an update: `begin`, then `add` after each backward pass, then `take` before clipping.
-
-    Attributes:
-        is_on: Whether the update under way is measured.
-        needs_halves: Whether an update of a single batch has parts only if it is computed in halves.
-    """
+    """Measures the parts of an update: `begin`, then `add` after each backward pass, then `take` before clipping."""
 
     is_on = True
+    """Whether the update under way is measured."""
     needs_halves = False
+    """Whether an update of a single batch has parts only if it is computed in halves."""
 
     @abc.abstractmethod
     def begin(self, *, is_on: bool = True) -> None:
@@ -215,8 +215,7 @@ class SplitByMicroBatch(AbstractSplit):
     def begin(self, *, is_on: bool = True) -> None:
         """Begin an update, measured or not."""
         self.is_on = is_on
-        self._sizes: list[int] = []
-        self._squares: list[float] = []
+        self._parts: list[tuple[int, float]] = []
         self._sums: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._denominators: list[torch.Tensor] | None = None
 
@@ -225,37 +224,32 @@ class SplitByMicroBatch(AbstractSplit):
         """Measure the gradient that was just added, and set it aside."""
         if not self.is_on:
             return
-        if not self._sizes:
+        if not self._parts:
             self._denominators = _denominators(self._parameters, self._optimizer)
-        self._sizes.append(num_sequences)
-        self._squares.append(self._square([parameter.grad for parameter in self._parameters]))
+        gradients = [parameter.grad for parameter in self._parameters]
+        self._parts.append((num_sequences, float(sum_of_squares(gradients, self._denominators))))
         self._sums = [_add(whole, each.grad) for whole, each in zip(self._sums, self._parameters, strict=True)]
         for parameter in self._parameters:
             parameter.grad = None
 
     def take(self, *, scale: float | None = None) -> SplitNorms | None:
         """Put the sum of all parts into `.grad`; the gradient of the update is that sum times `scale`, 1 by default."""
-        if not self.is_on or not self._sizes:
+        if not self.is_on or not self._parts:
             return None
         factor = 1.0 if scale is None else scale
-        held = [(size, square) for size, square in zip(self._sizes, self._squares, strict=True) if size > 0]
+        held = [(size, square) for size, square in self._parts if size > 0]
         total = sum(size for size, _ in held)
         norms = None
         if len(held) >= 2:
             norms = SplitNorms(
                 sizes=tuple(size for size, _ in held),
                 squares=tuple(square * (factor * total / size) ** 2 for size, square in held),
-                square_of_mean=self._square(self._sums) * factor**2,
+                square_of_mean=float(sum_of_squares(self._sums, self._denominators)) * factor**2,
             )
         for parameter, whole in zip(self._parameters, self._sums, strict=True):
             parameter.grad = whole
         self.begin()
         return norms
-
-    def _square(self, gradients: Sequence[torch.Tensor | None]) -> float:
-        held = [at for at, gradient in enumerate(gradients) if gradient is not None]
-        denominators = None if self._denominators is None else [self._denominators[at] for at in held]
-        return float(sum_of_squares([each for each in gradients if each is not None], denominators))
 
 
 def _add(whole: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:

@@ -156,14 +156,10 @@ class Gate(nn.Parameter):
     It shares the memory of the packed weight: an update of the one is an update of the other. Its gradient is those
     rows of the packed weight's gradient, looked up whenever it is read, so that backward, clipping, all-reduce and
     `zero_grad` work as usual. Models never see it; the model's `state_dict` has the packed weight alone.
-
-    Args:
-        packed: The packed weight (G H, F).
-        start: The first row.
-        stop: The row after the last.
     """
 
     packed: nn.Parameter
+    """The packed weight (G H, F)."""
     start: int
     stop: int
 

@@ -46,11 +46,7 @@ class Constant(AbstractDecay):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Polynomial(AbstractDecay):
-    """(1 - e / E) ** power after e of E epochs: zero at the end.
-
-    Attributes:
-        power: LARS is used with 2, LAMB with 1.
-    """
+    """(1 - e / E) ** power after e of E epochs: zero at the end. LARS is used with a power of 2, LAMB with 1."""
 
     name: ClassVar[DecayName] = "poly"
     needs_epochs: ClassVar[bool] = True
@@ -67,11 +63,7 @@ class Polynomial(AbstractDecay):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Exponential(AbstractDecay):
-    """factor ** e after e epochs, a little less at every update.
-
-    Attributes:
-        factor: What the rate is multiplied by per epoch.
-    """
+    """factor ** e after e epochs, a little less at every update."""
 
     name: ClassVar[DecayName] = "exponential"
     factor: float = 0.95
@@ -87,12 +79,7 @@ class Exponential(AbstractDecay):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Step(AbstractDecay):
-    """The rate is multiplied by `factor` at every milestone.
-
-    Attributes:
-        milestones: Epochs after which it happens, increasing.
-        factor: What the rate is multiplied by at a milestone.
-    """
+    """The rate is multiplied by `factor` at every milestone: epochs, increasing."""
 
     name: ClassVar[DecayName] = "step"
     milestones: tuple[float, ...]
@@ -117,11 +104,7 @@ class Step(AbstractDecay):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cosine(AbstractDecay):
-    """Half a cosine from one to `floor`.
-
-    Attributes:
-        floor: The factor at the end.
-    """
+    """Half a cosine from one to `floor`."""
 
     name: ClassVar[DecayName] = "cosine"
     needs_epochs: ClassVar[bool] = True
@@ -138,13 +121,9 @@ class Cosine(AbstractDecay):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FlatThenDivide(AbstractDecay):
-    """Constant for some epochs, then divided once per epoch: the PTB recipe of Zaremba et al.
+    """Constant for `flat_epochs`, then divided by `divide_by` once per epoch: the PTB recipe of Zaremba et al.
 
     Flat for 4 epochs and divided by 2, the fifth epoch runs at a half, the sixth at a quarter.
-
-    Attributes:
-        flat_epochs: Epochs at the peak.
-        divide_by: What every later epoch divides the rate by.
     """
 
     name: ClassVar[DecayName] = "ptb"
@@ -186,17 +165,20 @@ def make_decay(
     refuse_unused(name, decay_factor=decay_factor, flat_epochs=flat_epochs)
     if decay_factor is not None:
         check_float(decay_factor, name="decay_factor", above=0.0, at_most=1.0)
-    if name == "exponential":
-        return Exponential() if decay_factor is None else Exponential(factor=decay_factor)
+    options: dict[str, Any] = {}
+    if decay_factor is not None:
+        options |= {"divide_by": 1.0 / decay_factor} if name == "ptb" else {"factor": decay_factor}
+    if name == "ptb" and flat_epochs is not None:
+        options["flat_epochs"] = flat_epochs
     if name == "step":
-        milestones = _every(flat_epochs, epochs)
-        return Step(milestones=milestones) if decay_factor is None else Step(milestones=milestones, factor=decay_factor)
-    if name == "ptb":
-        return FlatThenDivide(
-            flat_epochs=4 if flat_epochs is None else flat_epochs,
-            divide_by=2.0 if decay_factor is None else 1.0 / decay_factor,
-        )
-    return DECAYS[name]()
+        if epochs is None:
+            raise StrettoError(
+                "the decay 'step' needs the number of epochs",
+                fix="Give epochs=..., or Step(milestones=...) of stretto.large_batch.",
+            )
+        each = epochs / 3 if flat_epochs is None else check_int(flat_epochs, name="flat_epochs")
+        options["milestones"] = tuple(each * number for number in range(1, math.ceil(epochs / each)))
+    return DECAYS[name](**options)
 
 
 def refuse_unused(name: str, *, decay_factor: float | None, flat_epochs: int | None) -> None:
@@ -224,14 +206,8 @@ class WarmupThenDecay:
     Update i of a warm-up of n has (i + 1) / n, so that the first one moves and the last one has the peak. Then the
     decay takes over, at the epoch reached by then: if it has fallen meanwhile, the rate drops to its curve.
 
-    Its attributes are JSON-ready, so the scheduler's state is, and loading that state replaces them.
-
-    Args:
-        decay: How the rate falls.
-        warmup_updates: Updates until the peak.
-        updates: Updates in `updates_epochs` epochs.
-        updates_epochs: A run may know the updates of one epoch, or only those of all epochs together.
-        epochs: Epochs of the whole run, where known.
+    Its attributes are JSON-ready, so the scheduler's state is, and loading that state replaces them. There are
+    `updates` in `updates_epochs` epochs: a run may know those of one epoch, or only those of all together.
     """
 
     def __init__(
@@ -255,16 +231,6 @@ class WarmupThenDecay:
             return (update + 1) / self.warmup_updates
         # The product first: at the end of an epoch the quotient is then a whole number, exactly.
         return decay_from_json(self.decay).at(update * self.updates_epochs / self.updates, epochs=self.epochs)
-
-
-def _every(flat_epochs: int | None, epochs: float | None) -> tuple[float, ...]:
-    if epochs is None:
-        raise StrettoError(
-            "the decay 'step' needs the number of epochs",
-            fix="Give epochs=..., or Step(milestones=...) of stretto.large_batch.",
-        )
-    each = epochs / 3 if flat_epochs is None else check_int(flat_epochs, name="flat_epochs")
-    return tuple(each * number for number in range(1, math.ceil(epochs / each)))
 
 
 def _fraction(done: float, epochs: float | None) -> float:

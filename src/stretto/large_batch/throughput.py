@@ -58,6 +58,8 @@ class ThroughputTable:
         shares: What share of all sequences has about each length; they add up to 1.
         update_seconds: The part of each entry's seconds that is spent once per update however many micro-batches are
             accumulated: the optimiser. 0 counts it with each of them.
+        seconds_by_size: Mean seconds per update, lengths weighted by their shares, of the sizes measured at every
+            length.
 
     Example:
         >>> table = ThroughputTable.of({16: 0.5, 32: 0.75})
@@ -68,11 +70,14 @@ class ThroughputTable:
     entries: tuple[Entry, ...]
     shares: Mapping[int, float]
     update_seconds: float = 0.0
+    seconds_by_size: Mapping[int, float] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        times: dict[int, dict[int, float]] = {}
         for entry in self.entries:
             if entry.seconds is not None:
                 check_float(entry.seconds, name="seconds", above=0.0, owner="Entry")
+                times.setdefault(entry.batch_size, {})[entry.length] = entry.seconds
         check_float(self.update_seconds, name="update_seconds", at_least=0.0, owner="ThroughputTable")
         unmatched = {entry.length for entry in self.entries} ^ set(self.shares)
         shares = self.shares.values()
@@ -81,6 +86,12 @@ class ThroughputTable:
                 f"the shares {dict(self.shares)} do not match the lengths that were measured, or do not add up to 1",
                 fix="Give each length the share of all sequences that it stands for.",
             )
+        means = {
+            size: math.fsum(share * found[length] for length, share in self.shares.items())
+            for size, found in sorted(times.items())
+            if len(found) == len(self.shares)
+        }
+        object.__setattr__(self, "seconds_by_size", means)
 
     @classmethod
     def of(cls, seconds: Mapping[int, float], *, length: int = 1, update_seconds: float = 0.0) -> "ThroughputTable":
@@ -90,19 +101,6 @@ class ThroughputTable:
             for size, each in sorted(seconds.items())
         ]
         return cls(entries=tuple(entries), shares={length: 1.0}, update_seconds=update_seconds)
-
-    @property
-    def seconds_by_size(self) -> dict[int, float]:
-        """Mean seconds per update, lengths weighted by their shares, of the sizes measured at every length."""
-        found: dict[int, dict[int, float]] = {}
-        for entry in self.entries:
-            if entry.seconds is not None:
-                found.setdefault(entry.batch_size, {})[entry.length] = entry.seconds
-        return {
-            size: math.fsum(share * times[length] for length, share in self.shares.items())
-            for size, times in sorted(found.items())
-            if len(times) == len(self.shares)
-        }
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -199,9 +197,8 @@ def probe(
         for length in sorted(shares, reverse=True):
             run.grow(size, length)
     if not run.seconds:
-        problem = next(iter(run.problems.values()))
         raise StrettoError(
-            f"not even a batch of {sizes[0]} could be timed: {problem}",
+            f"not even a batch of {sizes[0]} could be timed: {run.stopped}",
             fix="Try a smaller one, shorter sequences, or allow more memory or time.",
         )
     for _, shape in itertools.product(range(repeats), list(run.seconds)):
@@ -211,29 +208,17 @@ def probe(
         update_seconds = min(run.seconds_of(update) for _ in range(repeats + 1))
         # More than a whole update would be noise of the clock.
         update_seconds = min(update_seconds, *run.seconds.values())
-    entries = [
-        Entry(
-            batch_size=size,
-            length=length,
-            seconds=run.seconds.get((size, length)),
-            num_steps=run.num_steps.get((size, length), 0),
-            problem=run.problems.get((size, length), ""),
-        )
-        for size, length in itertools.product(sizes, sorted(shares))
-    ]
-    return ThroughputTable(entries=tuple(entries), shares=shares, update_seconds=update_seconds)
+    entries = tuple(
+        dataclasses.replace(run.entries[shape], seconds=run.seconds.get(shape)) for shape in sorted(run.entries)
+    )
+    return ThroughputTable(entries=entries, shares=shares, update_seconds=update_seconds)
 
 
 @final
 class _MemoryWatch:
     """Measures memory in use: the resident memory of this process, or what torch has allocated on a GPU.
 
-    Args:
-        device: Where the work is done.
-        max_bytes: The most that may be used; None is a share of what is free.
-
-    Attributes:
-        limit: The most that may be used; infinite where memory cannot be watched.
+    `limit` is the most that may be used, by default a share of what is free; infinite where memory cannot be watched.
     """
 
     def __init__(self, device: torch.device | str, *, max_bytes: int | None) -> None:
@@ -303,52 +288,60 @@ class _MemoryWatch:
 
 @final
 class _Run:
-    """A probe under way: seconds by shape, and why some shapes were not run."""
+    """A probe under way: what was found of each shape, and what the largest so far predicts of the next."""
 
     def __init__(self, run_update: Callable[[int, int], object], watch: _MemoryWatch, *, deadline: float) -> None:
         self._run_update, self._watch, self._deadline = run_update, watch, deadline
         self.seconds: dict[tuple[int, int], float] = {}
-        self.num_steps: dict[tuple[int, int], int] = {}
-        self.problems: dict[tuple[int, int], str] = {}
-        self._stopped = ""
-        self._slots, self._peak_bytes, self._base_bytes = 0, 0, 0
-        self._smallest, self._seconds_per_slot = 0, 0.0
+        self.entries: dict[tuple[int, int], Entry] = {}
+        self.stopped = ""
+        self._num_steps, self._peak_bytes, self._base_bytes = 0, 0, 0
+        self._smallest, self._seconds_per_step = 0, 0.0
 
     def grow(self, size: int, length: int) -> None:
         """Run a shape for the first time, unless it would not fit; once one did not, no larger size is run."""
-        slots = size * length
+        num_steps = size * length
         self._smallest = self._smallest or size
-        if not self._stopped and self._slots:
-            grown = max(0, self._peak_bytes - self._base_bytes) * slots / self._slots
+        if not self.stopped and self._num_steps:
+            grown = max(0, self._peak_bytes - self._base_bytes) * num_steps / self._num_steps
             needed, limit = self._base_bytes + MEMORY_MARGIN * grown, self._watch.limit
-            seconds = self._seconds_per_slot * slots
+            seconds = self._seconds_per_step * num_steps
             if needed > limit:
-                self._stopped = f"it would use {needed / 1e6:,.0f} MB of memory, {limit / 1e6:,.0f} are allowed"
+                self.stopped = f"it would use {needed / 1e6:,.0f} MB of memory, {limit / 1e6:,.0f} are allowed"
             elif size > self._smallest and time.perf_counter() + seconds > self._deadline:
-                self._stopped = f"it would take about {seconds:.2g} s, and too little time is left"
-        if self._stopped:
-            self.problems[size, length] = self._stopped
-            return
-        try:
-            if not self._slots:
-                # Kernels, threads and the optimiser's state come with the first update, and stay.
-                self._run_update(size, length)
-                self._base_bytes = self._watch.now()
-            answer: list[object] = []
-            begun = time.perf_counter()
-            peak = self._watch.peak_of(lambda: answer.append(self._run_update(size, length)))
-            taken = time.perf_counter() - begun
-        except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, MemoryError) and not any(words in str(error).lower() for words in OUT_OF_MEMORY):
-                raise
-            self._watch.release()
-            self._stopped = self.problems[size, length] = "out of memory"
+                self.stopped = f"it would take about {seconds:.2g} s, and too little time is left"
+        answer: list[object] = []
+        if not self.stopped:
+            try:
+                if not self._num_steps:
+                    # Kernels, threads and the optimiser's state come with the first update, and stay.
+                    self._run_update(size, length)
+                    self._base_bytes = self._watch.now()
+                begun = time.perf_counter()
+                peak = self._watch.peak_of(lambda: answer.append(self._run_update(size, length)))
+                taken = time.perf_counter() - begun
+            except (MemoryError, RuntimeError) as error:
+                is_memory = isinstance(error, MemoryError) or any(
+                    words in str(error).lower() for words in OUT_OF_MEMORY
+                )
+                if not is_memory:
+                    raise
+                self._watch.release()
+                self.stopped = "out of memory"
+        real = answer[0] if answer and isinstance(answer[0], int) else num_steps
+        self.entries[size, length] = Entry(
+            batch_size=size,
+            length=length,
+            seconds=None,
+            num_steps=0 if self.stopped else real,
+            problem=self.stopped,
+        )
+        if self.stopped:
             return
         self.seconds[size, length] = taken
-        self.num_steps[size, length] = answer[0] if isinstance(answer[0], int) else slots
-        self._seconds_per_slot = taken / slots
-        if slots >= self._slots:
-            self._slots, self._peak_bytes = slots, peak
+        self._seconds_per_step = taken / num_steps
+        if num_steps >= self._num_steps:
+            self._num_steps, self._peak_bytes = num_steps, peak
 
     def repeat(self, shape: tuple[int, int]) -> None:
         """Time a shape once more, if there is time."""

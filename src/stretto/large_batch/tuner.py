@@ -6,12 +6,13 @@ from typing import Any, Final, Literal, final
 
 from stretto.checks import check_float, check_int
 from stretto.errors import StrettoError
-from stretto.large_batch.choose import Candidate, choose_batch, split_share
+from stretto.large_batch.choose import Candidate, Choice, choose_batch, split_share
 from stretto.large_batch.guard import Guard
 from stretto.large_batch.noise import NoiseScale, SplitNorms
 from stretto.large_batch.scaling import LargeBatch
 from stretto.large_batch.throughput import ThroughputTable
 
+Action = Literal["keep", "grow", "shrink", "roll-back"]
 STATE_VERSION: Final = 4
 COMPARED_SETTINGS: Final = ("base_batch_size", "base_lr", "base_warmup_epochs", "rule", "warmup_cap")
 """What must be the same when a tuner continues from the state of another."""
@@ -42,7 +43,7 @@ class Decision:
         epoch: Epochs done, 1.5 in the middle of the second; None for a roll-back.
     """
 
-    action: Literal["keep", "grow", "shrink", "roll-back"]
+    action: Action
     batch_size: int
     accumulate: int
     lr: float
@@ -217,7 +218,7 @@ class BatchTuner:
         self._measured_at_decision = self.noise.num_updates
         obstacle = self._obstacle(epoch)
         if obstacle or self._table is None:
-            return self._keep(obstacle, epoch=epoch)
+            return self._record("keep", obstacle, epoch=epoch)
         largest, bound = min(self._bounds(epoch))
         largest = max(largest, self.batch_size)
         choice = choose_batch(
@@ -236,16 +237,13 @@ class BatchTuner:
             dataclasses.replace(self._settings, batch_size=choice.batch_size)
         except StrettoError as error:
             reason = f"{error.problem}, so {choice.batch_size} is not used"
-            return self._keep(reason, epoch=epoch, candidates=choice.candidates)
+            return self._record("keep", reason, epoch=epoch, choice=choice)
         if choice.batch_size == self.batch_size:
-            return self._keep(reason, epoch=epoch, candidates=choice.candidates)
+            return self._record("keep", reason, epoch=epoch, choice=choice)
         grows = choice.batch_size > self.batch_size
         self._earlier_sizes = [size for size in (*self._earlier_sizes, self.batch_size) if size < choice.batch_size]
         self.batch_size, self.accumulate = choice.batch_size, choice.accumulate
-        decision = self._in_force("grow" if grows else "shrink", reason, epoch=epoch, candidates=choice.candidates)
-        return self._record(
-            dataclasses.replace(decision, predicted_gain=choice.predicted_gain, extra_data=choice.extra_data)
-        )
+        return self._record("grow" if grows else "shrink", reason, epoch=epoch, choice=choice)
 
     def roll_back(self, reason: str) -> Decision:
         """Return to the batch before, after trouble, and never again to one as large as that in force.
@@ -259,12 +257,12 @@ class BatchTuner:
         failed, self._trouble = self.batch_size, ""
         self.guard.restart()
         if not self._earlier_sizes:
-            return self._keep(f"{reason}; {failed} is the smallest batch, so look at its rate and its data")
+            return self._record("keep", f"{reason}; {failed} is the smallest batch, so look at its rate and its data")
         self._ceiling = failed if self._ceiling is None else min(failed, self._ceiling)
         self.batch_size = self._earlier_sizes.pop()
         self.accumulate = self._accumulate(self.batch_size)
         reason = f"{reason}; back from {failed} to {self.batch_size}, and only batches below {failed} from here"
-        return self._record(self._in_force("roll-back", reason))
+        return self._record("roll-back", reason)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later decisions depend on, ready for JSON."""
@@ -350,34 +348,26 @@ class BatchTuner:
             bounds.append((self._ceiling - 1, f"{self._ceiling} was rolled back"))
         return bounds
 
-    def _keep(self, reason: str, *, epoch: float | None = None, candidates: tuple[Candidate, ...] = ()) -> Decision:
-        return self._record(self._in_force("keep", reason, epoch=epoch, candidates=candidates))
-
-    def _in_force(
-        self,
-        action: Literal["keep", "grow", "shrink", "roll-back"],
-        reason: str,
-        *,
-        epoch: float | None = None,
-        candidates: tuple[Candidate, ...] = (),
+    def _record(
+        self, action: Action, reason: str, *, epoch: float | None = None, choice: Choice | None = None
     ) -> Decision:
+        """The decision for the batch now in force; of several in a row that keep it, the last is remembered."""
         settings = self.settings
-        return Decision(
+        taken = choice if choice is not None and choice.batch_size == self.batch_size else None
+        decision = Decision(
             action=action,
             batch_size=self.batch_size,
             accumulate=self.accumulate,
             lr=settings.lr,
             warmup_epochs=settings.warmup_epochs,
             noise_scale=self.noise.cautious_scale,
-            predicted_gain=0.0,
-            extra_data=0.0,
+            predicted_gain=0.0 if taken is None else taken.predicted_gain,
+            extra_data=0.0 if taken is None else taken.extra_data,
             reason=reason,
-            candidates=candidates,
+            candidates=() if choice is None else choice.candidates,
             epoch=epoch,
         )
-
-    def _record(self, decision: Decision) -> Decision:
-        if self.decisions and self.decisions[-1].action == decision.action == "keep":
+        if self.decisions and self.decisions[-1].action == action == "keep":
             self.decisions.pop()
         self.decisions.append(decision)
         return decision

@@ -3,15 +3,12 @@
 from typing import Any, Final
 
 from stretto.errors import StrettoError
-from stretto.tasks.classification import Classification
-from stretto.tasks.classify import Classify
-from stretto.tasks.digit_images import DigitImages
-from stretto.tasks.digits import Digits
+from stretto.tasks.classify import Classification, Classify
+from stretto.tasks.digits import DigitImages, Digits
 from stretto.tasks.handwriting import Handwriting
 from stretto.tasks.label_steps import LabelSteps
 from stretto.tasks.language_model import LanguageModelling
-from stretto.tasks.translate import Translate, detect_bleu_words
-from stretto.tasks.translate_model import PAD
+from stretto.tasks.translate import PAD, Translate, detect_bleu_words
 from stretto.tasks.video import Video
 from stretto.training import AbstractTask
 

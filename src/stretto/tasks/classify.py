@@ -1,22 +1,56 @@
-"""Classification: one label per sequence.
+"""Classification: one label per sequence. `Classification` is what all such tasks share: loss, accuracy and samples.
 
 Shape legend: B sequences, T steps, F features, H hidden units, C classes.
 """
 
 import dataclasses
-from typing import Annotated, ClassVar, final
+from typing import Annotated, ClassVar, TypeVar, final
 
 import torch
 from pydantic import Field
 from torch import nn
+from torch.nn import functional
 
 from stretto.batching import Batch
-from stretto.data import SequenceSet, StepLabels, cut_runs
+from stretto.data import Labels, SequenceSet, StepLabels, cut_runs
 from stretto.errors import StrettoError
 from stretto.nn import Standardise
-from stretto.tasks.classification import Classification
 from stretto.tasks.recurrent import make_lstm, mean_over_steps
-from stretto.training import Count, Positive, TrainConfig
+from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, TrainConfig
+
+C = TypeVar("C", bound=TrainConfig)
+
+
+class Classification(AbstractTask[C]):
+    """Sequences with one label each, measured in accuracy. The model returns scores (B, C).
+
+    Attributes:
+        label_hint: What to do about data without labels.
+        class_names: The labels' names, in the order of the scores.
+    """
+
+    metric = "accuracy"
+    label_hint: ClassVar[str]
+
+    def __init__(self, config: C, data: SequenceSet) -> None:
+        super().__init__(config, data)
+        if not isinstance(data.targets, Labels):
+            raise StrettoError(f"{data.name} has no labels", fix=self.label_hint)
+        self.class_names = data.targets.names
+
+    def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
+        """Cross-entropy, counted in sequences."""
+        return LossSum(total=functional.cross_entropy(output, batch.targets, reduction="sum"), count=len(batch))
+
+    def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
+        """The fraction of sequences whose best class is the right one."""
+        right = int((output.argmax(dim=1) == batch.targets).sum())
+        return {self.metric: Score(amount=right, count=len(batch))}
+
+    def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
+        """True and predicted classes."""
+        pairs = zip(batch.targets.tolist(), output.argmax(dim=1).tolist(), strict=True)
+        return [Sample(target=self.class_names[y], output=self.class_names[found]) for y, found in pairs]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,11 +72,11 @@ class ClassifyConfig(TrainConfig):
 class ClassifyModel(nn.Module):
     """A bidirectional LSTM, averaged over the real steps of each sequence, and a linear layer."""
 
-    def __init__(self, standardise: Standardise, *, num_features: int, num_classes: int, config: TrainConfig) -> None:
+    def __init__(self, data: SequenceSet, *, num_classes: int, config: TrainConfig) -> None:
         super().__init__()
-        self.standardise = standardise
+        self.standardise = Standardise.of(data.part("train"))
         self.lstm = make_lstm(
-            num_features,
+            data.num_features,
             config.hidden_size,
             num_layers=config.num_layers,
             bidirectional=True,
@@ -80,9 +114,4 @@ class Classify(Classification[ClassifyConfig]):
 
     def build_model(self) -> ClassifyModel:
         """A new model."""
-        return ClassifyModel(
-            Standardise.of(self.data.part("train")),
-            num_features=self.data.num_features,
-            num_classes=len(self.class_names),
-            config=self.config,
-        )
+        return ClassifyModel(self.data, num_classes=len(self.class_names), config=self.config)

@@ -1,42 +1,53 @@
-"""Digits: images read row by row, one class each.
+"""Digits: images with one class each, read row by row by an LSTM, or seen whole by convolutions.
 
 Shape legend: B images, T rows, F columns, E numbers that represent a row, H hidden units, L layers, C classes.
 """
 
 import dataclasses
-from typing import ClassVar, Literal, TypeVar, final
+from typing import ClassVar, Final, Literal, TypeVar, final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call
 
 from stretto.batching import Batch
 from stretto.data import SequenceSet, load_drawn_digits
+from stretto.errors import StrettoError
 from stretto.large_batch import OptimizerName, ScheduleName
 from stretto.nn import Standardise
-from stretto.tasks.classification import Classification
+from stretto.tasks.classify import Classification
 from stretto.tasks.recurrent import make_lstm
 from stretto.training import Count, NotNegative, Positive, Share, TrainConfig
 
-C = TypeVar("C", bound=TrainConfig)
+CHANNELS: Final = (16, 32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DigitsConfig(TrainConfig):
+class ImageConfig(TrainConfig):
+    """What both tasks of images start from."""
+
+    epochs: Count = 25
+    batch_size: Count | Literal["auto"] = 128
+    dropout: Share = 0.0
+    optimizer: OptimizerName = "momentum"
+    learning_rate: Positive = 0.1
+    schedule: ScheduleName = "constant"
+    warmup_epochs: NotNegative | None = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DigitsConfig(ImageConfig):
     """Settings of the digits task: the baseline that larger batches are scaled from.
 
     Attributes:
         row_size: Numbers that a row of pixels is mapped to before the recurrent layer.
     """
 
-    epochs: Count = 25
-    batch_size: Count | Literal["auto"] = 128
     row_size: Count = 128
-    dropout: Share = 0.0
-    optimizer: OptimizerName = "momentum"
-    learning_rate: Positive = 0.1
-    schedule: ScheduleName = "constant"
-    warmup_epochs: NotNegative | None = 0.1
+
+
+C = TypeVar("C", bound=ImageConfig)
 
 
 @final
@@ -47,10 +58,10 @@ class DigitsModel(nn.Module):
     product of both weights; gradients reach each of them through the product.
     """
 
-    def __init__(self, standardise: Standardise, *, num_features: int, num_classes: int, config: DigitsConfig) -> None:
+    def __init__(self, data: SequenceSet, *, num_classes: int, config: DigitsConfig) -> None:
         super().__init__()
-        size, width = config.hidden_size, config.row_size
-        self.standardise = standardise
+        num_features, size, width = data.num_features, config.hidden_size, config.row_size
+        self.standardise = Standardise.of(data.part("train"), num_groups=1)
         self.transform = nn.Linear(num_features, width)
         self.lstm = make_lstm(width, size, num_layers=config.num_layers, dropout=config.dropout, backend=config.backend)
         self.dropout = nn.Dropout(config.dropout)
@@ -95,9 +106,79 @@ class Digits(AbstractDigits[DigitsConfig]):
 
     def build_model(self) -> DigitsModel:
         """A new model."""
-        return DigitsModel(
-            Standardise.of(self.data.part("train"), num_groups=1),
-            num_features=self.data.num_features,
-            num_classes=len(self.class_names),
-            config=self.config,
+        return DigitsModel(self.data, num_classes=len(self.class_names), config=self.config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DigitImagesConfig(ImageConfig):
+    """Settings of the digit-images task, whose net is not recurrent.
+
+    Attributes:
+        hidden_size: Units of the linear layer after the convolutions.
+        num_layers: 1: there are no recurrent layers.
+        dropout: Share of the units dropped before the last layer.
+    """
+
+    learning_rate: Positive = 0.05
+
+
+@final
+class DigitImagesModel(nn.Module):
+    """Two convolutions, each with pooling, a linear layer, and a linear layer for the classes."""
+
+    def __init__(self, data: SequenceSet, *, num_classes: int, config: DigitImagesConfig) -> None:
+        super().__init__()
+        self.standardise = Standardise.of(data.part("train"), num_groups=1)
+        few, many = CHANNELS
+        places = -(-int(data.lengths_N[0]) // 4) * -(-data.num_features // 4)
+        self.layers = nn.Sequential(
+            # Pooling first: the positive part of the largest of four is the largest of four positive parts.
+            nn.Conv2d(1, few, kernel_size=3, padding=1),
+            nn.MaxPool2d(2, ceil_mode=True),
+            nn.ReLU(),
+            nn.Conv2d(few, many, kernel_size=3, padding=1),
+            nn.MaxPool2d(2, ceil_mode=True),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(many * places, config.hidden_size),
+            nn.ReLU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(config.hidden_size, num_classes),
         )
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Scores of the classes (B, C)."""
+        # What a batch is padded with beyond the rows of its images is no part of them.
+        num_rows = int(batch.lengths[0])
+        x_BTF = self.standardise(batch.features_BTF[:, :num_rows], batch.mask[:, :num_rows])
+        # Channels last in memory: torch convolves and pools so much faster on a CPU, and keeps it from layer to layer.
+        scores_BC: torch.Tensor = self.layers(x_BTF[..., None].movedim(-1, 1))
+        return scores_BC
+
+
+@final
+class DigitImages(AbstractDigits[DigitImagesConfig]):
+    """Images of digits seen whole by a small convolutional net, measured in accuracy."""
+
+    name = "digit-images"
+    Config = DigitImagesConfig
+
+    def __init__(self, config: DigitImagesConfig, data: SequenceSet) -> None:
+        super().__init__(config, data)
+        if config.num_layers != 1:
+            raise StrettoError(
+                f"num_layers={config.num_layers} was given and digit-images has no recurrent layers",
+                fix="Leave --num-layers out, or train digits.",
+            )
+        others = np.flatnonzero(data.lengths_N != data.lengths_N[0])
+        if len(others):
+            first, other = data.numbers_N[0], data.numbers_N[others[0]]
+            raise StrettoError(
+                f"{data.name}: image {first} has {data.lengths_N[0]} rows and image {other} has "
+                f"{data.lengths_N[others[0]]} ({len(others)} such images)",
+                fix="Give images of one height, or train digits, which reads them row by row.",
+            )
+
+    def build_model(self) -> DigitImagesModel:
+        """A new model."""
+        return DigitImagesModel(self.data, num_classes=len(self.class_names), config=self.config)

@@ -47,14 +47,12 @@ class HandwritingConfig(TrainConfig):
 class HandwritingModel(nn.Module):
     """Stacked pen movement, a bidirectional LSTM, and the probability of each character at each step."""
 
-    def __init__(
-        self, standardise: Standardise, *, num_features: int, num_classes: int, config: HandwritingConfig
-    ) -> None:
+    def __init__(self, data: SequenceSet, *, num_classes: int, config: HandwritingConfig) -> None:
         super().__init__()
         self.stack = config.stack
-        self.standardise = standardise
+        self.standardise = Standardise.of(data.part("train"))
         self.lstm = make_lstm(
-            num_features * config.stack,
+            data.num_features * config.stack,
             config.hidden_size,
             num_layers=config.num_layers,
             bidirectional=True,
@@ -99,12 +97,7 @@ class Handwriting(AbstractTask[HandwritingConfig]):
 
     def build_model(self) -> HandwritingModel:
         """A new model."""
-        return HandwritingModel(
-            Standardise.of(self.data.part("train")),
-            num_features=self.data.num_features,
-            num_classes=BLANK + 1 + len(self.alphabet),
-            config=self.config,
-        )
+        return HandwritingModel(self.data, num_classes=BLANK + 1 + len(self.alphabet), config=self.config)
 
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
         """Negative log-likelihood of the transcripts, counted in characters."""
@@ -169,7 +162,7 @@ def _check_transcripts(data: SequenceSet, transcripts: Transcripts, *, stack: in
         raise StrettoError(
             f"{data.name}: sequence {empty[0]} has no transcript", fix="Write its text, or remove the sequence."
         )
-    needed_N = steps_needed(transcripts.code_points, starts_N=transcripts.starts_N, lengths_N=transcripts.lengths_N)
+    needed_N = steps_needed(transcripts)
     given_N = -(-data.lengths_N // stack)
     short = np.flatnonzero(needed_N > given_N)
     if len(short):
@@ -187,14 +180,12 @@ def _ink(features_TF: torch.Tensor) -> list[list[float]] | None:
     return [[round(value, 3) for value in row] for row in features_TF.tolist()]
 
 
-def steps_needed(
-    codes: npt.NDArray[np.integer], *, starts_N: npt.NDArray[np.int64], lengths_N: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
+def steps_needed(transcripts: Transcripts) -> npt.NDArray[np.int64]:
     """The fewest steps that CTC needs for each transcript: one per character, and a blank between equal ones."""
+    codes, starts_N, lengths_N = transcripts.code_points, transcripts.starts_N, transcripts.lengths_N
     repeated = np.zeros(len(codes) + 1, dtype=np.int64)
     repeated[2:] = np.cumsum(codes[1:] == codes[:-1])
-    ends_N = starts_N + lengths_N
-    within_N = repeated[ends_N] - repeated[np.minimum(starts_N + 1, len(codes))]
+    within_N = repeated[starts_N + lengths_N] - repeated[np.minimum(starts_N + 1, len(codes))]
     return lengths_N + np.where(lengths_N > 0, within_N, 0)
 
 

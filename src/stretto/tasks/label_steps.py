@@ -45,12 +45,10 @@ class LabelStepsConfig(SolverConfig):
 class LabelStepsModel(nn.Module):
     """Layers of GRUs over standardised features, and a linear layer at each step."""
 
-    def __init__(
-        self, standardise: Standardise, *, num_features: int, num_classes: int, config: LabelStepsConfig
-    ) -> None:
+    def __init__(self, data: SequenceSet, *, num_classes: int, config: LabelStepsConfig) -> None:
         super().__init__()
-        self.standardise = standardise
-        self.gru = GRULayers(num_features, config=config, bidirectional=config.bidirectional)
+        self.standardise = Standardise.of(data.part("train"))
+        self.gru = GRULayers(data.num_features, config=config, bidirectional=config.bidirectional)
         self.dropout = nn.Dropout(config.dropout)
         self.classify = nn.Linear(config.hidden_size * (2 if config.bidirectional else 1), num_classes)
 
@@ -100,12 +98,7 @@ class LabelSteps(AbstractTask[LabelStepsConfig]):
 
     def build_model(self) -> LabelStepsModel:
         """A new model."""
-        return LabelStepsModel(
-            Standardise.of(self.data.part("train")),
-            num_features=self.data.num_features,
-            num_classes=len(self.class_names),
-            config=self.config,
-        )
+        return LabelStepsModel(self.data, num_classes=len(self.class_names), config=self.config)
 
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
         """Cross-entropy, counted in labelled steps."""

@@ -19,7 +19,6 @@ from stretto.batching import NO_STEP, Batch
 from stretto.data import SequenceSet, make_text, read_word_text
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.kernels import Backend
 from stretto.nn import CarriedState
 from stretto.tasks.recurrent import make_lstm
 from stretto.training import (
@@ -61,7 +60,8 @@ class LanguageModelConfig(TrainConfig):
         window: In streams, steps of a batch, and how far gradients go back.
         embedding_size: Size of the embedding of a word or character.
         input_dropout: Fraction of the embedding dropped.
-        init_scale: Weights begin uniform between minus and plus this; left out, as torch has them.
+        init_scale: Weights begin uniform between minus and plus this; left out, as torch has them, with open forget
+            gates.
     """
 
     epochs: Count = 5
@@ -113,41 +113,21 @@ class LanguageModelConfig(TrainConfig):
 
 @final
 class TextNet(nn.Module):
-    """Words or characters embedded, an LSTM, and scores of what comes next.
+    """Words or characters embedded, an LSTM, and scores of what comes next."""
 
-    Args:
-        num_tokens: Different words or characters.
-        embedding_size: Size of their embedding.
-        hidden_size: Units of each layer.
-        num_layers: Layers.
-        dropout: Fraction dropped between layers and before the scores.
-        input_dropout: Fraction of the embedding dropped.
-        init_scale: All weights begin uniform between minus and plus this; left out, as torch has them, with open forget
-            gates.
-        backend: What runs the layers.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_tokens: int,
-        embedding_size: int,
-        hidden_size: int,
-        num_layers: int,
-        dropout: float,
-        input_dropout: float = 0.0,
-        init_scale: float | None = None,
-        backend: Backend = "auto",
-    ) -> None:
+    def __init__(self, num_tokens: int, config: LanguageModelConfig) -> None:
         super().__init__()
+        size, scale = config.hidden_size, config.init_scale
         self.carried = CarriedState(batch_dim=1)
-        self.embed = nn.Embedding(num_tokens, embedding_size)
-        self.lstm = make_lstm(embedding_size, hidden_size, num_layers=num_layers, dropout=dropout, backend=backend)
-        self.input_dropout, self.dropout = nn.Dropout(input_dropout), nn.Dropout(dropout)
-        self.predict = nn.Linear(hidden_size, num_tokens)
-        if init_scale is not None:
+        self.embed = nn.Embedding(num_tokens, config.embedding_size)
+        self.lstm = make_lstm(
+            config.embedding_size, size, num_layers=config.num_layers, dropout=config.dropout, backend=config.backend
+        )
+        self.input_dropout, self.dropout = nn.Dropout(config.input_dropout), nn.Dropout(config.dropout)
+        self.predict = nn.Linear(size, num_tokens)
+        if scale is not None:
             for weight in self.parameters():
-                nn.init.uniform_(weight, -init_scale, init_scale)
+                nn.init.uniform_(weight, -scale, scale)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Of passages, scores (B, U, C) of steps 1 to T - 1; of windows, which have targets, of all T that follow."""
@@ -201,17 +181,7 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
 
     def build_model(self) -> TextNet:
         """A new model."""
-        config = self.config
-        return TextNet(
-            num_tokens=len(self._names),
-            embedding_size=config.embedding_size,
-            hidden_size=config.hidden_size,
-            num_layers=config.num_layers,
-            dropout=config.dropout,
-            input_dropout=config.input_dropout,
-            init_scale=config.init_scale,
-            backend=config.backend,
-        )
+        return TextNet(len(self._names), self.config)
 
     def feed(self, *, world: World) -> AbstractFeed:
         """Windows of streams, or passages from buckets."""

@@ -16,7 +16,7 @@ from stretto.batching import Batch
 from stretto.data import LARGEST_FRAME, SMALLEST_FRAME, Framing, SequenceSet, open_sequences
 from stretto.errors import StrettoError
 from stretto.nn import Standardise
-from stretto.tasks.classification import Classification
+from stretto.tasks.classify import Classification
 from stretto.tasks.recurrent import GRULayers, mean_over_steps
 from stretto.training import Count, Positive, SolverConfig
 
