@@ -5,7 +5,7 @@ Shape legend: N sequences, T steps, F features, B sequences or streams per batch
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,27 +15,17 @@ from torch import nn
 from bench.plain.digits import DigitsNet, PlainDigits, digit_images_net
 from bench.plain.handwriting import PlainHandwriting
 from bench.plain.language_model import PlainLanguageModel
+from bench.plain.loop import ShuffledScript
 from bench.plain.translate import PlainTranslate
 from stretto.batching import Batch
-from stretto.data import Part, SequenceSet, line_pairs
+from stretto.data import SequenceSet, line_pairs
 from stretto.tasks import PAD, Translate, detect_bleu_words
 from stretto.training import AbstractTask
 
 Array = npt.NDArray[Any]
 
 
-class PlainScript(Protocol):
-    """What a plain script has."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The net."""
-
-    def epoch(self) -> None:
-        """Train one epoch."""
-
-    def quality(self) -> float:
-        """The metric on the validation part."""
+PlainScript = ShuffledScript | PlainLanguageModel
 
 
 @final
@@ -55,25 +45,27 @@ def baseline_of(task: AbstractTask[Any], data: SequenceSet) -> Baseline:
         task: With a batch size of its own, or a `base_batch_size`.
         data: What the task was made with.
     """
-    config = task.config
-    shared = {
-        "batch_size": config.first_batch_size,
-        "learning_rate": config.learning_rate,
-        "clip_norm": config.clip_norm,
-        "seed": config.seed,
-    }
+    batch_size = task.config.first_batch_size
+    shared = {"batch_size": batch_size, **_settings(task, "learning_rate", "clip_norm", "seed")}
+    if task.name == "language-model":
+        text = _language_model(task, data, shared)
+        return Baseline(
+            script=text,
+            loss=lambda batch: text.loss(batch.features_BTF[:, :, 0].T, batch.targets.T)[0],
+            batch_size=batch_size,
+        )
     makers = {
         "digits": _digits,
-        "digit-images": _digit_images,
-        "language-model": _language_model,
+        "digit-images": _digits,
         "translate": _translate,
         "handwriting": _handwriting,
     }
-    script, loss = makers[task.name](task, data, shared)
-    return Baseline(script=script, loss=loss, batch_size=config.first_batch_size)
+    script = makers[task.name](task, data, shared)
+    return Baseline(script=script, loss=lambda batch: script.loss_of_first(len(batch)), batch_size=batch_size)
 
 
-Made = tuple[PlainScript, Callable[[Batch], torch.Tensor]]
+def _settings(task: AbstractTask[Any], *names: str) -> dict[str, Any]:
+    return {name: getattr(task.config, name) for name in names}
 
 
 def _rows(part: SequenceSet) -> list[Array]:
@@ -86,96 +78,52 @@ def _targets(part: SequenceSet) -> list[Any]:
     return [part.targets[number] for number in range(len(part))]
 
 
-def _images(data: SequenceSet, part: Part) -> tuple[Array, Array]:
-    chosen = data.part(part)
-    return np.stack(_rows(chosen)), np.array(_targets(chosen))
+def _digits(task: AbstractTask[Any], data: SequenceSet, shared: dict[str, Any]) -> ShuffledScript:
+    train, valid = ((np.stack(_rows(part)), np.array(_targets(part))) for part in _train_and_valid(data))
+    num_rows, num_columns = train[0].shape[1:]
+    sizes = {"num_columns": num_columns, "hidden_size": task.config.hidden_size}
+    sizes["num_classes"] = len(data.targets.names)  # type: ignore[attr-defined]
+    model: nn.Module
+    if task.name == "digits":
+        model = DigitsNet(row_size=task.config.row_size, **sizes)
+    else:
+        model = digit_images_net(num_rows=num_rows, **sizes)
+        # With a dimension for the one channel.
+        train, valid = ((images_NTF[:, None], labels_N) for images_NTF, labels_N in (train, valid))
+    return PlainDigits(train, valid, model=model, **_settings(task, "warmup_epochs"), **shared)
 
 
-def _num_classes(data: SequenceSet) -> int:
-    return len(data.targets.names)  # type: ignore[attr-defined]
+def _language_model(task: AbstractTask[Any], data: SequenceSet, shared: dict[str, Any]) -> PlainLanguageModel:
+    train_S, valid_S = (np.concatenate(_rows(part))[:, 0] for part in _train_and_valid(data))
+    sizes = _settings(task, "embedding_size", "hidden_size", "num_layers", "dropout", "init_scale", "window")
+    schedule = _settings(task, "flat_epochs", "decay_factor")
+    return PlainLanguageModel(train_S, valid_S, num_words=len(data.vocabulary), **sizes, **schedule, **shared)
 
 
-def _digits(task: AbstractTask[Any], data: SequenceSet, shared: dict[str, Any]) -> Made:
-    config, train, valid = task.config, _images(data, "train"), _images(data, "valid")
-    model = DigitsNet(
-        num_columns=train[0].shape[2],
-        row_size=config.row_size,
-        hidden_size=config.hidden_size,
-        num_classes=_num_classes(data),
-    )
-    script = PlainDigits(train, valid, model=model, warmup_epochs=config.warmup_epochs, **shared)
-    return script, lambda batch: script.loss_of(list(range(len(batch))))
+def _handwriting(task: AbstractTask[Any], data: SequenceSet, shared: dict[str, Any]) -> ShuffledScript:
+    train, valid = ((_rows(part), _targets(part)) for part in _train_and_valid(data))
+    alphabet = task.alphabet  # type: ignore[attr-defined]
+    sizes = _settings(task, "stack", "hidden_size", "dropout", "epochs")
+    return PlainHandwriting(train, valid, alphabet=alphabet, **sizes, **shared)
 
 
-def _digit_images(task: AbstractTask[Any], data: SequenceSet, shared: dict[str, Any]) -> Made:
-    config = task.config
-    # With a dimension for the one channel.
-    train, valid = (
-        (images_NTF[:, None], labels_N) for images_NTF, labels_N in (_images(data, "train"), _images(data, "valid"))
-    )
-    model = digit_images_net(
-        num_rows=train[0].shape[2],
-        num_columns=train[0].shape[3],
-        hidden_size=config.hidden_size,
-        num_classes=_num_classes(data),
-    )
-    script = PlainDigits(train, valid, model=model, warmup_epochs=config.warmup_epochs, **shared)
-    return script, lambda batch: script.loss_of(list(range(len(batch))))
-
-
-def _language_model(task: AbstractTask[Any], data: SequenceSet, shared: dict[str, Any]) -> Made:
-    config = task.config
-    train_S, valid_S = (np.concatenate(_rows(data.part(part)))[:, 0] for part in ("train", "valid"))
-    script = PlainLanguageModel(
-        train_S,
-        valid_S,
-        num_words=len(data.vocabulary),
-        embedding_size=config.embedding_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        dropout=config.dropout,
-        init_scale=config.init_scale,
-        window=config.window,
-        flat_epochs=config.flat_epochs,
-        decay_factor=config.decay_factor,
-        **shared,
-    )
-    return script, lambda batch: script.loss(batch.features_BTF[:, :, 0].T, batch.targets.T)[0]
-
-
-def _handwriting(task: AbstractTask[Any], data: SequenceSet, shared: dict[str, Any]) -> Made:
-    config, (train, valid) = task.config, (data.part(part) for part in ("train", "valid"))
-    script = PlainHandwriting(
-        (_rows(train), _targets(train)),
-        (_rows(valid), _targets(valid)),
-        alphabet=task.alphabet,  # type: ignore[attr-defined]
-        stack=config.stack,
-        hidden_size=config.hidden_size,
-        dropout=config.dropout,
-        epochs=config.epochs,
-        **shared,
-    )
-    return script, lambda batch: script.loss_of(list(range(len(batch))))
-
-
-def _translate(task: AbstractTask[Any], data: SequenceSet, shared: dict[str, Any]) -> Made:
+def _translate(task: AbstractTask[Any], data: SequenceSet, shared: dict[str, Any]) -> ShuffledScript:
     assert isinstance(task, Translate)
-    config = task.config
-    texts = {part: line_pairs(data.part(part)).targets for part in ("train", "valid")}
-    train, (valid_sources, _) = (_pieces(task.data.part(part)) for part in ("train", "valid"))
-    script = PlainTranslate(
+    train_texts, valid_texts = (line_pairs(part).targets for part in _train_and_valid(data))
+    train, (valid_sources, _) = (_pieces(part) for part in _train_and_valid(task.data))
+    return PlainTranslate(
         train,
-        (valid_sources, texts["valid"]),
+        (valid_sources, valid_texts),
         num_pieces=task.vocabulary.size,
         decode=task.vocabulary.decode,
-        bleu_words=detect_bleu_words(texts["train"]),
-        hidden_size=config.hidden_size,
-        dropout=config.dropout,
-        label_smoothing=config.label_smoothing,
-        epochs=config.epochs,
+        bleu_words=detect_bleu_words(train_texts),
+        **_settings(task, "hidden_size", "dropout", "label_smoothing", "epochs"),
         **shared,
     )
-    return script, lambda batch: script.loss_of(list(range(len(batch))))
+
+
+def _train_and_valid(data: SequenceSet) -> tuple[SequenceSet, SequenceSet]:
+    return data.part("train"), data.part("valid")
 
 
 def _pieces(part: SequenceSet) -> tuple[list[list[int]], list[list[int]]]:

@@ -81,32 +81,22 @@ class FaultsSettings(Settings):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """An injected fault: its kind, the ranks it hit, and the number of events before it."""
-
-    kind: str
-    ranks: tuple[int, ...]
-    after: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """How often sequences were used.
-
-    Attributes:
-        epochs: Epochs that were trained.
-        lost: Sequences that an epoch did not use, over all epochs.
-        repeated: Uses beyond the first within an epoch, over all epochs.
-    """
+    """How often sequences were used, over all epochs."""
 
     epochs: int
-    lost: int
-    repeated: int
+    lost: int  # sequences that an epoch did not use
+    repeated: int  # uses beyond the first within an epoch
 
     @property
     def is_exact(self) -> bool:
         """Whether every epoch used every sequence once."""
         return self.lost == self.repeated == 0
+
+    @property
+    def rows(self) -> list[tuple[str, int]]:
+        """Of a table."""
+        return [("epochs", self.epochs), ("sequences lost", self.lost), ("sequences repeated", self.repeated)]
 
     @classmethod
     def count(cls, events: Iterable[dict[str, Any]]) -> "Usage":
@@ -124,27 +114,18 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How the disturbed run ended: the faults, its resumes, the use of sequences, its exit code, and equal weights."""
+    """How the disturbed run ended."""
 
-    faults: tuple[Fault, ...]
-    resumed: int
+    faults: tuple[str, ...]  # the kinds that were injected
+    resumed: int  # how often it was
     usage: Usage
-    same_weights: bool
+    same_weights: bool  # whether its final weights are those of the undisturbed run
     exit_code: int
 
     @property
     def survived(self) -> int:
         """Faults after which the run still finished."""
         return len(self.faults) if self.exit_code == 0 else 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NodesOutcome:
-    """How two nodes ended: the world size of each start, the use of sequences, and the nodes' exit codes."""
-
-    world_sizes: tuple[int, ...]
-    usage: Usage
-    exit_codes: tuple[int, ...]
 
 
 @bench("faults", title="Faults while training, and what is lost")
@@ -154,14 +135,11 @@ def run(settings: FaultsSettings, report: Report) -> None:
         settings = dataclasses.replace(settings, kills=2, stops=False, nodes=False)
     begin = time.perf_counter()
     outcome = inject_faults(settings, progress=report.progress)
-    kinds = [fault.kind for fault in outcome.faults]
     rows: list[tuple[str, int | bool | str]] = [
-        *((what, kinds.count(kind)) for kind, what in KINDS.items() if kind in kinds),
+        *((what, outcome.faults.count(kind)) for kind, what in KINDS.items() if kind in outcome.faults),
         ("faults survived", f"{outcome.survived} of {settings.kills}"),
         ("resumed from a checkpoint", outcome.resumed),
-        ("epochs", outcome.usage.epochs),
-        ("sequences lost", outcome.usage.lost),
-        ("sequences repeated", outcome.usage.repeated),
+        *outcome.usage.rows,
         ("final weights equal the undisturbed run's to the last bit", outcome.same_weights),
         ("seconds, both runs", round(time.perf_counter() - begin)),
     ]
@@ -172,19 +150,17 @@ def run(settings: FaultsSettings, report: Report) -> None:
     if not settings.nodes:
         return
     try:
-        nodes = drop_a_node(progress=report.progress)
+        world_sizes, usage, exit_codes = drop_a_node(progress=report.progress)
     except StrettoError as error:
         report.skip("two nodes", error)
         return
     rows = [
-        ("ranks at each start", ", ".join(map(str, nodes.world_sizes))),
-        ("epochs", nodes.usage.epochs),
-        ("sequences lost", nodes.usage.lost),
-        ("sequences repeated", nodes.usage.repeated),
-        ("exit codes of the nodes", ", ".join(map(str, nodes.exit_codes))),
+        ("ranks at each start", ", ".join(map(str, world_sizes))),
+        *usage.rows,
+        ("exit codes of the nodes", ", ".join(map(str, exit_codes))),
     ]
     report.add(Table(title="Two nodes, one of them dropped and back", columns=("result", "count"), rows=rows))
-    report.failed = report.failed or any(nodes.exit_codes) or not nodes.usage.is_exact
+    report.failed = report.failed or any(exit_codes) or not usage.is_exact
 
 
 # One run with faults beside one without ------------------------------------------------------------------------------
@@ -216,22 +192,21 @@ def inject_faults(settings: FaultsSettings, *, progress: Callable[[str], None]) 
 
 def _disturb(
     flags: list[str], folder: Path, settings: FaultsSettings, progress: Callable[[str], None]
-) -> tuple[list[Fault], int]:
+) -> tuple[list[str], int]:
     """Inject faults into a run until there were enough, and let it finish; returns the faults and its exit code."""
     rng = np.random.default_rng(settings.seed)
     kinds = [kind for kind in KINDS if settings.stops or kind != "stopped"]
     # Every kind once before any comes again.
     order = [kind for _ in range(0, settings.kills, len(kinds)) for kind in rng.permutation(kinds).tolist()]
-    faults: list[Fault] = []
+    faults: list[str] = []
     process = _start(flags)
     try:
         while len(faults) < settings.kills and _makes_progress(process, folder):
             time.sleep(rng.uniform(0.0, MAX_PAUSE_SECONDS))
-            kind, after = order[len(faults)], _num_events(folder)
-            ranks = inject(kind, process.pid, folder, rng=rng)
-            if not ranks:
+            kind = order[len(faults)]
+            if not inject(kind, process.pid, folder, rng=rng):
                 continue
-            faults.append(Fault(kind=kind, ranks=ranks, after=after))
+            faults.append(kind)
             progress(f"{len(faults)} of {settings.kills}: {KINDS[kind]}")
             if kind == "full":
                 code = _finish(process)
@@ -245,31 +220,20 @@ def _disturb(
         _stop(process)
 
 
-def inject(kind: str, launcher: int, folder: Path, *, rng: np.random.Generator) -> tuple[int, ...]:
-    """Inject one fault.
-
-    Args:
-        kind: One of `KINDS`.
-        launcher: The process that started the ranks.
-        folder: Their run folder.
-        rng: Chooses the rank.
-
-    Returns:
-        The ranks it hit; none if there were no ranks at that moment.
-    """
-    ranks = sorted(ranks_below(launcher), key=lambda found: found[1])
-    if not ranks:
-        return ()
+def inject(kind: str, launcher: int, folder: Path, *, rng: np.random.Generator) -> bool:
+    """Inject one of `KINDS` into ranks that a launcher started; False if there were none at that moment."""
+    processes = [process for process, _ in sorted(ranks_below(launcher), key=lambda found: found[1])]
+    if not processes:
+        return False
     if kind == "saving":
-        return (0,) if _kill_while_saving(ranks[0][0], folder) else ()
+        return _kill_while_saving(processes[0], folder)
     if kind == "full":
         # Files may not grow beyond this, which a program sees as a full disk: the write fails.
-        resource.prlimit(ranks[0][0], resource.RLIMIT_FSIZE, (FULL_DISK_BYTES, FULL_DISK_BYTES))
-        return (0,)
-    hit = ranks if kind == "all" else [ranks[rng.integers(len(ranks))]]
-    for process, _ in hit:
+        resource.prlimit(processes[0], resource.RLIMIT_FSIZE, (FULL_DISK_BYTES, FULL_DISK_BYTES))
+        return True
+    for process in processes if kind == "all" else [processes[rng.integers(len(processes))]]:
         os.kill(process, signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
-    return tuple(rank for _, rank in hit)
+    return True
 
 
 def _kill_while_saving(process: int, folder: Path) -> bool:
@@ -392,8 +356,11 @@ def _same_weights(one: Path, other: Path) -> bool:
 # Two nodes -----------------------------------------------------------------------------------------------------------
 
 
-def drop_a_node(*, progress: Callable[[str], None]) -> NodesOutcome:
-    """Train on two nodes, drop one, let it come back, and count.
+def drop_a_node(*, progress: Callable[[str], None]) -> tuple[list[int], Usage, list[int]]:
+    """Train on two nodes, drop one, and let it come back.
+
+    Returns:
+        The world size of each start, the use of sequences, and the nodes' exit codes.
 
     Raises:
         StrettoError: If this machine does not allow a network namespace.
@@ -414,11 +381,7 @@ def drop_a_node(*, progress: Callable[[str], None]) -> NodesOutcome:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise StrettoError(f"two nodes did not finish ({last})", fix="Run again on an idle machine.")
         values = json.loads(answer.read_text(encoding="utf-8"))
-    return NodesOutcome(
-        world_sizes=tuple(values["world_sizes"]),
-        usage=Usage(**values["usage"]),
-        exit_codes=tuple(values["exit_codes"]),
-    )
+    return values["world_sizes"], Usage(**values["usage"]), values["exit_codes"]
 
 
 def run_two_nodes(folder: Path) -> None:
@@ -433,16 +396,16 @@ def run_two_nodes(folder: Path) -> None:
         _wait_for_world(run, nodes, size=1)
         nodes.append(_start_node(data, run, is_host=False))
         _wait_for_world(run, nodes, size=2)
-        exit_codes = tuple(node.wait(timeout=MAX_NODE_SECONDS) for node in nodes)
+        exit_codes = [node.wait(timeout=MAX_NODE_SECONDS) for node in nodes]
     finally:
         for node in nodes:
             _drop(node)
-    outcome = NodesOutcome(
-        world_sizes=tuple(size for size, _ in _starts(run)),
-        usage=Usage.count(read_events(run)),
-        exit_codes=exit_codes,
-    )
-    (folder / "answer.json").write_text(json.dumps(dataclasses.asdict(outcome)), encoding="utf-8")
+    outcome = {
+        "world_sizes": [size for size, _ in _starts(run)],
+        "usage": dataclasses.asdict(Usage.count(read_events(run))),
+        "exit_codes": exit_codes,
+    }
+    (folder / "answer.json").write_text(json.dumps(outcome), encoding="utf-8")
 
 
 def _enable_loopback() -> None:

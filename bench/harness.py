@@ -338,7 +338,7 @@ class Registry:
 
     def main(self, words: Sequence[str]) -> int:
         """Run what the command line asks for; the exit code is 1 if the benchmark found a fault."""
-        names = {name: entry.title for name, entry in self.entries.items()}
+        names = {name: self.entries[name].title for name in sorted(self.entries)}
         choice = choose(list(words), names, usage=f"python -m {self.module} NAME [flags]")
         if choice is None:
             return 0

@@ -40,18 +40,10 @@ from bench.harness import (
     relative_error,
     time_interleaved,
 )
-from bench.trained_nets import (
-    LEARNING_RATE,
-    MEMORY_ROWS,
-    UNLABELLED,
-    Labeller,
-    Nets,
-    Recording,
-    Recordings,
-    measure_memory,
-    open_recordings,
-)
+from bench.recordings import UNLABELLED, Recording, Recordings, standardise_recordings
+from bench.trained_nets import LEARNING_RATE, MEMORY_ROWS, Labeller, Nets, measure_memory
 from stretto.cells import GRU
+from stretto.data import open_sequences
 from stretto.nn import RNN
 from stretto.solvers import AbstractSolver, Multigrid, Newton, Shooting, Solution, TrajectoryCache
 
@@ -132,7 +124,9 @@ def run(settings: TimeSettings, report: Report) -> None:
         report.skip(what, why)
     nets = None
     if settings.data is not None:
-        nets = Nets(open_recordings(settings.data), updates=settings.updates, progress=report.progress)
+        data = open_sequences(settings.data)
+        recordings = standardise_recordings(data.part("train"), data.part("test"), name=data.name)
+        nets = Nets(recordings, updates=settings.updates, progress=report.progress)
     plan = Plan(settings=settings, report=report, nets=nets, with_jax=JAX not in missing)
     if "warm-start" in parts:
         compare_warm_starts(plan)
@@ -588,7 +582,7 @@ def train_to_accuracy(plan: Plan, recordings: Recordings) -> Table:
             plan.report.progress(f"training: epoch {epochs + number + 1} of {learner.name}")
             learner.train_epoch()
     plan.report.progress(f"training: an update of {TORCH}")
-    recording = recordings.median_recording()
+    recording = sorted(recordings.train, key=len)[(len(recordings.train) - 1) // 2]
     torch_epoch = _torch_seconds(recording, serial.net) / len(recording) * sum(map(len, recordings.train))
     # As many epochs as sequential training took to get there.
     needed = next(number for number, accuracy in enumerate(serial.accuracies, 1) if accuracy >= target)

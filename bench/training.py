@@ -281,14 +281,10 @@ class PlainContender:
 
 @final
 class Clock(AbstractLog):
-    """Notes the end of the last update, and decisions on the batch size.
+    """Notes the end of the last update, the batch size of each epoch, and what it cost to choose it."""
 
-    Args:
-        batch_size: Gives the current batch size.
-    """
-
-    def __init__(self, batch_size: Callable[[], int]) -> None:
-        self._current = batch_size
+    def __init__(self, batch_size: int) -> None:
+        self._next_batch_size = batch_size
         self.last_update = time.perf_counter()
         self.batch_size = 0
         self.probe_seconds = 0.0
@@ -300,10 +296,11 @@ class Clock(AbstractLog):
             self.last_update = time.perf_counter()
         elif kind == "epoch":
             # Decisions for the next epoch come later.
-            self.batch_size = self._current()
+            self.batch_size = self._next_batch_size
         elif kind == "probe":
             self.probe_seconds += float(values["seconds"])
         elif kind == "batch" and values["action"] != "keep":
+            self._next_batch_size = values["batch_size"]
             self.decisions.append(f"after epoch {values['epoch']}, {values['action']} to {values['batch_size']}")
 
     def close(self) -> None:
@@ -324,9 +321,9 @@ class StrettoContender:
 
     def __init__(self, task: AbstractTask[Any], *, run: Path) -> None:
         self._task = task
-        self.clock = Clock(lambda: self._trainer.state.batch_size)
+        self.clock = Clock(task.config.first_batch_size * task.config.accumulate)
         self._trainer = Trainer(task, run=run, log=self.clock, resume=False)
-        self._is_over = False
+        self._epochs_done = 0
 
     @property
     def model(self) -> nn.Module:
@@ -335,12 +332,12 @@ class StrettoContender:
 
     def train_epoch(self) -> EpochTiming:
         """Train one epoch and measure; after the planned epochs, at the last rate of the schedule."""
-        state = self._trainer.state
-        if state.epoch >= self._task.config.epochs and not self._is_over:
+        if self._epochs_done == self._task.config.epochs:
+            state = self._trainer.state
             state.schedule = ConstantLR(state.optimizer, factor=1.0, total_iters=1)
-            self._is_over = True
         begin, probed = time.perf_counter(), self.clock.probe_seconds
         record = self._trainer.train_epoch()
+        self._epochs_done = record.epoch
         return EpochTiming(
             seconds=self.clock.last_update - begin,
             value=record.value,

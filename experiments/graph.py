@@ -5,7 +5,7 @@ lies on a cycle of the graph has to run sequentially; everything else, weight gr
 whole window at once. The baseline computes one step at a time. Here the loops that remain are also compiled, which the
 paper did not do.
 
-Shape legend: T steps of a window, B streams, F features of the input, H hidden units.
+Shape legend: T steps of a window, B streams, F features of the input.
 """
 
 import dataclasses
@@ -16,11 +16,12 @@ from typing import Annotated, Any, Final, final
 import torch
 from pydantic import Field
 
+from bench.contenders import Forward, Shape, TorchContender, draw_batch, python_loop
 from bench.figure import AMBER, BLUE, TEAL, Line, Panel, draw_figure
 from bench.harness import Report, Settings, Table, TimingBudget, check_equal, time_interleaved
 from experiments.registry import experiment, to_csv, to_dict
 from stretto.errors import StrettoError
-from stretto.graph import Graph, GraphCell, delayed_graph, lstm_graph, peephole_lstm_graph, two_loop_graph
+from stretto.graph import Graph, delayed_graph, lstm_graph, peephole_lstm_graph, two_loop_graph
 from stretto.kernels import NoCompiler, find_compiler
 from stretto.nn import RNN
 from stretto.training import Count
@@ -143,25 +144,24 @@ class _Comparison:
         eager = RNN(self._cell, batch_first=False, backend="eager")
         compiled = RNN(self._cell, batch_first=False, backend="cpp")
         self.plan = dict(compiled.explain(settings.input_size).counts)
-        self._forward: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            LOOP: lambda x_TBF: _run_in_python(self._cell, x_TBF),
+        self._forward: dict[str, Forward] = {
+            LOOP: python_loop(self._cell),
             ANALYSIS: lambda x_TBF: eager(x_TBF)[0],
             FUSION: lambda x_TBF: compiled(x_TBF)[0],
         }
         self._streams = sorted({1, *settings.streams})
 
     def check(self) -> float:
-        """Refuse variants whose outputs or gradients differ; the loop on its own window, the others on the whole one.
+        """Refuse variants whose outputs or gradients differ; returns the largest relative difference.
 
-        Returns:
-            The largest relative difference.
+        The loop is compared on its own window, the others on the whole one.
         """
         short, whole = self._settings.loop_window, self._settings.window
         pairs = ((LOOP, ANALYSIS, short), (LOOP, FUSION, short), (ANALYSIS, FUSION, whole))
         return max(
             check_equal(
-                self._gradients(variant, streams=streams, window=window),
-                self._gradients(peer, streams=streams, window=window),
+                self._contender(variant, streams=streams, window=window).results(),
+                self._contender(peer, streams=streams, window=window).results(),
                 name=f"{self._network} by {variant}",
                 peer=peer,
                 where=f"{window} steps of {streams} streams",
@@ -173,7 +173,10 @@ class _Comparison:
     def time(self) -> list[GraphRow]:
         """Time all variants with all numbers of streams in one interleaved run."""
         keys = [(variant, streams) for streams in self._streams for variant in VARIANTS]
-        tasks = {str(key): self._training_step(key[0], streams=key[1], window=self._window(key[0])) for key in keys}
+        tasks = {
+            f"{variant} {streams}": self._contender(variant, streams=streams, window=self._window(variant)).run
+            for variant, streams in keys
+        }
         budget = TimingBudget(rounds=self._settings.rounds, seconds=self._settings.budget)
         timings = dict(zip(keys, time_interleaved(tasks, budget=budget).values(), strict=True))
         speeds = {key: key[1] * self._window(key[0]) / timings[key].minimum for key in keys}
@@ -196,33 +199,14 @@ class _Comparison:
     def _window(self, variant: str) -> int:
         return self._settings.loop_window if variant == LOOP else self._settings.window
 
-    def _training_step(self, variant: str, *, streams: int, window: int) -> Callable[[], torch.Tensor]:
-        """Forward and backward from a weighted sum of the outputs; returns the outputs."""
-        generator = torch.Generator().manual_seed(0)
-        x_TBF = torch.randn(window, streams, self._settings.input_size, generator=generator)
-        weight_TBH = torch.randn(window, streams, self._settings.hidden_size, generator=generator)
-
-        def step() -> torch.Tensor:
-            self._cell.zero_grad()
-            y_TBH = self._forward[variant](x_TBF)
-            (y_TBH * weight_TBH).sum().backward()  # type: ignore[no-untyped-call]
-            return y_TBH
-
-        return step
-
-    def _gradients(self, variant: str, *, streams: int, window: int) -> dict[str, torch.Tensor]:
-        y_TBH = self._training_step(variant, streams=streams, window=window)()
-        gradients = {name: weight.grad for name, weight in self._cell.named_parameters() if weight.grad is not None}
-        return {"output": y_TBH.detach(), **{f"gradient of {name}": grad.clone() for name, grad in gradients.items()}}
-
-
-def _run_in_python(cell: GraphCell, x_TBF: torch.Tensor) -> torch.Tensor:
-    state: Any = cell.initial_state(x_TBF.shape[1])
-    outputs = []
-    for x_BF in x_TBF:
-        y_BH, state = cell(x_BF, state)
-        outputs.append(y_BH)
-    return torch.stack(outputs)
+    def _contender(self, variant: str, *, streams: int, window: int) -> TorchContender:
+        shape = Shape(
+            num_steps=window,
+            batch=streams,
+            input_size=self._settings.input_size,
+            hidden_size=self._settings.hidden_size,
+        )
+        return TorchContender(variant, forward=self._forward[variant], weights=self._cell, batch=draw_batch(shape))
 
 
 STAGES: Final = ("loops", "once", "hoisted", "loop", "sunk", "deferred")

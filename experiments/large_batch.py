@@ -4,18 +4,27 @@ After You et al., "Large-batch training for LSTM and beyond" (SC19), who let the
 64-fold with LEGW and report that nothing is lost and nothing needs tuning. Here it is compared with other rules and
 with a rate that is tuned for every batch. The number of epochs is the same at every batch, so updates fall as the batch
 grows. What fails is a row like any other.
+
+In the order of this file:
+
+    LargeBatchSettings      what to run
+    reproduce_large_batch   opens applications, makes their runs, and puts them together
+      runs of each rule     one per seed; the oracle first tries its grid of rates with one seed
+      rows                  one rule at one batch, over seeds
+      holdings              up to which batch a rule is as good as the baseline
+    show                    tables and figure
+
+`large_batch_apps` has the applications, `large_batch_runs` one run of one of them, and `large_batch_pool` makes many.
 """
 
 import dataclasses
 import math
 import os
-import shutil
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias, final, get_args
 
-import torch
 from pydantic import Field
 
 from bench.figure import AMBER, BLUE, GREY, TEAL, Line, Panel, draw_figure
@@ -28,7 +37,8 @@ from experiments.large_batch_apps import (
     applications,
     open_data,
 )
-from experiments.large_batch_runs import Job, Run, RunResult, RunRule, WorkerPool, execute, load_result, save_result
+from experiments.large_batch_pool import Runner
+from experiments.large_batch_runs import Run, RunResult, RunRule
 from experiments.registry import experiment, to_csv, to_dict
 from stretto.data import SequenceSet
 from stretto.distributed import World
@@ -36,9 +46,8 @@ from stretto.errors import StrettoError
 from stretto.extras import optional
 from stretto.files import locked
 from stretto.large_batch import ScalingRule
-from stretto.report import duration
 from stretto.tasks import find_task
-from stretto.training import Count, Interrupted
+from stretto.training import Count
 
 RuleName: TypeAlias = Literal[ScalingRule, "lamb", "oracle"]
 RowRule: TypeAlias = Literal[RunRule, "oracle"]
@@ -55,20 +64,6 @@ FACTORS: Final = (0.5, 1.0, 2.0, 4.0)
 NUM_SEEDS: Final = 3
 MIN_UPDATES: Final = 4
 """Per epoch; a batch with fewer is left out."""
-RESULTS: Final = "runs"
-IN_PROGRESS: Final = "in-progress"
-STOPPED: Final = "stopped; finished runs and checkpoints are kept, and the same command continues from here"
-COLOURS: Final[dict[RowRule, str]] = {
-    "baseline": "#22303f",
-    "none": GREY,
-    "linear": AMBER,
-    "sqrt": TEAL,
-    "legw": BLUE,
-    "lamb": "#8f4f8a",
-    "oracle": "#b0463c",
-}
-MAX_PERPLEXITY_RATIO: Final = 3.0
-"""A perplexity of more than this times the baseline's is off the figure's scale."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,6 +114,23 @@ class LargeBatchSettings(Settings):
         """Runs at a time."""
         return self.jobs or (1 if self.quick or self.full else max(1, (os.cpu_count() or 1) // (self.threads or 1)))
 
+    @property
+    def seed_range(self) -> range:
+        """Of the runs of each rule."""
+        return range(self.seeds or (1 if self.quick else NUM_SEEDS))
+
+    def rules_at(self, multiple: int) -> list[RunRule]:
+        """The rules to run at one batch, without the oracle; at the baseline's, all but lamb are the same."""
+        rules: list[RunRule] = [rule for rule in dict.fromkeys(self.rules) if rule != "oracle"]
+        return rules if multiple > 1 else ["baseline", *(rule for rule in rules if rule == "lamb")]
+
+    def has_oracle_at(self, multiple: int) -> bool:
+        """Whether to tune the rate at one batch; the baseline's is tuned already."""
+        return "oracle" in self.rules and multiple > 1
+
+
+# From settings to a result -------------------------------------------------------------------------------------------
+
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +142,17 @@ class ApplicationData:
     digest: str  # of the data
     multiples: tuple[int, ...]  # the batches to run, from the baseline's
     left_out: dict[int, str]  # the others, and why
+
+    def run(self, multiple: int, rule: RunRule, *, seed: int = 0, factor: float = 1.0) -> Run:
+        """A run at one batch; the factor is on the rate of the rule."""
+        return Run(
+            application=self.application,
+            data_digest=self.digest,
+            multiple=multiple,
+            rule=rule,
+            factor=factor,
+            seed=seed,
+        )
 
     def facts(self) -> dict[str, Any]:
         """For the JSON file."""
@@ -224,14 +247,22 @@ def reproduce_large_batch(
         for each in opened:
             for multiple, why in each.left_out.items():
                 tell(f"{each.application.name} x{multiple} is left out: {why}")
-        search = _GridSearch(settings, opened, tell=tell)
-        rows = search.run()
+        runner = Runner(
+            settings.out,
+            data={each.application.name: each.data for each in opened},
+            data_folder=settings.data,
+            num_jobs=settings.num_jobs,
+            fresh=settings.fresh,
+            tell=tell,
+        )
+        _make_runs(opened, settings, runner, tell=tell)
+        rows = [row for each in opened for row in _make_rows(each, settings, runner)]
     return LargeBatchResult(
         applications={each.application.name: each.facts() for each in opened},
         rows=tuple(rows),
         holdings=tuple(find_holdings(rows)),
-        runs=tuple(search.results.values()),
-        reused=search.num_reused,
+        runs=tuple(runner.finished.values()),
+        reused=runner.num_reused,
         threads=num_threads,
         settings=to_dict(settings),
     )
@@ -245,7 +276,8 @@ def open_application(name: ApplicationName, settings: LargeBatchSettings) -> App
     """
     application = applications("quick" if settings.quick else "full" if settings.full else "miniature")[name]
     data = open_data(application, settings.data)
-    baseline = Run(application=application, multiple=1, rule="baseline", seed=0)
+    digest = data.digest()
+    baseline = Run(application=application, data_digest=digest, multiple=1, rule="baseline", seed=0)
     feed = find_task(name)(baseline.config(), data).feed(world=World())
     num_sequences, left_out = feed.num_sequences, dict[int, str]()
     wanted = sorted({1, *(application.multiples if settings.multiples is None else settings.multiples)})
@@ -263,198 +295,60 @@ def open_application(name: ApplicationName, settings: LargeBatchSettings) -> App
             fix="Give more data, or leave the application out with --applications.",
         )
     multiples = tuple(multiple for multiple in wanted if multiple not in left_out)
-    digest = data.digest()
     return ApplicationData(application=application, data=data, digest=digest, multiples=multiples, left_out=left_out)
 
 
-@final
-class _GridSearch:
-    """Makes all runs that are not finished yet, in two rounds.
+# The runs ------------------------------------------------------------------------------------------------------------
+
+
+def _make_runs(
+    opened: Sequence[ApplicationData],
+    settings: LargeBatchSettings,
+    runner: Runner,
+    *,
+    tell: Callable[[str], None],
+) -> None:
+    """Make all runs that are not finished yet, in two rounds.
 
     First every rule with every seed, and the oracle's grid with the first seed. That decides the oracle's rates, which
     are then run with the other seeds.
     """
-
-    def __init__(
-        self, settings: LargeBatchSettings, opened: Sequence[ApplicationData], *, tell: Callable[[str], None]
-    ) -> None:
-        self._settings, self._opened, self._tell = settings, opened, tell
-        self._rules: list[RunRule] = [rule for rule in dict.fromkeys(settings.rules) if rule != "oracle"]
-        self._has_oracle = "oracle" in settings.rules
-        self._seeds = range(settings.seeds or (1 if settings.quick else NUM_SEEDS))
-        self._looked_up: set[str] = set()
-        self._progress = Progress(settings.num_jobs)
-        self.results: dict[str, RunResult] = {}
-
-    @property
-    def num_reused(self) -> int:
-        """Runs that were finished before."""
-        return len(self.results) - self._progress.done
-
-    def run(self) -> list[Row]:
-        """Make all runs and put them together."""
-        first = [(each, run) for each in self._opened for run in self._independent_runs(each)]
-        missing = [(each, run) for each, run in first if self._find(each, run) is None]
-        # How many runs the second round needs is known only after the first.
-        later = [run for each in self._opened for run in self._oracle_runs(each, is_guess=True)]
-        self._progress.plan([*(run for _, run in missing), *later])
-        if self.results:
-            self._tell(f"{len(self.results)} runs are finished already and reused")
-        self._tell(self._progress.outlook(self._settings.out / RESULTS))
-        self._make(missing)
-        second = [(each, run) for each in self._opened for run in self._oracle_runs(each)]
-        missing = [(each, run) for each, run in second if self._find(each, run) is None]
-        self._progress.plan([run for _, run in missing])
-        self._make(missing)
-        return [row for each in self._opened for row in self._rows(each)]
-
-    def _independent_runs(self, each: ApplicationData) -> Iterator[Run]:
-        """All runs that do not depend on the results of others."""
+    first, later = list[Run](), list[Run]()
+    for each in opened:
         for multiple in each.multiples:
-            rules = self._rules
-            if multiple == 1:
-                rules = ["baseline", *(rule for rule in rules if rule == "lamb")]
-            for rule in rules:
-                yield from self._over_seeds(each, multiple, rule)
-            if self._has_oracle and multiple > 1:
-                yield from _grid(each, multiple)
-
-    def _oracle_runs(self, each: ApplicationData, *, is_guess: bool = False) -> Iterator[Run]:
-        """The oracle's rates with all seeds but the first; a guess has as many runs if the grid is not finished."""
-        for multiple in each.multiples[1:] if self._has_oracle else ():
-            tried = [found for run in _grid(each, multiple) if (found := self._find(each, run)) is not None]
-            if not is_guess or len(tried) == len(FACTORS):
-                factor = best_of(tried).factor
-                runs = [dataclasses.replace(_grid(each, multiple)[0], factor=factor, seed=s) for s in self._seeds[1:]]
-                yield from (run for run in runs if not is_guess or self._find(each, run) is None)
-            else:
-                yield from _grid(each, multiple)[:1] * (len(self._seeds) - 1)
-
-    def _over_seeds(self, each: ApplicationData, multiple: int, rule: RunRule) -> list[Run]:
-        return [Run(application=each.application, multiple=multiple, rule=rule, seed=seed) for seed in self._seeds]
-
-    def _rows(self, each: ApplicationData) -> Iterator[Row]:
-        def results(runs: Iterable[Run]) -> list[RunResult]:
-            return [self.results[run.key(each.digest)] for run in runs]
-
-        baseline = make_row("baseline", results(self._over_seeds(each, 1, "baseline")), baseline=None)
-        yield baseline
-        for multiple in each.multiples:
-            for rule in self._rules if multiple > 1 else [rule for rule in self._rules if rule == "lamb"]:
-                yield make_row(rule, results(self._over_seeds(each, multiple, rule)), baseline=baseline)
-            if self._has_oracle and multiple > 1:
-                tried = results(_grid(each, multiple))
-                others = results(run for run in self._oracle_runs(each) if run.multiple == multiple)
-                yield make_row("oracle", [best_of(tried), *others], baseline=baseline, cost=[*tried, *others])
-
-    def _find(self, each: ApplicationData, run: Run) -> RunResult | None:
-        """The result of a run, if it is finished; looked up on disk once."""
-        key = run.key(each.digest)
-        if key not in self._looked_up and not self._settings.fresh:
-            self._looked_up.add(key)
-            try:
-                found = load_result(run, key=key, folder=self._settings.out / RESULTS)
-            except StrettoError as error:
-                self._tell(str(error))
-            else:
-                self.results |= {} if found is None else {key: found}
-        return self.results.get(key)
-
-    def _make(self, runs: Sequence[tuple[ApplicationData, Run]]) -> None:
-        jobs, owners = dict[str, Job](), dict[str, ApplicationData]()
-        for each, run in runs:
-            key = run.key(each.digest)
-            folder = self._settings.out / IN_PROGRESS / key
-            if self._settings.fresh and key not in jobs:
-                shutil.rmtree(folder, ignore_errors=True)
-            jobs[key], owners[key] = Job(run=run, key=key, folder=folder), each
-        try:
-            for job, result in self._execute(list(jobs.values()), owners):
-                save_result(job.run, result, folder=self._settings.out / RESULTS, data=owners[job.key].data.name)
-                self.results[job.key] = result
-                self._tell(self._progress.finish(job.run, result))
-        except (Interrupted, KeyboardInterrupt):
-            self._tell(STOPPED)
-            raise KeyboardInterrupt from None
-
-    def _execute(self, jobs: Sequence[Job], owners: dict[str, ApplicationData]) -> Iterator[tuple[Job, RunResult]]:
-        if self._settings.num_jobs == 1 or not jobs:
-            for job in jobs:
-                yield job, execute(job.run, owners[job.key].data, key=job.key, folder=job.folder)
-            return
-        count, threads = self._settings.num_jobs, torch.get_num_threads()
-        with WorkerPool(self._settings.data, num_processes=count, threads=threads) as pool:
-            yield from pool.map(jobs)
+            for rule in settings.rules_at(multiple):
+                first += [each.run(multiple, rule, seed=seed) for seed in settings.seed_range]
+            if settings.has_oracle_at(multiple):
+                grid = oracle_grid(each, multiple)
+                first += grid
+                if runner.missing(grid):
+                    # Their rates are not known yet, but they are as many.
+                    later += grid[:1] * (len(settings.seed_range) - 1)
+                else:
+                    later += runner.missing(oracle_runs(each, multiple, settings, runner))
+    missing = runner.missing(first)
+    if runner.finished:
+        tell(f"{len(runner.finished)} runs are finished already and reused")
+    runner.make(missing, later=later)
+    second = [
+        run
+        for each in opened
+        for multiple in each.multiples
+        if settings.has_oracle_at(multiple)
+        for run in oracle_runs(each, multiple, settings, runner)
+    ]
+    runner.make(runner.missing(second))
 
 
-def _grid(each: ApplicationData, multiple: int) -> list[Run]:
+def oracle_grid(each: ApplicationData, multiple: int) -> list[Run]:
     """The oracle's rates at one batch, with the first seed."""
-    return [Run(application=each.application, multiple=multiple, rule="sqrt", factor=f, seed=0) for f in FACTORS]
+    return [each.run(multiple, "sqrt", factor=factor) for factor in FACTORS]
 
 
-@final
-class Progress:
-    """Counts runs and estimates the time left.
-
-    Until a run of an application at a batch has finished, its time is the one in the table of applications, times what
-    other batches of the application took compared to that table.
-    """
-
-    def __init__(self, num_jobs: int) -> None:
-        self._num_jobs = num_jobs
-        self.done = 0
-        self._left: list[Run] = []
-        self._seconds: dict[tuple[str, int], list[float]] = {}
-        self._ratios: dict[str, list[float]] = {}
-
-    @property
-    def left(self) -> int:
-        """Runs to be made, at most."""
-        return len(self._left)
-
-    @property
-    def seconds_left(self) -> float:
-        """About."""
-        return sum(map(self._estimate, self._left)) / self._num_jobs
-
-    def plan(self, runs: Iterable[Run]) -> None:
-        """Set the runs to be made."""
-        self._left = list(runs)
-
-    def outlook(self, folder: Path) -> str:
-        """A line before the first run."""
-        if not self.left:
-            return "there is nothing left to run"
-        return (
-            f"up to {self.left} runs to make, about {duration(self.seconds_left)} on a machine like the one that the "
-            f"estimate comes from; finished runs are kept in {folder}"
-        )
-
-    def finish(self, run: Run, result: RunResult) -> str:
-        """Note a finished run; returns a line about it."""
-        self.done += 1
-        place = (run.application.name, run.multiple)
-        match = next((each for each in self._left if (each.application.name, each.multiple) == place), None)
-        if match is not None:
-            self._left.remove(match)
-        self._seconds.setdefault(place, []).append(result.wall_seconds)
-        expected = run.application.expected_seconds(run.multiple)
-        self._ratios.setdefault(run.application.name, []).append(result.wall_seconds / expected)
-        if result.valid is None or result.test is None:
-            outcome = f"diverged after {result.updates:,} updates"
-        else:
-            metric = METRICS[run.application.name]
-            values = f"{metric.unit} {metric.format(result.test)} (validation {metric.format(result.valid)})"
-            outcome = f"{values}, {result.updates:,} updates"
-        left = f"{self.left} left, about {duration(self.seconds_left)}" if self.left else "that was the last"
-        return f"{run}: {outcome}, {duration(result.wall_seconds)}; {left}"
-
-    def _estimate(self, run: Run) -> float:
-        known = self._seconds.get((run.application.name, run.multiple))
-        if known:
-            return statistics.fmean(known)
-        ratio = statistics.median(self._ratios.get(run.application.name, [1.0]))
-        return run.application.expected_seconds(run.multiple) * ratio
+def oracle_runs(each: ApplicationData, multiple: int, settings: LargeBatchSettings, runner: Runner) -> list[Run]:
+    """The best rate of the grid, which is finished, with all other seeds."""
+    factor = best_of(runner.results(oracle_grid(each, multiple))).factor
+    return [each.run(multiple, "sqrt", factor=factor, seed=seed) for seed in settings.seed_range[1:]]
 
 
 def best_of(results: Sequence[RunResult]) -> RunResult:
@@ -465,6 +359,24 @@ def best_of(results: Sequence[RunResult]) -> RunResult:
         if result.valid is not None and (best.valid is None or metric.is_better(result.valid, best.valid)):
             best = result
     return best
+
+
+# Rows, and where rules stop holding ----------------------------------------------------------------------------------
+
+
+def _make_rows(each: ApplicationData, settings: LargeBatchSettings, runner: Runner) -> Iterator[Row]:
+    """The rows of one application, the baseline first."""
+    baseline: Row | None = None
+    for multiple in each.multiples:
+        for rule in settings.rules_at(multiple):
+            results = runner.results(each.run(multiple, rule, seed=seed) for seed in settings.seed_range)
+            row = make_row(rule, results, baseline=baseline)
+            baseline = baseline or row
+            yield row
+        if settings.has_oracle_at(multiple):
+            tried = runner.results(oracle_grid(each, multiple))
+            others = runner.results(oracle_runs(each, multiple, settings, runner))
+            yield make_row("oracle", [best_of(tried), *others], baseline=baseline, cost=[*tried, *others])
 
 
 def make_row(
@@ -551,6 +463,22 @@ def _find_holding(rule: RuleName, rows: Sequence[Row], baseline: Row) -> Holding
         fails_at=None if failing is None else failing.multiple,
         says=says,
     )
+
+
+# The report ----------------------------------------------------------------------------------------------------------
+
+
+COLOURS: Final[dict[RowRule, str]] = {
+    "baseline": "#22303f",
+    "none": GREY,
+    "linear": AMBER,
+    "sqrt": TEAL,
+    "legw": BLUE,
+    "lamb": "#8f4f8a",
+    "oracle": "#b0463c",
+}
+MAX_PERPLEXITY_RATIO: Final = 3.0
+"""A perplexity of more than this times the baseline's is off the figure's scale."""
 
 
 @experiment("large-batch", title="Large batches without re-tuning")

@@ -1,4 +1,4 @@
-"""One training run of the large-batch experiment: its identity, its result on disk, and processes that make many.
+"""One training run of the large-batch experiment: what identifies it, its result on disk, and how it is made.
 
 A result is a file named after its run and a digest of everything that shapes it. A finished run is reused by the same
 command, and never by another. A run that was stopped continues from its last checkpoint, bit for bit.
@@ -9,23 +9,16 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import multiprocessing
-import os
 import shutil
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias, final
 
 import pydantic
 import torch
 from torch import nn
 
-from experiments.large_batch_apps import METRICS, WARMUP_CAP, Application, ApplicationName, open_data
+from experiments.large_batch_apps import METRICS, WARMUP_CAP, Application
 from stretto.data import SequenceSet
 from stretto.errors import StrettoError
 from stretto.files import disk_errors, write_text_atomically
@@ -35,10 +28,8 @@ from stretto.training import CHECKPOINT_FOLDER as CHECKPOINTS
 from stretto.training import (
     AbstractLog,
     Diverged,
-    Interrupted,
     TrainConfig,
     Trainer,
-    stop_on_signals,
     validate,
     with_preset,
 )
@@ -47,9 +38,6 @@ FORMAT: Final = 2
 IRRELEVANT: Final = ("data", "threads", "checkpoint_minutes", "keep_checkpoints")
 """Settings that do not shape a result, or are part of the digest in another form."""
 CURVE_FILE: Final = "curve.json"
-POLL_SECONDS: Final = 0.5
-STOP_SECONDS: Final = 60.0
-"""A run that is asked to stop has this long to finish its update and save."""
 
 RunRule: TypeAlias = Literal[ScalingRule, "baseline", "lamb"]
 
@@ -60,6 +48,7 @@ class Run:
     """One training run."""
 
     application: Application
+    data_digest: str
     multiple: int  # the batch, in multiples of the baseline's
     rule: RunRule  # how settings follow the batch; at the baseline's batch all rules but lamb are the same
     factor: float = 1.0  # on the learning rate, in search of a better one
@@ -93,23 +82,24 @@ class Run:
         kind = find_task(application.name).Config
         return validate(kind, with_preset(kind, values), source=f"the run {self}")
 
-    def key(self, data_digest: str) -> str:
+    @property
+    def key(self) -> str:
         """A digest of everything that shapes the result."""
         settings = {name: value for name, value in self.config().recorded().items() if name not in IRRELEVANT}
         shaping = {
             "format": FORMAT,
             "task": self.application.name,
             "settings": settings,
-            "data": data_digest,
+            "data": self.data_digest,
             "threads": torch.get_num_threads(),
             "versions": [importlib.metadata.version("stretto"), torch.__version__],
         }
         return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
 
-    def path(self, folder: Path, key: str) -> Path:
+    def path(self, folder: Path) -> Path:
         """The file of the result."""
         rate = "" if self.factor == 1.0 else f"-rate{self.factor:g}"
-        name = f"{self.application.name}-x{self.multiple}-{self.rule}{rate}-seed{self.seed}-{key}.json"
+        name = f"{self.application.name}-x{self.multiple}-{self.rule}{rate}-seed{self.seed}-{self.key}.json"
         return folder / name
 
 
@@ -147,13 +137,13 @@ class RunResult:
 _RESULT: Final = pydantic.TypeAdapter(RunResult)
 
 
-def load_result(run: Run, *, key: str, folder: Path) -> RunResult | None:
+def load_result(run: Run, folder: Path) -> RunResult | None:
     """Read the result of a run, if it is finished.
 
     Raises:
         StrettoError: If the file is damaged.
     """
-    path = run.path(folder, key)
+    path = run.path(folder)
     with disk_errors(path, doing="read"):
         if not path.exists():
             return None
@@ -162,7 +152,7 @@ def load_result(run: Run, *, key: str, folder: Path) -> RunResult | None:
         found = _RESULT.validate_json(content)
     except pydantic.ValidationError as error:
         raise _damaged(path, str(error.errors(include_url=False)[0]["msg"])) from error
-    expected = (key, run.application.name, run.multiple, run.rule, run.factor, run.seed)
+    expected = (run.key, run.application.name, run.multiple, run.rule, run.factor, run.seed)
     if (found.key, found.application, found.multiple, found.rule, found.factor, found.seed) != expected:
         raise _damaged(path, "it is of another run")
     return found
@@ -172,11 +162,11 @@ def _damaged(path: Path, why: str) -> StrettoError:
     return StrettoError(f"{str(path)!r} is damaged ({why})", fix="The run is repeated.")
 
 
-def save_result(run: Run, result: RunResult, *, folder: Path, data: str) -> None:
+def save_result(run: Run, result: RunResult, folder: Path, *, data: str) -> None:
     """Write the result of a run, with its settings and the name of its data."""
     facts = {"settings": run.config().recorded(), "data": data}
     text = json.dumps({**dataclasses.asdict(result), "facts": facts}, indent=2, allow_nan=False) + "\n"
-    write_text_atomically(run.path(folder, result.key), text)
+    write_text_atomically(run.path(folder), text)
 
 
 @final
@@ -216,13 +206,12 @@ class LearningCurve(AbstractLog):
         write_text_atomically(self._path, json.dumps({"weights": self.weights, "values": self.values}) + "\n")
 
 
-def execute(run: Run, data: SequenceSet, *, key: str, folder: Path) -> RunResult:
+def execute(run: Run, data: SequenceSet, folder: Path) -> RunResult:
     """Train and measure; a run that diverges has a result, too.
 
     Args:
         run: What to run.
         data: Of its application.
-        key: Of the run.
         folder: For its checkpoints; a run that was stopped continues from there. Removed at the end.
 
     Raises:
@@ -253,7 +242,7 @@ def execute(run: Run, data: SequenceSet, *, key: str, folder: Path) -> RunResult
         why = f"the {metric} is NaN or inf"
     shutil.rmtree(folder)
     return RunResult(
-        key=key,
+        key=run.key,
         application=run.application.name,
         multiple=run.multiple,
         rule=run.rule,
@@ -274,137 +263,3 @@ def execute(run: Run, data: SequenceSet, *, key: str, folder: Path) -> RunResult
         curve=values,
         weights=curve.weights,
     )
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A run for a process of the pool."""
-
-    run: Run
-    key: str
-    folder: Path
-
-
-Outcome: TypeAlias = RunResult | StrettoError | None
-"""Of a job: its result, or why it cannot be run; None if it was asked to stop."""
-
-
-@final
-class WorkerPool:
-    """Processes that make one run at a time each.
-
-    Not concurrent.futures: here a process that is killed names its run, and Ctrl-C lets every run save a checkpoint.
-
-    Args:
-        data: The folder of data, as for `open_data`.
-        num_processes: How many.
-        threads: Of each.
-    """
-
-    def __init__(self, data: Path | None, *, num_processes: int, threads: int) -> None:
-        # Not forked: a copy of a process that has computed with threads may inherit locked locks.
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes: list[BaseProcess] = []
-        for _ in range(num_processes):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, data, threads), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def __enter__(self) -> "WorkerPool":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for pipe in self._pipes:
-            # Ends a process that waits for a job.
-            pipe.close()
-        self._join(self._processes, terminate=kind is not None)
-
-    def map(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, RunResult]]:
-        """Make all runs and yield their results as they come.
-
-        Raises:
-            StrettoError: If a run cannot be made, or its process died.
-            KeyboardInterrupt: If it was asked to stop; runs in progress were saved.
-        """
-        waiting, busy, stop = list(reversed(jobs)), dict[int, Job](), threading.Event()
-        with stop_on_signals(stop):
-            while waiting or busy:
-                for number in range(len(self._pipes)):
-                    if number not in busy and waiting and not stop.is_set():
-                        busy[number] = waiting.pop()
-                        self._send(number, busy[number])
-                if stop.is_set():
-                    self._join([self._processes[number] for number in busy], terminate=True)
-                    raise KeyboardInterrupt
-                ready = wait([self._pipes[number] for number in busy], timeout=POLL_SECONDS)
-                for number in [number for number in busy if self._pipes[number] in ready]:
-                    job = busy.pop(number)
-                    outcome = self._receive(number, job)
-                    if isinstance(outcome, StrettoError):
-                        raise outcome
-                    if outcome is None:
-                        # Somebody asked this process alone to stop.
-                        stop.set()
-                    else:
-                        yield job, outcome
-
-    def _send(self, number: int, job: Job) -> None:
-        try:
-            self._pipes[number].send(job)
-        except OSError:
-            raise self._died(number, job) from None
-
-    def _receive(self, number: int, job: Job) -> Outcome:
-        try:
-            outcome: Outcome = self._pipes[number].recv()
-        except (EOFError, OSError):
-            raise self._died(number, job) from None
-        return outcome
-
-    def _died(self, number: int, job: Job) -> StrettoError:
-        process = self._processes[number]
-        process.join(STOP_SECONDS)
-        return StrettoError(
-            f"the process for {job.run} ended with exit code {process.exitcode}",
-            fix="Run the same command again, which continues from here; --jobs 1 needs the least memory.",
-        )
-
-    def _join(self, processes: Sequence[BaseProcess], *, terminate: bool) -> None:
-        if terminate:
-            for process in processes:
-                process.terminate()
-        for process in processes:
-            process.join(STOP_SECONDS)
-
-
-def _work(pipe: Connection, folder: Path | None, threads: int) -> None:
-    """Make runs until the pipe is closed."""
-    # In a session of its own, Ctrl-C reaches only the process that the user started, which stops this one.
-    if hasattr(os, "setsid"):
-        os.setsid()
-    torch.set_num_threads(threads)
-    data: dict[ApplicationName, SequenceSet] = {}
-    while True:
-        try:
-            job: Job = pipe.recv()
-        except EOFError:
-            return
-        application = job.run.application
-        outcome: Outcome
-        try:
-            if application.name not in data:
-                data[application.name] = open_data(application, folder)
-            outcome = execute(job.run, data[application.name], key=job.key, folder=job.folder)
-        except Interrupted:
-            pipe.send(None)
-            return
-        except StrettoError as error:
-            outcome = error
-        pipe.send(outcome)

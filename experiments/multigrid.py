@@ -24,14 +24,13 @@ from torch.nn import functional
 
 from bench.figure import AMBER, BLUE, GREY, TEAL, Line, Panel, draw_figure
 from bench.harness import Report, Settings, Table
+from bench.recordings import UNLABELLED, Recordings
 from experiments.multigrid_data import (
-    UNLABELLED,
     WHOLE,
     WINDOW,
     CutRecordings,
     LabelledBatch,
     Length,
-    Recordings,
     cut_recordings,
     open_recordings,
 )
@@ -197,7 +196,14 @@ def reproduce_multigrid(
     lengths = sorted(set(sizes.lengths), key=lambda length: math.inf if length == WHOLE else length)
     # Cut all lengths first: one that leaves nothing to train on is refused before hours are spent on another.
     cuts = [
-        cut_recordings(recordings, length, max_label=sizes.window_labels, batch_steps=sizes.batch_steps)
+        cut_recordings(
+            recordings,
+            length,
+            max_label=sizes.window_labels,
+            batch_steps=sizes.batch_steps,
+            # In the embedded signals, regimes differ by a pulse that comes before the labels of the regime begin.
+            label_at_end=sizes.data is None,
+        )
         for length in lengths
     ]
     rows: list[MultigridRow] = []

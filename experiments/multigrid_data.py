@@ -14,30 +14,17 @@ import torch
 from pydantic import Field
 from torch.nn.utils.rnn import pad_sequence
 
-from stretto.data import PARTS, RegimeSettings, SequenceSet, StepLabels, make_regimes, open_sequences
+from bench.recordings import UNLABELLED, Recording, Recordings, standardise_recordings
+from stretto.data import PARTS, RegimeSettings, SequenceSet, make_regimes, open_sequences
 from stretto.errors import StrettoError
-from stretto.nn import Standardise
 
 WHOLE: Final = "whole"
 Length: TypeAlias = Annotated[int, Field(ge=2, lt=2**31)] | Literal["whole"]
 WINDOW: Final = 128
 HOP: Final = 64
-UNLABELLED: Final = 0
 EMBEDDED: Final = RegimeSettings(num_train=24, median_length=6000)
 TINY: Final = RegimeSettings(num_train=6, median_length=300)
 TINY_MAX_STEPS: Final = 2000
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LabelledSequence:
-    """Standardised features and a label for each step; 0 is no label."""
-
-    x_TF: torch.Tensor
-    labels_T: torch.Tensor
-
-    def __len__(self) -> int:
-        return len(self.x_TF)
 
 
 @final
@@ -53,47 +40,14 @@ class LabelledBatch:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Recordings:
-    """Whole recordings.
-
-    Attributes:
-        name: Of the data.
-        train: Includes the validation part, since nothing is chosen by it.
-        test: To measure accuracy on.
-        num_classes: Labels, including the one for none.
-        label_at_end: Whether a window has the label of its last step; otherwise all its steps must agree.
-    """
-
-    name: str
-    train: tuple[LabelledSequence, ...]
-    test: tuple[LabelledSequence, ...]
-    num_classes: int
-    label_at_end: bool
-
-    @property
-    def num_features(self) -> int:
-        """F."""
-        return int(self.train[0].x_TF.shape[1])
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CutRecordings:
-    """All recordings, cut into sequences of one length.
-
-    Attributes:
-        length: As it was asked for.
-        train: Sequences to train on.
-        test: Sequences to measure accuracy on.
-        batch_size: Sequences per batch.
-        num_dropped: Sequences of both that lack the labels they need.
-    """
+    """All recordings, cut into sequences of one length."""
 
     length: Length
-    train: tuple[LabelledSequence, ...]
-    test: tuple[LabelledSequence, ...]
+    train: tuple[Recording, ...]
+    test: tuple[Recording, ...]
     batch_size: int
-    num_dropped: int
+    num_dropped: int  # sequences, of both parts, that lack the labels they need
 
     @property
     def longest(self) -> int:
@@ -112,7 +66,7 @@ class CutRecordings:
 
 
 def open_recordings(path: Path | None, *, num_train: int | None = None, tiny: bool = False) -> Recordings:
-    """Open recordings and scale their features by the training part.
+    """Open recordings; those for validation are trained on, since nothing is chosen by them.
 
     Args:
         path: Of the data; None for embedded signals.
@@ -123,10 +77,6 @@ def open_recordings(path: Path | None, *, num_train: int | None = None, tiny: bo
         StrettoError: If they cannot be read, or have no labels of steps.
     """
     data = make_regimes(TINY if tiny else EMBEDDED) if path is None else open_sequences(path)
-    if not isinstance(data.targets, StepLabels):
-        raise StrettoError(
-            f"{data.name} has no labels of steps", fix="Give recordings with one label per step as `y`, 0 for none."
-        )
     test = data.part("test")
     train = data.subset(np.flatnonzero(data.split_N != PARTS.index("test")))
     if not len(train):
@@ -134,18 +84,12 @@ def open_recordings(path: Path | None, *, num_train: int | None = None, tiny: bo
     if num_train is not None and num_train < len(train):
         test = _take_evenly(test, -(-len(test) * num_train // len(train)))
         train = _take_evenly(train, num_train)
-    scale, max_steps = Standardise.of(train), TINY_MAX_STEPS if tiny else None
-    return Recordings(
-        name=data.name,
-        train=_standardise(train, scale, max_steps=max_steps),
-        test=_standardise(test, scale, max_steps=max_steps),
-        num_classes=len(data.targets.names),
-        # In the embedded signals, regimes differ by a pulse that comes before the labels of the regime begin.
-        label_at_end=path is None,
-    )
+    return standardise_recordings(train, test, name=data.name, max_steps=TINY_MAX_STEPS if tiny else None)
 
 
-def cut_recordings(recordings: Recordings, length: Length, *, max_label: int, batch_steps: int) -> CutRecordings:
+def cut_recordings(
+    recordings: Recordings, length: Length, *, max_label: int, batch_steps: int, label_at_end: bool = False
+) -> CutRecordings:
     """Cut all recordings; sequences that lack the labels they need are dropped, and counted.
 
     Args:
@@ -153,18 +97,19 @@ def cut_recordings(recordings: Recordings, length: Length, *, max_label: int, ba
         length: 128 are windows with one label each, as published; others are pieces with one label per step.
         max_label: Of windows.
         batch_steps: Steps of a batch, about.
+        label_at_end: Whether a window has the label of its last step; otherwise all its steps must agree.
 
     Raises:
         StrettoError: If nothing is left to train on or to measure.
     """
-    cut: Callable[[LabelledSequence], list[LabelledSequence]]
+    cut: Callable[[Recording], list[Recording]]
     if length == WINDOW:
         what = f"window of {WINDOW} steps with one label of 1 to {max_label}"
-        cut = partial(cut_windows, max_label=max_label, label_at_end=recordings.label_at_end)
+        cut = partial(cut_windows, max_label=max_label, label_at_end=label_at_end)
     else:
         what = "labelled step"
         cut = partial(cut_pieces, length=length)
-    parts: dict[str, tuple[LabelledSequence, ...]] = {}
+    parts: dict[str, tuple[Recording, ...]] = {}
     candidates = 0
     for name, whole in (("train", recordings.train), ("test", recordings.test)):
         parts[name] = tuple(sequence for recording in whole for sequence in cut(recording))
@@ -183,14 +128,8 @@ def cut_recordings(recordings: Recordings, length: Length, *, max_label: int, ba
     )
 
 
-def cut_windows(recording: LabelledSequence, *, max_label: int, label_at_end: bool) -> list[LabelledSequence]:
-    """Windows of 128 steps, 64 apart, with a label at their last step only: that of the window.
-
-    Args:
-        recording: What to cut.
-        max_label: Keep windows with a label of 1 to this.
-        label_at_end: Take the label of the last step, whatever the others have; otherwise all steps must agree.
-    """
+def cut_windows(recording: Recording, *, max_label: int, label_at_end: bool) -> list[Recording]:
+    """Windows of 128 steps, 64 apart, with a label of 1 to `max_label` at their last step only: that of the window."""
     if len(recording) < WINDOW:
         return []
     labels_NW = recording.labels_T.unfold(0, WINDOW, HOP)
@@ -203,16 +142,16 @@ def cut_windows(recording: LabelledSequence, *, max_label: int, label_at_end: bo
         labels_W = torch.full((WINDOW,), UNLABELLED)
         labels_W[-1] = last_N[number]
         x_WF = recording.x_TF[number * HOP : number * HOP + WINDOW]
-        windows.append(LabelledSequence(x_TF=x_WF, labels_T=labels_W))
+        windows.append(Recording(x_TF=x_WF, labels_T=labels_W))
     return windows
 
 
-def cut_pieces(recording: LabelledSequence, *, length: Length) -> list[LabelledSequence]:
+def cut_pieces(recording: Recording, *, length: Length) -> list[Recording]:
     """Consecutive pieces, the last of which may be shorter; those without any label are dropped."""
     steps = len(recording) if length == WHOLE else length
     slices = [slice(first, first + steps) for first in range(0, len(recording), steps)]
     return [
-        LabelledSequence(x_TF=recording.x_TF[part], labels_T=recording.labels_T[part])
+        Recording(x_TF=recording.x_TF[part], labels_T=recording.labels_T[part])
         for part in slices
         if bool((recording.labels_T[part] != UNLABELLED).any())
     ]
@@ -229,17 +168,7 @@ def _take_evenly(data: SequenceSet, count: int) -> SequenceSet:
     return data.subset(np.unique(np.linspace(0, len(data) - 1, max(1, count)).round().astype(np.int64)))
 
 
-def _standardise(data: SequenceSet, scale: Standardise, *, max_steps: int | None) -> tuple[LabelledSequence, ...]:
-    scaled = []
-    for sample in (data[index] for index in range(len(data))):
-        x_1TF = sample.features_TF[None, :max_steps]
-        real_1T = torch.ones(x_1TF.shape[:2], dtype=torch.bool)
-        labels_T = torch.as_tensor(sample.target)[:max_steps]
-        scaled.append(LabelledSequence(x_TF=scale(x_1TF, real_1T)[0], labels_T=labels_T))
-    return tuple(scaled)
-
-
-def _make_batches(sequences: Sequence[LabelledSequence], order: Sequence[int], *, size: int) -> list[LabelledBatch]:
+def _make_batches(sequences: Sequence[Recording], order: Sequence[int], *, size: int) -> list[LabelledBatch]:
     batches = []
     for first in range(0, len(order), size):
         numbers = tuple(order[first : first + size])

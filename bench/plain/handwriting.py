@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
+
+from .loop import ShuffledScript, open_forget_gates, reverse
 
 Line = tuple[torch.Tensor, torch.Tensor]
 """Stacked steps (U, F) and the classes of the characters."""
@@ -24,7 +24,7 @@ Line = tuple[torch.Tensor, torch.Tensor]
 class HandwritingNet(nn.Module):
     """An LSTM in each direction, and log-probabilities of the characters at each step.
 
-    Two layers on padded batches, the second on lines turned round within their lengths: right where
+    Two layers on padded batches, the second on lines reversed within their lengths: right where
     `nn.LSTM(bidirectional=True)` would begin in the padding, and on a CPU several times faster than packing.
     """
 
@@ -32,41 +32,22 @@ class HandwritingNet(nn.Module):
         super().__init__()
         self.ahead = nn.LSTM(num_features, hidden_size, batch_first=True)
         self.behind = nn.LSTM(num_features, hidden_size, batch_first=True)
-        with torch.no_grad():
-            for lstm in (self.ahead, self.behind):
-                lstm.get_parameter("bias_ih_l0")[hidden_size : 2 * hidden_size].fill_(1.0)  # forget gates begin open
+        open_forget_gates(self.ahead, self.behind)
         self.dropout = nn.Dropout(dropout)
         self.classify = nn.Linear(2 * hidden_size, num_classes)
 
     def forward(self, x_BUF: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         """Log-probabilities (B, U, C)."""
         ahead_BUH, _ = self.ahead(x_BUF)
-        behind_BUH, _ = self.behind(turned_round(x_BUF, lengths_B))
-        both_BUH = torch.cat([ahead_BUH, turned_round(behind_BUH, lengths_B)], dim=-1)
+        behind_BUH, _ = self.behind(reverse(x_BUF, lengths_B))
+        both_BUH = torch.cat([ahead_BUH, reverse(behind_BUH, lengths_B)], dim=-1)
         log_probs_BUC: torch.Tensor = self.classify(self.dropout(both_BUH)).log_softmax(dim=-1)
         return log_probs_BUC
 
 
 @final
-class PlainHandwriting:
-    """Trains the net with AdamW over one cycle of the rate.
-
-    Args:
-        train: Pen movement (T, F) of each line, and its text.
-        valid: The same, to measure on.
-        alphabet: All characters.
-        stack: Steps laid side by side as one.
-        hidden_size: Units of each direction.
-        dropout: Share dropped before the last layer.
-        batch_size: Lines per batch.
-        epochs: Of the whole run, over which the rate rises and falls.
-        learning_rate: Its peak.
-        clip_norm: Largest norm of a gradient.
-        seed: Of the weights and the order of lines.
-
-    Attributes:
-        model: The net.
-    """
+class PlainHandwriting(ShuffledScript):
+    """Trains the net with AdamW over one cycle of the rate, on pen movement (T, F) and the text of each line."""
 
     def __init__(
         self,
@@ -74,20 +55,18 @@ class PlainHandwriting:
         valid: tuple[Sequence[npt.NDArray[Any]], Sequence[str]],
         *,
         alphabet: str,
-        stack: int = 3,
-        hidden_size: int = 128,
-        dropout: float = 0.1,
-        batch_size: int = 32,
-        epochs: int = 7,
-        learning_rate: float = 5e-3,
-        clip_norm: float = 1.0,
-        seed: int = 0,
+        stack: int,
+        hidden_size: int,
+        dropout: float,
+        epochs: int,
+        learning_rate: float,
+        seed: int,
+        **options: Any,
     ) -> None:
         steps_SF = np.concatenate(train[0]).astype(np.float64)
         mean_F, deviation_F = steps_SF.mean(axis=0), steps_SF.std(axis=0)
         scale_F = 1.0 / np.where(deviation_F > 1e-9 * np.maximum(1.0, np.abs(mean_F)), deviation_F, 1.0)
         code_of = {character: 1 + number for number, character in enumerate(alphabet)}
-        self._alphabet = alphabet
 
         def prepared(lines: Sequence[npt.NDArray[Any]], texts: Sequence[str]) -> list[Line]:
             return [
@@ -98,33 +77,13 @@ class PlainHandwriting:
                 for line_TF, text in zip(lines, texts, strict=True)
             ]
 
-        self._train, self._valid = prepared(*train), prepared(*valid)
+        self._valid = prepared(*valid)
         torch.manual_seed(seed)
-        self.model = HandwritingNet(
+        model = HandwritingNet(
             num_features=stack * len(mean_F), hidden_size=hidden_size, num_classes=1 + len(alphabet), dropout=dropout
         )
-        self._loader: DataLoader[Any] = DataLoader(
-            self._train,  # type: ignore[arg-type]
-            batch_size=batch_size,
-            shuffle=True,
-            collate_fn=padded,
-            generator=torch.Generator().manual_seed(seed),
-        )
-        self._optimizer = AdamW(self.model.parameters(), lr=learning_rate)
-        self._schedule = OneCycleLR(
-            self._optimizer, max_lr=learning_rate, total_steps=epochs * len(self._loader) + 1, pct_start=0.15
-        )
-        self._clip_norm = clip_norm
-
-    def epoch(self) -> None:
-        """Train one epoch."""
-        self.model.train()
-        for batch in self._loader:
-            self._optimizer.zero_grad()
-            self.loss(*batch).backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
-            self._optimizer.step()
-            self._schedule.step()
+        super().__init__(model, prepared(*train), collate=padded, seed=seed, **options)
+        self._use_one_cycle(learning_rate=learning_rate, epochs=epochs)
 
     def loss(
         self, x_BUF: torch.Tensor, lengths_B: torch.Tensor, codes: torch.Tensor, code_lengths_B: torch.Tensor
@@ -133,10 +92,6 @@ class PlainHandwriting:
         log_probs_BUC = self.model(x_BUF, lengths_B)
         total = functional.ctc_loss(log_probs_BUC.transpose(0, 1), codes, lengths_B, code_lengths_B, reduction="sum")
         return total / code_lengths_B.sum()
-
-    def loss_of(self, numbers: list[int]) -> torch.Tensor:
-        """The loss of a batch of these training lines."""
-        return self.loss(*padded([self._train[number] for number in numbers]))
 
     @torch.no_grad()
     def quality(self) -> float:
@@ -166,10 +121,3 @@ def padded(lines: Sequence[Line]) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def stacked(x_TF: torch.Tensor, *, factor: int) -> torch.Tensor:
     """So many steps side by side as one; what is missing at the end is zero."""
     return functional.pad(x_TF, (0, 0, 0, -len(x_TF) % factor)).reshape(-1, factor * x_TF.shape[1])
-
-
-def turned_round(x_BUF: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Each line from its last step to its first; padding stays behind."""
-    places_U = torch.arange(x_BUF.shape[1])
-    turned_BU = torch.where(places_U < lengths_B[:, None], lengths_B[:, None] - 1 - places_U, places_U)
-    return x_BUF.gather(1, turned_BU[..., None].expand_as(x_BUF))

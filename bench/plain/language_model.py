@@ -46,22 +46,11 @@ class PlainLanguageModel:
     Args:
         train: The training text, a number a word.
         valid: The text to measure on.
-        num_words: Of the vocabulary.
-        embedding_size: Size of a word vector.
-        hidden_size: Units of each layer.
-        num_layers: Layers.
-        dropout: Share dropped between layers and before the scores.
         init_scale: Weights begin between minus and plus this.
         batch_size: Streams.
         window: Steps of a window, and how far gradients go back.
-        learning_rate: Of the first epochs.
         flat_epochs: Epochs before the rate falls.
         decay_factor: By which it then falls every epoch.
-        clip_norm: Largest norm of a gradient.
-        seed: Of the weights.
-
-    Attributes:
-        model: The net.
     """
 
     def __init__(
@@ -70,18 +59,18 @@ class PlainLanguageModel:
         valid: npt.NDArray[Any],
         *,
         num_words: int,
-        embedding_size: int = 200,
-        hidden_size: int = 200,
-        num_layers: int = 2,
-        dropout: float = 0.0,
-        init_scale: float = 0.1,
-        batch_size: int = 20,
-        window: int = 20,
-        learning_rate: float = 20.0,
-        flat_epochs: int = 4,
-        decay_factor: float = 0.5,
-        clip_norm: float = 0.25,
-        seed: int = 0,
+        embedding_size: int,
+        hidden_size: int,
+        num_layers: int,
+        dropout: float,
+        init_scale: float,
+        batch_size: int,
+        window: int,
+        learning_rate: float,
+        flat_epochs: int,
+        decay_factor: float,
+        clip_norm: float,
+        seed: int,
     ) -> None:
         self._train_UB, self._valid_UB = (side_by_side(text_S, num_streams=batch_size) for text_S in (train, valid))
         torch.manual_seed(seed)

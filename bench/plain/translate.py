@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader
+
+from .loop import ShuffledScript, open_forget_gates, reverse
 
 PAD: Final = 0
 BEGIN: Final = 1
@@ -42,11 +41,7 @@ class TranslateNet(nn.Module):
         self.query_norm, self.key_norm = nn.LayerNorm(size), nn.LayerNorm(size)
         self.form = nn.Linear(size, size, bias=False)
         self.decoder = nn.LSTM(2 * size, size, batch_first=True)
-        with torch.no_grad():
-            for lstm in (self.ahead, self.behind, self.encoder, self.bottom, self.decoder):
-                lstm.get_parameter("bias_ih_l0")[lstm.hidden_size : 2 * lstm.hidden_size].fill_(
-                    1.0
-                )  # forget gates begin open
+        open_forget_gates(self.ahead, self.behind, self.encoder, self.bottom, self.decoder)
         self.dropout = nn.Dropout(dropout)
         self.output_bias = nn.Parameter(torch.zeros(num_pieces))
 
@@ -62,8 +57,8 @@ class TranslateNet(nn.Module):
         lengths_B = (source_BS != PAD).sum(dim=1)
         x_BSH = self._embedded(source_BS)
         ahead_BSH, _ = self.ahead(x_BSH)
-        behind_BSH, _ = self.behind(turned_round(x_BSH, lengths_B))
-        hidden_BSH = torch.cat([ahead_BSH, turned_round(behind_BSH, lengths_B)], dim=-1)
+        behind_BSH, _ = self.behind(reverse(x_BSH, lengths_B))
+        hidden_BSH = torch.cat([ahead_BSH, reverse(behind_BSH, lengths_B)], dim=-1)
         memory_BSH: torch.Tensor = self.key_norm(hidden_BSH + self.encoder(self.dropout(hidden_BSH))[0])
         return memory_BSH
 
@@ -92,27 +87,19 @@ class TranslateNet(nn.Module):
 
 
 @final
-class PlainTranslate:
+class PlainTranslate(ShuffledScript):
     """Trains the net with AdamW over one cycle of the rate.
 
     Args:
         train: Source and target of each pair as numbers of pieces, each target with its end mark.
         valid: Sources to translate, and their references as text.
-        num_pieces: Of the vocabulary.
         decode: Makes text of pieces.
         bleu_words: What BLEU takes for a word, as sacrebleu names it.
-        hidden_size: Units of every layer.
-        dropout: Share of the inputs of each layer that is dropped.
         label_smoothing: Share of the probability that is spread over all pieces.
-        batch_size: Pairs per batch.
         epochs: Of the whole run, over which the rate rises and falls.
-        learning_rate: Its peak.
-        clip_norm: Largest norm of a gradient.
-        seed: Of the weights and the order of pairs.
-
-    Attributes:
-        model: The net.
     """
+
+    model: TranslateNet
 
     def __init__(
         self,
@@ -122,44 +109,21 @@ class PlainTranslate:
         num_pieces: int,
         decode: Callable[[Sequence[Sequence[int]]], list[str]],
         bleu_words: str,
-        hidden_size: int = 256,
-        dropout: float = 0.2,
-        label_smoothing: float = 0.1,
-        batch_size: int = 64,
-        epochs: int = 10,
-        learning_rate: float = 1e-3,
-        clip_norm: float = 1.0,
-        seed: int = 0,
+        hidden_size: int,
+        dropout: float,
+        label_smoothing: float,
+        epochs: int,
+        learning_rate: float,
+        seed: int,
+        **options: Any,
     ) -> None:
-        self._train: list[Pair] = [
-            (torch.tensor(source), torch.tensor(target)) for source, target in zip(*train, strict=True)
-        ]
+        pairs = [(torch.tensor(source), torch.tensor(target)) for source, target in zip(*train, strict=True)]
         self._sources, self._references = [torch.tensor(source) for source in valid[0]], list(valid[1])
-        self._decode, self._bleu_words = decode, bleu_words
+        self._decode, self._bleu_words, self._label_smoothing = decode, bleu_words, label_smoothing
         torch.manual_seed(seed)
-        self.model = TranslateNet(num_pieces=num_pieces, size=hidden_size, dropout=dropout)
-        self._loader: DataLoader[Any] = DataLoader(
-            self._train,  # type: ignore[arg-type]
-            batch_size=batch_size,
-            shuffle=True,
-            collate_fn=padded,
-            generator=torch.Generator().manual_seed(seed),
-        )
-        self._optimizer = AdamW(self.model.parameters(), lr=learning_rate)
-        self._schedule = OneCycleLR(
-            self._optimizer, max_lr=learning_rate, total_steps=epochs * len(self._loader) + 1, pct_start=0.15
-        )
-        self._label_smoothing, self._clip_norm = label_smoothing, clip_norm
-
-    def epoch(self) -> None:
-        """Train one epoch."""
-        self.model.train()
-        for source_BS, target_BU in self._loader:
-            self._optimizer.zero_grad()
-            self.loss(source_BS, target_BU).backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
-            self._optimizer.step()
-            self._schedule.step()
+        model = TranslateNet(num_pieces=num_pieces, size=hidden_size, dropout=dropout)
+        super().__init__(model, pairs, collate=padded, seed=seed, **options)
+        self._use_one_cycle(learning_rate=learning_rate, epochs=epochs)
 
     def loss(self, source_BS: torch.Tensor, target_BU: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of the target pieces, labels smoothed."""
@@ -167,10 +131,6 @@ class PlainTranslate:
         return functional.cross_entropy(
             self.model(source_BS, target_BU), pieces_P, label_smoothing=self._label_smoothing
         )
-
-    def loss_of(self, numbers: list[int]) -> torch.Tensor:
-        """The loss of a batch of these training pairs."""
-        return self.loss(*padded([self._train[number] for number in numbers]))
 
     @torch.no_grad()
     def quality(self) -> float:
@@ -209,10 +169,3 @@ def padded(pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch: padded sources and padded targets."""
     sources, targets = zip(*pairs, strict=True)
     return pad_sequence(list(sources), batch_first=True), pad_sequence(list(targets), batch_first=True)
-
-
-def turned_round(x_BSH: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Each line from its last step to its first; padding stays behind."""
-    places_S = torch.arange(x_BSH.shape[1])
-    turned_BS = torch.where(places_S < lengths_B[:, None], lengths_B[:, None] - 1 - places_S, places_S)
-    return x_BSH.gather(1, turned_BS[..., None].expand_as(x_BSH))

@@ -20,7 +20,7 @@ from bench.time_parallel import (
     shrink_until_forgetting,
     slow_down_while_forgetting,
 )
-from bench.trained_nets import measure_memory, open_recordings
+from bench.trained_nets import measure_memory
 from stretto.cells import GRU
 from stretto.data import RegimeSettings, SequenceSet, make_regimes, write_npz
 from stretto.errors import StrettoError
@@ -98,7 +98,7 @@ def test_flags_and_data_are_checked(measure: Measure, tmp_path: Path) -> None:
         measure("time", "--only", "dance")
     write_npz(tmp_path / "bare.npz", SequenceSet.from_flat(np.zeros((30, 1), np.float32), offsets=np.arange(0, 31, 3)))
     with pytest.raises(StrettoError, match="no label per step"):
-        open_recordings(tmp_path / "bare.npz")
+        measure("time", "--data", str(tmp_path / "bare.npz"))
 
 
 def test_a_solver_that_is_not_exact_is_not_timed(monkeypatch: pytest.MonkeyPatch, quick_compiler: None) -> None:

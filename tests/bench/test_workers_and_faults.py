@@ -69,7 +69,7 @@ def test_anything_lost_fails_the_benchmark(
     monkeypatch: pytest.MonkeyPatch, measure: Callable[..., Report], change: dict[str, Any]
 ) -> None:
     outcome = faults.Outcome(
-        faults=(faults.Fault(kind="one", ranks=(1,), after=30),) * 2,
+        faults=("one", "all"),
         resumed=2,
         usage=faults.Usage(epochs=1, lost=0, repeated=0),
         same_weights=True,

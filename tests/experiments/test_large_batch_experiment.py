@@ -20,16 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.harness import Report
-from experiments import large_batch
+from experiments import large_batch, large_batch_pool
 from experiments.__main__ import main
 from experiments.large_batch import (
     FACTORS,
-    IN_PROGRESS,
-    RESULTS,
     RULES,
     LargeBatchResult,
     LargeBatchSettings,
-    Progress,
     Row,
     best_of,
     find_holdings,
@@ -39,7 +36,8 @@ from experiments.large_batch import (
     show,
 )
 from experiments.large_batch_apps import METRICS, WARMUP_CAP, Application, ApplicationName, applications, open_data
-from experiments.large_batch_runs import Job, LearningCurve, Run, RunResult, RunRule, WorkerPool, execute
+from experiments.large_batch_pool import IN_PROGRESS, RESULTS, Progress, WorkerPool
+from experiments.large_batch_runs import LearningCurve, Run, RunResult, RunRule, execute
 from stretto.errors import StrettoError
 from stretto.files import locked
 from stretto.training import Trainer
@@ -79,7 +77,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
         runs.append(run)
         return execute(run, *args, **kwargs)
 
-    monkeypatch.setattr(large_batch, "execute", record)
+    monkeypatch.setattr(large_batch_pool, "execute", record)
     return runs
 
 
@@ -126,7 +124,7 @@ def test_the_command_reuses_finished_runs_and_writes_its_files(
     assert main(["large-batch", *words]) == 0
     assert executed == []
     printed = capsys.readouterr().out
-    assert f"{len(made.runs)} runs are finished already and reused\nthere is nothing left to run\n" in printed
+    assert f"{len(made.runs)} runs are finished already and reused\n" in printed
     stored = json.loads((copied / "large-batch.json").read_text())["result"]
     assert stored["reused"] == len(made.runs) == len(list((copied / RESULTS).iterdir()))
     assert [row["rule"] for row in stored["rows"]] == [row.rule for row in made.rows]
@@ -271,18 +269,18 @@ def test_ctrl_c_stops_all_processes_and_the_same_command_continues(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_and_a_run_that_cannot_be_made_are_reported(tmp_path: Path) -> None:
-    run = Run(application=DIGITS, multiple=1, rule="baseline", seed=0)
+    run = Run(data_digest="", application=DIGITS, multiple=1, rule="baseline", seed=0)
     with WorkerPool(None, num_processes=1, threads=1) as pool:
         (process,) = pool._processes
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         with pytest.raises(StrettoError, match=r"digits x1 baseline, seed 0 ended with exit code -9\. Run the same"):
-            list(pool.map([Job(run=run, key="some", folder=tmp_path / "some")]))
+            list(pool.map([(run, tmp_path / "some")]))
     empty = dataclasses.replace(DIGITS, settings={**DIGITS.settings, "hidden_size": 0})
     run = dataclasses.replace(run, application=empty)
     with WorkerPool(None, num_processes=1, threads=1) as pool, pytest.raises(StrettoError, match="hidden_size"):
-        list(pool.map([Job(run=run, key="some", folder=tmp_path / "some")]))
+        list(pool.map([(run, tmp_path / "some")]))
 
 
 @given(
@@ -293,7 +291,7 @@ def test_a_process_that_is_killed_and_a_run_that_cannot_be_made_are_reported(tmp
 def test_all_settings_are_valid(name: Any, scale: Any, rule: Any) -> None:
     application: Application = applications(scale)[name]
     for multiple in application.multiples:
-        config = Run(application=application, multiple=multiple, rule=rule, seed=0).config()
+        config = Run(data_digest="", application=application, multiple=multiple, rule=rule, seed=0).config()
         assert config.batch_size == multiple * application.batch_size
         assert config.base_batch_size == application.batch_size
         assert config.epochs == application.epochs
@@ -304,13 +302,14 @@ def test_all_settings_are_valid(name: Any, scale: Any, rule: Any) -> None:
 
 
 def test_keys_tell_runs_apart() -> None:
-    base = Run(application=DIGITS, multiple=4, rule="sqrt", seed=0)
+    base = Run(data_digest="", application=DIGITS, multiple=4, rule="sqrt", seed=0)
     changes: list[dict[str, Any]] = [{}, {"seed": 1}, {"multiple": 1}, {"rule": "legw"}, {"factor": 2.0}]
     changes += [{"application": dataclasses.replace(DIGITS, epochs=3)}]
     changes += [{"application": applications("quick")["digit-images"]}]
-    keys = [dataclasses.replace(base, **change).key("data") for change in changes] + [base.key("other data")]
+    changes += [{"data_digest": "other data"}]
+    keys = [dataclasses.replace(base, **change).key for change in changes]
     assert len(set(keys)) == len(keys)
-    assert base.key("data") == dataclasses.replace(base).key("data")
+    assert base.key == dataclasses.replace(base).key
 
 
 def test_batches_that_the_data_do_not_allow_are_left_out(tmp_path: Path) -> None:
@@ -489,9 +488,10 @@ def test_the_table_marks_what_is_as_good_and_the_figure_crosses_what_diverged(
 
 def test_the_estimate_follows_what_runs_take() -> None:
     application = dataclasses.replace(DIGITS, seconds=(10.0, 2.0))
-    runs = [Run(application=application, multiple=k, rule="none", seed=seed) for k in (1, 4) for seed in (0, 1)]
+    first = Run(data_digest="", application=application, multiple=1, rule="none", seed=0)
+    runs = [dataclasses.replace(first, multiple=k, seed=seed) for k in (1, 4) for seed in (0, 1)]
     progress = Progress(1)
-    progress.plan(runs)
+    progress.plan(runs, folder=Path("out"))
     assert progress.seconds_left == pytest.approx(2 * 10.0 + 2 * (2.0 + 8.0 / 4))
     line = progress.finish(runs[0], _result(1, "none", 0.9, wall_seconds=20.0))
     # Twice as slow as expected: so will the others be.

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from bench.harness import Report
+from bench.recordings import Recording, Recordings
 from experiments import multigrid
 from experiments.__main__ import main
 from experiments.multigrid import (
@@ -33,15 +34,7 @@ from experiments.multigrid import (
     reproduce_multigrid,
     show,
 )
-from experiments.multigrid_data import (
-    CutRecordings,
-    LabelledSequence,
-    Recordings,
-    cut_pieces,
-    cut_recordings,
-    cut_windows,
-    open_recordings,
-)
+from experiments.multigrid_data import CutRecordings, cut_pieces, cut_recordings, cut_windows, open_recordings
 from stretto.cells import GRU
 from stretto.errors import StrettoError
 from stretto.solvers import Shooting
@@ -181,7 +174,7 @@ def test_the_serial_contender_is_plain_training(
     weights = [*cell.parameters(), *head.parameters()]
     optimizer = torch.optim.Adam(weights, lr=settings.learning_rate)
 
-    def scores(sequence: LabelledSequence) -> torch.Tensor:
+    def scores(sequence: Recording) -> torch.Tensor:
         state, outputs = cell.initial_state(1), []
         for x_F in sequence.x_TF:
             y_BH, state = cell(x_F[None], state)
@@ -231,9 +224,7 @@ def test_windows_are_64_apart_and_have_one_label(
     runs: list[tuple[int, int]], max_label: int, label_at_end: bool
 ) -> None:
     labels = [label for label, count in runs for _ in range(count)]
-    whole = LabelledSequence(
-        x_TF=torch.arange(len(labels), dtype=torch.float32)[:, None], labels_T=torch.tensor(labels)
-    )
+    whole = Recording(x_TF=torch.arange(len(labels), dtype=torch.float32)[:, None], labels_T=torch.tensor(labels))
     wanted = []
     for first in range(0, len(labels) - 127, 64):
         inside = labels[first : first + 128]
@@ -248,9 +239,7 @@ def test_windows_are_64_apart_and_have_one_label(
 
 @given(labels=st.lists(st.integers(0, 2), min_size=1, max_size=30), length=st.integers(2, 12) | st.just("whole"))
 def test_pieces_are_all_that_has_a_label(labels: list[int], length: Any) -> None:
-    whole = LabelledSequence(
-        x_TF=torch.arange(len(labels), dtype=torch.float32)[:, None], labels_T=torch.tensor(labels)
-    )
+    whole = Recording(x_TF=torch.arange(len(labels), dtype=torch.float32)[:, None], labels_T=torch.tensor(labels))
     steps = len(labels) if length == "whole" else length
     wanted = [labels[first : first + steps] for first in range(0, len(labels), steps)]
     found = cut_pieces(whole, length=length)
@@ -311,8 +300,8 @@ def test_the_published_net_can_be_trained(tmp_path: Path, quick_compiler: None) 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"y": None}, "made has no labels of steps"),
-        ({"y": np.arange(6) % 2}, "made has no labels of steps"),
+        ({"y": None}, "made has no label per step"),
+        ({"y": np.arange(6) % 2}, "made has no label per step"),
         ({"y": np.zeros(794, dtype=np.int64)}, "no labelled step in the train recordings"),
         ({"split": np.full(6, 2)}, "all recordings are for testing"),
         ({"split": np.zeros(6, dtype=np.int64)}, "no sequence is in the test split"),

@@ -162,7 +162,7 @@ def test_ranks_hit_by_faults_are_restarted_and_the_result_is_the_same(
     monkeypatch.setattr(faults, "MAX_PAUSE_SECONDS", 0.3)
     settings = faults.FaultsSettings(kills=4, stops=False, nodes=False)
     outcome = faults.inject_faults(settings, progress=lambda _: None)
-    assert {fault.kind for fault in outcome.faults} == {"one", "all", "saving", "full"}
+    assert set(outcome.faults) == {"one", "all", "saving", "full"}
     assert (outcome.survived, outcome.exit_code) == (4, 0)
     assert outcome.resumed >= 4
     assert outcome.usage == faults.Usage(epochs=75, lost=0, repeated=0)
@@ -172,14 +172,14 @@ def test_ranks_hit_by_faults_are_restarted_and_the_result_is_the_same(
 @pytest.mark.slow
 def test_a_node_is_dropped_and_comes_back() -> None:
     try:
-        outcome = faults.drop_a_node(progress=lambda _: None)
+        world_sizes, usage, exit_codes = faults.drop_a_node(progress=lambda _: None)
     except StrettoError as error:
         if "unshare" not in str(error):
             raise
         pytest.skip(str(error))
-    assert outcome.world_sizes == (2, 1, 2)
-    assert outcome.usage == faults.Usage(epochs=faults.NODE_EPOCHS, lost=0, repeated=0)
-    assert outcome.exit_codes == (0, 0)
+    assert world_sizes == [2, 1, 2]
+    assert usage == faults.Usage(epochs=faults.NODE_EPOCHS, lost=0, repeated=0)
+    assert exit_codes == [0, 0]
 
 
 def listening(processes: list[int]) -> set[str]:
