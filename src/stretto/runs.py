@@ -12,7 +12,6 @@ import contextlib
 import copy
 import dataclasses
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -23,12 +22,13 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from stretto.data import PARTS, SequenceSet, open_sequences
+from stretto.data import PARTS, open_sequences
 from stretto.distributed import World, detect_lost_rank, join_ranks
 from stretto.errors import StrettoError
 from stretto.files import disk_errors, locked, write_text_atomically
 from stretto.report import console_view, length_histogram, write_run_report
 from stretto.tasks import find_task
+from stretto.timing import torch_threads
 from stretto.training import (
     CHECKPOINT_FOLDER,
     EVENTS_FILE,
@@ -148,7 +148,7 @@ def run_task(
                 EventLog(Path(run) / EVENTS_FILE, subscribers=subscribers) if world.is_rank0 else SilentLog()
             )
             stack.callback(log.close)
-            stack.enter_context(_threads(config.threads or _fair_share(world)))
+            stack.enter_context(torch_threads(config.threads or _fair_share(world)))
             stack.enter_context(_memory_errors())
             return _train(task or _make_task(name, config), config, run=Path(run), log=log, world=world)
 
@@ -178,13 +178,19 @@ def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: Abst
 
 def _describe(task: AbstractTask[Any], config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
     """What is recorded at the start: the data, the batches, and what they would be without buckets."""
-    report, slot_ratio = trainer.feed.report(), trainer.state.slot_ratio
+    data, report, slot_ratio = task.data, trainer.feed.report(), trainer.state.slot_ratio
     return {
         "task": task.name,
         "settings": config.recorded(),
-        "data": _data_facts(task.data),
+        "data": {
+            "name": data.name,
+            "sequences": {part: int((data.split_N == number).sum()) for number, part in enumerate(PARTS)},
+            "steps": data.num_steps,
+            "features": data.num_features,
+            "notes": list(data.notes),
+        },
         "edges": trainer.feed.edges,
-        "histogram": dataclasses.asdict(length_histogram(task.data.part("train").lengths_N)),
+        "histogram": dataclasses.asdict(length_histogram(data.part("train").lengths_N)),
         "report": report,
         "shuffled_padding": 1.0 - (1.0 - report["padding"]) / slot_ratio,
         "slot_ratio": slot_ratio,
@@ -199,27 +205,17 @@ def _describe(task: AbstractTask[Any], config: TrainConfig, trainer: Trainer) ->
     }
 
 
-def _data_facts(data: SequenceSet) -> dict[str, Any]:
-    return {
-        "name": data.name,
-        "sequences": {part: int((data.split_N == number).sum()) for number, part in enumerate(PARTS)},
-        "steps": data.num_steps,
-        "features": data.num_features,
-        "notes": list(data.notes),
-    }
-
-
 def stored_settings(name: str, config: TrainConfig) -> dict[str, Any]:
     """The settings that the run which `config` resumes was started with."""
     with disk_errors(config.out or RUNS_FOLDER, doing="use the run folder"):
         run = _find_run(name, config)
-    events = read_events(run)
-    started = next((event for event in events if event["event"] == "started"), None)
+    events = {event["event"]: event for event in read_events(run)}
+    started = events.get("started")
     if started is None or started["task"] != name:
         raise StrettoError(
             f"{str(run)!r} is no run of the task {name!r}", fix="Name the folder of such a run with --out."
         )
-    if any(event["event"] == "finished" for event in events):
+    if "finished" in events:
         raise StrettoError(f"the run in {str(run)!r} is finished", fix="Start a new one with another --out.")
     stored: dict[str, Any] = started["settings"]
     return stored
@@ -227,7 +223,7 @@ def stored_settings(name: str, config: TrainConfig) -> dict[str, Any]:
 
 def next_run(name: str) -> Path:
     """The next free folder under runs/."""
-    return _numbered(name, max(_numbered_runs(name), default=0) + 1)
+    return RUNS_FOLDER / f"{name}-{max(_numbered_runs(name), default=0) + 1:03d}"
 
 
 def _claim(name: str, config: TrainConfig, stack: contextlib.ExitStack, *, is_restart: bool) -> tuple[str, bool]:
@@ -309,12 +305,11 @@ def _find_run(name: str, config: TrainConfig) -> Path:
 def _new_run(name: str, config: TrainConfig) -> Path:
     """The folder for a new run; a numbered one is made at once, so that two runs started together do not share it."""
     out = config.out
-    if out is None:
-        for number in itertools.count(max(_numbered_runs(name), default=0) + 1):
-            with contextlib.suppress(FileExistsError):
-                _numbered(name, number).mkdir(parents=True)
-                return _numbered(name, number)
-    assert out is not None
+    while out is None:
+        run = next_run(name)
+        with contextlib.suppress(FileExistsError):
+            run.mkdir(parents=True)
+            return run
     if (out / EVENTS_FILE).exists() or (out / CHECKPOINT_FOLDER).exists():
         raise StrettoError(
             f"{str(out)!r} holds a run already", fix="Add --resume to continue it, or choose another --out."
@@ -322,10 +317,6 @@ def _new_run(name: str, config: TrainConfig) -> Path:
     if out.exists() and not out.is_dir():
         raise StrettoError(f"{str(out)!r} is a file", fix="Choose a folder for --out.")
     return out
-
-
-def _numbered(name: str, number: int) -> Path:
-    return RUNS_FOLDER / f"{name}-{number:03d}"
 
 
 def _numbered_runs(name: str) -> dict[int, Path]:
@@ -368,14 +359,3 @@ def _check_device(name: str) -> None:
             f"torch cannot use the device {name!r} here ({str(error).splitlines()[0]})",
             fix="Choose another --device, for example cpu.",
         ) from error
-
-
-@contextlib.contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    earlier = torch.get_num_threads()
-    if number is not None:
-        torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(earlier)

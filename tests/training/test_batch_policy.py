@@ -6,15 +6,13 @@ Shape legend: B sequences, T steps, S steps of all sequences, N sequences.
 import dataclasses
 import itertools
 import math
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
+from training_runs import at, crash, events_of, outcome, stop, train, weights
 
 from stretto.data import Labels, SequenceSet
 from stretto.distributed import World
@@ -26,17 +24,13 @@ from stretto.state import flatten
 from stretto.tasks import TASKS
 from stretto.training import (
     EVENTS_FILE,
-    MODEL_FILE,
     AbstractTask,
     Event,
     EventLog,
-    Interrupted,
-    RunResult,
-    Subscriber,
+    SilentLog,
     Trainer,
     Updater,
     batch_policy,
-    read_events,
     validate,
 )
 from stretto.training.batch_policy import representative_lengths
@@ -83,7 +77,7 @@ def _task(data: SequenceSet, **settings: Any) -> AbstractTask[Any]:
 
 
 def _with_table(monkeypatch: pytest.MonkeyPatch, *, fixed: float, each: float) -> None:
-    """Steps take as long as a line says, whatever the clock does."""
+    """Updates take `fixed` seconds and `each` per sequence, whatever the clock says."""
 
     def probe(run_step: Any, *, batch_sizes: list[int], lengths: dict[int, float], **_: Any) -> ThroughputTable:
         assert run_step(batch_sizes[0], max(lengths)) > 0
@@ -92,29 +86,16 @@ def _with_table(monkeypatch: pytest.MonkeyPatch, *, fixed: float, each: float) -
     monkeypatch.setattr(batch_policy, "probe", probe)
 
 
-def _train(run: Path, task: AbstractTask[Any], *, resume: bool = False, watch: Subscriber | None = None) -> RunResult:
-    log = EventLog(run / EVENTS_FILE, subscribers=[watch] if watch else [])
-    try:
-        return Trainer(task, run=run, log=log, resume=resume).run()
-    finally:
-        log.close()
-
-
-def _weights(run: Path) -> dict[str, bytes]:
-    return {name: w.numpy().tobytes() for name, w in safetensors.torch.load_file(run / MODEL_FILE).items()}
-
-
 def _decisions(run: Path) -> list[Event]:
-    return [event for event in read_events(run) if event["event"] == "batch"]
+    return events_of(run, "batch")
 
 
 def test_it_grows_where_larger_batches_cost_no_time(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with_table(monkeypatch, fixed=1.0, each=1e-6)
-    _train(tmp_path, _task(data))
-    events = read_events(tmp_path)
-    decisions = _decisions(tmp_path)
+    train(tmp_path, _task(data))
+    updates, decisions = events_of(tmp_path, "update"), _decisions(tmp_path)
     at_ends = [event["epoch"] for event in decisions if event["epoch"] == int(event["epoch"])]
     assert at_ends == [*range(1, EPOCHS)]
     # Sixteen updates were measured, of four each; that is soon enough for a decision within the first epoch.
@@ -127,15 +108,14 @@ def test_it_grows_where_larger_batches_cost_no_time(
         factor = math.sqrt(event["batch_size"] / FIRST)
         assert event["rate"] == pytest.approx(0.02 * factor)
         until = math.inf if following is None else following["update"]
-        after = [e for e in events if e["event"] == "update" and event["update"] < e["update"] <= until]
+        after = [e for e in updates if event["update"] < e["update"] <= until]
         assert max(e["rows"] for e in after) == event["batch_size"]
         assert after[-1]["rate"] == pytest.approx(event["rate"])
         assert event["updates_left"] >= len(after)
     for epoch in range(EPOCHS):
-        assert sum(e["rows"] for e in events if e["event"] == "update" and e["epoch"] == epoch) == SEQUENCES
-    last = [e["update"] for e in events if e["event"] == "update"][-1]
-    assert decisions[-1]["update"] + decisions[-1]["updates_left"] == last
-    (probed,) = [event for event in events if event["event"] == "probe"]
+        assert sum(e["rows"] for e in updates if e["epoch"] == epoch) == SEQUENCES
+    assert decisions[-1]["update"] + decisions[-1]["updates_left"] == updates[-1]["update"]
+    (probed,) = events_of(tmp_path, "probe")
     assert [entry["batch_size"] for entry in probed["table"]["entries"]] == [4, 8, 16, 32, 64]
 
 
@@ -144,10 +124,10 @@ def test_every_sequence_comes_once_an_epoch_whatever_is_decided(
 ) -> None:
     _with_table(monkeypatch, fixed=1.0, each=1e-6)
     _trouble_at(monkeypatch, 75)
-    _train(tmp_path, _task(data, record_sequences=True))
+    train(tmp_path, _task(data, record_sequences=True))
     decisions = _decisions(tmp_path)
     assert [event["action"] for event in decisions[:2]] == ["grow", "roll-back"]
-    updates = [event for event in read_events(tmp_path) if event["event"] == "update"]
+    updates = events_of(tmp_path, "update")
     # Updates that were given up are made again with others.
     kept = [e for e in updates if not decisions[0]["update"] < e["update"] <= decisions[1]["update"]]
     assert len(kept) == len(updates) - 11
@@ -161,15 +141,15 @@ def test_it_keeps_the_batch_where_growing_does_not_pay(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with_table(monkeypatch, fixed=1e-6, each=1.0)
-    _train(tmp_path, _task(data))
+    train(tmp_path, _task(data))
     decisions = _decisions(tmp_path)
     assert {event["action"] for event in decisions} == {"keep"}
     assert len(decisions) > EPOCHS
     assert all("no other batch" in event["reason"] for event in decisions)
     kept = _task(data, batch_size=FIRST)
-    _train(tmp_path / "given", kept)
-    given = [e["rows"] for e in read_events(tmp_path / "given") if e["event"] == "update"]
-    assert [e["rows"] for e in read_events(tmp_path) if e["event"] == "update"] == given
+    train(tmp_path / "given", kept)
+    given = [event["rows"] for event in events_of(tmp_path / "given", "update")]
+    assert [event["rows"] for event in events_of(tmp_path, "update")] == given
 
 
 @pytest.mark.parametrize(
@@ -180,20 +160,12 @@ def test_an_interruption_changes_nothing(
 ) -> None:
     _with_table(monkeypatch, fixed=1.0, each=1e-6)
     task = _task(data, optimizer="adam", schedule="one-cycle", warmup_epochs=None)
-    expected = _train(tmp_path / "whole", task)
+    expected = train(tmp_path / "whole", task)
     assert any(event["action"] == "grow" for event in _decisions(tmp_path / "whole"))
-
-    def stop(event: Event) -> None:
-        if event["event"] == "update" and event["update"] == update:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.raises(Interrupted):
-        _train(tmp_path / "cut", task, watch=stop)
-    result = _train(tmp_path / "cut", task, resume=True)
-    assert result.metrics == expected.metrics
-    assert _weights(tmp_path / "cut") == _weights(tmp_path / "whole")
-    told = [[event["batch_size"], event["noise_scale"]] for event in _decisions(tmp_path / "cut")]
-    assert told == [[event["batch_size"], event["noise_scale"]] for event in _decisions(tmp_path / "whole")]
+    stop(tmp_path / "cut", task, update)
+    result = train(tmp_path / "cut", task, resume=True)
+    assert outcome(tmp_path / "cut", result) == outcome(tmp_path / "whole", expected)
+    assert _decisions(tmp_path / "cut") == _decisions(tmp_path / "whole")
 
 
 def _trouble_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -215,8 +187,8 @@ def test_trouble_rolls_the_batch_back(
     """Within the epoch in which it grew, and in the next."""
     _with_table(monkeypatch, fixed=1.0, each=1e-6)
     _trouble_at(monkeypatch, number)
-    _train(tmp_path, _task(data))
-    events, decisions = read_events(tmp_path), _decisions(tmp_path)
+    train(tmp_path, _task(data))
+    events, decisions = events_of(tmp_path, "batch", "update", "epoch"), _decisions(tmp_path)
     grown, back = decisions[0], next(event for event in decisions if event["action"] == "roll-back")
     assert (grown["action"], grown["batch_size"]) == ("grow", 4 * FIRST)
     assert (back["batch_size"], back["update"], back["epoch"]) == (FIRST, number, epoch)
@@ -241,18 +213,13 @@ def test_a_run_that_rolled_back_resumes_from_there(
     task = _task(data)
     with monkeypatch.context() as patched:
         _trouble_at(patched, 75)
-        expected = _train(tmp_path / "whole", task)
-
-    def crash(event: Event) -> None:
-        if event["event"] == "update" and event["update"] == 90:
-            raise RuntimeError("the power is gone")
-
+        expected = train(tmp_path / "whole", task)
     with monkeypatch.context() as patched:
         _trouble_at(patched, 75)
         with pytest.raises(RuntimeError, match="power"):
-            _train(tmp_path / "cut", task, watch=crash)
-    assert _train(tmp_path / "cut", task, resume=True).metrics == expected.metrics
-    assert _weights(tmp_path / "cut") == _weights(tmp_path / "whole")
+            train(tmp_path / "cut", task, watch=at(90, "update", crash))
+    assert train(tmp_path / "cut", task, resume=True).metrics == expected.metrics
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -293,14 +260,14 @@ def test_a_loss_that_is_nan_rolls_back_instead_of_ending_the_run(
         return dataclasses.replace(found, total=found.total * math.nan) if spoilt else found
 
     monkeypatch.setattr(task, "loss", poisoned)
-    _train(tmp_path, task)
+    train(tmp_path, task)
     actions = [event["action"] for event in _decisions(tmp_path)]
     assert actions[:2] == ["grow", "roll-back"]
     monkeypatch.setattr(
         task, "loss", lambda output, batch: dataclasses.replace(loss(output, batch), total=output.sum() * math.nan)
     )
     with pytest.raises(StrettoError, match="nan"):
-        _train(tmp_path / "at-once", task)
+        train(tmp_path / "at-once", task)
 
 
 def test_an_update_measured_in_parts_is_the_same_update(data: SequenceSet) -> None:
@@ -310,7 +277,7 @@ def test_an_update_measured_in_parts_is_the_same_update(data: SequenceSet) -> No
         for measured in (False, True):
             task = _task(data, batch_size=12, base_batch_size=None, accumulate=accumulate, dropout=0.0, clip_norm=1e9)
             torch.manual_seed(0)
-            trainer = Trainer(task, run=Path("unused"), log=_Silent(), resume=False)
+            trainer = Trainer(task, run=Path("unused"), log=SilentLog(), resume=False)
             state = trainer.state
             state.model.double()
             updater = Updater(task, state, world=World(), measures_noise=True)
@@ -362,7 +329,7 @@ def test_an_update_of_streams_measured_in_parts_carries_the_same_state(streams: 
     found = []
     for measured in (False, True):
         task = TASKS["language-model"](validate(TASKS["language-model"].Config, values, source="the test"), words)
-        trainer = Trainer(task, run=Path("unused"), log=_Silent(), resume=False)
+        trainer = Trainer(task, run=Path("unused"), log=SilentLog(), resume=False)
         state = trainer.state
         state.model.double()
         updater = Updater(task, state, world=World(), measures_noise=True)
@@ -377,16 +344,8 @@ def test_an_update_of_streams_measured_in_parts_carries_the_same_state(streams: 
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
 
 
-class _Silent(EventLog):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__(Path(os.devnull))
-
-    def emit(self, kind: str, **values: Any) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"accumulate": 2}, "--batch-size auto was given with --accumulate 2"),
         ({"base_batch_size": SEQUENCES + 1}, f"{SEQUENCES + 1}"),
@@ -395,10 +354,10 @@ class _Silent(EventLog):  # type: ignore[misc]
     ],
 )
 def test_settings_that_make_no_sense_are_refused(
-    tmp_path: Path, data: SequenceSet, settings: dict[str, Any], told: str
+    tmp_path: Path, data: SequenceSet, settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(StrettoError, match=told):
-        _train(tmp_path, _task(data, **settings))
+    with pytest.raises(StrettoError, match=message):
+        train(tmp_path, _task(data, **settings))
 
 
 @pytest.mark.slow
@@ -406,7 +365,7 @@ def test_one_sequence_per_update_has_no_parts(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with_table(monkeypatch, fixed=1.0, each=1e-6)
-    _train(tmp_path, _task(data, base_batch_size=1, epochs=2))
+    train(tmp_path, _task(data, base_batch_size=1, epochs=2))
     (decision,) = _decisions(tmp_path)
     assert decision["action"] == "keep"
     assert "one sequence per update" in decision["reason"]
@@ -416,12 +375,12 @@ def test_one_sequence_per_update_has_no_parts(
 @pytest.mark.parametrize(("dropout", "alike"), [(0.2, 3), (0.0, 64)])
 def test_the_probe_leaves_no_trace(tmp_path: Path, data: SequenceSet, dropout: float, alike: int) -> None:
     """Until the first decision a run that probed is one that did not; what is dropped, until the first measurement."""
-    _train(tmp_path / "auto", _task(data, epochs=1, dropout=dropout))
-    _train(tmp_path / "given", _task(data, epochs=1, dropout=dropout, batch_size=FIRST))
-    losses = [[e["loss"] for e in read_events(tmp_path / name) if e["event"] == "update"] for name in ("auto", "given")]
+    train(tmp_path / "auto", _task(data, epochs=1, dropout=dropout))
+    train(tmp_path / "given", _task(data, epochs=1, dropout=dropout, batch_size=FIRST))
+    losses = [[event["loss"] for event in events_of(tmp_path / name, "update")] for name in ("auto", "given")]
     assert len(losses[0]) > alike
     assert losses[0][:alike] == pytest.approx(losses[1][:alike], rel=1e-4)
-    (probed,) = [event for event in read_events(tmp_path / "auto") if event["event"] == "probe"]
+    (probed,) = events_of(tmp_path / "auto", "probe")
     assert all(entry["seconds"] is None or entry["seconds"] > 0 for entry in probed["table"]["entries"])
 
 
@@ -440,8 +399,7 @@ def test_a_clip_norm_that_always_applies_follows_the_batch(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with_table(monkeypatch, fixed=1.0, each=1e-6)
-    _train(tmp_path, _task(data, clip_norm=1e-3))
+    train(tmp_path, _task(data, clip_norm=1e-3))
     grown = next(event for event in _decisions(tmp_path) if event["action"] == "grow")
     assert "of gradients were clipped, now at" in grown["reason"]
-    epochs = [event for event in read_events(tmp_path) if event["event"] == "epoch"]
-    assert epochs[0]["clipped"] == 1.0
+    assert events_of(tmp_path, "epoch")[0]["clipped"] == 1.0

@@ -1,21 +1,19 @@
-"""Training with a solver: what it reaches, what it tells, what it remembers, and that resuming is the same run.
+"""Training with a solver: what it reaches, what it reports, what it remembers, and that resuming is the same run.
 
 Shape legend: S steps of all sequences, N sequences.
 """
 
 import copy
 import dataclasses
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from training_runs import events_of, outcome, stop
 
 import stretto
 from stretto.batching import Batch
@@ -25,9 +23,7 @@ from stretto.solvers import AbstractSolver, CacheKey, Problem, Result, Solution
 from stretto.tasks.label_steps import LabelSteps, LabelStepsConfig
 from stretto.training import (
     EVENTS_FILE,
-    MODEL_FILE,
     EpochRecord,
-    Event,
     EventLog,
     LossSum,
     SilentLog,
@@ -35,12 +31,10 @@ from stretto.training import (
     check_compatible,
     evaluate,
     read_events,
-    summarize_solver,
     validate,
 )
 from stretto.training.checkpoint import Checkpoint, load_newest, save_checkpoint
 from stretto.training.solver import pack_caches, unpack_caches
-from stretto.training.trainer import Interrupted
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -68,8 +62,8 @@ def _task(data: SequenceSet | None = None, **changes: Any) -> LabelSteps:
     return LabelSteps(validate(LabelStepsConfig, SMALL | changes, source="the test"), data or _data())
 
 
-def _trainer(run: Path, task: LabelSteps, *, resume: bool = False, subscribers: Any = ()) -> Trainer:
-    return Trainer(task, run=run, log=EventLog(run / EVENTS_FILE, subscribers=subscribers), resume=resume)
+def _trainer(run: Path, task: LabelSteps, *, resume: bool = False) -> Trainer:
+    return Trainer(task, run=run, log=EventLog(run / EVENTS_FILE), resume=resume)
 
 
 def _records(run: Path, **changes: Any) -> list[EpochRecord]:
@@ -105,9 +99,9 @@ def test_shooting_reaches_what_sequential_training_reaches(tmp_path: Path) -> No
         assert serial.solving is None
         assert parallel.solving is not None
         assert parallel.solving.residual_max <= 1e-6
-    walked = [record.solving for record in both[1] if record.solving]
-    assert sum(told.batches - told.fell_back for told in walked) > 0, "all fell back: nothing was compared"
-    assert all(told.cache_bytes is None and told.solver == "shooting" for told in walked)
+    records = [record.solving for record in both[1] if record.solving]
+    assert sum(solving.batches - solving.fell_back for solving in records) > 0, "all fell back: nothing was compared"
+    assert all(solving.cache_bytes is None and solving.solver == "shooting" for solving in records)
 
 
 def test_carried_boundaries_differ_and_are_reported(tmp_path: Path) -> None:
@@ -116,34 +110,29 @@ def test_carried_boundaries_differ_and_are_reported(tmp_path: Path) -> None:
     assert carried[0].train_loss != serial[0].train_loss
     assert carried[-1].train_loss == pytest.approx(serial[-1].train_loss, rel=0.2)
     for record in carried:
-        told = record.solving
-        assert told is not None
-        assert (told.solver, told.exact, told.batches) == ("warm_start", False, TRAIN)
-        assert (told.fell_back, told.iterations) == (0, 1)
-        assert 0 < told.residual_mean < told.residual_max
-        assert told.backward_residual_mean is not None
+        solving = record.solving
+        assert solving is not None
+        assert (solving.solver, solving.exact, solving.batches) == ("warm_start", False, TRAIN)
+        assert (solving.fell_back, solving.iterations) == (0, 1)
+        assert 0 < solving.residual_mean < solving.residual_max
+        assert solving.backward_residual_mean is not None
         # Three boundaries of each sequence, or two, where a chunk of its steps rounds up.
-        assert told.cache_bytes is not None
-        assert TRAIN * 2 * H * 4 <= told.cache_bytes <= TRAIN * 3 * H * 4
-        assert ("0 of 1" if record.epoch == 1 else "1 of 1") + " sequences from where" in told.reason
-    events = read_events(tmp_path / "carried")
-    updates = [event for event in events if event["event"] == "update"]
-    told = carried[0].solving
-    assert told is not None
-    assert np.mean([event["residual"] for event in updates[:TRAIN]]) == pytest.approx(told.residual_mean)
-    assert [event["solving"] for event in events if event["event"] == "epoch"] == [
-        dataclasses.asdict(record.solving) for record in carried if record.solving
-    ]
+        assert solving.cache_bytes is not None
+        assert TRAIN * 2 * H * 4 <= solving.cache_bytes <= TRAIN * 3 * H * 4
+        assert ("0 of 1" if record.epoch == 1 else "1 of 1") + " sequences from where" in solving.reason
+    residuals = [event["residual"] for event in events_of(tmp_path / "carried", "update")[:TRAIN]]
+    solved = [dataclasses.asdict(record.solving) for record in carried if record.solving]
+    assert np.mean(residuals) == pytest.approx(solved[0]["residual_mean"])
+    assert [event["solving"] for event in events_of(tmp_path / "carried", "epoch")] == solved
 
 
 def test_sequences_are_found_again_in_shuffled_and_bucketed_batches(tmp_path: Path) -> None:
     """Whatever the longest sequence of a batch is, each is cut where it was cut before."""
     records = _records(tmp_path, solver="warm_start", chunks=4, batch_size=3, num_buckets=2, learning_rate=1e-6)
-    told = [record.solving for record in records if record.solving]
-    assert told[-1].residual_mean < 0.1 * told[0].residual_mean
-    assert told[-1].cache_bytes == told[0].cache_bytes
-    events = [event for event in read_events(tmp_path) if event["event"] == "update"]
-    assert len({event["length"] for event in events}) > 2
+    solving = [record.solving for record in records if record.solving]
+    assert solving[-1].residual_mean < 0.1 * solving[0].residual_mean
+    assert solving[-1].cache_bytes == solving[0].cache_bytes
+    assert len({event["length"] for event in events_of(tmp_path, "update")}) > 2
 
 
 def test_boundaries_that_are_carried_are_nearer_than_those_that_are_not(tmp_path: Path) -> None:
@@ -163,9 +152,9 @@ def test_the_cache_keeps_to_its_bound(tmp_path: Path, kilobytes: float) -> None:
     trainer = _trainer(
         tmp_path, _task(solver="warm_start", chunks=4, batch_size=1, num_layers=2, cache_megabytes=kilobytes / 1024)
     )
-    told = trainer.train_epoch().solving
-    assert told is not None
-    assert 0 < _cache(trainer).num_bytes == told.cache_bytes <= 1024 * kilobytes
+    solving = trainer.train_epoch().solving
+    assert solving is not None
+    assert 0 < _cache(trainer).num_bytes == solving.cache_bytes <= 1024 * kilobytes
 
 
 @pytest.mark.parametrize(
@@ -183,50 +172,25 @@ def test_the_cache_keeps_to_its_bound(tmp_path: Path, kilobytes: float) -> None:
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path, changes: dict[str, Any], stop_at: str) -> None:
     task = _task(solver="warm_start", chunks=4, **changes)
     whole = _trainer(tmp_path / "whole", task)
-    whole.run()
+    expected = whole.run()
     per_epoch = whole.state.num_updates // EPOCHS
     update = {"start": per_epoch + 1, "middle": 2 * per_epoch - 1, "end": 3 * per_epoch - 1}[stop_at]
-
-    def stop(event: Event) -> None:
-        if event["event"] == "update" and event["update"] == update:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.raises(Interrupted):
-        _trainer(tmp_path / "cut", task, subscribers=[stop]).run()
+    stop(tmp_path / "cut", task, update)
     resumed = _trainer(tmp_path / "cut", task, resume=True)
-    resumed.run()
-    _assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert outcome(tmp_path / "cut", resumed.run()) == outcome(tmp_path / "whole", expected)
     assert _held(_cache(resumed)) == _held(_cache(whole))
 
 
 def test_without_what_was_carried_it_would_be_another_run(tmp_path: Path) -> None:
     """What the checkpoint holds of it is used: the comparison above can fail."""
     task = _task(solver="warm_start", chunks=4, batch_size=1)
-    _trainer(tmp_path / "whole", task).run()
+    expected = outcome(tmp_path / "whole", _trainer(tmp_path / "whole", task).run())
     first = _trainer(tmp_path / "cut", task)
     first.train_epoch()
     resumed = _trainer(tmp_path / "cut", task, resume=True)
     assert len(_cache(resumed)) == TRAIN
     _cache(resumed).clear()
-    resumed.run()
-    with pytest.raises(AssertionError):
-        _assert_same_run(tmp_path / "whole", tmp_path / "cut")
-
-
-def _assert_same_run(one: Path, other: Path) -> None:
-    clocks = ("time", "seconds", "steps_per_second")
-    recorded = [
-        [
-            {key: value for key, value in event.items() if key not in clocks}
-            for event in read_events(run)
-            if event["event"] in ("update", "epoch")
-        ]
-        for run in (one, other)
-    ]
-    assert recorded[0] == recorded[1]
-    weights = [safetensors.torch.load_file(run / MODEL_FILE) for run in (one, other)]
-    for name, weight in weights[0].items():
-        assert torch.equal(weight, weights[1][name]), name
+    assert outcome(tmp_path / "cut", resumed.run()) != expected
 
 
 def test_evaluation_is_sequential_and_leaves_the_cache_alone(tmp_path: Path) -> None:
@@ -252,7 +216,7 @@ def test_the_last_epochs_are_exact_when_asked(tmp_path: Path) -> None:
     assert exact is not None
     assert (exact.residual_max, exact.iterations, exact.cache_bytes, exact.fell_back) == (0.0, 1.0, 0, 0)
     assert exact.backward_residual_mean is None
-    # From the same weights, an epoch of step after step is the same epoch.
+    # From the same weights, a sequential epoch is the same epoch.
     task = _task(solver="warm_start", chunks=4, batch_size=1, exact_epochs=2)
     trainer = _trainer(tmp_path / "b", task)
     trainer.train_epoch()
@@ -261,7 +225,7 @@ def test_the_last_epochs_are_exact_when_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"solver": "warm_start", "chunks": 1}, "chunks=1 has no boundaries"),
         ({"solver": "serial", "chunks": 4}, r"chunks=4 was given and the solver is 'serial'.*--solver shooting"),
@@ -273,8 +237,8 @@ def test_the_last_epochs_are_exact_when_asked(tmp_path: Path) -> None:
         ({"solver": "warm_start", "backend": "torch"}, "backend='torch' was given and the solver is 'warm_start'"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(StrettoError, match=told):
+def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(StrettoError, match=message):
         _trainer(tmp_path, _task(**changes))
 
 
@@ -303,7 +267,7 @@ def test_more_chunks_than_steps_are_fine(tmp_path: Path) -> None:
     assert records[0].solving.residual_max > 0
 
 
-def test_carried_is_refused_on_several_ranks() -> None:
+def test_a_warm_start_is_refused_on_several_ranks() -> None:
     with pytest.raises(StrettoError, match="there are 2 ranks"):
         check_compatible(_task(solver="warm_start", chunks=4).config, world_size=2)
 
@@ -328,12 +292,11 @@ def test_boundaries_that_are_nan_are_forgotten(tmp_path: Path, monkeypatch: pyte
     record = trainer.train_epoch()
     assert record.solving is not None
     assert (record.solving.batches, np.isfinite(record.train_loss)) == (TRAIN, True)
-    warnings = [event for event in read_events(tmp_path) if event["event"] == "warning"]
-    assert len(warnings) == 1
+    assert len(events_of(tmp_path, "warning")) == 1
 
 
 def test_sequential_training_records_nothing_about_solvers(tmp_path: Path) -> None:
-    _trainer(tmp_path, _task()).run()
+    assert _trainer(tmp_path, _task()).run().solving is None
     text = (tmp_path / EVENTS_FILE).read_text(encoding="utf-8")
     assert "residual" not in text
     assert "solving" not in text
@@ -370,8 +333,9 @@ def test_multigrid_is_reported_and_also_used_in_parallel(tmp_path: Path, monkeyp
     assert metrics["accuracy"] == evaluate(task, model, test, device="cpu").metrics["accuracy"]
     parallel = evaluate(task, model, test, device="cpu", by_solver=True).metrics["accuracy"]
     assert metrics["accuracy_parallel"] == parallel
-    told = [event["solving"] for event in read_events(tmp_path) if event["event"] == "epoch"]
-    assert [(item["residual_mean"], item["iterations"], item["reason"]) for item in told] == [(0.5, 2.0, "half")] * 3
+    for event in events_of(tmp_path, "epoch"):
+        solving = event["solving"]
+        assert (solving["residual_mean"], solving["iterations"], solving["reason"]) == (0.5, 2.0, "half")
 
 
 def test_multigrid_as_published_trains(tmp_path: Path) -> None:
@@ -409,29 +373,30 @@ def test_a_checkpoint_of_fewer_caches_does_not_fit() -> None:
     with pytest.raises(ValueError, match="zip"):
         unpack_caches(packed, [stretto.TrajectoryCache(), stretto.TrajectoryCache()])
     with pytest.raises(KeyError):
-        unpack_caches(Checkpoint(tensors={}, state={}), [stretto.TrajectoryCache()])
+        unpack_caches(Checkpoint(), [stretto.TrajectoryCache()])
 
 
 def test_a_whole_run_reports_residual_and_memory(tmp_path: Path) -> None:
     write_npz(tmp_path / "levels.npz", _data())
     way = {**SMALL, "batch_size": 1, "solver": "warm_start", "chunks": 3, "exact_epochs": 1, "threads": 1}
     result = stretto.train("label-steps", data=tmp_path / "levels.npz", out=tmp_path / "run", **way)
-    told = result.solving
-    assert told is not None
-    assert (told["solver"], told["batches"], told["exact_epochs"], told["fell_back"]) == ("warm_start", 3 * TRAIN, 1, 0)
-    assert told["residual_mean"] == told["residuals"][1] > 0
-    assert told["residual_max"] >= max(told["residuals"])
-    assert told["residuals"][2] == 0.0
-    assert told["cache_bytes"] > 0
-    assert f'"cache_bytes": {told["cache_bytes"]}' in (tmp_path / "run/result.json").read_text(encoding="utf-8")
-    assert read_events(tmp_path / "run")[-1]["solving"] == told
+    solving = result.solving
+    assert solving is not None
+    assert (solving["solver"], solving["batches"], solving["exact_epochs"], solving["fell_back"]) == (
+        "warm_start",
+        3 * TRAIN,
+        1,
+        0,
+    )
+    assert solving["residual_mean"] == solving["residuals"][1] > 0
+    assert solving["residual_max"] >= max(solving["residuals"])
+    assert solving["residuals"][2] == 0.0
+    assert solving["cache_bytes"] > 0
+    assert f'"cache_bytes": {solving["cache_bytes"]}' in (tmp_path / "run/result.json").read_text(encoding="utf-8")
+    assert read_events(tmp_path / "run")[-1]["solving"] == solving
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
     assert "Parallel in time" in page
     assert "Approximate" in page
-
-
-def test_a_run_without_epochs_has_no_summary() -> None:
-    assert summarize_solver([]) is None
 
 
 def test_a_loss_that_is_nan_leaves_the_record_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,8 +410,8 @@ def test_a_loss_that_is_nan_leaves_the_record_whole(tmp_path: Path, monkeypatch:
         return LossSum(total=summed.total * (torch.nan if len(seen) == 3 else 1.0), count=summed.count)
 
     monkeypatch.setattr(task, "loss", loss)
-    told = _trainer(tmp_path, task).train_epoch().solving
-    assert told is not None
-    assert told.batches == TRAIN - 1
-    assert told.backward_residual_max is not None
-    assert np.isfinite(told.backward_residual_max)
+    solving = _trainer(tmp_path, task).train_epoch().solving
+    assert solving is not None
+    assert solving.batches == TRAIN - 1
+    assert solving.backward_residual_max is not None
+    assert np.isfinite(solving.backward_residual_max)

@@ -180,7 +180,7 @@ def test_another_batch_continues_at_the_same_place_and_keeps_its_moments(schedul
         _update(state)
     moments = {key: value.clone() for key, value in state.to_checkpoint(sampler={}, data_digest="").tensors.items()}
     # Twenty updates at 8 are ten at 16: half of the run either way.
-    state.reschedule(config, done=10, remaining=10, batch_size=16)
+    state.reschedule(done=10, remaining=10, batch_size=16)
     after = state.to_checkpoint(sampler={}, data_digest="").tensors
     assert after.keys() == moments.keys()
     assert all(torch.equal(after[key], value) for key, value in moments.items() if key.startswith("optimizer."))
@@ -195,11 +195,10 @@ def test_another_batch_continues_at_the_same_place_and_keeps_its_moments(schedul
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_that_changed_its_batch_resumes_to_the_bit(tmp_path: Path, schedule: str) -> None:
     settings = {"base_batch_size": 8, "optimizer": "momentum", "warmup_epochs": 0.5}
-    config = TrainConfig(epochs=2, learning_rate=0.01, schedule=schedule, **settings)  # type: ignore[arg-type]
     state = _state(schedule, seed=0, batch_size=8, **settings)
     for _ in range(8):
         _update(state)
-    state.reschedule(config, done=4, remaining=6, batch_size=16)
+    state.reschedule(done=4, remaining=6, batch_size=16)
     _update(state)
     save_checkpoint(tmp_path, state.to_checkpoint(sampler={}, data_digest=""), update=9, keep=1)
     expected = [_update(state) for _ in range(5)]

@@ -3,39 +3,23 @@
 Shape legend: S steps of all sequences, N sequences.
 """
 
-import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
+from training_runs import at, crash, interrupt, outcome, stop, train
 
 from stretto.batching import Batch
 from stretto.data import Labels, SequenceSet, Transcripts
 from stretto.errors import StrettoError
 from stretto.tasks import TASKS
-from stretto.training import (
-    CHECKPOINT_FOLDER,
-    EVENTS_FILE,
-    MODEL_FILE,
-    AbstractTask,
-    Event,
-    EventLog,
-    LossSum,
-    Subscriber,
-    Trainer,
-    read_events,
-    validate,
-)
+from stretto.training import CHECKPOINT_FOLDER, AbstractTask, LossSum, SilentLog, Trainer, read_events, validate
 from stretto.training.checkpoint import TENSORS_FILE
-from stretto.training.trainer import Interrupted, RunResult
 
 EPOCHS, UPDATES = 3, 4
-Outcome = dict[str, Any]
 
 
 def _data(name: str, *, seed: int = 0) -> SequenceSet:
@@ -59,65 +43,15 @@ def _task(name: str, *, data: SequenceSet | None = None, **settings: Any) -> Abs
     return TASKS[name](validate(TASKS[name].Config, values, source="the test"), data or _data(name))
 
 
-def _train(run: Path, task: AbstractTask[Any], *, resume: bool = False, watch: Subscriber | None = None) -> RunResult:
-    log = EventLog(run / EVENTS_FILE, subscribers=[watch] if watch else [])
-    try:
-        return Trainer(task, run=run, log=log, resume=resume).run()
-    finally:
-        log.close()
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outcome of the task "classify" when nothing stops it."""
+    run = tmp_path_factory.mktemp("whole")
+    return outcome(run, train(run, _task("classify")))
 
 
-def _trainers(folder: Path) -> list[Trainer]:
-    runs = [(folder / str(buckets), _task("classify", num_buckets=buckets)) for buckets in (1, 2)]
-    return [Trainer(task, run=run, log=EventLog(run / EVENTS_FILE), resume=False) for run, task in runs]
-
-
-def _losses(trainer: Trainer) -> tuple[float, float]:
-    record = trainer.train_epoch()
-    return record.train_loss, record.valid_loss
-
-
-def _outcome(run: Path, result: RunResult) -> Outcome:
-    events = read_events(run)
-    clocks = ("time", "seconds", "steps_per_second")
-    return {
-        "recorded": [
-            {key: value for key, value in event.items() if key not in clocks}
-            for event in events
-            if event["event"] in ("update", "epoch", "samples")
-        ],
-        "metrics": result.metrics,
-        "padding": result.padding,
-        "epochs": result.epochs,
-        "weights": {name: w.numpy().tobytes() for name, w in safetensors.torch.load_file(run / MODEL_FILE).items()},
-    }
-
-
-def _at(update: int, kind: str, act: Callable[[], None]) -> Subscriber:
-    acts = iter([act])
-
-    def watch(event: Event) -> None:
-        if event["event"] == kind and event["update"] == update:
-            next(acts, lambda: None)()
-
-    return watch
-
-
-def _ask(number: signal.Signals) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
-
-
-def _crash() -> None:
-    raise RuntimeError("the power is gone")
-
-
-def _stopped(run: Path, task: AbstractTask[Any], watch: Subscriber, *, resume: bool = False) -> int:
-    with pytest.raises(Interrupted) as info:
-        _train(run, task, resume=resume, watch=watch)
-    assert info.value.run == run
-    last = read_events(run)[-1]
-    assert (last["event"], last["update"]) == ("interrupted", info.value.update)
-    return info.value.update
+def _resumed(run: Path, task: AbstractTask[Any] | None = None) -> dict[str, Any]:
+    return outcome(run, train(run, task or _task("classify"), resume=True))
 
 
 @pytest.mark.parametrize(
@@ -125,15 +59,14 @@ def _stopped(run: Path, task: AbstractTask[Any], watch: Subscriber, *, resume: b
 )
 def test_an_interruption_after_any_update_changes_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
     task = _task("classify", **settings)
-    expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    assert [event["update"] for event in expected["recorded"] if event["event"] == "update"] == list(
-        range(1, 1 + EPOCHS * UPDATES)
-    )
+    expected = outcome(tmp_path / "whole", train(tmp_path / "whole", task))
+    updates = [event["update"] for event in expected["recorded"] if event["event"] == "update"]
+    assert updates == list(range(1, 1 + EPOCHS * UPDATES))
     for update in range(1, EPOCHS * UPDATES):
         run = tmp_path / str(update)
-        assert _stopped(run, task, _at(update, "update", _ask(signal.SIGINT))) == update
+        assert stop(run, task, update) == update
         torch.manual_seed(1234)
-        assert _outcome(run, _train(run, task, resume=True)) == expected, f"after update {update}"
+        assert _resumed(run, task) == expected, f"after update {update}"
 
 
 @pytest.mark.parametrize("name", ["handwriting", "language-model"])
@@ -141,40 +74,31 @@ def test_an_interruption_after_any_update_changes_nothing(tmp_path: Path, settin
 def test_an_interruption_of_the_other_tasks_changes_nothing(tmp_path: Path, name: str, update: int) -> None:
     settings: dict[str, Any] = {"stack": 2} if name == "handwriting" else {}
     task = _task(name, num_layers=2, **settings)
-    expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    _stopped(tmp_path / "cut", task, _at(update, "update", _ask(signal.SIGTERM)))
-    assert _outcome(tmp_path / "cut", _train(tmp_path / "cut", task, resume=True)) == expected
+    expected = outcome(tmp_path / "whole", train(tmp_path / "whole", task))
+    stop(tmp_path / "cut", task, update, act=lambda: signal.raise_signal(signal.SIGTERM))
+    assert _resumed(tmp_path / "cut", task) == expected
 
 
-def test_an_interruption_between_epochs_changes_nothing(tmp_path: Path) -> None:
-    task = _task("classify")
-    expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    assert _stopped(tmp_path / "cut", task, _at(UPDATES, "epoch", _ask(signal.SIGINT))) == UPDATES
-    assert _outcome(tmp_path / "cut", _train(tmp_path / "cut", task, resume=True)) == expected
+def test_an_interruption_between_epochs_changes_nothing(tmp_path: Path, expected: dict[str, Any]) -> None:
+    assert stop(tmp_path, _task("classify"), UPDATES, kind="epoch") == UPDATES
+    assert _resumed(tmp_path) == expected
 
 
-def test_an_interruption_when_a_checkpoint_is_on_disk_changes_nothing(tmp_path: Path) -> None:
-    """It is written while the next epoch has begun, and told of after one of its updates."""
-    task = _task("classify")
-    expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    assert UPDATES <= _stopped(tmp_path / "cut", task, _at(UPDATES, "checkpoint", _ask(signal.SIGINT))) < 3 * UPDATES
-    assert _outcome(tmp_path / "cut", _train(tmp_path / "cut", task, resume=True)) == expected
+def test_an_interruption_when_a_checkpoint_is_on_disk_changes_nothing(tmp_path: Path, expected: dict[str, Any]) -> None:
+    """It is written while the next epoch has begun, and recorded after one of its updates."""
+    assert UPDATES <= stop(tmp_path, _task("classify"), UPDATES, kind="checkpoint") < 3 * UPDATES
+    assert _resumed(tmp_path) == expected
 
 
-def test_interrupted_again_and_again(tmp_path: Path) -> None:
-    task = _task("classify")
-    expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    run = tmp_path / "cut"
+def test_interrupted_again_and_again(tmp_path: Path, expected: dict[str, Any]) -> None:
     for number, update in enumerate([1, 2, 4, 7, 8, 11]):
-        assert _stopped(run, task, _at(update, "update", _ask(signal.SIGINT)), resume=number > 0) == update
-    assert _outcome(run, _train(run, task, resume=True)) == expected
+        assert stop(tmp_path, _task("classify"), update, resume=number > 0) == update
+    assert _resumed(tmp_path) == expected
 
 
-def test_an_interruption_in_the_last_step_ends_the_run(tmp_path: Path) -> None:
-    task = _task("classify")
-    expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    watch = _at(EPOCHS * UPDATES, "update", _ask(signal.SIGINT))
-    assert _outcome(tmp_path / "cut", _train(tmp_path / "cut", task, watch=watch)) == expected
+def test_an_interruption_in_the_last_update_ends_the_run(tmp_path: Path, expected: dict[str, Any]) -> None:
+    watch = at(EPOCHS * UPDATES, "update", interrupt)
+    assert outcome(tmp_path, train(tmp_path, _task("classify"), watch=watch)) == expected
 
 
 @pytest.mark.parametrize("minutes", [5.0, 1e-9])
@@ -183,63 +107,45 @@ def test_an_interruption_in_the_last_step_ends_the_run(tmp_path: Path) -> None:
     [
         (5, "update"),
         (8, "epoch"),
-        *(pytest.param(*at, marks=pytest.mark.slow) for at in ((7, "update"), (8, "update"), (12, "epoch"))),
+        (8, "checkpoint"),
+        *(pytest.param(*place, marks=pytest.mark.slow) for place in ((7, "update"), (8, "update"), (12, "epoch"))),
     ],
 )
 def test_a_crash_loses_only_what_came_after_the_last_checkpoint(
-    tmp_path: Path, minutes: float, update: int, kind: str
+    tmp_path: Path, expected: dict[str, Any], minutes: float, update: int, kind: str
 ) -> None:
     task = _task("classify", checkpoint_minutes=minutes)
-    expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    run = tmp_path / "cut"
     with pytest.raises(RuntimeError, match="the power is gone"):
-        _train(run, task, watch=_at(update, kind, _crash))
-    assert _outcome(run, _train(run, task, resume=True)) == expected
-    resumed = [event["update"] for event in read_events(run) if event["event"] == "resumed"]
+        train(tmp_path, task, watch=at(update, kind, crash))
+    assert _resumed(tmp_path, task) == expected
+    resumed = [event["update"] for event in read_events(tmp_path) if event["event"] == "resumed"]
     whole_epochs = (update - 1) // UPDATES * UPDATES
-    assert resumed == [whole_epochs if minutes == 5.0 else max(whole_epochs, update - 1)]
+    lost_nothing = update if kind == "checkpoint" else whole_epochs
+    assert resumed == [lost_nothing if minutes == 5.0 else max(lost_nothing, update - 1)]
 
 
-@pytest.mark.parametrize("minutes", [5.0, 1e-9])
-def test_a_crash_loses_nothing_that_was_reported_to_be_on_disk(tmp_path: Path, minutes: float) -> None:
-    task = _task("classify", checkpoint_minutes=minutes)
-    expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    run = tmp_path / "cut"
+def test_a_crash_in_the_middle_of_testing_can_be_resumed(tmp_path: Path, expected: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="the power is gone"):
-        _train(run, task, watch=_at(2 * UPDATES, "checkpoint", _crash))
-    assert _outcome(run, _train(run, task, resume=True)) == expected
-    (resumed,) = [event["update"] for event in read_events(run) if event["event"] == "resumed"]
-    assert resumed == 2 * UPDATES
-
-
-def test_a_crash_in_the_middle_of_testing_can_be_resumed(tmp_path: Path) -> None:
-    task = _task("classify")
-    expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    run = tmp_path / "cut"
-    with pytest.raises(RuntimeError, match="the power is gone"):
-        _train(run, task, watch=lambda event: _crash() if event["event"] == "samples" else None)
-    resumed = _outcome(run, _train(run, task, resume=True))
-    resumed["recorded"] = [event for event in resumed["recorded"] if event["event"] != "samples"] + resumed["recorded"][
-        -1:
-    ]
+        train(tmp_path, _task("classify"), watch=lambda event: crash() if event["event"] == "samples" else None)
+    resumed = _resumed(tmp_path)
+    *others, last = resumed["recorded"]
+    resumed["recorded"] = [*(event for event in others if event["event"] != "samples"), last]
     assert resumed == expected
 
 
-def test_a_damaged_checkpoint_is_reported_and_the_one_before_gives_the_same_run(tmp_path: Path) -> None:
-    task = _task("classify")
-    expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    run = tmp_path / "cut"
-    _stopped(run, task, _at(7, "update", _ask(signal.SIGINT)))
-    damaged = run / CHECKPOINT_FOLDER / "update-00000007" / TENSORS_FILE
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_gives_the_same_run(
+    tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    stop(tmp_path, _task("classify"), 7)
+    damaged = tmp_path / CHECKPOINT_FOLDER / "update-00000007" / TENSORS_FILE
     damaged.write_bytes(damaged.read_bytes()[:-9])
-    assert _outcome(run, _train(run, task, resume=True)) == expected
-    warnings = [event["message"] for event in read_events(run) if event["event"] == "warning"]
-    assert len(warnings) == 1
-    assert str(damaged.parent) in warnings[0]
+    assert _resumed(tmp_path) == expected
+    (warning,) = [event["message"] for event in read_events(tmp_path) if event["event"] == "warning"]
+    assert str(damaged.parent) in warning
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         ({"data": _data("classify", seed=5)}, "is not what the run in .* was trained on"),
         ({"hidden_size": 9}, "update-00000002' is of another model"),
@@ -247,63 +153,65 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_gives_the_same_run(
         ({"batch_size": 5}, "saved for other lengths or settings"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, other: dict[str, Any], told: str) -> None:
-    _stopped(tmp_path, _task("classify"), _at(2, "update", _ask(signal.SIGINT)))
-    with pytest.raises(StrettoError, match=told):
-        _train(tmp_path, _task("classify", **other), resume=True)
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, other: dict[str, Any], message: str) -> None:
+    stop(tmp_path, _task("classify"), 2)
+    with pytest.raises(StrettoError, match=message):
+        train(tmp_path, _task("classify", **other), resume=True)
 
 
 def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
-        _train(tmp_path, _task("classify"), watch=_at(2, "update", _crash))
+        train(tmp_path, _task("classify"), watch=at(2, "update", crash))
     with pytest.raises(StrettoError, match="has no checkpoint to resume from"):
-        _train(tmp_path, _task("classify"), resume=True)
+        train(tmp_path, _task("classify"), resume=True)
 
 
-def test_the_same_seed_gives_the_same_run_and_another_another(tmp_path: Path) -> None:
-    first = _outcome(tmp_path / "a", _train(tmp_path / "a", _task("classify")))
-    assert _outcome(tmp_path / "b", _train(tmp_path / "b", _task("classify"))) == first
-    assert _outcome(tmp_path / "c", _train(tmp_path / "c", _task("classify", seed=1))) != first
+def test_the_same_seed_gives_the_same_run_and_another_another(tmp_path: Path, expected: dict[str, Any]) -> None:
+    assert outcome(tmp_path / "a", train(tmp_path / "a", _task("classify"))) == expected
+    assert outcome(tmp_path / "b", train(tmp_path / "b", _task("classify", seed=1))) != expected
 
 
 def test_trainers_that_take_turns_train_as_each_alone(tmp_path: Path) -> None:
-    alone = [[_losses(trainer) for _ in range(EPOCHS)] for trainer in _trainers(tmp_path / "alone")]
-    first, second = _trainers(tmp_path / "turns")
+    def trainers() -> list[Trainer]:
+        tasks = [_task("classify", num_buckets=buckets) for buckets in (1, 2)]
+        return [Trainer(task, run=tmp_path / "run", log=SilentLog(), resume=False) for task in tasks]
+
+    def losses(trainer: Trainer) -> tuple[float, float]:
+        record = trainer.train_epoch()
+        return record.train_loss, record.valid_loss
+
+    alone = [[losses(trainer) for _ in range(EPOCHS)] for trainer in trainers()]
+    first, second = trainers()
     torch.rand(3)
-    turns = [(_losses(first), torch.rand(5), _losses(second)) for _ in range(EPOCHS)]
+    turns = [(losses(first), torch.rand(5), losses(second)) for _ in range(EPOCHS)]
     assert [[turn[0] for turn in turns], [turn[2] for turn in turns]] == alone
     assert alone[0] != alone[1]
 
 
-def test_the_random_state_of_the_process_is_left_alone(tmp_path: Path) -> None:
-    before = torch.get_rng_state()
-    _train(tmp_path / "a", _task("classify"))
-    _stopped(tmp_path / "b", _task("classify"), _at(2, "update", _ask(signal.SIGINT)))
-    _train(tmp_path / "b", _task("classify"), resume=True)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_signal_handlers_are_as_they_were_afterwards(tmp_path: Path) -> None:
-    before = [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
-    _stopped(tmp_path, _task("classify"), _at(2, "update", _ask(signal.SIGTERM)))
-    assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == before
+def test_random_state_and_signal_handlers_are_as_they_were_afterwards(tmp_path: Path) -> None:
+    random = torch.get_rng_state()
+    handlers = [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
+    stop(tmp_path, _task("classify"), 2, act=lambda: signal.raise_signal(signal.SIGTERM))
+    train(tmp_path, _task("classify"), resume=True)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     def twice() -> None:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
+        interrupt()
+        interrupt()
 
     with pytest.raises(KeyboardInterrupt):
-        _train(tmp_path, _task("classify"), watch=_at(2, "update", twice))
+        train(tmp_path, _task("classify"), watch=at(2, "update", twice))
     assert not (tmp_path / CHECKPOINT_FOLDER).exists()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_nan_or_inf_stops_and_names_the_sequences(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+    tmp_path: Path, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    task, run = _task("classify"), tmp_path / "cut"
+    task = _task("classify")
     plain, trained = task.loss, []
 
     def loss(output: torch.Tensor, batch: Batch) -> LossSum:
@@ -313,10 +221,9 @@ def test_a_loss_that_is_nan_or_inf_stops_and_names_the_sequences(
 
     monkeypatch.setattr(task, "loss", loss)
     with pytest.raises(StrettoError, match=f"is {value} at update 7, on training sequences") as info:
-        _train(run, task)
+        train(tmp_path, task)
     assert trained[-1].indices is not None
     assert f"sequences {', '.join(map(str, trained[-1].indices.tolist()))}." in str(info.value)
-    assert [path.name for path in (run / CHECKPOINT_FOLDER).iterdir()] == ["update-00000004"]
+    assert [path.name for path in (tmp_path / CHECKPOINT_FOLDER).iterdir()] == ["update-00000004"]
     monkeypatch.undo()
-    expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
-    assert _outcome(run, _train(run, task, resume=True)) == expected
+    assert _resumed(tmp_path, task) == expected

@@ -1,20 +1,17 @@
-"""Who chooses the batch size of a run: the settings (`FixedBatch`), or measurements while it trains (`TunedBatch`).
+"""Who chooses the batch size of a run: the settings (`BatchPolicy`), or measurements while it trains (`TunedBatch`).
 
 The trainer asks its policy after every update and every epoch, and does what the answer says:
 
-    Continue     carry on
+    None         carry on
     Replan       record a decision; if it changes the batch, plan the rest of the epoch with it
     RollBack     return to a checkpoint and a smaller batch
 """
 
-import abc
 import copy
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Final, TypeAlias, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import distributed
@@ -64,20 +61,9 @@ STABILITY_LIMITS: Final = {
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True)
-class Continue:
-    """Carry on as planned."""
-
-
-@final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replan:
-    """Record a decision, and continue with its batch if it is another.
-
-    Attributes:
-        decision: What was decided, and why.
-        clip_norm: Largest norm of a gradient from now on.
-    """
+    """Record a decision, and continue with its batch and clip norm."""
 
     decision: Decision
     clip_norm: float
@@ -86,81 +72,26 @@ class Replan:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RollBack:
-    """Return to a checkpoint and continue from there with a smaller batch.
-
-    Attributes:
-        decision: What was decided, and why.
-        checkpoint: Where to return to.
-    """
+    """Return to a checkpoint and continue from there with a smaller batch."""
 
     decision: Decision
     checkpoint: Checkpoint
 
 
-Action: TypeAlias = Continue | Replan | RollBack
+class BatchPolicy:
+    """The batch that the settings give: nothing is measured, and nothing changes.
 
+    Answers must be the same on all ranks.
 
-class AbstractBatchPolicy(abc.ABC):
-    """Chooses the batch of a run; its answers are the same on all ranks.
+    Args:
+        batch_size: Most sequences in a batch of one rank.
+        accumulate: Batches of one rank per update.
 
     Attributes:
-        accumulate: Batches of one rank per update.
-        batch_size: Most sequences in a batch of one rank.
         measures_noise: Whether some updates are to be measured.
-        can_roll_back: Whether there is a smaller batch to return to.
     """
 
-    measures_noise: bool = False
-    can_roll_back: bool = False
-
-    @property
-    @abc.abstractmethod
-    def accumulate(self) -> int:
-        """Batches of one rank per update."""
-
-    @property
-    @abc.abstractmethod
-    def batch_size(self) -> int:
-        """Most sequences in a batch of one rank."""
-
-    def begin_plan(self) -> None:  # noqa: B027
-        """Prepare for the first update of a plan."""
-
-    def wants_noise(self) -> bool:
-        """Whether to measure the noise of the next update."""
-        return False
-
-    def after_update(self, update: Update, *, left: float) -> Action:  # noqa: ARG002
-        """What to do after an update.
-
-        Args:
-            update: The update.
-            left: Share of the epoch that is left.
-        """
-        return Continue()
-
-    def after_epoch(self, *, clipped: float) -> Action:  # noqa: ARG002
-        """What to do after an epoch that is not the last.
-
-        Args:
-            clipped: Share of its updates that were clipped.
-        """
-        return Continue()
-
-    def keep(self, checkpoint: Checkpoint) -> None:  # noqa: B027
-        """Keep a checkpoint at the start of a plan to roll back to, if there is a smaller batch."""
-
-    def to_checkpoint(self) -> Checkpoint:
-        """All that later decisions depend on."""
-        return Checkpoint(tensors={}, state={})
-
-    def load(self, checkpoint: Checkpoint) -> None:  # noqa: B027
-        """Continue from a checkpoint."""
-
-
-@final
-class FixedBatch(AbstractBatchPolicy):
-    """The batch that the settings give."""
+    measures_noise: ClassVar[bool] = False
 
     def __init__(self, *, batch_size: int, accumulate: int) -> None:
         self._batch_size, self._accumulate = batch_size, accumulate
@@ -175,9 +106,39 @@ class FixedBatch(AbstractBatchPolicy):
         """Most sequences in a batch of one rank."""
         return self._batch_size
 
+    @property
+    def can_roll_back(self) -> bool:
+        """Whether there is a smaller batch to return to."""
+        return False
+
+    def begin_plan(self) -> None:
+        """Prepare for the first update of a plan."""
+
+    def wants_noise(self) -> bool:
+        """Whether to measure the noise of the next update."""
+        return False
+
+    def after_update(self, update: Update, *, left: float) -> Replan | RollBack | None:  # noqa: ARG002
+        """What to do after an update, with `left` of the epoch to come, as a share."""
+        return None
+
+    def after_epoch(self, *, clipped: float) -> Replan | None:  # noqa: ARG002
+        """What to do after an epoch that is not the last, of which a share of updates was clipped."""
+        return None
+
+    def keep(self, checkpoint: Checkpoint) -> None:
+        """Keep a checkpoint at the start of a plan to roll back to, if there is a smaller batch."""
+
+    def to_checkpoint(self) -> Checkpoint:
+        """All that later decisions depend on."""
+        return Checkpoint()
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint."""
+
 
 @final
-class TunedBatch(AbstractBatchPolicy):
+class TunedBatch(BatchPolicy):
     """Lets a `BatchTuner` choose the batch.
 
     The learning rate and warm-up of the settings belong to the first batch, and follow it by `LargeBatch`.
@@ -190,7 +151,7 @@ class TunedBatch(AbstractBatchPolicy):
         log: Where the probe and warnings are recorded.
     """
 
-    measures_noise = True
+    measures_noise: ClassVar[bool] = True
 
     def __init__(
         self, task: AbstractTask[Any], state: TrainState, feed: AbstractFeed, *, world: World, log: AbstractLog
@@ -224,7 +185,7 @@ class TunedBatch(AbstractBatchPolicy):
         return math.ceil(self._tuner.batch_size / (self._world.size * self._tuner.accumulate))
 
     @property
-    def can_roll_back(self) -> bool:  # type: ignore[override]
+    def can_roll_back(self) -> bool:
         """Whether there is a smaller batch to return to."""
         return self._tuner.can_roll_back
 
@@ -239,7 +200,7 @@ class TunedBatch(AbstractBatchPolicy):
         every = next(every for until, every in NOISE_INTERVALS if self._tuner.noise.num_updates < until)
         return self._state.num_updates % every == every - 1
 
-    def after_update(self, update: Update, *, left: float) -> Action:
+    def after_update(self, update: Update, *, left: float) -> Replan | RollBack | None:
         """Take an update into account: roll back from trouble, or decide again once enough was measured."""
         skipped = update.is_skipped
         trouble = self._tuner.observe(
@@ -257,9 +218,9 @@ class TunedBatch(AbstractBatchPolicy):
             self._log.emit("warning", message=f"at update {self._state.num_updates}: {trouble}")
         if self._tuner.is_due and left >= MIN_REPLAN_SHARE:
             return self._decide(self._state.epoch + 1 - left, clipped=self._state.clips.share or 0.0)
-        return Continue()
+        return None
 
-    def after_epoch(self, *, clipped: float) -> Action:
+    def after_epoch(self, *, clipped: float) -> Replan:
         """Decide again."""
         return self._decide(self._state.epoch, clipped=clipped)
 
@@ -270,7 +231,7 @@ class TunedBatch(AbstractBatchPolicy):
 
     def to_checkpoint(self) -> Checkpoint:
         """All that later decisions depend on."""
-        return Checkpoint(tensors={}, state={"tuner": self._tuner.state_dict()})
+        return Checkpoint(state={"tuner": self._tuner.state_dict()})
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint, which is also what to roll back to."""
@@ -304,7 +265,7 @@ class TunedBatch(AbstractBatchPolicy):
         base = -(-self._state.batch_size // self._world.size)
         largest = max(self._state.batch_size, self._feed.num_sequences // 4)
         sizes = [base * multiple for multiple in PROBE_MULTIPLES if base * multiple * self._world.size <= largest]
-        with _same_randomness_after():
+        with torch.random.fork_rng(devices=[]):
             scratch = self._scratch()
             lengths = representative_lengths(self._feed.shares)
             table = probe(
@@ -390,7 +351,7 @@ class TunedBatch(AbstractBatchPolicy):
                     loss = self._task.loss(state.model(few), few)
                     return torch.autograd.grad(loss.total / max(1, loss.count), weights, materialize_grads=True)
 
-            with _same_randomness_after():
+            with torch.random.fork_rng(devices=[]):
                 curvature = local_curvature(gradient, weights)
             if math.isfinite(curvature):
                 found = [curvature, 1.0]
@@ -409,13 +370,3 @@ def representative_lengths(shares: dict[int, float]) -> dict[int, float]:
     if waiting:
         few[max(shares)] = few.get(max(shares), 0.0) + waiting
     return few
-
-
-@contextmanager
-def _same_randomness_after() -> Iterator[None]:
-    """Random numbers are drawn afterwards as if none had been drawn within."""
-    earlier = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(earlier)

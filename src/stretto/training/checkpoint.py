@@ -12,9 +12,9 @@ import json
 import os
 import secrets
 import shutil
-import threading
 import time
-from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -37,8 +37,8 @@ VERSION: Final = 4
 class Checkpoint:
     """Tensors by name and JSON-ready values."""
 
-    tensors: dict[str, torch.Tensor]
-    state: dict[str, Any]
+    tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def merge(self, *others: "Checkpoint") -> "Checkpoint":
         """One checkpoint of several, whose names differ."""
@@ -108,23 +108,13 @@ def load_newest(run: Path) -> FoundCheckpoint:
 class CheckpointWriter:
     """Writes one checkpoint at a time in a thread, and records each that is on disk.
 
-    The error of a write is kept in `errors` by the next call.
-
-    Args:
-        run: The run folder.
-        keep: How many checkpoints to keep.
-        log: Where each checkpoint is recorded.
-        errors: Where errors go, which only the rank that writes can meet.
-
-    Attributes:
-        seconds: Time in which training waited.
+    The error of a write, which only the rank that writes can meet, is kept in `errors` by the next call. `seconds` is
+    the time in which training waited.
     """
 
     def __init__(self, run: Path, *, keep: int, log: AbstractLog, errors: DeferredErrors) -> None:
         self._run, self._keep, self._log, self._errors = run, keep, log, errors
-        self._thread: threading.Thread | None = None
-        self._path: Path | None = None
-        self._error: BaseException | None = None
+        self._pending: Future[Path] | None = None
         self.seconds = 0.0
 
     def begin(self, checkpoint: Checkpoint, *, update: int, seconds: float = 0.0) -> None:
@@ -136,36 +126,29 @@ class CheckpointWriter:
             seconds: What it took to prepare.
         """
         self.wait()
-
-        def write() -> None:
-            try:
-                self._path = save_checkpoint(self._run, checkpoint, update=update, keep=self._keep)
-            except BaseException as error:  # noqa: BLE001 - raised by `wait`
-                self._error = error
-
-        self._thread = threading.Thread(target=write, name="checkpoint")
-        self._thread.start()
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending = thread.submit(save_checkpoint, self._run, checkpoint, update=update, keep=self._keep)
+        thread.shutdown(wait=False)
         self.seconds += seconds
 
     def poll(self) -> None:
         """Record the checkpoint under way if it is on disk."""
-        if self._thread is not None and not self._thread.is_alive():
+        if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
         """Wait for the checkpoint under way, and record it."""
+        pending = self._pending
+        if pending is None:
+            return
         begun = time.perf_counter()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, path = self._error, self._path
-        self._error = self._path = None
+        # A second Ctrl-C may end the wait, but not the write: then it is still pending.
+        wait_for([pending])
+        self._pending = None
         with self._errors.defer():
-            if error is not None:
-                raise error
-            if path is not None:
-                update = int(path.name.rpartition("-")[2])
-                self._log.emit("checkpoint", update=update, path=str(path.relative_to(self._run)))
+            path = pending.result()
+            update = int(path.name.rpartition("-")[2])
+            self._log.emit("checkpoint", update=update, path=str(path.relative_to(self._run)))
         self.seconds += time.perf_counter() - begun
 
 
@@ -190,7 +173,7 @@ def _write_into(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _read(path: Path) -> Checkpoint:
-    with _named(path):
+    try:
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
         if not isinstance(state, dict) or state.pop("version", None) != VERSION:
             raise ValueError(f"{STATE_FILE} was written by another version of Stretto")
@@ -200,6 +183,10 @@ def _read(path: Path) -> Checkpoint:
         # Copies are aligned as any tensor is. Those of a file begin anywhere, and the last digits of a BLAS product,
         # and so of a resumed run, depend on that.
         return Checkpoint(tensors={name: tensor.clone() for name, tensor in found.items()}, state=state)
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise StrettoError(
+            f"the checkpoint {str(path)!r} cannot be used: {error}", fix="The one before it is taken."
+        ) from error
 
 
 def _is_whole(path: Path) -> bool:
@@ -209,16 +196,6 @@ def _is_whole(path: Path) -> bool:
         _read(path)
         return True
     return False
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise StrettoError(
-            f"the checkpoint {str(path)!r} cannot be used: {error}", fix="The one before it is taken."
-        ) from error
 
 
 def _checksum(tensors: Path, state: dict[str, Any]) -> str:

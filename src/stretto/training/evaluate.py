@@ -15,7 +15,7 @@ from stretto.nn import fresh_state
 from stretto.training.feeds import eval_batches
 from stretto.training.solver import run_serially
 from stretto.training.task import AbstractTask, Sample, Score
-from stretto.training.update import MAX_NAMED_SEQUENCES, diverged
+from stretto.training.update import MAX_NAMED_SEQUENCES, diverged, gather_sequences
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,7 @@ def evaluate(
                 scores[name] = scores[name] + score if name in scores else score
     loss, total_count, *_ = world.all_reduce_sum([loss, float(count)])
     if not math.isfinite(loss):
-        numbers = world.all_gather(
-            [float(n) for n in (*bad[:MAX_NAMED_SEQUENCES], *[-1] * (MAX_NAMED_SEQUENCES - len(bad)))]
-        )
-        named = [int(number) for row in numbers for number in row if number >= 0]
+        named = gather_sequences(bad, world, most=MAX_NAMED_SEQUENCES)
         raise diverged(named, loss, where=f"in the evaluation of {part.name}, on sequences")
     return Evaluation(loss=loss / max(1.0, total_count), metrics=task.summary(_sum_scores(scores, world)))
 
@@ -78,8 +75,8 @@ def evaluate(
 def _sum_scores(scores: dict[str, Score], world: World) -> dict[str, Score]:
     """Scores summed over ranks; a rank without sequences has none to add."""
     names = _score_names(scores, world)
-    own = [value for name in names for score in [scores.get(name)] for value in _amounts(score)]
-    sums = iter(world.all_reduce_sum(own))
+    own = [scores.get(name, Score(amount=0.0, count=0.0)) for name in names]
+    sums = iter(world.all_reduce_sum([value for score in own for value in (score.amount, score.count)]))
     return {name: Score(amount=next(sums), count=next(sums)) for name in names}
 
 
@@ -89,10 +86,6 @@ def _score_names(scores: dict[str, Score], world: World) -> list[str]:
     room = int(max(row[0] for row in world.all_gather([float(len(letters))])))
     found = world.all_gather([*map(float, letters), *[float(ord("\n"))] * (room - len(letters))])
     return sorted({name for row in found for name in bytes(map(int, row)).decode().splitlines() if name})
-
-
-def _amounts(score: Score | None) -> tuple[float, float]:
-    return (0.0, 0.0) if score is None else (score.amount, score.count)
 
 
 def sample_predictions(task: AbstractTask[Any], model: nn.Module, part: SequenceSet, *, device: str) -> list[Sample]:

@@ -25,9 +25,8 @@ class AbstractLog(ABC):
     def emit(self, kind: str, **values: Any) -> None:
         """Record one event."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Close what is open."""
+    def close(self) -> None:  # noqa: B027
+        """Close what is open; nothing, unless a log overrides it."""
 
 
 @final
@@ -37,18 +36,10 @@ class SilentLog(AbstractLog):
     def emit(self, kind: str, **values: Any) -> None:
         """Drop an event."""
 
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 @final
 class DeferredLog(AbstractLog):
-    """Emits to another log, whose errors are kept until all ranks can raise them.
-
-    Args:
-        log: Where events go.
-        errors: Where its errors are kept.
-    """
+    """Emits to another log, whose errors are kept until all ranks can raise them."""
 
     def __init__(self, log: AbstractLog, errors: DeferredErrors) -> None:
         self._log, self._errors = log, errors
@@ -57,10 +48,6 @@ class DeferredLog(AbstractLog):
         """Record one event."""
         with self._errors.defer():
             self._log.emit(kind, **values)
-
-    def close(self) -> None:
-        """Close the other log."""
-        self._log.close()
 
 
 @final

@@ -31,20 +31,6 @@ STREAM_STATE_VERSION: Final = 3
 CARRIED_KEY: Final = "streams"
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
-    """How a feed continues from a saved position.
-
-    Attributes:
-        is_replanned: Whether the rest of the epoch comes in other batches, because the number of ranks changed.
-        message: What the user should know about it; usually nothing.
-    """
-
-    is_replanned: bool
-    message: str = ""
-
-
 class AbstractFeed(abc.ABC):
     """Gives one rank its batches, epoch after epoch, each sequence once per epoch.
 
@@ -54,15 +40,12 @@ class AbstractFeed(abc.ABC):
     Attributes:
         carries: Whether a batch continues where the one before ended, so that the model carries a state between them.
         batch_size: Most sequences, or streams, in a batch of one rank, in the current epoch.
+        num_sequences: The largest batch size over all ranks that makes sense.
     """
 
     carries: ClassVar[bool] = False
     batch_size: int
-
-    @property
-    @abc.abstractmethod
-    def num_sequences(self) -> int:
-        """The largest batch size over all ranks that makes sense."""
+    num_sequences: int
 
     @property
     @abc.abstractmethod
@@ -73,11 +56,6 @@ class AbstractFeed(abc.ABC):
     @abc.abstractmethod
     def shares(self) -> dict[int, float]:
         """The share of the sequences, or streams, that comes in batches of each length."""
-
-    @property
-    @abc.abstractmethod
-    def is_bucketed(self) -> bool:
-        """Whether batches come from several buckets, so that some have far more elements than others."""
 
     @property
     @abc.abstractmethod
@@ -136,12 +114,16 @@ class AbstractFeed(abc.ABC):
         """
 
     @abc.abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> Resumed:
-        """Continue at a saved position; with another number of ranks the rest of the epoch is re-planned."""
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[bool, str]:
+        """Continue at a saved position; with another number of ranks the rest of the epoch is re-planned.
+
+        Returns:
+            Whether it was re-planned, and what the user should know about it; usually nothing.
+        """
 
     def carried(self, model: nn.Module) -> Checkpoint:  # noqa: ARG002 - nothing is carried
         """The state that a model carries into the next batch, over all ranks, each of which must call."""
-        return Checkpoint(tensors={}, state={})
+        return Checkpoint()
 
     def load_carried(self, checkpoint: Checkpoint, model: nn.Module) -> None:  # noqa: B027
         """Give the model the state it carried, if the batches still are those that follow."""
@@ -162,7 +144,8 @@ class BucketFeed(AbstractFeed):
     """
 
     def __init__(self, part: SequenceSet, *, config: TrainConfig, batch_size: int, world: World) -> None:
-        self._part, self._world, self.batch_size = part, world, batch_size
+        self._part, self._world = part, world
+        self.batch_size, self.num_sequences = batch_size, len(part)
         self.sampler = BucketSampler(
             part.lengths_N,
             batch_size=batch_size,
@@ -172,11 +155,6 @@ class BucketFeed(AbstractFeed):
             rank=world.rank,
             world_size=world.size,
         )
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of training sequences."""
-        return len(self._part)
 
     @property
     def edges(self) -> list[int]:
@@ -190,11 +168,6 @@ class BucketFeed(AbstractFeed):
         return {
             edge: count / len(self._part) for edge, count in zip(self.edges, counts_K.tolist(), strict=True) if count
         }
-
-    @property
-    def is_bucketed(self) -> bool:
-        """Whether there is more than one bucket."""
-        return len(self.edges) > 1
 
     @property
     def left(self) -> float:
@@ -244,11 +217,11 @@ class BucketFeed(AbstractFeed):
         """The position, and the size of the batches."""
         return self.sampler.state_dict(epoch=epoch, batches_done=batches_done)
 
-    def load_state_dict(self, state: dict[str, Any]) -> Resumed:
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[bool, str]:
         """Continue at a saved position; with another number of ranks the rest of the epoch is re-planned."""
         self.sampler.load_state_dict(state)
         self.batch_size = self.sampler.batch_size or self.batch_size
-        return Resumed(is_replanned=state["used"][-1][0] != self._world.size)
+        return state["used"][-1][0] != self._world.size, ""
 
 
 def check_max_length(data: SequenceSet, *, max_padded_steps: int | None) -> None:
@@ -362,15 +335,12 @@ class StreamFeed(AbstractFeed):
     ) -> None:
         self._text, self._world, self._window, self._max_padded_steps = _Text(part), world, window, max_padded_steps
         self._num_parts = len(part)
+        # As many streams as the text has windows: with more, streams would be shorter than a window.
+        self.num_sequences = max(1, self._text.num_steps // window)
         self._refuse(batch_size)
         self._made_for = self.batch_size = batch_size
         self._epoch, self._start = 0, 0
         self._streams = self._text.streams(num_streams=batch_size * world.size, window=window, world=world)
-
-    @property
-    def num_sequences(self) -> int:
-        """As many streams as the text has windows: with more, streams would be shorter than a window."""
-        return max(1, self._text.num_steps // self._window)
 
     @property
     def edges(self) -> list[int]:
@@ -381,11 +351,6 @@ class StreamFeed(AbstractFeed):
     def shares(self) -> dict[int, float]:
         """All windows are of one length."""
         return {self._window: 1.0}
-
-    @property
-    def is_bucketed(self) -> bool:
-        """No: all streams are of one length."""
-        return False
 
     @property
     def left(self) -> float:
@@ -451,7 +416,7 @@ class StreamFeed(AbstractFeed):
             "batch_size": self.batch_size,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> Resumed:
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[bool, str]:
         """Continue where `state` was taken; with another number of streams, what is left is cut again."""
         if state.get("version") != STREAM_STATE_VERSION:
             raise StrettoError(
@@ -477,10 +442,9 @@ class StreamFeed(AbstractFeed):
         if self._start >= len(self):
             self._move_to(self._epoch + 1)
         if is_same:
-            return Resumed(is_replanned=False)
+            return False, ""
         what = "what is left of the epoch is" if is_cut_short else "the text is"
-        message = f"{what} cut into {wanted} streams, not {saved['num_streams']}; each starts from its initial state"
-        return Resumed(is_replanned=True, message=message)
+        return True, f"{what} cut into {wanted} streams, not {saved['num_streams']}; each starts from its initial state"
 
     def carried(self, model: nn.Module) -> Checkpoint:
         """The states of all streams, in their order, which each rank has a share of."""

@@ -41,9 +41,8 @@ class TimeParallelSetup:
     def set_solvers(self, model: nn.Module) -> None:
         """Let the model's recurrent layers run through time over ranks."""
         if self._mesh is not None:
-            for layer in model.modules():
-                if isinstance(layer, RNN):
-                    layer.solver = self._mesh.solver()
+            for layer in _rnns(model):
+                layer.solver = self._mesh.solver()
 
     def cut(self, batch: Batch) -> Batch:
         """This rank's block of the steps of a batch, which all ranks that share its sequences have whole."""
@@ -138,7 +137,7 @@ class SolverMonitor:
         solves = config.time_parallel > 1 or (isinstance(config, SolverConfig) and config.solver != "serial")
         self._config = config if isinstance(config, SolverConfig) and solves else None
         self._world = world
-        self._layers = [layer for layer in model.modules() if isinstance(layer, RNN)] if self._config else []
+        self._layers = _rnns(model) if self._config else []
         self._solvers = [layer.solver for layer in self._layers]
         carrying = [solver for solver in self._solvers if isinstance(solver, Shooting) and solver.cache is not None]
         for solver in carrying:
@@ -211,7 +210,7 @@ class SolverMonitor:
     def to_checkpoint(self) -> Checkpoint:
         """The records so far, the sums of this rank's current epoch, and the chunk boundaries."""
         if self._config is None:
-            return Checkpoint(tensors={}, state={})
+            return Checkpoint()
         packed = pack_caches(self._caches)
         own = {
             "totals": dataclasses.asdict(self._totals),
@@ -231,13 +230,9 @@ class SolverMonitor:
         if self._world.is_rank0:
             self._totals, self._reason = _Totals(**saved["totals"]), saved["reason"]
 
-    def summary(self) -> dict[str, Any] | None:
-        """The whole run: the last residual, the largest, and the memory it took; None if there is nothing to report."""
-        return summarize_solver(self.epochs)
-
 
 def summarize_solver(epochs: Sequence[SolverRecord]) -> dict[str, Any] | None:
-    """A whole run from the records of its epochs; None if there are none."""
+    """A whole run from the records of its epochs: last and largest residual, memory; None if there are none."""
     if not epochs:
         return None
     solved = [epoch for epoch in epochs if not epoch.exact] or epochs
@@ -256,10 +251,14 @@ def summarize_solver(epochs: Sequence[SolverRecord]) -> dict[str, Any] | None:
     }
 
 
+def _rnns(model: nn.Module) -> list[RNN]:
+    return [layer for layer in model.modules() if isinstance(layer, RNN)]
+
+
 @contextlib.contextmanager
 def run_serially(model: nn.Module) -> Iterator[None]:
     """Within it, all recurrent layers run sequentially: exactly, and without a trace in what solvers remember."""
-    layers = [layer for layer in model.modules() if isinstance(layer, RNN)]
+    layers = _rnns(model)
     earlier = [layer.solver for layer in layers]
     for layer in layers:
         layer.solver = "serial"

@@ -1,6 +1,7 @@
 """All that training carries from one update to the next, and its way into a checkpoint and back."""
 
 import dataclasses
+from collections import defaultdict
 from typing import Any, Final, final
 
 import torch
@@ -10,6 +11,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from stretto.large_batch import ClipMeter, LargeBatch, make_optimizer
 from stretto.training.checkpoint import Checkpoint
 from stretto.training.config import TrainConfig
+
+ADAMW_DECAY: Final = 0.01
+POSITION: Final = tuple("num_updates epoch batches_done seconds train_seconds slots steps_real slot_ratio".split())
 
 
 @dataclasses.dataclass(slots=True)
@@ -85,17 +89,15 @@ class TrainState:
         self.clip_norm = config.clip_norm
         self.clips = ClipMeter()
 
-    def reschedule(self, config: TrainConfig, *, done: int, remaining: int, batch_size: int | None = None) -> None:
-        """Continue with a schedule of `remaining` updates after `done` of them; the optimiser keeps its moments.
+    def reschedule(self, *, done: int, remaining: int, batch_size: int) -> None:
+        """Continue with another batch; the optimiser keeps its moments.
 
         Args:
-            config: Rates and lengths of the run.
-            done: Updates done, counted at the batch from now on.
+            done: Updates done, counted at the new batch.
             remaining: Updates to come.
-            batch_size: Sequences of an update from now on; left out, as many as before.
+            batch_size: Sequences of an update from now on.
         """
-        self._config = config
-        self.batch_size = self.batch_size if batch_size is None else batch_size
+        self.batch_size = batch_size
         self.recipe = self._scaled()
         self.schedule = self._schedule(done + remaining, done=done)
 
@@ -136,7 +138,9 @@ class TrainState:
         for number, entries in optimizer["state"].items():
             for name, value in entries.items():
                 if value is not None:
-                    tensors[f"optimizer.{number}.{name}"] = _own_memory(torch.as_tensor(value))
+                    tensor = torch.as_tensor(value)
+                    # Scalars of an optimiser may be views of one tensor, which safetensors cannot store.
+                    tensors[f"optimizer.{number}.{name}"] = tensor.clone() if tensor.dim() == 0 else tensor
         tensors["random.cpu"] = torch.get_rng_state()
         if torch.cuda.is_available():
             tensors["random.cuda"] = torch.cuda.get_rng_state()
@@ -158,11 +162,10 @@ class TrainState:
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint: the next update is the one that would have followed."""
-        by_part: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}, "random": {}}
+        by_part: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
         for name, tensor in checkpoint.tensors.items():
             part, _, rest = name.partition(".")
-            if part in by_part:
-                by_part[part][rest] = tensor
+            by_part[part][rest] = tensor
         self.model.load_state_dict(by_part["model"])
         state: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in by_part["optimizer"].items():
@@ -184,17 +187,6 @@ class TrainState:
             torch.cuda.set_rng_state(by_part["random"]["cuda"])
 
 
-def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Scalars of an optimiser may be views of one tensor, which safetensors cannot store."""
-    return tensor.clone() if tensor.dim() == 0 else tensor
-
-
 def _retyped(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """The options of a group with tuples where the optimiser has them; JSON made them lists."""
     return {key: tuple(value) if isinstance(own.get(key), tuple) else value for key, value in saved.items()}
-
-
-ADAMW_DECAY: Final = 0.01
-POSITION: Final = (
-    *("num_updates", "epoch", "batches_done", "seconds", "train_seconds", "slots", "steps_real", "slot_ratio"),
-)

@@ -26,25 +26,17 @@ from stretto.data import SequenceSet, StepLabels
 from stretto.distributed import DeferredErrors, World
 from stretto.errors import StrettoError
 from stretto.files import write_atomically
-from stretto.large_batch import Decision, refuse_larger_than_data
+from stretto.large_batch import refuse_larger_than_data
 from stretto.nn import reset_carried
-from stretto.training.batch_policy import (
-    AbstractBatchPolicy,
-    Action,
-    Continue,
-    FixedBatch,
-    Replan,
-    RollBack,
-    TunedBatch,
-)
+from stretto.training.batch_policy import BatchPolicy, Replan, RollBack, TunedBatch
 from stretto.training.checkpoint import Checkpoint, CheckpointWriter, load_newest, save_tensors
 from stretto.training.config import check_compatible
 from stretto.training.evaluate import Evaluation, evaluate, sample_predictions
 from stretto.training.events import AbstractLog, DeferredLog
-from stretto.training.solver import SolverMonitor, SolverRecord, TimeParallelSetup
+from stretto.training.solver import SolverMonitor, SolverRecord, TimeParallelSetup, summarize_solver
 from stretto.training.state import EpochTotals, TrainState
 from stretto.training.task import AbstractTask
-from stretto.training.update import Update, Updater
+from stretto.training.update import Update, Updater, gather_sequences
 
 MODEL_FILE: Final = "model.safetensors"
 NUM_SAMPLES: Final = 12
@@ -77,8 +69,7 @@ class EpochRecord:
         steps_per_second: Real time steps per second.
         padding: Share of slots that were padding.
         clipped: Share of updates whose gradient was clipped.
-        solving: What the solver of the recurrent layers reported; None, and not in the event, where all ran
-            sequentially.
+        solving: What the solver reported; None, and not in the event, if all layers ran sequentially.
     """
 
     epoch: int
@@ -92,13 +83,6 @@ class EpochRecord:
     padding: float
     clipped: float
     solving: SolverRecord | None = None
-
-    def to_event(self) -> dict[str, Any]:
-        """The values of the event."""
-        values = dataclasses.asdict(self)
-        if self.solving is None:
-            del values["solving"]
-        return values
 
 
 @final
@@ -138,8 +122,7 @@ class RunResult:
     def to_dict(self) -> dict[str, Any]:
         """Everything but the model and the page, JSON-ready."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("report", "model")]
-        values = {name: getattr(self, name) for name in names}
-        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+        return {name: getattr(self, name) for name in names} | {"run": str(self.run)}
 
 
 @final
@@ -197,10 +180,10 @@ class Trainer:
             updates_per_epoch = math.ceil(len(self.feed) / config.accumulate)
             self.state = TrainState(model, config=config, updates_per_epoch=updates_per_epoch, batch_size=batch_size)
             self._monitor = SolverMonitor(model, config=config, world=world, edges=self.feed.edges)
-            self.policy: AbstractBatchPolicy = (
+            self.policy = (
                 TunedBatch(task, self.state, self.feed, world=self._time.data, log=self.log)
                 if config.batch_size == "auto"
-                else FixedBatch(batch_size=self.feed.batch_size, accumulate=config.accumulate)
+                else BatchPolicy(batch_size=self.feed.batch_size, accumulate=config.accumulate)
             )
             if resume:
                 self._resume()
@@ -328,22 +311,18 @@ class Trainer:
         """The sequences of an update over all ranks, if they are to be recorded."""
         if not self._config.record_sequences:
             return {}
-        padding = self.feed.batch_size * self.policy.accumulate - len(update.sequences)
-        found = self._world.all_gather([*map(float, update.sequences), *[-1.0] * padding])
-        return {"sequences": [int(number) for row in found for number in row if number >= 0]}
+        most = self.feed.batch_size * self.policy.accumulate
+        return {"sequences": gather_sequences(update.sequences, self._world, most=most)}
 
-    def _apply(self, action: Action) -> bool:
+    def _apply(self, action: Replan | RollBack | None) -> bool:
         """Do what the batch policy asks for; whether the rest of the epoch was re-planned."""
         state = self.state
         match action:
-            case Continue():
+            case None:
                 return False
-            case Replan(decision=decision, clip_norm=clip_norm):
+            case Replan(clip_norm=clip_norm):
                 state.clip_norm = clip_norm
-                self._replan(decision)
-                if decision.action == "keep":
-                    return False
-            case RollBack(decision=decision, checkpoint=checkpoint):
+            case RollBack(checkpoint=checkpoint):
                 # Updates that are rolled back count: they have numbers of their own, and took time.
                 num_updates, seconds = state.num_updates, state.train_seconds
                 state.load(checkpoint)
@@ -351,12 +330,7 @@ class Trainer:
                 self._monitor.load(checkpoint)
                 self.feed.load_state_dict(checkpoint.state["sampler"])
                 self.feed.load_carried(checkpoint, state.model)
-                self._replan(decision)
-        return True
-
-    def _replan(self, decision: Decision) -> None:
-        """Record a decision; if it changes the batch, plan the rest of the epoch with it."""
-        state = self.state
+        decision = action.decision
         if not state.batches_done:
             self.feed.begin_epoch(state.epoch, state.model)
         if decision.action != "keep":
@@ -372,6 +346,7 @@ class Trainer:
             updates_left=self._updates_left,
             **values,
         )
+        return decision.action != "keep"
 
     @property
     def _share_left(self) -> float:
@@ -390,7 +365,6 @@ class Trainer:
         left = self._updates_left
         progress = (self.state.epoch + 1 - self._share_left) / self._config.epochs
         self.state.reschedule(
-            self._config,
             done=round(left * progress / (1 - progress)),
             remaining=left,
             batch_size=self.feed.batch_size * self._time.data.size * self.policy.accumulate,
@@ -417,7 +391,10 @@ class Trainer:
             clipped=clipped,
             solving=self._monitor.end_epoch(),
         )
-        self.log.emit("epoch", **record.to_event())
+        values = dataclasses.asdict(record)
+        if record.solving is None:
+            del values["solving"]
+        self.log.emit("epoch", **values)
         self._record_ranks(totals.seconds)
         if state.epoch < self._config.epochs:
             self._apply(self.policy.after_epoch(clipped=clipped))
@@ -449,16 +426,8 @@ class Trainer:
                 fix=f"Let {type(self._task).__name__}.num_elements return the sum of LossSum.count over all sequences.",
             )
 
-    def _evaluate(self, part: SequenceSet, *, final: bool = False, by_solver: bool = False) -> Evaluation:
-        return evaluate(
-            self._task,
-            self.state.model,
-            part,
-            device=self._config.device,
-            final=final,
-            world=self._world,
-            by_solver=by_solver,
-        )
+    def _evaluate(self, part: SequenceSet, **options: bool) -> Evaluation:
+        return evaluate(self._task, self.state.model, part, device=self._config.device, world=self._world, **options)
 
     def _finish(self) -> RunResult:
         state, test = self.state, self._task.data.part("test")
@@ -480,7 +449,7 @@ class Trainer:
             steps_per_second=round(state.steps_real / max(1e-9, state.train_seconds), 1),
             checkpoint_overhead=round(self._writer.seconds / max(1e-9, time.perf_counter() - self._started), 6),
             slot_ratio=state.slot_ratio,
-            solving=self._monitor.summary(),
+            solving=summarize_solver(self._monitor.epochs),
             settings={"task": self._task.name, **self._config.recorded()},
             run=self._run,
             model=state.model,
@@ -519,7 +488,7 @@ class Trainer:
         state, world = self.state, self._world
         begun, state.seconds = time.perf_counter(), self._elapsed()
         # An epoch begins with nothing carried.
-        carried = self.feed.carried(state.model) if state.batches_done else Checkpoint(tensors={}, state={})
+        carried = self.feed.carried(state.model) if state.batches_done else Checkpoint()
         if not (world.is_rank0 or self.policy.can_roll_back):
             return
         saved = state.to_checkpoint(
@@ -557,11 +526,11 @@ class Trainer:
             fix="Put the run folder where all ranks see the same.",
         )
         self.policy.load(checkpoint)
-        resumed = self.feed.load_state_dict(checkpoint.state["sampler"])
+        is_replanned, message = self.feed.load_state_dict(checkpoint.state["sampler"])
         self.feed.load_carried(checkpoint, self.state.model)
-        if resumed.message:
-            self.log.emit("warning", message=resumed.message)
-        if resumed.is_replanned:
+        if message:
+            self.log.emit("warning", message=message)
+        if is_replanned:
             self.state.batches_done = 0
             self._reschedule()
         self.log.emit(
@@ -583,13 +552,12 @@ class Trainer:
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
         """The trainer's random state instead of the process's, so that others can draw, and other trainers too."""
-        earlier = torch.get_rng_state()
-        torch.set_rng_state(self._random)
-        try:
-            yield
-        finally:
-            self._random = torch.get_rng_state()
-            torch.set_rng_state(earlier)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._random)
+            try:
+                yield
+            finally:
+                self._random = torch.get_rng_state()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch import nn
 from stretto.batching import Batch
 from stretto.distributed import DeferredErrors, World, detect_lost_rank, replicate
 from stretto.errors import StrettoError
-from stretto.large_batch import AbstractSplit, SplitNorms, make_split
+from stretto.large_batch import SplitNorms, make_split
 from stretto.nn import in_turn
 from stretto.training.feeds import AbstractFeed
 from stretto.training.solver import TimeParallelSetup
@@ -43,13 +43,7 @@ class Diverged(StrettoError):  # noqa: N818
 
 
 def diverged(sequences: Sequence[int], value: float, *, where: str) -> Diverged:
-    """The error for a loss or gradient that is NaN or inf.
-
-    Args:
-        sequences: Numbers of the sequences it happened on.
-        value: The loss or gradient norm.
-        where: When it happened, and which sequences these are: "at update 3, on training sequences".
-    """
+    """The error for a loss or gradient of this value; `where` is, say, "at update 3, on training sequences"."""
     more = ", ..." if len(sequences) > MAX_NAMED_SEQUENCES else ""
     named = ", ".join(map(str, sequences[:MAX_NAMED_SEQUENCES])) + more
     return Diverged(
@@ -58,25 +52,26 @@ def diverged(sequences: Sequence[int], value: float, *, where: str) -> Diverged:
     )
 
 
+def gather_sequences(sequences: Sequence[int], world: World, *, most: int) -> list[int]:
+    """The numbers of all ranks' sequences, up to `most` of each."""
+    padding = [-1.0] * (most - len(sequences))
+    found = world.all_gather([*map(float, sequences[:most]), *padding])
+    return [int(number) for row in found for number in row if number >= 0]
+
+
 @final
 @dataclasses.dataclass(slots=True, kw_only=True)
 class UpdateStats:
     """What went into an update, on one rank or summed over all.
 
-    Attributes:
-        loss_sum: Summed loss.
-        num_elements: Elements (labels, sequences or steps) that it is a sum over.
-        num_nonfinite: Batches, or gradients, that are NaN or inf.
-        num_steps: Real time steps.
-        num_padded_steps: Slots, padding included.
-        num_sequences: Sequences.
-        num_stops: Ranks that were asked to stop.
-        num_errors: Ranks with a deferred error.
+    `num_stops` are ranks that were asked to stop, and `num_errors` ranks with a deferred error.
     """
 
     loss_sum: float = 0.0
     num_elements: int = 0
+    """Labels, sequences or steps that the loss is a sum over."""
     num_nonfinite: int = 0
+    """Batches, or gradients, that are NaN or inf."""
     num_steps: int = 0
     num_padded_steps: int = 0
     num_sequences: int = 0
@@ -166,8 +161,7 @@ class Updater:
         self._time = time_parallel or TimeParallelSetup(1, world=World())
         self._on_batch = on_batch
         self._replica = replicate(state.model, world)
-        split = make_split(self._replica, state.optimizer, world=world) if measures_noise else None
-        self._split: AbstractSplit = split or _NoSplit()
+        self._split = make_split(self._replica, state.optimizer, world=world) if measures_noise else None
         self._own, self._sequences = UpdateStats(), list[int]()
         self._bad: tuple[float, list[int]] | None = None
         self.num_elements: int | None = None
@@ -186,7 +180,7 @@ class Updater:
             accumulate: Batches of one rank per update.
         """
         self._divisor = None
-        if feed.is_bucketed:
+        if len(feed.edges) > 1:
             if self.num_elements is None:
                 self.num_elements = self._task.num_elements(self._task.data.part("train"))
             self._divisor = max(1.0, self.num_elements * accumulate / feed.whole_epoch)
@@ -206,7 +200,8 @@ class Updater:
             StrettoError: On all ranks at once: the loss or gradient is NaN or inf, or rank 0 has a deferred error.
         """
         self._own, self._sequences, self._bad = UpdateStats(), [], None
-        self._split.begin(is_on=measure_noise)
+        if self._split is not None:
+            self._split.begin(is_on=measure_noise)
         self._state.optimizer.zero_grad(set_to_none=True)
         with detect_lost_rank():
             for number, (batch, is_last) in enumerate(_mark_last(batches)):
@@ -240,8 +235,9 @@ class Updater:
 
     def _add(self, batch: Batch, *, number: int, is_last: bool) -> Callable[[], UpdateStats]:
         """Add the gradient of a batch; with the last one, start to sum over ranks what the update is made of."""
-        in_halves = self._split.is_on and self._split.needs_halves and is_last and number == 0 and len(batch) > 1
-        own = self._own
+        split, own = self._split, self._own
+        needs_halves = split is not None and split.is_on and split.needs_halves
+        in_halves = needs_halves and is_last and number == 0 and len(batch) > 1
         reduced: Callable[[], UpdateStats] = UpdateStats
         no_sync = getattr(self._replica, "no_sync", contextlib.nullcontext)
         with contextlib.nullcontext() if is_last else no_sync():
@@ -255,7 +251,8 @@ class Updater:
                 if is_last or self._bad is None or self._time.time.size > 1:
                     self._computed = time.perf_counter()
                     torch.autograd.backward(loss)
-                    self._split.add(len(piece))
+                    if split is not None:
+                        split.add(len(piece))
         return reduced
 
     def _pieces(self, batch: Batch, *, in_halves: bool) -> Iterator[Batch]:
@@ -293,7 +290,7 @@ class Updater:
     def _step(self, total: UpdateStats) -> tuple[float, SplitNorms | None]:
         """Divide, clip and apply the gradient, unless it is NaN or inf; its norm, and those of its parts."""
         state, count = self._state, self._divisor or max(1, total.num_elements)
-        norms = self._split.take(scale=1.0 / count)
+        norms = None if self._split is None else self._split.take(scale=1.0 / count)
         gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
         # DDP averaged the ranks' sums; the gradient wanted is the mean over all elements of all ranks.
         scale = self._world.size / count
@@ -306,17 +303,14 @@ class Updater:
 
     def _refuse(self, *, skip: bool) -> None:
         """Leave the update out, or stop all ranks in the same update with the same message."""
-        value, sequences = self._bad or (math.nan, [])
-        named = sequences[:MAX_NAMED_SEQUENCES]
-        padding = [-1] * (MAX_NAMED_SEQUENCES - len(named))
-        rows = self._world.all_gather([value, float(self._bad is not None), *map(float, [*named, *padding])])
-        found = [row for row in rows if row[1]]
-        if not skip:
-            numbers = list(dict.fromkeys(int(number) for row in found for number in row[2:] if number >= 0))
-            raise diverged(
-                numbers, found[0][0], where=f"at update {self._state.num_updates + 1}, on training sequences"
-            )
         self._state.optimizer.zero_grad(set_to_none=True)
+        if skip:
+            return
+        value, sequences = self._bad or (math.nan, [])
+        found = self._world.all_gather([value, float(self._bad is not None)])
+        numbers = dict.fromkeys(gather_sequences(sequences, self._world, most=MAX_NAMED_SEQUENCES))
+        first = next(value for value, is_bad in found if is_bad)
+        raise diverged([*numbers], first, where=f"at update {self._state.num_updates + 1}, on training sequences")
 
     def _advance_schedule(self, *, is_skipped: bool) -> None:
         with warnings.catch_warnings() if is_skipped else contextlib.nullcontext():
@@ -327,22 +321,6 @@ class Updater:
 
     def _note_time(self, parameter: torch.Tensor) -> None:  # noqa: ARG002
         self._computed = time.perf_counter()
-
-
-@final
-class _NoSplit(AbstractSplit):
-    """Measures nothing."""
-
-    is_on = False
-
-    def begin(self, *, is_on: bool = True) -> None:
-        pass
-
-    def add(self, num_sequences: int) -> None:
-        pass
-
-    def take(self, *, scale: float | None = None) -> None:
-        pass
 
 
 def _mark_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
