@@ -81,14 +81,13 @@ def test_other_targets_stay_a_list() -> None:
     texts = ["abc", "", "de"]
     assert collate([(rows_of(2, 1), text) for text in texts]).targets == texts
     assert collate([(rows_of(2, 1), target) for target in (1, None)]).targets == [1, None]
-    paths = [torch.tensor([1, 2]), torch.tensor([3])]
-    assert collate([(rows_of(2, 1), path) for path in paths]).targets[1] is paths[1]
-
-
-def test_fractions_are_not_cut_to_whole_labels() -> None:
-    values = [torch.tensor(0.75), torch.tensor(1.5)]
-    targets = collate([(rows_of(2, 1), value) for value in values]).targets
-    assert [float(target) for target in targets] == [0.75, 1.5]
+    for arrays in (
+        [torch.tensor([1, 2]), torch.tensor([3])],
+        [torch.tensor(0.75), torch.tensor(1.5)],
+        [np.ones(2)] * 2,
+    ):
+        found = collate([(rows_of(2, 1), array) for array in arrays]).targets
+        assert [one is other for one, other in zip(found, arrays, strict=True)] == [True, True]
 
 
 def test_items_are_left_as_they_are() -> None:
@@ -175,7 +174,7 @@ def test_moving_takes_all_but_the_lengths(targets: Any) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(("world_size", "count"), [(2, 40), (16, 5)])
-def test_a_plain_loader_deals_and_restores(num_workers: int, world_size: int, count: int) -> None:
+def test_a_plain_loader_draws_every_sequence_and_restores(num_workers: int, world_size: int, count: int) -> None:
     lengths = np.random.default_rng(5).integers(1, 60, count)
     offsets = np.append(0, np.cumsum(lengths))
     data = SequenceSet.from_flat(np.arange(offsets[-1], dtype=np.float32), offsets=offsets, split_N=np.zeros(count))

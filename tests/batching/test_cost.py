@@ -146,11 +146,10 @@ def test_times_that_are_no_times_are_refused(monkeypatch: pytest.MonkeyPatch, ti
         StepCost.fit([(1, 1), (1, 2), (2, 2)], times, batch_size=2)
 
 
-def test_too_few_times_are_refused() -> None:
-    with pytest.raises(StrettoError, match="2 shapes with 2 times"):
-        StepCost.fit([(1, 1), (2, 2)], [1.0, 2.0], batch_size=2)
-    with pytest.raises(StrettoError, match="3 shapes with 2 times"):
-        StepCost.fit([(1, 1), (1, 2), (2, 2)], [1.0, 2.0], batch_size=2)
+@pytest.mark.parametrize("count", [2, 3])
+def test_too_few_times_are_refused(count: int) -> None:
+    with pytest.raises(StrettoError, match=f"{count} shapes with 2 times"):
+        StepCost.fit([(1, 1), (1, 2), (2, 2)][:count], [1.0, 2.0], batch_size=2)
 
 
 @pytest.mark.parametrize(
@@ -185,10 +184,7 @@ def test_step_cost_wants_terms_that_are_times(name: str) -> None:
 def test_costs_of_arrays_and_of_numbers_agree(cost: Callable[[Any], Any]) -> None:
     assert evaluate_cost(np.array([1, 5, 200]), cost).tolist() == [3.0, 15.0, 600.0]
     assert evaluate_cost(np.array([4]), cost).tolist() == [12.0]
-
-
-def test_a_constant_cost_needs_no_arrays() -> None:
-    assert evaluate_cost(np.array([1, 5, 200]), lambda _: 2.5).tolist() == [2.5, 2.5, 2.5]
+    assert evaluate_cost(np.array([1, 5]), lambda _: 2.5).tolist() == [2.5, 2.5]
 
 
 @pytest.mark.parametrize(
@@ -200,8 +196,8 @@ def test_a_constant_cost_needs_no_arrays() -> None:
         (lambda length: np.where(length == 9, math.inf, length), "inf at length 9"),
         (lambda _: math.nan, "nan at length 2"),
         (lambda _: None, "NoneType"),
-        (lambda _: "dear", "dear"),
-        ("dear", "not callable"),
+        (lambda _: "high", "high"),
+        ("high", "not callable"),
     ],
 )
 @pytest.mark.parametrize("consumer", [optimal_edges, lambda *args: BucketSampler(args[0], batch_size=2, cost=args[2])])

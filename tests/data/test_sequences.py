@@ -338,11 +338,6 @@ def test_a_batch_has_labels_of_real_steps_and_minus_one_behind() -> None:
     assert batch.indices.tolist() == [0, 1, 2]
 
 
-def test_arrays_of_a_users_own_stay_a_list() -> None:
-    batch = collate([(np.zeros((2, 1)), np.array([1, 2])), (np.zeros((3, 1)), np.array([1, 2, 3]))])
-    assert isinstance(batch.targets, list)
-
-
 def test_labels_of_other_lengths_are_refused() -> None:
     labels = StepLabels.check(np.zeros(5, np.int64), offsets=np.array([0, 3, 5]), names=None, source="")
     with pytest.raises(StrettoError, match="not as many as the steps of each sequence"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from stretto.batching import BucketSampler, shuffled_padded_steps
-from stretto.data import AbstractTargets, Labels, SequenceSet, Transcripts
+from stretto.data import AbstractTargets, Labels, SequenceSet, StepLabels, Transcripts
 from stretto.errors import StrettoError
 from stretto.report import Inspection, inspect_lengths, length_histogram, render, write_inspection_page
 from stretto.report.inspect_page import LengthBars, LengthHistogram
@@ -98,10 +98,7 @@ def test_numbers_equal_a_plain_recomputation(
     assert found.num_steps == int(data.lengths_N.sum())
     assert found.num_features == 2
     assert found.whose == "training sequences"
-    assert found.quantiles[0.0] == lengths.min()
-    assert found.quantiles[0.5] == np.median(lengths)
-    assert found.quantiles[0.95] == np.quantile(lengths, 0.95)
-    assert found.quantiles[1.0] == lengths.max()
+    assert found.quantiles == {share: np.quantile(lengths, share) for share in (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)}
     assert found.mean == lengths.mean()
     assert found.edges == sampler.edges.tolist()
     assert found.batches == len(batches)
@@ -121,24 +118,16 @@ def test_numbers_equal_a_plain_recomputation(
 
 @settings(deadline=None, max_examples=80)
 @given(lengths=st.lists(st.one_of(st.integers(1, 50), st.integers(1, 5000)), min_size=1, max_size=80))
-def test_the_histogram_counts_every_sequence_once(lengths: list[int]) -> None:
+def test_bins_and_lines_of_the_terminal_count_every_sequence_once(lengths: list[int]) -> None:
     histogram = length_histogram(np.array(lengths))
     assert len(histogram.bounds) == len(histogram.counts) + 1 <= 241
     assert len(set(np.diff(histogram.bounds))) == 1
     for low, high, count in zip(histogram.bounds, histogram.bounds[1:], histogram.counts, strict=False):
         assert count == sum(low <= length < high for length in lengths)
     assert sum(histogram.counts) == len(lengths)
-
-
-@settings(deadline=None, max_examples=60)
-@given(lengths=st.lists(st.one_of(st.integers(1, 50), st.integers(1, 5000)), min_size=1, max_size=80))
-def test_the_lines_of_the_terminal_count_every_sequence_once(lengths: list[int]) -> None:
-    histogram = length_histogram(np.array(lengths))
-    bars = LengthBars(histogram=histogram, edges=[max(lengths)], longest=max(lengths))
-    lines = bars.lines()
+    lines = LengthBars(histogram=histogram, edges=[max(lengths)], longest=max(lengths)).lines()
     assert len(lines) <= 19
-    assert lines[0][0] == min(lengths)
-    assert lines[-1][1] == max(lengths)
+    assert (lines[0][0], lines[-1][1]) == (min(lengths), max(lengths))
     for low, high, count in lines:
         assert count == sum(low <= length <= high for length in lengths)
     assert sum(count for _, _, count in lines) == len(lengths)
@@ -191,22 +180,27 @@ def test_equal_lengths_need_one_bucket_and_no_padding() -> None:
     assert "28" in _printed(found, width=80)
 
 
-def test_what_the_targets_are_is_told() -> None:
-    labels = Labels(values_N=np.array([0, 1]), names=("a", "b"))
-    texts = Transcripts.of(["ab", "c"])
-    for targets, kind in ((labels, "labels"), (texts, "transcripts"), (None, "none")):
-        found = inspect_lengths(_set([3, 4], targets=targets), batch_size=2, max_padded_steps=None, num_buckets=1)
-        assert found.target_kind == kind
+@pytest.mark.parametrize(
+    ("targets", "kind"),
+    [
+        (Labels(values_N=np.array([0, 1]), names=("a", "b")), "labels"),
+        (Transcripts.of(["ab", "c"]), "transcripts"),
+        (StepLabels.check(np.zeros(7, int), offsets=np.array([0, 3, 7]), names=None, source=""), "labels of steps"),
+        (None, "none"),
+    ],
+)
+def test_the_kind_of_targets_is_named(targets: AbstractTargets | None, kind: str) -> None:
+    data = _set([3, 4], targets=targets)
+    assert inspect_lengths(data, batch_size=2, max_padded_steps=None, num_buckets=1).target_kind == kind
 
 
-def test_no_size_of_a_batch_is_an_error() -> None:
-    with pytest.raises(StrettoError, match="neither batch_size nor max_padded_steps"):
-        inspect_lengths(_set([3, 4]), batch_size=None, max_padded_steps=None, num_buckets=1)
-
-
-def test_a_sequence_beyond_the_cap_is_an_error() -> None:
-    with pytest.raises(StrettoError, match="sequence 1 has 40 steps"):
-        inspect_lengths(_set([3, 40]), batch_size=None, max_padded_steps=20, num_buckets=1)
+@pytest.mark.parametrize(
+    ("max_padded_steps", "message"),
+    [(None, "neither batch_size nor max_padded_steps"), (20, "sequence 1 has 40 steps")],
+)
+def test_batches_that_cannot_be_drawn_are_an_error(max_padded_steps: int | None, message: str) -> None:
+    with pytest.raises(StrettoError, match=message):
+        inspect_lengths(_set([3, 40]), batch_size=None, max_padded_steps=max_padded_steps, num_buckets=1)
 
 
 def test_hostile_names_do_nothing_in_a_terminal() -> None:

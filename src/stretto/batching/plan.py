@@ -8,7 +8,7 @@
 All ranks work on the same bucket at the same time, so none waits for a longer sequence of another; and each computes
 the whole plan by itself, so nothing is communicated.
 
-Shape legend: N sequences, M members (sequences that the plan deals out), K buckets, G groups (one update each), W
+Shape legend: N sequences, M members (sequences in the plan), K buckets, G groups (one update each), W
 ranks, B batches (every share of a group that is not empty).
 """
 
@@ -76,7 +76,7 @@ class SamplerReport:
 
     Attributes:
         epoch: Its number.
-        num_sequences: Sequences dealt out.
+        num_sequences: Sequences in its batches.
         num_buckets: Buckets that hold a sequence.
         batches: Batches per rank, the same on every rank.
         shapes: Distinct (rows, steps) when each batch is padded to its longest sequence.
@@ -124,14 +124,9 @@ def plan_epoch(
     world_size: int,
     rng: np.random.Generator | None,
 ) -> EpochPlan:
-    """Deal the members out in groups of one bucket each; a pure function of its arguments.
+    """Cut the members into groups of one bucket each, shared by all ranks; a pure function of its arguments.
 
-    Args:
-        members_M: The sequences to deal.
-        lengths_N: Steps of every sequence of the set.
-        buckets: Their buckets and how many a rank takes.
-        world_size: Ranks that share each group.
-        rng: Draws membership and order; None sorts both by length.
+    `rng` draws membership and order; None sorts both by length.
     """
     mixed_M = members_M[np.argsort(lengths_N[members_M], kind="stable")] if rng is None else rng.permutation(members_M)
     # A small integer type lets NumPy's stable sort be a radix sort.
@@ -149,10 +144,9 @@ def plan_epoch(
         mean_G = np.add.reduceat(lengths_N[order_M], begins_G) / sizes_G
         shuffled_G = _uncorrelated_order(mean_G, rng=rng)
         bucket_G, begins_G, sizes_G = bucket_G[shuffled_G], begins_G[shuffled_G], sizes_G[shuffled_G]
-        offsets_G = np.append(0, np.cumsum(sizes_G))
+    offsets_G = np.append(0, np.cumsum(sizes_G))
+    if rng is not None:
         order_M = order_M[np.arange(len(order_M)) + np.repeat(begins_G - offsets_G[:-1], sizes_G)]
-    else:
-        offsets_G = np.append(0, np.cumsum(sizes_G))
     return EpochPlan(order_M=order_M, offsets_G=offsets_G, bucket_G=bucket_G)
 
 
@@ -188,13 +182,13 @@ def measure_plan(
     """The batches of a plan over all ranks, in numbers."""
     offsets = plan.share_offsets(world_size)
     sizes_GW = np.diff(offsets).reshape(plan.num_batches, world_size)
-    dealt = sizes_GW.ravel() > 0
+    filled = sizes_GW.ravel() > 0
     lengths_M = lengths_N[plan.order_M]
-    longest_B = np.maximum.reduceat(lengths_M, offsets[:-1][dealt])
-    rows_B = sizes_GW.ravel()[dealt]
-    edge_B = np.repeat(buckets.edges_K[plan.bucket_G], world_size)[dealt]
+    longest_B = np.maximum.reduceat(lengths_M, offsets[:-1][filled])
+    rows_B = sizes_GW.ravel()[filled]
+    edge_B = np.repeat(buckets.edges_K[plan.bucket_G], world_size)[filled]
     longest_GW = np.zeros(sizes_GW.size, dtype=np.int64)
-    longest_GW[dealt] = longest_B
+    longest_GW[filled] = longest_B
     longest_GW = longest_GW.reshape(sizes_GW.shape)
     mean_G = np.add.reduceat(lengths_M, plan.offsets_G[:-1]) / np.diff(plan.offsets_G)
     real = int(lengths_M.sum())

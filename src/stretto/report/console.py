@@ -54,7 +54,7 @@ class PlainView:
         elif kind == "resumed":
             self._print(f"resumed at update {event['update']}, epoch {event['epoch'] + 1}")
         elif kind == "batch" and is_reported(event):
-            self._print(batch_line(event))
+            self._print(f"batch {event['batch_size']}, rate {event['rate']:.3g}: {event['reason']}")
         elif kind == "warning":
             self._print(f"warning: {event['message']}")
         elif kind == "finished":
@@ -164,11 +164,6 @@ def epoch_line(event: Event) -> str:
         f"{event['steps_per_second']:>9,.0f} steps/s  padding {event['padding']:.1%}  {event['seconds']:.1f} s"
         f"{_solving(event['solving']) if 'solving' in event else ''}"
     )
-
-
-def batch_line(event: Event) -> str:
-    """A decision on the batch size in one line."""
-    return f"batch {event['batch_size']}, rate {event['rate']:.3g}: {event['reason']}"
 
 
 def _solving(solving: Mapping[str, Any]) -> str:

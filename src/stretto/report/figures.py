@@ -13,7 +13,7 @@ from stretto.batching import bucket_of
 from stretto.extras import optional
 from stretto.report.page import Html, escape, figure, sentence
 from stretto.report.plot import AMBER, BLUE, BY_BUCKET, GREY, PALE, TEAL, line, log_axis, plot, points
-from stretto.report.record import Event, Numbers, RunRecord
+from stretto.report.record import Event, Numbers, RunRecord, column
 
 MAX_POINTS = 3000
 MIN_WINDOW: Final = 5
@@ -47,14 +47,14 @@ def loss_figure(record: RunRecord) -> Html:
             line(updates.update_S[drawn], updates.loss_S[drawn], name="train, per update", colour=PALE, width=1),
             line(updates.update_S[drawn], smooth_S[drawn], name=f"train, mean of {window} updates", colour=BLUE),
         ]
-    ends = _of_epochs(record, "update")
+    ends = column(record.epochs, "update")
     middles = (ends + np.concatenate([[0.0], ends[:-1]])) / 2 if len(ends) else ends
     epochs = (("train, mean per epoch", "train_loss", TEAL, middles), ("validation", "valid_loss", AMBER, ends))
     for name, key, colour, at in epochs:
-        values = _of_epochs(record, key)
+        values = column(record.epochs, key)
         if np.isfinite(values).any():
             traces.append(line(at, values, name=name, colour=colour, markers=True))
-    shown = np.concatenate([updates.loss_S, _of_epochs(record, "train_loss"), _of_epochs(record, "valid_loss")])
+    shown = np.concatenate([updates.loss_S, column(record.epochs, "train_loss"), column(record.epochs, "valid_loss")])
     shown = shown[np.isfinite(shown)]
     is_log = len(shown) > 0 and shown.min() > 0 and shown.max() / shown.min() > 20
     y = log_axis("loss (log scale)", shown.tolist()) if is_log else {"title": "loss"}
@@ -66,7 +66,7 @@ def loss_figure(record: RunRecord) -> Html:
 def metric_figure(record: RunRecord) -> Html:
     """The task's metric on validation data, one point per epoch."""
     name = metric_name(record.metric)
-    trace = line(_of_epochs(record, "epoch"), _of_epochs(record, "value"), colour=AMBER, markers=True)
+    trace = line(column(record.epochs, "epoch"), column(record.epochs, "value"), colour=AMBER, markers=True)
     whole = {"dtick": 1} if len(record.epochs) <= 12 else {}
     tickformat = ".0%" if is_share(record.metric) else ""
     y = {"title": escape(name), "rangemode": "tozero", "tickformat": tickformat}
@@ -80,9 +80,10 @@ def padding_figure(record: RunRecord) -> Html:
     drawn = thin(np.arange(len(updates)))
     window = max(MIN_WINDOW, len(updates) // 50)
     together_S = 1 - running_mean(updates.real_S, window=window) / running_mean(updates.slots_S, window=window)
+    padding_S = 1 - updates.real_S / updates.slots_S
     small = {"color": PALE, "size": 3}
     traces = [
-        points(updates.update_S[drawn], updates.padding_per_update[drawn], name="per update", marker=small),
+        points(updates.update_S[drawn], padding_S[drawn], name="per update", marker=small),
         line(updates.update_S[drawn], together_S[drawn], name=f"{window} updates together", colour=BLUE),
     ]
     shuffled = record.started.get("shuffled_padding")
@@ -138,14 +139,9 @@ def time_figure(record: RunRecord) -> Html:
 
 
 def lengths_figure(*, bounds: Sequence[float], counts: Sequence[int], edges: Sequence[int], whose: str) -> Html:
-    """The histogram of lengths, one bar per bin, with a line at each bucket edge.
+    """The histogram of lengths, one bar per bin, with a line at each bucket edge, if there is one.
 
-    Args:
-        bounds: Where the bins begin, and the end of the last, one more than there are bins. A bin holds its begin
-            but not its end; the last reaches at least to the last edge.
-        counts: Sequences in each bin.
-        edges: Bucket edges; none draws the bars alone.
-        whose: Which sequences, for the caption.
+    A bin reaches from its bound up to the next, without it; the last at least to the last edge.
     """
     edges_K = np.asarray(edges, dtype=np.float64)
     low_H = np.ceil(np.asarray(bounds[:-1], dtype=np.float64))
@@ -214,9 +210,9 @@ def rank_figures(epochs: Sequence[Event]) -> list[Html]:
 
 def batch_size_figure(record: RunRecord) -> Html:
     """The batch in force and the noise scale, along training."""
-    decisions = record.decisions
+    decisions = record.all("batch")
     first = (record.started.get("settings") or {}).get("base_batch_size")
-    start = record.probed.get("batch_size") or first or decisions[0]["batch_size"]
+    start = record.last("probe").get("batch_size") or first or decisions[0]["batch_size"]
     end = max(float(decisions[-1]["update"]), float(record.updates.update_S[-1]) if len(record.updates) else 0.0)
     at = [0.0, *(float(event["update"]) for event in decisions), end]
     sizes = [start, *(event["batch_size"] for event in decisions), decisions[-1]["batch_size"]]
@@ -287,11 +283,6 @@ def thin(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """All places, or evenly spaced ones when they are more than a page can take."""
     count = len(places)
     return places[np.unique(np.linspace(0, count - 1, min(count, MAX_POINTS)).round().astype(np.int64))]
-
-
-def _of_epochs(record: RunRecord, key: str) -> Numbers:
-    values = [epoch.get(key) for epoch in record.epochs]
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
 def _caption(text: str, drawn: npt.NDArray[np.int64], count: int) -> str:

@@ -16,13 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.batching import BucketSampler, shuffled_padded_steps
-from stretto.data import PARTS, AbstractTargets, Labels, NoTargets, SequenceSet, StepLabels
+from stretto.data import PARTS, Labels, NoTargets, SequenceSet, StepLabels
 from stretto.files import write_text_atomically
 from stretto.report.figures import lengths_figure
 from stretto.report.page import columns, facts, headline, join, page, paragraph
 
 Lengths = npt.NDArray[np.int64]
-TargetKind = Literal["transcripts", "labels", "labels of steps", "none"]
+TARGET_KINDS: Final[Mapping[type, str]] = {NoTargets: "none", StepLabels: "labels of steps", Labels: "labels"}
 
 QUANTILES: Final = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 BUCKET_HEADER: Final = ("lengths", "sequences", "batches", "largest batch", "padding")
@@ -37,15 +37,10 @@ EIGHTHS: Final = "▏▎▍▌▋▊▉"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LengthHistogram:
-    """How many sequences have which length, in equal bins of whole lengths.
-
-    Attributes:
-        bounds: Where the bins begin, and the end of the last, one more than there are bins. A bin holds its begin but
-            not its end.
-        counts: Sequences in each bin.
-    """
+    """How many sequences have which length, in equal bins of whole lengths."""
 
     bounds: tuple[int, ...]
+    """Where the bins begin, and the end of the last. A bin holds its begin but not its end."""
     counts: tuple[int, ...]
 
 
@@ -80,26 +75,12 @@ class Inspection:
     none is marked for training. Batches are padded to their longest sequence.
 
     Attributes:
-        name: Of the set.
-        num_sequences: In all parts together.
         parts: Sequences of train, valid and test.
-        num_steps: Time steps of all sequences together.
-        num_features: Features per step.
-        target_kind: "transcripts", "labels", "labels of steps" or "none".
-        memory_mapped: Whether the features stay on disk until they are used.
-        notes: What the reader did that the user should know.
         whose: The sequences whose lengths follow: "training sequences", or "sequences" for all.
-        batch_size: Most sequences per batch, as asked for.
-        max_padded_steps: Most slots per batch, as asked for.
         quantiles: Length by share of sequences, from 0 (the shortest) to 1 (the longest).
-        mean: Of the lengths.
-        histogram: Of the lengths.
-        edges: The bucket edges.
-        buckets: One row per bucket.
-        batches: Of an epoch with buckets.
-        shuffled_padding: Share of slots that is padding when batches are drawn from all sequences.
+        shuffled_padding: Share of padded steps that is padding when batches are drawn from all sequences.
         padding: The same with buckets.
-        slot_ratio: Slots of the shuffled batches over slots with buckets.
+        slot_ratio: Padded steps of the shuffled batches over those with buckets.
     """
 
     name: str
@@ -107,7 +88,7 @@ class Inspection:
     parts: Mapping[str, int]
     num_steps: int
     num_features: int
-    target_kind: TargetKind
+    target_kind: str
     memory_mapped: bool
     notes: Sequence[str]
     whose: str
@@ -127,14 +108,7 @@ class Inspection:
 def inspect_lengths(
     data: SequenceSet, *, batch_size: int | None, max_padded_steps: int | None, num_buckets: int | Literal["auto"]
 ) -> Inspection:
-    """Measure the lengths of `data` and the batches that `BucketSampler` would draw from it.
-
-    Args:
-        data: The set.
-        batch_size: Most sequences per batch.
-        max_padded_steps: Most slots per batch. At least one of the two must be given.
-        num_buckets: How many buckets, or "auto".
-    """
+    """Measure the lengths of `data` and the batches that a `BucketSampler` with these arguments would draw from it."""
     train_N = data.split_N == PARTS.index("train")
     lengths_N = data.lengths_N[train_N] if train_N.any() else data.lengths_N
     sampler = BucketSampler(
@@ -154,7 +128,7 @@ def inspect_lengths(
         parts={part: int((data.split_N == number).sum()) for number, part in enumerate(PARTS)},
         num_steps=data.num_steps,
         num_features=data.num_features,
-        target_kind=_kind(data.targets),
+        target_kind=TARGET_KINDS.get(type(data.targets), "transcripts"),
         memory_mapped=data.memory_mapped,
         notes=data.notes,
         whose="training sequences" if train_N.any() else "sequences",
@@ -170,14 +144,6 @@ def inspect_lengths(
         padding=report.padding,
         slot_ratio=shuffled * (1.0 - report.padding) / real,
     )
-
-
-def _kind(targets: AbstractTargets) -> TargetKind:
-    if isinstance(targets, NoTargets):
-        return "none"
-    if isinstance(targets, StepLabels):
-        return "labels of steps"
-    return "labels" if isinstance(targets, Labels) else "transcripts"
 
 
 def _buckets(sampler: BucketSampler, lengths_N: Lengths) -> tuple[BucketRow, ...]:

@@ -21,77 +21,32 @@ State = Literal["finished", "interrupted", "unfinished"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRecord:
-    """Every recorded update, as columns; NaN where nothing was recorded.
-
-    Attributes:
-        update_S: The update's number.
-        loss_S: Training loss.
-        rows_S: Sequences of the batch.
-        length_S: Time steps that the batch was padded to.
-        real_S: Real time steps of the batch.
-        slots_S: Rows times padded length.
-        seconds_S: Since the start.
-        took_S: Seconds since the update before, where nothing but training lay between.
-        residual_S: What a solver left where chunks of time meet.
-    """
+    """Every recorded update, as columns; NaN where nothing was recorded."""
 
     update_S: Numbers
     loss_S: Numbers
     rows_S: Numbers
-    length_S: Numbers
-    real_S: Numbers
-    slots_S: Numbers
-    seconds_S: Numbers
-    took_S: Numbers
+    length_S: Numbers  # time steps that the batch was padded to
+    real_S: Numbers  # time steps without padding
+    slots_S: Numbers  # rows times padded length
+    seconds_S: Numbers  # since the start
+    took_S: Numbers  # seconds since the update before, where nothing but training lay between
     residual_S: Numbers
 
     def __len__(self) -> int:
         return len(self.update_S)
 
-    @property
-    def padding_per_update(self) -> Numbers:
-        """The share of each batch's slots that is padding."""
-        return 1.0 - self.real_S / self.slots_S
-
-    @property
-    def padding(self) -> float:
-        """The share of the slots of all batches together that is padding."""
-        return 1.0 - float(self.real_S.sum()) / float(self.slots_S.sum())
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What a run has recorded so far; a run that has only begun has little.
+    """What a run has recorded so far; a run that has only begun has little."""
 
-    Attributes:
-        state: Whether it finished, was interrupted, or neither (still running, or killed).
-        started: The event that began it; empty when there is none.
-        updates: Updates.
-        epochs: Finished epochs, as recorded.
-        samples: Test sequences with what the net made of them.
-        finished: The event that ended it; empty when there is none.
-        interrupted_at: The update at which it was interrupted, unless it has been resumed since.
-        resumed_at: The updates at which it was resumed.
-        checkpoints: Checkpoints, as recorded.
-        warnings: Their messages.
-        ranks: What each of several ranks did in each epoch; empty for one rank.
-        probed: The measured throughput at several batch sizes; empty where the batch size was given.
-        decisions: Decisions on the batch size, as recorded.
-    """
-
-    state: State
-    started: Event
+    events: Sequence[Event]
+    state: State  # a run that is still going on, or was killed, is unfinished
+    started: Event  # empty when there is none, as the next
+    finished: Event
     updates: UpdateRecord
     epochs: Sequence[Event]
-    samples: Sequence[Event]
-    finished: Event
-    interrupted_at: int | None
-    resumed_at: Sequence[int]
-    checkpoints: Sequence[Event]
-    warnings: Sequence[str]
-    ranks: Sequence[Event] = ()
-    probed: Event = dataclasses.field(default_factory=dict)
-    decisions: Sequence[Event] = ()
 
     @classmethod
     def read(cls, run: Path) -> "RunRecord":
@@ -100,23 +55,22 @@ class RunRecord:
         # A finished run may be resumed for more epochs: only an end after the last resumption counts.
         last_resumed = max((at for at, event in enumerate(events) if event["event"] == "resumed"), default=-1)
         ends = {event["event"]: event for event in events[last_resumed + 1 :]}
-        interrupted = ends.get("interrupted")
-        state: State = "finished" if "finished" in ends else "interrupted" if interrupted else "unfinished"
         return cls(
-            state=state,
+            events=events,
+            state="finished" if "finished" in ends else "interrupted" if "interrupted" in ends else "unfinished",
             started=_last(events, "started"),
+            finished=ends.get("finished", {}),
             updates=_updates(events),
             epochs=_kind(events, "epoch"),
-            samples=_last(events, "samples").get("items") or [],
-            finished=ends.get("finished", {}),
-            interrupted_at=int(interrupted["update"]) if interrupted and state == "interrupted" else None,
-            resumed_at=[int(event["update"]) for event in _kind(events, "resumed")],
-            checkpoints=_kind(events, "checkpoint"),
-            warnings=[str(event["message"]) for event in _kind(events, "warning")],
-            ranks=_kind(events, "ranks"),
-            probed=_last(events, "probe"),
-            decisions=_kind(events, "batch"),
         )
+
+    def all(self, kind: str) -> list[Event]:
+        """The events of one kind, in order."""
+        return _kind(self.events, kind)
+
+    def last(self, kind: str) -> Event:
+        """The last event of one kind; empty when there is none."""
+        return _last(self.events, kind)
 
     @property
     def metric(self) -> str:
@@ -140,20 +94,21 @@ def _last(events: Sequence[Event], kind: str) -> Event:
 def _updates(events: Sequence[Event]) -> UpdateRecord:
     found = _kind(events, "update")
     return UpdateRecord(
-        update_S=_column(found, "update"),
-        loss_S=_column(found, "loss"),
-        rows_S=_column(found, "rows"),
-        length_S=_column(found, "length"),
-        real_S=_column(found, "steps_real"),
-        slots_S=_column(found, "slots"),
-        seconds_S=_column(found, "seconds"),
+        update_S=column(found, "update"),
+        loss_S=column(found, "loss"),
+        rows_S=column(found, "rows"),
+        length_S=column(found, "length"),
+        real_S=column(found, "steps_real"),
+        slots_S=column(found, "slots"),
+        seconds_S=column(found, "seconds"),
         took_S=_took(events),
-        residual_S=_column(found, "residual"),
+        residual_S=column(found, "residual"),
     )
 
 
-def _column(updates: Sequence[Event], name: str) -> Numbers:
-    values = [update.get(name) for update in updates]
+def column(events: Sequence[Event], name: str) -> Numbers:
+    """One entry of every event; NaN where there is none."""
+    values = [event.get(name) for event in events]
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 

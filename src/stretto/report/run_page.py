@@ -106,15 +106,16 @@ def _page(record: RunRecord, *, run: Path) -> str:
 def _sections(record: RunRecord) -> Iterator[tuple[str, Html]]:
     yield "Training", _training(record)
     yield "Batches", _batches(record)
-    if record.decisions:
+    if record.all("batch"):
         yield "Batch size", _batch_size(record)
     solved = [epoch for epoch in record.epochs if epoch.get("solving")]
     if solved:
         yield "Parallel in time", _solver(record, solved)
-    if record.ranks:
-        yield "Ranks", _ranks(record.ranks)
-    samples = samples_html(record.samples, metric=record.metric) if record.samples else None
-    yield "Samples", samples or paragraph("No test sequence has been recorded with its output yet.")
+    if record.all("ranks"):
+        yield "Ranks", _ranks(record.all("ranks"))
+    samples = record.last("samples").get("items")
+    missing = paragraph("No test sequence has been recorded with its output yet.")
+    yield "Samples", samples_html(samples, metric=record.metric) if samples else missing
     yield "Results", _results(record)
     yield "Notes and warnings", _notes(record)
     yield "Settings", _settings(record.started.get("settings"))
@@ -134,15 +135,13 @@ def _subtitle(record: RunRecord) -> str:
 
 
 def _state(record: RunRecord) -> Html:
-    last = "no update is recorded yet"
-    if len(record.updates):
-        last = f"the last recorded update is {record.updates.update_S[-1]:,.0f}"
-    text = {
-        "finished": "Finished",
-        "interrupted": f"Interrupted at update {record.interrupted_at or 0:,}: this page shows the run up to there",
-        "unfinished": f"Not finished: {last}",
-    }[record.state]
-    kind = "state" if record.state == "finished" else "state open"
+    text, kind = "Finished", "state" if record.state == "finished" else "state open"
+    if record.state == "interrupted":
+        text = f"Interrupted at update {record.last('interrupted')['update']:,}: this page shows the run up to there"
+    elif record.state == "unfinished" and len(record.updates):
+        text = f"Not finished: the last recorded update is {record.updates.update_S[-1]:,.0f}"
+    elif record.state == "unfinished":
+        text = "Not finished: no update is recorded yet"
     return Html(f'<p class="{kind}">{escape(text)}</p>')
 
 
@@ -174,7 +173,7 @@ def _numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
 def _padding_numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     padding, detail = record.finished.get("padding"), ""
     if padding is None and len(record.updates):
-        padding = record.updates.padding
+        padding = 1.0 - float(record.updates.real_S.sum()) / float(record.updates.slots_S.sum())
     if padding is None:
         padding, detail = (record.started.get("report") or {}).get("padding"), "planned; "
     shuffled = record.started.get("shuffled_padding")
@@ -212,11 +211,11 @@ def _batches(record: RunRecord) -> Html:
 def _batch_size(record: RunRecord) -> Html:
     """How the batch size was chosen: every decision, what it was based on, and what came of it."""
     drawn = [figures.batch_size_figure(record)]
-    entries = (record.probed.get("table") or {}).get("entries") or []
+    entries = (record.last("probe").get("table") or {}).get("entries") or []
     measured = [entry for entry in entries if entry.get("seconds")]
     if measured:
         drawn.append(figures.probe_figure(measured))
-    listed = [event for event in record.decisions if is_reported(event)]
+    listed = [event for event in record.all("batch") if is_reported(event)]
     header = ["after", "update", "decision", "batch", "rate", "noise scale", "predicted gain"]
     rows = []
     for event in listed:
@@ -342,15 +341,14 @@ def _results(record: RunRecord) -> Html:
 
 def _notes(record: RunRecord) -> Html:
     lines = [*((record.started.get("data") or {}).get("notes") or [])]
-    lines += [f"Warning: {message}" for message in record.warnings]
-    lines += [f"Resumed at update {update:,}." for update in record.resumed_at]
-    if record.interrupted_at is not None:
-        lines.append(f"Interrupted at update {record.interrupted_at:,}.")
-    if record.checkpoints:
-        last = record.checkpoints[-1]
-        lines.append(
-            f"{len(record.checkpoints):,} checkpoints saved; the last, at update {last['update']:,}, is {last['path']}."
-        )
+    lines += [f"Warning: {event['message']}" for event in record.all("warning")]
+    lines += [f"Resumed at update {event['update']:,}." for event in record.all("resumed")]
+    if record.state == "interrupted":
+        lines.append(f"Interrupted at update {record.last('interrupted')['update']:,}.")
+    saved = record.all("checkpoint")
+    if saved:
+        last = saved[-1]
+        lines.append(f"{len(saved):,} checkpoints saved; the last, at update {last['update']:,}, is {last['path']}.")
     return bullets(lines) if lines else paragraph("None.")
 
 
