@@ -6,6 +6,7 @@ Shape legend: B sequences, T steps, F features, H hidden units.
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,25 +134,50 @@ def test_layers_whose_parameters_are_all_frozen_can_be_measured(x_TBF: torch.Ten
     assert len(_measured(layer)) == 1
 
 
-def test_a_precision_without_a_kernel_is_left_to_torch(x_TBF: torch.Tensor, by_torch: list[int]) -> None:
-    theirs = nn.GRU(F, H).bfloat16()
-    ours = stretto.accelerate(copy.deepcopy(theirs), backend="cpp")
-    wanted = theirs(x_TBF.bfloat16())[0]
-    by_torch.clear()
-    assert torch.equal(ours(x_TBF.bfloat16())[0], wanted)
-    assert len(by_torch) == 1
-
-
-def test_autocast_is_left_to_torch(x_TBF: torch.Tensor, by_torch: list[int]) -> None:
-    theirs = nn.GRU(F, H)
-    ours = stretto.accelerate(copy.deepcopy(theirs), backend="cpp")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        wanted = theirs(x_TBF.float())[0]
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_what_has_no_kernel_is_left_to_torch_unless_a_backend_was_named(
+    autocast: bool, x_TBF: torch.Tensor, by_torch: list[int]
+) -> None:
+    dtype = torch.float32 if autocast else torch.bfloat16
+    theirs = nn.GRU(F, H).to(dtype)
+    ours = stretto.accelerate(copy.deepcopy(theirs))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        wanted = theirs(x_TBF.to(dtype))[0]
         by_torch.clear()
-        found = ours(x_TBF.float())[0]
-    assert torch.equal(found, wanted)
-    assert found.dtype == wanted.dtype
+        found = ours(x_TBF.to(dtype))[0]
+        assert torch.equal(found, wanted)
+        assert found.dtype == wanted.dtype
+        assert len(by_torch) == 1
+        for backend in ("cpp", "eager"):
+            stretto.accelerate(ours, backend=backend)  # type: ignore[arg-type]
+            reason = "autocast is on" if autocast else "bfloat16"
+            for call in (lambda: ours(x_TBF.to(dtype)), lambda: ours.ragged(x_TBF.to(dtype), [T] * B)):
+                with pytest.raises(StrettoError, match=rf"GRU\(8, 4\).*{backend}.*{reason}") as refused:
+                    call()
+                assert "backend='auto'" in str(refused.value)
     assert len(by_torch) == 1
+
+
+def test_a_machine_without_a_compiler_runs_torch_unless_a_backend_was_named(
+    x_TBF: torch.Tensor, by_torch: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def built(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(backend="torch", reason="there is no compiler")
+
+    monkeypatch.setattr("stretto.nn.torch_layers._layer_program", built)
+    layer = stretto.accelerate(nn.GRU(F, H).double())
+    layer(x_TBF)
+    assert len(by_torch) == 1
+    with pytest.raises(StrettoError, match="there is no compiler"):
+        stretto.accelerate(layer, backend="cpp")(x_TBF)
+
+
+def test_auto_without_measuring_takes_the_kernel(x_TBF: torch.Tensor, by_torch: list[int]) -> None:
+    layer = stretto.accelerate(nn.GRU(F, H).double(), measure=False)
+    layer(x_TBF)
+    assert by_torch == []
+    assert _measured(layer) == {}
+    assert torch.equal(layer(x_TBF)[0], stretto.accelerate(layer, backend="cpp")(x_TBF)[0])
 
 
 WRONG: dict[str, Callable[[nn.RNNBase], Any]] = {

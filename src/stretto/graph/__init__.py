@@ -4,7 +4,7 @@ node, operators          what a graph is made of, and what is known about PyTorc
 trace                    a cell -> StepGraph
 rewrite, analyse         StepGraph -> Plan: what is computed once, hoisted, in a loop, or sunk
 adjoint                  Loop -> Body: the loop with its backward step, and what is deferred
-summary, draw*           a plan in numbers and as a picture
+summary, draw            a plan in numbers and as a picture
 network*                 `stretto.Graph`: layers and connections with delays, as a cell
 """
 

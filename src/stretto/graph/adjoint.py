@@ -42,7 +42,7 @@ class Kind(str, Enum):
     CONSTANT = "constant"
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Port:
     """An input of the body: which node of the step it stands for, and its gradient, if any."""
 

@@ -13,11 +13,8 @@ from stretto.graph.operators import is_view
 PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 """Operators that multiply matrices."""
 
-SAME_VALUE: Final = frozenset({"alias"})
+SAME_VALUE: Final = frozenset({"alias", "detach"})
 """Operators that return what they get: bookkeeping that nobody needs to see."""
-
-SAME_VALUE_BACKWARD: Final = SAME_VALUE | {"detach"}
-"""The same in a backward step, where autograd also detaches the values that it keeps."""
 
 PLAIN_NAMES: Final = {"t": "transpose", "random_fill": "random", "constant_fill": "constant"}
 
@@ -142,8 +139,7 @@ class Summary:
         """Count a plan whose loops have the given bodies, in order."""
         nodes = {stage: plan.nodes_at(stage) for stage in Stage}
         operators = {stage.value: _operators(found) for stage, found in nodes.items()}
-        deferred = [node for body in bodies for node in body.deferred]
-        operators["deferred"] = _operators(deferred, hidden=SAME_VALUE_BACKWARD)
+        operators["deferred"] = _operators([node for body in bodies for node in body.deferred])
         return cls(
             operators=operators,
             loops=tuple(LoopSummary.of(loop, body) for loop, body in zip(plan.all_loops, bodies, strict=True)),
@@ -162,8 +158,8 @@ def products_of(nodes: list[Node]) -> tuple[Product, ...]:
     return tuple(Product.of(node) for node in nodes if node.label in PRODUCTS)
 
 
-def _operators(nodes: list[Node], *, hidden: frozenset[str] = SAME_VALUE) -> tuple[Operator, ...]:
-    return tuple(Operator.of(node) for node in nodes if node.dtype is not None and node.label not in hidden)
+def _operators(nodes: list[Node]) -> tuple[Operator, ...]:
+    return tuple(Operator.of(node) for node in nodes if node.dtype is not None and node.label not in SAME_VALUE)
 
 
 def _count_operators(nodes: list[Node]) -> int:

@@ -5,9 +5,10 @@ Shape legend: B sequences, T steps, F features of the input, O of the output, P 
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Final, Literal, final, get_args
+from typing import Any, Final, Literal, NamedTuple, final, get_args
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from stretto.nn.explain import Explanation
 from stretto.nn.ragged import PackedBatch, pack_batch
 from stretto.nn.stack import Direction, SolverCall, StackResult, assemble, run_stack
 from stretto.solvers import AbstractSolver, CellVariants, Solution
-from stretto.state import flatten, unflatten
+from stretto.state import flatten, map_state, unflatten
 
 TORCH_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
 _VALUES: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
@@ -119,20 +120,18 @@ class RNN(nn.Module):
         if is_single:
             assert isinstance(x, torch.Tensor)
             x = x.unsqueeze(0 if self.batch_first else 1)
-            state = None if state is None else unflatten(state, [part.unsqueeze(0) for part in flatten(state)])
+            state = None if state is None else map_state(lambda part: part.unsqueeze(0), state)
         data = x.data if isinstance(x, PackedSequence) else x
-        if (
-            not isinstance(data, torch.Tensor)
-            or data.dim() < 2
-            or (data.dim() < 3 and not isinstance(x, PackedSequence))
-        ):
+        if not isinstance(data, torch.Tensor) or data.dim() < (2 if isinstance(x, PackedSequence) else 3):
             shape = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
             raise StrettoError(f"the input is {shape}", fix="Give (batch, steps, features), or a PackedSequence.")
-        x, state = self._match_dtype(x, state)
-        with torch.autocast(data.device.type, enabled=False):
+        cells = [_inspect(cell) for cell in self.cells]
+        has_autocast = torch.is_autocast_enabled(data.device.type)
+        x, state = self._match_dtype(x, state, cells[0].dtype, convert=has_autocast)
+        with torch.autocast(data.device.type, enabled=False) if has_autocast else nullcontext():
             packed = pack_batch(x, lengths, batch_first=self.batch_first)
             states = self._states(state, packed.layout.num_rows)
-            layers = self._assemble(packed, states)
+            layers = self._assemble(packed, states, cells)
             run = partial(self._run, packed.layout)
             if self.solver == "auto":
                 result = self._autotuner.run(layers, packed.layout, packed.x_PF, run=run)
@@ -147,22 +146,21 @@ class RNN(nn.Module):
         if is_single:
             assert isinstance(y, torch.Tensor)
             y = y.squeeze(0 if self.batch_first else 1)
-            after = [unflatten(part, [tensor.squeeze(0) for tensor in flatten(part)]) for part in after]
+            after = [map_state(lambda part: part.squeeze(0), each) for each in after]
         return y, after[0] if len(after) == 1 else tuple(after)
 
-    def _assemble(self, packed: PackedBatch, states: list[Any]) -> list[list[Direction]]:
+    def _assemble(self, packed: PackedBatch, states: list[Any], cells: list["_Inspected"]) -> list[list[Direction]]:
         """The layers, each direction with its program, its tensors and its initial state."""
-        cells = list(self.cells)
         built: dict[int, Built] = {}
 
         def direction(index: int, features: tuple[int, ...]) -> Direction:
             cell, initial = cells[index], states[index]
             built[index] = self._build(cell, features, packed.x_PF.dtype, initial)
-            variants = self._variants(cell, initial, index)
-            return Direction(built[index].program, _tensors_of(cell), flatten(packed.sort_rows(initial)), variants)
+            variants = None if self.solver == "serial" else self._variants(cell.module, initial, index)
+            return Direction(built[index].program, cell.tensors, flatten(packed.sort_rows(initial)), variants)
 
         def output_shape(index: int, features: tuple[int, ...]) -> tuple[int, ...]:
-            return _output_shape(built[index], cells[index], features, states[index])
+            return _output_shape(built[index], cells[index].module, features, states[index])
 
         return assemble(
             direction,
@@ -193,22 +191,19 @@ class RNN(nn.Module):
         order = range(len(ids)) if packed.order_B is None else packed.order_B.tolist()
         return SolverCall(self.solver, tuple(ids[number] for number in order))
 
-    def _match_dtype(self, x: Any, state: Any) -> tuple[Any, Any]:
+    def _match_dtype(self, x: Any, state: Any, own: torch.dtype | None, *, convert: bool) -> tuple[Any, Any]:
         """The input and state in the dtype of the parameters: converted under autocast, refused otherwise."""
         cell = self.cells[0]
         data = x.data if isinstance(x, PackedSequence) else x
-        own = next((p.dtype for p in cell.parameters() if p.is_floating_point()), None)
-        given = [data, *([] if state is None else flatten(state))]
-        if torch.is_autocast_enabled(data.device.type) and own is not None:
+        if convert and own is not None:
             if isinstance(x, PackedSequence):
                 x = PackedSequence(data.to(own), x.batch_sizes, x.sorted_indices, x.unsorted_indices)
             elif x.is_floating_point():
                 x = x.to(own)
             if state is not None:
-                state = unflatten(
-                    state, [part.to(own) if part.is_floating_point() else part for part in flatten(state)]
-                )
+                state = map_state(lambda part: part.to(own) if part.is_floating_point() else part, state)
             return x, state
+        given = [data, *([] if state is None else flatten(state))]
         wrong = next((t.dtype for t in given if t.is_floating_point() and own is not None and t.dtype != own), None)
         if wrong is not None:
             raise StrettoError(
@@ -237,31 +232,29 @@ class RNN(nn.Module):
         Raises:
             StrettoError: If the input size is not known.
         """
-        cell = self.cells[0]
-        features = (input_size,) if input_size else self._last_features or (_input_size(cell),)
-        tensors = _tensors_of(cell)
-        own = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.get_default_dtype())
-        dtype = self._last_dtype or own
-        initial = _initial(cell, 1)
-        return Explanation.of(self._build(cell, features, dtype, initial), type(cell).__name__)
+        cell = _inspect(self.cells[0])
+        features = (input_size,) if input_size else self._last_features or (_input_size(cell.module),)
+        dtype = self._last_dtype or _floating_dtype(cell.tensors) or torch.get_default_dtype()
+        built = self._build(cell, features, dtype, _initial(cell.module, 1))
+        return Explanation.of(built, type(cell.module).__name__)
 
     _last_features: tuple[int, ...] | None = None
     _last_dtype: torch.dtype | None = None
 
-    def _build(self, cell: nn.Module, features: tuple[int, ...], dtype: torch.dtype, initial: Any) -> Built:
-        self._last_features = self._last_features or features
-        self._last_dtype = self._last_dtype or dtype
-        parts = flatten(initial)
-        shapes = tuple((part.shape[1:], part.dtype, part.device.type) for part in parts)
-        key = (features, dtype, shapes, self.backend, _fingerprint(cell))
+    def _build(self, cell: "_Inspected", features: tuple[int, ...], dtype: torch.dtype, initial: Any) -> Built:
+        shapes = tuple((part.shape[1:], part.dtype, part.device.type) for part in flatten(initial))
+        key = (features, dtype, shapes, self.backend, cell.fingerprint)
         built = self._built.get(key)
         if built is None:
-            built = self._built[key] = build(cell, x_shape=features, x_dtype=dtype, state=initial, backend=self.backend)
+            self._last_features = self._last_features or features
+            self._last_dtype = self._last_dtype or dtype
+            built = build(cell.module, x_shape=features, x_dtype=dtype, state=initial, backend=self.backend)
+            self._built[key] = built
         return built
 
     def _variants(self, cell: nn.Module, initial: Any, place: int) -> CellVariants:
         def program(module: nn.Module, features: tuple[int, ...], dtype: torch.dtype) -> Program:
-            return self._build(module, features, dtype, initial).program
+            return self._build(_inspect(module), features, dtype, initial).program
 
         return CellVariants(cell=cell, build=program, modules=self._held.setdefault(place, {}))
 
@@ -308,11 +301,6 @@ class RNN(nn.Module):
             value = getattr(self, name)
             shown += "" if value == usual else f"{', ' if shown else ''}{name}={value!r}"
         return shown
-
-
-def _tensors_of(cell: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name."""
-    return {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
 
 
 def _output_shape(built: Built, cell: nn.Module, features: tuple[int, ...], initial: Any) -> tuple[int, ...]:
@@ -369,8 +357,8 @@ def _input_size(cell: nn.Module) -> int:
 
 
 def _output_size(cell: nn.Module) -> int:
-    tensors = _tensors_of(cell)
-    like_part = next((t for t in tensors.values() if t.is_floating_point()), torch.zeros(()))
+    tensors = (*cell.parameters(), *cell.buffers())
+    like_part = next((t for t in tensors if t.is_floating_point()), torch.zeros(()))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         x = torch.zeros(2, _input_size(cell), dtype=like_part.dtype, device=like_part.device)
         y, _ = call_cell(cell, x, _initial(cell, 2))
@@ -407,22 +395,41 @@ class _Same:
         return id(self.thing)
 
 
-def _fingerprint(cell: nn.Module) -> tuple[Any, ...]:
-    """What a traced step depends on besides its inputs: types, settings, parameter shapes and hooks of all modules.
+class _Inspected(NamedTuple):
+    """A cell with its parameters and buffers by name, and what a traced step depends on besides its inputs."""
 
-    When any of it changes, the step is traced again.
+    module: nn.Module
+    tensors: dict[str, torch.Tensor]
+    dtype: torch.dtype | None
+    fingerprint: tuple[Any, ...]
+
+
+def _inspect(cell: nn.Module) -> _Inspected:
+    """Types, settings, parameter shapes and hooks of all modules: when any of it changes, the step is traced again.
+
+    One pass over the modules instead of three, because it is made on every call. Tensors that are there under several
+    names are listed once, as in `named_parameters`.
     """
     found: list[Any] = [_Same(cell)]
+    parameters: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
     for name, module in cell.named_modules():
-        found.append((name, type(module)))
-        own = module.__dict__
-        for key, value in own.items():
+        found.append((name, type(module), len(module._forward_hooks) + len(module._forward_pre_hooks)))
+        for key, value in module.__dict__.items():
             if key not in _MODULE_ATTRIBUTES:
-                found.append((key, _mark(value)))
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            found.append((key, None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device)))
-        found.append(len(module._forward_hooks) + len(module._forward_pre_hooks))
-    return tuple(found)
+                found.append((key, value if isinstance(value, _VALUES) else _mark(value)))
+        for tensors, own in ((parameters, module._parameters), (buffers, module._buffers)):
+            for key, tensor in own.items():
+                found.append((key, None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)))
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    tensors[f"{name}.{key}" if name else key] = tensor
+    return _Inspected(cell, parameters | buffers, _floating_dtype(parameters), tuple(found))
+
+
+def _floating_dtype(tensors: dict[str, torch.Tensor]) -> torch.dtype | None:
+    return next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), None)
 
 
 def _mark(value: Any) -> Any:

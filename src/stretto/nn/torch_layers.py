@@ -59,6 +59,7 @@ class _Accelerated(nn.RNNBase):
     """What the three layers share: each is torch's layer in everything but what computes it."""
 
     _backend: Backend = "auto"
+    _measures: bool = True
 
     def forward(self, input: Any, hx: Any = None, lengths: Any = None) -> Any:  # noqa: A002 - torch's name
         """As torch's layer; with `lengths` of a padded batch, only real steps are computed.
@@ -70,16 +71,17 @@ class _Accelerated(nn.RNNBase):
                 state is that after its last step, and its backward direction starts there. torch's own layer needs
                 a packed batch for this, on which it is several times slower; `ragged` avoids that.
         """
-        use_torch = self._backend == "torch" or bool(self._why_not(input, hx))
         if lengths is not None:
             if isinstance(input, PackedSequence) or input.dim() != 3:
                 raise StrettoError(
                     "lengths are for padded batches", fix="Give (batch, steps, features), or no lengths."
                 )
-            return self._run_packed(input, hx, lengths) if use_torch else self._run(input, hx, lengths)
-        if not use_torch and (self._backend != "auto" or self._faster(input, hx) == "cpp"):
-            return self._run(input, hx)
-        return super().forward(input, hx)
+            return self._run(input, hx, lengths) if self._takes(input, hx) else self._run_packed(input, hx, lengths)
+        if not self._takes(input, hx):
+            return super().forward(input, hx)
+        if self._backend == "auto" and self._measures and self._faster(input, hx) == "torch":
+            return super().forward(input, hx)
+        return self._run(input, hx)
 
     def ragged(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
         """Outputs for a padded batch of sequences of these lengths, zero after each one's end.
@@ -87,14 +89,13 @@ class _Accelerated(nn.RNNBase):
         The same as `layer(x, lengths=lengths)[0]`, but where torch's own layers run, they run on the padded batch,
         each direction over sequences that are reversed within their lengths.
         """
-        if self._backend == "torch" or self._why_not(x, None):
-            return self._run_padded(x, lengths)
-        return self._run(x, None, lengths)[0]  # type: ignore[no-any-return]
+        if self._takes(x, None):
+            return self._run(x, None, lengths)[0]  # type: ignore[no-any-return]
+        return self._run_padded(x, lengths)
 
     def is_accelerated(self, x: torch.Tensor) -> bool:
         """Whether something else than torch's own layers runs batches of this type and device."""
-        like_x = x[:1, :1, :1].expand(1, 1, self._input_width)
-        return self._backend != "torch" and not self._why_not(like_x, None)
+        return self._backend != "torch" and not self._why_not(x.dtype, x.device)
 
     def _run_padded(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
         """Torch's own layers, one direction at a time, on the padded batch."""
@@ -150,30 +151,51 @@ class _Accelerated(nn.RNNBase):
         """For each kind of batch seen, which backend was faster and by how much."""
         return {str(key): value for key, value in self.__dict__.get("_measured", {}).items()}
 
-    def _why_not(self, x: Any, hx: Any) -> str:  # noqa: PLR0911 - one return per reason
-        """Why torch's own implementation must run; empty if generated code can."""
+    def _takes(self, x: Any, hx: Any) -> bool:
+        """Whether something else than torch's own implementation runs this batch.
+
+        Raises:
+            StrettoError: A backend was asked for by name, and cannot run it.
+        """
         data = x.data if isinstance(x, PackedSequence) else x
-        if not isinstance(data, torch.Tensor) or data.device.type != "cpu" or data.dtype not in DTYPES:
-            return "input"
-        if any(p.dtype != data.dtype or p.device.type != "cpu" for p in self.parameters()):
-            return "weights"
-        if torch.is_autocast_enabled("cpu"):
-            return "autocast"
-        num_dims = 2 if isinstance(x, PackedSequence) else data.dim()
-        input_width = self._input_width
-        if num_dims not in {2, 3} or data.shape[-1] != input_width or data.numel() == 0:
-            return "shape"
-        num_rows, is_single = self._num_rows(x), not isinstance(x, PackedSequence) and num_dims == 2
+        if self._backend == "torch" or not isinstance(data, torch.Tensor) or not self._fits(x, data, hx):
+            return False
+        reason = self._why_not(data.dtype, data.device)
+        if reason and self._backend != "auto":
+            raise StrettoError(
+                f"{type(self).__name__}({self.extra_repr()}) cannot run with backend={self._backend!r}: {reason}",
+                fix="Choose stretto.accelerate(model, backend='auto'), which then runs torch's own layer.",
+            )
+        return not reason
+
+    def _fits(self, x: Any, data: torch.Tensor, hx: Any) -> bool:
+        """Whether input, weights and state fit together; if not, torch handles them, or refuses in its own words."""
+        weights = [getattr(self, name) for name in self._flat_weights_names]
         states = [] if hx is None else list(hx) if isinstance(hx, (tuple, list)) else [hx]
-        wanted = self._state_shapes(num_rows)
-        if states and [tuple(s.shape) for s in states] != [(n, h) if is_single else (n, b, h) for n, b, h in wanted]:
-            return "state"
-        if any(s.dtype != data.dtype or s.device.type != "cpu" for s in states):
-            return "state"
-        wanted_backend = "eager" if self._backend == "eager" else "cpp"
-        for width in (input_width, *[self._output_width] * (self.num_layers > 1)):
-            built = self._program(width, data.dtype)
-            if built.backend != wanted_backend:
+        if any(t.dtype != data.dtype or t.device != data.device for t in (*weights, *states)):
+            # Under autocast torch converts the weights.
+            return torch.is_autocast_enabled(data.device.type)
+        num_dims = data.dim()
+        is_single = num_dims == 2 and not isinstance(x, PackedSequence)
+        if num_dims not in {2, 3} or data.shape[-1] != self._input_width or data.numel() == 0:
+            return False
+        shapes = self._state_shapes(self._num_rows(x)) if states else []
+        return [tuple(s.shape) for s in states] == [(n, h) if is_single else (n, b, h) for n, b, h in shapes]
+
+    def _why_not(self, dtype: torch.dtype, device: torch.device) -> str:
+        """Why the backend cannot run batches of this type; empty if it can."""
+        if device.type != "cpu":
+            return f"the batch is on {device}, and generated code runs on the CPU"
+        if torch.is_autocast_enabled("cpu"):
+            return (
+                "autocast is on, and it computes in full precision; torch.autocast('cpu', enabled=False) turns it off"
+            )
+        if dtype not in DTYPES:
+            return f"the batch is of {dtype}, and it computes in float32 and float64"
+        wanted = "eager" if self._backend == "eager" else "cpp"
+        for width in (self._input_width, self._output_width)[: self.num_layers]:
+            built = self._program(width, dtype)
+            if built.backend != wanted:
                 return built.reason
         return ""
 
@@ -325,7 +347,7 @@ class LSTM(_Accelerated, nn.LSTM):
 _TWIN: dict[type[nn.Module], type[nn.Module]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
 
 
-def accelerate(model: Module, *, backend: Backend = "auto") -> Module:
+def accelerate(model: Module, *, backend: Backend = "auto", measure: bool = True) -> Module:
     """Let every `torch.nn.RNN`, `GRU` and `LSTM` inside `model` run on generated kernels.
 
     The layers are changed in place and stay what they are: the same parameters and `state_dict` keys, the same options,
@@ -334,9 +356,14 @@ def accelerate(model: Module, *, backend: Backend = "auto") -> Module:
     Args:
         model: Any module; it is also returned.
         backend: "auto" measures, once for each kind of batch (sizes to the next power of two, training or not), whether
-            the generated kernel or torch's own is faster, and takes that one. "cpp" always takes the generated kernel
-            where there is one, which also makes runs repeatable to the last digit; "eager" runs the same loops operator
-            by operator; "torch" always runs torch's own.
+            the generated kernel or torch's own is faster, and takes that one. "cpp" always takes the generated kernel;
+            "eager" runs the same loops operator by operator; "torch" always runs torch's own.
+        measure: Whether "auto" measures. If not, it takes the generated kernel wherever there is one, which makes runs
+            repeatable to the last digit.
+
+    Raises:
+        StrettoError: `model` is not a module. Later, when a layer is called: the backend that was asked for by name
+            cannot run it; the layer and the reason are named.
 
     Example:
         >>> model = stretto.accelerate(torch.nn.Sequential(torch.nn.GRU(8, 32, batch_first=True)))
@@ -351,7 +378,7 @@ def accelerate(model: Module, *, backend: Backend = "auto") -> Module:
         if twin is not None:
             module.__class__ = twin
         if isinstance(module, _Accelerated):
-            module._backend = backend
+            module._backend, module._measures = backend, measure
             module.__dict__.pop("_measured", None)
     return model
 
