@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worlds import run_world
+from worlds import rank0_log, run_world
 
 from stretto.data import Labels, SequenceSet
 from stretto.distributed import World
 from stretto.large_batch import ThroughputTable
 from stretto.tasks import TASKS
-from stretto.training import EVENTS_FILE, EventLog, SilentLog, Trainer, batch_policy, read_events, validate
+from stretto.training import Trainer, batch_policy, read_events, validate
 
 SEQUENCES = 800
 EPOCHS = 6
@@ -48,8 +48,7 @@ def _train(world: World, run: str, settings: dict[str, Any], each: float = 0.0) 
         **settings,
     }
     task = TASKS["classify"](validate(TASKS["classify"].Config, values, source="the test"), _data())
-    log = EventLog(Path(run) / EVENTS_FILE) if world.is_rank0 else SilentLog()
-    trainer = Trainer(task, run=Path(run), log=log, resume=False, world=world)
+    trainer = Trainer(task, run=Path(run), log=rank0_log(world, run), resume=False, world=world)
     trainer.run()
     total = sum(float(parameter.detach().double().sum()) for parameter in trainer.state.model.parameters())
     return [total, trainer.feed.batch_size, trainer.state.batch_size]

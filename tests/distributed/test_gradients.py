@@ -47,14 +47,14 @@ def _largest_error(world: World, name: str, dtype_name: str, accumulate: int) ->
         updater.update(batches)
         found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
         model.zero_grad()
-        dealt = [
+        members = [
             index
             for step in steps
             for rank in range(world.size)
             for index in plan.share(step, rank=rank, world_size=world.size)
         ]
         total, count = torch.zeros((), dtype=dtype), 0
-        for index in dealt:
+        for index in members:
             one = _as(collate([train[int(index)]]), dtype)
             loss = task.loss(model(one), one)
             total, count = total + loss.total, count + loss.count

@@ -36,23 +36,21 @@ def _alone_at(rank: int, port: int) -> str:
     return answer
 
 
-def test_a_meeting_point_that_nobody_holds() -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-        answer = _alone_at(1, port)
-    assert f"rank 1 could not meet the other 1 ranks at 127.0.0.1:{port}" in answer
-    assert "--rdzv-endpoint" in answer
-
-
-def test_a_port_in_use() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        answer = _alone_at(0, port)
-    assert f"rank 0 could not meet the other 1 ranks at 127.0.0.1:{port}" in answer
-    assert "port is free" in answer
+@pytest.mark.parametrize(
+    ("rank", "is_in_use", "remedy"),
+    [(1, False, "--rdzv-endpoint"), (0, True, "port is free")],
+    ids=["no store", "port"],
+)
+def test_a_rank_that_cannot_meet_the_others(rank: int, is_in_use: bool, remedy: str) -> None:
+    """Rank 1 finds nobody at the port; rank 0 finds it in use."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        if is_in_use:
+            bound.listen()
+        port = bound.getsockname()[1]
+        answer = _alone_at(rank, port)
+    assert f"rank {rank} could not meet the other 1 ranks at 127.0.0.1:{port}" in answer
+    assert remedy in answer
 
 
 @pytest.mark.parametrize(("variable", "value"), [("RANK", "first"), ("RANK", ""), ("WORLD_SIZE", "2.5")])
@@ -75,5 +73,5 @@ def _nothing(world: World) -> int:
 
 def test_other_versions_are_refused_on_every_rank(tmp_path: Path) -> None:
     said = run_world(3, _nothing, tmp_path, prepare=_as_an_older_release)
-    told = "the version of stretto or torch of rank 1 differs from that of rank 0. Install the same on all machines."
-    assert said == [f"StrettoError: {told}"] * 3
+    message = "the version of stretto or torch of rank 1 differs from that of rank 0. Install the same on all machines."
+    assert said == [f"StrettoError: {message}"] * 3

@@ -7,21 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import run_world
+from worlds import StopAt, rank0_log, run_world
 
 from stretto.data import TextSettings, make_text
 from stretto.distributed import World
 from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
-from stretto.training import (
-    CHECKPOINT_FOLDER,
-    EVENTS_FILE,
-    AbstractLog,
-    EventLog,
-    SilentLog,
-    Trainer,
-    read_events,
-    validate,
-)
+from stretto.training import CHECKPOINT_FOLDER, Trainer, read_events, validate
 
 
 def _trainer(
@@ -30,27 +21,9 @@ def _trainer(
     values = {"hidden_size": 4, "embedding_size": 3, "dropout": 0.0, "window": 6, "epochs": 2, "backend": "torch"}
     config = validate(LanguageModelConfig, {**values, "batch_size": batch_size, **changes}, source="the test")
     task = LanguageModelling(config, make_text(TextSettings(num_train=20)))
-    stop = _Stop(EventLog(Path(run) / EVENTS_FILE), at=stop_at)
-    log: AbstractLog = stop if world.is_rank0 else SilentLog()
-    stop.trainer = Trainer(task, run=Path(run), log=log, resume=resume, world=world)
-    return stop.trainer
-
-
-class _Stop(AbstractLog):
-    """Asks to stop in an update, which all of several ranks learn of in the next."""
-
-    trainer: Trainer
-
-    def __init__(self, log: AbstractLog, *, at: int | None) -> None:
-        self._log, self._at = log, at
-
-    def emit(self, kind: str, **values: Any) -> None:
-        self._log.emit(kind, **values)
-        if kind == "update" and values["update"] == self._at:
-            self.trainer._stop.set()
-
-    def close(self) -> None:
-        self._log.close()
+    log = StopAt(rank0_log(world, run), update=stop_at if world.is_rank0 else None)
+    log.trainer = Trainer(task, run=Path(run), log=log, resume=resume, world=world)
+    return log.trainer
 
 
 def _train(world: World, run: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -27,14 +27,14 @@ class Threads:
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size)
-        self.slots: list[Any] = [None] * size
+        self.values: list[Any] = [None] * size
         self.rank = threading.local()
 
     def all(self, value: Any) -> list[Any]:
         """What every rank has, by rank; all must ask."""
-        self.slots[self.rank.number] = value
+        self.values[self.rank.number] = value
         self.barrier.wait(PATIENCE)
-        found = list(self.slots)
+        found = list(self.values)
         self.barrier.wait(PATIENCE)
         return found
 
@@ -56,14 +56,8 @@ class ThreadRing:
     def all_reduce_max(self, values: Sequence[float]) -> list[float]:
         return [max(column) for column in zip(*self._group.all(list(values)), strict=True)]
 
-    def send_forward(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        return self._from(self._rank - self._step, parts)
-
-    def send_backward(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        return self._from(self._rank + self._step, parts)
-
-    def _from(self, source: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        found = self._group.all([part.clone() for part in parts])
+    def shift(self, parts: Sequence[torch.Tensor], *, by: int) -> list[torch.Tensor] | None:
+        found, source = self._group.all([part.clone() for part in parts]), self._rank - by * self._step
         return found[source] if 0 <= source < self.size else None
 
 

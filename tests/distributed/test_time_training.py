@@ -13,18 +13,15 @@ import numpy as np
 import pytest
 import torch
 from tiny_tasks import tiny_task
-from worlds import run_world
+from worlds import compile_quickly, rank0_log, run_world
 
 from stretto.batching import Batch, collate
 from stretto.data import RegimeSettings, SequenceSet, StepLabels, make_regimes, write_npz
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.kernels.backends.cpp import compiler
 from stretto.tasks import TASKS
 from stretto.training import (
-    EVENTS_FILE,
     AbstractTask,
-    EventLog,
     LossSum,
     SilentLog,
     Trainer,
@@ -39,10 +36,6 @@ SETTINGS = {"epochs": 2, "batch_size": 3, "hidden_size": 6, "num_buckets": 2, "d
 SIGNALS = RegimeSettings(num_train=11, median_length=25, mean_stay=10, seed=2)
 
 
-def _compile_quickly(rank: int) -> None:
-    compiler.BASE_FLAGS = tuple("-O0" if flag == "-O3" else flag for flag in compiler.BASE_FLAGS)  # type: ignore[misc]
-
-
 def _task(settings: dict[str, Any]) -> AbstractTask[Any]:
     config = validate(TASKS["label-steps"].Config, SETTINGS | settings, source="the test")
     return TASKS["label-steps"](config, make_regimes(SIGNALS))
@@ -51,9 +44,7 @@ def _task(settings: dict[str, Any]) -> AbstractTask[Any]:
 def _train(
     world: World, run: Path | str, settings: dict[str, Any], *, epochs: int = 2, resume: bool = False
 ) -> dict[str, Any]:
-    folder = Path(run)
-    log = EventLog(folder / EVENTS_FILE) if world.is_rank0 else SilentLog()
-    trainer = Trainer(_task(settings), run=folder, log=log, resume=resume, world=world)
+    trainer = Trainer(_task(settings), run=Path(run), log=rank0_log(world, run), resume=resume, world=world)
     found = {"metrics": trainer.run().metrics} if epochs == 2 else {"valid": {"loss": trainer.train_epoch().valid_loss}}
     weights = torch.cat([parameter.detach().reshape(-1) for parameter in trainer.state.model.parameters()])
     return {**found, "weights": weights.tolist()}
@@ -154,8 +145,9 @@ def _solve_an_epoch(world: World, run: str, settings: dict[str, Any]) -> Any:
     }
     task = TASKS["label-steps"](validate(TASKS["label-steps"].Config, values, source="the test"), data)
     record = Trainer(task, run=Path(run), log=SilentLog(), resume=False, world=world).train_epoch()
-    told = record.solving
-    return None if told is None else [told.batches, told.residual_mean, told.residual_max, record.train_loss]
+    solving = record.solving
+    assert solving is not None
+    return [solving.batches, solving.residual_mean, solving.residual_max, record.train_loss]
 
 
 SHOOTING = {"solver": "shooting", "chunks": 2, "tolerance": 1e-3}
@@ -187,7 +179,7 @@ def runs(quick_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture(scope="module")
 def two_ranks(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found."""
-    found = run_world(2, _two_ranks, tmp_path_factory.mktemp("two"), str(runs), prepare=_compile_quickly)
+    found = run_world(2, _two_ranks, tmp_path_factory.mktemp("two"), str(runs), prepare=compile_quickly)
     assert all(isinstance(item, dict) for item in found), found
     return found
 
@@ -255,7 +247,7 @@ def test_layers_directions_and_accumulation(quick_compiler: None, tmp_path: Path
     net = {"num_layers": 2, "bidirectional": True, "accumulate": 2}
     alone = _train(World(), tmp_path / "one", net), read_events(tmp_path / "one")
     shared = run_world(
-        2, _train, tmp_path / "world", str(tmp_path / "two"), {**net, "time_parallel": 2}, prepare=_compile_quickly
+        2, _train, tmp_path / "world", str(tmp_path / "two"), {**net, "time_parallel": 2}, prepare=compile_quickly
     )
     assert shared[0] == shared[1]
     _assert_trained_as_one((shared[0], read_events(tmp_path / "two")), alone, accumulate=2)
@@ -266,7 +258,7 @@ def test_shares_of_sequences_and_of_steps(tmp_path: Path) -> None:
     found = {}
     for size, settings in ((2, {}), (4, {"time_parallel": 2})):
         run = tmp_path / f"run {size}"
-        ranks = run_world(size, _train, tmp_path / f"world {size}", str(run), settings, prepare=_compile_quickly)
+        ranks = run_world(size, _train, tmp_path / f"world {size}", str(run), settings, prepare=compile_quickly)
         assert all(item == ranks[0] for item in ranks), ranks
         found[size] = ranks[0], read_events(run)
     _assert_same(found[4], found[2])

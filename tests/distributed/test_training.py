@@ -1,22 +1,17 @@
 """Training on several ranks: what is recorded, refused, resumed, and what one rank's error does."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tiny_tasks import tiny_task
-from worlds import run_world
+from worlds import StopAt, rank0_log, run_world
 
 from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.training import CHECKPOINT_FOLDER, EVENTS_FILE, AbstractLog, EventLog, SilentLog, Trainer, read_events
-
-
-def _log(world: World, run: Path) -> AbstractLog:
-    return EventLog(run / EVENTS_FILE) if world.is_rank0 else SilentLog()
+from stretto.training import CHECKPOINT_FOLDER, AbstractLog, Trainer, read_events
 
 
 def _trainer(
@@ -25,7 +20,7 @@ def _trainer(
     task = tiny_task("classify", accumulate=1)
     for name, value in {"epochs": 2, "learning_rate": 0.01, "record_sequences": True, **changes}.items():
         object.__setattr__(task.config, name, value)
-    return Trainer(task, run=Path(run), log=log or _log(world, Path(run)), resume=resume, world=world)
+    return Trainer(task, run=Path(run), log=log or rank0_log(world, run), resume=resume, world=world)
 
 
 def _sum_of(trainer: Trainer) -> float:
@@ -53,7 +48,7 @@ def _train_on_two(world: World, run: str) -> float:
     task = tiny_task("classify", accumulate=1)
     object.__setattr__(task.config, "record_sequences", True)
     object.__setattr__(task, "data", task.data.subset(np.array([0, 5, 12, 15])))
-    trainer = Trainer(task, run=Path(run), log=_log(world, Path(run)), resume=False, world=world)
+    trainer = Trainer(task, run=Path(run), log=rank0_log(world, run), resume=False, world=world)
     trainer.run()
     return _sum_of(trainer)
 
@@ -120,9 +115,6 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path: Path) 
 def test_a_checkpoint_of_another_data_set_is_refused_on_every_rank(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_world(2, _train, tmp_path / "first", str(run), False, {})
-    for path in (run / CHECKPOINT_FOLDER).glob("update-*/state.json"):
-        state = json.loads(path.read_text())
-        assert "data_digest" in state
     said = run_world(2, _resume_other_data, tmp_path / "second", str(run))
     assert len(set(said)) == 1
     assert "is not what the run in" in said[0]
@@ -165,7 +157,6 @@ def test_another_number_of_ranks_covers_the_rest_of_the_epoch_once(tmp_path: Pat
     sums = run_world(after, _train, tmp_path / "second", str(run), True, {})
     assert all(isinstance(total, float) and np.isfinite(total) for total in sums)
     assert len(set(sums)) == 1
-    assert np.isfinite(sums[0])
     events = read_events(run)
     (resumed,) = [event for event in events if event["event"] == "resumed"]
     assert resumed["world_size"] == after
@@ -178,29 +169,12 @@ def test_another_number_of_ranks_covers_the_rest_of_the_epoch_once(tmp_path: Pat
 
 
 def _train_a_part(world: World, run: str) -> str:
-    log = _StopAfterTwo(_log(world, Path(run)))
+    """Two updates: several ranks learn in the second that rank 0 was asked to stop in the first."""
+    stop_at = 1 if world.size > 1 else 2
+    log = StopAt(rank0_log(world, run), update=stop_at if world.is_rank0 else None)
     trainer = log.trainer = _trainer(world, run, log=log)
     try:
         trainer.run()
     except Exception as stopped:  # noqa: BLE001 - of several kinds
         return type(stopped).__name__
     return "it ran to its end"
-
-
-class _StopAfterTwo(AbstractLog):
-    """Asks rank 0 to stop in the first update, which all ranks learn of in the second."""
-
-    trainer: Trainer
-
-    def __init__(self, log: AbstractLog) -> None:
-        self._log = log
-
-    def emit(self, kind: str, **values: Any) -> None:
-        self._log.emit(kind, **values)
-        world = self.trainer._world
-        stop_at = 1 if world.size > 1 else 2
-        if world.is_rank0 and kind == "update" and values["update"] == stop_at:
-            self.trainer._stop.set()
-
-    def close(self) -> None:
-        self._log.close()

@@ -23,7 +23,7 @@ def _talk(world: World) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_rank_gets_the_same(size: int, tmp_path: Path) -> None:
-    told = {
+    expected = {
         "sum": [size * (size + 1) / 2, size / 2],
         "gather": [[float(rank)] for rank in range(size)],
         "broadcast": "grüße",
@@ -31,7 +31,7 @@ def test_every_rank_gets_the_same(size: int, tmp_path: Path) -> None:
         "on rank 0": "claimed",
         "local": size,
     }
-    assert run_world(size, _talk, tmp_path) == [told] * size
+    assert run_world(size, _talk, tmp_path) == [expected] * size
 
 
 def test_a_single_process_needs_no_others() -> None:

@@ -14,6 +14,8 @@ from quick_starts import quick_starts
 from stretto.distributed import World, join_ranks
 from stretto.distributed.world import STORE_VARIABLE
 from stretto.errors import StrettoError
+from stretto.kernels.backends.cpp import compiler
+from stretto.training import EVENTS_FILE, AbstractLog, EventLog, SilentLog, Trainer
 
 LONGEST = 300
 Prepare = Callable[[int], None]
@@ -67,3 +69,32 @@ def _worker(rank: int, size: int, folder: str, prepare: Prepare | None, work: Ca
     except Exception:  # noqa: BLE001 - the test shows it
         answer = traceback.format_exc()
     (Path(folder) / f"{rank}.json").write_text(json.dumps(answer))
+
+
+def compile_quickly(rank: int) -> None:
+    """Code that is compiled quickly rather than well, in a process of a world."""
+    compiler.BASE_FLAGS = tuple("-O0" if flag == "-O3" else flag for flag in compiler.BASE_FLAGS)  # type: ignore[misc]
+
+
+def rank0_log(world: World, run: Path | str) -> AbstractLog:
+    """The events of a run, written by rank 0 alone."""
+    return EventLog(Path(run) / EVENTS_FILE) if world.is_rank0 else SilentLog()
+
+
+class StopAt(AbstractLog):
+    """A log that asks its trainer to stop in an update, which all of several ranks learn of in the next."""
+
+    trainer: Trainer
+
+    def __init__(self, log: AbstractLog, *, update: int | None) -> None:
+        self._log, self._update = log, update
+
+    def emit(self, kind: str, **values: Any) -> None:
+        """Pass the event on."""
+        self._log.emit(kind, **values)
+        if kind == "update" and values["update"] == self._update:
+            self.trainer._stop.set()
+
+    def close(self) -> None:
+        """Close the log behind it."""
+        self._log.close()

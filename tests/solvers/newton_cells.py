@@ -5,6 +5,7 @@ Shape legend: B sequences, F features, H hidden units.
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ class TwoParts(stretto.Cell):
 
 
 class Linear(stretto.Cell):
-    """h' = A h + x."""
+    """h' = activation(A h + x); linear here."""
+
+    activation: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda h_BH: h_BH)
 
     def __init__(self, weight_HH: torch.Tensor) -> None:
         super().__init__()
@@ -44,24 +47,16 @@ class Linear(stretto.Cell):
         return self.zeros(batch_size, len(self.weight))
 
     def forward(self, x_t: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-        state = state @ self.weight.T + x_t
+        state = self.activation(state @ self.weight.T + x_t)
         return state, state
 
 
 class Rotated(Linear):
-    """h' = tanh(R h + x)."""
-
-    def forward(self, x_t: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-        state = torch.tanh(state @ self.weight.T + x_t)
-        return state, state
+    activation = staticmethod(torch.tanh)
 
 
 class Sine(Linear):
-    """h' = sin(A h + x)."""
-
-    def forward(self, x_t: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-        state = torch.sin(state @ self.weight.T + x_t)
-        return state, state
+    activation = staticmethod(torch.sin)
 
 
 class WeightsAsInput(stretto.Cell):

@@ -1,14 +1,16 @@
-"""The bridge to autograd that all solvers with chunks share, and how residuals are measured.
+"""What all solvers with chunks share: layers and directions, their bridge to autograd, how residuals are measured.
 
 Shape legend: B sequences, C chunks, T steps, F features, H hidden units.
 """
 
+import copy
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
-from solver_oracle import pair
+from solver_oracle import assert_equal, pair, results
 
 import stretto
 from stretto.solvers import AbstractSolver
@@ -20,6 +22,54 @@ SOLVERS: list[AbstractSolver] = [
     stretto.Multigrid(tolerance=1e-13, max_iterations=99, backward_iterations=99),
     stretto.Newton(tolerance=1e-13),
 ]
+
+
+@pytest.mark.parametrize(("layers", "both_ways"), [(2, False), (1, True), (2, True)])
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+def test_layers_and_directions(solver: AbstractSolver, layers: int, both_ways: bool) -> None:
+    torch.manual_seed(2)
+    serial, parallel = pair(
+        stretto.cells.LSTM(F, H), copy.deepcopy(solver), num_layers=layers, bidirectional=both_ways, backend="eager"
+    )
+    x_BTF = torch.randn(3, 400, F, dtype=torch.float64)
+    lengths = [400, 13, 370]
+    assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-10)
+    assert len(parallel.solutions) == layers * (2 if both_ways else 1)
+    assert not any(solution.fell_back for solution in parallel.solutions)
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+def test_batches_without_steps_or_sequences(solver: AbstractSolver) -> None:
+    rnn = stretto.RNN(stretto.cells.GRU(F, H), backend="eager", solver=copy.deepcopy(solver))
+    assert rnn(torch.randn(0, 9, F))[0].shape == (0, 9, H)
+    y_BTH, h_BH = rnn(torch.randn(2, 9, F), torch.ones(2, H), lengths=[0, 0])
+    assert not y_BTH.any()
+    assert bool((h_BH == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("solver", "reason"),
+    [
+        (stretto.Shooting(num_chunks=4), "NaN or inf|does not forget"),
+        (stretto.Shooting(num_chunks=4, max_sweeps=2), "NaN or inf"),
+        (stretto.Shooting(num_chunks=4, until_converged=True), "; a state is NaN or inf"),
+        (stretto.Multigrid(), "a state is NaN or inf"),
+        (stretto.Newton(), "a state is NaN or inf"),
+    ],
+    ids=str,
+)
+def test_states_that_are_nan_are_those_of_a_sequential_run(solver: Any, reason: str) -> None:
+    torch.manual_seed(0)
+    _, rnn = pair(stretto.cells.GRU(F, H), solver, backend="eager")
+    x_BTF = torch.randn(2, 400, F, dtype=torch.float64)
+    x_BTF[0, 130] = torch.nan
+    for _ in range(2):
+        y_BTH, _ = rnn(x_BTF)
+        assert bool(y_BTH[0, :130].isfinite().all())
+        assert bool(y_BTH[0, 130:].isnan().all())
+        assert bool(y_BTH[1].isfinite().all())
+        assert re.search(reason, rnn.solution.reason)
+    assert rnn.solution.fell_back != getattr(solver, "until_converged", False)
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from newton_cells import Rotated
 from solver_oracle import assert_equal, pair, results
 
 import stretto
@@ -95,10 +94,12 @@ def test_every_call_equals_a_sequential_run_and_attempts_are_few(name: str) -> N
 def test_a_skipped_call_says_why_and_for_how_long(name: str, bold: None) -> None:
     _, parallel, x_BTF = _chaotic(SOLVERS[name]())
     with torch.no_grad():
+        printed = repr(parallel.solver)
         parallel(x_BTF)
         reason = parallel.solution.reason
         assert reason
         assert not _is_skipped(parallel)
+        assert repr(parallel.solver) == printed
         parallel(x_BTF)
         reported = parallel.solution.reason
         left = int(reported.split()[4])
@@ -140,30 +141,24 @@ def test_a_net_that_learned_to_forget_is_tried_again(name: str, bold: None) -> N
         assert _calls_until_tried(parallel, x_BTF) < 2 * first
 
 
-@pytest.mark.parametrize("solver", [stretto.Multigrid(tolerance=1e-10, max_iterations=3), stretto.Multigrid()])
-def test_cycles_that_were_asked_for_are_made(solver: stretto.Multigrid) -> None:
+@pytest.mark.parametrize(
+    ("solver", "iterations", "fell_back"),
+    [
+        (stretto.Multigrid(tolerance=1e-10, max_iterations=3), 3, False),
+        (stretto.Multigrid(), 2, False),
+        (stretto.Newton(tolerance=1e-10, max_iterations=2), 3, True),
+        (stretto.Shooting(num_chunks=6, tolerance=1e-10, max_sweeps=6), 6, False),
+        (stretto.Shooting(num_chunks=6, tolerance=1e-10, until_converged=True), 6, False),
+    ],
+    ids=str,
+)
+def test_iterations_that_were_asked_for_are_made(solver: AbstractSolver, iterations: int, fell_back: bool) -> None:
     _, parallel, x_BTF = _chaotic(solver, backend="eager")
     for _ in range(4):
         parallel(x_BTF)[0].sum().backward()
-        assert not parallel.solution.fell_back
-        assert parallel.solution.iterations == (solver.max_iterations or 2)
-
-
-def test_iterations_that_were_asked_for_are_made() -> None:
-    _, parallel, x_BTF = _chaotic(stretto.Newton(tolerance=1e-10, max_iterations=2))
-    for _ in range(4):
-        parallel(x_BTF)
-        assert parallel.solution.fell_back
-        assert parallel.solution.work > 2
+        assert parallel.solution.fell_back == fell_back
+        assert parallel.solution.iterations == iterations
         assert not _is_skipped(parallel)
-
-
-def test_sweeps_that_were_asked_for_are_made() -> None:
-    for words in ({"until_converged": True}, {"max_sweeps": 6}):
-        _, parallel, x_BTF = _chaotic(stretto.Shooting(num_chunks=6, tolerance=1e-10, **words))  # type: ignore[arg-type]
-        for _ in range(3):
-            parallel(x_BTF)
-            assert not parallel.solution.fell_back
 
 
 @pytest.mark.parametrize("name", SOLVERS)
@@ -254,20 +249,6 @@ def test_a_probe_that_proves_wrong_in_the_same_call_counts_as_a_failure(monkeypa
     assert "after one sweep" in parallel.solution.reason
 
 
-def test_relaxation_that_stalls_is_stopped() -> None:
-    """Without coarse grids the budget would allow cycles until every chunk had its turn."""
-    generator = torch.Generator().manual_seed(1)
-    weight_HH = 2.5 * torch.randn(16, 16, generator=generator, dtype=torch.float64) / 4
-    x_BTF = 0.3 * torch.randn(1, 300, 16, generator=generator, dtype=torch.float64)
-    serial = stretto.RNN(Rotated(weight_HH), backend="eager")
-    parallel = copy.deepcopy(serial)
-    parallel.solver = stretto.Multigrid(tolerance=1e-12)
-    assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-12)
-    assert parallel.solution.fell_back
-    assert "the last 8 cycles did not halve" in parallel.solution.reason
-    assert parallel.solution.work < 12
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.booleans(), st.floats(0.01, 1000.0)), min_size=1, max_size=40),
@@ -293,12 +274,3 @@ def test_failed_attempts_cost_little_in_any_order(outcomes: list[tuple[bool, flo
         known.fail(work=work, reason="so it is")
         rest, known.calls_to_skip = known.calls_to_skip, 0
     assert rest == max(MAX_SKIP_CALLS, math.ceil(work / LAST_COST_SHARE))
-
-
-def test_the_backoff_is_not_part_of_the_repr() -> None:
-    for make in SOLVERS.values():
-        solver = make()
-        said = repr(solver)
-        rnn = _chaotic(solver)[1]
-        rnn(torch.randn(1, 200, F, dtype=torch.float64))
-        assert repr(solver) == said

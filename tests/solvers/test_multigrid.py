@@ -22,7 +22,7 @@ import stretto
 from stretto import cells
 from stretto.errors import StrettoError
 from stretto.kernels import Layout
-from stretto.solvers.multigrid import ForcedCoarseStep, Level, StoppingRule, make_levels
+from stretto.solvers.multigrid import Level, StoppingRule, make_levels
 
 B, F, H = 3, 3, 7
 
@@ -100,7 +100,7 @@ class Counted(stretto.Cell):
         return h_BH, (h_BH, count_B + 1)
 
     def coarse_step(self, x_t: torch.Tensor, state: Any, dt: float) -> Any:
-        raise AssertionError(f"nobody calls this: {x_t}, {state}, {dt}")
+        raise AssertionError(f"must not be called: {x_t}, {state}, {dt}")
 
 
 CELLS: dict[str, Any] = {
@@ -182,10 +182,10 @@ def _check(rnns: list[stretto.RNN], tolerance: float, **sizes: Any) -> None:
         assert parallel.solution.residual <= tolerance
 
 
-@settings(max_examples=50, deadline=None)
-@given(cell=st.sampled_from(sorted(CELLS)), **SIZES)
-def test_it_equals_a_sequential_run_for_any_sizes(cell: str, **sizes: Any) -> None:
-    _check(_pairs(cell, "eager", torch.float64), 1e-13, **sizes)
+@settings(max_examples=65, deadline=None)
+@given(cell=st.sampled_from(sorted(CELLS)), dtype=st.sampled_from(sorted(TOLERANCE, key=str)), **SIZES)
+def test_it_equals_a_sequential_run_for_any_sizes(cell: str, dtype: torch.dtype, **sizes: Any) -> None:
+    _check(_pairs(cell, "eager", dtype), 1e-13 if dtype == torch.float64 else 1e-6, **sizes)
 
 
 @pytest.mark.slow
@@ -194,25 +194,6 @@ def test_it_equals_a_sequential_run_for_any_sizes(cell: str, **sizes: Any) -> No
 def test_it_equals_a_sequential_run_by_compiled_code(**sizes: Any) -> None:
     """Coarse steps of each length are code of their own."""
     _check(_pairs("lstm", "cpp", torch.float64), 1e-13, **sizes)
-
-
-@pytest.mark.slow
-@settings(max_examples=15, deadline=None)
-@given(cell=st.sampled_from(sorted(CELLS)), **SIZES)
-def test_it_equals_a_sequential_run_in_single_precision(cell: str, **sizes: Any) -> None:
-    _check(_pairs(cell, "eager", torch.float32), 1e-6, **sizes)
-
-
-@pytest.mark.parametrize(("layers", "both_ways"), [(2, False), (1, True), (2, True)])
-def test_layers_and_directions(layers: int, both_ways: bool) -> None:
-    torch.manual_seed(2)
-    solver = stretto.Multigrid(tolerance=1e-13, max_iterations=99, backward_iterations=99)
-    serial, parallel = pair(CELLS["lstm"](), solver, num_layers=layers, bidirectional=both_ways, backend="eager")
-    x_BTF = torch.randn(3, 50, F, dtype=torch.float64)
-    lengths = [50, 13, 37]
-    assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-10)
-    assert len(parallel.solutions) == layers * (2 if both_ways else 1)
-    assert not any(solution.fell_back for solution in parallel.solutions)
 
 
 @pytest.mark.slow
@@ -320,7 +301,7 @@ def test_the_error_of_gradients_shrinks_and_vanishes() -> None:
 
 
 def _at_coarse_points(cell: Any, x_BTF: torch.Tensor, solver: stretto.Multigrid) -> float:
-    """The relative error of all states at points of the coarse grid, as they are handed out."""
+    """The relative error of all states at points of the coarse grid, as the layer returns them."""
     with torch.no_grad():
         exact_BTH, _ = stretto.RNN(cell, backend="eager")(x_BTF)
         found_BTH, _ = stretto.RNN(cell, backend="eager", solver=solver)(x_BTF)
@@ -361,34 +342,6 @@ def test_coarse_grids_carry_a_long_memory() -> None:
         assert _at_coarse_points(cell, x_BTF, _two_grids(count, num_levels=1)) > alone
 
 
-@pytest.mark.parametrize(("num_levels", "iterations"), [(1, 6), (3, 20)])
-def test_a_layer_of_24_steps(num_levels: int, iterations: int) -> None:
-    torch.manual_seed(0)
-    cell = stretto.cells.ImplicitGRU(12, 20)
-    serial, parallel = pair(
-        cell,
-        stretto.Multigrid(num_levels=num_levels, max_iterations=iterations),
-        torch.float32,
-        scale=1.0,
-        backend="eager",
-    )
-    x_BTF = torch.randn(10, 24, 12)
-    with torch.no_grad():
-        y_BTH, h_BH = parallel(x_BTF)
-        expected_BTH, expected_BH = serial(x_BTF)
-    assert float((y_BTH - expected_BTH).norm() / expected_BTH.norm()) < 1e-6
-    assert float((h_BH - expected_BH).norm() / expected_BH.norm()) < 1e-6
-
-
-def test_every_gradient_of_a_layer_of_27_steps() -> None:
-    torch.manual_seed(0)
-    solver = stretto.Multigrid(tolerance=1e-6, max_iterations=20, backward_iterations=20)
-    serial, parallel = pair(stretto.cells.ImplicitGRU(12, 20), solver, torch.float32, scale=1.0, backend="eager")
-    x_BTF = torch.randn(8, 27, 12)
-    assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-5)
-    assert not parallel.solution.fell_back
-
-
 def test_the_published_settings_are_the_usual_ones() -> None:
     torch.manual_seed(0)
     rnn = stretto.RNN(stretto.cells.ImplicitGRU(F, H), backend="eager", solver=stretto.Multigrid())
@@ -401,8 +354,6 @@ def test_the_published_settings_are_the_usual_ones() -> None:
     assert solution.work == 2 + (5 * 31 + 3 * 7) / 128
     assert solution.residual > 1e-3
     assert (solution.backward_residual or 0.0) > 1e-3
-    assert repr(rnn.solver) == "Multigrid()"
-    assert repr(stretto.Multigrid(coarsening=8, tolerance=1e-6)) == "Multigrid(coarsening=8, tolerance=1e-06)"
 
 
 def test_zero_iterations_start_every_chunk_from_the_initial_state() -> None:
@@ -429,14 +380,6 @@ def test_one_chunk_runs_sequentially(T: int, coarsening: int) -> None:
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-14)
     assert parallel.solution.fell_back
     assert parallel.solution.reason == "there is only one chunk"
-
-
-def test_batches_without_steps_or_sequences() -> None:
-    rnn = stretto.RNN(CELLS["gru"](), backend="eager", solver=stretto.Multigrid(tolerance=1e-6))
-    assert rnn(torch.randn(0, 9, F))[0].shape == (0, 9, H)
-    y_BTH, h_BH = rnn(torch.randn(2, 9, F), torch.ones(2, H), lengths=[0, 0])
-    assert not y_BTH.any()
-    assert bool((h_BH == 1).all())
 
 
 @pytest.mark.parametrize(
@@ -473,17 +416,6 @@ def test_inputs_of_several_dimensions() -> None:
     x_BTF = torch.randn(2, 20, 2, F, dtype=torch.float64)
     assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-10)
     assert "levels" in parallel.solution.reason
-
-
-def test_states_that_are_nan_run_sequentially() -> None:
-    rnn = stretto.RNN(CELLS["gru"](), backend="eager", solver=stretto.Multigrid())
-    x_BTF = torch.randn(1, 40, F)
-    x_BTF[0, 3] = torch.nan
-    y_BTH, _ = rnn(x_BTF)
-    assert rnn.solution.fell_back
-    assert rnn.solution.reason == "a state is NaN or inf"
-    assert bool(y_BTH[0, :3].isfinite().all())
-    assert bool(y_BTH[0, 3:].isnan().all())
 
 
 def test_a_coarse_step_that_fails_costs_time_and_no_result() -> None:
@@ -603,16 +535,6 @@ def test_cells_without_an_equation_in_time_have_none() -> None:
         assert not hasattr(cell, "coarse_step")
 
 
-def test_the_forced_step_adds_what_comes_with_the_input() -> None:
-    cell, x_BF, state = _made("lstm", 1)
-    forced = ForcedCoarseStep(cell, dt=4.0, features=(F,))
-    g_BD = torch.randn(B, 2 * H, dtype=torch.float64)
-    y_BD, after = forced(torch.cat([x_BF, g_BD], dim=1), state)
-    h_BH, c_BH = cell.coarse_step(x_BF, state, 4.0)
-    torch.testing.assert_close(after, (h_BH + g_BD[:, :H], c_BH + g_BD[:, H:]))
-    assert torch.equal(y_BD, torch.cat(after, dim=1))
-
-
 class Wrong(stretto.Cell):
     """A cell whose coarse step returns what a test says."""
 
@@ -679,7 +601,6 @@ def test_a_coarse_step_spans_a_chunk(lengths: list[int], coarsening: int) -> Non
         assert int(level.next_Q[row]) == places[sequence, step + 1]
         assert int(level.first_Q[row]) == fine[sequence, step * coarsening]
     for (sequence, number), place in places.items():
-        assert int(level.ahead_C[place]) == number
         assert int(level.behind_C[place]) == math.ceil(lengths[sequence] / coarsening) - 1 - number
 
 

@@ -5,8 +5,6 @@ Shape legend: B sequences, T steps, F features, H hidden units.
 
 import functools
 import math
-import re
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -74,17 +72,6 @@ def test_it_equals_a_sequential_run_for_any_sizes(
     assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-10)
 
 
-@pytest.mark.parametrize(("layers", "both_ways"), [(2, False), (1, True), (2, True)])
-def test_layers_and_directions(layers: int, both_ways: bool) -> None:
-    torch.manual_seed(2)
-    solver = stretto.Shooting(num_chunks=4, tolerance=1e-13)
-    serial, parallel = pair(CELLS["gru"](), solver, num_layers=layers, bidirectional=both_ways)
-    x_BTF = torch.randn(3, 400, F, dtype=torch.float64)
-    lengths = [400, 13, 370]
-    assert_equal(results(parallel, x_BTF, lengths=lengths), results(serial, x_BTF, lengths=lengths), 1e-10)
-    assert len(parallel.solutions) == layers * (2 if both_ways else 1)
-
-
 def test_a_chaotic_net_runs_sequentially_and_says_so() -> None:
     """What differs a little differs altogether soon; a short probe is all that it costs."""
     torch.manual_seed(0)
@@ -127,9 +114,7 @@ def test_it_sweeps_until_converged_if_asked(cell: str) -> None:
     serial, parallel = pair(CELLS[cell](), solver, scale=1.0)
     with torch.no_grad():
         for rnn in (serial, parallel):
-            if cell == "gru":
-                rnn.cells[0].bias_hh[H : 2 * H] += 4.0  # type: ignore[index]
-            if cell == "lstm":
+            if cell in ("gru", "lstm"):
                 rnn.cells[0].bias_hh[H : 2 * H] += 4.0  # type: ignore[index]
     x_BTF = torch.randn(2, 240, F, dtype=torch.float64)
     lengths = [240, 130]
@@ -195,20 +180,6 @@ def test_with_fewer_sweeps_the_residual_is_reported() -> None:
     assert not rnn.solution.fell_back
 
 
-@pytest.mark.parametrize("words", [{}, {"max_sweeps": 2}, {"until_converged": True}])
-def test_states_that_are_nan_are_those_of_a_sequential_run(words: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    _, rnn = pair(CELLS["gru"](), stretto.Shooting(num_chunks=4, **words))
-    x_BTF = torch.randn(1, 400, F, dtype=torch.float64)
-    x_BTF[0, 130] = torch.nan
-    for _ in range(2):
-        y_BTH, _ = rnn(x_BTF)
-        assert bool(y_BTH[0, :130].isfinite().all())
-        assert bool(y_BTH[0, 130:].isnan().all())
-    assert rnn.solution.fell_back or words.get("until_converged")
-    assert re.search("NaN or inf|does not forget", rnn.solution.reason)
-
-
 def test_one_sweep_reports_a_state_that_is_nan() -> None:
     torch.manual_seed(0)
     _, rnn = pair(CELLS["gru"](), stretto.Shooting(num_chunks=4, max_sweeps=1))
@@ -219,13 +190,6 @@ def test_one_sweep_reports_a_state_that_is_nan() -> None:
     rnn(x_BTF)
     assert math.isnan(rnn.solution.residual)
     assert rnn.solution.reason.endswith("; a state is NaN or inf")
-
-
-@pytest.mark.parametrize(("T", "num_chunks"), [(1, 4), (3, 100), (5, 1)])
-def test_few_steps(T: int, num_chunks: int) -> None:
-    serial, parallel = pair(CELLS["lstm"](), stretto.Shooting(num_chunks=num_chunks, tolerance=1e-13))
-    x_BTF = torch.randn(2, T, F, dtype=torch.float64)
-    assert_equal(results(parallel, x_BTF), results(serial, x_BTF), 1e-10)
 
 
 def test_tables_made_without_gradients_serve_with_them() -> None:

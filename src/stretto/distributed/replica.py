@@ -12,15 +12,12 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stretto.distributed.world import World
+from stretto.solvers import count_ranks
 
 
 @final
 class Replica(nn.Module):
-    """Runs a model, or, for an empty share, returns a zero that depends on every parameter.
-
-    Args:
-        model: The model, called with a batch.
-    """
+    """Runs a model, or, for an empty share, returns a zero that depends on every parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -56,7 +53,7 @@ def global_count(
         device: Where the number is sent from: "cuda" for NCCL.
         group: The ranks; torch's default group if left out.
     """
-    if _group_size(group) == 1:
+    if count_ranks(group) == 1:
         return float(count)
     total = torch.tensor(float(count), dtype=torch.float64, device=device)
     distributed.all_reduce(total, group=group)
@@ -89,9 +86,4 @@ def scale_loss(
     """
     if total is None:
         total = global_count(count, device=loss_sum.device if loss_sum.is_cuda else "cpu", group=group)
-    return loss_sum * (_group_size(group) / max(total, 1.0))
-
-
-def _group_size(group: "distributed.ProcessGroup | None") -> int:
-    is_running = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size(group) if is_running else 1
+    return loss_sum * (count_ranks(group) / max(total, 1.0))

@@ -8,6 +8,7 @@ import dataclasses
 import datetime as dt
 import hashlib
 import importlib.metadata
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,9 +29,6 @@ NO_LAUNCH_ID: Final = "none"
 LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 LOST_RANK_WORDS: Final = ("gloo", "NCCL", "onnection", "Timed out", "timed out")
 """What torch's errors say when another rank is gone."""
-DONE_PREFIX: Final = "done:"
-ERROR_PREFIX: Final = "error:"
-FIELD_SEPARATOR: Final = "\0"
 
 
 class LostRank(StrettoError):  # noqa: N818
@@ -107,19 +105,18 @@ class World:
 
     def on_rank0(self, work: Callable[[], str]) -> str:
         """Run `work` on rank 0 and broadcast its result; a `StrettoError` is raised on every rank."""
-        answer = ""
+        if self.size == 1:
+            return work()
+        answer: dict[str, str] = {}
         if self.is_rank0:
             try:
-                answer = f"{DONE_PREFIX}{work()}"
+                answer = {"result": work()}
             except StrettoError as error:
-                if self.size == 1:
-                    raise
-                answer = f"{ERROR_PREFIX}{error.problem}{FIELD_SEPARATOR}{error.fix}"
-        answer = self.broadcast_str(answer)
-        if answer.startswith(ERROR_PREFIX):
-            problem, _, fix = answer.removeprefix(ERROR_PREFIX).partition(FIELD_SEPARATOR)
-            raise StrettoError(problem, fix=fix)
-        return answer.removeprefix(DONE_PREFIX)
+                answer = {"problem": error.problem, "fix": error.fix}
+        answer = json.loads(self.broadcast_str(json.dumps(answer)))
+        if "problem" in answer:
+            raise StrettoError(answer["problem"], fix=answer["fix"])
+        return answer["result"]
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
@@ -151,9 +148,6 @@ class DeferredErrors:
 
     If rank 0 raised alone, the others would wait for it in their next exchange, until the time-out. A process that is
     alone raises at once.
-
-    Args:
-        world: The ranks.
     """
 
     def __init__(self, world: World) -> None:

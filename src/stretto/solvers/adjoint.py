@@ -35,25 +35,21 @@ from stretto.solvers.base import Problem, Solution, residual_norm
 from stretto.solvers.chunks import Chunks
 
 MaybeTensor: TypeAlias = torch.Tensor | None
-Report: TypeAlias = "Callable[[AdjointStats], None]"
 
 
 @final
 @dataclasses.dataclass(slots=True, kw_only=True)
 class AdjointStats:
-    """How the gradient was found.
-
-    Attributes:
-        iterations: Sweeps or cycles; a part of a sweep counts as such.
-        residual: The change that is left, relative to the largest gradient.
-        failure: Why it has to be found sequentially instead; empty if it was found.
-        arriving: The gradients that arrive at the end of each chunk (C, ...).
-    """
+    """How the gradient was found."""
 
     iterations: float = 0
+    """Sweeps or cycles; a part of a sweep counts as such."""
     residual: float = 0.0
+    """The change that is left, relative to the largest gradient."""
     failure: str = ""
+    """Why it has to be found sequentially instead; empty if it was found."""
     arriving: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """The gradients that arrive at the end of each chunk (C, ...)."""
 
 
 @final
@@ -77,29 +73,23 @@ class ChunkGraph:
     def sweep(self, arriving: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One reverse sweep: what arrives at the ends of chunks next, without gradients of weights."""
         with without_weights():
-            found = differentiate(self._pairs(arriving), self._moving_starts)
-        return self.hand_back(self._per_part(found))
+            return self.hand_back(differentiate(self._pairs(arriving), self.starts))
 
     def pull_back(self, arriving: Sequence[torch.Tensor]) -> tuple[list[MaybeTensor], list[MaybeTensor]]:
         """The gradients of the input and the parameters, None where not needed, and of the states before each chunk."""
         leaves = [self.x_PF, *self.parameters]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = differentiate(self._pairs(arriving), [*wanted, *self._moving_starts])
-        by_leaf = dict(zip(map(id, wanted), found, strict=False))
-        return [by_leaf.get(id(leaf)) for leaf in leaves], self._per_part(found[len(wanted) :])
+        found = differentiate(self._pairs(arriving), [*leaves, *self.starts])
+        return found[: len(leaves)], found[len(leaves) :]
 
-    def _pairs(self, arriving: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self, arriving: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, MaybeTensor]]:
         """All that was computed, beside the gradients that arrive there."""
-        outputs = [(y, d) for y, d in zip(self.outputs, self.d_outputs, strict=True) if d is not None]
-        ends = [(end, own + more) for end, own, more in zip(self.ends, self.d_ends, arriving, strict=True)]
-        return outputs + ends
+        d_ends = [own + more for own, more in zip(self.d_ends, arriving, strict=True)]
+        return list(zip([*self.outputs, *self.ends], [*self.d_outputs, *d_ends], strict=True))
 
     def pull_back_first_steps(self) -> list[MaybeTensor]:
         """The gradients of the states before each chunk that come from the outputs of its first steps alone."""
-        assert self.d_outputs[0] is not None
         with without_weights():
-            found = differentiate([(self.outputs[0], self.d_outputs[0])], self._moving_starts)
-        return self._per_part(found)
+            return differentiate([(self.outputs[0], self.d_outputs[0])], self.starts)
 
     def hand_back(self, d_starts: Sequence[MaybeTensor]) -> list[torch.Tensor]:
         """What leaves the start of each chunk arrives at the end of the chunk before."""
@@ -112,24 +102,12 @@ class ChunkGraph:
             arriving.append(d_end)
         return arriving
 
-    @property
-    def _moving_starts(self) -> list[torch.Tensor]:
-        return [start for start in self.starts if start.requires_grad]
-
-    def _per_part(self, found: Sequence[MaybeTensor]) -> list[MaybeTensor]:
-        """One per part of the state; None for parts without a gradient."""
-        remaining = iter(found)
-        return [next(remaining) if start.requires_grad else None for start in self.starts]
-
 
 class AbstractAdjoint(ABC):
-    """Solves the adjoint recurrence of a run over chunks.
-
-    Attributes:
-        lead_steps: Steps at the start of each chunk that can be differentiated alone; 0 for none.
-    """
+    """Solves the adjoint recurrence of a run over chunks."""
 
     lead_steps: int = 0
+    """Steps at the start of each chunk that can be differentiated alone."""
 
     @abstractmethod
     def solve(self, graph: ChunkGraph) -> tuple[list[MaybeTensor], list[MaybeTensor], AdjointStats]:
@@ -140,26 +118,18 @@ class AbstractAdjoint(ABC):
 
 
 @final
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReverseSweeps(AbstractAdjoint):
-    """The adjoint by sweeps in reverse.
+    """The adjoint by sweeps in reverse."""
 
-    Args:
-        tolerance: The change that is small enough, relative to the largest gradient.
-        max_sweeps: Sweeps to make at most; as many as a sequence has chunks are always enough.
-        lead_steps: Make a first guess from so many steps at the start of each chunk.
-        arriving: A first guess from elsewhere (C, ...).
-    """
-
-    def __init__(
-        self,
-        *,
-        tolerance: float,
-        max_sweeps: int,
-        lead_steps: int = 0,
-        arriving: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        self.tolerance, self.max_sweeps = tolerance, max_sweeps
-        self.lead_steps, self.arriving = lead_steps, arriving
+    tolerance: float
+    """The change that is small enough, relative to the largest gradient."""
+    max_sweeps: int
+    """As many as a sequence has chunks are always enough."""
+    lead_steps: int = 0
+    """Make a first guess from so many steps at the start of each chunk."""
+    arriving: Sequence[torch.Tensor] | None = None
+    """A first guess from elsewhere (C, ...)."""
 
     def solve(self, graph: ChunkGraph) -> tuple[list[MaybeTensor], list[MaybeTensor], AdjointStats]:
         """Sweep until nothing changes.
@@ -212,7 +182,8 @@ def differentiable_chunks(
     boundaries: Sequence[torch.Tensor],
     *,
     adjoint: AbstractAdjoint,
-    report: Report,
+    solution: Solution,
+    on_backward: Callable[[AdjointStats], None] | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
     """Run all chunks at once from given boundary states, with gradients by an adjoint solver.
 
@@ -223,99 +194,88 @@ def differentiable_chunks(
         chunks: How it is cut.
         boundaries: States before each chunk (C, ...); those before first chunks do not count.
         adjoint: Finds the gradient.
-        report: Called with the statistics of each backward pass.
+        solution: Gets the statistics of each backward pass.
+        on_backward: Called with them.
 
     Returns:
         Outputs (P, ...), final states (B, ...), and the states after each chunk (C, ...), which have no gradient.
     """
-    call = _Call(
-        problem=problem,
-        chunks=chunks,
-        boundaries=[part.detach() for part in boundaries],
-        adjoint=adjoint,
-        report=report,
-        # Within an autograd function, gradients are always off.
-        grad_enabled=torch.is_grad_enabled(),
-    )
-    y_PF, *made = _DifferentiableChunks.apply(  # type: ignore[no-untyped-call]
-        call, problem.x_PF, *problem.states, *problem.parameters.values()
-    )
-    count = len(problem.states)
-    return y_PF, list(made[:count]), list(made[count:])
-
-
-def report_to(solution: Solution) -> Report:
-    """Write the statistics of each backward pass into a solution."""
 
     def report(stats: AdjointStats) -> None:
         solution.backward_iterations, solution.backward_residual = math.ceil(stats.iterations), stats.residual
+        if on_backward is not None:
+            on_backward(stats)
 
-    return report
+    count, is_enabled = len(problem.states), torch.is_grad_enabled()
+    needs = [is_enabled and tensor.requires_grad for tensor in problem.inputs]
+    x_PF = chunks.to_chunks(problem.x_PF.detach()).requires_grad_(needs[0])
+    starts = chunks.starts(*([part.detach() for part in parts] for parts in (problem.states, boundaries)))
+    for start in starts:
+        start.requires_grad_(start.is_floating_point() and any(needs))
+    parameters = [
+        tensor.detach().requires_grad_(needed)
+        for tensor, needed in zip(problem.parameters.values(), needs[1 + count :], strict=True)
+    ]
+    with torch.set_grad_enabled(any(needs)):
+        outputs, ends = _run_chunks(
+            problem.with_parameters(parameters), chunks, x_PF, starts, lead_steps=adjoint.lead_steps
+        )
+    graph = ChunkGraph(chunks=chunks, x_PF=x_PF, starts=starts, parameters=parameters, outputs=outputs, ends=ends)
+    y_PF, *states = _Bridge.apply(problem, graph, adjoint, report, *problem.inputs)  # type: ignore[no-untyped-call]
+    return y_PF, states, [end.detach() for end in ends]
 
 
 def differentiate(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wanted: Sequence[torch.Tensor], *, create_graph: bool = False
+    pairs: Sequence[tuple[torch.Tensor, MaybeTensor]], wanted: Sequence[torch.Tensor], *, create_graph: bool = False
 ) -> list[MaybeTensor]:
-    """Gradients of the wanted tensors, from tensors and the gradients that arrive at them; the graph is kept."""
-    pairs = [(made, d) for made, d in pairs if made.requires_grad]
-    if not pairs or not wanted:
+    """Gradients of the wanted tensors, from tensors and the gradients that arrive at them; the graph is kept.
+
+    A wanted tensor that does not require a gradient, or that nothing depends on, gets None.
+    """
+    given = [(made, d) for made, d in pairs if made.requires_grad and d is not None]
+    moving = [tensor for tensor in wanted if tensor.requires_grad]
+    if not given or not moving:
         return [None] * len(wanted)
-    made, arriving = zip(*pairs, strict=True)
-    return list(
-        torch.autograd.grad(made, wanted, arriving, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    made, arriving = zip(*given, strict=True)
+    found = iter(
+        torch.autograd.grad(made, moving, arriving, retain_graph=True, create_graph=create_graph, allow_unused=True)
     )
+    return [next(found) if tensor.requires_grad else None for tensor in wanted]
 
 
-@final
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Call:
-    problem: Problem
-    chunks: Chunks
-    boundaries: list[torch.Tensor]
-    adjoint: AbstractAdjoint
-    report: Report
-    grad_enabled: bool
+class _Bridge(torch.autograd.Function):
+    """What a graph over chunks has computed, with the gradient that an adjoint solver finds in it."""
 
-
-class _DifferentiableChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *given: torch.Tensor) -> Any:
-        problem, chunks, count = call.problem, call.chunks, len(call.problem.states)
-        needs = [needed and call.grad_enabled for needed in ctx.needs_input_grad[1:]]
-        x_PF = chunks.to_chunks(given[0]).detach().requires_grad_(needs[0])
-        initial = given[1 : 1 + count]
-        starts = [
-            start.detach().requires_grad_(start.is_floating_point() and any(needs))
-            for start in chunks.starts(initial, call.boundaries)
-        ]
-        parameters = [t.detach().requires_grad_(n) for t, n in zip(given[1 + count :], needs[1 + count :], strict=True)]
-        own = dataclasses.replace(problem, parameters=dict(zip(problem.parameters, parameters, strict=True)))
-        with torch.set_grad_enabled(any(needs)):
-            outputs, ends = _run_chunks(own, chunks, x_PF, starts, lead_steps=call.adjoint.lead_steps)
+    def forward(
+        ctx: Any,
+        problem: Problem,
+        graph: ChunkGraph,
+        adjoint: AbstractAdjoint,
+        report: Callable[[AdjointStats], None],
+        *given: torch.Tensor,
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.needs = call, needs
-        ctx.graph = ChunkGraph(
-            chunks=chunks, x_PF=x_PF, starts=starts, parameters=parameters, outputs=outputs, ends=ends
-        )
-        detached = [end.detach() for end in ends]
-        ctx.mark_non_differentiable(*detached)
-        y_PF = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return (chunks.to_sequences(y_PF.detach()), *chunks.final_states(initial, detached), *detached)
+        ctx.problem, ctx.graph, ctx.adjoint, ctx.report = problem, graph, adjoint, report
+        y_PF = graph.outputs[0] if len(graph.outputs) == 1 else torch.cat(graph.outputs)
+        finals = graph.chunks.final_states(given[1 : 1 + len(graph.ends)], [end.detach() for end in graph.ends])
+        return (graph.chunks.to_sequences(y_PF.detach()), *finals)
 
     @staticmethod
-    def backward(ctx: Any, *arriving: MaybeTensor) -> Any:
-        call: _Call = ctx.call
+    def backward(ctx: Any, d_y_PF: MaybeTensor, *d_finals: MaybeTensor) -> Any:
+        problem: Problem = ctx.problem
+        chunks: Chunks = ctx.graph.chunks
+        _, _, _, _, *needs = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            return None, *_sequential_gradients(call.problem, arriving, ctx.needs, create_graph=True)
-        chunks, count = call.chunks, len(call.problem.states)
-        d_y_PF, d_finals = arriving[0], arriving[1 : 1 + count]
+            found = _sequential_gradients(problem, [d_y_PF, *d_finals], needs, create_graph=True)
+            return None, None, None, None, *found
         graph: ChunkGraph = dataclasses.replace(ctx.graph, d_ends=_d_ends(chunks, ctx.graph.ends, d_finals))
         graph.d_outputs = [None] * len(graph.outputs)
         if d_y_PF is not None:
             graph.d_outputs = torch.split(chunks.to_chunks(d_y_PF), [len(part) for part in graph.outputs])
-        d_leaves, d_starts, stats = call.adjoint.solve(graph)
+        d_leaves, d_starts, stats = ctx.adjoint.solve(graph)
         if stats.failure:
-            gradients = _sequential_gradients(call.problem, arriving, ctx.needs, create_graph=False)
+            found = _sequential_gradients(problem, [d_y_PF, *d_finals], needs, create_graph=False)
         else:
             d_x_PF, *d_parameters = d_leaves
             d_x_PF = None if d_x_PF is None else chunks.to_sequences(d_x_PF)
@@ -323,9 +283,9 @@ class _DifferentiableChunks(torch.autograd.Function):
                 _d_initial(chunks, d_start, d_final, end)
                 for d_start, d_final, end in zip(d_starts, d_finals, graph.ends, strict=True)
             ]
-            gradients = [d_x_PF, *d_states, *d_parameters]
-        call.report(stats)
-        return None, *[d if needed else None for d, needed in zip(gradients, ctx.needs, strict=True)]
+            found = [d_x_PF, *d_states, *d_parameters]
+        ctx.report(stats)
+        return None, None, None, None, *(d if needed else None for d, needed in zip(found, needs, strict=True))
 
 
 def _run_chunks(
@@ -371,17 +331,12 @@ def _sequential_gradients(
     problem: Problem, arriving: Sequence[MaybeTensor], needs: Sequence[bool], *, create_graph: bool
 ) -> list[MaybeTensor]:
     """The gradient of a sequential run under autograd, in the order input, states, parameters."""
-    given = [problem.x_PF, *problem.states, *problem.parameters.values()]
     if create_graph:
         # Aliases, so that a path from one of these tensors to another elsewhere is not followed here.
-        own = [tensor.view_as(tensor) for tensor in given]
+        own = [tensor.view_as(tensor) for tensor in problem.inputs]
     else:
-        own = [tensor.detach().requires_grad_(needed) for tensor, needed in zip(given, needs, strict=True)]
+        own = [tensor.detach().requires_grad_(needed) for tensor, needed in zip(problem.inputs, needs, strict=True)]
     count = len(problem.states)
-    twin = dataclasses.replace(problem, parameters=dict(zip(problem.parameters, own[1 + count :], strict=True)))
     with torch.enable_grad():
-        y_PF, states = twin.run(problem.layout, own[0], own[1 : 1 + count])
-    pairs = [(made, d) for made, d in zip([y_PF, *states], arriving, strict=False) if d is not None]
-    wanted = [tensor for tensor, needed in zip(own, needs, strict=True) if needed]
-    found = iter(differentiate(pairs, wanted, create_graph=create_graph))
-    return [next(found) if needed else None for needed in needs]
+        y_PF, states = problem.with_parameters(own[1 + count :]).run(problem.layout, own[0], own[1 : 1 + count])
+    return differentiate(list(zip([y_PF, *states], arriving, strict=True)), own, create_graph=create_graph)

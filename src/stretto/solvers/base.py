@@ -13,11 +13,11 @@ To write a solver, subclass `AbstractSolver` and return a `Result` from `solve`.
 Shape legend: B sequences, C chunks or other rows of states, P real steps of all sequences, F features.
 """
 
+import dataclasses
 import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
 import torch
@@ -30,19 +30,14 @@ Builder: TypeAlias = Callable[[nn.Module, tuple[int, ...], torch.dtype], Program
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CellVariants:
-    """Builds and runs other steps made from a cell: its coarse step, or its step with the gates as output.
-
-    Attributes:
-        cell: The cell.
-        build: Traces and compiles a module.
-        modules: The modules made so far, by name. Each holds the cell as its attribute `cell`.
-    """
+    """Builds and runs other steps made from a cell: its coarse step, or its step with the gates as output."""
 
     cell: nn.Module
     build: Builder
     modules: dict[str, nn.Module]
+    """Those made so far, by name."""
 
     def module(self, name: str, make: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """The module of this name, made from the cell if it is missing or was made from another cell.
@@ -70,7 +65,7 @@ class CellVariants:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One direction of one layer over a batch.
 
@@ -107,9 +102,18 @@ class Problem:
         ((y_PF, finals),) = run_together([self.program.coroutine(layout, x_PF, states, self.parameters)])
         return y_PF, list(finals)
 
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """All that gradients may be asked for: the rows of the input, the states, then the parameters."""
+        return [self.x_PF, *self.states, *self.parameters.values()]
+
+    def with_parameters(self, tensors: Sequence[torch.Tensor]) -> "Problem":
+        """The same with other tensors as parameters, in their order."""
+        return dataclasses.replace(self, parameters=dict(zip(self.parameters, tensors, strict=True)))
+
 
 @final
-@dataclass(slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Solution:
     """How the states were found.
 
@@ -136,7 +140,7 @@ class Solution:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """Outputs of all rows (P, ...), the states after each sequence (B, ...), and how they were found."""
 
@@ -167,15 +171,19 @@ class Serial(AbstractSolver):
 
     def solve(self, problem: Problem) -> Result:
         """One run through all steps."""
-        y_PF, states = problem.run(problem.layout, problem.x_PF, problem.states)
-        return Result(y_PF=y_PF, states=states, solution=Solution(solver="serial"))
+        return run_sequentially(problem, Solution(solver="serial"))
+
+
+def run_sequentially(problem: Problem, solution: Solution) -> Result:
+    """One run through all steps."""
+    y_PF, states = problem.run(problem.layout, problem.x_PF, problem.states)
+    return Result(y_PF=y_PF, states=states, solution=solution)
 
 
 def fall_back(problem: Problem, *, solver: str, reason: str, iterations: int = 0, work: float = 0.0) -> Result:
     """A sequential run, after `iterations` of another solver that cost `work`."""
-    y_PF, states = problem.run(problem.layout, problem.x_PF, problem.states)
     solution = Solution(solver=solver, iterations=iterations + 1, fell_back=True, reason=reason, work=work + 1.0)
-    return Result(y_PF=y_PF, states=states, solution=solution)
+    return run_sequentially(problem, solution)
 
 
 def residual_norm(
@@ -189,16 +197,8 @@ def residual_norm(
 
     States are measured part by part, relative to the part's largest value if that is above 1. Parts that are not
     floating point must be equal: any difference counts as 1. Gradients are measured relative to the largest of all
-    parts, whatever its size.
-
-    Args:
-        new: The newer iterate, which sets the scale.
-        old: The older one.
-        rows_C: Mask of the rows that count; all by default.
-        kind: What the parts are.
-
-    Returns:
-        The norm; NaN if any difference is NaN or inf.
+    parts, whatever its size. `new` sets the scale. Only the rows of the mask `rows_C` count. The norm is NaN if any
+    difference is NaN or inf.
     """
     if rows_C is not None:
         new, old = ([part[rows_C.to(part.device)] for part in parts] for parts in (new, old))
@@ -217,3 +217,9 @@ def residual_norm(
         largest = max(scales, default=0.0)
         return max(changes, default=0.0) / (largest or 1.0)
     return max([worst, *(change / max(1.0, scale) for change, scale in zip(changes, scales, strict=True))])
+
+
+def has_halved(values: Sequence[float], *, within: int) -> bool:
+    """Whether the lowest of the last values is below half of the lowest before; true while there are too few."""
+    early, late = values[:-within], values[-within:]
+    return not early or min(late) < min(early) / 2

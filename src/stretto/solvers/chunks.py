@@ -105,13 +105,18 @@ class Chunks:
         return torch.nonzero(~self.is_first_C)[:, 0]
 
     @cached_property
+    def place_BN(self) -> Integers:
+        """Where chunk n of sequence b is among all; meaningless if the sequence has fewer chunks."""
+        sequence_C, number_C, _ = self._order
+        place_BN = np.zeros((self.whole.num_rows, self.max_per_sequence), np.int64)
+        place_BN[sequence_C, number_C] = np.arange(self.num_chunks)
+        return place_BN
+
+    @cached_property
     def later_by_sequence(self) -> dict[int, torch.Tensor]:
         """For each sequence of several chunks, all but its first, in order of time."""
-        found: dict[int, list[int]] = {}
-        for place in np.lexsort((self.number_C, self._order[0])).tolist():
-            if self.number_C[place]:
-                found.setdefault(int(self._order[0][place]), []).append(place)
-        return {sequence: torch.tensor(places) for sequence, places in found.items()}
+        counts = enumerate(self._counts_B.tolist())
+        return {b: torch.from_numpy(self.place_BN[b, 1:count]) for b, count in counts if count > 1}
 
     def numbered(self, number: int) -> torch.Tensor:
         """The chunks with this number, one per sequence that is long enough."""
@@ -120,27 +125,19 @@ class Chunks:
     def head(self, count: int) -> "tuple[Chunks, torch.Tensor]":
         """The first `count` chunks of each sequence, and where they are among all."""
         head = Chunks(whole=self.whole.chunk(0, count * self.length), length=self.length)
-        places = [self._place[key] for key in zip(*(part.tolist() for part in head._order[:2]), strict=True)]
-        return head, torch.tensor(places, dtype=torch.int64)
-
-    @cached_property
-    def _place(self) -> dict[tuple[int, int], int]:
-        return {(int(b), int(c)): place for place, (b, c) in enumerate(zip(*self._order[:2], strict=True))}
+        return head, torch.from_numpy(self.place_BN[head._order[:2]])
 
     @cached_property
     def previous_C(self) -> torch.Tensor:
         """The chunk before each chunk; a first chunk itself."""
-        return torch.tensor(
-            [self._place[b, max(0, c - 1)] for b, c in zip(*(part.tolist() for part in self._order[:2]), strict=True)],
-            dtype=torch.int64,
-        )
+        sequence_C, number_C, _ = self._order
+        return torch.from_numpy(self.place_BN[sequence_C, np.maximum(number_C - 1, 0)])
 
     @cached_property
     def last_B(self) -> torch.Tensor:
         """The last chunk of each sequence that has steps."""
-        return torch.tensor(
-            [self._place[b, int(count) - 1] for b, count in enumerate(self._counts_B) if count], dtype=torch.int64
-        )
+        counts_B = self._counts_B[: self.whole.num_nonempty]
+        return torch.from_numpy(self.place_BN[np.arange(len(counts_B)), counts_B - 1])
 
     @cached_property
     def rows_P(self) -> torch.Tensor:

@@ -35,7 +35,7 @@ D units of the state, G features and units of the state side by side.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Final, Literal, TypeAlias, final
 
@@ -46,18 +46,10 @@ from torch import nn
 from stretto.checks import check_bool, check_choice, check_float, check_int
 from stretto.errors import StrettoError
 from stretto.kernels import Layout
-from stretto.solvers.adjoint import (
-    AbstractAdjoint,
-    AdjointStats,
-    ChunkGraph,
-    MaybeTensor,
-    Report,
-    differentiable_chunks,
-    report_to,
-)
+from stretto.solvers.adjoint import AbstractAdjoint, AdjointStats, ChunkGraph, MaybeTensor, differentiable_chunks
 from stretto.solvers.backoff import Backoff, BackoffKey, backoff_key
-from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, fall_back, residual_norm
-from stretto.solvers.chunks import Chunks, Integers
+from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, fall_back, has_halved, residual_norm
+from stretto.solvers.chunks import Chunks
 from stretto.state import flatten, pack, unflatten, unpack
 
 Relaxation: TypeAlias = Literal["F", "FCF"]
@@ -147,11 +139,14 @@ class Multigrid(AbstractSolver):
             return fall_back(problem, solver="multigrid", reason="there is only one chunk")
         grids = None if missing else CoarseGrids(problem, levels, runs=F_RELAXATIONS[self.coarse_relaxation])
         cycles = ForwardCycles(problem, levels[0], grids, runs=F_RELAXATIONS[self.fine_relaxation])
-        solution = Solution(solver="multigrid", reason=_describe(levels, missing))
-        report = _report(solution, backoff)
+        described = f"{chunks.max_per_sequence} chunks of {self.coarsening} steps"
+        sizes = ", ".join(str(level.layout.num_steps) for level in levels)
+        described += f", relaxation only: {missing}" if missing else f", {len(levels)} levels of {sizes} steps"
+        solution = Solution(solver="multigrid", reason=described)
+        record = _record_backward(solution, backoff)
         adjoint = ReverseCycles(
-            levels[0],
-            grids,
+            level=levels[0],
+            grids=grids,
             runs=F_RELAXATIONS[self.fine_relaxation],
             max_cycles=self._max_cycles(self.backward_iterations, cycles, default=DEFAULT_BACKWARD_CYCLES),
             tolerance=self.tolerance,
@@ -169,7 +164,7 @@ class Multigrid(AbstractSolver):
             has_graph = is_last or (self.tolerance is not None and cycles.runs > 0) or not torch.is_grad_enabled()
             with torch.set_grad_enabled(torch.is_grad_enabled() and has_graph):
                 y_PF, states, ends = differentiable_chunks(
-                    problem, chunks, cycles.starts, adjoint=adjoint, report=report
+                    problem, chunks, cycles.starts, adjoint=adjoint, solution=solution, on_backward=record
                 )
             cycles.runs += 1
             residuals.append(residual_norm(cycles.next_starts(ends), cycles.starts, rows_C=~chunks.is_first_C))
@@ -206,19 +201,11 @@ class Multigrid(AbstractSolver):
         return StoppingRule(tolerance=self.tolerance, steps_per_cycle=cycles.sequential_steps, budget=budget)
 
 
-def _describe(levels: Sequence["Level"], missing: str) -> str:
-    chunks = f"{levels[0].chunks.max_per_sequence} chunks of {levels[0].coarsening} steps"
-    if missing:
-        return f"{chunks}, relaxation only: {missing}"
-    return f"{chunks}, {len(levels)} levels of {', '.join(str(level.layout.num_steps) for level in levels)} steps"
+def _record_backward(solution: Solution, backoff: Backoff) -> Callable[[AdjointStats], None]:
+    """Records whether cycles paid for the gradient, too."""
+    forward = solution.reason
 
-
-def _report(solution: Solution, backoff: Backoff) -> Report:
-    """Records how the gradient was found, and whether cycles paid for it."""
-    plain, forward = report_to(solution), solution.reason
-
-    def report(stats: AdjointStats) -> None:
-        plain(stats)
+    def record(stats: AdjointStats) -> None:
         if not stats.failure:
             backoff.succeed()
             return
@@ -228,31 +215,24 @@ def _report(solution: Solution, backoff: Backoff) -> Report:
             # The states were found by cycles, and once more sequentially.
             backoff.fail(work=solution.work + stats.iterations, reason=f"the gradient: {stats.failure}")
 
-    return report
+    return record
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoppingRule:
-    """When to give up on cycles: if they would take longer than a sequential run, or stop converging.
-
-    Attributes:
-        tolerance: The residual to reach.
-        steps_per_cycle: Steps of a cycle that depend on one another.
-        budget: How many such steps may be spent in all.
-    """
+    """When to give up on cycles: if they would take longer than a sequential run, or stop converging."""
 
     tolerance: float
     steps_per_cycle: int
+    """Only those that depend on one another."""
     budget: int
+    """How many such steps may be spent in all."""
 
     def over_budget(self, residuals: Sequence[float], *, done: int, until_exact: int) -> str:
         """Why to stop; empty if the cycles still needed, at the last rate of convergence, are within the budget.
 
-        Args:
-            residuals: After each run so far.
-            done: Cycles so far.
-            until_exact: Cycles after which everything is exact anyway.
+        After `until_exact` further cycles everything is exact anyway.
         """
         more = 1.0
         if done >= MIN_CYCLES_TO_EXTRAPOLATE and len(residuals) > 1:
@@ -270,8 +250,7 @@ class StoppingRule:
 
         Cycles that do not converge end when each chunk was run in its turn, every time with all others.
         """
-        early, late = residuals[:-STALL_CYCLES], residuals[-STALL_CYCLES:]
-        if not early or min(late) < min(early) / 2:
+        if has_halved(residuals, within=STALL_CYCLES):
             return ""
         return f"a residual of {residuals[-1]:.1e} is left, which the last {STALL_CYCLES} cycles did not halve"
 
@@ -286,10 +265,6 @@ class Level:
 
     Point t is the state after t steps. Every `coarsening`-th point, from point 0 on, is a point of the coarser grid, so
     that a coarse step spans a whole chunk. No coarse step spans a sequence's last chunk, which may be short.
-
-    Attributes:
-        layout: Of the steps of this grid.
-        coarsening: Steps per step of the coarser grid.
     """
 
     layout: Layout
@@ -306,44 +281,25 @@ class Level:
         return Layout(np.maximum(-(-self.layout.lengths_B // self.coarsening) - 1, 0))
 
     @cached_property
-    def _steps_Q(self) -> tuple[Integers, Integers]:
-        """The sequence and the number of each coarse step."""
-        return self.coarser.sequence_P.numpy(), self.coarser.step_P.numpy()
-
-    @cached_property
-    def _places(self) -> Integers:
-        """Where each chunk of each sequence is among all."""
-        places_BN = np.zeros((self.layout.num_rows, self.chunks.max_per_sequence), np.int64)
-        places_BN[self.chunks.sequence_C.numpy(), self.chunks.number_C] = np.arange(self.chunks.num_chunks)
-        return places_BN
+    def next_Q(self) -> torch.Tensor:
+        """The chunk that starts where each coarse step ends."""
+        sequence_Q, step_Q = self.coarser.sequence_P.numpy(), self.coarser.step_P.numpy()
+        return torch.from_numpy(self.chunks.place_BN[sequence_Q, step_Q + 1])
 
     @cached_property
     def chunk_Q(self) -> torch.Tensor:
         """The chunk that each coarse step spans."""
-        return torch.from_numpy(self._places[self._steps_Q])
+        return self.chunks.previous_C[self.next_Q]
 
     @cached_property
-    def next_Q(self) -> torch.Tensor:
-        """The chunk that starts where each coarse step ends."""
-        sequence_Q, step_Q = self._steps_Q
-        return torch.from_numpy(self._places[sequence_Q, step_Q + 1])
+    def _first_row_C(self) -> torch.Tensor:
+        """The row of each chunk's first step: in the layout of the chunks these come first."""
+        return self.chunks.rows_P[: self.chunks.num_chunks]
 
     @cached_property
     def first_Q(self) -> torch.Tensor:
         """The first row that each coarse step spans."""
-        sequence_Q, step_Q = self._steps_Q
-        return torch.from_numpy(self.layout.starts_T[step_Q * self.coarsening] + sequence_Q)
-
-    @cached_property
-    def _row_before_C(self) -> torch.Tensor:
-        """The row before each chunk; meaningless for a first one."""
-        step_C = np.maximum(self.chunks.number_C * self.coarsening - 1, 0)
-        return torch.from_numpy(self.layout.starts_T[step_C] + self.chunks.sequence_C.numpy())
-
-    @cached_property
-    def ahead_C(self) -> torch.Tensor:
-        """How many chunks come before each in its sequence."""
-        return torch.from_numpy(self.chunks.number_C)
+        return self._first_row_C[self.chunk_Q]
 
     @cached_property
     def behind_C(self) -> torch.Tensor:
@@ -353,8 +309,8 @@ class Level:
 
     def starts(self, initial_BD: torch.Tensor, points_PD: torch.Tensor) -> torch.Tensor:
         """The state before each chunk, given those after each step."""
-        boundary_CD = points_PD.index_select(0, self._row_before_C.to(points_PD.device))
-        return self.chunks.starts([initial_BD], [boundary_CD])[0]
+        before_PD = self.layout.shift(points_PD, initial_BD)
+        return before_PD.index_select(0, self._first_row_C.to(points_PD.device))
 
     def prolong(self, initial_BD: torch.Tensor, points_QD: torch.Tensor) -> torch.Tensor:
         """The state before each chunk, given those after each coarse step."""
@@ -386,13 +342,8 @@ def _select(here_C: torch.Tensor, these: Sequence[torch.Tensor], others: Sequenc
 class ForcedCoarseStep(nn.Module):
     """One coarse step over `dt` steps of a cell, plus a forcing term that comes with the input.
 
-    A row of its input is the cell's input and the forcing term, flattened and side by side. Its output is the state
-    after the step, flattened.
-
-    Args:
-        cell: A cell with a `coarse_step`.
-        dt: How many steps it spans.
-        features: The shape of a row of the cell's input.
+    A row of its input is the cell's input, of shape `features`, and the forcing term, flattened and side by side. Its
+    output is the state after the step, flattened.
     """
 
     def __init__(self, cell: nn.Module, *, dt: float, features: tuple[int, ...]) -> None:
@@ -446,23 +397,15 @@ def _why_no_coarse_step(problem: Problem) -> str:
 
 @final
 class ForwardCycles:
-    """The states before each chunk of the finest grid, improved from cycle to cycle.
+    """The states before each chunk of the finest grid (C, ...), improved from cycle to cycle.
 
-    Args:
-        problem: What is run.
-        finest: Its grid.
-        grids: The coarse grids; None if there are none.
-        runs: Runs over the finest grid per cycle: 1 is F-, 2 is FCF-relaxation.
-
-    Attributes:
-        starts: The current approximation (C, ...).
-        done: Cycles so far.
-        runs: Runs over the finest grid so far. Each makes one more chunk of every sequence exact.
+    A cycle makes one or two runs over the finest grid: 1 is F-, 2 is FCF-relaxation.
     """
 
     def __init__(self, problem: Problem, finest: Level, grids: "CoarseGrids | None", *, runs: int) -> None:
         sequence_C = finest.chunks.sequence_C
         self.starts = [part.detach().index_select(0, sequence_C.to(part.device)) for part in problem.states]
+        # Cycles, and runs over the finest grid, so far. Each run makes one more chunk of every sequence exact.
         self.done = 0
         self.runs = 0
         self._problem, self._finest, self._grids, self._runs_per_cycle = problem, finest, grids, runs
@@ -501,7 +444,8 @@ class ForwardCycles:
                 relaxed = self.next_starts(ends)
             corrected = relaxed if self._grids is None else self._grids.correct(self.starts, ends)
             # What relaxation alone has made exact is not corrected any more.
-            self.starts = _select(self._finest.ahead_C <= self.runs, relaxed, corrected)
+            number_C = torch.from_numpy(self._finest.chunks.number_C)
+            self.starts = _select(number_C <= self.runs, relaxed, corrected)
             self.done += 1
 
     def next_starts(self, ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -519,18 +463,14 @@ class ForwardCycles:
 class CoarseGrids:
     """The coarse grids of a problem, and the FAS corrections that they give.
 
-    Args:
-        problem: What they are grids of.
-        levels: The finest and at least one coarser.
-        runs: Runs over a coarse grid before the next coarser one is used: 1 is F-, 2 is FCF-relaxation.
-
-    Attributes:
-        steps_run: Coarse steps computed so far.
+    Each is run over `runs` times before the next coarser one is used: 1 is F-, 2 is FCF-relaxation.
     """
 
     def __init__(self, problem: Problem, levels: Sequence[Level], *, runs: int) -> None:
+        # The first is the finest grid.
         self.levels = levels
         self.runs = runs
+        # Coarse steps computed so far.
         self.steps_run = 0
         self.initial_BD = pack([part.detach() for part in problem.states])
         self._problem = problem
@@ -558,12 +498,7 @@ class CoarseGrids:
         return unpack(self.levels[0].prolong(self.initial_BD, points_PD), self._problem.states)
 
     def correct(self, starts: Sequence[torch.Tensor], ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Better states before each chunk of the finest grid.
-
-        Args:
-            starts: The current ones (C, ...).
-            ends: Those after each chunk, run from `starts`.
-        """
+        """Better states before each chunk of the finest grid, whose runs from `starts` led to `ends` (C, ...)."""
         return unpack(self._correct(0, pack(starts), pack(ends)), self._problem.states)
 
     def _correct(self, number: int, starts_CD: torch.Tensor, ends_CD: torch.Tensor) -> torch.Tensor:
@@ -630,55 +565,47 @@ class CoarseGrids:
 
 
 @final
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReverseCycles(AbstractAdjoint):
     """The adjoint recurrence by cycles in reverse.
 
     A reverse sweep is the relaxation. After k of them the last k chunks are exact, whatever the net, as the first k
     are for the states.
-
-    Args:
-        level: The finest grid.
-        grids: The coarse grids; None if there are none.
-        runs: Reverse sweeps before the coarse grids are used: 1 is F-, 2 is FCF-relaxation.
-        max_cycles: Cycles to make at most; as many as there are chunks are always enough.
-        tolerance: The change that is small enough, relative to the largest gradient; None to make all cycles.
-        stopping: When to fall back to a sequential backward pass; None for never.
     """
 
-    def __init__(
-        self,
-        level: Level,
-        grids: CoarseGrids | None,
-        *,
-        runs: int,
-        max_cycles: int,
-        tolerance: float | None,
-        stopping: StoppingRule | None,
-    ) -> None:
-        self._level, self._grids, self._runs = level, grids, runs
-        self._max_cycles, self._tolerance, self._stopping = max_cycles, tolerance, stopping
+    level: Level
+    """The finest grid."""
+    grids: CoarseGrids | None
+    runs: int
+    """Reverse sweeps before the coarse grids are used: 1 is F-, 2 is FCF-relaxation."""
+    max_cycles: int
+    """As many as there are chunks are always enough."""
+    tolerance: float | None
+    """The change that is small enough, relative to the largest gradient; None to make all cycles."""
+    stopping: StoppingRule | None
+    """When to fall back to a sequential backward pass; None for never."""
 
     def solve(self, graph: ChunkGraph) -> tuple[list[MaybeTensor], list[MaybeTensor], AdjointStats]:
         """Cycle until nothing changes or enough cycles were made, then one sweep with gradients of weights."""
-        num_chunks = self._level.chunks.max_per_sequence
+        num_chunks = self.level.chunks.max_per_sequence
         arriving = [torch.zeros_like(end) for end in graph.ends]
         coarse: ReverseGrids | None = None
         done, exact_chunks, residuals = 0, 0, list[float]()
-        while done < self._max_cycles and exact_chunks + 1 < num_chunks:
+        while done < self.max_cycles and exact_chunks + 1 < num_chunks:
             fresh = graph.sweep(arriving)
             exact_chunks += 1
             residuals.append(residual_norm(fresh, arriving, kind="gradient"))
-            if self._tolerance is not None and residuals[-1] <= self._tolerance:
+            if self.tolerance is not None and residuals[-1] <= self.tolerance:
                 break
             failure = self._why_stop(residuals, done=done, until_exact=num_chunks - exact_chunks)
             if failure:
                 return [], [], AdjointStats(iterations=done, residual=residuals[-1], failure=failure)
-            for _ in range(self._runs - 1):
+            for _ in range(self.runs - 1):
                 arriving, fresh = fresh, graph.sweep(fresh)
                 exact_chunks += 1
-            if self._grids is not None:
-                coarse = coarse or ReverseGrids(self._grids, graph.starts)
-                fresh = _select(self._level.behind_C <= exact_chunks, fresh, coarse.correct(arriving, fresh))
+            if self.grids is not None:
+                coarse = coarse or ReverseGrids(self.grids, graph.starts)
+                fresh = _select(self.level.behind_C <= exact_chunks, fresh, coarse.correct(arriving, fresh))
             arriving = fresh
             done += 1
         d_leaves, d_starts = graph.pull_back(arriving)
@@ -690,9 +617,9 @@ class ReverseCycles(AbstractAdjoint):
     def _why_stop(self, residuals: Sequence[float], *, done: int, until_exact: int) -> str:
         if not math.isfinite(residuals[-1]):
             return "a gradient is NaN or inf"
-        if self._stopping is None:
+        if self.stopping is None:
             return ""
-        return self._stopping.over_budget(residuals, done=done, until_exact=until_exact)
+        return self.stopping.over_budget(residuals, done=done, until_exact=until_exact)
 
 
 @final
@@ -714,11 +641,7 @@ class ReverseGrids:
     At given states the adjoint recurrence is linear, and so are its corrections: what arrives at a point of a coarse
     grid is what the coarse step after it pulls back, plus what the finer grid is still missing there. Pulling back is
     left to autograd: a run over the grid, forced so that it goes through the given states, is differentiated with
-    regard to its forcing term.
-
-    Args:
-        grids: The grids.
-        starts: The states before each chunk of the finest grid (C, ...), at which all steps are differentiated.
+    regard to its forcing term. `starts` are those states, before each chunk of the finest grid (C, ...).
     """
 
     def __init__(self, grids: CoarseGrids, starts: Sequence[torch.Tensor]) -> None:
@@ -748,12 +671,7 @@ class ReverseGrids:
         return _CoarseRun(level=level, tau_PD=tau_PD, points_PD=points_PD, starts_CD=starts_CD, ends_CD=ends_CD)
 
     def correct(self, arriving: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A better guess of what arrives at the end of each chunk of the finest grid.
-
-        Args:
-            arriving: The current guess (C, ...).
-            fresh: What a reverse sweep made of it.
-        """
+        """A better guess of what arrives at the end of each chunk (C, ...), of which a sweep made `fresh`."""
         arriving_CD, fresh_CD = pack(arriving), pack(fresh)
         chunk_Q = self._grids.levels[0].chunk_Q.to(arriving_CD.device)
         missing_QD = (fresh_CD - arriving_CD).index_select(0, chunk_Q)

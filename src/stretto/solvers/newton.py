@@ -27,7 +27,6 @@ F features.
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Final, Literal, TypeAlias, final
 
@@ -36,9 +35,9 @@ import torch
 
 from stretto.checks import check_choice, check_float, check_int
 from stretto.kernels import Layout
-from stretto.solvers.adjoint import ReverseSweeps, differentiable_chunks, report_to
+from stretto.solvers.adjoint import ReverseSweeps, differentiable_chunks, differentiate
 from stretto.solvers.backoff import Backoff, BackoffKey, backoff_key
-from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, fall_back, residual_norm
+from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, fall_back, has_halved, residual_norm
 from stretto.solvers.chunks import Chunks
 from stretto.state import pack, unpack
 
@@ -132,9 +131,7 @@ class Newton(AbstractSolver):
             if failure and not newton.residual <= self.tolerance:
                 return _fall_back(problem, newton, runs - 1, reason=failure)
             boundaries = newton.boundaries(chunks)
-            y_PF, states, ends = differentiable_chunks(
-                problem, chunks, boundaries, adjoint=adjoint, report=report_to(solution)
-            )
+            y_PF, states, ends = differentiable_chunks(problem, chunks, boundaries, adjoint=adjoint, solution=solution)
             is_finite = all(bool(end.isfinite().all()) for end in ends)
             arrived = chunks.previous_ends(ends)
             residual = residual_norm(arrived, boundaries, rows_C=~chunks.is_first_C) if is_finite else math.inf
@@ -256,7 +253,7 @@ class _Iteration:
             return f"iteration {self.iterations} overflows" if self.iterations else "a state is NaN or inf"
         if most is not None:
             return f"a residual of {self.residual:.1e} is left after {_count(most)}" if self.iterations >= most else ""
-        if _has_halved(self._residuals) or _has_halved(self._num_off):
+        if any(has_halved(values, within=STALL_ITERATIONS) for values in (self._residuals, self._num_off)):
             return ""
         left = f"a residual of {self.residual:.1e} is left after {_count(self.iterations)}"
         dtype = self._states_PS.dtype
@@ -268,12 +265,6 @@ class _Iteration:
         )
 
 
-def _has_halved(values: Sequence[float]) -> bool:
-    """Whether the lowest of the last values is below half of the lowest before; true while there are too few."""
-    early, late = values[:-STALL_ITERATIONS], values[-STALL_ITERATIONS:]
-    return not early or min(late) < min(early) / 2
-
-
 @final
 @dataclasses.dataclass(frozen=True)
 class SequenceMajor:
@@ -281,9 +272,6 @@ class SequenceMajor:
 
     In this order a recurrence over the batch is a single recurrence, however many sequences there are and however long
     each is. (A `Layout` is step-major: all first steps, then all second steps, and so on.)
-
-    Attributes:
-        layout: Of the batch.
     """
 
     layout: Layout
@@ -325,12 +313,7 @@ class SequenceMajor:
 
 @final
 class AllSteps:
-    """The steps of a problem, taken independently of each other. Gradients of the problem do not flow through them.
-
-    Args:
-        problem: Whose steps.
-        order: The order of the rows.
-    """
+    """The steps of a problem, taken independently of each other. Gradients of the problem do not flow through them."""
 
     def __init__(self, problem: Problem, order: SequenceMajor) -> None:
         self._problem = dataclasses.replace(
@@ -361,17 +344,13 @@ class AllSteps:
 
 @final
 class LinearizedSteps:
-    """All steps from given states, with their autograd graph.
-
-    Attributes:
-        after_PS: The state after each step.
-        products: Vector-Jacobian products computed so far, each over all steps.
-    """
+    """All steps from given states, with their autograd graph."""
 
     def __init__(self, before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
         self._before, self._after = before, after
         self.after_PS = pack([part.detach() for part in after])
         self.products = 0
+        """Vector-Jacobian products computed so far, each over all steps."""
 
     def jacobians(self, form: JacobianForm) -> torch.Tensor:
         """The Jacobian of each step (P, S, S), or its diagonal (P, S), from one product per unit of the state."""
@@ -405,14 +384,8 @@ class LinearizedSteps:
         """The vector-Jacobian product of each step."""
         self.products += 1
         pieces = unpack(d_after_PS, self._after)
-        # A part that does not depend on the state has no gradient to ask for.
-        pairs = [(part, d.to(part)) for part, d in zip(self._after, pieces, strict=True) if part.requires_grad]
-        if not pairs:
-            return torch.zeros_like(d_after_PS)
-        found = torch.autograd.grad(
-            [part for part, _ in pairs], self._before, [d for _, d in pairs], retain_graph=True, materialize_grads=True
-        )
-        return pack(found)
+        found = differentiate([(part, d.to(part)) for part, d in zip(self._after, pieces, strict=True)], self._before)
+        return pack([torch.zeros_like(part) if d is None else d for part, d in zip(self._before, found, strict=True)])
 
 
 def solve_recurrence(linear_T: torch.Tensor, offset_TS: torch.Tensor) -> torch.Tensor:
@@ -420,16 +393,10 @@ def solve_recurrence(linear_T: torch.Tensor, offset_TS: torch.Tensor) -> torch.T
 
     Two affine maps in a row are one affine map. Pairs are joined until one is left, which gives every second, fourth,
     eighth ... state; then those between are filled in. About 2 log2(T) rounds, and about T products of matrices in all,
-    in the first half of them.
+    in the first half of them. Linear parts are (T, S, S), or (T, S) if diagonal. States are not finite where products
+    overflow.
 
     Several recurrences may follow one another: the linear part of the first step of each is zero.
-
-    Args:
-        linear_T: The linear part of each step (T, S, S), or (T, S) for diagonal ones.
-        offset_TS: What each step adds.
-
-    Returns:
-        The state after each step (T, S); not finite where products overflow.
     """
     if len(offset_TS) <= 1:
         return offset_TS.clone()

@@ -29,9 +29,8 @@ L steps of a chunk, P real steps of all sequences, R pairs of sweeps, S all unit
 
 import dataclasses
 import math
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal, final
 
 import torch
@@ -40,7 +39,7 @@ from torch import nn
 from stretto.checks import check_bool, check_float, check_int
 from stretto.errors import StrettoError
 from stretto.kernels import Layout
-from stretto.solvers.adjoint import AdjointStats, ReverseSweeps, differentiable_chunks, report_to
+from stretto.solvers.adjoint import AdjointStats, ReverseSweeps, differentiable_chunks
 from stretto.solvers.backoff import Backoff, BackoffKey, backoff_key
 from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, fall_back, residual_norm
 from stretto.solvers.chunks import Chunks
@@ -190,7 +189,7 @@ class Shooting(AbstractSolver):
             )
         chunks = self._cut(problem.layout)
         if chunks.max_per_sequence <= 1:
-            return self._sequential(problem, reason="there is only one chunk")
+            return fall_back(problem, solver="shooting", reason="there is only one chunk")
         if self.max_sweeps is not None:
             return self._sweep_at_most(problem, chunks, self.max_sweeps)
         if self.until_converged:
@@ -204,7 +203,7 @@ class Shooting(AbstractSolver):
         backoff = self._backoffs.setdefault(key, Backoff())
         skip = backoff.should_skip()
         if skip:
-            return self._sequential(problem, reason=skip)
+            return fall_back(problem, solver="shooting", reason=skip)
         known, work = self._forgetting.get(key), 0.0
         if known is None:
             steps, cost = estimate_forgetting(
@@ -212,7 +211,10 @@ class Shooting(AbstractSolver):
             )
             work += cost / max(1, problem.layout.total)
             if BURN_IN_MARGIN * steps > self._cut(problem.layout, steps).length:
-                result = self._sequential(problem, reason=_remembers_too_long(steps, chunks), work=work)
+                reason = f"the net does not forget within a chunk of {chunks.length} steps"
+                if math.isfinite(steps):
+                    reason = f"the net remembers about {steps:.0f} steps, and a chunk has {chunks.length}"
+                result = fall_back(problem, solver="shooting", reason=reason, work=work)
                 backoff.record(result)
                 return result
             self._forgetting[key] = steps
@@ -233,9 +235,7 @@ class Shooting(AbstractSolver):
         reason = f"{chunks.max_per_sequence} chunks of {chunks.length} steps, burnt in over {burn_in} steps"
         solution = Solution(solver="shooting", reason=reason)
         adjoint = ReverseSweeps(tolerance=self.tolerance, max_sweeps=chunks.max_per_sequence, lead_steps=burn_in)
-        y_PF, states, ends = differentiable_chunks(
-            problem, chunks, guess.states, adjoint=adjoint, report=report_to(solution)
-        )
+        y_PF, states, ends = differentiable_chunks(problem, chunks, guess.states, adjoint=adjoint, solution=solution)
         arrived = chunks.previous_ends(ends)
         residual = _boundary_residual(chunks, arrived, guess.states)
         if not residual <= self.tolerance:
@@ -264,7 +264,7 @@ class Shooting(AbstractSolver):
             head,
             [part[places.to(part.device)] for part in arrived],
             adjoint=ReverseSweeps(tolerance=self.tolerance, max_sweeps=head.max_per_sequence),
-            report=report_to(solution),
+            solution=solution,
         )
         rest = problem.layout.chunk(at, problem.layout.num_steps)
         rest_PF, states = problem.run(rest, problem.x_PF[rows:], states)
@@ -274,18 +274,20 @@ class Shooting(AbstractSolver):
 
     def _sweep_until_converged(self, problem: Problem, chunks: Chunks) -> Result:
         sweeps = CorrectedSweeps(problem, chunks, tolerance=self.tolerance)
-        start = _nearest_start(problem, chunks, sweeps, cache=self.cache, tolerance=self.tolerance)
+        start, ends, residual, work = _nearest_start(
+            problem, chunks, sweeps, cache=self.cache, tolerance=self.tolerance
+        )
         reason = f"{chunks.max_per_sequence} chunks of {chunks.length} steps{start.source}"
         solution = Solution(solver="shooting", reason=reason)
-        boundaries = sweeps.next_boundaries(start.states, start.ends, start.residual)
+        adjoint = ReverseSweeps(tolerance=self.tolerance, max_sweeps=chunks.max_per_sequence)
+        boundaries = sweeps.next_boundaries(start.states, ends, residual)
         done = 1
         while True:
             done += 1
-            is_last = sweeps.is_near or done >= chunks.max_per_sequence
+            is_last = sweeps.sweeps_needed <= 1.0 or done >= chunks.max_per_sequence
             if is_last:
-                adjoint = ReverseSweeps(tolerance=self.tolerance, max_sweeps=chunks.max_per_sequence)
                 y_PF, states, ends = differentiable_chunks(
-                    problem, chunks, boundaries, adjoint=adjoint, report=report_to(solution)
+                    problem, chunks, boundaries, adjoint=adjoint, solution=solution
                 )
             else:
                 ends = sweeps.run(boundaries)
@@ -294,8 +296,10 @@ class Shooting(AbstractSolver):
             if is_last and (residual <= self.tolerance or done >= chunks.max_per_sequence):
                 break
             boundaries = sweeps.next_boundaries(boundaries, ends, residual)
-        solution.iterations, solution.residual, solution.work = done, residual, start.work + done - 1
-        solution.reason += sweeps.correction_used + _nonfinite(residual)
+        solution.iterations, solution.residual, solution.work = done, residual, work + done - 1
+        if sweeps.correction is not None:
+            solution.reason += f", corrected by {sweeps.correction.name}"
+        solution.reason += _nonfinite(residual)
         _remember(problem, chunks, arrived, cache=self.cache)
         return Result(y_PF=y_PF, states=states, solution=solution)
 
@@ -312,8 +316,7 @@ class Shooting(AbstractSolver):
             tolerance=self.tolerance, max_sweeps=max_sweeps, arriving=guess.adjoints if max_sweeps == 1 else None
         )
 
-        def report(stats: AdjointStats) -> None:
-            report_to(solution)(stats)
+        def remember_adjoints(stats: AdjointStats) -> None:
             if self.cache is not None and self.cache.adjoints:
                 _remember(problem, chunks, stats.arriving, cache=self.cache, adjoint=True)
 
@@ -321,14 +324,16 @@ class Shooting(AbstractSolver):
             # A first sweep from initial states will not agree, so what its gradients would need is not stored.
             is_futile = done == 0 and guess.known == 0 and max_sweeps > 1
             with torch.set_grad_enabled(torch.is_grad_enabled() and not is_futile):
-                y_PF, states, ends = differentiable_chunks(problem, chunks, boundaries, adjoint=adjoint, report=report)
+                y_PF, states, ends = differentiable_chunks(
+                    problem, chunks, boundaries, adjoint=adjoint, solution=solution, on_backward=remember_adjoints
+                )
             arrived = chunks.previous_ends(ends)
             residual = _boundary_residual(chunks, arrived, boundaries)
             done += 1
             if done == max_sweeps or (residual <= self.tolerance and not is_futile):
                 break
             if not math.isfinite(residual):
-                return self._sequential(problem, reason="a state is NaN or inf", work=done)
+                return fall_back(problem, solver="shooting", reason="a state is NaN or inf", work=done)
             boundaries = arrived
         solution.iterations, solution.residual, solution.work = done, residual, guess.work + done
         solution.reason += _nonfinite(residual)
@@ -350,19 +355,9 @@ class Shooting(AbstractSolver):
         fitting = int(layout.num_steps / max(1.0, MIN_CHUNK_PER_BURN_IN * BURN_IN_MARGIN * forgetting))
         return Chunks.cut(layout, max(1, min(most, max(fitting, MIN_CHUNKS))))
 
-    @staticmethod
-    def _sequential(problem: Problem, *, reason: str, work: float = 0.0) -> Result:
-        return fall_back(problem, solver="shooting", reason=reason, work=work)
-
 
 def _boundary_residual(chunks: Chunks, arrived: Sequence[torch.Tensor], assumed: Sequence[torch.Tensor]) -> float:
     return residual_norm(arrived, assumed, rows_C=~chunks.is_first_C)
-
-
-def _remembers_too_long(forgetting: float, chunks: Chunks) -> str:
-    if math.isfinite(forgetting):
-        return f"the net remembers about {forgetting:.0f} steps, and a chunk has {chunks.length}"
-    return f"the net does not forget within a chunk of {chunks.length} steps"
 
 
 def _nonfinite(residual: float) -> str:
@@ -425,25 +420,18 @@ def estimate_forgetting(problem: Problem, chunks: Chunks, *, steps: int, toleran
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Guess:
-    """A guess of the boundary states.
-
-    Attributes:
-        states: Before each chunk (C, ...).
-        adjoints: Gradients that arrive at the end of each chunk (C, ...), if the cache keeps them.
-        known: Sequences of several chunks that were in the cache.
-        source: The same in words; empty without a cache.
-        work: Steps computed for it, as a multiple of the steps there are.
-        ends: After a first sweep, the states after each chunk (C, ...).
-        residual: After a first sweep, the largest difference between the two.
-    """
+    """A guess of the boundary states."""
 
     states: list[torch.Tensor]
+    """Before each chunk (C, ...)."""
     adjoints: list[torch.Tensor] | None
+    """Gradients that arrive at the end of each chunk (C, ...), if the cache keeps them."""
     known: int
+    """Sequences of several chunks that were in the cache."""
     source: str
+    """The same in words; empty without a cache."""
     work: float
-    ends: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    residual: float = math.nan
+    """Steps computed for it, as a multiple of the steps there are."""
 
 
 def _guess(problem: Problem, chunks: Chunks, *, cache: TrajectoryCache | None, burn_in: int) -> _Guess:
@@ -470,15 +458,16 @@ def _guess(problem: Problem, chunks: Chunks, *, cache: TrajectoryCache | None, b
 
 def _nearest_start(
     problem: Problem, chunks: Chunks, sweeps: "CorrectedSweeps", *, cache: TrajectoryCache | None, tolerance: float
-) -> _Guess:
+) -> tuple[_Guess, list[torch.Tensor], float, float]:
     """Of the cached, the burnt-in and the initial states, those that a first sweep leaves nearest to themselves.
 
-    Its `work` is that of all guesses and their sweeps.
+    Returns:
+        The guess, the ends of its sweep (C, ...), what the two differ by, and the work of all guesses and their sweeps.
     """
     burn_in = chunks.length // PROBE_SHARE
     sources: list[tuple[TrajectoryCache | None, int]] = [] if cache is None else [(cache, burn_in)]
     sources += [(None, burn_in), (None, 0)] if burn_in else [(None, 0)]
-    tried: list[_Guess] = []
+    tried: list[tuple[_Guess, list[torch.Tensor], float]] = []
     work = 0.0
     for held, steps in sources:
         guess = _guess(problem, chunks, cache=held, burn_in=steps)
@@ -488,25 +477,22 @@ def _nearest_start(
         ends = sweeps.run(guess.states)
         work += 1.0
         residual = _boundary_residual(chunks, chunks.previous_ends(ends), guess.states)
-        tried.append(dataclasses.replace(guess, ends=ends, residual=residual))
+        tried.append((guess, ends, residual))
         if residual <= tolerance:
             break
-    best = min(tried, key=lambda start: (math.isnan(start.residual), start.residual))
-    return dataclasses.replace(best, work=work)
+    return *min(tried, key=lambda start: (math.isnan(start[2]), start[2])), work
 
 
-# What a cache holds of a sequence is one row per boundary. The states at a boundary belong to the chunk after it, the
-# gradients that arrive there to the chunk before it.
+def _held(problem: Problem, chunks: Chunks, *, adjoint: bool) -> Iterator[tuple[int, CacheKey, torch.Tensor]]:
+    """Each sequence of several chunks, its key, and the chunks whose states or gradients a cache holds.
 
-
-def _rows_held(chunks: Chunks, later_D: torch.Tensor, *, adjoint: bool) -> torch.Tensor:
-    return chunks.previous_C[later_D] if adjoint else later_D
-
-
-def _key(problem: Problem, chunks: Chunks, sequence: int, *, adjoint: bool) -> CacheKey:
+    That is one row per boundary. The states there belong to the chunk after it, the gradients to the chunk before.
+    """
     assert problem.sample_ids is not None
     layer = f"{problem.name} adjoint" if adjoint else problem.name
-    return CacheKey(layer=layer, sample_id=problem.sample_ids[sequence], chunk_length=chunks.length)
+    for sequence, later_D in chunks.later_by_sequence.items():
+        key = CacheKey(layer=layer, sample_id=problem.sample_ids[sequence], chunk_length=chunks.length)
+        yield sequence, key, chunks.previous_C[later_D] if adjoint else later_D
 
 
 def _remember(
@@ -520,11 +506,10 @@ def _remember(
     """Cache the states or gradients (C, ...) at the boundaries of each sequence, unless one is NaN or inf."""
     if cache is None:
         return
-    for sequence, later_D in chunks.later_by_sequence.items():
-        rows_D = _rows_held(chunks, later_D, adjoint=adjoint)
+    for _, key, rows_D in _held(problem, chunks, adjoint=adjoint):
         held = [part[rows_D.to(part.device)] for part in parts]
         if all(bool(torch.isfinite(part).all()) for part in held):
-            cache.put(_key(problem, chunks, sequence, adjoint=adjoint), held)
+            cache.put(key, held)
 
 
 def _recall(
@@ -539,12 +524,11 @@ def _recall(
     found = set()
     if cache is None:
         return frozenset()
-    for sequence, later_D in chunks.later_by_sequence.items():
-        held = cache.get(_key(problem, chunks, sequence, adjoint=adjoint))
-        shapes = [(len(later_D), *part.shape[1:]) for part in parts]
+    for sequence, key, rows_D in _held(problem, chunks, adjoint=adjoint):
+        held = cache.get(key)
+        shapes = [(len(rows_D), *part.shape[1:]) for part in parts]
         if held is not None and [part.shape for part in held] == shapes:
             found.add(sequence)
-            rows_D = _rows_held(chunks, later_D, adjoint=adjoint)
             for part, row in zip(parts, held, strict=True):
                 part[rows_D.to(part.device)] = row.to(part)
     return frozenset(found)
@@ -560,38 +544,20 @@ class CorrectedSweeps:
     Plain sweeps come first. While the measured rate of convergence calls for more than a few further sweeps, stronger
     corrections join in: products of the cell's gates, then secants of the sweeps so far, and dense Jacobians where a
     state has fewer units than there are sweeps to save.
-
-    Args:
-        problem: What is run.
-        chunks: How it is cut.
-        tolerance: The residual to reach.
     """
 
     def __init__(self, problem: Problem, chunks: Chunks, *, tolerance: float) -> None:
         self._problem, self._chunks, self._tolerance = problem, chunks, tolerance
-        self._correction: AbstractCorrection | None = None
-        self._stronger = self._ladder()
         self._residuals: list[float] = []
-
-    def _ladder(self) -> list["AbstractCorrection"]:
-        dtypes = {part.dtype for part in self._problem.states}
-        if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
-            return []
-        gates = [GateProducts()] if GateProducts.applies_to(self._problem) else []
-        return [*gates, Secants(gates[0] if gates else None), DenseJacobians()]
-
-    @property
-    def is_near(self) -> bool:
-        """Whether the next sweep is expected to agree within the tolerance."""
-        return self._sweeps_needed <= 1.0
+        self.correction: Correction | None = None
+        self._stronger: list[Correction] = []
+        dtypes = {part.dtype for part in problem.states}
+        if len(dtypes) == 1 and next(iter(dtypes)).is_floating_point:
+            gates = [GateProducts()] if hasattr(problem.variants.cell, "retention") else []
+            self._stronger = [*gates, Secants(gates[0] if gates else Correction()), DenseJacobians()]
 
     @property
-    def correction_used(self) -> str:
-        """What was done besides plain sweeps, in words."""
-        return "" if self._correction is None else f", corrected by {self._correction.name}"
-
-    @property
-    def _sweeps_needed(self) -> float:
+    def sweeps_needed(self) -> float:
         """Sweeps still needed, at the rate of the last one."""
         if self._residuals and self._residuals[-1] <= self._tolerance:
             return 0.0
@@ -604,27 +570,27 @@ class CorrectedSweeps:
     def run(self, boundaries: list[torch.Tensor]) -> list[torch.Tensor]:
         """The states after each chunk (C, ...) from those before; no gradient flows."""
         starts = self._chunks.starts([state.detach() for state in self._problem.states], boundaries)
-        if self._correction is None:
+        if self.correction is None:
             return _run_chunks(self._problem, self._chunks, starts)
-        return unpack(self._correction.run(self._problem, self._chunks, pack(starts)), starts)
+        return unpack(self.correction.run(self._problem, self._chunks, pack(starts)), starts)
 
     def next_boundaries(
         self, boundaries: list[torch.Tensor], ends: list[torch.Tensor], residual: float
     ) -> list[torch.Tensor]:
         """The states before each chunk for the next sweep; also chooses its correction."""
         self._residuals.append(residual)
-        if self._correction is None:
+        if self.correction is None:
             fresh = self._chunks.previous_ends(ends)
         else:
             starts_CS, ends_CS = pack(boundaries), pack(ends)
-            self._correction.learn(starts_CS, ends_CS)
-            fresh = unpack(self._correction.next_starts(self._chunks, starts_CS, ends_CS), boundaries)
-        is_slow = len(self._residuals) > 1 and self._sweeps_needed > PATIENT_SWEEPS
+            self.correction.learn(starts_CS, ends_CS)
+            fresh = unpack(self.correction.next_starts(self._chunks, starts_CS, ends_CS), boundaries)
+        is_slow = len(self._residuals) > 1 and self.sweeps_needed > PATIENT_SWEEPS
         if is_slow and self._stronger and self._pays(self._stronger[0]):
-            self._correction = self._stronger.pop(0)
+            self.correction = self._stronger.pop(0)
         return fresh
 
-    def _pays(self, correction: "AbstractCorrection") -> bool:
+    def _pays(self, correction: "Correction") -> bool:
         """Dense Jacobians cost one sweep per unit of the state."""
         left = self._chunks.max_per_sequence - len(self._residuals)
         size = sum(state[0].numel() for state in self._problem.states)
@@ -636,21 +602,21 @@ def _run_chunks(problem: Problem, chunks: Chunks, starts: Sequence[torch.Tensor]
         return problem.run(chunks.layout, chunks.to_chunks(problem.x_PF), starts)[1]
 
 
-class AbstractCorrection(ABC):
-    """An approximation M of the chunks' Jacobians: runs all chunks, and says where to start next."""
+class Correction:
+    """An approximation M of the chunks' Jacobians, zero here: runs all chunks, and says where to start next."""
 
-    name: str
+    name = "nothing"
 
     def run(self, problem: Problem, chunks: Chunks, starts_CS: torch.Tensor) -> torch.Tensor:
         """The states (C, S) after each chunk; no gradient flows."""
         return pack(_run_chunks(problem, chunks, unpack(starts_CS, problem.states)))
 
-    def learn(self, starts_CS: torch.Tensor, ends_CS: torch.Tensor) -> None:  # noqa: B027
+    def learn(self, starts_CS: torch.Tensor, ends_CS: torch.Tensor) -> None:
         """Take note of a sweep's starts and ends."""
 
-    @abstractmethod
-    def multiply(self, places: torch.Tensor, moved_S: torch.Tensor) -> torch.Tensor:
+    def multiply(self, places: torch.Tensor, moved_S: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """M times a change of the starts (.., S) of some chunks: the change of their ends."""
+        return torch.zeros_like(moved_S)
 
     def next_starts(self, chunks: Chunks, starts_CS: torch.Tensor, ends_CS: torch.Tensor) -> torch.Tensor:
         """The states before each chunk for the next sweep, chunk by chunk; first chunks keep theirs."""
@@ -678,18 +644,13 @@ class _StepWithRetention(nn.Module):
 
 
 @final
-class GateProducts(AbstractCorrection):
+class GateProducts(Correction):
     """A diagonal M: the product over a chunk of what each step retains, for cells that have a `retention`."""
 
     name = "products of gates"
 
     def __init__(self) -> None:
         self._product_CS = torch.empty(0)
-
-    @staticmethod
-    def applies_to(problem: Problem) -> bool:
-        """Whether the cell has a `retention`."""
-        return hasattr(problem.variants.cell, "retention")
 
     def run(self, problem: Problem, chunks: Chunks, starts_CS: torch.Tensor) -> torch.Tensor:
         """One run, whose outputs are the gates."""
@@ -712,16 +673,15 @@ class GateProducts(AbstractCorrection):
 
 
 @final
-class Secants(AbstractCorrection):
+class Secants(Correction):
     """A low-rank M, as in Broyden's method: how ends moved when starts moved between the last sweeps.
 
-    Args:
-        base: The correction for all other directions; None for zero.
+    In all other directions M is that of another correction, `base`.
     """
 
     name = "secants of earlier sweeps"
 
-    def __init__(self, base: AbstractCorrection | None) -> None:
+    def __init__(self, base: Correction) -> None:
         self._base = base
         self._starts: list[torch.Tensor] = []
         self._ends: list[torch.Tensor] = []
@@ -730,8 +690,6 @@ class Secants(AbstractCorrection):
 
     def run(self, problem: Problem, chunks: Chunks, starts_CS: torch.Tensor) -> torch.Tensor:
         """One run by the base."""
-        if self._base is None:
-            return super().run(problem, chunks, starts_CS)
         return self._base.run(problem, chunks, starts_CS)
 
     def learn(self, starts_CS: torch.Tensor, ends_CS: torch.Tensor) -> None:
@@ -753,15 +711,12 @@ class Secants(AbstractCorrection):
         combine_CRR = right_CRR.mT * inverse_CR[:, None, :]
         self._directions_CSR = left_CSR * known_CR[:, None, :]
         every = torch.arange(len(moved_CSR))
-        base_CSR = torch.stack([self._multiply_base(every, part) for part in moved_CSR.unbind(-1)], dim=-1)
+        base_CSR = torch.stack([self._base.multiply(every, part) for part in moved_CSR.unbind(-1)], dim=-1)
         self._responses_CSR = (response_CSR - base_CSR) @ combine_CRR
-
-    def _multiply_base(self, places: torch.Tensor, moved_S: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(moved_S) if self._base is None else self._base.multiply(places, moved_S)
 
     def multiply(self, places: torch.Tensor, moved_S: torch.Tensor) -> torch.Tensor:
         """The known response along the directions that were tried; the base for all others."""
-        change = self._multiply_base(places, moved_S)
+        change = self._base.multiply(places, moved_S)
         if self._directions_CSR is None:
             return change
         along = self._directions_CSR[places].mT @ moved_S[..., None]
@@ -769,7 +724,7 @@ class Secants(AbstractCorrection):
 
 
 @final
-class DenseJacobians(AbstractCorrection):
+class DenseJacobians(Correction):
     """The full Jacobian of each chunk, by finite differences: one more run per unit of the state."""
 
     name = "dense Jacobians"

@@ -21,7 +21,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 import torch
 from torch import distributed
@@ -29,7 +29,8 @@ from torch import distributed
 from stretto.checks import check_float, check_int
 from stretto.errors import StrettoError
 from stretto.kernels import Layout
-from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, residual_norm
+from stretto.solvers.adjoint import MaybeTensor, differentiate
+from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, residual_norm, run_sequentially
 
 SEGMENT_STEPS: Final = 1024
 NUM_HEADER_VALUES: Final = 4
@@ -74,11 +75,9 @@ class TimeParallel(AbstractSolver):
         ring = RankRing(self.group, reverse=problem.reverse)
         solution = Solution(solver="time_parallel", reason="there is only one rank")
         if ring.size == 1:
-            y_PF, states = problem.run(problem.layout, problem.x_PF, problem.states)
-            return Result(y_PF=y_PF, states=states, solution=solution)
+            return run_sequentially(problem, solution)
         self._calls += 1
-        inputs = [problem.x_PF, *problem.states, *problem.parameters.values()]
-        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in problem.inputs)
         facts = {
             "the pass": f"call {self._calls}",
             "the layer and direction": problem.name,
@@ -93,10 +92,9 @@ class TimeParallel(AbstractSolver):
         span = str(steps[0]) if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)}"
         solution.reason = f"{ring.size} ranks of {span} steps"
         if problem.layout.num_rows == 0:
-            y_PF, states = problem.run(problem.layout, problem.x_PF, problem.states)
-            return Result(y_PF=y_PF, states=states, solution=solution)
+            return run_sequentially(problem, solution)
         call = _Call(self, problem, ring, facts, needs_grad, solution)
-        y_PF, *states = _TimeParallelRun.apply(call, *inputs)  # type: ignore[no-untyped-call]
+        y_PF, *states = _TimeParallelRun.apply(call, *problem.inputs)  # type: ignore[no-untyped-call]
         return Result(y_PF=y_PF, states=states, solution=solution)
 
     @staticmethod
@@ -129,20 +127,12 @@ def count_ranks(group: "distributed.ProcessGroup | None") -> int:
 
 @final
 class RankRing:
-    """The ranks of a group in the order in which a sequence passes them.
-
-    Args:
-        group: The process group; None for all ranks.
-        reverse: Whether the last rank comes first, as for a direction that reads backwards.
-
-    Attributes:
-        place: This rank's place in the order, from 0.
-        size: How many ranks there are.
-    """
+    """The ranks of a group in the order in which a sequence passes them: `reverse` if it is read backwards."""
 
     def __init__(self, group: "distributed.ProcessGroup | None", *, reverse: bool) -> None:
         self._group, self._reverse = group, reverse
         self.size = count_ranks(group)
+        # In that order, from 0.
         self.place = self._mirror(distributed.get_rank(group)) if self.size > 1 else 0
         nccl = self.size > 1 and distributed.get_backend(group) == "nccl"
         self._device = torch.device("cuda") if nccl else torch.device("cpu")
@@ -151,21 +141,18 @@ class RankRing:
         return self.size - 1 - number if self._reverse else number
 
     def require_equal(self, facts: Mapping[str, Any], *, values: Sequence[float] = ()) -> list[list[float]]:
-        """Check that all ranks are about to do the same, and gather some numbers, in one exchange.
+        """Check that all ranks are about to do the same, and gather each rank's values, in one exchange.
 
-        Args:
-            facts: What must be equal, by name: as many on every rank, in the same order. Digests are sent.
-            values: What may differ: equally many numbers on every rank.
-
-        Returns:
-            The values of each rank.
-
-        Raises:
-            StrettoError: On every rank, if facts of any two differ.
+        Facts must be equal, and are as many on every rank, in the same order; digests of them are sent. If any two
+        differ, there is an error on every rank. Values may differ, and are as many on every rank.
         """
         # Six bytes are exact as a float64.
         digests = [hashlib.sha256(str(value).encode()).digest()[:6] for value in facts.values()]
-        found = self._all_gather([*(float(int.from_bytes(digest, "big")) for digest in digests), *values])
+        sent = [*(float(int.from_bytes(digest, "big")) for digest in digests), *values]
+        own = torch.tensor(sent, dtype=torch.float64, device=self._device)
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        distributed.all_gather(gathered, own, group=self._group)
+        found = [item.tolist() for item in gathered]
         for index, (what, value) in enumerate(facts.items()):
             others = [rank for rank, row in enumerate(found) if row[index] != found[0][index]]
             if others:
@@ -176,27 +163,14 @@ class RankRing:
                 )
         return [row[len(facts) :] for row in found]
 
-    def _all_gather(self, values: Sequence[float]) -> list[list[float]]:
-        own = torch.tensor(values, dtype=torch.float64, device=self._device)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        distributed.all_gather(found, own, group=self._group)
-        return [item.tolist() for item in found]
-
     def all_reduce_max(self, values: Sequence[float]) -> list[float]:
         """The largest of each value over all ranks; NaN counts as inf."""
         both = torch.tensor(values, dtype=torch.float64, device=self._device).nan_to_num(nan=math.inf, posinf=math.inf)
         distributed.all_reduce(both, op=distributed.ReduceOp.MAX, group=self._group)
         return [float(value) for value in both.tolist()]
 
-    def send_forward(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Send to the next rank, and receive the same from the previous one; None on the first."""
-        return self._shift(parts, by=1)
-
-    def send_backward(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Send to the previous rank, and receive the same from the next one; None on the last."""
-        return self._shift(parts, by=-1)
-
-    def _shift(self, parts: Sequence[torch.Tensor], *, by: int) -> list[torch.Tensor] | None:
+    def shift(self, parts: Sequence[torch.Tensor], *, by: Literal[1, -1]) -> list[torch.Tensor] | None:
+        """Send to the next rank (the previous, by -1), and receive the same from the other side; None at the edge."""
         if not parts:
             return None
         packed = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]).to(self._device)
@@ -237,50 +211,31 @@ class _Segment:
     x_PF: torch.Tensor
     starts: list[torch.Tensor] = dataclasses.field(default_factory=list)
     ends: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    y_PF: torch.Tensor | None = None
+    y_PF: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
     residual: float = 0.0
 
 
 @final
+@dataclasses.dataclass(slots=True, kw_only=True)
 class GradientSums:
-    """Gradients of the input and the parameters of a block, added up over rounds.
+    """Gradients of the input and the parameters of a block, where they are needed, added up over rounds."""
 
-    Args:
-        block: The block.
-
-    Attributes:
-        x_PF: Of the rows of the input, if needed.
-        parameters: By name, of those that need it.
-        left_out: The largest gradient of a state that was not followed further.
-    """
-
-    def __init__(self, block: "LocalBlock") -> None:
-        problem = block.problem
-        self.x_PF = torch.zeros_like(problem.x_PF) if block.needs_input_grad else None
-        self.parameters = {name: torch.zeros_like(p) for name, p in problem.parameters.items() if p.requires_grad}
-        self.left_out = 0.0
+    x_PF: MaybeTensor
+    parameters: dict[str, torch.Tensor]
+    left_out: float = 0.0
+    """The largest gradient of a state that was not followed further."""
 
 
 @final
 class LocalBlock:
-    """The block of steps of one rank, in segments.
-
-    Args:
-        problem: The block, with parameters that are leaves.
-        segment_steps: Steps of a segment, at most.
-        needs_grad: Whether gradients will be asked for.
-        needs_input_grad: Whether that of the input will be.
-
-    Attributes:
-        starts: The states of the last run's start.
-        ends: The states after the block.
-        steps_run: Real steps computed, over all runs.
-    """
+    """The block of steps of one rank, in segments. The parameters of its problem are leaves."""
 
     def __init__(self, problem: Problem, *, segment_steps: int, needs_grad: bool, needs_input_grad: bool) -> None:
         self.problem, self.needs_grad, self.needs_input_grad = problem, needs_grad, needs_input_grad
+        # Before and after the last run.
         self.starts: list[torch.Tensor] = []
         self.ends: list[torch.Tensor] = []
+        # Real steps, over all runs.
         self.steps_run = 0
         self._segments = [
             self._segment(first, segment_steps) for first in range(0, problem.layout.num_steps, segment_steps)
@@ -301,7 +256,7 @@ class LocalBlock:
     @property
     def y_PF(self) -> torch.Tensor:
         """Outputs of all rows."""
-        made = [segment.y_PF.detach() for segment in self._segments if segment.y_PF is not None]
+        made = [segment.y_PF.detach() for segment in self._segments]
         if not made:
             with torch.no_grad():
                 return self.problem.run(self.problem.layout, self.problem.x_PF, self.starts)[0]
@@ -353,32 +308,18 @@ class LocalBlock:
                 sums.left_out = max(sums.left_out, left_out)
                 return [torch.zeros_like(part) for part in d_states]
             pairs = list(zip([end for end in segment.ends if end.is_floating_point()], d_states, strict=True))
-            if d_y_PF is not None and segment.y_PF is not None:
+            if d_y_PF is not None:
                 pairs.append((segment.y_PF, d_y_PF[segment.rows]))
-            d_states = self._pull_back(segment, [(made, d) for made, d in pairs if made.requires_grad], sums)
+            starts = [start for start in segment.starts if start.requires_grad]
+            parameters = [self.problem.parameters[name] for name in sums.parameters]
+            *found, d_x_PF = differentiate(pairs, [*starts, *parameters, segment.x_PF])
+            for name, gradient in zip(sums.parameters, found[len(starts) :], strict=True):
+                if gradient is not None:
+                    sums.parameters[name] += gradient
+            if sums.x_PF is not None and d_x_PF is not None:
+                sums.x_PF[segment.rows] += d_x_PF
+            d_states = [torch.zeros_like(s) if d is None else d for s, d in zip(starts, found, strict=False)]
         return d_states
-
-    def _pull_back(
-        self, segment: _Segment, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], sums: GradientSums
-    ) -> list[torch.Tensor]:
-        starts = [start for start in segment.starts if start.requires_grad]
-        if not pairs:
-            return [torch.zeros_like(start) for start in starts]
-        names = list(sums.parameters)
-        inputs = [segment.x_PF] if self.needs_input_grad else []
-        wanted = [*starts, *(self.problem.parameters[name] for name in names), *inputs]
-        found = torch.autograd.grad(
-            [made for made, _ in pairs], wanted, [d for _, d in pairs], retain_graph=True, allow_unused=True
-        )
-        for name, gradient in zip(names, found[len(starts) :], strict=False):
-            if gradient is not None:
-                sums.parameters[name] += gradient
-        if sums.x_PF is not None and found[-1] is not None:
-            sums.x_PF[segment.rows] += found[-1]
-        return [
-            torch.zeros_like(start) if gradient is None else gradient
-            for start, gradient in zip(starts, found, strict=False)
-        ]
 
 
 @final
@@ -393,20 +334,14 @@ class _Call:
     needs_grad: bool
     solution: Solution
 
-    @property
-    def _order(self) -> torch.Tensor | None:
-        return None if self.problem.sample_ids is None else torch.argsort(torch.tensor(self.problem.sample_ids))
-
-    def _in_common_order(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Rows in the order of their ids, which is the same on all ranks."""
-        return parts if self._order is None else [part[self._order.to(part.device)] for part in parts]
-
-    def _in_own_order(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Rows in the order of this rank's layout."""
-        if self._order is None:
-            return parts
-        inverse_B = torch.argsort(self._order)
-        return [part[inverse_B.to(part.device)] for part in parts]
+    def _shift(self, parts: list[torch.Tensor], *, by: Literal[1, -1]) -> list[torch.Tensor] | None:
+        """Exchange rows with the ranks beside this one, in the order of their ids: that is the same on all ranks."""
+        if self.problem.sample_ids is None:
+            return self.ring.shift(parts, by=by)
+        order_B = torch.argsort(torch.tensor(self.problem.sample_ids))
+        received = self.ring.shift([part[order_B.to(part.device)] for part in parts], by=by)
+        inverse_B = torch.argsort(order_B)
+        return None if received is None else [part[inverse_B.to(part.device)] for part in received]
 
     def run(self, block: LocalBlock) -> None:
         """Rounds until ranks agree."""
@@ -419,8 +354,7 @@ class _Call:
             if rounds == ring.size:
                 left = 0.0
                 break
-            received = ring.send_forward(self._in_common_order(block.ends))
-            starts = block.starts if received is None else self._in_own_order(received)
+            starts = self._shift(block.ends, by=1) or block.starts
             (left,) = ring.all_reduce_max([residual_norm(starts, block.starts)])
             if left <= tolerance:
                 break
@@ -432,11 +366,7 @@ class _Call:
     def pull_back(
         self, block: LocalBlock, d_y_PF: torch.Tensor | None, d_ends: list[torch.Tensor], sums: GradientSums
     ) -> list[torch.Tensor]:
-        """Rounds until no gradient moves from rank to rank any more.
-
-        Returns:
-            The gradients of the states before this rank's block.
-        """
+        """Rounds until no gradient moves from rank to rank any more; the gradients of the states before the block."""
         ring = self.ring
         # As long a message as in the forward pass: ranks that are in different passes compare theirs.
         facts = {**self.facts, "the pass": f"{self.facts['the pass']} backward"}
@@ -444,8 +374,7 @@ class _Call:
         moving = block.pull_back(d_ends, sums, d_y_PF=d_y_PF)
         found, left, scale, rounds = list(moving), 0.0, 0.0, 1
         while rounds < ring.size:
-            received = ring.send_backward(self._in_common_order(moving))
-            late = [torch.zeros_like(part) for part in moving] if received is None else self._in_own_order(received)
+            late = self._shift(moving, by=-1) or [torch.zeros_like(part) for part in moving]
             left, largest = ring.all_reduce_max([largest_magnitude(late), largest_magnitude(found)])
             # A gradient that is NaN or inf spreads to the first step, as it would on one rank.
             scale = largest if math.isfinite(largest) else 0.0
@@ -466,9 +395,7 @@ class _TimeParallelRun(torch.autograd.Function):
         problem, count = call.problem, len(call.problem.states)
         needs = [needed and call.needs_grad for needed in ctx.needs_input_grad[1:]]
         parameters = [t.detach().requires_grad_(n) for t, n in zip(given[1 + count :], needs[1 + count :], strict=True)]
-        own = dataclasses.replace(
-            problem, x_PF=given[0].detach(), parameters=dict(zip(problem.parameters, parameters, strict=True))
-        )
+        own = dataclasses.replace(problem.with_parameters(parameters), x_PF=given[0].detach())
         block = LocalBlock(
             own, segment_steps=call.solver.segment_steps, needs_grad=call.needs_grad, needs_input_grad=needs[0]
         )
@@ -482,7 +409,11 @@ class _TimeParallelRun(torch.autograd.Function):
     def backward(ctx: Any, d_y_PF: torch.Tensor | None, *d_finals: torch.Tensor | None) -> Any:
         call: _Call = ctx.call
         block: LocalBlock = ctx.block
-        sums = GradientSums(block)
+        leaves = block.problem.parameters.items()
+        sums = GradientSums(
+            x_PF=torch.zeros_like(block.problem.x_PF) if block.needs_input_grad else None,
+            parameters={name: torch.zeros_like(leaf) for name, leaf in leaves if leaf.requires_grad},
+        )
         d_ends = [
             torch.zeros_like(end) if d is None else d
             for end, d in zip(block.ends, d_finals, strict=True)
