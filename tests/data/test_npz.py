@@ -51,7 +51,7 @@ def test_a_written_set_has_its_name_and_is_mapped(tmp_path):
 
 @settings(deadline=None, max_examples=40)
 @given(drawn=st.data(), kind=st.sampled_from(["labels", "transcripts", "none"]))
-def test_random_ragged_sets_survive(tmp_path_factory, assert_same_set, drawn, kind):
+def test_random_ragged_sets_and_subsets_survive(tmp_path_factory, assert_same_set, drawn, kind):
     lengths = drawn.draw(st.lists(st.integers(1, 7), min_size=1, max_size=8))
     dtype = drawn.draw(st.sampled_from(DTYPES))
     width = drawn.draw(st.integers(1, 3))
@@ -65,18 +65,12 @@ def test_random_ragged_sets_survive(tmp_path_factory, assert_same_set, drawn, ki
         split_N=drawn.draw(hnp.arrays(np.uint8, len(lengths), elements=st.integers(0, 2))),
     )
     path = tmp_path_factory.mktemp("npz") / "random.npz"
-    write_npz(path, data)
-    assert_same_set(data, read_npz(path))
-    assert_same_set(data, read_npz(path, memory_map=False))
-
-
-def test_a_subset_is_written_alone(tmp_path, assert_same_set):
-    data = example("transcripts", lengths=(3, 1, 5, 2, 4, 6))
-    chosen = data.subset([5, 0, 2, 2])
-    write_npz(tmp_path / "some.npz", chosen)
-    written = read_npz(tmp_path / "some.npz")
-    assert len(written.features_SF) == 6 + 3 + 5 + 5
-    assert_same_set(chosen, written)
+    chosen = data.subset(drawn.draw(st.lists(st.sampled_from(range(len(lengths))), min_size=1, max_size=8)))
+    for written in (data, chosen):
+        write_npz(path, written)
+        assert_same_set(written, read_npz(path))
+        assert_same_set(written, read_npz(path, memory_map=False))
+    assert len(read_npz(path).features_SF) == chosen.num_steps
 
 
 def test_a_set_can_replace_the_file_it_is_mapped_from(tmp_path, assert_same_set):
@@ -162,16 +156,6 @@ def test_real_sets_have_their_published_sizes_and_survive(shared_data, tmp_path,
     assert len(data.targets.names) == classes
     write_npz(tmp_path / "again.npz", data)
     assert_same_set(data, read_npz(tmp_path / "again.npz"))
-
-
-@pytest.mark.parametrize("parts", [("valid",), ("train", "valid"), ("test",), ("train", "test")])
-def test_a_written_subset_keeps_its_parts(tmp_path: Path, parts: tuple[str, ...]) -> None:
-    data = SequenceSet.from_flat(
-        np.zeros((60, 1), dtype=np.float32), offsets=np.arange(61), split_N=np.repeat([0, 1, 2], 20)
-    )
-    kept = data.subset(np.flatnonzero(np.isin(data.split_N, [PARTS.index(part) for part in parts])))
-    write_npz(tmp_path / "kept.npz", kept)
-    assert read_npz(tmp_path / "kept.npz").split_N.tolist() == kept.split_N.tolist()
 
 
 @pytest.mark.parametrize(
@@ -443,14 +427,6 @@ def test_a_folder_with_images_is_opened_and_inspected(tmp_path: Path, capsys: py
 def test_arrays_that_are_no_images_are_refused(tmp_path: Path, change: dict[str, Array], message: str) -> None:
     np.savez(tmp_path / "wrong.npz", **images(**change))
     with pytest.raises(StrettoError, match=message):
-        read_npz(tmp_path / "wrong.npz")
-
-
-def test_a_pixel_that_is_no_number_is_named(tmp_path: Path) -> None:
-    arrays = {name: array.astype(np.float32) if name[0] == "x" else array for name, array in images().items()}
-    arrays["x_test"][1, 2, 0] = np.nan
-    np.savez(tmp_path / "wrong.npz", **arrays)
-    with pytest.raises(StrettoError, match="sequence 21 has a NaN or infinite feature at its step 2"):
         read_npz(tmp_path / "wrong.npz")
 
 

@@ -87,14 +87,10 @@ def test_the_page_is_put_where_it_is_asked_for(tmp_path: Path) -> None:
     assert out.read_bytes() == (tmp_path / "run" / "report.html").read_bytes()
 
 
-def test_the_headline_is_the_numbers_of_the_events(tmp_path: Path) -> None:
+def test_the_headline_and_the_tables_are_the_numbers_of_the_events(tmp_path: Path) -> None:
     text = _write(tmp_path, _whole())
     assert _values(text) == ["4.32%", "12 min 35 s", "41,234", "5.2%", "1.8x fewer"]
     assert "shuffled batches: 43.7%" in text
-
-
-def test_the_tables_are_the_numbers_of_the_events(tmp_path: Path) -> None:
-    text = _write(tmp_path, _whole())
     second = ["2", "10", "0.6250", "0.7500", "16.09%", "2.500", "7.89%"]
     assert "".join(f"<td>{cell}</td>" for cell in second) in text
     rows = {
@@ -324,23 +320,14 @@ def test_residuals_over_many_powers_of_ten_are_drawn(tmp_path: Path) -> None:
     assert "plot-residual" in _solved(tmp_path, *(solving(residual_mean=10.0**-number) for number in range(1, 9)))
 
 
-def test_a_sequential_run_has_no_section_on_its_solver(tmp_path: Path) -> None:
-    assert "Parallel in time" not in _write(tmp_path, _whole())
-
-
 def test_words_of_a_solver_are_escaped(tmp_path: Path) -> None:
     text = _solved(tmp_path, solving(reason=HOSTILE, solver=HOSTILE), updates=1)
     assert "&lt;script&gt;" in text
     assert "<script>alert" not in text
 
 
-@pytest.mark.parametrize(
-    ("count", "shown"), [(0, "0 bytes"), (999, "999 bytes"), (2048, "2 kB"), (5_500_000, "5.25 MB"), (3 << 30, "3 GB")]
-)
-def test_sizes_have_units(count: int, shown: str) -> None:
-    assert format_bytes(count) == shown
-
-
-@pytest.mark.parametrize(("value", "shown"), [(None, "-"), (0.0, "0"), (1.25e-7, "1.2e-07"), (1.9, "1.9")])
-def test_residuals_have_two_digits(value: float | None, shown: str) -> None:
-    assert format_residual(value) == shown
+def test_sizes_have_units_and_residuals_two_digits() -> None:
+    sizes = {0: "0 bytes", 999: "999 bytes", 2048: "2 kB", 5_500_000: "5.25 MB", 3 << 30: "3 GB"}
+    assert {size: format_bytes(size) for size in sizes} == sizes
+    residuals = {None: "-", 0.0: "0", 1.25e-7: "1.2e-07", 1.9: "1.9"}
+    assert {residual: format_residual(residual) for residual in residuals} == residuals

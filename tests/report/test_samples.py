@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.data import HandwritingSettings, make_handwriting
 from stretto.report.samples import INK_HEIGHT, MAX_INK_WIDTH, align, ink_svg, samples_html, stroke_path
 
 
@@ -18,14 +17,16 @@ def _points(svg: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     return np.array([[float(x), float(y)] for x, y in re.findall(r"[ML]([-\d.]+) ([-\d.]+)", path.attrib["d"])])
 
 
-def test_two_strokes_and_a_dot_are_three_subpaths() -> None:
+@pytest.mark.parametrize(
+    ("pen_up", "path"),
+    [
+        ([0, 1, 0, 1, 1], "M0.00 0.00L1.00 0.50M3.00 0.00L4.00 1.00M5.00 5.00L5.00 5.00"),
+        ([0, 0, 0, 0, 0], "M0.00 0.00L1.00 0.50L3.00 0.00L4.00 1.00L5.00 5.00"),
+    ],
+)
+def test_a_stroke_is_a_subpath_and_ends_with_the_ink(pen_up: list[int], path: str) -> None:
     points_T2 = np.array([[0.0, 0.0], [1.0, 0.5], [3.0, 0.0], [4.0, 1.0], [5.0, 5.0]])
-    path = stroke_path(points_T2, np.array([0.0, 1.0, 0.0, 1.0, 1.0]))
-    assert path == "M0.00 0.00L1.00 0.50M3.00 0.00L4.00 1.00M5.00 5.00L5.00 5.00"
-
-
-def test_ink_without_a_last_pen_up_still_ends() -> None:
-    assert stroke_path(np.array([[0.0, 0.0], [1.0, 1.0]]), np.zeros(2)) == "M0.00 0.00L1.00 1.00"
+    assert stroke_path(points_T2, np.array(pen_up, dtype=np.float64)) == path
 
 
 def test_known_ink_has_a_known_picture() -> None:
@@ -63,15 +64,10 @@ def test_all_ink_lies_inside_its_picture(steps: list[tuple[float, float, float]]
     assert (points <= np.array([width, height]) + 0.01).all()
     assert height <= INK_HEIGHT + 0.01
     assert width <= MAX_INK_WIDTH + 0.01
-    strokes = 1 + sum(pen_up > 0.5 for _, _, pen_up in steps[:-1])
-    assert svg.count("M") == strokes
-
-
-def test_real_ink_keeps_every_point() -> None:
-    sample = make_handwriting(HandwritingSettings(num_train=1, num_writers=1))[0]
-    points = _points(ink_svg(sample.features_TF.tolist(), label=str(sample.target)))
-    dots = int((np.diff(np.flatnonzero(np.append(1, sample.features_TF[:, 2].numpy()))) == 1).sum())
-    assert len(points) == len(sample.features_TF) + dots
+    ends = [*(pen_up > 0.5 for _, _, pen_up in steps[:-1]), True]
+    dots = sum(end and begin for end, begin in zip(ends, [True, *ends], strict=False))
+    assert svg.count("M") == sum(ends)
+    assert len(points) == len(steps) + dots
 
 
 def _bracketed(characters: list[tuple[str, bool]]) -> str:
@@ -84,7 +80,7 @@ def _bracketed(characters: list[tuple[str, bool]]) -> str:
         ("same", "same", "same", "same", 0),
         ("tone", "tune", "t[o]ne", "t[u]ne", 1),
         ("learn", "lean", "lea[r]n", "lean", 1),
-        ("ice", "icee", "ice", "ic[e]e", 1),
+        ("ice", "icee", "ice", "ice[e]", 1),
         ("ab", "", "[a][b]", "", 2),
         ("", "ab", "", "[a][b]", 2),
     ],

@@ -4,11 +4,12 @@ Shape legend: T time steps, 3 features of ink (dx, dy, pen-up), 2 coordinates.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from stretto.extras import optional
 from stretto.report.page import Html, escape
 
 INK_HEIGHT: Final = 72
@@ -25,17 +26,16 @@ NO_LABEL_COLOUR: Final = "#e4e8ec"
 EMPTY: Final = Html('<i class="detail">(empty)</i>')
 
 Marks = list[tuple[str, bool]]
-Edit = Literal["same", "changed", "missing", "extra"]
 
 
 def align(target: str, output: str) -> tuple[Marks, Marks, int]:
     """Line two texts up with the fewest edits: the characters of each, whether they are wrong, and how many edits."""
-    edits = _fewest_edits(target, output)
-    lefts, rights = iter(target), iter(output)
+    levenshtein = optional("rapidfuzz.distance").Levenshtein
+    runs = levenshtein.opcodes(target, output)
     return (
-        [(next(lefts), edit != "same") for edit in edits if edit != "extra"],
-        [(next(rights), edit != "same") for edit in edits if edit != "missing"],
-        sum(edit != "same" for edit in edits),
+        [(one, run.tag != "equal") for run in runs for one in target[run.src_start : run.src_end]],
+        [(one, run.tag != "equal") for run in runs for one in output[run.dest_start : run.dest_end]],
+        levenshtein.distance(target, output),
     )
 
 
@@ -90,37 +90,8 @@ def _marked(characters: Iterable[tuple[str, bool]]) -> Html:
     return Html("".join(f"<mark>{escape(one)}</mark>" if wrong else escape(one) for one, wrong in characters))
 
 
-def _fewest_edits(target: str, output: str) -> list[Edit]:
-    """The edits from the first character to the last, by the usual dynamic programme."""
-    rows, cols = len(target), len(output)
-    cost = np.zeros((rows + 1, cols + 1), dtype=np.int64)
-    cost[:, 0], cost[0] = np.arange(rows + 1), np.arange(cols + 1)
-    for i in range(1, rows + 1):
-        for j in range(1, cols + 1):
-            differs = target[i - 1] != output[j - 1]
-            cost[i, j] = min(cost[i - 1, j - 1] + differs, cost[i - 1, j] + 1, cost[i, j - 1] + 1)
-    edits: list[Edit] = []
-    i, j = rows, cols
-    while i or j:
-        if i and j and cost[i, j] == cost[i - 1, j - 1] + (target[i - 1] != output[j - 1]):
-            i, j = i - 1, j - 1
-            edits.append("same" if target[i] == output[j] else "changed")
-        elif i and cost[i, j] == cost[i - 1, j] + 1:
-            i -= 1
-            edits.append("missing")
-        else:
-            j -= 1
-            edits.append("extra")
-    return edits[::-1]
-
-
 def ink_svg(ink: Sequence[Sequence[float]], *, label: str) -> Html:
-    """Draw the strokes of (dx, dy, pen-up) steps, y pointing up.
-
-    Args:
-        ink: One step a point: how far the pen moved to it, and 1 on the last point of a stroke.
-        label: What the ink says, for people who do not see it.
-    """
+    """Draw the strokes of (dx, dy, pen-up) steps, y pointing up; `label` is for people who do not see them."""
     ink_T3: npt.NDArray[np.float64] = np.asarray(ink, dtype=np.float64)
     points_T2 = np.cumsum(ink_T3[:, :2] * np.array([1.0, -1.0]), axis=0)
     low, high = points_T2.min(axis=0), points_T2.max(axis=0)
@@ -154,14 +125,12 @@ def stroke_path(points_T2: npt.NDArray[np.float64], pen_up_T: npt.NDArray[np.flo
 def label_track_svg(track: Mapping[str, Any]) -> Html:
     """Two bands, the target above the output, and the names of their colours below.
 
-    Args:
-        track: `names` of the labels, and `target` and `output` as runs of [label, steps]; -1 is no label.
+    A track has the `names` of the labels, and `target` and `output` as runs of [label, steps]; -1 is no label.
     """
     height = 2 * TRACK_HEIGHT + TRACK_GAP
-    bands = _band(track["target"], track["names"], top=0) + _band(
-        track["output"], track["names"], top=TRACK_HEIGHT + TRACK_GAP
-    )
-    used = sorted({int(label) for side in ("target", "output") for label, _ in track[side]})
+    sides = {"target": 0, "output": TRACK_HEIGHT + TRACK_GAP}
+    bands = "".join(_band(track[side], track["names"], top=top) for side, top in sides.items())
+    used = sorted({int(label) for side in sides for label, _ in track[side]})
     keys = "".join(
         f'<span><i style="background:{_colour(label)}"></i>{escape(_name(track["names"], label))}</span>'
         for label in used
