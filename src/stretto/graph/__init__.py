@@ -20,7 +20,7 @@ from stretto.graph.network import (
     peephole_lstm_graph,
     two_loop_graph,
 )
-from stretto.graph.network_layers import ACTIVATIONS, Connection, Layer
+from stretto.graph.network_wiring import ACTIVATIONS, Connection, Layer
 from stretto.graph.node import BatchDim, Node, concrete_shape, evaluate, run
 from stretto.graph.operators import is_view
 from stretto.graph.summary import LoopSummary, Operator, Product, Summary, format_shape

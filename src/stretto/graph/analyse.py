@@ -25,7 +25,7 @@ from enum import Enum
 
 import networkx as nx
 
-from stretto.graph.node import Node
+from stretto.graph.node import Node, sort_nodes
 from stretto.graph.operators import is_pointwise, is_random, is_view, why_not_rowwise
 from stretto.graph.rewrite import drop_unused, merge_products, split_products_of_concatenations
 from stretto.graph.trace import StepGraph, Untraceable
@@ -317,20 +317,10 @@ def _with_shifts(graph: StepGraph, nodes: list[Node], constants: set[int], cycle
         for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True))
         if index not in constants and old not in cycle_of
     }
-    here = set(nodes)
-    order: dict[Node, None] = {}
-    for node in nodes:
-        waiting = [node]
-        while waiting:
-            top = waiting[-1]
-            reads = [after[top]] if top in after else top.inputs
-            missing = [item for item in reads if (item in here or item in after) and item not in order]
-            if missing:
-                waiting.extend(missing)
-                continue
-            waiting.pop()
-            order[top] = None
-    return list(order)
+    here = {*nodes, *after}
+    reads = {node: [item for item in node.inputs if item in here] for node in nodes}
+    reads.update((old, [new] if new in here else []) for old, new in after.items())
+    return sort_nodes(nodes, reads.__getitem__)
 
 
 def _drop_unread_views(maps: list[list[Node]], loops: list[Loop], graph: StepGraph) -> None:

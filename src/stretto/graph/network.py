@@ -11,7 +11,7 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import torch
 from torch import nn
@@ -20,17 +20,18 @@ from torch.nn import functional
 from stretto.cells import Cell, State
 from stretto.checks import check_int
 from stretto.errors import StrettoError
-from stretto.graph.network_layers import (
+from stretto.graph.network_wiring import (
     ACTIVATIONS,
     Aggregation,
     Connection,
     ConnectionKind,
     Layer,
     Range,
+    Wire,
+    Wiring,
     check_name,
-    check_range,
+    lay_out,
 )
-from stretto.graph.network_wiring import Wire, Wiring, lay_out
 
 FORMAT: Final = "stretto.Graph 1"
 SKIP_DELAY: Final = 2
@@ -314,15 +315,15 @@ class Graph:
             source_range: The units that are read; all if left out.
             destination_range: The units that it arrives at; all if left out.
         """
-        owner = f"the connection {source!r} -> {destination!r}"
         self._connections.append(
             Connection(
                 source=source,
                 destination=destination,
                 kind=kind,
                 delay=delay,
-                source_range=check_range(source_range, name="source_range", owner=owner),
-                destination_range=check_range(destination_range, name="destination_range", owner=owner),
+                # The connection makes pairs of slices.
+                source_range=cast("Range | None", source_range),
+                destination_range=cast("Range | None", destination_range),
             )
         )
 

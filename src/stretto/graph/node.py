@@ -4,6 +4,7 @@ A graph is a list of nodes, each after those it reads. It holds for any number o
 `BatchDim`s, and `run` evaluates nodes with PyTorch once the number is known.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -54,7 +55,7 @@ class Node:
         """The nodes it is computed from, in order of appearance."""
         # Read often, and only rewrites change the arguments.
         if self._inputs is None or self._inputs[0] is not self.args:
-            self._inputs = (self.args, list(nodes_in((self.args, self.kwargs))))
+            self._inputs = (self.args, [leaf for leaf in leaves_in((self.args, self.kwargs)) if isinstance(leaf, Node)])
         return self._inputs[1]
 
     @property
@@ -66,45 +67,36 @@ class Node:
     def row_shape(self) -> tuple[int, ...]:
         """The sizes within a row."""
         sizes = tuple(size for size in self.shape if not isinstance(size, BatchDim))
-        if not self.has_rows:
-            return sizes
-        first = self.shape[0]
-        assert isinstance(first, BatchDim)
-        return sizes if first.factor == 1 else (first.factor, *sizes)
+        first = self.shape[0] if self.shape else 0
+        return (first.factor, *sizes) if isinstance(first, BatchDim) and first.factor != 1 else sizes
 
     @property
     def row_size(self) -> int:
         """Elements within a row."""
-        count = 1
-        for size in self.row_shape:
-            count *= size
-        return count
+        return math.prod(self.row_shape)
 
     @property
     def label(self) -> str:
         """The operator's plain name."""
-        if self.op is None:
-            return "input"
-        return operator_name(self.op)
+        return "input" if self.op is None else _operator_name(self.op)
 
 
 @lru_cache(maxsize=4096)
-def operator_name(op: Callable[..., Any]) -> str:
+def _operator_name(op: Callable[..., Any]) -> str:
     """`aten.mul.Tensor` as "mul"."""
     packet = getattr(op, "overloadpacket", None)
     return str(getattr(packet or op, "__name__", op)).rpartition(".")[2]
 
 
-def nodes_in(value: Any) -> Iterator[Node]:
-    """Every node inside nested tuples, lists and dictionaries."""
-    if isinstance(value, Node):
-        yield value
-    elif isinstance(value, (tuple, list)):
+def leaves_in(value: Any) -> Iterator[Any]:
+    """Every leaf of nested tuples, lists and dictionaries."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
         for item in value:
-            yield from nodes_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from nodes_in(item)
+            yield from leaves_in(item)
+    else:
+        yield value
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -130,6 +122,19 @@ def needed_for(outputs: list[Node], *, stop: "set[Node] | None" = None) -> set[N
         if stop is None or node not in stop:
             waiting.extend(node.inputs)
     return found
+
+
+def sort_nodes(nodes: Iterable[Node], reads: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """The nodes and all that they read, each after what it reads, otherwise in their order."""
+    order: dict[Node, None] = {}
+    for node in nodes:
+        waiting = [node]
+        while waiting:
+            missing = [item for item in reads(waiting[-1]) if item not in order]
+            waiting.extend(missing)
+            if not missing:
+                order[waiting.pop()] = None
+    return list(order)
 
 
 def concrete_shape(shape: tuple[Size, ...], rows: int) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from stretto.graph.node import BatchDim, Node
+from stretto.graph.node import BatchDim, Node, leaves_in
 from stretto.graph.trace import constant_fill, random_fill
 
 VIEWS: Final = frozenset(
@@ -75,7 +75,7 @@ def why_not_rowwise(node: Node) -> str | None:
     if node.op in (random_fill, constant_fill):
         return None
     if not with_rows:
-        if any(isinstance(value, BatchDim) for value in _leaves(node.args)) and not node.has_rows:
+        if any(isinstance(value, BatchDim) for value in leaves_in(node.args)) and not node.has_rows:
             return f"{node.label} uses the number of rows"
         return None
     if any(not item.has_rows and item.dtype is not None for item in with_rows):
@@ -124,7 +124,7 @@ def _reason(node: Node) -> str | None:  # noqa: PLR0911 - one line per kind of o
 
 
 def _rows_align(node: Node) -> bool:
-    if any(isinstance(value, BatchDim) for value in _leaves(node.args)):
+    if any(isinstance(value, BatchDim) for value in leaves_in(node.args)):
         return False
     for item in node.inputs:
         if item.has_rows:
@@ -148,12 +148,6 @@ def _has_rows_elsewhere(node: Node) -> bool:
     if node.dtype is None:
         return any(item.has_rows or _has_rows_elsewhere(item) for item in node.inputs)
     return any(isinstance(size, BatchDim) for size in node.shape)
-
-
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in _leaves(item)]
-    return [value]
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stretto.graph.node import Node, needed_for
+from stretto.graph.node import Node, needed_for, sort_nodes
 from stretto.graph.trace import StepGraph
 
 aten = torch.ops.aten
@@ -121,27 +121,8 @@ def merge_products(graph: StepGraph, loop: set[Node]) -> int:
             )
         graph.nodes.extend(made)
     if saved:
-        _sort(graph)
+        graph.nodes = sort_nodes(graph.nodes, lambda node: node.inputs)
     return saved
-
-
-def _sort(graph: StepGraph) -> None:
-    """Sort nodes after those they read, otherwise keeping their order."""
-    done: set[Node] = set()
-    ordered: list[Node] = []
-    for node in graph.nodes:
-        waiting = [node]
-        while waiting:
-            top = waiting[-1]
-            missing = [item for item in top.inputs if item not in done]
-            if missing:
-                waiting.extend(missing)
-                continue
-            waiting.pop()
-            if top not in done:
-                done.add(top)
-                ordered.append(top)
-    graph.nodes = ordered
 
 
 def drop_unused(graph: StepGraph) -> None:
