@@ -45,7 +45,7 @@ def test_plain_lines_have_the_numbers_of_the_events() -> None:
         "handwriting: ink [red]of[/nobody], 4,321 train, 432 valid, 431 test sequences, 987,654 steps; "
         "123,456 parameters, 2 threads"
     )
-    assert "2 buckets, 5 batches per epoch, padding 6.1% (shuffled: 43.7%), so 1.8 times fewer slots" in lines[1]
+    assert "2 buckets, 5 batches per epoch, padding 6.1% (shuffled: 43.7%), so 1.8 times fewer padded steps" in lines[1]
     assert lines[2] == "note: a split was drawn [bold]"
     assert lines[3] == "epoch   1  train 1.2500  valid 1.5000  cer 32.17%      1,111 steps/s  padding 7.9%  2.5 s"
     assert "valid 1.5000  cer 50.00%" in lines[4]

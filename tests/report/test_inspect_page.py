@@ -50,7 +50,7 @@ def _printed(inspection: Inspection, *, width: int, encoding: str = "utf-8") -> 
     return stream.read()
 
 
-def _plain_slots(lengths: list[int], *, batch_size: int | None, max_padded_steps: int | None) -> int:
+def _plain_padded_steps(lengths: list[int], *, batch_size: int | None, max_padded_steps: int | None) -> int:
     """Batches as lists, one sequence after the other."""
     batches: list[list[int]] = [[]]
     for length in np.random.default_rng(0).permutation(lengths).tolist():
@@ -75,7 +75,7 @@ def test_shuffled_padded_steps_equal_those_of_listed_batches(
     if batch_size is None and max_padded_steps is None:
         batch_size = 4
     found = shuffled_padded_steps(np.array(lengths), batch_size=batch_size, max_padded_steps=max_padded_steps)
-    assert found == _plain_slots(lengths, batch_size=batch_size, max_padded_steps=max_padded_steps)
+    assert found == _plain_padded_steps(lengths, batch_size=batch_size, max_padded_steps=max_padded_steps)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_numbers_equal_a_plain_recomputation(
     lengths = data.lengths_N[data.split_N == 0]
     sampler = BucketSampler(lengths, batch_size=batch_size, max_padded_steps=max_padded_steps, num_buckets=num_buckets)
     batches = [lengths[batch] for batch in sampler]
-    slots = sum(len(batch) * int(batch.max()) for batch in batches)
-    shuffled = _plain_slots(lengths.tolist(), batch_size=batch_size, max_padded_steps=max_padded_steps)
+    padded = sum(len(batch) * int(batch.max()) for batch in batches)
+    shuffled = _plain_padded_steps(lengths.tolist(), batch_size=batch_size, max_padded_steps=max_padded_steps)
 
     assert found.num_sequences == len(data)
     assert found.parts == {name: int((data.split_N == k).sum()) for k, name in enumerate(("train", "valid", "test"))}
@@ -102,9 +102,9 @@ def test_numbers_equal_a_plain_recomputation(
     assert found.mean == lengths.mean()
     assert found.edges == sampler.edges.tolist()
     assert found.batches == len(batches)
-    assert found.padding == pytest.approx(1 - lengths.sum() / slots)
+    assert found.padding == pytest.approx(1 - lengths.sum() / padded)
     assert found.shuffled_padding == pytest.approx(1 - lengths.sum() / shuffled)
-    assert found.slot_ratio == pytest.approx(shuffled / slots)
+    assert found.slot_ratio == pytest.approx(shuffled / padded)
 
     lows = [0, *found.edges[:-1]]
     for low, bucket in zip(lows, found.buckets, strict=True):
@@ -112,8 +112,8 @@ def test_numbers_equal_a_plain_recomputation(
         assert bucket.sequences == int(((lengths > low) & (lengths <= bucket.edge)).sum())
         assert bucket.batches == len(own)
         assert bucket.rows == max(map(len, own))
-        real, all_slots = sum(int(b.sum()) for b in own), sum(len(b) * int(b.max()) for b in own)
-        assert bucket.padding == pytest.approx(1 - real / all_slots)
+        real, all_padded = sum(int(b.sum()) for b in own), sum(len(b) * int(b.max()) for b in own)
+        assert bucket.padding == pytest.approx(1 - real / all_padded)
 
 
 @settings(deadline=None, max_examples=80)
@@ -139,8 +139,8 @@ def test_the_terminal_shows_the_numbers_at_any_width(width: int) -> None:
     text = _printed(found, width=width)
     assert max(map(len, text.splitlines())) <= width
     words = " ".join(text.split())
-    assert f"{found.shuffled_padding:.1%} of slots when shuffled, {found.padding:.1%} in 6 buckets" in words
-    assert f"{found.slot_ratio:.2f}x fewer slots" in words
+    assert f"{found.shuffled_padding:.1%} of padded steps when shuffled, {found.padding:.1%} in 6 buckets" in words
+    assert f"{found.slot_ratio:.2f}x fewer padded steps" in words
     assert "█" in text
     for bucket in found.buckets:
         assert f"{bucket.edge:,} {bucket.sequences:,} {bucket.batches:,} {bucket.rows:,} {bucket.padding:.1%}" in words

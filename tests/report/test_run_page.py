@@ -103,7 +103,7 @@ def test_the_headline_and_the_tables_are_the_numbers_of_the_events(tmp_path: Pat
         "features": "3",
         "parameters": "123,456",
         "torch": "9.8.7",
-        "largest batch, in slots": "160",
+        "largest batch, in padded steps": "160",
         "distinct shapes": "7",
         "learning_rate": "0.005",
         "max_padded_steps": "not set",
@@ -128,12 +128,12 @@ def test_the_plots_are_the_numbers_of_the_events(tmp_path: Path) -> None:
     (metric,) = _traces(text, "metric")
     np.testing.assert_allclose(_array(metric["y"]), [0.3217, 0.3217 / 2])
     padding, together, shuffled = _traces(text, "padding")
-    slots = np.array([80.0 if k % 2 else 160.0 for k in range(1, 11)])
-    np.testing.assert_allclose(_array(padding["y"]), np.arange(1, 11) / slots)
-    np.testing.assert_allclose(_array(together["y"])[-1], sum(range(6, 11)) / slots[5:].sum())
+    padded = np.array([80.0 if k % 2 else 160.0 for k in range(1, 11)])
+    np.testing.assert_allclose(_array(padding["y"]), np.arange(1, 11) / padded)
+    np.testing.assert_allclose(_array(together["y"])[-1], sum(range(6, 11)) / padded[5:].sum())
     assert _array(shuffled["y"]) == [0.437, 0.437]
     (shapes,) = _traces(text, "shapes")
-    np.testing.assert_allclose(_array(shapes["x"]), slots / 4)
+    np.testing.assert_allclose(_array(shapes["x"]), padded / 4)
     np.testing.assert_allclose(_array(shapes["marker"]["color"]), [1, 2] * 5)
     (lengths,) = _traces(text, "lengths")
     assert _array(lengths["y"]) == [1, 20, 30, 4]

@@ -75,12 +75,12 @@ def metric_figure(record: RunRecord) -> Html:
 
 
 def padding_figure(record: RunRecord) -> Html:
-    """The share of slots that is padding, update by update."""
+    """The share of padded steps that is padding, update by update."""
     updates = record.updates
     drawn = thin(np.arange(len(updates)))
     window = max(MIN_WINDOW, len(updates) // 50)
-    together_S = 1 - running_mean(updates.real_S, window=window) / running_mean(updates.slots_S, window=window)
-    padding_S = 1 - updates.real_S / updates.slots_S
+    together_S = 1 - running_mean(updates.real_S, window=window) / running_mean(updates.padded_S, window=window)
+    padding_S = 1 - updates.real_S / updates.padded_S
     small = {"color": PALE, "size": 3}
     traces = [
         points(updates.update_S[drawn], padding_S[drawn], name="per update", marker=small),
@@ -105,8 +105,8 @@ def shapes_figure(record: RunRecord) -> Html:
         updates.length_S[drawn],
         updates.rows_S[drawn],
         marker=_by_bucket(bucket_S, size=6),
-        customdata=np.stack([updates.slots_S[drawn], bucket_S], axis=1),
-        hovertemplate="%{y} sequences of %{x} steps: %{customdata[0]:,} slots, bucket %{customdata[1]}<extra></extra>",
+        customdata=np.stack([updates.padded_S[drawn], bucket_S], axis=1),
+        hovertemplate="%{y} sequences of %{x} steps: %{customdata[0]:,} in all, bucket %{customdata[1]}<extra></extra>",
     )
     x, y = ({"title": title, "rangemode": "tozero"} for title in ("padded length in steps", "sequences in the batch"))
     picture = plot([trace], name="shapes", x=x, y=y, legend=False)
@@ -115,7 +115,7 @@ def shapes_figure(record: RunRecord) -> Html:
 
 
 def time_figure(record: RunRecord) -> Html:
-    """Milliseconds per update against the slots of its batch."""
+    """Milliseconds per update against the padded steps of its batch."""
     updates = record.updates
     timed = np.flatnonzero(np.isfinite(updates.took_S))
     drawn = thin(timed)
@@ -123,13 +123,13 @@ def time_figure(record: RunRecord) -> Html:
     usual = took <= SLOW * np.quantile(took, 0.9)
     above = int((~usual).sum())
     trace = points(
-        updates.slots_S[drawn],
+        updates.padded_S[drawn],
         updates.took_S[drawn] * 1000,
         marker=_by_bucket(_bucket(record, drawn), size=5),
         customdata=np.stack([updates.rows_S[drawn], updates.length_S[drawn]], axis=1),
         hovertemplate="%{y:.1f} ms for %{customdata[0]} sequences of %{customdata[1]} steps<extra></extra>",
     )
-    x = {"title": "slots of the batch (sequences times padded length)", "rangemode": "tozero"}
+    x = {"title": "padded steps of the batch (sequences times padded length)", "rangemode": "tozero"}
     y = {"title": "milliseconds per update", "range": [0, 1150 * float(took[usual].max())]}
     picture = plot([trace], name="time", x=x, y=y, legend=False)
     text = "From one recorded update to the next where nothing but training lay between; colours are the buckets."

@@ -149,7 +149,7 @@ def inspect_lengths(
 def _buckets(sampler: BucketSampler, lengths_N: Lengths) -> tuple[BucketRow, ...]:
     plan = sampler.plan
     sizes_G = np.diff(plan.offsets_G)
-    slots_G = np.maximum.reduceat(lengths_N[plan.order_M], plan.offsets_G[:-1]) * sizes_G
+    padded_G = np.maximum.reduceat(lengths_N[plan.order_M], plan.offsets_G[:-1]) * sizes_G
     real_G = np.add.reduceat(lengths_N[plan.order_M], plan.offsets_G[:-1])
     rows = []
     for number, edge in enumerate(sampler.edges.tolist()):
@@ -160,7 +160,7 @@ def _buckets(sampler: BucketSampler, lengths_N: Lengths) -> tuple[BucketRow, ...
                 sequences=int(sizes_G[own_G].sum()),
                 batches=int(own_G.sum()),
                 rows=int(sizes_G[own_G].max()),
-                padding=1.0 - int(real_G[own_G].sum()) / int(slots_G[own_G].sum()),
+                padding=1.0 - int(real_G[own_G].sum()) / int(padded_G[own_G].sum()),
             )
         )
     return tuple(rows)
@@ -259,9 +259,9 @@ def write_inspection_page(inspection: Inspection, path: Path) -> None:
     numbers = [
         ("Sequences", f"{inspection.num_sequences:,}", f"{inspection.num_steps:,} steps in all"),
         ("Median length", median, f"from {shortest} to {longest} steps"),
-        ("Padding, shuffled", f"{inspection.shuffled_padding:.1%}", "of slots"),
+        ("Padding, shuffled", f"{inspection.shuffled_padding:.1%}", "of padded steps"),
         ("Padding, in buckets", f"{inspection.padding:.1%}", f"{len(inspection.edges)} buckets"),
-        ("Slots saved", saved, f"{inspection.batches:,} batches per epoch"),
+        ("Padded steps saved", saved, f"{inspection.batches:,} batches per epoch"),
     ]
     lengths = lengths_figure(
         bounds=histogram.bounds, counts=histogram.counts, edges=inspection.edges, whose=inspection.whose
@@ -319,7 +319,7 @@ def _batch_rule(inspection: Inspection) -> str:
     """What bounds a batch, in words."""
     rules = [
         f"at most {inspection.batch_size:,} sequences" if inspection.batch_size is not None else "",
-        f"at most {inspection.max_padded_steps:,} slots" if inspection.max_padded_steps is not None else "",
+        f"at most {inspection.max_padded_steps:,} padded steps" if inspection.max_padded_steps is not None else "",
     ]
     return " and ".join(filter(None, rules)) + " per batch"
 
@@ -327,9 +327,9 @@ def _batch_rule(inspection: Inspection) -> str:
 def _verdict(inspection: Inspection) -> str:
     """Before and after, in one sentence."""
     num, ratio = len(inspection.edges), inspection.slot_ratio
-    saved = f"{ratio:.2f}x fewer slots" if ratio >= 1 else f"{1 / ratio:.2f}x more slots"
+    saved = f"{ratio:.2f}x fewer padded steps" if ratio >= 1 else f"{1 / ratio:.2f}x more padded steps"
     return (
-        f"Padding: {inspection.shuffled_padding:.1%} of slots when shuffled, {inspection.padding:.1%} in "
+        f"Padding: {inspection.shuffled_padding:.1%} of padded steps when shuffled, {inspection.padding:.1%} in "
         f"{num} {'bucket' if num == 1 else 'buckets'}: {saved}."
     )
 

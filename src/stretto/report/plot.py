@@ -44,7 +44,7 @@ def plot(
 
     Args:
         traces: Plotly traces.
-        name: Tells the plots of one page apart; letters and hyphens.
+        name: Unique on its page; letters and hyphens.
         x: The horizontal axis: `title` and any other setting of a plotly axis.
         y: The vertical axis.
         height: Of the plot, in pixels; it is as wide as there is room.

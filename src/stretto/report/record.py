@@ -28,7 +28,7 @@ class UpdateRecord:
     rows_S: Numbers
     length_S: Numbers  # time steps that the batch was padded to
     real_S: Numbers  # time steps without padding
-    slots_S: Numbers  # rows times padded length
+    padded_S: Numbers  # rows times padded length
     seconds_S: Numbers  # since the start
     took_S: Numbers  # seconds since the update before, where nothing but training lay between
     residual_S: Numbers
@@ -99,7 +99,7 @@ def _updates(events: Sequence[Event]) -> UpdateRecord:
         rows_S=column(found, "rows"),
         length_S=column(found, "length"),
         real_S=column(found, "steps_real"),
-        slots_S=column(found, "slots"),
+        padded_S=column(found, "slots"),
         seconds_S=column(found, "seconds"),
         took_S=_took(events),
         residual_S=column(found, "residual"),

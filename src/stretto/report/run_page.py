@@ -31,7 +31,7 @@ BATCH_FACTS: Final = {
     "num_buckets": "buckets",
     "batches": "batches per epoch",
     "shapes": "distinct shapes",
-    "largest_batch": "largest batch, in slots",
+    "largest_batch": "largest batch, in padded steps",
     "most_rows": "most sequences in a batch",
 }
 CHOSEN_BATCH: Final = (
@@ -167,18 +167,18 @@ def _numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     ratio = started.get("slot_ratio")
     if ratio is not None:
         value = f"{ratio:.1f}x fewer" if ratio >= 1 else f"{1 / ratio:.1f}x more"
-        yield "Slots saved", value, "than shuffled batches would need"
+        yield "Padded steps saved", value, "than shuffled batches would need"
 
 
 def _padding_numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     padding, detail = record.finished.get("padding"), ""
     if padding is None and len(record.updates):
-        padding = 1.0 - float(record.updates.real_S.sum()) / float(record.updates.slots_S.sum())
+        padding = 1.0 - float(record.updates.real_S.sum()) / float(record.updates.padded_S.sum())
     if padding is None:
         padding, detail = (record.started.get("report") or {}).get("padding"), "planned; "
     shuffled = record.started.get("shuffled_padding")
     if padding is not None:
-        detail += f"shuffled batches: {shuffled:.1%}" if shuffled is not None else "of all slots"
+        detail += f"shuffled batches: {shuffled:.1%}" if shuffled is not None else "of all padded steps"
         yield "Padding", f"{padding:.1%}", detail
 
 
@@ -314,15 +314,8 @@ def _results(record: RunRecord) -> Html:
         parts.append(paragraph("On the test sequences, at the end:"))
         parts.append(facts((figures.metric_name(name), _metric(name, value)) for name, value in metrics.items()))
     if record.epochs:
-        header = [
-            "epoch",
-            "update",
-            "train loss",
-            "valid loss",
-            figures.metric_name(record.metric),
-            "seconds",
-            "padding",
-        ]
+        metric = figures.metric_name(record.metric)
+        header = ["epoch", "update", "train loss", "valid loss", metric, "seconds", "padding"]
         rows = [
             [
                 epoch["epoch"],

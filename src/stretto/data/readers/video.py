@@ -295,8 +295,15 @@ def _file_name(name: str, number: int) -> str:
 
 def _marks(folder: Path, *, name: str, number: int) -> dict[str, int]:
     path = folder / SPLITS_FOLDER / _file_name(name, number)
+    entry = next((entry for entry in _inside(path.parent, folder.resolve()) if entry.name == path.name), None)
+    if entry is None:
+        raise StrettoError(
+            f"there is no split file {str(path)!r}",
+            fix=f"Put it there, or remove the folder {SPLITS_FOLDER} to have a split drawn at random.",
+        )
+    _refuse_special(entry)
     marks: dict[str, int] = {}
-    for place, line in enumerate(_lines(path, root=folder.resolve()), start=1):
+    for place, line in enumerate(decode_text(path).splitlines(), start=1):
         words = line.rsplit(maxsplit=1)
         if not words:
             continue
@@ -308,22 +315,6 @@ def _marks(folder: Path, *, name: str, number: int) -> dict[str, int]:
             )
         marks[clip] = int(words[1])
     return marks
-
-
-def _lines(path: Path, *, root: Path) -> list[str]:
-    try:
-        if not path.resolve().is_relative_to(root):
-            raise StrettoError(f"{str(path)!r} leads out of {str(root)!r}", fix="Copy what the link leads to instead.")
-        if not path.exists():
-            raise StrettoError(
-                f"there is no split file {str(path)!r}",
-                fix=f"Put it there, or remove the folder {SPLITS_FOLDER} to have a split drawn at random.",
-            )
-        if not path.is_file():
-            raise StrettoError(f"{str(path)!r} is not a file that can be read", fix="Copy it again.")
-    except (OSError, RuntimeError) as error:
-        raise StrettoError(f"could not read {str(path)!r} ({error})", fix="Copy the file again.") from error
-    return decode_text(path).splitlines()
 
 
 def _read_frames(clips: Sequence[_Clip], framing: Framing) -> tuple[Array, list[int]]:
