@@ -142,7 +142,7 @@ def test_a_wrong_layer_is_not_timed(
         (["GRU", "--shape", "6"], "--shape '6' is no batch"),
         (["GRU", "--shape", "6,0,5"], "is no batch"),
         (["{mine}:Tagger", "--shape", "6,2,5"], "failed on an input of shape (2, 6, 5)"),
-        (["{mine}:ready", "--shape", "6,2,5"], "failed at a step on 5 features"),
+        (["{mine}:ready", "--shape", "6,2,5"], "could not do a step on 5 features"),
         (["torch.nn:Linear", "--set", "in_features=3", "--set", "out_features=4"], "has no recurrent layer"),
         (["torch.nn:LSTM", "--hidden-size", "4"], "--shape T,B,F"),
         (["LayerNormLSTM", "--against", "torch", "--shape", "6,2,5"], "torch has no layer"),

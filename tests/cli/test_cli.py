@@ -3,7 +3,6 @@
 Shape legend: S steps of all sequences, N sequences.
 """
 
-import dataclasses
 import json
 import os
 import shlex
@@ -21,29 +20,17 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.cli.main import VERBS, main
+from stretto.cli.main import VERBS
 from stretto.data import open_sequences, write_npz
+from stretto.tasks import TASKS
 from stretto.training import EVENTS_FILE, read_events
 
 SMALL = "--epochs 2 --batch-size 6 --hidden-size 4 --num-buckets 2".split()
-HELP = [[verb] for verb in VERBS] + [
-    ["train", "handwriting"],
-    ["train", "classify"],
-    ["train", "language-model"],
-    ["train", "label-steps"],
-    ["train", "video"],
-]
+HELP = [*([verb] for verb in VERBS), *(["train", task] for task in TASKS)]
 SECONDS_TO_WAIT = 60
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    code: object
-    out: str
-    err: str
-
-
-Run = Callable[..., Ended]
+Run = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
@@ -58,21 +45,6 @@ def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     with mock.patch.dict(os.environ):
         yield
     torch.set_num_threads(earlier)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*words: str) -> Ended:
-        capsys.readouterr()
-        code: object
-        try:
-            code = main(words)
-        except SystemExit as stop:
-            code = stop.code
-        printed = capsys.readouterr()
-        return Ended(code=code, out=printed.out, err=printed.err)
-
-    return call
 
 
 @pytest.fixture
@@ -138,13 +110,13 @@ def test_the_command_alone_shows_the_verbs(run: Run) -> None:
 
 
 def test_the_version(run: Run) -> None:
-    assert run("--version") == Ended(code=0, out=f"stretto {version('stretto')}\n", err="")
+    assert run("--version") == (0, f"stretto {version('stretto')}\n", "")
     done = subprocess.run(_command("--version"), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"stretto {version('stretto')}\n")
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "problem"),
     [
         ("dance", "there is no verb 'dance'"),
         ("train", "handwriting, classify, language-model"),
@@ -180,11 +152,11 @@ def test_the_version(run: Run) -> None:
         ("doctor --now", "--now"),
     ],
 )
-def test_what_cannot_be_used_is_reported_with_exit_code_2(run: Run, bad_files: Path, line: str, told: str) -> None:
+def test_what_cannot_be_used_is_reported_with_exit_code_2(run: Run, bad_files: Path, line: str, problem: str) -> None:
     before = sorted(bad_files.rglob("*"))
     ended = run(*line.split())
     assert ended.code == 2
-    assert told in ended.err
+    assert problem in ended.err
     assert "Traceback" not in ended.err
     assert sorted(bad_files.rglob("*")) == before
 
@@ -197,9 +169,9 @@ def test_a_run_prints_plain_lines_and_leaves_its_result(run: Run, signs: Path) -
     assert lines[0].startswith("classify: signs, 24 train, 6 valid, 6 test sequences")
     assert [line.split()[1] for line in lines if line.startswith("epoch ")] == ["1", "2"]
     assert lines[-2:] == [f"run     {Path('out')}", f"report  {Path('out/report.html')}"]
-    told = json.loads(Path("out/result.json").read_text(encoding="utf-8"))
-    assert {"metrics", "epochs", "seconds", "padding", "settings"} <= told.keys()
-    assert f"{told['metrics']['accuracy']:.2%}" in ended.out
+    result = json.loads(Path("out/result.json").read_text(encoding="utf-8"))
+    assert {"metrics", "epochs", "seconds", "padding", "settings"} <= result.keys()
+    assert f"{result['metrics']['accuracy']:.2%}" in ended.out
     assert run("report", "out", "--out", "page.html").code == 0
     assert "signs" in Path("page.html").read_text(encoding="utf-8")
     assert "Traceback" not in run("train", "classify", "--data", str(signs), "--out", "out").err
@@ -223,9 +195,9 @@ def test_a_text_is_modelled(run: Run) -> None:
     Path("notes.txt").write_text("\n\n".join(passages), encoding="utf-8")
     ended = run("train", "language-model", "--data", "notes.txt", "--out", "out", *SMALL)
     assert (ended.code, ended.err) == (0, "")
-    told = json.loads(Path("out/result.json").read_text(encoding="utf-8"))["metrics"]
-    assert 1.0 < told["perplexity"] < 7.0
-    assert told["perplexity"] == pytest.approx(np.exp(told["loss"]))
+    metrics = json.loads(Path("out/result.json").read_text(encoding="utf-8"))["metrics"]
+    assert 1.0 < metrics["perplexity"] < 7.0
+    assert metrics["perplexity"] == pytest.approx(np.exp(metrics["loss"]))
 
 
 @pytest.mark.slow
@@ -282,8 +254,8 @@ def test_a_flag_that_conflicts_with_the_run_is_refused(run: Run, signs: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr("stretto.training.trainer.Trainer._finish", stop)
         assert run("train", "classify", "--data", str(signs), "--out", "out", *SMALL).code == 130
-    for words, told in ((["--epochs", "12"], "epochs=12 (was 2)"), (["--batch-size", "7"], "batch_size=7 (was 6)")):
+    for words, problem in ((["--epochs", "12"], "epochs=12 (was 2)"), (["--batch-size", "7"], "batch_size=7 (was 6)")):
         ended = run("train", "classify", "--out", "out", "--resume", *words)
         assert ended.code == 2
-        assert told in ended.err
+        assert problem in ended.err
     assert run("train", "classify", "--out", "out", "--resume", "--epochs", "2").code == 0

@@ -4,14 +4,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from defusedxml import ElementTree
 
 from stretto.cli.loading import builtin_cells
-from stretto.cli.main import main
 
-Run = Callable[..., tuple[object, str, str]]
+Run = Callable[..., Any]
 
 MINE = """
 print("a module that talks")
@@ -115,26 +115,10 @@ def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
             del sys.modules[name]
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*words: str) -> tuple[object, str, str]:
-        capsys.readouterr()
-        code: object
-        try:
-            code = main(["explain", *words])
-        except SystemExit as stop:
-            code = stop.code
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return call
-
-
-def _counted(run: Run, *words: str) -> dict[str, object]:
-    code, out, _ = run(*words, "--backend", "eager", "--json")
-    assert code == 0
-    told: dict[str, object] = json.loads(out)
-    return told
+def _explained(run: Run, *words: str) -> Any:
+    ended = run("explain", *words, "--backend", "eager", "--json")
+    assert ended.code == 0
+    return json.loads(ended.out)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +140,9 @@ def _counted(run: Run, *words: str) -> dict[str, object]:
     ],
 )
 def test_a_cell_is_found(run: Run, cell: str, name: str, states: dict[str, list[int]]) -> None:
-    told = _counted(run, cell)
-    assert told["cell"] == name
-    assert told["loops"][0]["states"] == states  # type: ignore[index]
+    found = _explained(run, cell)
+    assert found["cell"] == name
+    assert found["loops"][0]["states"] == states
 
 
 def test_every_cell_of_ours_is_found_by_its_name(run: Run) -> None:
@@ -166,26 +150,26 @@ def test_every_cell_of_ours_is_found_by_its_name(run: Run) -> None:
     assert {"LSTM", "GRU", "Zoneout"} <= set(names)
     assert "Cell" not in names
     for name in set(names) - {"Zoneout", "RecurrentDropout", "ProjectedLSTM"}:
-        assert _counted(run, name, "--hidden-size", "8")["cell"] == name
+        assert _explained(run, name, "--hidden-size", "8")["cell"] == name
 
 
-def test_sizes_and_other_arguments_are_handed_over(run: Run) -> None:
-    told = _counted(run, "ProjectedLSTM", "--input-size", "3", "--hidden-size", "5", "--set", "proj_size=2")
-    assert told["loops"][0]["forward_gemms"][0] == [2, 20]  # type: ignore[index]
-    assert told["operators"]["hoisted"] == [{"operator": "addmm", "shape": [20]}]  # type: ignore[index]
-    told = _counted(run, "mine:Leaky", "--set", "rate=0.5", "--set", "kind='sigmoid'", "--hidden-size", "4")
-    assert "sigmoid" in [item["operator"] for item in told["operators"]["loop"]]  # type: ignore[index]
-    assert _counted(run, "mine:sized", "--hidden-size", "9")["loops"][0]["states"] == {"state0": [9]}  # type: ignore[index]
-    assert _counted(run, "mine:Leaky", "--set", "hidden_size=6")["loops"][0]["states"] == {"state0": [6]}  # type: ignore[index]
+def test_sizes_and_other_arguments_are_passed_on(run: Run) -> None:
+    found = _explained(run, "ProjectedLSTM", "--input-size", "3", "--hidden-size", "5", "--set", "proj_size=2")
+    assert found["loops"][0]["forward_gemms"][0] == [2, 20]
+    assert found["operators"]["hoisted"] == [{"operator": "addmm", "shape": [20]}]
+    found = _explained(run, "mine:Leaky", "--set", "rate=0.5", "--set", "kind='sigmoid'", "--hidden-size", "4")
+    assert "sigmoid" in [item["operator"] for item in found["operators"]["loop"]]
+    assert _explained(run, "mine:sized", "--hidden-size", "9")["loops"][0]["states"] == {"state0": [9]}
+    assert _explained(run, "mine:Leaky", "--set", "hidden_size=6")["loops"][0]["states"] == {"state0": [6]}
 
 
 def test_bytes_are_those_of_the_dtype(run: Run) -> None:
-    single, double = (_counted(run, "GRU", "--dtype", kind)["counts"] for kind in ("float32", "float64"))
-    assert double["saved_bytes"] == 2 * single["saved_bytes"] > 0  # type: ignore[index]
+    single, double = (_explained(run, "GRU", "--dtype", kind)["counts"] for kind in ("float32", "float64"))
+    assert double["saved_bytes"] == 2 * single["saved_bytes"] > 0
 
 
 def test_the_table_and_the_picture(run: Run) -> None:
-    code, out, err = run("mine:Leaky", "--backend", "eager", "--svg", "deep/down/leaky.svg")
+    code, out, err = run("explain", "mine:Leaky", "--backend", "eager", "--svg", "deep/down/leaky.svg")
     assert (code, err) == (0, "a module that talks\n")
     lines = out.splitlines()
     assert lines[0] == "cell       Leaky"
@@ -197,14 +181,14 @@ def test_the_table_and_the_picture(run: Run) -> None:
 
 
 def test_json_is_all_that_is_printed(run: Run) -> None:
-    code, out, err = run("mine:ready", "--backend", "eager", "--json", "--svg", "x.svg")
+    code, out, err = run("explain", "mine:ready", "--backend", "eager", "--json", "--svg", "x.svg")
     assert (code, err) == (0, "a module that talks\n")
     assert json.loads(out)["backend"] == "eager"
     assert Path("x.svg").exists()
 
 
 def test_help_has_examples(run: Run) -> None:
-    code, out, _ = run("--help")
+    code, out, _ = run("explain", "--help")
     assert code == 0
     assert "stretto explain LSTM" in out
     assert "file.py:" in out
@@ -213,7 +197,7 @@ def test_help_has_examples(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "problem"),
     [
         ("", "stretto explain --help"),
         ("LSTN", "there is no cell called 'LSTN'"),
@@ -263,11 +247,11 @@ def test_help_has_examples(run: Run) -> None:
         ("LSTM --backend eager --svg mine.py/x.svg", "mine.py/x.svg"),
     ],
 )
-def test_what_cannot_be_explained_is_told_with_exit_code_2(run: Run, line: str, told: str) -> None:
+def test_what_cannot_be_explained_is_an_error_with_exit_code_2(run: Run, line: str, problem: str) -> None:
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-    code, out, err = run(*line.split())
+    code, out, err = run("explain", *line.split())
     assert code == 2
-    assert told in err
+    assert problem in err
     assert out == ""
     assert "Traceback" not in err
     after = {

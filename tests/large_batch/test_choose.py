@@ -104,25 +104,6 @@ def test_a_gain_below_the_threshold_is_declined_with_its_numbers() -> None:
     assert eager.batch_size == 64
 
 
-@pytest.mark.parametrize(("overhead", "phi"), [(100.0, 1000.0), (400.0, 100.0), (30.0, 3000.0)])
-def test_it_comes_near_the_closed_form_where_times_are_a_line(overhead: float, phi: float) -> None:
-    """For T = a + b B the best batch is sqrt(phi a / b): powers of two are within a factor of sqrt(2) of it."""
-    choice = choose_batch(_linear(overhead, 1.0), noise_scale=phi, base_batch_size=16)
-    best = math.sqrt(phi * overhead)
-    assert best / 1.5 < choice.batch_size < best * 1.5
-    assert choice.predicted_gain > 0.5
-
-
-def test_sixty_four_ranks_make_it_grow() -> None:
-    """What is costly is the exchange: alone the batch stays, with ranks it pays to give each of them more."""
-    table = ThroughputTable.of({size: 0.02 + 0.001 * size for size in SIZES})
-    alone = choose_batch(table, noise_scale=4000.0, base_batch_size=64)
-    many = choose_batch(table, noise_scale=4000.0, base_batch_size=64, world_size=64, exchange_seconds=0.05)
-    assert many.batch_size >= 1024
-    assert many.batch_size > 4 * alone.batch_size
-    assert many.predicted_gain > 3.0
-
-
 def test_beyond_the_largest_that_fits_micro_batches_are_accumulated() -> None:
     table = ThroughputTable.of({8: 1.0, 16: 1.2, 32: 3.0}, update_seconds=0.5)
     assert split_share(table, 64) == (16, 4, pytest.approx(4 * 1.2 - 3 * 0.5))

@@ -6,10 +6,9 @@ Shape legend: D dimensions, N sequences.
 import itertools
 import json
 import math
-import random
-from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,13 +19,16 @@ from stretto.errors import StrettoError
 from stretto.large_batch import NoiseScale, SplitByMicroBatch, SplitNorms, noise_of, parameters_by_gate, squared_norm
 
 
-def _quadratic(seed: int, num_dims: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A Hessian, the deviations of the centres, and a point to measure at; all in double precision."""
-    generator = torch.Generator().manual_seed(seed)
-    root_DD = torch.randn(num_dims, num_dims, generator=generator, dtype=torch.float64)
-    hessian_DD = root_DD @ root_DD.T / num_dims + 0.1 * torch.eye(num_dims, dtype=torch.float64)
-    deviation_D = 0.5 + torch.rand(num_dims, generator=generator, dtype=torch.float64)
-    return hessian_DD, deviation_D, torch.randn(num_dims, generator=generator, dtype=torch.float64)
+def _norms(*squares: float, mean: float, size: float = 4) -> SplitNorms:
+    """Of parts of one size."""
+    return SplitNorms(sizes=[size] * len(squares), squares=squares, square_of_mean=mean)
+
+
+def _draw(rng: np.random.Generator, truth_D: npt.NDArray[np.float64], *, deviation: float) -> SplitNorms:
+    """Of two parts of four sequences whose mean gradients have this deviation in every dimension."""
+    parts_2D = truth_D + deviation * rng.normal(size=(2, len(truth_D)))
+    whole_D = parts_2D.mean(axis=0)
+    return _norms(*(parts_2D**2).sum(axis=1).tolist(), mean=float(whole_D @ whole_D))
 
 
 @pytest.mark.parametrize("sizes", [(8, 8), (3, 9, 20), (1, 1, 1, 1)])
@@ -34,7 +36,11 @@ def _quadratic(seed: int, num_dims: int) -> tuple[torch.Tensor, torch.Tensor, to
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_the_scale_of_a_quadratic_is_within_a_tenth(seed: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     """The gradient at x of 0.5 (x - c)' A (x - c), c normal with covariance S, has mean A x and covariance A S A."""
-    hessian_DD, deviation_D, x_D = _quadratic(seed, 30)
+    generator = torch.Generator().manual_seed(seed)
+    root_DD = torch.randn(30, 30, generator=generator, dtype=torch.float64)
+    hessian_DD = root_DD @ root_DD.T / 30 + 0.1 * torch.eye(30, dtype=torch.float64)
+    deviation_D = 0.5 + torch.rand(30, generator=generator, dtype=torch.float64)
+    x_D = torch.randn(30, generator=generator, dtype=torch.float64)
     trace = float((hessian_DD @ torch.diag(deviation_D**2) @ hessian_DD).trace())
     known = trace / float((hessian_DD @ x_D).square().sum())
     weight_D = nn.Parameter(x_D.to(dtype))
@@ -58,22 +64,11 @@ def test_the_scale_of_a_quadratic_is_within_a_tenth(seed: int, dtype: torch.dtyp
 def test_few_dimensions_do_not_bias_the_scale(num_dims: int) -> None:
     """The squared gradient of an update is then many times smaller by chance alone."""
     rng = np.random.default_rng(1)
-    truth, meter = np.full(num_dims, 1.0), NoiseScale(memory=1_000_000)
+    meter = NoiseScale(memory=1_000_000)
     for _ in range(20_000):
-        parts = truth + rng.normal(size=(2, num_dims))
-        whole = parts.mean(axis=0)
-        meter.add(
-            SplitNorms(sizes=[4, 4], squares=(parts**2).sum(axis=1).tolist(), square_of_mean=float(whole @ whole))
-        )
+        meter.add(_draw(rng, np.ones(num_dims), deviation=1.0))
     # Four sequences have a covariance of one, so one has a trace of 4 a dimension.
     assert meter.scale == pytest.approx(4.0, rel=0.1)
-
-
-def _parts(groups: Sequence[Sequence[float]]) -> SplitNorms:
-    """Parts of gradients of one dimension."""
-    means = [sum(group) / len(group) for group in groups]
-    mean = sum(map(sum, groups)) / sum(map(len, groups))
-    return SplitNorms(sizes=tuple(map(len, groups)), squares=tuple(value**2 for value in means), square_of_mean=mean**2)
 
 
 @settings(max_examples=40, deadline=None)
@@ -83,17 +78,14 @@ def _parts(groups: Sequence[Sequence[float]]) -> SplitNorms:
 )
 def test_both_estimates_are_without_bias(population: list[int], sizes: list[int]) -> None:
     """The mean over every possible draw from a population is exactly what is to be estimated."""
-    traces, squares = [], []
+    found = []
     for draw in itertools.product(population, repeat=sum(sizes)):
-        values = iter(map(float, draw))
-        parts = _parts([list(itertools.islice(values, size)) for size in sizes])
-        found = noise_of(parts)
-        traces.append(found.trace)
-        squares.append(found.square)
-    mean = sum(population) / len(population)
-    variance = sum((value - mean) ** 2 for value in population) / len(population)
-    assert sum(traces) / len(traces) == pytest.approx(variance, abs=1e-9)
-    assert sum(squares) / len(squares) == pytest.approx(mean**2, abs=1e-9)
+        parts = np.split(np.array(draw, dtype=float), np.cumsum(sizes)[:-1])
+        squares = [float(part.mean()) ** 2 for part in parts]
+        found.append(noise_of(SplitNorms(sizes=sizes, squares=squares, square_of_mean=float(np.mean(draw)) ** 2)))
+    trace, square = np.mean(found, axis=0)
+    assert trace == pytest.approx(np.var(population), abs=1e-9)
+    assert square == pytest.approx(np.mean(population) ** 2, abs=1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -109,8 +101,7 @@ def test_averages_are_exponential_and_start_without_bias(values: list[tuple[floa
     weights = trace = square = 0.0
     keep, usual = 1 - 1 / memory, values[0][1]
     for between, mean, updates in values:
-        squares = [mean + between, mean + between]
-        meter.add(SplitNorms(sizes=[1, 1], squares=squares, square_of_mean=mean), stands_for=updates)
+        meter.add(_norms(mean + between, mean + between, mean=mean, size=1), stands_for=updates)
         size = float(np.clip(usual, mean / 1e5, mean * 1e5))
         usual = size ** (7 / 8) * mean ** (1 / 8)
         weights = keep * weights + updates / size
@@ -129,8 +120,8 @@ def test_averages_are_exponential_and_start_without_bias(values: list[tuple[floa
 def test_the_unit_of_gradients_does_not_matter(unit: float, sizes: list[float]) -> None:
     plain, scaled = NoiseScale(min_updates=1), NoiseScale(min_updates=1)
     for size in sizes:
-        plain.add(SplitNorms(sizes=[2, 2], squares=[1.2 * size, 1.4 * size], square_of_mean=size))
-        scaled.add(SplitNorms(sizes=[2, 2], squares=[1.2 * size * unit, 1.4 * size * unit], square_of_mean=size * unit))
+        plain.add(_norms(1.2 * size, 1.4 * size, mean=size, size=2))
+        scaled.add(_norms(1.2 * size * unit, 1.4 * size * unit, mean=size * unit, size=2))
     assert scaled.scale == pytest.approx(plain.scale, rel=1e-6)
     assert scaled.cautious_scale == pytest.approx(plain.cautious_scale, rel=1e-6)
 
@@ -142,24 +133,23 @@ def test_large_gradients_of_long_ago_do_not_drown_those_of_now(falls: float) -> 
     for phi, unit, count in ((8.0, 1.0, 40), (200.0, falls, 80)):
         for _ in range(count):
             # Two parts of 8 with noise phi, on average.
-            square_of_mean = unit * (1 + phi / 16)
-            meter.add(SplitNorms(sizes=[8, 8], squares=[unit * (1 + phi / 8)] * 2, square_of_mean=square_of_mean))
+            meter.add(_norms(*[unit * (1 + phi / 8)] * 2, mean=unit * (1 + phi / 16), size=8))
     assert meter.scale == pytest.approx(200.0, rel=0.1)
 
 
-def test_updates_between_the_measured_ones_tell_how_gradients_shrink() -> None:
+def test_updates_between_the_measured_ones_show_how_gradients_shrink() -> None:
     """Measured now and then, while gradients fall and their noise rises: nearly as if all had been measured."""
     every = 8
     dense, observed, blind = NoiseScale(memory=8 * every), NoiseScale(memory=8), NoiseScale(memory=8)
     for at in range(20 * every):
         size, phi = (1.0, 10.0) if at < 12 * every else (0.01, 200.0)
-        squares, mean = [size * (1 + phi / 8)] * 2, size * (1 + phi / 16)
-        dense.add(SplitNorms(sizes=[8, 8], squares=squares, square_of_mean=mean))
+        norms = _norms(*[size * (1 + phi / 8)] * 2, mean=size * (1 + phi / 16), size=8)
+        dense.add(norms)
         if at % every == every - 1:
             for meter in (observed, blind):
-                meter.add(SplitNorms(sizes=[8, 8], squares=squares, square_of_mean=mean), stands_for=every)
+                meter.add(norms, stands_for=every)
         # In units of their own.
-        observed.observe_norm(1e-6 * mean)
+        observed.observe_norm(1e-6 * norms.square_of_mean)
     assert dense.scale is not None
     assert observed.scale is not None
     assert blind.scale is not None
@@ -170,39 +160,29 @@ def test_updates_between_the_measured_ones_tell_how_gradients_shrink() -> None:
     again.load_state_dict(json.loads(json.dumps(observed.state_dict())))
     for meter in (observed, again):
         meter.observe_norm(1e-9)
-        meter.add(SplitNorms(sizes=[8, 8], squares=[3.0, 3.0], square_of_mean=2.0))
+        meter.add(_norms(3.0, 3.0, mean=2.0, size=8))
     assert again.state_dict() == observed.state_dict()
-
-
-def _noisy_update(draw: random.Random, num_dims: int = 50) -> SplitNorms:
-    xs = [[0.3 + draw.gauss(0, 1) / 2 for _ in range(num_dims)] for _ in range(2)]
-    mean = [(a + b) / 2 for a, b in zip(*xs, strict=True)]
-    squares = tuple(sum(value**2 for value in x) for x in xs)
-    return SplitNorms(sizes=(4, 4), squares=squares, square_of_mean=sum(value**2 for value in mean))
 
 
 def test_the_standard_error_is_about_the_deviation_over_repetitions() -> None:
     scales, errors = [], []
     for seed in range(30):
-        draw, meter = random.Random(seed), NoiseScale(memory=40)
+        rng, meter = np.random.default_rng(seed), NoiseScale(memory=40)
         for _ in range(150):
-            update = _noisy_update(draw)
-            meter.add(update)
+            meter.add(_draw(rng, np.full(50, 0.3), deviation=0.5))
         assert meter.scale is not None
         assert meter.standard_error is not None
         scales.append(meter.scale)
         errors.append(meter.standard_error)
-    mean = sum(scales) / len(scales)
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in scales) / (len(scales) - 1))
-    assert mean == pytest.approx(1 / 0.09, rel=0.1)
-    assert 0.6 < sum(errors) / len(errors) / deviation < 1.6
+    assert np.mean(scales) == pytest.approx(1 / 0.09, rel=0.1)
+    assert 0.6 < np.mean(errors) / np.std(scales, ddof=1) < 1.6
 
 
 def test_a_gradient_that_noise_hides_is_reported() -> None:
     meter = NoiseScale(min_updates=2)
     assert str(meter) == "the noise scale is not known yet: 0 of 2 updates measured"
     for _ in range(3):
-        meter.add(SplitNorms(sizes=[2, 2], squares=[10.0, 10.0], square_of_mean=1.0))
+        meter.add(_norms(10.0, 10.0, mean=1.0, size=2))
     assert meter.scale is None
     assert meter.standard_error is None
     assert meter.square < 0
@@ -218,33 +198,30 @@ def test_without_noise_the_scale_is_zero() -> None:
 def test_norms_of_nan_or_inf_are_left_out_and_counted() -> None:
     meter = NoiseScale(min_updates=1)
     for square in (math.nan, math.inf):
-        meter.add(SplitNorms(sizes=[1, 1], squares=[square, 1.0], square_of_mean=1.0))
+        meter.add(_norms(square, 1.0, mean=1.0, size=1))
     assert (meter.num_updates, meter.num_nonfinite, meter.scale) == (0, 2, None)
 
 
 @pytest.mark.parametrize("stands_for", [0, -1, math.inf, math.nan])
 def test_an_update_that_stands_for_nothing_is_refused(stands_for: float) -> None:
     with pytest.raises(StrettoError, match=f"stands_for={stands_for}"):
-        NoiseScale().add(SplitNorms(sizes=[4, 4], squares=[3.0, 3.0], square_of_mean=2.0), stands_for=stands_for)
+        NoiseScale().add(_norms(3.0, 3.0, mean=2.0), stands_for=stands_for)
 
 
 def test_one_update_that_counts_for_most_makes_the_mean_as_unsure_as_itself() -> None:
-    """Forty that count alike tell that noise does not hide the gradient; with one that outweighs them it may."""
+    """Forty that count alike show that noise does not hide the gradient; with one that outweighs them it may."""
     for last, is_hidden in ((1.0, False), (1e6, True)):
         meter = NoiseScale(memory=1_000_000)
         for at in range(41):
             square = 2.0 + (at % 2)
-            meter.add(
-                SplitNorms(sizes=[4, 4], squares=[square + 1] * 2, square_of_mean=square),
-                stands_for=last if at == 40 else 1,
-            )
+            meter.add(_norms(square + 1, square + 1, mean=square), stands_for=last if at == 40 else 1)
         assert meter.is_hidden is is_hidden
 
 
 def test_a_meter_goes_on_from_its_state_to_the_bit() -> None:
-    draw, meter, restored = random.Random(0), NoiseScale(memory=20), NoiseScale(memory=20)
+    rng, meter, restored = np.random.default_rng(0), NoiseScale(memory=20), NoiseScale(memory=20)
     for at in range(300):
-        update = _noisy_update(draw, 5)
+        update = _draw(rng, np.full(5, 0.3), deviation=0.5)
         for one in (meter, restored)[: 2 if at >= 150 else 1]:
             one.add(update)
         if at == 149:
@@ -451,11 +428,7 @@ def test_noise_that_hides_the_gradient_does_not_make_the_scale_endless() -> None
         truth = rng.normal(size=dimensions) * 0.05
         meter = NoiseScale()
         for _ in range(40):
-            parts = truth + rng.normal(size=(2, dimensions)) / np.sqrt(4)
-            whole = parts.mean(axis=0)
-            meter.add(
-                SplitNorms(sizes=[4, 4], squares=(parts**2).sum(axis=1).tolist(), square_of_mean=float(whole @ whole))
-            )
+            meter.add(_draw(rng, truth, deviation=0.5))
         phi = dimensions / float(truth @ truth)
         hidden += meter.is_hidden
         huge += meter.scale is None or meter.scale > 2 * phi
@@ -472,6 +445,6 @@ def test_a_scale_that_is_known_is_taken_as_it_is() -> None:
     assert meter.cautious_scale is None
     assert meter.is_hidden
     for square in (2.0, 2.5, 2.2):
-        meter.add(SplitNorms(sizes=[4, 4], squares=[square + 1, square + 1], square_of_mean=square))
+        meter.add(_norms(square + 1, square + 1, mean=square))
     assert not meter.is_hidden
     assert meter.cautious_scale == pytest.approx(meter.scale)

@@ -13,7 +13,17 @@ from torch.func import functional_call
 
 import stretto
 from stretto import extras
-from stretto.cells import GRU, LSTM, AttentionCell, CoupledLSTM, Elman, LayerNormLSTM, MinimalGatedUnit, ProjectedLSTM
+from stretto.cells import (
+    GRU,
+    LSTM,
+    AttentionCell,
+    Cell,
+    CoupledLSTM,
+    Elman,
+    LayerNormLSTM,
+    MinimalGatedUnit,
+    ProjectedLSTM,
+)
 from stretto.errors import StrettoError
 from stretto.large_batch import LargeBatch, OptimizerName, make_optimizer, parameters_by_gate
 from stretto.large_batch.optimizers import Gate, _lamb
@@ -189,42 +199,28 @@ def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytes
     make_optimizer("adam", nn.Linear(2, 2), lr=0.1)
 
 
-class _Own(nn.Module):
-    def __init__(self, cell: nn.Module) -> None:
+class _Net(nn.Module):
+    def __init__(self, rnn: nn.Module) -> None:
         super().__init__()
-        self.rnn = stretto.RNN(cell, backend="eager")
+        self.rnn = stretto.RNN(rnn, backend="eager") if isinstance(rnn, Cell) else rnn
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.rnn(x)[0]
         return y
-
-
-class _Torch(nn.Module):
-    def __init__(self, layer: nn.RNNBase) -> None:
-        super().__init__()
-        self.rnn = layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.rnn(x)[0]
-        return y
-
-
-def _accelerated() -> nn.Module:
-    return stretto.accelerate(_Torch(nn.GRU(3, 4, batch_first=True)), backend="torch")
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "LSTM": (lambda: _Torch(nn.LSTM(3, 4, batch_first=True)), 4),
-    "two layers, both directions": (lambda: _Torch(nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True)), 4),
-    "projected": (lambda: _Torch(nn.LSTM(3, 4, proj_size=2, batch_first=True)), 4),
-    "GRU": (lambda: _Torch(nn.GRU(3, 4, batch_first=True)), 3),
-    "accelerated": (_accelerated, 3),
-    "own LSTM": (lambda: _Own(LSTM(3, 4)), 4),
-    "own GRU": (lambda: _Own(GRU(3, 4)), 3),
-    "own coupled": (lambda: _Own(CoupledLSTM(3, 4)), 3),
-    "own minimal": (lambda: _Own(MinimalGatedUnit(3, 4)), 2),
-    "own attention": (lambda: _Own(AttentionCell(3, 4, memory_size=2)), 3),
-    "own layer norm": (lambda: _Own(LayerNormLSTM(3, 4)), 4),
+    "LSTM": (lambda: _Net(nn.LSTM(3, 4, batch_first=True)), 4),
+    "two layers, both directions": (lambda: _Net(nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True)), 4),
+    "projected": (lambda: _Net(nn.LSTM(3, 4, proj_size=2, batch_first=True)), 4),
+    "GRU": (lambda: _Net(nn.GRU(3, 4, batch_first=True)), 3),
+    "accelerated": (lambda: stretto.accelerate(_Net(nn.GRU(3, 4, batch_first=True)), backend="torch"), 3),
+    "own LSTM": (lambda: _Net(LSTM(3, 4)), 4),
+    "own GRU": (lambda: _Net(GRU(3, 4)), 3),
+    "own coupled": (lambda: _Net(CoupledLSTM(3, 4)), 3),
+    "own minimal": (lambda: _Net(MinimalGatedUnit(3, 4)), 2),
+    "own attention": (lambda: _Net(AttentionCell(3, 4, memory_size=2)), 3),
+    "own layer norm": (lambda: _Net(LayerNormLSTM(3, 4)), 4),
 }
 
 

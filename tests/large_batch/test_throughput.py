@@ -159,18 +159,25 @@ def test_a_table_survives_json() -> None:
             ThroughputTable.from_dict(content)
 
 
-def test_what_makes_no_sense_is_refused() -> None:
-    entry = Entry(batch_size=1, length=1, seconds=1.0)
-    with pytest.raises(StrettoError, match="add up to 1"):
-        ThroughputTable(entries=(entry,), shares={1: 0.5})
-    with pytest.raises(StrettoError, match="do not match the lengths"):
-        ThroughputTable(entries=(entry,), shares={2: 1.0})
-    with pytest.raises(StrettoError, match=r"seconds=0\.0"):
-        ThroughputTable.of({1: 0.0})
-    with pytest.raises(StrettoError, match="update_seconds=-1"):
-        ThroughputTable.of({1: 1.0}, update_seconds=-1)
-    for sizes, lengths, said in (([], [1], "batch sizes"), ([0], [1], "batch_sizes"), ([1], [], "lengths")):
-        with pytest.raises(StrettoError, match=said):
-            probe(lambda *_: None, batch_sizes=sizes, lengths=lengths)
-    with pytest.raises(StrettoError, match="repeats=0"):
-        probe(lambda *_: None, batch_sizes=[1], lengths=[1], repeats=0)
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (
+            lambda: ThroughputTable(entries=(Entry(batch_size=1, length=1, seconds=1.0),), shares={1: 0.5}),
+            "add up to 1",
+        ),
+        (
+            lambda: ThroughputTable(entries=(Entry(batch_size=1, length=1, seconds=1.0),), shares={2: 1.0}),
+            "the lengths",
+        ),
+        (lambda: ThroughputTable.of({1: 0.0}), r"seconds=0\.0"),
+        (lambda: ThroughputTable.of({1: 1.0}, update_seconds=-1), "update_seconds=-1"),
+        (lambda: probe(lambda *_: None, batch_sizes=[], lengths=[1]), "batch sizes"),
+        (lambda: probe(lambda *_: None, batch_sizes=[0], lengths=[1]), "batch_sizes"),
+        (lambda: probe(lambda *_: None, batch_sizes=[1], lengths=[]), "lengths"),
+        (lambda: probe(lambda *_: None, batch_sizes=[1], lengths=[1], repeats=0), "repeats=0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: Callable[[], object], problem: str) -> None:
+    with pytest.raises(StrettoError, match=problem):
+        make()

@@ -6,7 +6,7 @@ Shape legend: T steps, B sequences, F features of the input.
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, final
 
@@ -15,12 +15,11 @@ import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 from torch import nn
 
 from stretto.cells import GRU, LSTM, Cell, Elman, store_layer
 from stretto.cli.flags import check_flags, parse
-from stretto.cli.loading import INPUT_SIZE, input_size_of, load_module, try_step, user_errors
+from stretto.cli.loading import INPUT_SIZE, SetFlags, draw, input_size_of, load_module, try_step, user_errors
 from stretto.errors import StrettoError
 from stretto.files import write_text_atomically
 from stretto.graph import call_cell
@@ -71,9 +70,7 @@ class BenchSettings:
     tokens: Count | None = None
     time_first: bool = False
     hidden_size: Count | None = None
-    arguments: Annotated[
-        tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE"), tyro.conf.UseAppendAction
-    ] = ()
+    arguments: SetFlags = ()
     backend: Backend = "auto"
     threads: Count | None = None
     rounds: Count = 10
@@ -200,10 +197,8 @@ def _cell_contenders(
     """The compiled layer of a cell, and a Python loop over it or torch's own layer."""
     rnn = RNN(cell, batch_first=False, backend=settings.backend)
     cell, features = rnn.cells[0], shape[2]
-    fix = "Fix the cell, or give the number of features that it takes: --shape T,B,F."
-    with user_errors(f"{settings.target!r} failed at a step on {features} features", fix=fix):
-        try_step(cell, features)
-    x_TBF = _draw(shape, like=cell)
+    try_step(cell, features, target=settings.target, input_flag="--shape T,B,F")
+    x_TBF = draw(shape, like=cell)
     explanation = rnn.explain(features)
     note = explanation.backend + (f": {explanation.reason}" if explanation.reason else "")
     ours = Contender(OURS, lambda: rnn(x_TBF)[0], cell)
@@ -257,7 +252,7 @@ def _model_contenders(
     time_first = not model.batch_first if isinstance(model, (nn.RNNBase, RNN)) else settings.time_first
     sizes = (num_steps, batch_size) if time_first else (batch_size, num_steps)
     if settings.tokens is None:
-        x = _draw((*sizes, features), like=model)
+        x = draw((*sizes, features), like=model)
     else:
         x = torch.randint(settings.tokens, sizes, generator=torch.Generator().manual_seed(0))
     peer = copy.deepcopy(model)
@@ -283,13 +278,6 @@ def _layer_size(model: nn.Module) -> int | None:
         if isinstance(module, RNN):
             return input_size_of(module.cells[0])
     return None
-
-
-def _draw(sizes: Sequence[int], *, like: nn.Module) -> torch.Tensor:
-    """Normal numbers in the dtype and on the device of a module's parameters."""
-    parameter = next((one for one in like.parameters() if one.is_floating_point()), torch.zeros(()))
-    drawn = torch.randn(*sizes, generator=torch.Generator().manual_seed(0))
-    return drawn.to(parameter.device, parameter.dtype)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -325,10 +313,6 @@ def _time(ours: Contender, peer: Contender, settings: BenchSettings) -> list[dic
     return rows
 
 
-def _three_digits(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
 def _print(result: dict[str, Any]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("pass", no_wrap=True)
@@ -336,13 +320,10 @@ def _print(result: dict[str, Any]) -> None:
         table.add_column(heading, justify="right")
     for row in result["rows"]:
         numbers = (row[key] for key in ("stretto_ms", "peer_ms", "ratio", "ratio_of_medians"))
-        table.add_row(row["pass"], *(_three_digits(number) for number in numbers))
-    console = Console()
-    console.print(Text(f"{result['target']}: {result['batch']}"), soft_wrap=True)
-    console.print(table)
-    lines = (
-        f"Outputs and gradients differ by {result['error']:.0e} of the largest value at most.",
-        f"Least times of {result['rows'][0]['rounds']} rounds in turn; threads: {result['threads']}. {result['note']}.",
+        table.add_row(row["pass"], *(f"{number:,.0f}" if number >= 100 else f"{number:.3g}" for number in numbers))
+    print(f"{result['target']}: {result['batch']}")
+    Console().print(table)
+    print(f"Outputs and gradients differ by {result['error']:.0e} of the largest value at most.")
+    print(
+        f"Least times of {result['rows'][0]['rounds']} rounds in turn; threads: {result['threads']}. {result['note']}."
     )
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)

@@ -7,7 +7,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterator
-from typing import Final, final
+from typing import Final, NamedTuple
 
 import torch
 from rich.console import Console
@@ -42,9 +42,7 @@ class DoctorSettings:
     """What Stretto will use on this machine, and why. The exit code is 2 if something here would stop you."""
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """One line: what was looked at, what was found, and whether that would stop a user."""
 
     name: str
@@ -53,7 +51,7 @@ class Finding:
 
 
 def run(words: list[str]) -> int:
-    """Tell."""
+    """Print what was found."""
     parse(DoctorSettings, words, prog="stretto doctor")
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
@@ -68,26 +66,29 @@ def run(words: list[str]) -> int:
 
 def findings() -> Iterator[Finding]:
     """What was found, in the order in which it is shown."""
-    yield _found("stretto", f"{importlib.metadata.version('stretto')} on Python {platform.python_version()}")
-    yield _found("torch", f"{torch.__version__}, vector instructions {torch.backends.cpu.get_cpu_capability()}")
-    yield _found("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores; --threads changes it")
-    yield _found("oneDNN", _one_dnn())
-    yield _found("device", "CUDA is there; --device cuda uses it" if torch.cuda.is_available() else "cpu")
+    yield Finding("stretto", f"{importlib.metadata.version('stretto')} on Python {platform.python_version()}")
+    yield Finding("torch", f"{torch.__version__}, vector instructions {torch.backends.cpu.get_cpu_capability()}")
+    yield Finding("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores; --threads changes it")
+    fused = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    yield Finding("oneDNN", f"{'yes' if fused else 'no'}: torch.nn.LSTM runs {'fused' if fused else 'step by step'}")
+    yield Finding("device", "CUDA is there; --device cuda uses it" if torch.cuda.is_available() else "cpu")
     try:
-        yield _found("cache", f"{cache_folder()}, private; {CACHE_VARIABLE} moves it")
+        yield Finding("cache", f"{cache_folder()}, private; {CACHE_VARIABLE} moves it")
     except StrettoError as error:
-        yield Finding(name="cache", value=f"cannot be used: {error}", broken=True)
+        yield Finding("cache", f"cannot be used: {error}", broken=True)
     yield from _kernels()
-    yield from _backends()
+    # In the order in which backend="auto" tries them.
+    for backend in all_backends():
+        try:
+            reason = backend.unavailable()
+        except StrettoError as error:
+            reason = str(error)
+        yield Finding(f"backend {backend.name}", backend.description if reason is None else f"not here: {reason}")
     for extra, packages in extras().items():
         absent = [name for name, version in packages.items() if version is None]
         there = ", ".join(f"{name} {version}" for name, version in packages.items() if version is not None)
         hint = f"missing {', '.join(absent)}: pip install 'stretto[{extra}]'" if absent else ""
-        yield _found(f"[{extra}]", "; ".join(part for part in (there, hint) if part))
-
-
-def _found(name: str, value: str) -> Finding:
-    return Finding(name=name, value=value)
+        yield Finding(f"[{extra}]", "; ".join(part for part in (there, hint) if part))
 
 
 def _kernels() -> Iterator[Finding]:
@@ -95,35 +96,25 @@ def _kernels() -> Iterator[Finding]:
     try:
         compiler = find_compiler()
     except NoCompiler as reason:
-        yield _found("compiler", f"none: {reason}. {WITHOUT[:1].upper()}{WITHOUT[1:]}")
-        yield _found("", "Install g++ or clang++, or name a compiler with CXX")
+        yield Finding("compiler", f"none: {reason}. {WITHOUT[:1].upper()}{WITHOUT[1:]}")
+        yield Finding("", "Install g++ or clang++, or name a compiler with CXX")
         return
     except StrettoError as error:
-        yield Finding(name="compiler", value=str(error), broken=True)
+        yield Finding("compiler", str(error), broken=True)
         return
-    yield _found("compiler", f"{compiler.path}, {compiler.version}; CXX names another")
-    yield _found("flags", f"{' '.join(compiler.flags)}; {MARCH_VARIABLE} names another processor for -march")
-    yield _found("vectors", _vectors(compiler))
+    yield Finding("compiler", f"{compiler.path}, {compiler.version}; CXX names another")
+    yield Finding("flags", f"{' '.join(compiler.flags)}; {MARCH_VARIABLE} names another processor for -march")
+    yield Finding("vectors", _vectors(compiler))
     parallel = "-fopenmp" in compiler.flags
-    yield _found("OpenMP", "yes: kernels use the threads above" if parallel else "no: kernels run on one thread")
+    yield Finding("OpenMP", "yes: kernels use the threads above" if parallel else "no: kernels run on one thread")
     try:
         folder = library_folder()
         sizes = [path.stat().st_size for path in folder.glob("*.so")]
     except (StrettoError, OSError) as error:
-        yield Finding(name="kernels", value=f"cannot be kept: {error}", broken=True)
+        yield Finding("kernels", f"cannot be kept: {error}", broken=True)
         return
-    yield _found("kernels", f"{len(sizes)} compiled, {sum(sizes) / 2**20:.1f} MiB, in {folder}, private")
+    yield Finding("kernels", f"{len(sizes)} compiled, {sum(sizes) / 2**20:.1f} MiB, in {folder}, private")
     yield _self_test()
-
-
-def _backends() -> Iterator[Finding]:
-    """The backends, in the order in which backend="auto" tries them."""
-    for backend in all_backends():
-        try:
-            reason = backend.unavailable()
-        except StrettoError as error:
-            reason = str(error)
-        yield _found(f"backend {backend.name}", backend.description if reason is None else f"not here: {reason}")
 
 
 def _vectors(compiler: Compiler) -> str:
@@ -149,10 +140,10 @@ def _self_test() -> Finding:
     try:
         made = _run(cell, rnn(x)[0])
     except StrettoError as error:
-        return Finding(name="self-test", value=f"failed: {error}", broken=True)
+        return Finding("self-test", f"failed: {error}", broken=True)
     explanation = rnn.explain()
     if explanation.backend != "cpp":
-        return _found("self-test", f"no kernel could be made: {explanation.reason}; {WITHOUT}")
+        return Finding("self-test", f"no kernel could be made: {explanation.reason}; {WITHOUT}")
     state, outputs = cell.initial_state(len(x)), []
     for step in range(x.shape[1]):
         y, state = cell(x[:, step], state)
@@ -160,20 +151,15 @@ def _self_test() -> Finding:
     wanted = _run(cell, torch.stack(outputs, dim=1))
     if not all(torch.allclose(one, other, atol=TOLERANCE) for one, other in zip(made, wanted, strict=True)):
         value = "failed: a compiled kernel and plain PyTorch disagree. Set CXX to another compiler, and report this"
-        return Finding(name="self-test", value=value, broken=True)
+        return Finding("self-test", value, broken=True)
     cold = set(library_folder().glob("*.so")) - before
     took = f"{time.perf_counter() - start:.2f} s, {'compiled just now' if cold else 'from the cache'}"
-    return _found("self-test", f"ok: a small kernel agrees with plain PyTorch, gradients too ({took})")
+    return Finding("self-test", f"ok: a small kernel agrees with plain PyTorch, gradients too ({took})")
 
 
 def _run(cell: Elman, y: torch.Tensor) -> list[torch.Tensor]:
     """An output with the gradients of the cell's parameters."""
     return [y, *torch.autograd.grad(y.square().sum(), list(cell.parameters()))]
-
-
-def _one_dnn() -> str:
-    there = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    return "yes: torch.nn.LSTM runs fused" if there else "no: torch.nn.LSTM runs step by step"
 
 
 def extras() -> dict[str, dict[str, str | None]]:

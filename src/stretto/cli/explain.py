@@ -7,11 +7,9 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
-from rich.console import Console
-from rich.text import Text
 
 from stretto.cli.flags import check_flags, parse
-from stretto.cli.loading import INPUT_SIZE, input_size_of, load_module, try_step, user_errors
+from stretto.cli.loading import INPUT_SIZE, SetFlags, input_size_of, load_module, try_step
 from stretto.files import write_text_atomically
 from stretto.kernels import Backend
 from stretto.nn import RNN
@@ -44,9 +42,7 @@ class ExplainSettings:
     cell: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CELL")]
     input_size: Count | None = None
     hidden_size: Count | None = None
-    arguments: Annotated[
-        tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE"), tyro.conf.UseAppendAction
-    ] = ()
+    arguments: SetFlags = ()
     backend: Backend = "auto"
     dtype: Literal["float32", "float64"] | None = None
     svg: Path | None = None
@@ -66,17 +62,14 @@ def run(words: list[str]) -> int:
         cell = cell.to(getattr(torch, settings.dtype))
     rnn = RNN(cell, backend=settings.backend)
     size = settings.input_size or input_size_of(rnn.cells[0]) or INPUT_SIZE
-    fix = "Fix the cell, or give the --input-size that it takes."
-    with user_errors(f"{settings.cell!r} could not do a step on {size} features", fix=fix):
-        try_step(rnn.cells[0], size)
+    try_step(rnn.cells[0], size, target=settings.cell, input_flag="--input-size")
     explanation = rnn.explain(size)
     if settings.svg is not None:
         write_text_atomically(settings.svg, explanation.svg())
     if settings.json:
         print(json.dumps(explanation.as_dict(), indent=2))
         return 0
-    console = Console()
-    console.print(Text(str(explanation)), soft_wrap=True)
+    print(explanation)
     if settings.svg is not None:
-        console.print(Text(f"\npicture    {settings.svg}"), soft_wrap=True)
+        print(f"\npicture    {settings.svg}")
     return 0

@@ -6,7 +6,6 @@ from typing import Literal
 
 import tyro
 from rich.console import Console
-from rich.text import Text
 
 from stretto.cli.flags import check_flags, parse
 from stretto.data import load_handwriting, open_sequences
@@ -22,7 +21,7 @@ class InspectSettings:
         data: A file or folder (.npz, .parquet, .arrow, .feather, .txt, .txt.gz, .inkml, IAM-OnDB), or the word
             handwriting for the embedded set.
         batch_size: Most sequences in a batch; 32 if max-padded-steps is left out too.
-        max_padded_steps: Most slots (sequences times longest) in a batch.
+        max_padded_steps: Most steps in a batch, padding included: sequences times longest.
         num_buckets: How many, or auto: as many as pay.
         html: Also write a page to this file.
     """
@@ -43,9 +42,8 @@ def run(words: list[str]) -> int:
     inspection = inspect_lengths(
         data, batch_size=batch_size, max_padded_steps=settings.max_padded_steps, num_buckets=settings.num_buckets
     )
-    console = Console()
-    console.print(render(inspection))
+    Console().print(render(inspection))
     if settings.html is not None:
         write_inspection_page(inspection, settings.html)
-        console.print(Text(f"page  {settings.html}"), soft_wrap=True)
+        print(f"page  {settings.html}")
     return 0

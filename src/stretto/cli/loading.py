@@ -10,9 +10,10 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import torch
+import tyro
 from torch import nn
 
 import stretto.cells
@@ -21,8 +22,8 @@ from stretto.errors import StrettoError
 from stretto.graph import Graph, GraphCell, call_cell
 
 INPUT_SIZE: Final = 64
-HIDDEN_SIZE: Final = 128
-DEFAULT_SIZES: Final = {"input_size": INPUT_SIZE, "hidden_size": HIDDEN_SIZE}
+DEFAULT_SIZES: Final = {"input_size": INPUT_SIZE, "hidden_size": 128}
+SetFlags = Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE"), tyro.conf.UseAppendAction]
 
 
 def load_module(
@@ -87,12 +88,18 @@ def input_size_of(cell: nn.Module) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def try_step(cell: nn.Module, input_size: int) -> None:
-    """One step of two sequences, to find errors before anything else does."""
-    state = cell.initial_state(2)  # type: ignore[operator]
-    like = next((tensor for tensor in cell.parameters() if tensor.is_floating_point()), torch.zeros(()))
-    with torch.no_grad():
-        call_cell(cell, torch.zeros(2, input_size, dtype=like.dtype, device=like.device), state)
+def try_step(cell: nn.Module, input_size: int, *, target: str, input_flag: str) -> None:
+    """One step of two sequences, to find errors of the user's cell before anything else does."""
+    fix = f"Fix the cell, or give the number of features that it takes: {input_flag}."
+    with user_errors(f"{target!r} could not do a step on {input_size} features", fix=fix), torch.no_grad():
+        call_cell(cell, draw((2, input_size), like=cell), cell.initial_state(2))  # type: ignore[operator]
+
+
+def draw(sizes: Sequence[int], *, like: nn.Module) -> torch.Tensor:
+    """Normal numbers, always the same, in the dtype and on the device of a module's parameters."""
+    parameter = next((one for one in like.parameters() if one.is_floating_point()), torch.zeros(()))
+    drawn = torch.randn(*sizes, generator=torch.Generator().manual_seed(0))
+    return drawn.to(parameter.device, parameter.dtype)
 
 
 @contextlib.contextmanager
@@ -196,14 +203,11 @@ def _make(
 ) -> Any:
     """Call a class or function with the sizes, as far as it takes them, and the other arguments.
 
-    Args:
-        maker: The class or function.
-        target: Its name, for messages.
-        arguments: The other arguments.
-        sizes: The flag and value of each size.
-        kind: What is made, for messages.
+    `sizes` has the flag and value of each size; `target` and `kind` are for messages.
     """
-    parameters = _parameters(maker)
+    parameters: Mapping[str, inspect.Parameter] = {}
+    with contextlib.suppress(TypeError, ValueError):
+        parameters = inspect.signature(maker).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     takes = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
     signature = f"{target!r} takes {', '.join(takes) or 'no arguments'}"
@@ -234,10 +238,3 @@ def _make(
     flags = [flag for flag, _ in sizes.values()]
     with user_errors(f"{target!r} could not be made", fix=f"Check {', '.join(flags)} and --set."):
         return maker(**arguments)
-
-
-def _parameters(maker: Any) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(maker).parameters
-    except (TypeError, ValueError):
-        return {}

@@ -4,8 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import tyro
-from rich.console import Console
-from rich.text import Text
 
 from stretto.cli.flags import parse
 from stretto.report import write_run_report
@@ -27,6 +25,5 @@ class ReportSettings:
 def run(words: list[str]) -> int:
     """Write the page."""
     settings = parse(ReportSettings, words, prog="stretto report")
-    path = write_run_report(settings.run, settings.out)
-    Console().print(Text(f"report  {path}"), soft_wrap=True)
+    print(f"report  {write_run_report(settings.run, settings.out)}")
     return 0

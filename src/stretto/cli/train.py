@@ -4,18 +4,15 @@ import contextlib
 import shlex
 
 from rich.console import Console
-from rich.text import Text
 
 from stretto.cli.flags import check_flags, choose, parse, take_option
-from stretto.cli.main import show_error
+from stretto.cli.main import INTERRUPTED, show_error
 from stretto.distributed import LostRank, is_distributed, is_rank0, launch_ranks, leave_exit_code
 from stretto.errors import StrettoError
 from stretto.report import console_view
 from stretto.runs import next_run, resolve_settings, run_task
 from stretto.tasks import TASKS
 from stretto.training import PRESET, Interrupted, TrainConfig, read_toml
-
-INTERRUPTED = 130
 
 
 def run(words: list[str]) -> int:
@@ -42,22 +39,18 @@ def run(words: list[str]) -> int:
 
 
 def _train(name: str, config: TrainConfig) -> int:
-    console = Console()
     try:
-        with console_view(console) if is_rank0() else contextlib.nullcontext() as view:
+        with console_view(Console()) if is_rank0() else contextlib.nullcontext() as view:
             result = run_task(name, config, subscribers=[] if view is None else [view])
     except Interrupted as stop:
         again = ["stretto", "train", name, "--out", str(stop.run), "--resume"]
         if is_rank0():
-            console.print(
-                Text(f"Stopped at update {stop.update}; everything is saved. Continue with:\n  {shlex.join(again)}"),
-                soft_wrap=True,
-            )
+            print(f"Stopped at update {stop.update}; everything is saved. Continue with:\n  {shlex.join(again)}")
         return leave_exit_code(INTERRUPTED)
     if is_rank0():
-        console.print(Text(f"run     {result.run}"), soft_wrap=True)
+        print(f"run     {result.run}")
         if result.report is not None:
-            console.print(Text(f"report  {result.report}"), soft_wrap=True)
+            print(f"report  {result.report}")
     return 0
 
 

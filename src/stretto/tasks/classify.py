@@ -75,14 +75,7 @@ class ClassifyModel(nn.Module):
     def __init__(self, data: SequenceSet, *, num_classes: int, config: TrainConfig) -> None:
         super().__init__()
         self.standardise = Standardise.of(data.part("train"))
-        self.lstm = make_lstm(
-            data.num_features,
-            config.hidden_size,
-            num_layers=config.num_layers,
-            bidirectional=True,
-            dropout=config.dropout,
-            backend=config.backend,
-        )
+        self.lstm = make_lstm(data.num_features, config.hidden_size, bidirectional=True, config=config)
         self.dropout = nn.Dropout(config.dropout)
         self.classify = nn.Linear(2 * config.hidden_size, num_classes)
 

@@ -63,7 +63,7 @@ class DigitsModel(nn.Module):
         num_features, size, width = data.num_features, config.hidden_size, config.row_size
         self.standardise = Standardise.of(data.part("train"), num_groups=1)
         self.transform = nn.Linear(num_features, width)
-        self.lstm = make_lstm(width, size, num_layers=config.num_layers, dropout=config.dropout, backend=config.backend)
+        self.lstm = make_lstm(width, size, config=config)
         self.dropout = nn.Dropout(config.dropout)
         self.classify = nn.Linear(size, num_classes)
         self._can_fold = num_features * 4 * size < width * (num_features + 4 * size)

@@ -51,14 +51,7 @@ class HandwritingModel(nn.Module):
         super().__init__()
         self.stack = config.stack
         self.standardise = Standardise.of(data.part("train"))
-        self.lstm = make_lstm(
-            data.num_features * config.stack,
-            config.hidden_size,
-            num_layers=config.num_layers,
-            bidirectional=True,
-            dropout=config.dropout,
-            backend=config.backend,
-        )
+        self.lstm = make_lstm(data.num_features * config.stack, config.hidden_size, bidirectional=True, config=config)
         self.dropout = nn.Dropout(config.dropout)
         self.classify = nn.Linear(2 * config.hidden_size, num_classes)
 

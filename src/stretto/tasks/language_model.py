@@ -120,9 +120,7 @@ class TextNet(nn.Module):
         size, scale = config.hidden_size, config.init_scale
         self.carried = CarriedState(batch_dim=1)
         self.embed = nn.Embedding(num_tokens, config.embedding_size)
-        self.lstm = make_lstm(
-            config.embedding_size, size, num_layers=config.num_layers, dropout=config.dropout, backend=config.backend
-        )
+        self.lstm = make_lstm(config.embedding_size, size, config=config)
         self.input_dropout, self.dropout = nn.Dropout(config.input_dropout), nn.Dropout(config.dropout)
         self.predict = nn.Linear(size, num_tokens)
         if scale is not None:

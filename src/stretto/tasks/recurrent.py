@@ -10,36 +10,31 @@ from torch import nn
 
 from stretto import cells
 from stretto.batching import Batch
-from stretto.kernels import Backend
 from stretto.nn import RNN, accelerate, open_forget_gates, torch_layers
-from stretto.training import SolverConfig
+from stretto.training import SolverConfig, TrainConfig
 
 
 def make_lstm(
     input_size: int,
     hidden_size: int,
     *,
-    num_layers: int = 1,
+    config: TrainConfig,
+    num_layers: int | None = None,
     bidirectional: bool = False,
-    dropout: float = 0.0,
-    backend: Backend,
 ) -> torch_layers.LSTM:
     """An accelerated `torch.nn.LSTM`, batch first, that begins with open forget gates.
 
-    Here "auto" means generated code where there is some. It is not decided by timing, so that runs are repeatable to
-    the last digit.
+    It has as many layers as the settings say, unless `num_layers` is given. "auto" means generated code where there is
+    some. It is not decided by timing, so that runs are repeatable to the last digit.
     """
+    count = config.num_layers if num_layers is None else num_layers
+    # torch warns when a single layer is given a dropout that it would not use.
+    between = config.dropout if count > 1 else 0.0
     lstm = torch_layers.LSTM(
-        input_size,
-        hidden_size,
-        num_layers,
-        batch_first=True,
-        # torch warns when a single layer is given a dropout that it would not use.
-        dropout=dropout if num_layers > 1 else 0.0,
-        bidirectional=bidirectional,
+        input_size, hidden_size, count, batch_first=True, dropout=between, bidirectional=bidirectional
     )
     open_forget_gates(lstm)
-    return accelerate(lstm, backend=backend, measure=False)
+    return accelerate(lstm, backend=config.backend, measure=False)
 
 
 @final

@@ -143,12 +143,12 @@ class TranslateModel(nn.Module):
             )
         self.embed = nn.Embedding(num_pieces, size)
         nn.init.normal_(self.embed.weight, std=size**-0.5)
-        self.both_ways = make_lstm(size, size // 2, bidirectional=True, backend=config.backend)
+        self.both_ways = make_lstm(size, size // 2, num_layers=1, bidirectional=True, config=config)
         above = range(config.num_layers - 1)
-        self.encoder = nn.ModuleList(make_lstm(size, size, backend=config.backend) for _ in above)
-        self.bottom = make_lstm(size, size, backend=config.backend)
+        self.encoder = nn.ModuleList(make_lstm(size, size, num_layers=1, config=config) for _ in above)
+        self.bottom = make_lstm(size, size, num_layers=1, config=config)
         self.attention = Attention(size)
-        self.decoder = nn.ModuleList(make_lstm(2 * size, size, backend=config.backend) for _ in above)
+        self.decoder = nn.ModuleList(make_lstm(2 * size, size, num_layers=1, config=config) for _ in above)
         if not above:
             # Without a layer above, what is attended to goes to the output straight away.
             self.join = nn.Linear(2 * size, size)
