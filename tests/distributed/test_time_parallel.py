@@ -133,54 +133,45 @@ def _leaves(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Drawn:
-    """A batch, a state before it, and what outputs and final states count in the loss."""
+class Expected:
+    """A batch, a state before it, what outputs and final states count in the loss, and all that one rank finds."""
 
     x_BTF: torch.Tensor
     states: list[torch.Tensor]
     structure: Any
     weights: list[torch.Tensor]
+    found: dict[str, torch.Tensor]
 
 
-def _drawn(case: Case, net: stretto.RNN) -> Drawn:
+def _on_one_rank(case: Case, net: stretto.RNN) -> Expected:
     generator = torch.Generator().manual_seed(5)
     dtype = getattr(torch, case.dtype)
 
     def draw(shape: Any) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    x_BTF = draw((len(case.lengths), max(1, max(case.lengths) + case.padding), F))
+    x_BTF = draw((len(case.lengths), max(1, max(case.lengths) + case.padding), F)).requires_grad_()
     structure = net.initial_state(len(case.lengths))
     # Counts stay as they are.
-    states = [draw(part.shape) if part.dim() > 1 and part.shape[1] > 1 else part for part in flatten(structure)]
-    with torch.no_grad():
-        y_BTH, after = net(x_BTF, lengths=case.lengths)
-    return Drawn(
-        x_BTF=x_BTF,
-        states=states,
-        structure=structure,
-        weights=[draw(part.shape) for part in (y_BTH, *flatten(after))],
-    )
-
-
-def _serial(case: Case, net: stretto.RNN, drawn: Drawn) -> dict[str, torch.Tensor]:
-    x_BTF, *states = _leaves([drawn.x_BTF, *drawn.states])
-    y_BTH, after = net(x_BTF, unflatten(drawn.structure, states), lengths=case.lengths)
+    states = _leaves([draw(s.shape) if s.dim() > 1 and s.shape[1] > 1 else s for s in flatten(structure)])
+    y_BTH, after = net(x_BTF, unflatten(structure, states), lengths=case.lengths)
     parts = [y_BTH, *flatten(after)]
-    sum((part * w).sum() for part, w in zip(parts, drawn.weights, strict=True)).backward()  # type: ignore[union-attr]
+    weights = [draw(part.shape) for part in parts]
+    sum((part * w).sum() for part, w in zip(parts, weights, strict=True)).backward()  # type: ignore[union-attr]
     found = {"y": y_BTH, "dx": x_BTF.grad}
     found |= {f"final {n}": part for n, part in enumerate(parts[1:])}
     found |= {f"d state {n}": state.grad for n, state in enumerate(states) if state.is_floating_point()}
     found |= {name: p.grad for name, p in net.named_parameters()}
-    return {name: tensor.detach() for name, tensor in found.items() if tensor is not None}
+    detached = {name: tensor.detach() for name, tensor in found.items() if tensor is not None}
+    return Expected(x_BTF=x_BTF, states=states, structure=structure, weights=weights, found=detached)
 
 
 def _worst(mesh: TimeMesh, case: Case) -> dict[str, Any]:
     """The largest error of this rank against the whole batch on one, by what it is an error of, and how it went."""
     serial = _net(case)
     net = copy.deepcopy(serial)
-    drawn = _drawn(case, serial)
-    wanted = _serial(case, serial, drawn)
+    drawn = _on_one_rank(case, serial)
+    wanted = drawn.found
     net.solver = mesh.solver(tolerance=OWN_TOLERANCE[case.dtype], segment_steps=case.segment_steps)
     block = mesh.block(drawn.x_BTF.shape[1], case.lengths)
     x_BTF, *states = _leaves([block.of(drawn.x_BTF), *drawn.states])

@@ -12,17 +12,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
-from tiny_tasks import tiny_task
+from tiny_tasks import spoil_loss, tiny_task
 from worlds import compile_quickly, rank0_log, run_world
 
-from stretto.batching import Batch, collate
+from stretto.batching import collate
 from stretto.data import RegimeSettings, SequenceSet, StepLabels, make_regimes, write_npz
 from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.tasks import TASKS
 from stretto.training import (
     AbstractTask,
-    LossSum,
     SilentLog,
     Trainer,
     TrainState,
@@ -103,15 +102,7 @@ def _one_bad_block(world: World) -> dict[str, Any]:
     """Two updates of two batches each; in the first, the loss of rank 1 alone is NaN."""
     task = _task({"time_parallel": 2, "accumulate": 2, "on_nan": "skip"})
     ranks, train = TimeParallelSetup(2, world=world), task.data.part("train")
-    honest = task.loss
-
-    def loss(output: torch.Tensor, batch: Batch) -> LossSum:
-        found = honest(output, batch)
-        assert batch.indices is not None
-        bad = world.rank == 1 and 0 in batch.indices.tolist()
-        return LossSum(total=found.total * (torch.nan if bad else 1.0), count=found.count)
-
-    task.loss = loss  # type: ignore[method-assign]
+    spoil_loss(task, lambda indices: world.rank == 1 and 0 in indices)
     torch.manual_seed(0)
     model = task.build_model()
     ranks.set_solvers(model)

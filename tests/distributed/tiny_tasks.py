@@ -1,12 +1,15 @@
 """Every task on a few made sequences, two buckets of them, one with fewer sequences than some worlds have ranks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
+from stretto.batching import Batch
 from stretto.data import Labels, SequenceSet, Transcripts
 from stretto.tasks import TASKS
-from stretto.training import AbstractTask, validate
+from stretto.training import AbstractTask, LossSum, validate
 
 
 def _data(name: str) -> SequenceSet:
@@ -41,3 +44,15 @@ def tiny_task(name: str, *, accumulate: int) -> AbstractTask[Any]:
         **({"stack": 1} if name == "handwriting" else {}),
     }
     return TASKS[name](validate(TASKS[name].Config, values, source="the test"), _data(name))
+
+
+def spoil_loss(task: AbstractTask[Any], is_bad: Callable[[list[int]], bool]) -> None:
+    """Make the loss NaN for batches with certain sequences."""
+    honest = task.loss
+
+    def loss(output: torch.Tensor, batch: Batch) -> LossSum:
+        found = honest(output, batch)
+        assert batch.indices is not None
+        return LossSum(total=found.total * (torch.nan if is_bad(batch.indices.tolist()) else 1.0), count=found.count)
+
+    task.loss = loss  # type: ignore[method-assign]

@@ -107,7 +107,7 @@ def test_long_memory_is_found_by_a_probe(trained: Trained) -> None:
 
 @pytest.mark.slow
 def test_gates_need_fewer_sweeps_than_none() -> None:
-    """The adding net keeps its sum by its update gates: their products carry news through many chunks at once."""
+    """The adding net keeps its sum by its update gates: their products reach over many chunks at once."""
     trained = trained_on_adding()
     rnn = copy.deepcopy(trained.rnn).double()
     rnn.solver = stretto.Shooting(num_chunks=32, tolerance=1e-8, until_converged=True)

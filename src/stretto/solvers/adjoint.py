@@ -14,7 +14,7 @@ and runs in reverse: with J_c the Jacobian of chunk c and g the gradients that c
     d_start_c = J_c' d_end_c + g_c,          d_end_c = d_start_{c+1} + g_end_c.
 
 The unknowns are the gradients that arrive at the end of each chunk from the chunk after it, `arriving`. A reverse
-sweep pulls them back through all chunks at once, by autograd, and hands what comes out at each start to the chunk
+sweep pulls them back through all chunks at once, by autograd, and passes what comes out at each start to the chunk
 before. After k sweeps the last k chunks of each sequence are exact. `ReverseSweeps` repeats that until nothing changes;
 multigrid's `ReverseCycles` solves the same recurrence with coarse grids.
 

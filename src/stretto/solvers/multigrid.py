@@ -66,8 +66,8 @@ STALL_CYCLES: Final = 8
 class Multigrid(AbstractSolver):
     """Runs chunks of a few steps at once, with coarser and coarser grids that say where chunks start.
 
-    A cycle runs all chunks of the finest grid and hands what does not agree at their boundaries to a grid with one step
-    per chunk, the cell's `coarse_step`. That grid does the same with the next coarser one, and the coarsest runs
+    A cycle runs all chunks of the finest grid and passes what differs at their boundaries to a grid with one step per
+    chunk, the cell's `coarse_step`. That grid does the same with the next coarser one, and the coarsest runs
     sequentially. A cell without a `coarse_step` has no coarse grids: chunks then start where the chunk before ended in
     the last cycle.
 
