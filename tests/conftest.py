@@ -1,4 +1,4 @@
-"""What all tests share: a private cache, one thread, real data where it is at hand, and when two sets are the same."""
+"""What all tests share: a private cache, one thread, real data where there is some, and when two sets are the same."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def one_thread() -> Iterator[None]:
     """Small nets gain nothing from a second thread, and threads that wait slow down whatever else runs.
 
-    So it is in processes that tests start, unless they are told otherwise.
+    So it is in processes that tests start, unless they set it themselves.
     """
     earlier = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -19,7 +19,8 @@ import safetensors.torch
 import torch
 
 import stretto
-from stretto.data import Labels, SequenceSet, read_npz, write_npz
+from small_data import write_signs
+from stretto.data import read_npz, write_npz
 from stretto.errors import StrettoError
 from stretto.runs import run_task
 from stretto.tasks.classify import ClassifyConfig
@@ -45,22 +46,7 @@ def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def signs(tmp_path: Path) -> Path:
-    return _write(tmp_path / "signs.npz")
-
-
-def _write(path: Path, *, seed: int = 0, count: int = 36) -> Path:
-    rng = np.random.default_rng(seed)
-    labels_N = np.arange(count) % 2
-    lengths_N = rng.integers(2, 12, count)
-    features_SF = rng.normal(size=(lengths_N.sum(), 2)) + 3.0 * np.repeat(labels_N, lengths_N)[:, None]
-    data = SequenceSet.from_flat(
-        features_SF.astype(np.float32),
-        offsets=np.cumsum([0, *lengths_N]),
-        targets=Labels.check(labels_N, names=["still", "moving"], source="here"),
-        split_N=np.repeat([0, 1, 2], [count - 12, 6, 6]),
-    )
-    write_npz(path, data)
-    return path
+    return write_signs(tmp_path / "signs.npz", count=36)
 
 
 def _interrupted(out: Path, data: Path, *, update: int, **settings: Any) -> None:
@@ -82,14 +68,14 @@ def test_a_run_leaves_record_model_result_and_page(signs: Path) -> None:
     assert result.run == Path("out")
     names = {path.name for path in result.run.iterdir()}
     assert names == {EVENTS_FILE, MODEL_FILE, "result.json", "report.html", CHECKPOINT_FOLDER}
-    told = json.loads((result.run / "result.json").read_text(encoding="utf-8"))
-    assert told == result.to_dict()
-    assert {"accuracy", "loss"} == told["metrics"].keys()
-    assert told["settings"] == {"task": "classify", **ClassifyConfig(data=signs, **SMALL).recorded()}
+    written = json.loads((result.run / "result.json").read_text(encoding="utf-8"))
+    assert written == result.to_dict()
+    assert {"accuracy", "loss"} == written["metrics"].keys()
+    assert written["settings"] == {"task": "classify", **ClassifyConfig(data=signs, **SMALL).recorded()}
     kinds = [event["event"] for event in read_events(result.run)]
     assert (kinds[0], kinds[-1], kinds.count("epoch")) == ("started", "finished", 2)
     finished = read_events(result.run)[-1]
-    assert {key: finished[key] for key in told} == told
+    assert {key: finished[key] for key in written} == written
     assert result.report == Path("out/report.html")
     assert "signs" in result.report.read_text(encoding="utf-8")
     saved = safetensors.torch.load_file(result.run / MODEL_FILE)
@@ -128,7 +114,7 @@ def test_nothing_in_the_run_folder_is_a_pickle(signs: Path) -> None:
     stretto.train("classify", data=signs, out="out", **SMALL)
     files = [path for path in Path("out").rglob("*") if path.is_file()]
     assert len(files) > 4
-    assert not any(zipfile.is_zipfile(path) or path.read_bytes().startswith(b"\x80\x04") for path in files)
+    assert not any(zipfile.is_zipfile(path) or path.read_bytes().startswith(b"\x80") for path in files)
     assert not list(Path("out").rglob("*.part"))
 
 
@@ -142,10 +128,13 @@ def test_the_padding_of_the_result_is_that_of_the_batches(signs: Path) -> None:
     assert plain.slot_ratio == 1.0
 
 
-def test_runs_are_numbered_when_no_folder_is_named(signs: Path) -> None:
+def test_runs_without_a_folder_are_numbered_and_a_refused_one_leaves_nothing(signs: Path) -> None:
     one_epoch = SMALL | {"epochs": 1}
     assert stretto.train("classify", data=signs, **one_epoch).run == Path("runs/classify-001")
+    with pytest.raises(StrettoError, match="max_padded_steps=1"):
+        stretto.train("classify", data=signs, max_padded_steps=1, **one_epoch)
     assert stretto.train("classify", data=signs, **one_epoch).run == Path("runs/classify-002")
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["classify-001", "classify-002"]
     Path("runs/classify-1000").mkdir()
     Path("runs/classify-mine").mkdir()
     assert stretto.train("classify", data=signs, **one_epoch).run == Path("runs/classify-1001")
@@ -180,7 +169,7 @@ def test_resume_takes_the_latest_run_of_the_task(signs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "named"),
     [
         ({"epochs": 5}, "epochs=5 (was 2)"),
         ({"epochs": ClassifyConfig().epochs}, "epochs=12 (was 2)"),
@@ -191,13 +180,13 @@ def test_resume_takes_the_latest_run_of_the_task(signs: Path) -> None:
     ],
 )
 def test_settings_that_conflict_with_the_stored_ones_are_refused(
-    signs: Path, changes: dict[str, Any], told: str
+    signs: Path, changes: dict[str, Any], named: str
 ) -> None:
     _interrupted(Path("cut"), signs, update=2)
     before = Path("cut", EVENTS_FILE).read_bytes()
     with pytest.raises(StrettoError, match="resumes with the settings it was started with") as info:
         stretto.train("classify", out="cut", resume=True, **changes)
-    assert told in str(info.value)
+    assert named in str(info.value)
     assert Path("cut", EVENTS_FILE).read_bytes() == before
 
 
@@ -213,13 +202,6 @@ def test_a_finished_run_and_one_of_another_task_are_refused(signs: Path) -> None
     _interrupted(Path("cut"), signs, update=2)
     with pytest.raises(StrettoError, match="'cut' is no run of the task 'handwriting'"):
         stretto.train("handwriting", out="cut", resume=True)
-
-
-def test_changed_data_is_refused(signs: Path) -> None:
-    _interrupted(Path("cut"), signs, update=2)
-    _write(signs, seed=1)
-    with pytest.raises(StrettoError, match="the data 'signs' is not what the run in 'cut' was trained on"):
-        stretto.train("classify", out="cut", resume=True)
 
 
 def test_resuming_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -288,15 +270,6 @@ def test_progress_is_shown_when_it_is_asked_for(signs: Path, capsys: pytest.Capt
     assert f"{result.metrics['accuracy']:.2%}" in shown
 
 
-def test_runs_without_a_folder_are_numbered_and_a_refused_one_leaves_nothing(signs: Path) -> None:
-    first = stretto.train("classify", data=signs, **SMALL)
-    with pytest.raises(StrettoError, match="max_padded_steps=1"):
-        stretto.train("classify", data=signs, max_padded_steps=1, **SMALL)
-    second = stretto.train("classify", data=signs, **SMALL)
-    assert [first.run.name, second.run.name] == ["classify-001", "classify-002"]
-    assert sorted(path.name for path in first.run.parent.iterdir()) == ["classify-001", "classify-002"]
-
-
 def test_too_little_memory_is_reported(signs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Trainer) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
@@ -306,14 +279,14 @@ def test_too_little_memory_is_reported(signs: Path, monkeypatch: pytest.MonkeyPa
         stretto.train("classify", data=signs, out="out", **SMALL)
 
 
-def test_other_values_of_the_same_shape_are_not_resumed(signs: Path) -> None:
-    _interrupted(Path("out"), signs, update=2)
+def test_a_run_does_not_resume_if_one_value_of_the_data_has_changed(signs: Path) -> None:
+    _interrupted(Path("cut"), signs, update=2)
     data = read_npz(signs)
     changed = np.array(data.features_SF)
     changed[0, 0] += 1.0
     write_npz(signs, dataclasses.replace(data, features_SF=changed))
-    with pytest.raises(StrettoError, match="not what the run"):
-        stretto.train("classify", out="out", resume=True)
+    with pytest.raises(StrettoError, match="the data 'signs' is not what the run in 'cut' was trained on"):
+        stretto.train("classify", out="cut", resume=True)
 
 
 def test_the_cap_names_the_sequence_of_the_file(signs: Path) -> None:

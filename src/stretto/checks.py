@@ -16,7 +16,7 @@ def check_int(value: Any, *, name: str, at_least: int = 1, owner: str = "") -> i
         value: What was given.
         name: The argument, named in the error.
         at_least: The smallest that is allowed.
-        owner: Whose argument it is, where the name alone does not tell: "GRU".
+        owner: Whose argument it is, where the name alone is not enough: "GRU".
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)

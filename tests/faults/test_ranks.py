@@ -1,7 +1,4 @@
-"""Whole runs in processes of their own, some of them killed or stopped on the way.
-
-Shape legend: N sequences.
-"""
+"""Whole runs in processes of their own, some of them killed or stopped on the way."""
 
 import json
 import os
@@ -14,15 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import stretto
 from bench import faults
 from quick_starts import quick_starts
+from small_data import write_signs
 from stretto.cli.main import main
-from stretto.data import Labels, SequenceSet, write_npz
 from stretto.errors import StrettoError
 from stretto.runs import run_task
 from stretto.tasks.classify import ClassifyConfig
@@ -46,22 +42,7 @@ SETTINGS = ["--batch-size", "4", "--hidden-size", "4", "--num-buckets", "2", "--
 
 @pytest.fixture(scope="module")
 def signs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_signs(tmp_path_factory.mktemp("data") / "signs.npz")
-
-
-def write_signs(path: Path) -> Path:
-    """Two kinds of noise, told apart by their mean."""
-    rng = np.random.default_rng(0)
-    labels_N, lengths_N = np.arange(60) % 2, rng.integers(2, 12, 60)
-    features_SF = rng.normal(size=(lengths_N.sum(), 2)) + 3.0 * np.repeat(labels_N, lengths_N)[:, None]
-    data = SequenceSet.from_flat(
-        features_SF.astype(np.float32),
-        offsets=np.cumsum([0, *lengths_N]),
-        targets=Labels.check(labels_N, names=["still", "moving"], source="here"),
-        split_N=np.repeat([0, 1, 2], [40, 10, 10]),
-    )
-    write_npz(path, data)
-    return path
+    return write_signs(tmp_path_factory.mktemp("data") / "signs.npz", count=60)
 
 
 def words_for(data: Path, out: Path) -> list[str]:
@@ -97,22 +78,17 @@ def finish(process: "subprocess.Popen[str]", *, patience: float = PATIENCE) -> s
     return said
 
 
-def updates_of(run: Path) -> int:
-    """Updates that a run has recorded."""
-    return sum(event["event"] == "update" for event in read_events(run)) if (run / EVENTS_FILE).exists() else 0
+def updates_of(run: Path) -> list[Event]:
+    """Updates that a run has recorded, as they count in the end."""
+    return [event for event in read_events(run) if event["event"] == "update"] if (run / EVENTS_FILE).exists() else []
 
 
 def wait_for_updates(run: Path, number: int) -> None:
     """Until a run has come so far."""
     ends = time.monotonic() + PATIENCE
-    while updates_of(run) < number:
+    while len(updates_of(run)) < number:
         assert time.monotonic() < ends, "it does not begin"
         time.sleep(0.05)
-
-
-def seen_in_order(run: Path) -> list[dict[str, Any]]:
-    """Steps as they count in the end."""
-    return [event for event in read_events(run) if event["event"] == "update"]
 
 
 def _train_until_killed(data: str, out: str) -> None:
@@ -218,7 +194,7 @@ def test_ranks_listen_on_loopback_only_and_save_when_asked_to_stop_and_one_proce
     code, said = train("--out", str(run), "--resume")
     assert code == 0, said
     for epoch in range(40):
-        assert sum(event["rows"] for event in seen_in_order(run) if event["epoch"] == epoch) == 40, epoch
+        assert sum(event["rows"] for event in updates_of(run) if event["epoch"] == epoch) == 40, epoch
 
 
 @pytest.mark.slow
@@ -226,9 +202,9 @@ def test_a_gradient_that_is_nan_stops_all_ranks_in_the_same_update(signs: Path, 
     words = ["--nproc", "2", "--epochs", "4", "--learning-rate", "1e38"]
     code, said = train(*words_for(signs, tmp_path / "run"), *words)
     assert code == 2, said
-    told = re.findall(r"error: the loss or gradient is \S+ at update (\d+), on training sequences (.*)", said)
-    assert len(told) == 2, said
-    assert told[0] == told[1]
+    errors = re.findall(r"error: the loss or gradient is \S+ at update (\d+), on training sequences (.*)", said)
+    assert len(errors) == 2, said
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.slow

@@ -14,10 +14,11 @@ import pytest
 import torch
 from training_runs import at, crash, events_of, outcome, stop, train, weights
 
-from stretto.data import Labels, SequenceSet
+from small_data import labelled
+from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.large_batch import BatchTuner, ThroughputTable
+from stretto.large_batch import BatchTuner, ThroughputTable, probe
 from stretto.nn import carried_states
 from stretto.report import write_run_report
 from stretto.state import flatten
@@ -49,13 +50,7 @@ def data() -> SequenceSet:
     offsets = np.cumsum([0, *lengths_N])
     sums_N = np.array([features_SF[a:b, 0].sum() for a, b in itertools.pairwise(offsets)])
     labels_N = ((sums_N > 0) ^ (rng.random(len(sums_N)) < 0.3)).astype(np.int64)
-    return SequenceSet.from_flat(
-        features_SF,
-        offsets=offsets,
-        targets=Labels.check(labels_N, names=None, source=""),
-        split_N=np.repeat([0, 1, 2], [SEQUENCES, 20, 20]),
-        name="signs",
-    )
+    return labelled(features_SF, lengths_N, labels_N, parts=(SEQUENCES, 20, 20), name="signs")
 
 
 def _task(data: SequenceSet, **settings: Any) -> AbstractTask[Any]:
@@ -79,21 +74,23 @@ def _task(data: SequenceSet, **settings: Any) -> AbstractTask[Any]:
 def _with_table(monkeypatch: pytest.MonkeyPatch, *, fixed: float, each: float) -> None:
     """Updates take `fixed` seconds and `each` per sequence, whatever the clock says."""
 
-    def probe(run_step: Any, *, batch_sizes: list[int], lengths: dict[int, float], **_: Any) -> ThroughputTable:
+    def table(run_step: Any, *, batch_sizes: list[int], lengths: dict[int, float], **_: Any) -> ThroughputTable:
         assert run_step(batch_sizes[0], max(lengths)) > 0
         return ThroughputTable.of({size: fixed + each * size for size in batch_sizes})
 
-    monkeypatch.setattr(batch_policy, "probe", probe)
+    monkeypatch.setattr(batch_policy, "probe", table)
+
+
+@pytest.fixture(autouse=True)
+def growth_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_table(monkeypatch, fixed=1.0, each=1e-6)
 
 
 def _decisions(run: Path) -> list[Event]:
     return events_of(run, "batch")
 
 
-def test_it_grows_where_larger_batches_cost_no_time(
-    tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _with_table(monkeypatch, fixed=1.0, each=1e-6)
+def test_it_grows_where_larger_batches_cost_no_time(tmp_path: Path, data: SequenceSet) -> None:
     train(tmp_path, _task(data))
     updates, decisions = events_of(tmp_path, "update"), _decisions(tmp_path)
     at_ends = [event["epoch"] for event in decisions if event["epoch"] == int(event["epoch"])]
@@ -122,7 +119,6 @@ def test_it_grows_where_larger_batches_cost_no_time(
 def test_every_sequence_comes_once_an_epoch_whatever_is_decided(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _with_table(monkeypatch, fixed=1.0, each=1e-6)
     _trouble_at(monkeypatch, 75)
     train(tmp_path, _task(data, record_sequences=True))
     decisions = _decisions(tmp_path)
@@ -155,10 +151,7 @@ def test_it_keeps_the_batch_where_growing_does_not_pay(
 @pytest.mark.parametrize(
     "update", [64, *(pytest.param(update, marks=pytest.mark.slow) for update in (7, 63, 65, 90, 103))]
 )
-def test_an_interruption_changes_nothing(
-    tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch, update: int
-) -> None:
-    _with_table(monkeypatch, fixed=1.0, each=1e-6)
+def test_an_interruption_changes_nothing(tmp_path: Path, data: SequenceSet, update: int) -> None:
     task = _task(data, optimizer="adam", schedule="one-cycle", warmup_epochs=None)
     expected = train(tmp_path / "whole", task)
     assert any(event["action"] == "grow" for event in _decisions(tmp_path / "whole"))
@@ -185,7 +178,6 @@ def test_trouble_rolls_the_batch_back(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch, number: int, epoch: int
 ) -> None:
     """Within the epoch in which it grew, and in the next."""
-    _with_table(monkeypatch, fixed=1.0, each=1e-6)
     _trouble_at(monkeypatch, number)
     train(tmp_path, _task(data))
     events, decisions = events_of(tmp_path, "batch", "update", "epoch"), _decisions(tmp_path)
@@ -209,7 +201,6 @@ def test_trouble_rolls_the_batch_back(
 def test_a_run_that_rolled_back_resumes_from_there(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _with_table(monkeypatch, fixed=1.0, each=1e-6)
     task = _task(data)
     with monkeypatch.context() as patched:
         _trouble_at(patched, 75)
@@ -226,7 +217,6 @@ def test_a_run_that_rolled_back_resumes_from_there(
 def test_the_weights_after_a_roll_back_are_those_from_before(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _with_table(monkeypatch, fixed=1.0, each=1e-6)
     _trouble_at(monkeypatch, 75)
     found: dict[str, tuple[list[torch.Tensor], list[torch.Tensor], float]] = {}
 
@@ -250,7 +240,6 @@ def test_the_weights_after_a_roll_back_are_those_from_before(
 def test_a_loss_that_is_nan_rolls_back_instead_of_ending_the_run(
     tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _with_table(monkeypatch, fixed=1.0, each=1e-6)
     task = _task(data)
     loss = task.loss
 
@@ -361,10 +350,7 @@ def test_settings_that_make_no_sense_are_refused(
 
 
 @pytest.mark.slow
-def test_one_sequence_per_update_has_no_parts(
-    tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _with_table(monkeypatch, fixed=1.0, each=1e-6)
+def test_one_sequence_per_update_has_no_parts(tmp_path: Path, data: SequenceSet) -> None:
     train(tmp_path, _task(data, base_batch_size=1, epochs=2))
     (decision,) = _decisions(tmp_path)
     assert decision["action"] == "keep"
@@ -373,8 +359,11 @@ def test_one_sequence_per_update_has_no_parts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dropout", "alike"), [(0.2, 3), (0.0, 64)])
-def test_the_probe_leaves_no_trace(tmp_path: Path, data: SequenceSet, dropout: float, alike: int) -> None:
+def test_the_probe_leaves_no_trace(
+    tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch, dropout: float, alike: int
+) -> None:
     """Until the first decision a run that probed is one that did not; what is dropped, until the first measurement."""
+    monkeypatch.setattr(batch_policy, "probe", probe)
     train(tmp_path / "auto", _task(data, epochs=1, dropout=dropout))
     train(tmp_path / "given", _task(data, epochs=1, dropout=dropout, batch_size=FIRST))
     losses = [[event["loss"] for event in events_of(tmp_path / name, "update")] for name in ("auto", "given")]
@@ -395,10 +384,7 @@ def test_few_lengths_stand_for_all(count: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_clip_norm_that_always_applies_follows_the_batch(
-    tmp_path: Path, data: SequenceSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _with_table(monkeypatch, fixed=1.0, each=1e-6)
+def test_a_clip_norm_that_always_applies_follows_the_batch(tmp_path: Path, data: SequenceSet) -> None:
     train(tmp_path, _task(data, clip_norm=1e-3))
     grown = next(event for event in _decisions(tmp_path) if event["action"] == "grow")
     assert "of gradients were clipped, now at" in grown["reason"]

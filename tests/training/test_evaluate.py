@@ -1,25 +1,25 @@
-"""Measuring: the same as sequence by sequence, and it leaves no trace.
+"""Evaluation: the same as sequence by sequence, and it leaves no trace.
 
 Shape legend: S steps of all sequences, N sequences.
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from training_runs import train
 
+from small_data import labelled
 from stretto.batching import Batch, collate
-from stretto.data import Labels, SequenceSet
 from stretto.errors import StrettoError
 from stretto.tasks.classify import Classify, ClassifyConfig
-from stretto.training import CHECKPOINT_FOLDER, EVENTS_FILE, EventLog, Score, Trainer, evaluate
+from stretto.training import CHECKPOINT_FOLDER, Score, evaluate
 from stretto.training.evaluate import sample_predictions
 from stretto.training.feeds import EVAL_BATCH_SIZE
 
 
-def _task(*, huge: dict[int, float] | None = None, wide: bool = False, **settings: Any) -> Classify:
+def _task(*, huge: dict[int, float] | None = None, wide: bool = False) -> Classify:
     """150 sequences, 100 of them for validation, so that it takes several batches; some may have huge values."""
     rng = np.random.default_rng(0)
     lengths_N = rng.integers(1, 9, 150)
@@ -27,16 +27,8 @@ def _task(*, huge: dict[int, float] | None = None, wide: bool = False, **setting
     features_SF = rng.normal(0.0, 0.01, (lengths_N.sum(), 2)).astype(np.float64 if wide else np.float32)
     for number, value in (huge or {}).items():
         features_SF[offsets[number] : offsets[number + 1]] = value
-    data = SequenceSet.from_flat(
-        features_SF,
-        offsets=offsets,
-        targets=Labels.check(rng.integers(0, 3, 150), names=None, source="here"),
-        split_N=np.repeat([0, 1, 2], [40, 100, 10]),
-        name="signs",
-    )
-    return Classify(
-        ClassifyConfig(**({"hidden_size": 4, "dropout": 0.5, "epochs": 2, "backend": "torch"} | settings)), data
-    )
+    data = labelled(features_SF, lengths_N, rng.integers(0, 3, 150), parts=(40, 100, 10), name="signs")
+    return Classify(ClassifyConfig(hidden_size=4, dropout=0.5, epochs=2, backend="torch"), data)
 
 
 def test_a_part_is_evaluated_as_its_sequences_one_by_one() -> None:
@@ -104,17 +96,13 @@ def test_every_sequence_is_shown_once() -> None:
 @pytest.mark.parametrize(("number", "part"), [(47, "valid"), (145, "test")])
 def test_a_part_with_a_nan_loss_is_named_with_its_sequences(tmp_path: Path, number: int, part: str) -> None:
     task = _task(huge={number: 3e38})
-    log = EventLog(tmp_path / EVENTS_FILE)
     with pytest.raises(StrettoError, match=rf"signs \({part}\), on sequences [\d, ]*\b{number}\b") as info:
-        Trainer(task, run=tmp_path, log=log, resume=False).run()
-    log.close()
+        train(tmp_path, task)
     assert "is nan" in str(info.value)
     assert (tmp_path / CHECKPOINT_FOLDER).exists() == (part == "test")
 
 
 def test_training_data_that_overflow_are_named(tmp_path: Path) -> None:
     task = _task(huge={5: 1e100, 7: -1e100}, wide=True)
-    log = EventLog(tmp_path / EVENTS_FILE)
     with pytest.raises(StrettoError, match="on training sequences"):
-        Trainer(task, run=tmp_path, log=log, resume=False).run()
-    log.close()
+        train(tmp_path, task)

@@ -1,5 +1,6 @@
-"""The state of training: through a checkpoint on disk and back, the next steps are those that would have followed."""
+"""The state of training: through a checkpoint on disk and back, the next updates are those that would have followed."""
 
+import json
 import math
 import typing
 from pathlib import Path
@@ -20,9 +21,13 @@ from stretto.training.state import EpochTotals
 SCHEDULES = get_args(typing.get_type_hints(TrainConfig)["schedule"])
 
 
-def _state(schedule: Any, *, seed: int, batch_size: int | None = None, **settings: Any) -> TrainState:
+def _model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def _state(schedule: Any, *, seed: int, batch_size: int | None = None, **settings: Any) -> TrainState:
+    model = _model(seed)
     config = TrainConfig(**{"epochs": 2, "learning_rate": 0.01, "schedule": schedule, **settings})
     return TrainState(model, config=config, updates_per_epoch=10, batch_size=batch_size)
 
@@ -60,38 +65,16 @@ def test_what_follows_a_restored_state_is_what_would_have_followed(
     assert found.state["sampler"] == {"epoch": 1}
     assert found.state["data_digest"] == "abc"
     restored.load(found)
+    again = restored.to_checkpoint(sampler={"epoch": 1}, data_digest="abc")
+    assert json.loads(json.dumps(again.state)) == found.state
+    assert again.tensors.keys() == found.tensors.keys()
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in found.tensors.items())
     assert (restored.num_updates, restored.epoch, restored.batches_done, restored.slots) == (before, 1, 3, 77)
     assert restored.seconds == 0.1 + 0.2
     assert restored.totals == EpochTotals(loss=1 / 3, count=5, steps_real=6, slots=7, seconds=0.7)
     assert [_update(restored) for _ in range(20 - before)] == expected
     for name, tensor in state.model.state_dict().items():
         assert torch.equal(restored.model.state_dict()[name], tensor), name
-
-
-def test_a_restored_state_saves_as_the_same_checkpoint() -> None:
-    state = _state("one-cycle", seed=0)
-    for _ in range(5):
-        _update(state)
-    first = state.to_checkpoint(sampler={}, data_digest="abc")
-    tensors = {name: tensor.clone() for name, tensor in first.tensors.items()}
-    restored = _state("one-cycle", seed=1)
-    restored.load(first)
-    second = restored.to_checkpoint(sampler={}, data_digest="abc")
-    assert second.state == first.state
-    assert second.tensors.keys() == tensors.keys()
-    assert any(name.startswith("optimizer.") for name in tensors)
-    for name, tensor in tensors.items():
-        assert torch.equal(second.tensors[name], tensor), name
-
-
-def test_one_cycle_peaks_and_ends_low_and_constant_rises_once() -> None:
-    cycle, constant = _state("one-cycle", seed=0), _state("constant", seed=0)
-    rates = [_update(cycle)[1] for _ in range(20)]
-    assert max(rates) == pytest.approx(0.01, rel=0.05)
-    assert rates[-1] < 1e-4
-    rising = [_update(constant)[1] for _ in range(120)]
-    assert rising == sorted(rising)
-    assert rising[-1] == pytest.approx(0.01)
 
 
 def _rates(state: TrainState, count: int) -> list[float]:
@@ -106,8 +89,7 @@ def _rates(state: TrainState, count: int) -> list[float]:
 @pytest.mark.parametrize("schedule", ["one-cycle", "constant"])
 def test_settings_left_alone_train_as_adamw_under_these_schedules(schedule: str) -> None:
     state = _state(schedule, seed=0)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model = _model(0)
     optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.01, fused=True)
     plain = TrainState(model, config=TrainConfig(), updates_per_epoch=1)
     plain.optimizer = optimizer
@@ -148,7 +130,7 @@ def test_the_batch_in_force_is_that_of_the_settings_unless_given() -> None:
 def test_warm_up_grows_with_the_batch_up_to_its_cap() -> None:
     settings = {"base_batch_size": 8, "warmup_epochs": 0.1, "epochs": 4, "optimizer": "sgd"}
     rates = _rates(_state("constant", seed=0, batch_size=32, **settings), 40)
-    assert rates == pytest.approx([0.02 * min(1.0, (step + 1) / 4) for step in range(40)])
+    assert rates == pytest.approx([0.02 * min(1.0, (update + 1) / 4) for update in range(40)])
     capped = _rates(_state("ptb", seed=0, batch_size=128, warmup_cap=0.1, **settings), 40)
     assert capped[:5] == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.04])
     cycle = _rates(_state("one-cycle", seed=0, batch_size=64, **settings), 40)
@@ -167,7 +149,7 @@ def test_the_ptb_schedule_halves_once_an_epoch() -> None:
         rates.append(state.optimizer.param_groups[0]["lr"])
         state.optimizer.step()
         state.schedule.step()
-    assert rates == [20.0 * 0.5 ** max(0, step // 10 - 1) for step in range(60)]
+    assert rates == [20.0 * 0.5 ** max(0, update // 10 - 1) for update in range(60)]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -184,8 +166,7 @@ def test_another_batch_continues_at_the_same_place_and_keeps_its_moments(schedul
     after = state.to_checkpoint(sampler={}, data_digest="").tensors
     assert after.keys() == moments.keys()
     assert all(torch.equal(after[key], value) for key, value in moments.items() if key.startswith("optimizer."))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model = _model(0)
     other = TrainState(model, config=config, updates_per_epoch=5, batch_size=16)
     expected = _rates(other, 20)[10:]
     assert state.recipe.lr == pytest.approx(0.01 * math.sqrt(2))
@@ -215,7 +196,7 @@ def test_gates_resume_to_the_bit(tmp_path: Path, optimizer: str) -> None:
         config = TrainConfig(epochs=2, learning_rate=0.1, optimizer=optimizer, gates=True)  # type: ignore[arg-type]
         return TrainState(nn.LSTM(3, 4), config=config, updates_per_epoch=10)
 
-    def walk(state: TrainState, count: int) -> list[float]:
+    def losses_of(state: TrainState, count: int) -> list[float]:
         losses = []
         for _ in range(count):
             state.optimizer.zero_grad()
@@ -227,12 +208,12 @@ def test_gates_resume_to_the_bit(tmp_path: Path, optimizer: str) -> None:
         return losses
 
     state = made(0)
-    walk(state, 4)
+    losses_of(state, 4)
     save_checkpoint(tmp_path, state.to_checkpoint(sampler={}, data_digest=""), update=4, keep=1)
-    expected = walk(state, 4)
+    expected = losses_of(state, 4)
     restored = made(1)
     restored.load(load_newest(tmp_path).checkpoint)
-    assert walk(restored, 4) == expected
+    assert losses_of(restored, 4) == expected
 
 
 @pytest.mark.parametrize(
@@ -256,5 +237,5 @@ def test_a_plain_optimiser_has_no_decay_and_no_momentum_unless_asked() -> None:
     state = _state("one-cycle", seed=0, optimizer="sgd")
     _update(state)
     assert {(group["momentum"], group["weight_decay"]) for group in state.optimizer.param_groups} == {(0.0, 0.0)}
-    told = _state("cosine", seed=0, optimizer="sgd", weight_decay=0.1)
-    assert [group["weight_decay"] for group in told.optimizer.param_groups] == [0.1, 0.0]
+    decayed = _state("cosine", seed=0, optimizer="sgd", weight_decay=0.1)
+    assert [group["weight_decay"] for group in decayed.optimizer.param_groups] == [0.1, 0.0]

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import stretto
+from small_data import labelled
 from stretto.batching import Batch
-from stretto.data import Labels, SequenceSet
+from stretto.data import SequenceSet
 from stretto.errors import StrettoError
 from stretto.training import AbstractTask, LossSum, Sample, Score, TrainConfig, read_events
 
@@ -70,13 +71,8 @@ class _Forgetful(_NextValue):
 def data() -> SequenceSet:
     rng = np.random.default_rng(0)
     lengths_N = np.where(np.arange(TRAIN + 12) % 2, rng.integers(8, 12, TRAIN + 12), rng.integers(2, 5, TRAIN + 12))
-    return SequenceSet.from_flat(
-        rng.normal(size=(lengths_N.sum(), 2)).astype(np.float32),
-        offsets=np.cumsum([0, *lengths_N]),
-        targets=Labels.check(np.arange(TRAIN + 12) % 2, names=None, source=""),
-        split_N=np.repeat([0, 1, 2], [TRAIN, 6, 6]),
-        name="walks",
-    )
+    features_SF = rng.normal(size=(lengths_N.sum(), 2)).astype(np.float32)
+    return labelled(features_SF, lengths_N, np.arange(TRAIN + 12) % 2, parts=(TRAIN, 6, 6), name="noise")
 
 
 def test_a_task_object_trains_with_its_settings_and_those_given(tmp_path: Path, data: SequenceSet) -> None:

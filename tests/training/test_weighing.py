@@ -120,15 +120,15 @@ def test_without_buckets_an_update_is_the_mean_of_its_own_elements(monkeypatch: 
 
 
 def test_training_weighs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[float, int]] = []
+    weighed: list[tuple[float, int]] = []
     weigh = Updater.weigh
 
     def noted(self: Updater, feed: Any, *, accumulate: int = 1) -> None:
         weigh(self, feed, accumulate=accumulate)
-        told.append((self._divisor or 0.0, accumulate))
+        weighed.append((self._divisor or 0.0, accumulate))
 
     monkeypatch.setattr(Updater, "weigh", noted)
     task = _task("language-model", epochs=2, accumulate=2)
     Trainer(task, run=tmp_path, log=SilentLog(), resume=False).run()
     elements, batches = task.num_elements(task.data.part("train")), task.feed(world=World()).whole_epoch
-    assert told == [(pytest.approx(2 * elements / batches), 2)] * 2
+    assert weighed == [(pytest.approx(2 * elements / batches), 2)] * 2

@@ -141,14 +141,8 @@ class BatchPolicy:
 class TunedBatch(BatchPolicy):
     """Lets a `BatchTuner` choose the batch.
 
-    The learning rate and warm-up of the settings belong to the first batch, and follow it by `LargeBatch`.
-
-    Args:
-        task: Model, loss and settings.
-        state: What is trained; it is read, not written.
-        feed: Gives the batches.
-        world: The ranks.
-        log: Where the probe and warnings are recorded.
+    The learning rate and warm-up of the settings belong to the first batch, and follow it by `LargeBatch`. The state
+    is read, not written: only the trainer changes it.
     """
 
     measures_noise: ClassVar[bool] = True

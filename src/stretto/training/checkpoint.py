@@ -118,12 +118,9 @@ class CheckpointWriter:
         self.seconds = 0.0
 
     def begin(self, checkpoint: Checkpoint, *, update: int, seconds: float = 0.0) -> None:
-        """Begin to write a checkpoint that nothing changes any more, when the one before is on disk and recorded.
+        """Begin to write a checkpoint that nothing changes any more, and took so many seconds to prepare.
 
-        Args:
-            checkpoint: What to write.
-            update: Updates made.
-            seconds: What it took to prepare.
+        The one before is on disk and recorded by then.
         """
         self.wait()
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")

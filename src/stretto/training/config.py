@@ -50,7 +50,7 @@ class TrainConfig:
             to; the rule adapts both to the batch in force. Left out, they are used as they are.
         rule: How they follow the batch. Legw: the rate by the square root, the warm-up in proportion; sqrt and linear:
             the rate alone; none: neither.
-        max_padded_steps: Most slots (sequences times longest) in a batch, a hard cap.
+        max_padded_steps: Most padded steps (sequences times longest) in a batch, a hard cap.
         num_buckets: Length buckets; 1 is plain shuffled batches, auto takes as many as pay.
         hidden_size: Units of the recurrent layer, per direction.
         num_layers: Recurrent layers.

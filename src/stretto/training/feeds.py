@@ -97,7 +97,7 @@ class AbstractFeed(abc.ABC):
     def report(self) -> dict[str, Any]:
         """The batches of the current epoch in numbers, JSON-ready.
 
-        At least `batches`, of each rank, `padding`, as a share of slots, and `num_buckets`.
+        At least `batches`, of each rank, `padding`, as a share of padded steps, and `num_buckets`.
         """
 
     @abc.abstractmethod
@@ -131,17 +131,7 @@ class AbstractFeed(abc.ABC):
 
 @final
 class BucketFeed(AbstractFeed):
-    """Every batch from one length bucket, in a new order each epoch.
-
-    Args:
-        part: The training sequences.
-        config: Cap, buckets and seed.
-        batch_size: Most sequences in a batch of one rank.
-        world: The ranks that share the sequences.
-
-    Attributes:
-        sampler: Plans the batches.
-    """
+    """Every batch from one length bucket, in a new order each epoch, as a `BucketSampler` plans them."""
 
     def __init__(self, part: SequenceSet, *, config: TrainConfig, batch_size: int, world: World) -> None:
         self._part, self._world = part, world
@@ -236,14 +226,7 @@ def check_max_length(data: SequenceSet, *, max_padded_steps: int | None) -> None
 
 
 def eval_batches(part: SequenceSet, *, max_padded_steps: int | None, device: str, world: World) -> Iterator[Batch]:
-    """The batches of an evaluation: every sequence once, divided among the ranks.
-
-    Args:
-        part: The sequences.
-        max_padded_steps: Most slots of a batch.
-        device: Where the batches are wanted.
-        world: The ranks; one for which no sequence is left gets empty batches.
-    """
+    """The batches of an evaluation: every sequence once, divided among the ranks; the last may be empty."""
     sampler = BucketSampler(
         part.lengths_N,
         batch_size=EVAL_BATCH_SIZE,
@@ -317,14 +300,14 @@ class StreamFeed(AbstractFeed):
     """The text in streams, as many as all ranks have rows, which are read side by side in windows.
 
     Each epoch reads the same streams from their beginning, every word once. A model carries its state from window to
-    window and starts anew in every epoch. With another number of streams the text is cut again: in the middle of an
-    epoch, what is left of it.
+    window and is reset at the start of every epoch. With another number of streams the text is cut again: in the middle
+    of an epoch, what is left of it.
 
     Args:
         part: The training text; its sequences are joined in order.
         window: Most steps of a batch, and how far gradients go back.
         batch_size: Streams of one rank.
-        max_padded_steps: Most slots of a batch.
+        max_padded_steps: Most padded steps of a batch.
         world: The ranks, each with its share of the streams.
     """
 
@@ -371,7 +354,7 @@ class StreamFeed(AbstractFeed):
             yield self._text.batch(self._streams.read(number))
 
     def begin_epoch(self, epoch: int, model: nn.Module) -> None:
-        """Be at the beginning of the text, with a model that starts anew, or where the epoch was left."""
+        """Be at the beginning of the text, with a model that is reset, or where the epoch was left."""
         self._move_to(epoch)
         if self._start == 0:
             reset_carried(model)

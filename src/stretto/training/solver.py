@@ -22,16 +22,10 @@ CACHE_KEY: Final = "carried"
 
 @final
 class TimeParallelSetup:
-    """The ranks as a grid of sequences x steps; by default each has its own sequences, whole.
+    """The ranks as a grid of sequences x steps: `count` ranks divide the steps of the same sequences.
 
-    Args:
-        count: Ranks that divide the steps of the same sequences.
-        world: All ranks; `count` must divide their number.
-        timeout_minutes: How long a rank waits for another.
-
-    Attributes:
-        data: Which share of the sequences this rank has, of how many shares.
-        time: Which block of their steps it has, of how many blocks.
+    `data` has this rank's share of the sequences, and `time` its block of their steps; with a count of 1 each rank has
+    its own sequences, whole.
     """
 
     def __init__(self, count: int, *, world: World, timeout_minutes: float = 10.0) -> None:
@@ -118,19 +112,10 @@ class _Totals:
 
 @final
 class SolverMonitor:
-    """Chooses the solver of each epoch and collects what it reports.
+    """Chooses the solver of each epoch and collects what it reports: `epochs` has a record of each that is finished.
 
-    With a serial solver on whole sequences it does nothing and reports nothing.
-
-    Args:
-        model: The model.
-        config: Of the run.
-        world: The ranks.
-        edges: Of the buckets: a carried sequence is cut alike in every batch of its bucket.
-
-    Attributes:
-        last: Residual and iterations of this rank's last batch; empty if there is nothing to report.
-        epochs: The record of each finished epoch.
+    `last` has the residual and the iterations of this rank's last batch. With a serial solver on whole sequences both
+    stay empty. A carried sequence is cut at the same `edges` in every batch of its bucket.
     """
 
     def __init__(self, model: nn.Module, *, config: TrainConfig, world: World, edges: Sequence[int] = ()) -> None:

@@ -173,12 +173,7 @@ class Updater:
                     parameter.register_post_accumulate_grad_hook(self._note_time)  # type: ignore[no-untyped-call]
 
     def weigh(self, feed: AbstractFeed, *, accumulate: int = 1) -> None:
-        """Let every element of an epoch count alike, whichever batch it comes in; call again when batches change.
-
-        Args:
-            feed: Gives the batches.
-            accumulate: Batches of one rank per update.
-        """
+        """Let every element of an epoch count alike, whichever batch it comes in; call again when batches change."""
         self._divisor = None
         if len(feed.edges) > 1:
             if self.num_elements is None:
