@@ -1,4 +1,4 @@
-"""Accelerated models are the models they were: names, copies, files, processes, and what is told of the choice.
+"""Accelerated models are the models they were: names, copies, files, processes, and the choice of a backend.
 
 Shape legend: B sequences, T steps, F features, H hidden units.
 """

@@ -45,7 +45,7 @@ class Projecting(Cell):
 
 
 class Deciding(Cell):
-    """Looks at values, so that no graph tells what it does."""
+    """Looks at values, so that no graph describes what it does."""
 
     input_size = 2
 

@@ -90,8 +90,8 @@ def test_sequences_of_a_list_stay_whole_and_start_at_a_chunk(lengths: list[int],
     assert sorted(started.tolist()) == list(range(len(lengths)))
     assert all((part.offsets[part.resets] == 0).all() for part in chunks)
     assert len(chunks) == len(streams)
-    slots = sum(part.x_BT.shape[0] * part.x_BT.shape[1] for part in chunks)
-    assert streams.padding == pytest.approx(1 - sum(lengths) / slots)
+    padded_steps = sum(part.x_BT.shape[0] * part.x_BT.shape[1] for part in chunks)
+    assert streams.padding == pytest.approx(1 - sum(lengths) / padded_steps)
     assert all(part.x_BT.shape[1] == part.lengths.max() for part in chunks)
     assert all((part.x_BT[~part.mask] == 0).all() for part in chunks)
 
@@ -205,8 +205,8 @@ def test_ranks_divide_the_streams_of_one_sequence(length: int, num_streams: int,
         rows = [row[:n].tolist() for one in parts for row, n in zip(one.x_BT, one.lengths, strict=True)]
         assert rows == [row[:n].tolist() for row, n in zip(part.x_BT, part.lengths, strict=True)]
         assert all((one.lengths[1:] <= one.lengths[:-1]).all() for one in parts)
-    slots = sum(one.x_BT.shape[0] * one.x_BT.shape[1] for streams in ranks for one in streams)
-    assert ranks[0].padding == pytest.approx(1 - length / slots)
+    padded_steps = sum(one.x_BT.shape[0] * one.x_BT.shape[1] for streams in ranks for one in streams)
+    assert ranks[0].padding == pytest.approx(1 - length / padded_steps)
 
 
 @settings(deadline=None, max_examples=100)

@@ -198,14 +198,8 @@ class _BackwardStart(torch.autograd.Function):
         return None, *cotangents
 
 
-class _BackwardEnd(torch.autograd.Function):
+class _BackwardEnd(_BackwardStart):
     """Identity before the inputs: a backward pass reaches it last."""
-
-    @staticmethod
-    def forward(ctx: Any, watch: _Stopwatch, *tensors: torch.Tensor) -> Any:
-        ctx.watch = watch
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:

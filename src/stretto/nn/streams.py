@@ -154,8 +154,8 @@ class Streams(IterableDataset[Chunk]):
 
     @property
     def padding(self) -> float:
-        """The fraction of a pass's slots, rows times steps of each rank's chunks, that hold no real step."""
-        slots = 0
+        """The fraction of a pass's padded steps, rows times steps of each rank's chunks, that are not real."""
+        padded_steps = 0
         for rank in range(self._world_size):
             rows = self.share(rank)
             width_K = np.zeros(len(self), dtype=np.int64)
@@ -164,8 +164,8 @@ class Streams(IterableDataset[Chunk]):
                 width_K[span.at // self.chunk : last] = self.chunk
                 if rest:
                     width_K[last] = max(width_K[last], rest)
-            slots += (rows.stop - rows.start) * int(width_K.sum())
-        return 1.0 - self.planned_steps / slots
+            padded_steps += (rows.stop - rows.start) * int(width_K.sum())
+        return 1.0 - self.planned_steps / padded_steps
 
     def share(self, rank: int) -> slice:
         """The streams of one rank."""
