@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from bench.harness import Count, Report, Settings, Table, bench
+from bench.harness import Count, Report, Settings, bench
 from bench.samplers import Draw, Lengths, Sampler, available_samplers
 from stretto.batching import (
     adjacent_correlation,
@@ -91,17 +91,15 @@ def run(settings: BucketsSettings, report: Report) -> None:
     for name in settings.lengths:
         report.progress(f"{name}: {len(samplers)} samplers")
         lengths_N = draw_lengths(name, settings.num_sequences)
-        report.add(_compare(samplers, name, lengths_N, settings))
+        _compare(samplers, name, lengths_N, settings, report)
         edge_rows += [_edge_row(name, lengths_N, num_buckets) for num_buckets in EDGE_BUCKETS]
-    report.add(
-        Table(
-            title="Edges alone: padding % when every sequence is padded to its edge",
-            columns=("lengths", "K", "optimal", "equal mass", "percentile", "uniform"),
-            rows=edge_rows,
-            caption="Arithmetic, nothing timed. Equal mass: Lhotse, NeMo; percentile: fairseq.",
-        )
+    report.table(
+        title="Edges alone: padding % when every sequence is padded to its edge",
+        columns=("lengths", "K", "optimal", "equal mass", "percentile", "uniform"),
+        rows=edge_rows,
+        caption="Arithmetic, nothing timed. Equal mass: Lhotse, NeMo; percentile: fairseq.",
     )
-    report.add(Table(title="Samplers", columns=("sampler", "note"), rows=[(one.name, one.note) for one in samplers]))
+    report.table(title="Samplers", columns=("sampler", "note"), rows=[(one.name, one.note) for one in samplers])
 
 
 def draw_lengths(name: Distribution, num_sequences: int, *, seed: int = 0) -> Lengths:
@@ -144,7 +142,9 @@ CAPTION: Final = (
 )
 
 
-def _compare(samplers: Sequence[Sampler], name: Distribution, lengths_N: Lengths, settings: BucketsSettings) -> Table:
+def _compare(
+    samplers: Sequence[Sampler], name: Distribution, lengths_N: Lengths, settings: BucketsSettings, report: Report
+) -> None:
     """Draw with every sampler in turn, seed after seed, and then count."""
     cap = settings.max_padded_steps or default_cap(lengths_N)
     entries = [(sampler, count) for count in settings.num_buckets for sampler in samplers if sampler.has_buckets]
@@ -192,7 +192,7 @@ def _compare(samplers: Sequence[Sampler], name: Distribution, lengths_N: Lengths
         f"{name}: {DESCRIPTIONS[name]}; {len(lengths_N):,} sequences of {lengths_N.mean():,.0f} steps on average, "
         f"at most {cap:,} padded steps per batch, ranks: {settings.nproc}"
     )
-    return Table(title=title, columns=COLUMNS, rows=rows, caption=CAPTION)
+    report.table(title=title, columns=COLUMNS, rows=rows, caption=CAPTION)
 
 
 def default_cap(lengths_N: Lengths) -> int:
@@ -230,33 +230,19 @@ def time_batches(batches: Iterator[list[int]]) -> TimedBatches:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EpochCounts:
-    """One epoch over all ranks.
+    """One epoch over all ranks."""
 
-    Attributes:
-        waste: Share of padded steps that are padding when each batch is padded to its longest sequence.
-        waste_to_edge: The same when padded to the bucket's edge; None without fixed edges.
-        cap: Padded steps of the largest batch over `max_padded_steps`.
-        coverage: Share of the sequences that are drawn at least once.
-        repeated: Share of the sequences that are drawn more than once.
-        batches: Batches of all ranks that are not empty.
-        shapes: Distinct (rows, steps) of padded batches.
-        serial_steps: Sum over updates of the longest rank's length: the time steps that follow one another.
-        length_straggler: Sum over updates of the longest rank's length over the sum of the mean; 1 is no waiting.
-        step_straggler: The same of padded steps.
-        correlation: Of the mean lengths of adjacent updates, all ranks together.
-    """
-
-    waste: float
-    waste_to_edge: float | None
-    cap: float
-    coverage: float
-    repeated: float
-    batches: int
-    shapes: int
-    serial_steps: int
-    length_straggler: float
-    step_straggler: float
-    correlation: float
+    waste: float  # share of padded steps that are padding when each batch is padded to its longest sequence
+    waste_to_edge: float | None  # the same when padded to the bucket's edge; None without fixed edges
+    cap: float  # padded steps of the largest batch over `max_padded_steps`
+    coverage: float  # share of the sequences that are drawn at least once
+    repeated: float  # share of the sequences that are drawn more than once
+    batches: int  # of all ranks, those that are not empty
+    shapes: int  # distinct (rows, steps) of padded batches
+    serial_steps: int  # sum over updates of the longest rank's length: the time steps that follow one another
+    length_straggler: float  # that over the sum of the mean length; 1 is no waiting
+    step_straggler: float  # the same of padded steps
+    correlation: float  # of the mean lengths of adjacent updates, all ranks together
 
 
 def count_epoch(

@@ -83,11 +83,7 @@ def draw_cell(net: Net, shape: Shape, *, seed: int = 0) -> Cell:
 
 
 class Contender(abc.ABC):
-    """A forward and backward pass that can run again and again.
-
-    Args:
-        name: Shown in tables.
-    """
+    """A forward and backward pass that can run again and again."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -103,21 +99,12 @@ class Contender(abc.ABC):
 
 @final
 class TorchContender(Contender):
-    """Anything that runs in torch.
+    """Anything that runs in torch; gradients are those of the parameters of `weights`."""
 
-    Args:
-        name: Shown in tables.
-        forward: From the input to the outputs.
-        weights: Parameters whose gradients are taken: of a module, or by name.
-        batch: What it runs on.
-    """
-
-    def __init__(
-        self, name: str, *, forward: Forward, weights: nn.Module | Mapping[str, nn.Parameter], batch: Batch
-    ) -> None:
+    def __init__(self, name: str, *, forward: Forward, weights: nn.Module, batch: Batch) -> None:
         super().__init__(name)
         self._forward, self._batch = forward, batch
-        self._weights = dict(weights.named_parameters() if isinstance(weights, nn.Module) else weights)
+        self._weights = dict(weights.named_parameters())
 
     def run(self) -> None:
         """Forward and backward."""
@@ -202,10 +189,6 @@ class JaxContender(Contender):
     """A GRU by JAX: `lax.scan` over the state, the product of the input taken out by hand, compiled by XLA.
 
     Of a loop body of one step and one of several, the faster is kept.
-
-    Args:
-        cell: The GRU whose weights are taken.
-        batch: What it runs on.
     """
 
     def __init__(self, cell: Cell, *, batch: Batch) -> None:

@@ -30,7 +30,7 @@ import safetensors.torch
 import torch
 from pydantic import Field
 
-from bench.harness import Count, Report, Settings, Table, bench
+from bench.harness import Count, Report, Settings, bench
 from stretto.data import Labels, SequenceSet, write_npz
 from stretto.errors import StrettoError
 from stretto.training import CHECKPOINT_FOLDER, EVENTS_FILE, MODEL_FILE, read_events
@@ -143,9 +143,7 @@ def run(settings: FaultsSettings, report: Report) -> None:
         ("final weights equal the undisturbed run's to the last bit", outcome.same_weights),
         ("seconds, both runs", round(time.perf_counter() - begin)),
     ]
-    report.add(
-        Table(title=f"Faults injected into {settings.nproc} ranks", columns=("fault or result", "count"), rows=rows)
-    )
+    report.table(title=f"Faults injected into {settings.nproc} ranks", columns=("fault or result", "count"), rows=rows)
     report.failed = not (outcome.survived == settings.kills and outcome.same_weights and outcome.usage.is_exact)
     if not settings.nodes:
         return
@@ -159,7 +157,7 @@ def run(settings: FaultsSettings, report: Report) -> None:
         *usage.rows,
         ("exit codes of the nodes", ", ".join(map(str, exit_codes))),
     ]
-    report.add(Table(title="Two nodes, one of them dropped and back", columns=("result", "count"), rows=rows))
+    report.table(title="Two nodes, one of them dropped and back", columns=("result", "count"), rows=rows)
     report.failed = report.failed or any(exit_codes) or not usage.is_exact
 
 

@@ -60,13 +60,7 @@ class Panel:
 
 
 def draw_figure(panels: Sequence[Panel], *, size: tuple[int, int] = PANEL_SIZE, cross: str = "") -> str:
-    """Draw panels row by row.
-
-    Args:
-        panels: What to draw.
-        size: Width and height of each.
-        cross: What a cross means, for the legend.
-    """
+    """Draw panels of one size row by row; `cross` says in the legend what a cross means."""
     width = size[0] * min(PER_ROW, len(panels))
     legend, top = _legend(panels, width=width, cross=cross)
     height = top + size[1] * math.ceil(len(panels) / PER_ROW)

@@ -6,7 +6,7 @@ A benchmark is a function that takes its settings and a `Report`, registered und
     def run(settings: KernelsSettings, report: Report) -> None:
         check_equal(ours, theirs, ...)                      # correctness first
         timings = time_interleaved(tasks, budget=...)       # then the clock: A, B, A, B, ...
-        report.add(Table(title=..., columns=..., rows=..., caption=...))
+        report.table(title=..., columns=..., rows=..., caption=...)
         report.goal("GRU over nn.GRU", ratio, at_least=1.5)
 
 The harness parses the flags, prints the tables, and writes the JSON and the HTML page that were asked for.
@@ -109,17 +109,10 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table of raw values; printing rounds them.
-
-    Attributes:
-        title: Above it.
-        columns: Headings, with the unit: "ours ms", "padding %".
-        rows: One value per column. True and False show as yes and no, None as a dash.
-        caption: Below it.
-    """
+    """A table of raw values; printing rounds them, and shows True and False as yes and no, None as a dash."""
 
     title: str
-    columns: Sequence[str]
+    columns: Sequence[str]  # with the unit: "ours ms", "padding %"
     rows: Sequence[Sequence[Cell]]
     caption: str = ""
 
@@ -132,13 +125,8 @@ class Table:
 class Report:
     """What a benchmark has measured so far.
 
-    Args:
-        name: The benchmark's, and that of the files it writes.
-        title: Heading of its page.
-        command: The command line that ran it.
-        quick: Whether it is only a smoke test.
-        json: File that is rewritten after each part, so that an interrupted run keeps what it has.
-        progress: Shows a line while the benchmark runs.
+    The JSON file is rewritten after each part, so that an interrupted run keeps what it has. `progress` shows a line
+    while the benchmark runs.
     """
 
     def __init__(
@@ -165,22 +153,29 @@ class Report:
         self._machine, self._commit = describe_machine(), _commit()
         self._date = dt.datetime.now(tz=dt.timezone.utc).date().isoformat()
 
-    def add(self, table: Table) -> None:
-        """Add a table, in place of an earlier one of the same title; one without rows is dropped."""
-        if not table.rows:
-            return
-        places = [place for place, earlier in enumerate(self.tables) if earlier.title == table.title]
-        if places:
-            self.tables[places[0]] = table
-        else:
-            self.tables.append(table)
-        self._save()
+    def table(
+        self,
+        *,
+        title: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[Cell]],
+        caption: str = "",
+        is_detail: bool = False,
+    ) -> None:
+        """Add a table, in place of an earlier one of the same title; one without rows is dropped.
 
-    def add_detail(self, table: Table) -> None:
-        """Add a table for the page and the JSON file that is too long for the terminal."""
-        if table.rows:
-            self.details.append(table)
-            self._save()
+        A detail is for the page and the JSON file, too long for the terminal.
+        """
+        if not rows:
+            return
+        tables = self.details if is_detail else self.tables
+        made = Table(title=title, columns=columns, rows=rows, caption=caption)
+        titles = [table.title for table in tables]
+        if title in titles:
+            tables[titles.index(title)] = made
+        else:
+            tables.append(made)
+        self.save()
 
     def note(self, line: str) -> None:
         """Add a line that a reader of the tables should know."""
@@ -273,13 +268,10 @@ class Report:
             scripted=False,
         )
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Write the JSON file, if one was asked for, with all that there is."""
         if self._json is not None:
             write_text_atomically(self._json, self.to_json())
-
-    def finish(self) -> None:
-        """Write the JSON once more, now with all notes and goals."""
-        self._save()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -333,7 +325,7 @@ class Registry:
         )
         with torch_threads(settings.threads):
             entry.run(settings, report)
-        report.finish()
+        report.save()
         return report
 
     def main(self, words: Sequence[str]) -> int:
@@ -472,12 +464,7 @@ def _rich_table(table: Table) -> RichTable:
 
 
 def render(*, results: Path = RESULTS, pages: Path = PAGES, check: bool = False) -> list[Path]:
-    """Write a page of documentation for every JSON file of results.
-
-    Args:
-        results: Folder of JSON files as `Report.to_json` writes them.
-        pages: Folder of the Markdown pages.
-        check: Write nothing.
+    """Write a Markdown page for every JSON file of results, or write nothing and only check.
 
     Returns:
         The pages that were missing, outdated, or without results.

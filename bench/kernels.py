@@ -33,7 +33,6 @@ from bench.harness import (
     Count,
     Report,
     Settings,
-    Table,
     TimingBudget,
     bench,
     check_equal,
@@ -92,9 +91,9 @@ SHAPES: Final[tuple[tuple[Shape, tuple[float, ...]], ...]] = (
 )
 # Their weights do not fit into one core's own cache.
 LARGE_SHAPES: Final = tuple(
-    _shape(steps, batch, 64, size) for batch, steps in ((1, 200), (32, 50)) for size in (512, 1024)
+    (_shape(steps, batch, 64, size), ()) for batch, steps in ((1, 200), (32, 50)) for size in (512, 1024)
 )
-THREADED_SHAPES: Final = tuple(shape for shape, _ in SHAPES[2:])
+THREADED_SHAPES: Final = tuple((shape, ()) for shape, _ in SHAPES[2:])
 RAGGED_SHAPES: Final = tuple(shape for shape, _ in SHAPES[3:])
 BIDIRECTIONAL_SHAPE: Final = _shape(1000, 1, 32, 128)
 STACK_SHAPE: Final = _shape(2000, 1, 32, 128)
@@ -126,44 +125,42 @@ def run(settings: KernelsSettings, report: Report) -> None:
     for what, why in missing.items():
         report.skip(what, why)
     parts: dict[str, Callable[[], None]] = {
-        "shapes": lambda: _compare_shapes(settings, report, with_jax=JAX not in missing),
+        "shapes": lambda: _compare_layers(
+            *("Forward and backward, with the gradients of all weights", NETS, SHAPES, settings, report),
+            with_jax=JAX not in missing,
+        ),
         "bidirectional": lambda: _compare_bidirectional(settings, report),
         "stack": lambda: _compare_stack(settings, report),
         "ragged": lambda: _compare_ragged(settings, report),
-        "hidden": lambda: _compare_large(settings, report),
-        "threads": lambda: _compare_threads(settings, report),
+        "hidden": lambda: _compare_layers("Large layers", TORCH_NETS, LARGE_SHAPES, settings, report),
+        "threads": lambda: _compare_layers(
+            "Threads", TORCH_NETS, THREADED_SHAPES, settings, report, thread_counts=settings.thread_counts
+        ),
     }
     for part in chosen_parts(settings.only, PARTS):
         parts[part]()
 
 
-def _compare_shapes(settings: KernelsSettings, report: Report, *, with_jax: bool) -> None:
+def _compare_layers(
+    title: str,
+    nets: Sequence[Net],
+    shapes: Sequence[tuple[Shape, tuple[float, ...]]],
+    settings: KernelsSettings,
+    report: Report,
+    *,
+    with_jax: bool = False,
+    thread_counts: Sequence[int] = (),
+) -> None:
+    """Each net at each shape; several numbers of threads are all in one interleaved run."""
     rows: list[Row] = []
-    for net in NETS:
-        for shape, ratios in ((TINY, ()),) if settings.quick else SHAPES:
+    for net in nets:
+        for shape, ratios in ((TINY, ()),) if settings.quick else shapes:
             goals = {peer: ratio for (of, peer), ratio in zip(GOALS, ratios, strict=False) if of == net}
             contenders = _contenders(net, shape, report, with_jax=with_jax)
-            rows += _compare(*contenders, settings, report, net=net, shape=shape, goals=goals)
-    report.add(_table("Forward and backward, with the gradients of all weights", rows))
-
-
-def _compare_large(settings: KernelsSettings, report: Report) -> None:
-    rows: list[Row] = []
-    for net in TORCH_NETS:
-        for shape in (TINY,) if settings.quick else LARGE_SHAPES:
-            rows += _compare(*_contenders(net, shape, report), settings, report, net=net, shape=shape)
-    report.add(_table("Large layers", rows))
-
-
-def _compare_threads(settings: KernelsSettings, report: Report) -> None:
-    """The same pass with several numbers of threads, all of them in one interleaved run."""
-    rows: list[Row] = []
-    for net in TORCH_NETS:
-        for shape in (TINY,) if settings.quick else THREADED_SHAPES:
-            contenders = _contenders(net, shape, report)
-            counts = settings.thread_counts
-            rows += _compare(*contenders, settings, report, net=net, shape=shape, thread_counts=counts)
-    report.add(_table("Threads", rows))
+            rows += _compare(
+                *contenders, settings, report, net=net, shape=shape, goals=goals, thread_counts=thread_counts
+            )
+    _add_table(title, rows, report)
 
 
 def _compare_bidirectional(settings: KernelsSettings, report: Report) -> None:
@@ -174,7 +171,7 @@ def _compare_bidirectional(settings: KernelsSettings, report: Report) -> None:
     net = "2-layer BiGRU"
     _note_fallback(net, rnn, report)
     rows = _compare(our_layer(rnn, batch=batch), [peer], settings, report, net=net, shape=shape)
-    report.add(_table("Both directions in two layers", rows))
+    _add_table("Both directions in two layers", rows, report)
 
 
 def _compare_stack(settings: KernelsSettings, report: Report) -> None:
@@ -197,7 +194,7 @@ def _compare_stack(settings: KernelsSettings, report: Report) -> None:
     net = f"{STACK_LAYERS}-layer GRU"
     _note_fallback(net, rnn, report)
     rows = _compare(our_layer(rnn, batch=batch), peers, settings, report, net=net, shape=shape)
-    report.add(_table("Three layers", rows))
+    _add_table("Three layers", rows, report)
 
 
 def _contenders(net: Net, shape: Shape, report: Report, *, with_jax: bool = False) -> tuple[Contender, list[Contender]]:
@@ -266,10 +263,10 @@ def _with_threads(contender: Contender, count: int) -> Callable[[], None]:
     return run
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
+def _add_table(title: str, rows: Sequence[Row], report: Report) -> None:
     peers = {row[COLUMNS.index("peer")] for row in rows}
     notes = [note for peer, note in CAPTION_OF_PEER.items() if peer in peers]
-    return Table(title=title, columns=COLUMNS, rows=rows, caption="\n".join([CAPTION, *notes]))
+    report.table(title=title, columns=COLUMNS, rows=rows, caption="\n".join([CAPTION, *notes]))
 
 
 def _note_fallback(net: str, rnn: RNN, report: Report) -> None:
@@ -306,16 +303,14 @@ def _compare_ragged(settings: KernelsSettings, report: Report) -> None:
     for shape in (TINY,) if settings.quick else RAGGED_SHAPES:
         report.progress(f"ragged: {shape}")
         rows += _ragged_rows(shape, settings)
-    report.add(
-        Table(
-            title="LSTM on batches of unequal lengths: uniform in [10 %, 100 %] of T",
-            columns=(
-                *("contender", "T, B, F, H", "real steps", "padded steps", "ms", "us per real step"),
-                *("over full", "median ms", "error"),
-            ),
-            rows=rows,
-            caption="over full: cost of a real step over one of our batch without padding; at 1, padding is free.",
-        )
+    report.table(
+        title="LSTM on batches of unequal lengths: uniform in [10 %, 100 %] of T",
+        columns=(
+            *("contender", "T, B, F, H", "real steps", "padded steps", "ms", "us per real step"),
+            *("over full", "median ms", "error"),
+        ),
+        rows=rows,
+        caption="over full: cost of a real step over one of our batch without padding; at 1, padding is free.",
     )
 
 

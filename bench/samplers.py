@@ -35,19 +35,12 @@ class Draw:
 
 
 class Sampler(abc.ABC):
-    """A way to make batches from lengths.
-
-    Attributes:
-        name: Shown in tables.
-        note: What a reader of its numbers should know.
-        modules: What must be importable.
-        has_buckets: Whether the number of buckets matters to it.
-    """
+    """A way to make batches from lengths."""
 
     name: str
-    note: str
-    modules: tuple[str, ...] = ()
-    has_buckets: bool = True
+    note: str  # what a reader of its numbers should know
+    modules: tuple[str, ...] = ()  # what must be importable
+    has_buckets: bool = True  # whether the number of buckets matters to it
 
     def require(self) -> None:
         """Raise a `StrettoError` if its package cannot be used."""
@@ -68,14 +61,7 @@ class Sampler(abc.ABC):
 
 @final
 class OurSampler(Sampler):
-    """`stretto.BucketSampler`, by default with optimal edges.
-
-    Args:
-        name: Shown in tables.
-        note: What a reader of its numbers should know.
-        rule: Gives the edges; None lets the sampler choose how many there are and where.
-        fixed_size: Whether batches have a fixed number of sequences instead of a cap on padded steps.
-    """
+    """`stretto.BucketSampler` with the edges of a rule, or as many as it chooses; capped, or of a fixed size."""
 
     def __init__(self, name: str, note: str, *, rule: EdgeRule | None, fixed_size: bool = False) -> None:
         self.name, self.note = name, note

@@ -1,5 +1,6 @@
 """The data of a task: data sets in a folder where they are there, or the embedded ones."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,13 +19,18 @@ FOLDERS: Final = {
 """The data set of a task, within the folder that is given."""
 
 
-def open_data(name: str, folder: Path | None) -> tuple[SequenceSet, bool]:
-    """The data of a task, and whether they are the embedded ones.
+NO_CHECKPOINTS: Final = 1e6
+"""Minutes between checkpoints within an epoch, so that there are none."""
 
-    Args:
-        name: The task.
-        folder: Holds data sets by name; without it, or where it lacks that of the task, the embedded data are used.
-    """
+
+def check_tasks(tasks: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse to train nothing, or a task twice."""
+    if not tasks or len(set(tasks)) < len(tasks):
+        raise StrettoError(f"the tasks to train are {list(tasks)}", fix=f"Name each once, of {', '.join(known)}.")
+
+
+def open_data(name: str, folder: Path | None) -> tuple[SequenceSet, bool]:
+    """The data of a task in a folder of data sets, or the embedded ones if there are none; and whether it is those."""
     if folder is not None and not folder.is_dir():
         raise StrettoError(
             f"there is no folder {str(folder)!r}",

@@ -32,7 +32,6 @@ from bench.harness import (
     Count,
     Report,
     Settings,
-    Table,
     TimingBudget,
     bench,
     check_equal,
@@ -141,7 +140,7 @@ def run(settings: TimeSettings, report: Report) -> None:
     if "ranks" in parts:
         time_ranks.compare_ranks(nets, report, rounds=settings.rounds, quick=settings.quick)
     if "training" in parts:
-        report.add(train_to_accuracy(plan, nets.recordings))
+        train_to_accuracy(plan, nets.recordings)
 
 
 # One net and its contenders ------------------------------------------------------------------------------------------
@@ -178,12 +177,8 @@ class Case:
 class SolverContender(Contender):
     """A pass by a solver, on a batch whose sequences have ids.
 
-    Args:
-        name: Shown in tables.
-        solver: The solver.
-        case: The net and its batch.
-        renew: Makes a fresh solver before every pass. A solver that is kept stops trying where it failed, so that the
-            cost of a failure would not show.
+    `renew` makes a fresh solver before every pass. One that is kept stops trying where it failed, so that the cost of a
+    failure would not show.
     """
 
     def __init__(
@@ -303,13 +298,11 @@ def _time(
                 None if solution is None else solution.fell_back,
             )
         )
-    plan.report.add(
-        Table(
-            title=f"{title}, {case.shape}: {case.net}",
-            columns=COLUMNS,
-            rows=rows,
-            caption="\n".join([CAPTION, caption, *solvers]),
-        )
+    plan.report.table(
+        title=f"{title}, {case.shape}: {case.net}",
+        columns=COLUMNS,
+        rows=rows,
+        caption="\n".join([CAPTION, caption, *solvers]),
     )
 
 
@@ -493,14 +486,7 @@ TEST_BATCH: Final = 5
 
 @final
 class Learner:
-    """A net in training.
-
-    Args:
-        name: How it is trained.
-        num_chunks: Chunks with cached boundaries; None trains sequentially.
-        recordings: The data.
-        hidden_size: H.
-    """
+    """A net in training, by chunks with cached boundaries, or sequentially if `num_chunks` is None."""
 
     def __init__(self, name: str, num_chunks: int | None, *, recordings: Recordings, hidden_size: int) -> None:
         self.name, self.recordings = name, recordings
@@ -558,7 +544,7 @@ class Learner:
         return right / max(1, count)
 
 
-def train_to_accuracy(plan: Plan, recordings: Recordings) -> Table:
+def train_to_accuracy(plan: Plan, recordings: Recordings) -> None:
     """Train sequentially and with warm starts, an epoch of each in turn.
 
     Warm starts that have not reached the accuracy of sequential training continue for up to twice as many epochs.
@@ -603,7 +589,7 @@ def train_to_accuracy(plan: Plan, recordings: Recordings) -> Table:
         over_torch, over_serial = max(((one or 0.0, other or 0.0) for one, other in ratios), key=lambda pair: pair[1])
         plan.report.goal(f"training: over {TORCH}", over_torch, at_least=TRAINING_GOAL[0])
         plan.report.goal(f"training: over {SERIAL}", over_serial, at_least=TRAINING_GOAL[1])
-    return Table(
+    plan.report.table(
         title=f"Training to the accuracy of sequential training, H = {size}",
         columns=(
             *("training", "s per epoch", "s to the target", f"over {TORCH}", f"over {SERIAL}", "residual"),

@@ -16,7 +16,7 @@ from typing import Any, Final, final
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.harness import Report, Table, relative_error
+from bench.harness import Report, relative_error
 from bench.trained_nets import Nets
 from stretto.cells import GRU
 from stretto.distributed import TimeMesh, World, join_ranks, launch_ranks
@@ -59,18 +59,16 @@ def compare_ranks(nets: Nets, report: Report, *, rounds: int, quick: bool) -> No
                 *(answer["output_error"], answer["gradient_error"], answer["residual"]),
             )
         )
-    report.add(
-        Table(
-            title="One long sequence over two gloo ranks, one thread each, exact",
-            columns=(
-                *("T", "H", "net", "1 rank s", "2 ranks s", "ratio", "contention", "rounds", "backward rounds"),
-                *("work", "output error", "gradient error", "residual"),
-            ),
-            rows=rows,
-            caption="ratio: of least times, in turn, the all-reduce of gradients included. contention: time of a block "
-            "while both ranks work, nothing exchanged, over its time alone. rounds: passes over a block. work: steps "
-            "run forwards over those of a block. Errors: largest difference from one rank, over the largest value.",
-        )
+    report.table(
+        title="One long sequence over two gloo ranks, one thread each, exact",
+        columns=(
+            *("T", "H", "net", "1 rank s", "2 ranks s", "ratio", "contention", "rounds", "backward rounds"),
+            *("work", "output error", "gradient error", "residual"),
+        ),
+        rows=rows,
+        caption="ratio: of least times, in turn, the all-reduce of gradients included. contention: time of a block "
+        "while both ranks work, nothing exchanged, over its time alone. rounds: passes over a block. work: steps "
+        "run forwards over those of a block. Errors: largest difference from one rank, over the largest value.",
     )
 
 
@@ -104,10 +102,7 @@ def measure(tensors: dict[str, torch.Tensor], *, rounds: int, segment_steps: int
 class Rank:
     """One rank: runs its block of a long sequence, alone and together with the others.
 
-    Args:
-        tensors: The GRU's weights, the input and the weights of outputs in the loss.
-        world: All ranks.
-        segment_steps: Steps after which a rank compares its run with the one before; the solver's default if None.
+    `tensors` are the GRU's weights, the input, and the weights of outputs in the loss.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], world: World, *, segment_steps: int | None) -> None:

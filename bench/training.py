@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from bench.baselines import Baseline, PlainScript, baseline_of
 from bench.figure import BLUE, GREY, Line, Panel, draw_figure
-from bench.harness import Count, Report, Settings, Table, bench, check_equal
-from bench.task_data import open_data, take_share
+from bench.harness import Count, Report, Settings, bench, check_equal
+from bench.task_data import NO_CHECKPOINTS, check_tasks, open_data, take_share
 from stretto.batching import Batch, collate
 from stretto.data import SequenceSet
 from stretto.distributed import World
@@ -50,8 +50,6 @@ SHARES: Final[dict[str, float]] = {"digits": 0.2, "digit-images": 0.1, "language
 """The share of the data in a folder to train on unless another is asked for."""
 EXTRA_EPOCHS: Final = 1.5
 """How many times the epochs of the plain script Stretto may train."""
-NO_CHECKPOINTS: Final = 1e6
-"""Minutes between checkpoints within an epoch, so that there are none."""
 TASK_SETTINGS: Final[dict[str, dict[str, Any]]] = {"language-model": {"preset": "ptb-small"}}
 """Settings of tasks that are not their defaults."""
 Row = tuple[str | int | float | bool | None, ...]
@@ -90,10 +88,7 @@ class TrainingSettings(Settings):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
     def __post_init__(self) -> None:
-        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
-            raise StrettoError(
-                f"the tasks to train are {list(self.tasks)}", fix=f"Name each once, of {', '.join(TASK_NAMES)}."
-            )
+        check_tasks(self.tasks, TASK_NAMES)
 
     def margin(self, metric: str) -> "Margin":
         """What counts as the same quality."""
@@ -143,39 +138,33 @@ def run(settings: TrainingSettings, report: Report) -> None:
 
 
 def _add_tables(report: Report, times: Sequence[Row], epochs: Sequence[Row], starts: Sequence[Row]) -> None:
-    report.add(
-        Table(
-            title="Time to the quality of a plain PyTorch script",
-            columns=(
-                *("task", "metric", "target", "counts from", "plain epochs", "plain s", "stretto epochs", "stretto s"),
-                *("plain / stretto", "reached"),
-            ),
-            rows=times,
-            caption="The target is the plain script's metric on the validation part after its last epoch; the time is "
-            "that of updates until the end of the first epoch that reached it. Where Stretto did not, the ratio is of "
-            "all its time, so that the true one is smaller. Its time includes timing updates to choose the batch. "
-            "Kernels were compiled, or found in the cache, before.",
-        )
+    report.table(
+        title="Time to the quality of a plain PyTorch script",
+        columns=(
+            *("task", "metric", "target", "counts from", "plain epochs", "plain s", "stretto epochs", "stretto s"),
+            *("plain / stretto", "reached"),
+        ),
+        rows=times,
+        caption="The target is the plain script's metric on the validation part after its last epoch; the time is "
+        "that of updates until the end of the first epoch that reached it. Where Stretto did not, the ratio is of "
+        "all its time, so that the true one is smaller. Its time includes timing updates to choose the batch. "
+        "Kernels were compiled, or found in the cache, before.",
     )
-    report.add(
-        Table(
-            title="Epochs",
-            columns=(
-                *("task", "sequences", "plain epochs", "plain s", "stretto epochs", "stretto s", "plain / stretto"),
-                *("stretto's last metric", "first batch", "last batch", "probe s"),
-            ),
-            rows=epochs,
-            caption="Seconds: the median per epoch, without timing updates to choose the batch.",
-        )
+    report.table(
+        title="Epochs",
+        columns=(
+            *("task", "sequences", "plain epochs", "plain s", "stretto epochs", "stretto s", "plain / stretto"),
+            *("stretto's last metric", "first batch", "last batch", "probe s"),
+        ),
+        rows=epochs,
+        caption="Seconds: the median per epoch, without timing updates to choose the batch.",
     )
-    report.add(
-        Table(
-            title="Before training: the same weights on both sides",
-            columns=("task", "data", "plain loss", "stretto loss", "error", "plain metric", "stretto metric"),
-            rows=starts,
-            caption="On one batch, losses and gradients may differ by 1e-4 of the largest value, and on the validation "
-            "part the metric by what counts as the same; otherwise nothing is timed.",
-        )
+    report.table(
+        title="Before training: the same weights on both sides",
+        columns=("task", "data", "plain loss", "stretto loss", "error", "plain metric", "stretto metric"),
+        rows=starts,
+        caption="On one batch, losses and gradients may differ by 1e-4 of the largest value, and on the validation "
+        "part the metric by what counts as the same; otherwise nothing is timed.",
     )
 
 
@@ -242,19 +231,12 @@ def compare(
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EpochTiming:
-    """One epoch of one side.
+    """One epoch of one side."""
 
-    Attributes:
-        seconds: Of its updates; measuring the quality is not counted.
-        value: The metric on the validation part after it.
-        batch_size: Sequences, or streams, per update.
-        probe_seconds: Of the seconds, those that went into timing updates to choose the batch.
-    """
-
-    seconds: float
-    value: float
-    batch_size: int
-    probe_seconds: float = 0.0
+    seconds: float  # of its updates; measuring the quality is not counted
+    value: float  # the metric on the validation part after it
+    batch_size: int  # sequences, or streams, per update
+    probe_seconds: float = 0.0  # of the seconds, those that went into timing updates to choose the batch
 
 
 class Contender(Protocol):
@@ -313,10 +295,6 @@ class StrettoContender:
 
     The clock runs from the beginning of an epoch to the end of its last update: probing for the batch, measuring the
     gradient noise and epochs that were rolled back count; measuring quality and saving after the epoch do not.
-
-    Args:
-        task: Model, loss, metric and settings.
-        run: A folder for checkpoints.
     """
 
     def __init__(self, task: AbstractTask[Any], *, run: Path) -> None:
@@ -531,12 +509,7 @@ def train_in_turn(
 ) -> Comparison:
     """Train both, an epoch each in turn.
 
-    Args:
-        plain: The plain script; it trains all epochs.
-        stretto: As many, and up to one and a half times as many if it has not reached the target by then.
-        epochs: Of the plain script.
-        margin: What counts as having reached it.
-        progress: Shows a line after each epoch.
+    The plain script trains all epochs; Stretto as many, and half as many more if it has not reached the target by then.
 
     Raises:
         StrettoError: If Stretto does not finish a single epoch.

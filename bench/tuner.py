@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, final, get_args
 
-from bench.harness import Count, Report, Settings, Table, bench
-from bench.task_data import open_data, take_share
+from bench.harness import Count, Report, Settings, bench
+from bench.task_data import NO_CHECKPOINTS, check_tasks, open_data, take_share
 from stretto.data import PARTS, Part, SequenceSet
 from stretto.errors import StrettoError
 from stretto.tasks import find_task
@@ -28,8 +28,6 @@ SMOOTHED: Final = 3
 """Validation losses whose median is compared with the target."""
 SCHEDULE: Final[dict[str, Any]] = {"schedule": "constant", "warmup_epochs": 0.05}
 """A constant rate: the time to a target must not depend on the number of planned epochs."""
-NO_CHECKPOINTS: Final = 1e6
-"""Minutes between checkpoints within an epoch, so that there are none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,10 +49,7 @@ class TunerSettings(Settings):
     rounds: Count = 1
 
     def __post_init__(self) -> None:
-        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
-            raise StrettoError(
-                f"the tasks to train are {list(self.tasks)}", fix=f"Name each once, of {', '.join(TASK_NAMES)}."
-            )
+        check_tasks(self.tasks, TASK_NAMES)
 
 
 @final
@@ -62,29 +57,19 @@ class TunerSettings(Settings):
 class Case:
     """A task as it is trained here, small enough to run many times.
 
-    Attributes:
-        base_batch_size: The batch that the settings belong to.
-        target: Validation loss.
-        epochs: At most; a larger batch needs more of them.
-        sequences: Training sequences, at most.
-        settings: Others of the task. Rates are those that need the fewest updates at the base batch, with other seeds
-            than the benchmark's; the language model has its task's default.
-        valid_sequences: Validation sequences, at most.
-        measure_every: Updates of the base batch between measurements; larger batches are measured after as many
-            sequences.
-        embedded: Whether the target is for the embedded data, which are then always used.
-        task: The task's name, if it is not the case's own.
+    Rates are those that need the fewest updates at the base batch, with other seeds than the benchmark's; the language
+    model has its task's default.
     """
 
-    base_batch_size: int
-    target: float
-    epochs: int
-    sequences: int
-    settings: dict[str, Any]
-    valid_sequences: int = 400
-    measure_every: int = 20
-    embedded: bool = False
-    task: str = ""
+    base_batch_size: int  # that the settings belong to
+    target: float  # validation loss
+    epochs: int  # at most; a larger batch needs more of them
+    sequences: int  # of training, at most
+    settings: dict[str, Any]  # others of the task
+    valid_sequences: int = 400  # at most
+    measure_every: int = 20  # updates of the base batch; larger batches are measured after as many sequences
+    embedded: bool = False  # whether the target is for the embedded data, which are then always used
+    task: str = ""  # its name, if it is not the case's own
 
     @property
     def quick(self) -> "Case":
@@ -168,19 +153,17 @@ def run(settings: TunerSettings, report: Report) -> None:
         if not settings.quick:
             report.goal(f"{name}: chosen batch over the best", grid.chosen_ratio, at_most=MAX_RATIO)
         # After each task, so that an interrupted run keeps what it has.
-        report.add(
-            Table(
-                title="Time to the target",
-                columns=(
-                    *("task, base batch", "target loss", "s to the target by batch", "best", "chosen"),
-                    *("chosen / best", "tuned run / best", "overhead %", "updates by batch"),
-                ),
-                rows=rows,
-                caption=f"Medians over {settings.seeds * settings.rounds} rounds, all batches in turn; inf: not "
-                "reached. chosen / best: time at the chosen batch, given from the start, over that at the best of the "
-                "grid; none if it is not in the grid. tuned run / best: the run that chose its batch, without the "
-                "probe. overhead: the probe, as a share of that run.",
-            )
+        report.table(
+            title="Time to the target",
+            columns=(
+                *("task, base batch", "target loss", "s to the target by batch", "best", "chosen"),
+                *("chosen / best", "tuned run / best", "overhead %", "updates by batch"),
+            ),
+            rows=rows,
+            caption=f"Medians over {settings.seeds * settings.rounds} rounds, all batches in turn; inf: not "
+            "reached. chosen / best: time at the chosen batch, given from the start, over that at the best of the "
+            "grid; none if it is not in the grid. tuned run / best: the run that chose its batch, without the "
+            "probe. overhead: the probe, as a share of that run.",
         )
 
 
@@ -190,23 +173,14 @@ def run(settings: TunerSettings, report: Report) -> None:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """How a run went.
+    """How a run went."""
 
-    Attributes:
-        last_batch: Sequences per update at the end.
-        is_reached: Whether the target was reached.
-        updates: Until then, or all.
-        seconds: Of these updates, with everything that choosing a batch costs but the probe, without measuring.
-        probe_seconds: Of the probe.
-        fault: The error that ended it early, if any.
-    """
-
-    last_batch: int
-    is_reached: bool
-    updates: int
-    seconds: float
+    last_batch: int  # sequences per update at the end
+    is_reached: bool  # whether the target was
+    updates: int  # until then, or all
+    seconds: float  # of these updates, with everything that choosing a batch costs but the probe, without measuring
     probe_seconds: float = 0.0
-    fault: str = ""
+    fault: str = ""  # the error that ended it early, if any
 
 
 class _TargetReachedError(Exception):
@@ -215,12 +189,9 @@ class _TargetReachedError(Exception):
 
 @final
 class _Clock(AbstractLog):
-    """Counts the seconds of updates, and measures now and then while the clock stands still.
+    """Counts the seconds of updates, and measures after `every` sequences while the clock stands still.
 
-    Args:
-        measure: Gives the validation loss.
-        target: Ends the run when the median of three losses is no higher.
-        every: Training sequences between measurements.
+    It ends the run when the median of three losses is no higher than the target.
     """
 
     def __init__(self, measure: Callable[[], float], *, target: float, every: int) -> None:

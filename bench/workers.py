@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
-from bench.harness import Count, Report, Settings, Table, bench
+from bench.harness import Count, Report, Settings, bench
 from stretto.errors import StrettoError
 from stretto.training import read_events
 
@@ -74,16 +74,14 @@ def run(settings: WorkersSettings, report: Report) -> None:
     ratios = {name: medians[TWO_RANKS] / medians[name] for name in CONTENDERS}
     for name, goal in {} if settings.quick else GOALS.items():
         report.goal(f"2 ranks over {name}", ratios[name], at_least=goal)
-    report.add(
-        Table(
-            title=f"Training {settings.task}, real steps per second",
-            columns=("contender", "median", "least", "most", "2 ranks over it"),
-            rows=[(name, medians[name], min(values), max(values), ratios[name]) for name, values in speeds.items()],
-            caption=f"Medians of {settings.rounds} runs in turn, {settings.epochs} epochs each after one to warm up. "
-            f"Independent processes show what two cores of this machine give: two ranks reach "
-            f"{ratios[INDEPENDENT]:.0%} of it. The ranks spent {statistics.mean(waits):.1%} of their time waiting for "
-            "each other, the all-reduce of gradients included.",
-        )
+    report.table(
+        title=f"Training {settings.task}, real steps per second",
+        columns=("contender", "median", "least", "most", "2 ranks over it"),
+        rows=[(name, medians[name], min(values), max(values), ratios[name]) for name, values in speeds.items()],
+        caption=f"Medians of {settings.rounds} runs in turn, {settings.epochs} epochs each after one to warm up. "
+        f"Independent processes show what two cores of this machine give: two ranks reach "
+        f"{ratios[INDEPENDENT]:.0%} of it. The ranks spent {statistics.mean(waits):.1%} of their time waiting for "
+        "each other, the all-reduce of gradients included.",
     )
 
 

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import distributed
 
 from bench.figure import AMBER, Line, Panel, draw_figure
-from bench.harness import Report, Settings, Table, torch_threads
+from bench.harness import Report, Settings, torch_threads
 from experiments.registry import experiment, to_dict
 from stretto.data import PARTS, HandwritingSettings, Labels, SequenceSet, Transcripts, load_handwriting, open_sequences
 from stretto.distributed import World, join_ranks
@@ -117,14 +117,11 @@ class BucketingResult:
 
 
 def reproduce_bucketing(
-    settings: BucketingSettings, *, tell: Callable[[str], None] = lambda _: None, world: World | None = None
+    settings: BucketingSettings, *, progress: Callable[[str], None] = lambda _: None, world: World | None = None
 ) -> BucketingResult:
     """Run the experiment.
 
-    Args:
-        settings: What to run.
-        tell: Called with a line after every epoch.
-        world: `settings.nproc` ranks; a contender with fewer uses the first of them.
+    Of the `settings.nproc` ranks of `world`, a contender with fewer uses the first.
 
     Raises:
         StrettoError: If the data do not fit, or the ranks are not as many as the settings say.
@@ -150,7 +147,7 @@ def reproduce_bucketing(
             run = Path(scratch) / str(number)
             trainers[contender] = own and _make_trainer(task, data, settings, contender, run=run, world=own)
         num_epochs = settings.epochs * (2 if settings.full else 1)
-        records = _train_in_turn(trainers, num_epochs=num_epochs, tell=tell, world=world)
+        records = _train_in_turn(trainers, num_epochs=num_epochs, progress=progress, world=world)
     target = min(record.valid_loss for record in records[BASELINE])
     return BucketingResult(
         task=task,
@@ -171,7 +168,7 @@ def _first_ranks(world: World, count: int) -> World | None:
 
 
 def _train_in_turn(
-    trainers: dict[Contender, Trainer | None], *, num_epochs: int, tell: Callable[[str], None], world: World
+    trainers: dict[Contender, Trainer | None], *, num_epochs: int, progress: Callable[[str], None], world: World
 ) -> dict[Contender, list[EpochRecord]]:
     """An epoch of each in turn; who has not reached the baseline's best loss by then gets as many epochs again."""
     records: dict[Contender, list[EpochRecord]] = {contender: [] for contender in trainers}
@@ -185,7 +182,7 @@ def _train_in_turn(
             # Broadcast, so that ranks that do not train here wait, and know when a contender is done.
             record = EpochRecord(**json.loads(world.broadcast_str(json.dumps(own))))
             records[contender].append(record)
-            tell(
+            progress(
                 f"{contender!s:<22} epoch {record.epoch:>2}  valid {record.valid_loss:.4f}  {record.seconds:6.2f} s  "
                 f"padding {record.padding:.1%}"
             )
@@ -269,37 +266,35 @@ def run(settings: BucketingSettings, report: Report) -> None:
         join_ranks(timeout_minutes=TIMEOUT_MINUTES) as world,
         torch_threads(None if world.size == 1 else max(1, (os.cpu_count() or 1) // world.size)),
     ):
-        result = reproduce_bucketing(settings, tell=report.progress, world=world)
+        result = reproduce_bucketing(settings, progress=report.progress, world=world)
     show(result, report)
 
 
 def show(result: BucketingResult, report: Report) -> None:
     """Write tables and figure into a report."""
     report.result = to_dict(result)
-    report.add(
-        Table(
-            title=f"{result.task} on {result.data}, {result.num_train:,} training sequences, to validation loss "
-            f"{result.target:.4f}",
-            columns=("contender", "s/epoch", "epochs", "total s", "loss", "padding %", "faster", "steps x", "share"),
-            rows=[
-                (
-                    str(row.contender),
-                    row.epoch_seconds,
-                    row.epochs if row.reached else f"> {row.epochs}",
-                    row.total_seconds,
-                    round(row.valid_loss, 4),
-                    100 * row.padding,
-                    row.speed_up,
-                    row.padded_step_ratio,
-                    row.speed_up / (row.padded_step_ratio * row.contender.ranks),
-                )
-                for row in result.rows
-            ],
-            caption="s/epoch: median, without validation; total s: until the loss was reached; loss: the best; faster: "
-            "median of the ratios of interleaved epochs; steps x: how many times fewer padded steps; share: of the "
-            "speed-up that padded steps and ranks allow. Contenders train an epoch each in turn, from the same initial "
-            "weights. The target is the best validation loss of the baseline.",
-        )
+    report.table(
+        title=f"{result.task} on {result.data}, {result.num_train:,} training sequences, to validation loss "
+        f"{result.target:.4f}",
+        columns=("contender", "s/epoch", "epochs", "total s", "loss", "padding %", "faster", "steps x", "share"),
+        rows=[
+            (
+                str(row.contender),
+                row.epoch_seconds,
+                row.epochs if row.reached else f"> {row.epochs}",
+                row.total_seconds,
+                round(row.valid_loss, 4),
+                100 * row.padding,
+                row.speed_up,
+                row.padded_step_ratio,
+                row.speed_up / (row.padded_step_ratio * row.contender.ranks),
+            )
+            for row in result.rows
+        ],
+        caption="s/epoch: median, without validation; total s: until the loss was reached; loss: the best; faster: "
+        "median of the ratios of interleaved epochs; steps x: how many times fewer padded steps; share: of the "
+        "speed-up that padded steps and ranks allow. Contenders train an epoch each in turn, from the same initial "
+        "weights. The target is the best validation loss of the baseline.",
     )
     baseline, best = result.rows[0], min(result.rows, key=lambda row: (not row.reached, row.total_seconds))
     report.note(

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from bench.contenders import Forward, Shape, TorchContender, draw_batch, python_loop
 from bench.figure import AMBER, BLUE, TEAL, Line, Panel, draw_figure
-from bench.harness import Report, Settings, Table, TimingBudget, check_equal, time_interleaved
+from bench.harness import Report, Settings, TimingBudget, check_equal, time_interleaved
 from experiments.registry import experiment, to_csv, to_dict
 from stretto.errors import StrettoError
 from stretto.graph import Graph, delayed_graph, lstm_graph, peephole_lstm_graph, two_loop_graph
@@ -100,12 +100,8 @@ class GraphResult:
     settings: dict[str, Any]
 
 
-def reproduce_graph(settings: GraphSettings, *, tell: Callable[[str], None] = lambda _: None) -> GraphResult:
+def reproduce_graph(settings: GraphSettings, *, progress: Callable[[str], None] = lambda _: None) -> GraphResult:
     """Run the experiment.
-
-    Args:
-        settings: What to run.
-        tell: Called with a line before each part.
 
     Raises:
         StrettoError: If variants do not compute the same, or nothing can be compiled.
@@ -122,10 +118,10 @@ def reproduce_graph(settings: GraphSettings, *, tell: Callable[[str], None] = la
     errors: dict[str, float] = {}
     for network in NETWORKS:
         comparison = _Comparison(network, sizes)
-        tell(f"{network}: comparing gradients")
+        progress(f"{network}: comparing gradients")
         errors[network] = comparison.check()
         plans[network] = comparison.plan
-        tell(f"{network}: timing")
+        progress(f"{network}: timing")
         rows += comparison.time()
     return GraphResult(
         rows=tuple(rows), plans=plans, errors=errors, threads=torch.get_num_threads(), settings=to_dict(sizes)
@@ -216,7 +212,7 @@ COLOURS: Final = {LOOP: AMBER, ANALYSIS: TEAL, FUSION: BLUE}
 @experiment("graph", title="Parallelism from the graph")
 def run(settings: GraphSettings, report: Report) -> None:
     """Parallelism found in the graph, with one stream and many (Hwang and Sung 2015)."""
-    show(reproduce_graph(settings, tell=report.progress), report)
+    show(reproduce_graph(settings, progress=report.progress), report)
 
 
 def show(result: GraphResult, report: Report) -> None:
@@ -227,39 +223,35 @@ def show(result: GraphResult, report: Report) -> None:
     by_streams: dict[tuple[str, int], dict[str, GraphRow]] = {}
     for row in result.rows:
         by_streams.setdefault((row.network, row.streams), {})[row.variant] = row
-    report.add(
-        Table(
-            title=f"Training throughput: {sizes['hidden_size']} units per layer, {sizes['input_size']} inputs, windows "
-            f"of {sizes['window']} steps, {result.threads} threads",
-            columns=("network", "streams", *VARIANTS, "analysis x", "fusion x", "over loop"),
-            rows=[
-                (
-                    network,
-                    streams,
-                    *(rows[variant].steps_per_second for variant in VARIANTS),
-                    rows[ANALYSIS].speed_up,
-                    rows[FUSION].speed_up,
-                    rows[FUSION].over_loop,
-                )
-                for (network, streams), rows in by_streams.items()
-            ],
-            caption="Time steps of all streams per second, by the fastest round. x: over step by step with 1 stream, "
-            "from one interleaved run. over loop: fusion over step by step with as many streams. Step by step runs "
-            f"windows of {sizes['loop_window']} steps: its time per step hardly depends on their number. A training "
-            "step is forward and backward with the gradients of all weights, from a state of zeros.",
-        )
+    report.table(
+        title=f"Training throughput: {sizes['hidden_size']} units per layer, {sizes['input_size']} inputs, windows "
+        f"of {sizes['window']} steps, {result.threads} threads",
+        columns=("network", "streams", *VARIANTS, "analysis x", "fusion x", "over loop"),
+        rows=[
+            (
+                network,
+                streams,
+                *(rows[variant].steps_per_second for variant in VARIANTS),
+                rows[ANALYSIS].speed_up,
+                rows[FUSION].speed_up,
+                rows[FUSION].over_loop,
+            )
+            for (network, streams), rows in by_streams.items()
+        ],
+        caption="Time steps of all streams per second, by the fastest round. x: over step by step with 1 stream, "
+        "from one interleaved run. over loop: fusion over step by step with as many streams. Step by step runs "
+        f"windows of {sizes['loop_window']} steps: its time per step hardly depends on their number. A training "
+        "step is forward and backward with the gradients of all weights, from a state of zeros.",
     )
-    report.add(
-        Table(
-            title="What the analysis found",
-            columns=("network", *STAGES, "error"),
-            rows=[
-                (network, *(plan.get(stage, 0) for stage in STAGES), f"{result.errors[network]:.0e}")
-                for network, plan in result.plans.items()
-            ],
-            caption="Operators at each stage. error: the largest relative difference of outputs and gradients between "
-            "variants, checked before the clock ran.",
-        )
+    report.table(
+        title="What the analysis found",
+        columns=("network", *STAGES, "error"),
+        rows=[
+            (network, *(plan.get(stage, 0) for stage in STAGES), f"{result.errors[network]:.0e}")
+            for network, plan in result.plans.items()
+        ],
+        caption="Operators at each stage. error: the largest relative difference of outputs and gradients between "
+        "variants, checked before the clock ran.",
     )
     for variant, meaning in VARIANTS.items():
         report.note(f"{variant}: {meaning}")

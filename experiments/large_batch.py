@@ -28,7 +28,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, final, get_args
 from pydantic import Field
 
 from bench.figure import AMBER, BLUE, GREY, TEAL, Line, Panel, draw_figure
-from bench.harness import Report, Settings, Table, torch_threads
+from bench.harness import Report, Settings, torch_threads
 from experiments.large_batch_apps import (
     METRICS,
     WARMUP_CAP,
@@ -228,13 +228,9 @@ class LargeBatchResult:
 
 
 def reproduce_large_batch(
-    settings: LargeBatchSettings, *, tell: Callable[[str], None] = lambda _: None
+    settings: LargeBatchSettings, *, progress: Callable[[str], None] = lambda _: None
 ) -> LargeBatchResult:
     """Run the experiment, or what is left of it.
-
-    Args:
-        settings: What to run.
-        tell: Called with a line after every run, and with what to expect before.
 
     Raises:
         StrettoError: If settings or data do not fit, or another process writes to the same folder.
@@ -246,16 +242,16 @@ def reproduce_large_batch(
         opened = [open_application(name, settings) for name in dict.fromkeys(settings.applications)]
         for each in opened:
             for multiple, why in each.left_out.items():
-                tell(f"{each.application.name} x{multiple} is left out: {why}")
+                progress(f"{each.application.name} x{multiple} is left out: {why}")
         runner = Runner(
             settings.out,
             data={each.application.name: each.data for each in opened},
             data_folder=settings.data,
             num_jobs=settings.num_jobs,
             fresh=settings.fresh,
-            tell=tell,
+            progress=progress,
         )
-        _make_runs(opened, settings, runner, tell=tell)
+        _make_runs(opened, settings, runner, progress=progress)
         rows = [row for each in opened for row in _make_rows(each, settings, runner)]
     return LargeBatchResult(
         applications={each.application.name: each.facts() for each in opened},
@@ -306,7 +302,7 @@ def _make_runs(
     settings: LargeBatchSettings,
     runner: Runner,
     *,
-    tell: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> None:
     """Make all runs that are not finished yet, in two rounds.
 
@@ -328,7 +324,7 @@ def _make_runs(
                     later += runner.missing(oracle_runs(each, multiple, settings, runner))
     missing = runner.missing(first)
     if runner.finished:
-        tell(f"{len(runner.finished)} runs are finished already and reused")
+        progress(f"{len(runner.finished)} runs are finished already and reused")
     runner.make(missing, later=later)
     second = [
         run
@@ -382,14 +378,7 @@ def _make_rows(each: ApplicationData, settings: LargeBatchSettings, runner: Runn
 def make_row(
     rule: RowRule, results: Sequence[RunResult], *, baseline: Row | None, cost: Sequence[RunResult] | None = None
 ) -> Row:
-    """Put the runs of one rule at one batch together.
-
-    Args:
-        rule: Its name.
-        results: One run per seed.
-        baseline: To compare with; None if this is it.
-        cost: All runs that it took, if there were others.
-    """
+    """Put the runs of one rule at one batch together, one per seed; `cost` are all that it took."""
     first, spent = results[0], results if cost is None else cost
     application: ApplicationName = first.application  # type: ignore[assignment]
     diverged = sum(result.diverged for result in results)
@@ -421,13 +410,9 @@ def make_row(
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Of a sample. Scaled, because squares of perplexities may overflow."""
+    """Of a sample. By hypot, because squares of perplexities may overflow."""
     mean = statistics.fmean(values)
-    largest = max(abs(value - mean) for value in values)
-    if len(values) < 2 or largest == 0 or not math.isfinite(largest):
-        return 0.0
-    scaled = math.fsum(((value - mean) / largest) ** 2 for value in values)
-    return largest * math.sqrt(scaled / (len(values) - 1))
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(max(1, len(values) - 1))
 
 
 def find_holdings(rows: Sequence[Row]) -> Iterator[Holding]:
@@ -484,7 +469,7 @@ MAX_PERPLEXITY_RATIO: Final = 3.0
 @experiment("large-batch", title="Large batches without re-tuning")
 def run(settings: LargeBatchSettings, report: Report) -> None:
     """Five applications at up to 64 times the batch, by rule or tuned at every batch (You et al. 2019)."""
-    show(reproduce_large_batch(settings, tell=report.progress), report)
+    show(reproduce_large_batch(settings, progress=report.progress), report)
 
 
 def show(result: LargeBatchResult, report: Report) -> None:
@@ -492,24 +477,22 @@ def show(result: LargeBatchResult, report: Report) -> None:
     report.result = to_dict(result)
     report.attach("csv", to_csv(result.runs))
     multiples = sorted({k for facts in result.applications.values() for k in (*facts["multiples"], *facts["left_out"])})
-    report.add(
-        Table(
-            title=f"Large batches: {len(result.runs)} runs, {result.rows[0].runs} seeds",
-            columns=("application", "metric", "rule", *(f"x{multiple}" for multiple in multiples)),
-            rows=[
-                (name, METRICS[name].unit, rule, *(_cell(result.row_at(name, rule, k)) for k in multiples))
-                for name in result.applications
-                for rule in result.rules_of(name)
-            ],
-            caption="Mean of the test metric over seeds and its standard deviation, after the last epoch. Columns: the "
-            "batch in multiples of the baseline's, with the same number of epochs at all of them. x1 is the baseline, "
-            "which all rules but lamb share. *: no worse than the baseline by more than 1 point, or 3 % of a "
-            "perplexity; -: not run.\n"
-            "Rates are those of the baseline's batch; only the rule changes them. With the same seed, all rules of an "
-            "application begin with the same weights. The validation part alone chose the oracle's rate. Sequences are "
-            "not bucketed by length, so every batch but the last of an epoch has the size that rules count with. In "
-            "language-model the batch is the number of parallel streams.",
-        )
+    report.table(
+        title=f"Large batches: {len(result.runs)} runs, {result.rows[0].runs} seeds",
+        columns=("application", "metric", "rule", *(f"x{multiple}" for multiple in multiples)),
+        rows=[
+            (name, METRICS[name].unit, rule, *(_cell(result.row_at(name, rule, k)) for k in multiples))
+            for name in result.applications
+            for rule in result.rules_of(name)
+        ],
+        caption="Mean of the test metric over seeds and its standard deviation, after the last epoch. Columns: the "
+        "batch in multiples of the baseline's, with the same number of epochs at all of them. x1 is the baseline, "
+        "which all rules but lamb share. *: no worse than the baseline by more than 1 point, or 3 % of a "
+        "perplexity; -: not run.\n"
+        "Rates are those of the baseline's batch; only the rule changes them. With the same seed, all rules of an "
+        "application begin with the same weights. The validation part alone chose the oracle's rate. Sequences are "
+        "not bucketed by length, so every batch but the last of an epoch has the size that rules count with. In "
+        "language-model the batch is the number of parallel streams.",
     )
     report.note(f"{result.reused} of {len(result.runs)} runs were finished before and reused")
     for name, facts in result.applications.items():
@@ -518,12 +501,10 @@ def show(result: LargeBatchResult, report: Report) -> None:
     for rule, meaning in RULES.items():
         report.note(f"{rule}: {meaning}")
     holdings = sorted(result.holdings, key=lambda holding: holding.rule != "legw")
-    report.add(
-        Table(
-            title="Where LEGW stops holding",
-            columns=("application", "legw"),
-            rows=[(holding.application, holding.says) for holding in holdings if holding.rule == "legw"],
-        )
+    report.table(
+        title="Where LEGW stops holding",
+        columns=("application", "legw"),
+        rows=[(holding.application, holding.says) for holding in holdings if holding.rule == "legw"],
     )
     _show_details(result, report, holdings)
     panels = [_panel(result, name) for name in result.applications]
@@ -536,7 +517,13 @@ def _show_details(result: LargeBatchResult, report: Report, holdings: Sequence[H
         values = [record if isinstance(record, dict) else to_dict(record) for record in records]
         rows = [[value[name] for name in names.split()] for value in values]
         columns = [name.replace("_", " ") for name in names.split()]
-        report.add_detail(Table(title=title, columns=columns, rows=rows, caption=caption))
+        report.table(
+            title=title,
+            columns=columns,
+            rows=rows,
+            caption=caption,
+            is_detail=True,
+        )
 
     add("Where rules stop holding", holdings, "rule application says")
     diverged = [run for run in result.runs if run.diverged]

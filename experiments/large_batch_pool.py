@@ -44,7 +44,7 @@ class Runner:
         data_folder: Where other processes find them, as for `open_data`.
         num_jobs: Runs at a time; one alone is made in this process.
         fresh: Whether to repeat what was finished or begun before.
-        tell: Called with a line after every run, and with what to expect before.
+        progress: Called with a line after every run, and with what to expect before.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Runner:
         data_folder: Path | None,
         num_jobs: int,
         fresh: bool,
-        tell: Callable[[str], None],
+        progress: Callable[[str], None],
     ) -> None:
         self._out, self._data, self._data_folder = out, data, data_folder
-        self._num_jobs, self._fresh, self._tell = num_jobs, fresh, tell
+        self._num_jobs, self._fresh, self._progress = num_jobs, fresh, progress
         self._looked_up: set[str] = set()
-        self._progress = Progress(num_jobs)
+        self._estimate = Estimate(num_jobs)
         self.finished: dict[str, RunResult] = {}
         self.num_reused = 0
 
@@ -72,7 +72,7 @@ class Runner:
             try:
                 found = load_result(run, self._out / RESULTS)
             except StrettoError as error:
-                self._tell(str(error))
+                self._progress(str(error))
             else:
                 if found is not None:
                     self.finished[key] = found
@@ -96,7 +96,7 @@ class Runner:
         """
         if not runs:
             return
-        self._tell(self._progress.plan([*runs, *later], folder=self._out / RESULTS))
+        self._progress(self._estimate.plan([*runs, *later], folder=self._out / RESULTS))
         if self._fresh:
             for run in runs:
                 shutil.rmtree(self._folder(run), ignore_errors=True)
@@ -104,9 +104,9 @@ class Runner:
             for run, result in self._execute(runs):
                 save_result(run, result, self._out / RESULTS, data=self._data[run.application.name].name)
                 self.finished[run.key] = result
-                self._tell(self._progress.finish(run, result))
+                self._progress(self._estimate.finish(run, result))
         except (Interrupted, KeyboardInterrupt):
-            self._tell(STOPPED)
+            self._progress(STOPPED)
             raise KeyboardInterrupt from None
 
     def _folder(self, run: Run) -> Path:
@@ -123,7 +123,7 @@ class Runner:
 
 
 @final
-class Progress:
+class Estimate:
     """Counts runs and estimates the time left: as the applications have it, times how far their runs were off."""
 
     def __init__(self, num_jobs: int) -> None:
@@ -175,11 +175,6 @@ class WorkerPool:
     """Processes that make one run at a time each.
 
     Not concurrent.futures: here a process that is killed names its run, and Ctrl-C lets every run save a checkpoint.
-
-    Args:
-        data: The folder of data, as for `open_data`.
-        num_processes: How many.
-        threads: Of each.
     """
 
     def __init__(self, data: Path | None, *, num_processes: int, threads: int) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from bench.figure import AMBER, BLUE, GREY, TEAL, Line, Panel, draw_figure
-from bench.harness import Report, Settings, Table
+from bench.harness import Report, Settings
 from bench.recordings import UNLABELLED, Recordings
 from experiments.multigrid_data import (
     WHOLE,
@@ -178,13 +178,9 @@ class MultigridResult:
 
 
 def reproduce_multigrid(
-    settings: MultigridSettings, *, tell: Callable[[str], None] = lambda _: None
+    settings: MultigridSettings, *, progress: Callable[[str], None] = lambda _: None
 ) -> MultigridResult:
     """Run the experiment.
-
-    Args:
-        settings: What to run.
-        tell: Called with a line at the start of each length and after every epoch.
 
     Raises:
         StrettoError: If the data do not fit, or training diverges.
@@ -208,7 +204,7 @@ def reproduce_multigrid(
     ]
     rows: list[MultigridRow] = []
     for cut in cuts:
-        tell(f"length {cut.length}: {len(cut.train):,} sequences, batches of {cut.batch_size}")
+        progress(f"length {cut.length}: {len(cut.train):,} sequences, batches of {cut.batch_size}")
         contenders = [Contender(solver, cut, recordings, sizes) for solver in SOLVERS]
         initial_losses = [contender.warm_up() for contender in contenders]
         epochs: list[list[EpochResult]] = [[] for _ in contenders]
@@ -216,7 +212,7 @@ def reproduce_multigrid(
             for contender, results in zip(contenders, epochs, strict=True):
                 result = contender.train_epoch()
                 results.append(result)
-                tell(
+                progress(
                     f"{cut.length:>6}  {contender.name:<18} epoch {number + 1:>2}  loss {result.loss:.4f}  "
                     f"{result.seconds:6.2f} s  residual {result.residual:8.1e}  "
                     f"accuracy {result.parallel:.1%} by it, {result.serial:.1%} serially"
@@ -270,14 +266,7 @@ def _num_chunks(cut: CutRecordings, settings: MultigridSettings) -> int:
 
 @final
 class Contender:
-    """A net trained by one solver; all begin with the same weights and see the same batches.
-
-    Args:
-        name: One of `SOLVERS`.
-        cut: The sequences.
-        recordings: Where they are from.
-        settings: Of the experiment.
-    """
+    """A net trained by one of `SOLVERS`; all begin with the same weights and see the same batches."""
 
     def __init__(self, name: str, cut: CutRecordings, recordings: Recordings, settings: MultigridSettings) -> None:
         self.name, self.cut, self._settings = name, cut, settings
@@ -420,44 +409,42 @@ PUBLISHED_FACTS: Final = (
 @experiment("multigrid", title="Solvers in time")
 def run(settings: MultigridSettings, report: Report) -> None:
     """Solvers in time at ever longer sequences: multigrid and shooting (Moon and Cyr 2022)."""
-    show(reproduce_multigrid(settings, tell=report.progress), report)
+    show(reproduce_multigrid(settings, progress=report.progress), report)
 
 
 def show(result: MultigridResult, report: Report) -> None:
     """Write tables and figures into a report."""
     report.result = to_dict(result)
     sizes = result.settings
-    report.add(
-        Table(
-            title=f"{'GRU' if sizes['cell'] == 'gru' else 'implicit GRU'} on {result.data}; layers: "
-            f"{sizes['num_layers']}, units: {sizes['hidden_size']}, epochs: {sizes['epochs']}",
-            columns=(
-                *("length", "solver", "s/epoch", "min", "x serial", "residual"),
-                *("solver %", "serial %", "differ %", "back %", "loss off"),
-            ),
-            rows=[
-                (
-                    _name(row.length),
-                    row.solver,
-                    row.median_seconds,
-                    row.min_seconds,
-                    row.speed_up,
-                    row.last.residual,
-                    *(100 * share for share in (row.last.parallel, row.last.serial, row.last.differing, row.fell_back)),
-                    row.loss_gap,
-                )
-                for row in result.rows
-            ],
-            caption="s/epoch: median of the epochs' updates, without testing; x serial: times faster than serially, "
-            "median of the ratios of interleaved epochs; residual: mean of the last epoch, 0 is exact; solver, "
-            "serial: test accuracy of the trained net with its solver in use and serially; differ: labels for which "
-            "the two disagree; back: batches that fell back and were solved serially; loss off: the largest relative "
-            "difference of an epoch's training loss from the serial one's.\n"
-            "The residual is the largest gap between the end of one stretch of time and the start of the next, "
-            "relative to states above 1. Of several layers the worst counts. Test sequences have not been seen before: "
-            "with warm starts, an eighth of a chunk is computed before each chunk to start it, and then one sweep is "
-            "made. Such a net is meant to be used serially.",
-        )
+    report.table(
+        title=f"{'GRU' if sizes['cell'] == 'gru' else 'implicit GRU'} on {result.data}; layers: "
+        f"{sizes['num_layers']}, units: {sizes['hidden_size']}, epochs: {sizes['epochs']}",
+        columns=(
+            *("length", "solver", "s/epoch", "min", "x serial", "residual"),
+            *("solver %", "serial %", "differ %", "back %", "loss off"),
+        ),
+        rows=[
+            (
+                _name(row.length),
+                row.solver,
+                row.median_seconds,
+                row.min_seconds,
+                row.speed_up,
+                row.last.residual,
+                *(100 * share for share in (row.last.parallel, row.last.serial, row.last.differing, row.fell_back)),
+                row.loss_gap,
+            )
+            for row in result.rows
+        ],
+        caption="s/epoch: median of the epochs' updates, without testing; x serial: times faster than serially, "
+        "median of the ratios of interleaved epochs; residual: mean of the last epoch, 0 is exact; solver, "
+        "serial: test accuracy of the trained net with its solver in use and serially; differ: labels for which "
+        "the two disagree; back: batches that fell back and were solved serially; loss off: the largest relative "
+        "difference of an epoch's training loss from the serial one's.\n"
+        "The residual is the largest gap between the end of one stretch of time and the start of the next, "
+        "relative to states above 1. Of several layers the worst counts. Test sequences have not been seen before: "
+        "with warm starts, an eighth of a chunk is computed before each chunk to start it, and then one sweep is "
+        "made. Such a net is meant to be used serially.",
     )
     _show_details(result, report)
     places = [_name(setting.length) for setting in result.lengths]
@@ -480,29 +467,30 @@ def _show_details(result: MultigridResult, report: Report) -> None:
     for solver, meaning in SOLVERS.items():
         report.note(f"{solver}: {meaning}")
     rule = "the label of their last step" if result.settings["data"] is None else "one label throughout"
-    report.add_detail(
-        Table(
-            title="The sequences",
-            columns=("length", "training", "test", "dropped", "steps", "median", "per batch", "chunks"),
-            rows=[(_name(setting.length), *dataclasses.astuple(setting)[1:]) for setting in result.lengths],
-            caption=f"{result.recordings[0]} recordings to train on and {result.recordings[1]} to test on. Windows of "
-            f"{WINDOW} steps begin 64 apart, have {rule}, of 1 to {result.settings['window_labels']}, and are "
-            "classified at their last step; other sequences have one label per step. Dropped: windows without such a "
-            "label and other sequences without any. Steps: of all training sequences, and of the median one. Chunks: "
-            "of the longest sequence, for warm starts.",
-        )
+    report.table(
+        title="The sequences",
+        columns=("length", "training", "test", "dropped", "steps", "median", "per batch", "chunks"),
+        rows=[(_name(setting.length), *dataclasses.astuple(setting)[1:]) for setting in result.lengths],
+        caption=f"{result.recordings[0]} recordings to train on and {result.recordings[1]} to test on. Windows of "
+        f"{WINDOW} steps begin 64 apart, have {rule}, of 1 to {result.settings['window_labels']}, and are "
+        "classified at their last step; other sequences have one label per step. Dropped: windows without such a "
+        "label and other sequences without any. Steps: of all training sequences, and of the median one. Chunks: "
+        "of the longest sequence, for warm starts.",
+        is_detail=True,
     )
-    report.add_detail(
-        Table(
-            title="As published",
-            columns=("epoch", "by multigrid %", "serially %", "gap, points"),
-            rows=[(epoch, parallel, serial, parallel - serial) for epoch, parallel, serial in PUBLISHED],
-            caption=PUBLISHED_FACTS,
-        )
+    report.table(
+        title="As published",
+        columns=("epoch", "by multigrid %", "serially %", "gap, points"),
+        rows=[(epoch, parallel, serial, parallel - serial) for epoch, parallel, serial in PUBLISHED],
+        caption=PUBLISHED_FACTS,
+        is_detail=True,
     )
     said = [(_name(row.length), row.solver, row.last.reason) for row in result.rows if row.last.reason]
-    report.add_detail(
-        Table(title="What solvers said of the last batch", columns=("length", "solver", "said"), rows=said)
+    report.table(
+        title="What solvers said of the last batch",
+        columns=("length", "solver", "said"),
+        rows=said,
+        is_detail=True,
     )
 
 

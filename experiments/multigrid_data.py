@@ -68,10 +68,8 @@ class CutRecordings:
 def open_recordings(path: Path | None, *, num_train: int | None = None, tiny: bool = False) -> Recordings:
     """Open recordings; those for validation are trained on, since nothing is chosen by them.
 
-    Args:
-        path: Of the data; None for embedded signals.
-        num_train: Training recordings to use at most, and as large a share of the test recordings.
-        tiny: Shorter ones, for a smoke test.
+    Without a path these are embedded signals. At most `num_train` training recordings are used, and as large a share of
+    the test recordings; `tiny` ones are short, for a smoke test.
 
     Raises:
         StrettoError: If they cannot be read, or have no labels of steps.
@@ -92,12 +90,8 @@ def cut_recordings(
 ) -> CutRecordings:
     """Cut all recordings; sequences that lack the labels they need are dropped, and counted.
 
-    Args:
-        recordings: What to cut.
-        length: 128 are windows with one label each, as published; others are pieces with one label per step.
-        max_label: Of windows.
-        batch_steps: Steps of a batch, about.
-        label_at_end: Whether a window has the label of its last step; otherwise all its steps must agree.
+    At length 128 they are windows with one label of 1 to `max_label` each, as published; else pieces with one label per
+    step. With `label_at_end` a window has the label of its last step; otherwise all its steps must agree.
 
     Raises:
         StrettoError: If nothing is left to train on or to measure.

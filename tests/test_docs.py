@@ -86,7 +86,7 @@ def test_every_page_of_the_manual_is_in_the_navigation() -> None:
     [
         ("A cell", "hoisted"),
         ("A backend", "counting [7]"),
-        ("A solver", "multigrid off by "),
+        ("A solver", "picard within "),
         ("A task", "after 2 epochs"),
         ("An optimiser", "peak 0.0020 at update 7"),
     ],

@@ -14,13 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 class ShuffledScript(abc.ABC):
     """Trains a net on shuffled batches, its gradients clipped; the subclass chooses the optimiser and the schedule.
 
-    Args:
-        model: The net.
-        train: What `collate` makes batches of.
-        batch_size: Sequences per batch.
-        clip_norm: Largest norm of a gradient.
-        seed: Of the order of sequences.
-        collate: Pads and stacks sequences; what `loss` takes.
+    `collate` makes a batch of some of `train`, which is what `loss` takes.
     """
 
     _optimizer: Optimizer

@@ -45,7 +45,7 @@ def registry() -> Registry:
     @made("speed", title="How fast it is")
     def run(settings: _Settings, report: Report) -> None:
         report.progress("measuring")
-        report.add(TABLE)
+        report.table(**dataclasses.asdict(TABLE))
         report.skip("JAX", "not installed")
         report.goal("ratio", float(settings.size), at_least=2)
         report.failed = settings.size == 0
@@ -113,9 +113,20 @@ def test_json_holds_the_raw_numbers_the_machine_and_the_command(registry: Regist
     assert "1.23" in (tmp_path / "speed.html").read_text()
 
 
+def test_words_on_the_page_are_escaped(tmp_path: Path) -> None:
+    hostile = "<script>alert(1)</script>"
+    report = Report("speed", title=hostile, command=hostile)
+    report.note(hostile)
+    report.table(title=hostile, columns=(hostile,), rows=((hostile,),), caption=hostile)
+    report.write(tmp_path)
+    page = (tmp_path / "speed.html").read_text()
+    assert hostile not in page
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 7
+
+
 def test_an_interrupted_run_keeps_the_parts_it_has(tmp_path: Path) -> None:
     report = Report("speed", title="", json=tmp_path / "speed.json")
-    report.add(TABLE)
+    report.table(**dataclasses.asdict(TABLE))
     assert len(json.loads((tmp_path / "speed.json").read_text())["tables"]) == 1
 
 

@@ -11,7 +11,6 @@ import torch
 
 from bench.harness import Report
 from experiments import graph
-from experiments.__main__ import main
 from experiments.graph import NETWORKS, VARIANTS, GraphResult, GraphSettings, reproduce_graph, show
 from stretto.errors import StrettoError
 from stretto.kernels import NoCompiler, find_compiler
@@ -75,7 +74,7 @@ def test_one_stream_is_always_included(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "NETWORKS", {"delays": NETWORKS["delays"]})
     lines: list[str] = []
     sizes = {"hidden_size": 4, "input_size": 2, "window": 5, "loop_window": 5, "rounds": 1}
-    result = reproduce_graph(GraphSettings(streams=(3, 3), **sizes), tell=lines.append)  # type: ignore[arg-type]
+    result = reproduce_graph(GraphSettings(streams=(3, 3), **sizes), progress=lines.append)  # type: ignore[arg-type]
     assert sorted({row.streams for row in result.rows}) == [1, 3]
     assert {row.window for row in result.rows} == {5}
     assert [line.partition(":")[0] for line in lines] == ["delays", "delays"]
@@ -100,10 +99,3 @@ def test_without_a_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(StrettoError, match=r"cannot be compiled: .*no-such-compiler.*CXX"):
         reproduce_graph(GraphSettings(quick=True))
-
-
-def test_the_command_line_refuses_what_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["graph", "--streams", "0"]) == 2
-    assert "streams" in capsys.readouterr().err
-    assert main(["dance"]) == 2
-    assert "bucketing, graph, large-batch, multigrid" in capsys.readouterr().err
