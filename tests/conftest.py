@@ -16,7 +16,7 @@ import torch
 from stretto.cli.main import main
 from stretto.data import Labels, SequenceSet
 from stretto.files import CACHE_VARIABLE
-from stretto.kernels.backends.cpp import compiler, gemm
+from stretto.kernels.backends.cpp import batched, compiler
 
 DATA_VARIABLE = "STRETTO_DATA"
 PATIENCE = 150.0
@@ -51,7 +51,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def set_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Sets the number of threads, which then all work however little there is to do; it is as before afterwards."""
-    monkeypatch.setattr(gemm, "MIN_WORK_PER_THREAD", 1)
+    monkeypatch.setattr(batched, "MIN_WORK_PER_THREAD", 1)
     earlier = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(earlier)
@@ -82,7 +82,7 @@ def quick_compiler() -> Iterator[None]:
         yield
     compiler._find.cache_clear()
     # Tests of kernels that come later in this process are about code that is compiled well.
-    gemm._library.cache_clear()
+    batched.find_library.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ Shape legend: B sequences, F features, H hidden units.
 """
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -83,12 +84,14 @@ def test_in_evaluation_zoneout_takes_the_expectation() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_without_zoneout_it_is_the_cell_inside(training: bool) -> None:
+@pytest.mark.parametrize("wrapper", [Zoneout, RecurrentDropout])
+def test_at_probability_0_it_is_the_cell_inside(wrapper: Callable[..., Cell], training: bool) -> None:
     torch.manual_seed(0)
-    inner = GRU(F, H)
-    cell = Zoneout(inner, p=0).train(training)
-    x_BF, h_BH, _ = _states()
-    assert torch.equal(cell(x_BF, h_BH)[0], inner(x_BF, h_BH)[0])
+    inner = LSTM(F, H)
+    cell = wrapper(inner, p=0.0).train(training)
+    x_BF, h_BH, c_BH = _states()
+    masks = cell.initial_state(B)[2:]
+    assert torch.equal(cell(x_BF, (h_BH, c_BH, *masks))[0], inner(x_BF, (h_BH, c_BH))[0])
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -133,18 +136,11 @@ def test_gradients_flow_through_what_was_kept_and_what_was_not() -> None:
     assert torch.equal(state.grad, torch.where(after == 1.0, 1.0, 2.0))
 
 
-def test_zoneout_of_another_input_size_keeps_its_probabilities_and_shares_no_weights() -> None:
-    cell = Zoneout(LSTM(F, H), p=(0.1, 0.2))
-    other = cell.with_input_size(7)
-    assert other.p == (0.1, 0.2)
-    assert other.cell.weight_ih.shape == (4 * H, 7)
-    assert cell.cell.weight_ih.shape == (4 * H, F)
-
-
-@pytest.mark.parametrize("p", [-0.1, 1, 1.5, float("nan"), "0.5", True, None, (0.1,), (0.1, 0.2, 0.3), (0.1, 2.0)])
-def test_zoneout_probabilities_outside_0_to_1_are_refused(p: object) -> None:
+@pytest.mark.parametrize("wrapper", [Zoneout, RecurrentDropout])
+@pytest.mark.parametrize("p", [-0.1, 1, 1.0, 1.5, float("nan"), "0.5", True, None, (0.1,), (0.1, 0.2, 0.3), (0.1, 2.0)])
+def test_probabilities_outside_0_to_1_are_refused(wrapper: Callable[..., Cell], p: object) -> None:
     with pytest.raises(StrettoError, match="p="):
-        Zoneout(LSTM(F, H), p=p)
+        wrapper(LSTM(F, H), p=p)
 
 
 def test_only_cells_can_be_wrapped() -> None:
@@ -211,14 +207,6 @@ def test_in_evaluation_dropout_is_the_cell_inside() -> None:
     assert torch.equal(state[1], mask_BH)
 
 
-def test_without_dropout_it_is_the_cell_inside() -> None:
-    torch.manual_seed(0)
-    inner = LSTM(F, H)
-    cell = RecurrentDropout(inner, p=0.0)
-    x_BF = torch.randn(4, F)
-    assert torch.equal(cell(x_BF, cell.initial_state(4))[0], inner(x_BF, inner.initial_state(4))[0])
-
-
 def test_masked_units_pass_no_gradient() -> None:
     torch.manual_seed(0)
     cell = RecurrentDropout(Elman(F, H), p=0.5)
@@ -259,12 +247,6 @@ def test_wrappers_nest() -> None:
 def test_dropout_of_another_input_size_keeps_its_settings() -> None:
     other = RecurrentDropout(LSTM(F, H), p=0.3, masked=(1,)).with_input_size(8)
     assert (other.p, other.masked, other.cell.weight_ih.shape) == (0.3, (1,), (4 * H, 8))
-
-
-@pytest.mark.parametrize("p", [-0.1, 1.0, float("nan"), "0.5", True, None])
-def test_dropout_probabilities_outside_0_to_1_are_refused(p: object) -> None:
-    with pytest.raises(StrettoError, match="p="):
-        RecurrentDropout(LSTM(F, H), p=p)
 
 
 @pytest.mark.parametrize("masked", [(), (2,), (-1,), (0, 0), 0, ("h",)])

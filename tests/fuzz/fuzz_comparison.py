@@ -1,9 +1,10 @@
-"""A cell run by `stretto.RNN` beside the same cell called step after step, for each sequence by itself.
+"""Cells run by `stretto.RNN` beside the same cells called step after step, for each sequence by itself.
 
 Shape legend: B sequences, T steps, F features of the input.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import stretto
+from stretto.kernels import Backend, SaveChoice
 
 TOLERANCE = 1e-9
 NUDGE = 1e-10
@@ -80,34 +82,66 @@ class Results:
         return {**self.values, **{f"gradient of {name}": tensor for name, tensor in self.gradients.items()}}
 
 
-def by_definition(cell: FuzzCell, batch: Batch) -> Results:
-    """Each sequence by itself, each step a call of the cell."""
-    count, steps = batch.x_BTF.shape[:2]
-    start = parts_of(cell.initial_state(count)) if batch.state is None else batch.state
-    with torch.no_grad():
-        y_like, _ = cell(batch.x_BTF[:1, 0], cell.nested([part[:1] for part in start]))
-    rows, last = [], []
-    for b in range(count):
-        state = cell.nested([part[b : b + 1] for part in start])
-        ys = []
-        for t in range(batch.lengths[b]):
-            y, state = cell(batch.x_BTF[b : b + 1, t], state)
-            ys.append(y)
-        rest = torch.zeros(steps - len(ys), *y_like.shape[1:], dtype=torch.float64)
-        rows.append(torch.cat([*ys, rest]))
-        last.append(parts_of(state))
-    states = [torch.cat([parts[index] for parts in last]) for index in range(len(start))]
-    return results_of(cell, batch, torch.stack(rows), states)
+@final
+class Net(nn.Module):
+    """Layers of random cells, each of one or two directions, of which the second reads backwards."""
+
+    def __init__(self, *layers: Sequence[Recipe], seed: int = 0) -> None:
+        super().__init__()
+        self.num_directions = len(layers[0])
+        in_order = [recipe for layer in layers for recipe in layer]
+        self.each = [FuzzCell(recipe, seed=seed + index) for index, recipe in enumerate(in_order)]
+        self.cells = nn.ModuleList(self.each)
+
+    def rnn(self, backend: Backend, save: SaveChoice = "auto") -> stretto.RNN:
+        """The same with the library."""
+        num_layers = len(self.each) // self.num_directions
+        return stretto.RNN(list(self.cells), num_layers, self.num_directions == 2, backend=backend, save=save)
+
+    def by_definition(self, batch: Batch) -> Results:
+        """Each sequence by itself, layer by layer, each step a call of the cell."""
+        count, num_steps = batch.x_BTF.shape[:2]
+        starts = [parts_of(cell.initial_state(count)) for cell in self.each] if batch.state is None else [batch.state]
+        with torch.no_grad():
+            (y_like,), _ = self._row([batch.x_BTF[:1, 0]], [[part[:1] for part in start] for start in starts])
+        rows, last = [], []
+        for b, length in enumerate(batch.lengths):
+            steps = [batch.x_BTF[b : b + 1, t] for t in range(length)]
+            ys, states = self._row(steps, [[part[b : b + 1] for part in start] for start in starts])
+            rows.append(torch.cat([*ys, torch.zeros(num_steps - length, *y_like.shape[1:], dtype=torch.float64)]))
+            last.append(states)
+        finals = [torch.cat(parts) for parts in zip(*last, strict=True)]
+        return results_of(self, batch, torch.stack(rows), finals)
+
+    def _row(
+        self, steps: list[torch.Tensor], starts: list[list[torch.Tensor]]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs at each step of one sequence, and the last states."""
+        states: list[torch.Tensor] = []
+        for first in range(0, len(self.each), self.num_directions):
+            made = []
+            for index in range(first, first + self.num_directions):
+                order = 1 if index == first else -1
+                cell, ys = self.each[index], []
+                state = cell.nested(starts[index])
+                for x_1F in steps[::order]:
+                    y, state = cell(x_1F, state)
+                    ys.append(y)
+                made.append(ys[::order])
+                states += parts_of(state)
+            steps = [torch.cat(together, -1) for together in zip(*made, strict=True)]
+        return steps, states
 
 
-def by_stretto(rnn: stretto.RNN, cell: FuzzCell, batch: Batch) -> Results:
+def by_stretto(rnn: stretto.RNN, net: Net, batch: Batch) -> Results:
     """The same with the library."""
-    y, after = called(rnn, batch, None if batch.state is None else cell.nested(batch.state))
-    return results_of(cell, batch, y, parts_of(after))
+    y, after = called(rnn, net, batch)
+    return results_of(net, batch, y, parts_of(after))
 
 
-def called(rnn: stretto.RNN, batch: Batch, state: Any) -> tuple[torch.Tensor, Any]:
+def called(rnn: stretto.RNN, net: Net, batch: Batch) -> tuple[torch.Tensor, Any]:
     """Outputs, padded with zeros, and the state after each sequence."""
+    state = None if batch.state is None else net.each[0].nested(batch.state)
     if not batch.packed:
         y, after = rnn(batch.x_BTF, state, lengths=list(batch.lengths))
         return y, after
@@ -117,13 +151,13 @@ def called(rnn: stretto.RNN, batch: Batch, state: Any) -> tuple[torch.Tensor, An
     return y, after
 
 
-def assert_same_without_gradients(rnn: stretto.RNN, cell: FuzzCell, batch: Batch, wanted: Results) -> None:
+def assert_same_without_gradients(rnn: stretto.RNN, net: Net, batch: Batch, wanted: Results) -> None:
     """Evaluation gives the same values to the last bit.
 
     Where the cell is called as it is, torch chooses other products for tensors without gradients; these are only close.
     """
     with torch.no_grad():
-        y, after = called(rnn, batch, None if batch.state is None else cell.nested(batch.state))
+        y, after = called(rnn, net, batch)
     found = {"y": y, **{f"last state {index}": state for index, state in enumerate(parts_of(after))}}
     if rnn.explain().backend == "torch":
         assert_same(Results(found, {}), Results(wanted.values, {}))
@@ -174,13 +208,8 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return gap / size if gap == gap else float("inf")  # noqa: PLR0124 - not a number
 
 
-def is_meaningful(
-    module: nn.Module, batch: Batch, results: Results, run: "Callable[[Batch], Results] | None" = None
-) -> bool:
-    """Whether results are finite and follow the inputs smoothly, so that the last digits of a value cannot decide.
-
-    `run` runs the module's definition; by default the module is a cell.
-    """
+def is_meaningful(net: Net, batch: Batch, results: Results) -> bool:
+    """Whether results are finite and follow the inputs smoothly, so that the last digits of a value cannot decide."""
     tensors = [tensor for tensor in results.all.values() if tensor.numel()]
     if not all(bool(tensor.isfinite().all()) and tensor.abs().max() < 1e6 for tensor in tensors):
         return False
@@ -194,20 +223,11 @@ def is_meaningful(
         x_BTF=moved(batch.x_BTF.detach()).requires_grad_(batch.x_BTF.requires_grad),
         state=None if batch.state is None else [moved(part.detach()).requires_grad_() for part in batch.state],
     )
-    before = [parameter.detach().clone() for parameter in module.parameters()]
-    try:
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.copy_(moved(parameter))
-        if run is None:
-            assert isinstance(module, FuzzCell)
-            other = by_definition(module, near)
-        else:
-            other = run(near)
-    finally:
-        with torch.no_grad():
-            for parameter, value in zip(module.parameters(), before, strict=True):
-                parameter.copy_(value)
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.copy_(moved(parameter))
+    other = twin.by_definition(near)
     return all(difference(other.all[name], tensor) < 1e4 * NUDGE for name, tensor in results.all.items())
 
 

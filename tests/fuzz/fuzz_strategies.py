@@ -1,6 +1,10 @@
-"""Random cells and batches."""
+"""Random cells and batches. A quick run tries few of them, a long one a number in proportion to `STRETTO_FUZZ`.
+
+Examples are the same in every run, unless `STRETTO_FUZZ_NEW` is set: then they are new ones.
+"""
 
 import math
+import os
 from typing import Any, Final
 
 import fuzz_idioms as idioms
@@ -8,7 +12,24 @@ import fuzz_pointwise as pointwise
 import fuzz_shapes as shapes
 from fuzz_cell import Case, Recipe, Sizes
 from fuzz_writer import Draw, Writer
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+
+LONG_RUN: Final = int(os.environ.get("STRETTO_FUZZ") or 0)
+"""Examples of the largest test in a long run; none by default."""
+IS_NEW: Final = bool(os.environ.get("STRETTO_FUZZ_NEW"))
+
+
+def fuzzed(quick: int, *, share: float) -> settings:
+    """Settings for a test of `quick` examples, or of a share of a long run."""
+    return settings(
+        max_examples=max(quick, int(share * LONG_RUN)),
+        derandomize=not IS_NEW,
+        deadline=None,
+        print_blob=False,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
 
 KINDS: Final = (
     *[pointwise.unary] * 4,

@@ -2,38 +2,37 @@
 
 import pytest
 import torch
-from fuzz_cell import Case, FuzzCell, Recipe
+from fuzz_cell import Case, Recipe
 from fuzz_comparison import (
     Batch,
+    Net,
     Results,
     assert_identical,
     assert_same,
     assert_same_without_gradients,
-    by_definition,
     by_stretto,
     is_meaningful,
 )
-from fuzz_settings import fuzzed
-from fuzz_strategies import cases, recipes
+from fuzz_strategies import cases, fuzzed, recipes
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import stretto
 from stretto.kernels import Backend, SaveChoice
-from stretto.kernels.backends.cpp import gemm, generate
+from stretto.kernels.backends.cpp import batched, generate
 
 saves: st.SearchStrategy[SaveChoice] = st.sampled_from(("auto", "states"))
 
 
 def _check_eager(recipe: Recipe, case: Case, save: SaveChoice, *, twice: bool = False) -> stretto.RNN:
-    cell = FuzzCell(recipe, seed=case.seed)
+    net = Net([recipe], seed=case.seed)
     batch = Batch.of(recipe, case, twice=twice)
-    wanted = by_definition(cell, batch)
-    assume(is_meaningful(cell, batch, wanted))
-    rnn = stretto.RNN(cell, backend="eager", save=save)
-    found = by_stretto(rnn, cell, batch)
+    wanted = net.by_definition(batch)
+    assume(is_meaningful(net, batch, wanted))
+    rnn = net.rnn("eager", save)
+    found = by_stretto(rnn, net, batch)
     assert_same(found, wanted)
-    assert_same_without_gradients(rnn, cell, batch, found)
+    assert_same_without_gradients(rnn, net, batch, found)
     return rnn
 
 
@@ -57,27 +56,27 @@ def test_gradients_can_be_differentiated_again(recipe: Recipe, case: Case, save:
     _check_eager(recipe, case, save, twice=True)
 
 
-def _with_two_threads(rnn: stretto.RNN, cell: FuzzCell, batch: Batch) -> Results:
+def _with_two_threads(rnn: stretto.RNN, net: Net, batch: Batch) -> Results:
     """Loops run with two threads; torch's own products stay with one, for theirs are not the same to the last bit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 2)
-        patch.setattr(gemm, "MIN_WORK_PER_THREAD", 1)  # however little there is to do
-        return by_stretto(rnn, cell, batch)
+        patch.setattr(batched, "MIN_WORK_PER_THREAD", 1)  # however little there is to do
+        return by_stretto(rnn, net, batch)
 
 
 def _check_compiled(recipe: Recipe, some: list[Case], backend: Backend, save: SaveChoice) -> None:
-    cell = FuzzCell(recipe, seed=some[0].seed)
-    rnn = stretto.RNN(cell, backend=backend, save=save)
+    net = Net([recipe], seed=some[0].seed)
+    rnn = net.rnn(backend, save)
     for case in some:
         batch = Batch.of(recipe, case)
-        wanted = by_definition(cell, batch)
-        assume(is_meaningful(cell, batch, wanted))
-        found = by_stretto(rnn, cell, batch)
+        wanted = net.by_definition(batch)
+        assume(is_meaningful(net, batch, wanted))
+        found = by_stretto(rnn, net, batch)
         assert_same(found, wanted)
-        assert_same_without_gradients(rnn, cell, batch, found)
-        assert_identical(_with_two_threads(rnn, cell, batch).all, found.all)
+        assert_same_without_gradients(rnn, net, batch, found)
+        assert_identical(_with_two_threads(rnn, net, batch).all, found.all)
         with torch.no_grad():
-            for parameter in cell.parameters():
+            for parameter in net.parameters():
                 parameter.mul_(0.9)  # the next batch must see new weights
 
 

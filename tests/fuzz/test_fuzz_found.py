@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from typing import final
 
 import pytest
-from fuzz_cell import Case, FuzzCell, Op, Recipe
-from fuzz_comparison import Batch, assert_same, by_definition, by_stretto
+from fuzz_cell import Case, Op, Recipe
+from fuzz_comparison import Batch, Net, assert_same, by_stretto
 
-import stretto
 from stretto.kernels import Backend, SaveChoice
 
 
@@ -211,7 +210,6 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_once_stays_right(name: str, backend: Backend) -> None:
     found = FOUND[name]
-    cell = FuzzCell(found.recipe, seed=found.case.seed)
+    net = Net([found.recipe], seed=found.case.seed)
     batch = Batch.of(found.recipe, found.case, twice=found.twice)
-    rnn = stretto.RNN(cell, backend=backend, save=found.save)
-    assert_same(by_stretto(rnn, cell, batch), by_definition(cell, batch))
+    assert_same(by_stretto(net.rnn(backend, found.save), net, batch), net.by_definition(batch))

@@ -1,12 +1,12 @@
 """Every operator in a loop: several of them in one cell, each on a part of a product of input and state."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeAlias, final
+from typing import Any, NoReturn, TypeAlias
 
 import pytest
 import torch
-from fuzz_cell import Case, FuzzCell, Recipe
-from fuzz_comparison import Batch, assert_same, by_definition, by_stretto
+from fuzz_cell import Case, Op, Recipe
+from fuzz_comparison import Batch, Net, assert_same, by_stretto
 from fuzz_operations import (
     BINARY,
     COMPARISON,
@@ -17,12 +17,11 @@ from fuzz_operations import (
     UNARY,
     WITH_NUMBER,
 )
-from fuzz_settings import LONG_RUN
+from fuzz_strategies import LONG_RUN
 from fuzz_writer import Writer
 from hypothesis import strategies as st
 from torch.nn import functional
 
-import stretto
 from stretto.kernels import Backend
 
 WIDTH = 4
@@ -101,9 +100,8 @@ def _recipe(names: list[str]) -> Recipe:
 
 def _check(names: str, backend: Backend) -> None:
     recipe = _recipe(names.split(", "))
-    cell, batch = FuzzCell(recipe, seed=3), Batch.of(recipe, Case(lengths=(4, 2, 3), seed=3))
-    rnn = stretto.RNN(cell, backend=backend)
-    assert_same(by_stretto(rnn, cell, batch), by_definition(cell, batch))
+    net, batch = Net([recipe], seed=3), Batch.of(recipe, Case(lengths=(4, 2, 3), seed=3))
+    assert_same(by_stretto(net.rnn(backend), net, batch), net.by_definition(batch))
 
 
 @pytest.mark.parametrize("name", PIECES)
@@ -123,25 +121,12 @@ def test_every_rare_operator_runs_with_or_without_compiled_code(names: str) -> N
     _check(names, "auto")
 
 
-@final
-class HardSigmoid(stretto.Cell):
-    """A state that is a hard sigmoid of itself and the input."""
-
-    def initial_state(self, batch_size: int) -> torch.Tensor:
-        """Zeros."""
-        return torch.zeros(batch_size, 1, dtype=torch.float64)
-
-    def forward(self, x_t: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step."""
-        state = functional.hardsigmoid(x_t + state)
-        return state, state
-
-
 @pytest.mark.usefixtures("quick_compiler")
 def test_the_slope_of_a_hard_sigmoid_is_torch_s() -> None:
     """Torch takes a sixth in single precision even for doubles."""
     x_BTF = torch.zeros(1, 1, 1, dtype=torch.float64, requires_grad=True)
-    y_BTF, _ = stretto.RNN(HardSigmoid(), backend="cpp")(x_BTF)
+    code = (Op("add", (0, 1)), Op("hardsigmoid", (2,)))
+    y_BTF, _ = Net([Recipe(x=(1,), states=((1,),), code=code, after=(3,), y=3)]).rnn("cpp")(x_BTF)
     (slope_BTF,) = torch.autograd.grad(y_BTF.sum(), x_BTF)
     (expected_BTF,) = torch.autograd.grad(functional.hardsigmoid(x_BTF).sum(), x_BTF)
     assert y_BTF.item() == pytest.approx(0.5, abs=1e-15)

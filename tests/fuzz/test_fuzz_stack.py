@@ -5,71 +5,19 @@ Shape legend: B sequences, T steps, F features.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, final
 
 import pytest
 import torch
-from fuzz_cell import Case, FuzzCell, Recipe, parts_of
-from fuzz_comparison import Batch, Results, assert_same, called, is_meaningful, results_of
-from fuzz_settings import fuzzed
-from fuzz_strategies import cases, recipes
+from fuzz_cell import Case, FuzzCell, Recipe
+from fuzz_comparison import Batch, Net, assert_same, by_stretto, is_meaningful
+from fuzz_strategies import cases, fuzzed, recipes
 from fuzz_writer import Draw
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import nn
 
-import stretto
 from stretto.kernels import Backend, Layout, Program, SaveChoice
-from stretto.kernels.backends.cpp import gemm
+from stretto.kernels.backends.cpp import batched
 from stretto.nn import stack
-
-
-@final
-class FuzzStack(nn.Module):
-    """Layers of cells, each of one or two directions, of which the second reads backwards."""
-
-    def __init__(self, layers: Sequence[Sequence[Recipe]], *, seed: int = 0) -> None:
-        super().__init__()
-        self.num_directions = len(layers[0])
-        recipes_in_order = [recipe for layer in layers for recipe in layer]
-        self.each = [FuzzCell(recipe, seed=seed + index) for index, recipe in enumerate(recipes_in_order)]
-        self.cells = nn.ModuleList(self.each)
-
-    def by_definition(self, batch: Batch) -> Results:
-        """Each sequence by itself, layer by layer, step by step."""
-        rows, last = [], []
-        for x_TF, length in zip(batch.x_BTF, batch.lengths, strict=True):
-            steps = [x_TF[t : t + 1] for t in range(length)]
-            states: list[torch.Tensor] = []
-            for first in range(0, len(self.each), self.num_directions):
-                made = [self._run(index, steps) for index in range(first, first + self.num_directions)]
-                states += [part for _, state in made for part in state]
-                steps = [torch.cat(together, -1) for together in zip(*(ys for ys, _ in made), strict=True)]
-            rest = torch.zeros(batch.x_BTF.shape[1] - length, self.width, dtype=torch.float64)
-            rows.append(torch.cat([*steps, rest]))
-            last.append(states)
-        finals = [torch.cat(parts) for parts in zip(*last, strict=True)]
-        return results_of(self, batch, torch.stack(rows), finals)
-
-    def _run(self, index: int, steps: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        cell = self.each[index]
-        order = -1 if index % self.num_directions else 1
-        state: Any = cell.initial_state(1)
-        ys = []
-        for x_1F in steps[::order]:
-            y, state = cell(x_1F, state)
-            ys.append(y)
-        return ys[::order], parts_of(state)
-
-    @property
-    def width(self) -> int:
-        """Features of the output."""
-        return sum(width_of(cell.recipe) for cell in self.each[-self.num_directions :])
-
-    def by_stretto(self, rnn: stretto.RNN, batch: Batch) -> Results:
-        """The same with the library."""
-        y, after = called(rnn, batch, None)
-        return results_of(self, batch, y, parts_of(after))
 
 
 def width_of(recipe: Recipe) -> int:
@@ -93,12 +41,11 @@ def stacks(draw: Draw) -> list[list[Recipe]]:
 
 
 def _check(layers: list[list[Recipe]], case: Case, backend: Backend, save: SaveChoice = "auto") -> None:
-    net = FuzzStack(layers, seed=case.seed)
+    net = Net(*layers, seed=case.seed)
     batch = Batch.of(layers[0][0], replace(case, given_state=False))
     wanted = net.by_definition(batch)
-    assume(is_meaningful(net, batch, wanted, net.by_definition))
-    rnn = stretto.RNN(list(net.cells), len(layers), net.num_directions == 2, backend=backend, save=save)
-    assert_same(net.by_stretto(rnn, batch), wanted)
+    assume(is_meaningful(net, batch, wanted))
+    assert_same(by_stretto(net.rnn(backend, save), net, batch), wanted)
 
 
 @fuzzed(10, share=0.2)
@@ -134,5 +81,5 @@ def test_stretches_of_time_agree_with_their_definition(layers: list[list[Recipe]
 def test_compiled_loops_of_several_cells_run_at_once(layers: list[list[Recipe]], case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 2)
-        patch.setattr(gemm, "MIN_WORK_PER_THREAD", 1)
+        patch.setattr(batched, "MIN_WORK_PER_THREAD", 1)
         _check(layers, case, "auto")

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from stretto.kernels.backends.cpp.gemm import column_sums, product, weight_gradient
-from stretto.kernels.backends.cpp.norm import can_norm, norm
+from stretto.kernels.backends.cpp.batched import can_norm, column_sums, norm, product, weight_gradient
 
 SIZES = [(1, 1, 1), (3, 5, 7), (96, 6, 16), (97, 13, 33), (257, 64, 48), (600, 31, 100), (5, 200, 3)]
 DTYPES = [(torch.float64, 1e-12), (torch.float32, 1e-5)]

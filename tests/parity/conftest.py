@@ -7,7 +7,10 @@ from typing import Final
 
 import pytest
 import torch
+from parity_cells import layer
+from parity_oracle import KERNELS
 
+import stretto
 from stretto.kernels import program
 
 QUICK_CASES: Final = {
@@ -42,6 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for index, item in enumerate(found):
             if index not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(params=KERNELS)
+def lstm(request: pytest.FixtureRequest) -> stretto.RNN:
+    return layer("lstm", 7, backend=request.param)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -16,6 +16,7 @@ from torch import nn
 
 import stretto
 
+KERNELS = ["cpp", "eager"]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest error of a tensor, as a share of its largest magnitude."""
 ROUNDING = 4.0
@@ -112,6 +113,13 @@ def by_hand(
     return torch.stack(padded), [torch.cat(parts) for parts in zip(*finals, strict=True)]
 
 
+def defined(
+    rnn: stretto.RNN, x_BTF: torch.Tensor, lengths: Sequence[int] | None = None, state: Any = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What a layer means, by its own cells: outputs and the tensors of all final states."""
+    return by_hand(list(rnn.cells), x_BTF, lengths=lengths, state=state, num_directions=1 + rnn.bidirectional)
+
+
 def _width(cells: Sequence[nn.Module], x_BTF: torch.Tensor, num_directions: int) -> int:
     features = x_BTF.shape[-1]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -128,11 +136,7 @@ def expected(rnn: stretto.RNN, batch: Batch, *, seed: int = 0, dtype: torch.dtyp
     with _one_thread():
         torch.manual_seed(seed)
         y_BTO, finals = by_hand(
-            list(cells),
-            given.x_BTF,
-            lengths=given.lengths,
-            state=given.state,
-            num_directions=2 if rnn.bidirectional else 1,
+            list(cells), given.x_BTF, lengths=given.lengths, state=given.state, num_directions=1 + rnn.bidirectional
         )
         return _result(y_BTO, finals, given, cells)
 
@@ -197,6 +201,23 @@ def error_of(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
     difference = (one.double() - other.double()).abs().max().item()
     error = difference / max(other.double().abs().max().item(), SMALLEST)
     return math.inf if math.isnan(error) else error
+
+
+def assert_close(ones: Iterable[torch.Tensor | None], others: Iterable[torch.Tensor | None]) -> None:
+    """Check tensors in double precision against others."""
+    for number, (one, other) in enumerate(zip(ones, others, strict=True)):
+        assert error_of(one, other) < TOLERANCE[torch.float64], number
+
+
+def assert_equal(ones: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
+    """Check that tensors are the same to the last bit."""
+    for number, (one, other) in enumerate(zip(ones, others, strict=True)):
+        assert torch.equal(one, other), number
+
+
+def noise(*shape: int) -> torch.Tensor:
+    """Random numbers, the same each time."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
 def errors_of(one: Result, other: Result) -> dict[str, float]:

@@ -8,30 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from parity_cells import F, layer
-from parity_oracle import by_hand, changed, error_of, tensors_in
+from parity_oracle import KERNELS, assert_close, assert_equal, changed, defined, noise, tensors_in
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import stretto
 
 H, T, B = 7, 11, 4
 LENGTHS = [5, 11, 0, 8]
-KERNELS = ["cpp", "eager"]
-
-
-@pytest.fixture(params=KERNELS)
-def lstm(request: pytest.FixtureRequest) -> stretto.RNN:
-    return layer("lstm", H, backend=request.param)
-
-
-def _assert_close(ones: list[torch.Tensor], others: list[torch.Tensor]) -> None:
-    assert len(ones) == len(others)
-    for one, other in zip(ones, others, strict=True):
-        assert error_of(one, other) < 1e-10
-
-
-def _x(*shape: int) -> torch.Tensor:
-    torch.manual_seed(2)
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("sort", [True, False])
@@ -40,7 +23,7 @@ def _x(*shape: int) -> torch.Tensor:
 def test_packed_batches(backend: str, sort: bool, both_ways: bool) -> None:
     rnn = layer("lstm", H, backend=backend, num_layers=2, bidirectional=both_ways)
     lengths = [11, 8, 8, 1] if sort else [5, 11, 1, 8]
-    x_BTF = _x(B, T, F).requires_grad_()
+    x_BTF = noise(B, T, F).requires_grad_()
     packed = pack_padded_sequence(x_BTF, torch.tensor(lengths), batch_first=True, enforce_sorted=sort)
     y, state = rnn(packed)
     assert isinstance(y, PackedSequence)
@@ -48,62 +31,58 @@ def test_packed_batches(backend: str, sort: bool, both_ways: bool) -> None:
     y_BTO, back = pad_packed_sequence(y, batch_first=True)
     assert back.tolist() == lengths
     padded_BTO, padded_state = rnn(x_BTF, lengths=lengths)
-    _assert_close([y_BTO, *tensors_in(state)], [padded_BTO, *tensors_in(padded_state)])
-    hand_BTO, ends = by_hand(list(rnn.cells), x_BTF, lengths=lengths, state=None, num_directions=1 + both_ways)
-    _assert_close([y_BTO, *tensors_in(state)], [hand_BTO, *ends])
+    assert_close([y_BTO, *tensors_in(state)], [padded_BTO, *tensors_in(padded_state)])
+    hand_BTO, ends = defined(rnn, x_BTF, lengths)
+    assert_close([y_BTO, *tensors_in(state)], [hand_BTO, *ends])
     inputs = [x_BTF, *rnn.parameters()]
     ones = torch.autograd.grad(y_BTO.square().sum() + tensors_in(state)[1].sum(), inputs)
     others = torch.autograd.grad(hand_BTO.square().sum() + ends[1].sum(), inputs)
-    _assert_close(list(ones), list(others))
+    assert_close(ones, others)
 
 
 def test_packed_state_goes_round(lstm: stretto.RNN) -> None:
-    x_BTF, lengths = _x(B, T, F), torch.tensor([5, 11, 1, 8])
+    x_BTF, lengths = noise(B, T, F), torch.tensor([5, 11, 1, 8])
     packed = pack_padded_sequence(x_BTF, lengths, batch_first=True, enforce_sorted=False)
-    given = (_x(B, H), 2 * _x(B, H))
+    given = (noise(B, H), 2 * noise(B, H))
     _, ours = lstm(packed, given)
-    _, theirs = by_hand(list(lstm.cells), x_BTF, lengths=lengths.tolist(), state=given, num_directions=1)
-    _assert_close(tensors_in(ours), theirs)
+    _, theirs = defined(lstm, x_BTF, lengths.tolist(), given)
+    assert_close(tensors_in(ours), theirs)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_one_sequence_without_a_batch(lstm: stretto.RNN, batch_first: bool) -> None:
     lstm.batch_first = batch_first
-    x_TF, given = _x(T, F), (_x(H), _x(H) - 1)
+    x_TF, given = noise(T, F), (noise(H), noise(H) - 1)
     y_TH, state = lstm(x_TF, given)
-    hand_BTH, ends = by_hand(
-        list(lstm.cells), x_TF[None], lengths=None, state=(given[0][None], given[1][None]), num_directions=1
-    )
-    _assert_close([y_TH, *tensors_in(state)], [hand_BTH[0], *(end[0] for end in ends)])
+    hand_BTH, ends = defined(lstm, x_TF[None], state=(given[0][None], given[1][None]))
+    assert_close([y_TH, *tensors_in(state)], [hand_BTH[0], *(end[0] for end in ends)])
     assert [tuple(part.shape) for part in tensors_in(state)] == [(H,), (H,)]
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
 def test_steps_first(lstm: stretto.RNN, lengths: list[int] | None) -> None:
-    x_BTF = _x(B, T, F)
+    x_BTF = noise(B, T, F)
     y_BTH, state = lstm(x_BTF, lengths=lengths)
     lstm.batch_first = False
     y_TBH, same = lstm(x_BTF.transpose(0, 1), lengths=lengths)
-    assert torch.equal(y_TBH.transpose(0, 1), y_BTH)
-    assert all(torch.equal(one, two) for one, two in zip(tensors_in(state), tensors_in(same), strict=True))
+    assert_equal([y_TBH.transpose(0, 1), *tensors_in(same)], [y_BTH, *tensors_in(state)])
 
 
 @pytest.mark.parametrize("as_what", [list, tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)])
 def test_lengths_of_any_kind(lstm: stretto.RNN, as_what: Callable[[list[int]], object]) -> None:
-    x_BTF = _x(B, T, F)
+    x_BTF = noise(B, T, F)
     assert torch.equal(lstm(x_BTF, lengths=as_what(LENGTHS))[0], lstm(x_BTF, lengths=LENGTHS)[0])
 
 
 def test_what_lies_behind_the_end_does_not_matter(lstm: stretto.RNN) -> None:
-    x_BTF = _x(B, T, F)
+    x_BTF = noise(B, T, F)
     spoilt_BTF = x_BTF.clone()
     for row, length in enumerate(LENGTHS):
         spoilt_BTF[row, length:] = torch.nan
     leaf_BTF = spoilt_BTF.requires_grad_()
     y_BTH, state = lstm(leaf_BTF, lengths=LENGTHS)
     clean_BTH, clean_state = lstm(x_BTF, lengths=LENGTHS)
-    assert torch.equal(y_BTH, clean_BTH)
-    assert all(torch.equal(one, two) for one, two in zip(tensors_in(state), tensors_in(clean_state), strict=True))
+    assert_equal([y_BTH, *tensors_in(state)], [clean_BTH, *tensors_in(clean_state)])
     (gradient_BTF,) = torch.autograd.grad(y_BTH.sum(), [leaf_BTF])
     for row, length in enumerate(LENGTHS):
         assert not gradient_BTF[row, length:].any()
@@ -119,15 +98,13 @@ def test_no_steps(setting: str, backend: str, both_ways: bool) -> None:
     given = [(part + torch.arange(B)[:, None]).requires_grad_() for part in tensors_in(states)]
     remaining = iter(given)
     state = changed(states, lambda _: next(remaining))
-    x_BTF = _x(B, 0, F).requires_grad_()
+    x_BTF = noise(B, 0, F).requires_grad_()
     y_BTO, after = rnn(x_BTF, state)
     assert y_BTO.shape[:2] == (B, 0)
-    assert all(torch.equal(one, two) for one, two in zip(tensors_in(after), given, strict=True))
+    assert_equal(tensors_in(after), given)
     total = y_BTO.sum() + sum(part.square().sum() for part in tensors_in(after))
     gradients = torch.autograd.grad(total, [*given, x_BTF, *rnn.parameters()], allow_unused=True)
-    for part, gradient in zip(given, gradients, strict=False):
-        assert gradient is not None
-        assert torch.equal(gradient, 2 * part)
+    assert_equal(gradients[: len(given)], [2 * part for part in given])
     assert not any(gradient is not None and bool(gradient.any()) for gradient in gradients[len(given) :])
 
 
@@ -137,7 +114,7 @@ def test_no_steps(setting: str, backend: str, both_ways: bool) -> None:
 @pytest.mark.parametrize("backend", KERNELS)
 def test_no_sequences(backend: str, both_ways: bool, T: int, lengths: list[int] | None) -> None:
     rnn = layer("lstm", H, backend=backend, num_layers=2, bidirectional=both_ways)
-    y_BTO, state = rnn(_x(0, T, F).requires_grad_(), lengths=lengths)
+    y_BTO, state = rnn(noise(0, T, F).requires_grad_(), lengths=lengths)
     assert y_BTO.shape == (0, T, H * (1 + both_ways))
     assert [tuple(part.shape) for part in tensors_in(state)] == [(0, H)] * (8 if both_ways else 4)
     y_BTO.sum().backward()
@@ -147,9 +124,8 @@ def test_no_sequences(backend: str, both_ways: bool, T: int, lengths: list[int] 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_all_sequences_end_before_the_last_step(backend: str) -> None:
     rnn = layer("gru", H, backend=backend, bidirectional=True)
-    x_BTF = _x(B, T, F)
+    x_BTF = noise(B, T, F)
     y_BTO, state = rnn(x_BTF, lengths=[4] * B)
     short_BTO, same = rnn(x_BTF[:, :4])
-    assert torch.equal(y_BTO[:, :4], short_BTO)
+    assert_equal([y_BTO[:, :4], *tensors_in(state)], [short_BTO, *tensors_in(same)])
     assert not y_BTO[:, 4:].any()
-    assert all(torch.equal(one, two) for one, two in zip(tensors_in(state), tensors_in(same), strict=True))

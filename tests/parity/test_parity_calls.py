@@ -5,39 +5,18 @@ Shape legend: B sequences, T steps, F features, H hidden units.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from parity_cells import F, drawn, layer
-from parity_oracle import assert_same_bits, by_hand, error_of, found, tensors_in
+from parity_oracle import KERNELS, assert_close, assert_equal, assert_same_bits, defined, found, noise, tensors_in
 from torch.utils.checkpoint import checkpoint
 
 import stretto
 
 H, T, B = 7, 11, 4
 LENGTHS = [5, 11, 0, 8]
-KERNELS = ["cpp", "eager"]
-Y_AND_STATES = tuple[torch.Tensor, list[torch.Tensor]]
-
-
-@pytest.fixture(params=KERNELS)
-def lstm(request: pytest.FixtureRequest) -> stretto.RNN:
-    return layer("lstm", H, backend=request.param)
-
-
-def _hand(rnn: stretto.RNN, x_BTF: torch.Tensor, lengths: list[int] | None = None) -> Y_AND_STATES:
-    return by_hand(list(rnn.cells), x_BTF, lengths=lengths, state=None, num_directions=2 if rnn.bidirectional else 1)
-
-
-def _assert_close(ones: list[torch.Tensor | None], others: list[torch.Tensor | None]) -> None:
-    assert len(ones) == len(others)
-    for one, other in zip(ones, others, strict=True):
-        assert error_of(one, other) < 1e-10
-
-
-def _x(*shape: int) -> torch.Tensor:
-    torch.manual_seed(2)
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -54,15 +33,15 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
 def test_memory_layout_of_the_input(lstm: stretto.RNN, layout: str, lengths: list[int] | None) -> None:
-    leaf_BTF = _x(B, T, F).requires_grad_()
+    leaf_BTF = noise(B, T, F).requires_grad_()
     arranged_BTF = LAYOUTS[layout](leaf_BTF)
     weights = list(lstm.parameters())
     y_BTH, _ = lstm(arranged_BTF, lengths=lengths)
-    hand_BTH, _ = _hand(lstm, arranged_BTF.contiguous(), lengths)
+    hand_BTH, _ = defined(lstm, arranged_BTF.contiguous(), lengths)
     factor_BTH = torch.randn_like(y_BTH)
     ones = torch.autograd.grad((y_BTH * factor_BTH).sum(), [leaf_BTF, *weights], retain_graph=True)
     others = torch.autograd.grad((hand_BTH * factor_BTH).sum(), [leaf_BTF, *weights])
-    _assert_close([y_BTH, *ones], [hand_BTH, *others])
+    assert_close([y_BTH, *ones], [hand_BTH, *others])
 
 
 LOSSES: dict[str, Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]] = {
@@ -85,12 +64,12 @@ LOSSES: dict[str, Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]] = 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
 def test_which_results_the_loss_reads(lstm: stretto.RNN, loss: str, lengths: list[int] | None) -> None:
-    x_BTF = _x(B, T, F).requires_grad_()
+    x_BTF = noise(B, T, F).requires_grad_()
     inputs = [x_BTF, *lstm.parameters()]
     y_BTH, state = lstm(x_BTF, lengths=lengths)
     ones = torch.autograd.grad(LOSSES[loss](y_BTH, tensors_in(state)), inputs, allow_unused=True)
-    others = torch.autograd.grad(LOSSES[loss](*_hand(lstm, x_BTF, lengths)), inputs, allow_unused=True)
-    _assert_close(list(ones), list(others))
+    others = torch.autograd.grad(LOSSES[loss](*defined(lstm, x_BTF, lengths)), inputs, allow_unused=True)
+    assert_close(ones, others)
     assert any(gradient is not None and bool(gradient.any()) for gradient in ones)
 
 
@@ -98,19 +77,19 @@ def test_which_results_the_loss_reads(lstm: stretto.RNN, loss: str, lengths: lis
 def test_one_thing_alone_is_learned(lstm: stretto.RNN, learned: str) -> None:
     lstm.requires_grad_(False)
     cell = lstm.cells[0]
-    x_BTF, state = _x(B, T, F), (_x(B, H), _x(B, H))
+    x_BTF, state = noise(B, T, F), (noise(B, H), noise(B, H))
     leaf = {"x": x_BTF, "state": state[1]}.get(learned)
     leaf = (getattr(cell, learned) if leaf is None else leaf).requires_grad_()
     y_BTH, after = lstm(x_BTF, state, lengths=LENGTHS)
-    hand_BTH, ends = by_hand([cell], x_BTF, lengths=LENGTHS, state=state, num_directions=1)
+    hand_BTH, ends = defined(lstm, x_BTF, LENGTHS, state)
     (one,) = torch.autograd.grad(y_BTH.square().sum() + tensors_in(after)[1].sum(), [leaf])
     (other,) = torch.autograd.grad(hand_BTH.square().sum() + ends[1].sum(), [leaf])
-    _assert_close([one], [other])
+    assert_close([one], [other])
 
 
 def test_nothing_is_learned(lstm: stretto.RNN) -> None:
     lstm.requires_grad_(False)
-    y_BTH, state = lstm(_x(B, T, F), lengths=LENGTHS)
+    y_BTH, state = lstm(noise(B, T, F), lengths=LENGTHS)
     assert not y_BTH.requires_grad
     assert not any(part.requires_grad for part in tensors_in(state))
 
@@ -120,13 +99,12 @@ def test_nothing_is_learned(lstm: stretto.RNN) -> None:
 @pytest.mark.parametrize("backend", KERNELS)
 def test_without_gradients_the_same_numbers(setting: str, backend: str, mode: Callable[[], Iterator[None]]) -> None:
     rnn = layer(setting, H, backend=backend, num_layers=2, bidirectional=True)
-    x_BTF = _x(B, T, F)
+    x_BTF = noise(B, T, F)
     y_BTO, state = rnn(x_BTF, lengths=LENGTHS)
     with mode():  # type: ignore[attr-defined]
         bare_BTO, bare_state = rnn(x_BTF, lengths=LENGTHS)
     assert not bare_BTO.requires_grad
-    assert torch.equal(y_BTO, bare_BTO)
-    assert all(torch.equal(one, two) for one, two in zip(tensors_in(state), tensors_in(bare_state), strict=True))
+    assert_equal([y_BTO, *tensors_in(state)], [bare_BTO, *tensors_in(bare_state)])
 
 
 def test_a_first_call_without_gradients_does_not_spoil_the_next(lstm: stretto.RNN) -> None:
@@ -137,41 +115,35 @@ def test_a_first_call_without_gradients_does_not_spoil_the_next(lstm: stretto.RN
 
 
 def test_backward_twice(lstm: stretto.RNN) -> None:
-    x_BTF = _x(B, T, F).requires_grad_()
+    x_BTF = noise(B, T, F).requires_grad_()
     y_BTH, _ = lstm(x_BTF, lengths=LENGTHS)
     inputs = [x_BTF, *lstm.parameters()]
     first = torch.autograd.grad(y_BTH.sum(), inputs, retain_graph=True)
     second = torch.autograd.grad(2 * y_BTH.sum(), inputs)
-    _assert_close([2 * gradient for gradient in first], list(second))
+    assert_close([2 * gradient for gradient in first], second)
 
 
 def test_gradients_add_up_over_calls(lstm: stretto.RNN) -> None:
-    x_BTF = _x(B, T, F)
+    x_BTF = noise(B, T, F)
     for _ in range(2):
         lstm(x_BTF)[0].sum().backward()
     once = torch.autograd.grad(lstm(x_BTF)[0].sum(), list(lstm.parameters()))
-    _assert_close([parameter.grad for parameter in lstm.parameters()], [2 * gradient for gradient in once])
+    assert_close([parameter.grad for parameter in lstm.parameters()], [2 * gradient for gradient in once])
 
 
 def test_checkpointing(lstm: stretto.RNN) -> None:
-    x_BTF = _x(B, T, F).requires_grad_()
+    x_BTF = noise(B, T, F).requires_grad_()
     inputs = [x_BTF, *lstm.parameters()]
     ones = torch.autograd.grad(lstm(x_BTF, lengths=LENGTHS)[0].square().sum(), inputs)
-
-    def run(x_BTF: torch.Tensor) -> torch.Tensor:
-        y_BTH: torch.Tensor = lstm(x_BTF, lengths=LENGTHS)[0]
-        return y_BTH
-
-    y_BTH = checkpoint(run, x_BTF, use_reentrant=False)
-    assert isinstance(y_BTH, torch.Tensor)
+    y_BTH: Any = checkpoint(lambda x_BTF: lstm(x_BTF, lengths=LENGTHS)[0], x_BTF, use_reentrant=False)
     others = torch.autograd.grad(y_BTH.square().sum(), inputs)
-    assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+    assert_equal(ones, others)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
 def test_writing_into_a_result_is_right_or_refused(lstm: stretto.RNN, lengths: list[int] | None, place: int) -> None:
-    x_BTF = _x(B, T, F).requires_grad_()
+    x_BTF = noise(B, T, F).requires_grad_()
     inputs = [x_BTF, *lstm.parameters()]
 
     def results() -> list[torch.Tensor]:
@@ -188,7 +160,7 @@ def test_writing_into_a_result_is_right_or_refused(lstm: stretto.RNN, lengths: l
     except RuntimeError as error:
         assert "inplace" in str(error).replace("-", "")  # noqa: PT017 - either is right
     else:
-        _assert_close(list(ones), list(others))
+        assert_close(ones, others)
 
 
 def test_python_threads_do_not_disturb_each_other() -> None:
@@ -197,4 +169,4 @@ def test_python_threads_do_not_disturb_each_other() -> None:
     alone = [rnn(batch.x_BTF)[0] for batch in batches]
     with ThreadPoolExecutor(6) as pool:
         together = list(pool.map(lambda batch: rnn(batch.x_BTF)[0], batches * 5))
-    assert all(torch.equal(one, other) for one, other in zip(alone * 5, together, strict=True))
+    assert_equal(alone * 5, together)

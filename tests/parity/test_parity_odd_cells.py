@@ -8,53 +8,33 @@ from typing import Any
 import pytest
 import torch
 from parity_cells import F, drawn
-from parity_odd_cells import BatchNormed, Branching, Centred, Counting, Gamma, OverwritesState, Sorted, Switch
-from parity_oracle import assert_parity, error_of, tensors_in
+from parity_oracle import assert_close, assert_parity, noise, tensors_in
+from parity_own_cells import ODD, BatchNormed, Branching, Centred, own_layer
 
 import stretto
 from stretto.cells import Cell
 from stretto.errors import StrettoError
 
-ODD: dict[type[Cell], tuple[str, str]] = {
-    Counting: ("eager", "int64"),
-    Switch: ("eager", "bool"),
-    Gamma: ("eager", "lgamma"),
-    Sorted: ("torch", "rows of the batch"),
-    OverwritesState: ("torch", "in place"),
-    Branching: ("torch", "depends on the data"),
-    BatchNormed: ("torch", "batch"),
-    Centred: ("torch", "mixes the rows"),
-}
-"""What runs each cell, and a word of the reason."""
 MIXING = [Branching, BatchNormed, Centred]
 """Cells whose rows are not apart."""
 
 
-def _layer(cell: type[Cell]) -> stretto.RNN:
-    torch.manual_seed(0)
-    return stretto.RNN(cell().double())
-
-
 @pytest.mark.parametrize("cell", ODD)
-def test_the_reason_is_told(cell: type[Cell]) -> None:
+def test_the_reason_is_reported_and_insisting_on_compiled_code_is_refused(cell: type[Cell]) -> None:
     backend, word = ODD[cell]
-    explanation = _layer(cell).explain()
+    rnn = own_layer(cell)
+    explanation = rnn.explain()
     assert explanation.backend == backend
     assert word in explanation.reason
-
-
-@pytest.mark.parametrize("cell", ODD)
-def test_insisting_on_compiled_code_is_refused(cell: type[Cell]) -> None:
-    rnn = _layer(cell)
     rnn.backend = "cpp"
     with pytest.raises(StrettoError, match=f"no code can be generated for {cell.__name__}") as caught:
         rnn(torch.zeros(2, 3, F, dtype=torch.float64))
-    assert ODD[cell][1] in str(caught.value)
+    assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("cell", [cell for cell in ODD if cell not in MIXING])
 def test_odd_cells_equal_the_definition(cell: type[Cell]) -> None:
-    rnn = _layer(cell)
+    rnn = own_layer(cell)
     for T, lengths, given in ((5, None, False), (6, [3, 0, 6, 2], True), (1, None, True), (2, [0, 0], True)):
         B = 3 if lengths is None else len(lengths)
         assert_parity(rnn, drawn(rnn, T=T, B=B, lengths=lengths, given=given), kernels=["auto", "eager"])
@@ -71,8 +51,8 @@ def test_odd_cells_both_ways_in_two_layers(cell: type[Cell]) -> None:
 @pytest.mark.parametrize("cell", MIXING)
 def test_rows_that_mix_are_those_of_the_same_step(cell: type[Cell], lengths: list[int] | None) -> None:
     """With rows that see each other, a step is one call with all sequences that have not ended."""
-    rnn = _layer(cell)
-    x_BTF = torch.randn(4, 6, F, dtype=torch.float64, requires_grad=True)
+    rnn = own_layer(cell)
+    x_BTF = noise(4, 6, F).requires_grad_()
     y_BTH, after = rnn(x_BTF, lengths=lengths)
     state: Any = rnn.cells[0].initial_state(4)  # type: ignore[operator]
     hand_BTH = torch.zeros_like(y_BTH)
@@ -87,8 +67,7 @@ def test_rows_that_mix_are_those_of_the_same_step(cell: type[Cell], lengths: lis
     inputs = [x_BTF, *rnn.parameters()]
     ones = torch.autograd.grad(y_BTH.square().sum() + tensors_in(after)[0].sum(), inputs)
     others = torch.autograd.grad(hand_BTH.square().sum() + state.sum(), inputs)
-    for one, other in zip((y_BTH, after, *ones), (hand_BTH, state, *others), strict=True):
-        assert error_of(one, other) < 1e-10
+    assert_close((y_BTH, after, *ones), (hand_BTH, state, *others))
 
 
 def test_the_cell_itself_runs_where_torch_is_asked_for() -> None:

@@ -5,37 +5,34 @@ Shape legend: B sequences, T steps, F features, H hidden units.
 
 from typing import Any
 
+import parity_own_cells
 import pytest
 import torch
 from parity_cells import F, drawn
-from parity_oracle import Batch, assert_parity, assert_same_bits, error_of, errors_of, expected, found
+from parity_oracle import (
+    KERNELS,
+    Batch,
+    assert_close,
+    assert_parity,
+    assert_same_bits,
+    error_of,
+    errors_of,
+    expected,
+    found,
+    noise,
+)
 from parity_own_cells import (
-    BufferWeight,
-    ClearedState,
-    Concatenated,
-    ConstantOutput,
+    ODD,
     ConstantState,
-    ConstantTensor,
-    Deaf,
     DelayLine,
-    Detached,
-    ForgottenState,
     H,
-    InputAsOutput,
     LearnedStart,
     LoopBehindLoop,
     Noisy,
     OldState,
     OneState,
     PureDelay,
-    SeparateGates,
-    SharedWeight,
-    Stateless,
-    SwappedStates,
-    TwoLoops,
-    UnusedState,
-    WithoutGradient,
-    WritesInPlace,
+    own_layer,
 )
 from torch import nn
 
@@ -43,43 +40,21 @@ import stretto
 from stretto.cells import LSTM, Cell
 
 OWN: list[type[Cell]] = [
-    BufferWeight,
-    ClearedState,
-    Concatenated,
-    ConstantOutput,
-    ConstantState,
-    ConstantTensor,
-    Deaf,
-    DelayLine,
-    Detached,
-    ForgottenState,
-    InputAsOutput,
-    LearnedStart,
-    LoopBehindLoop,
-    OldState,
-    PureDelay,
-    SeparateGates,
-    SharedWeight,
-    Stateless,
-    SwappedStates,
-    TwoLoops,
-    UnusedState,
-    WithoutGradient,
-    WritesInPlace,
+    kind
+    for _, kind in sorted(vars(parity_own_cells).items())
+    if isinstance(kind, type)
+    and kind.__module__ == parity_own_cells.__name__
+    and kind not in {*ODD, OneState, parity_own_cells.TwoStates, Noisy}
 ]
-
-
-def _layer(cell: type[Cell], **options: object) -> stretto.RNN:
-    torch.manual_seed(0)
-    return stretto.RNN(cell().double(), **options)  # type: ignore[arg-type]
+"""All that are compiled and draw no random numbers."""
 
 
 @pytest.mark.parametrize("cell", OWN)
 def test_own_cells_equal_the_definition_and_are_compiled(cell: type[Cell]) -> None:
-    rnn = _layer(cell)
+    rnn = own_layer(cell)
     for T, lengths, given in ((5, None, False), (6, [3, 0, 6, 2], True), (1, None, True), (2, [0, 0], True)):
         B = 3 if lengths is None else len(lengths)
-        assert_parity(rnn, drawn(rnn, T=T, B=B, lengths=lengths, given=given), kernels=["cpp", "eager"])
+        assert_parity(rnn, drawn(rnn, T=T, B=B, lengths=lengths, given=given))
     rnn.backend = "auto"
     explanation = rnn.explain()
     assert (explanation.backend, explanation.reason) == ("cpp", "")
@@ -96,17 +71,16 @@ def test_own_cells_both_ways_in_two_layers(cell: type[Cell]) -> None:
     assert_parity(rnn, drawn(rnn, T=6, B=4, lengths=[3, 0, 6, 2], given=True))
 
 
-@pytest.mark.parametrize("backend", ["cpp", "eager"])
+@pytest.mark.parametrize("backend", KERNELS)
 def test_what_nothing_depends_on_gets_no_gradient(backend: str) -> None:
     """As when the cell is called by hand: None, not zeros."""
-    torch.manual_seed(0)
 
     class UnusedParameter(OneState):
         def __init__(self) -> None:
             super().__init__()
             self.unused = nn.Linear(3, 3)
 
-    rnn = stretto.RNN(UnusedParameter().double(), backend=backend)  # type: ignore[arg-type]
+    rnn = own_layer(UnusedParameter, backend=backend)
     y_BTH, _ = rnn(torch.randn(2, 3, F, dtype=torch.float64))
     y_BTH.sum().backward()
     graded = {name for name, parameter in rnn.cells[0].named_parameters() if parameter.grad is not None}
@@ -115,7 +89,7 @@ def test_what_nothing_depends_on_gets_no_gradient(backend: str) -> None:
 
 @pytest.mark.parametrize("frozen", ["inward.weight", "around.weight", "around.bias"])
 def test_frozen_parameters(frozen: str) -> None:
-    rnn = _layer(OneState)
+    rnn = own_layer(OneState)
     rnn.cells[0].get_parameter(frozen).requires_grad_(False)
     batch = drawn(rnn, T=4, B=3, lengths=[4, 1, 2])
     results = assert_parity(rnn, batch)
@@ -144,7 +118,7 @@ def test_a_parameter_of_two_cells() -> None:
 
 
 def test_weights_changed_in_place_are_seen_at_the_next_call() -> None:
-    rnn = _layer(OneState)
+    rnn = own_layer(OneState)
     batch = drawn(rnn, T=4, B=3)
     before = found(rnn, batch)
     optimiser = torch.optim.SGD(rnn.parameters(), lr=0.5)
@@ -155,7 +129,7 @@ def test_weights_changed_in_place_are_seen_at_the_next_call() -> None:
 
 
 def test_weights_changed_between_forward_and_backward_are_noticed() -> None:
-    rnn = _layer(OneState)
+    rnn = own_layer(OneState)
     y_BTH, _ = rnn(torch.randn(2, 3, F, dtype=torch.float64))
     with torch.no_grad():
         rnn.cells[0].get_parameter("around.weight").add_(1)
@@ -165,7 +139,7 @@ def test_weights_changed_between_forward_and_backward_are_noticed() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_random_numbers_of_a_step(training: bool) -> None:
-    rnn = _layer(Noisy, backend="cpp").train(training)
+    rnn = own_layer(Noisy, backend="cpp").train(training)
     batch = drawn(rnn, T=6, B=4, lengths=[3, 0, 6, 2])
     compiled = found(rnn, batch, seed=5)
     assert_same_bits(compiled, found(rnn, batch, seed=5))
@@ -180,7 +154,7 @@ def test_noise_is_drawn_anew_for_each_step_and_sequence() -> None:
         def forward(self, x_t: torch.Tensor, state: Any) -> Any:
             return self.gain_F + torch.randn_like(x_t), state
 
-    rnn = _layer(Noise)
+    rnn = own_layer(Noise)
     with torch.no_grad():
         rnn.cells[0].get_parameter("gain_F").zero_()
     y_BTF, _ = rnn(torch.zeros(40, 50, F, dtype=torch.float64))
@@ -190,7 +164,7 @@ def test_noise_is_drawn_anew_for_each_step_and_sequence() -> None:
     assert abs(y_BTF.std().item() - 1) < 0.05
 
 
-@pytest.mark.parametrize("backend", ["cpp", "eager"])
+@pytest.mark.parametrize("backend", KERNELS)
 def test_dropout_inside_a_step_drops_its_share(backend: str) -> None:
     class Dropping(OneState):
         def __init__(self) -> None:
@@ -201,9 +175,8 @@ def test_dropout_inside_a_step_drops_its_share(backend: str) -> None:
             h_BH = self.drop(self.new(x_t, state))
             return h_BH, h_BH
 
-    torch.manual_seed(0)
-    rnn = stretto.RNN(Dropping().double(), backend=backend)  # type: ignore[arg-type]
-    batch = Batch(x_BTF=torch.randn(30, 40, F, dtype=torch.float64))
+    rnn = own_layer(Dropping, backend=backend)
+    batch = Batch(x_BTF=noise(30, 40, F))
     share = (rnn(batch.x_BTF)[0] == 0).double().mean().item()
     assert abs(share - 0.25) < 0.03
     rnn.eval()
@@ -215,7 +188,7 @@ def test_torch_cells_are_taken_as_they_are(kind: type[nn.RNNCellBase]) -> None:
     torch.manual_seed(0)
     cell = kind(F, H).double()  # type: ignore[call-arg]
     rnn = stretto.RNN(cell)
-    x_BTF = torch.randn(3, 4, F, dtype=torch.float64)
+    x_BTF = noise(3, 4, F)
     y_BTH, _ = rnn(x_BTF, lengths=[2, 4, 1])
     y_BTH.sum().backward()
     for row, length in enumerate([2, 4, 1]):
@@ -223,6 +196,6 @@ def test_torch_cells_are_taken_as_they_are(kind: type[nn.RNNCellBase]) -> None:
         for x_F in x_BTF[row, :length]:
             state = cell(x_F[None], state)
             made.append(state[0] if kind is nn.LSTMCell else state)
-        assert error_of(y_BTH[row, :length], torch.cat(made)) < 1e-10
+        assert_close([y_BTH[row, :length]], [torch.cat(made)])
         assert not y_BTH[row, length:].any()
     assert cell.weight_hh.grad is not None

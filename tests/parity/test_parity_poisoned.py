@@ -9,9 +9,8 @@ import pytest
 import torch
 from parity_cells import SETTINGS, drawn, layer
 from parity_oracle import assert_parity, assert_same_bits, found
-from parity_own_cells import ConstantState, DelayLine, LoopBehindLoop, TwoLoops
+from parity_own_cells import ConstantState, DelayLine, LoopBehindLoop, TwoLoops, own_layer
 
-import stretto
 from stretto.cells import Cell
 
 BATCHES: dict[str, tuple[int, list[int]]] = {
@@ -44,8 +43,7 @@ def test_no_batch_reads_what_was_not_written(setting: str, batch: str) -> None:
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("cell", [ConstantState, DelayLine, LoopBehindLoop, TwoLoops])
 def test_no_own_cell_reads_what_was_not_written(cell: type[Cell]) -> None:
-    torch.manual_seed(0)
-    rnn = stretto.RNN(cell().double())
+    rnn = own_layer(cell)
     T, lengths = BATCHES["ragged"]
     assert_parity(rnn, drawn(rnn, T=T, B=len(lengths), lengths=lengths, given=True))
 

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from parity_oracle import ROUNDING, TOLERANCE, error_of
+from parity_oracle import KERNELS, ROUNDING, TOLERANCE, error_of, tensors_in
 from torch import nn
 
 import stretto
 from stretto import cells
 from stretto.cells import Cell
-
-KERNELS = ["cpp", "eager"]
 
 
 class OneState(Cell):
@@ -46,44 +44,24 @@ class TwoStates(OneState):
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-def test_one_state_of_ones(backend: str) -> None:
-    """Ones of 3 features, 2 units: 3 + 2 * 0 = 3, then 3 + 2 * 3 = 9."""
-    rnn = stretto.RNN(OneState(3, 2), backend=backend)  # type: ignore[arg-type]
-    y_BTH, h_BH = rnn(torch.ones(1, 2, 3))
-    assert y_BTH.tolist() == [[[3, 3], [9, 9]]]
-    assert h_BH.tolist() == [[9, 9]]
+@pytest.mark.parametrize(("cell", "factor"), [(OneState, 1), (TwoStates, 2)])
+def test_states_of_ones(cell: type[OneState], factor: int, backend: Any) -> None:
+    """Ones of 3 features, 2 units: 3 + 2 * 0 = 3, then 3 + 2 * 3 = 9, 21 and 45. Two states give twice as much.
 
-
-@pytest.mark.parametrize("backend", KERNELS)
-def test_one_state_carried_on(backend: str) -> None:
-    """From 9 on: 3 + 2 * 9 = 21, then 3 + 2 * 21 = 45."""
-    rnn = stretto.RNN(OneState(3, 2), backend=backend)  # type: ignore[arg-type]
-    _, state = rnn(torch.ones(1, 2, 3))
-    y_BTH, h_BH = rnn(torch.ones(1, 2, 3), state)
-    assert y_BTH.tolist() == [[[21, 21], [45, 45]]]
-    assert h_BH.tolist() == [[45, 45]]
-
-
-@pytest.mark.parametrize("backend", KERNELS)
-def test_one_state_from_one(backend: str) -> None:
-    """Ones of 2 features from a state of 1: 2 + 2 * 1 = 4, 2 + 2 * 4 = 10, 2 + 2 * 10 = 22."""
-    rnn = stretto.RNN(OneState(2, 2), backend=backend)  # type: ignore[arg-type]
-    y_BTH, h_BH = rnn(torch.ones(2, 3, 2), torch.ones(2, 2))
-    assert y_BTH[..., 0].tolist() == [[4, 10, 22]] * 2
-    assert h_BH.tolist() == [[22, 22]] * 2
-
-
-@pytest.mark.parametrize("backend", KERNELS)
-def test_two_states_of_ones(backend: str) -> None:
-    """Twice what one state gives: 6 and 18, then 42 and 90; from a state of 1 with 2 features 44."""
-    rnn = stretto.RNN(TwoStates(3, 2), backend=backend)  # type: ignore[arg-type]
+    Ones of 2 features from a state of 1: 2 + 2 * 1 = 4, 2 + 2 * 4 = 10, 2 + 2 * 10 = 22.
+    """
+    rnn = stretto.RNN(cell(3, 2), backend=backend)
     y_BTH, state = rnn(torch.ones(1, 2, 3))
-    assert y_BTH.tolist() == [[[6, 6], [18, 18]]]
-    assert [part.tolist() for part in state] == [[[9, 9]]] * 2
-    assert rnn(torch.ones(1, 2, 3), state)[0].tolist() == [[[42, 42], [90, 90]]]
-    narrow = stretto.RNN(TwoStates(2, 2), backend=backend)  # type: ignore[arg-type]
-    y_BTH, _ = narrow(torch.ones(2, 3, 2), (torch.ones(2, 2), torch.ones(2, 2)))
-    assert y_BTH[:, -1].tolist() == [[44, 44]] * 2
+    assert (y_BTH / factor).tolist() == [[[3, 3], [9, 9]]]
+    assert [part.tolist() for part in tensors_in(state)] == [[[9, 9]]] * factor
+    y_BTH, state = rnn(torch.ones(1, 2, 3), state)
+    assert (y_BTH / factor).tolist() == [[[21, 21], [45, 45]]]
+    assert [part.tolist() for part in tensors_in(state)] == [[[45, 45]]] * factor
+    narrow = stretto.RNN(cell(2, 2), backend=backend)
+    ones_BH = torch.ones(2, 2)
+    y_BTH, state = narrow(torch.ones(2, 3, 2), ones_BH if factor == 1 else (ones_BH, ones_BH))
+    assert (y_BTH[..., 0] / factor).tolist() == [[4, 10, 22]] * 2
+    assert [part.tolist() for part in tensors_in(state)] == [[[22, 22]] * 2] * factor
 
 
 @pytest.mark.parametrize("backend", KERNELS)

@@ -8,11 +8,28 @@ from collections.abc import Callable
 import pytest
 import torch
 from parity_cells import F, drawn, layer
-from parity_odd_cells import Counting, OverwritesState
-from parity_oracle import Batch, assert_parity, assert_same_bits, by_hand, error_of, found, tensors_in
-from parity_own_cells import ConstantState, DelayLine, LearnedStart, Noisy, Stateless
+from parity_oracle import (
+    KERNELS,
+    Batch,
+    assert_close,
+    assert_parity,
+    assert_same_bits,
+    defined,
+    found,
+    noise,
+    tensors_in,
+)
+from parity_own_cells import (
+    ConstantState,
+    Counting,
+    DelayLine,
+    LearnedStart,
+    Noisy,
+    OverwritesState,
+    Stateless,
+    own_layer,
+)
 
-import stretto
 from stretto.cells import Cell
 
 LENGTHS = [70, 1, 33, 64, 0, 32, *[1] * 28, *[2] * 6]
@@ -40,19 +57,16 @@ def test_stretches_both_ways_in_layers() -> None:
 
 @pytest.mark.parametrize("cell", [ConstantState, Counting, DelayLine, LearnedStart, OverwritesState, Stateless])
 def test_stretches_of_own_cells(cell: type[Cell]) -> None:
-    torch.manual_seed(0)
-    rnn = stretto.RNN(cell().double(), save="states")
+    rnn = own_layer(cell, save="states")
     assert_parity(rnn, drawn(rnn, T=100, B=len(LENGTHS), lengths=LENGTHS, given=True), kernels=["auto"])
 
 
-@pytest.mark.parametrize("backend", ["cpp", "eager"])
+@pytest.mark.parametrize("backend", KERNELS)
 def test_random_numbers_are_the_same_when_computed_again(backend: str) -> None:
     """The slope along a line is that of the values on it, which are drawn with the same seed."""
-    torch.manual_seed(0)
-    cell = Noisy().double()
-    rnn = stretto.RNN(cell, save="states", backend=backend)  # type: ignore[arg-type]
-    x_BTF = torch.randn(40, 70, F, dtype=torch.float64)
-    around_HH = cell.around.weight
+    rnn = own_layer(Noisy, save="states", backend=backend)
+    x_BTF = noise(40, 70, F)
+    around_HH = rnn.cells[0].around.weight
     line_HH, start_HH = torch.randn_like(around_HH), around_HH.detach().clone()
 
     def total(place: float) -> torch.Tensor:
@@ -69,7 +83,7 @@ def test_random_numbers_are_the_same_when_computed_again(backend: str) -> None:
 
 def test_random_numbers_afterwards_are_those_that_would_have_come() -> None:
     rnn = layer("zoneout", 7, save="states", training=True)
-    x_BTF = torch.randn(40, 70, F, dtype=torch.float64)
+    x_BTF = noise(40, 70, F)
     torch.manual_seed(3)
     y_BTH, _ = rnn(x_BTF)
     after_forward = torch.get_rng_state()
@@ -79,36 +93,30 @@ def test_random_numbers_afterwards_are_those_that_would_have_come() -> None:
 
 def test_second_derivatives_through_stretches() -> None:
     rnn = layer("lstm", 7, save="states")
-    x_BTF = torch.randn(40, 70, F, dtype=torch.float64, requires_grad=True)
+    x_BTF = noise(40, 70, F).requires_grad_()
     lengths = [70, 40, *[1] * 38]
     results = []
-    for y_BTO in (
-        rnn(x_BTF, lengths=lengths)[0],
-        by_hand(list(rnn.cells), x_BTF, lengths=lengths, state=None, num_directions=1)[0],
-    ):
+    for y_BTO in (rnn(x_BTF, lengths=lengths)[0], defined(rnn, x_BTF, lengths)[0]):
         (slope_BTF,) = torch.autograd.grad(y_BTO.square().sum(), [x_BTF], create_graph=True)
         results.append(torch.autograd.grad(slope_BTF.square().sum(), [x_BTF, *rnn.parameters()]))
-    for one, other in zip(*results, strict=True):
-        assert error_of(one, other) < 1e-10
+    assert_close(*results)
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight_hh", "all"])
 def test_stretches_where_not_all_is_learned(frozen: str) -> None:
     rnn = layer("lstm", 7, save="states")
-    x_BTF = torch.randn(40, 70, F, dtype=torch.float64, requires_grad=frozen == "weight_hh")
+    x_BTF = noise(40, 70, F).requires_grad_(frozen == "weight_hh")
     if frozen == "all":
         rnn.requires_grad_(False)
     if frozen == "weight_hh":
         rnn.cells[0].get_parameter("weight_hh").requires_grad_(False)
     y_BTH, state = rnn(x_BTF, lengths=LENGTHS)
     assert y_BTH.requires_grad == (frozen != "all")
-    hand_BTH, ends = by_hand(list(rnn.cells), x_BTF, lengths=LENGTHS, state=None, num_directions=1)
-    for one, other in zip([y_BTH, *tensors_in(state)], [hand_BTH, *ends], strict=True):
-        assert error_of(one, other) < 1e-10
+    hand_BTH, ends = defined(rnn, x_BTF, LENGTHS)
+    assert_close([y_BTH, *tensors_in(state)], [hand_BTH, *ends])
     inputs = [tensor for tensor in (x_BTF, *rnn.parameters()) if tensor.requires_grad]
     if inputs:
-        ones, others = (torch.autograd.grad(y.square().sum(), inputs) for y in (y_BTH, hand_BTH))
-        assert all(error_of(one, other) < 1e-10 for one, other in zip(ones, others, strict=True))
+        assert_close(*(torch.autograd.grad(y.square().sum(), inputs) for y in (y_BTH, hand_BTH)))
 
 
 @pytest.mark.usefixtures("poisoned_memory")

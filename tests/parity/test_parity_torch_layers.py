@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from parity_cells import F
-from parity_oracle import error_of
+from parity_oracle import error_of, noise
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -45,34 +45,6 @@ def _parts(state: Any, ours: stretto.RNN) -> list[torch.Tensor]:
     return [torch.stack(group) for group in zip(*parts, strict=True)]
 
 
-def _gradients(module: nn.Module, total: torch.Tensor, x_BTF: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(total, [x_BTF, *module.parameters()]))
-
-
-def _total(y: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
-    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
-    return (y * weights).sum() + sum((part**2).sum() * (1 + number) for number, part in enumerate(states))
-
-
-@pytest.mark.parametrize("both_ways", [True, False])
-@pytest.mark.parametrize("num_layers", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_padded_batches(kind: str, num_layers: int, both_ways: bool) -> None:
-    theirs, ours = _pair(kind, num_layers, both_ways)
-    x_BTF = torch.randn(3, 8, F, dtype=torch.float64, requires_grad=True)
-    one, state = ours(x_BTF)
-    other, expected = theirs(x_BTF)
-    states, expected = _parts(state, ours), list(expected) if isinstance(expected, tuple) else [expected]
-    for mine, their in zip([one, *states], [other, *expected], strict=True):
-        assert error_of(mine, their) < 1e-10
-    # Parameters of projected cells come in another order than torch's.
-    mine = dict(zip(["x", *_names(ours)], _gradients(ours, _total(one, states), x_BTF), strict=True))
-    their = dict(zip(["x", *_names(theirs)], _gradients(theirs, _total(other, expected), x_BTF), strict=True))
-    assert mine.keys() == their.keys()
-    for name, gradient in mine.items():
-        assert error_of(gradient, their[name]) < 1e-10, name
-
-
 def _names(module: nn.Module) -> list[str]:
     """Names of parameters as torch has them."""
     if not isinstance(module, stretto.RNN):
@@ -85,46 +57,68 @@ def _names(module: nn.Module) -> list[str]:
     return names
 
 
+def _assert_same(
+    modules: tuple[nn.Module, stretto.RNN], ours: Any, theirs: Any, x_BTF: torch.Tensor, *, gradients: bool = True
+) -> None:
+    """Check outputs, states and gradients of a layer of torch and ours."""
+    results = []
+    for module, (y, state) in zip(modules, (theirs, ours), strict=True):
+        states = list(state) if isinstance(state, tuple) else [state]
+        made = [y, *(_parts(state, module) if isinstance(module, stretto.RNN) else states)]
+        found = dict(zip(["y", "h", "c"], made, strict=False))
+        if gradients:
+            weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+            total = (y * weights).sum() + sum((part**2).sum() * (1 + number) for number, part in enumerate(made[1:]))
+            # By name: parameters of projected cells come in another order than torch's.
+            slopes = torch.autograd.grad(total, [x_BTF, *module.parameters()])
+            found |= dict(zip(["x", *_names(module)], slopes, strict=True))
+        results.append(found)
+    assert results[0].keys() == results[1].keys()
+    for name, wanted in results[0].items():
+        assert error_of(results[1][name], wanted) < 1e-10, name
+
+
+@pytest.mark.parametrize("both_ways", [True, False])
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_batches(kind: str, num_layers: int, both_ways: bool) -> None:
+    theirs, ours = _pair(kind, num_layers, both_ways)
+    x_BTF = noise(3, 8, F).requires_grad_()
+    _assert_same((theirs, ours), ours(x_BTF), theirs(x_BTF), x_BTF)
+
+
 @pytest.mark.parametrize("sort", [True, False])
 @pytest.mark.parametrize("both_ways", [True, False])
 @pytest.mark.parametrize("kind", ["rnn", "gru", "lstm", "projected"])
 def test_packed_batches(kind: str, both_ways: bool, sort: bool) -> None:
     theirs, ours = _pair(kind, 2, both_ways)
     lengths = torch.tensor([8, 8, 3, 1] if sort else [3, 8, 1, 8])
-    x_BTF = torch.randn(4, 8, F, dtype=torch.float64, requires_grad=True)
-    one, state = ours(pack_padded_sequence(x_BTF, lengths, batch_first=True, enforce_sorted=sort))
-    other, expected = theirs(pack_padded_sequence(x_BTF, lengths, batch_first=True, enforce_sorted=sort))
+    x_BTF = noise(4, 8, F).requires_grad_()
+    (one, state), (other, expected) = (
+        module(pack_padded_sequence(x_BTF, lengths, batch_first=True, enforce_sorted=sort)) for module in (ours, theirs)
+    )
     for field in ("batch_sizes", "sorted_indices", "unsorted_indices"):
         mine, their = getattr(one, field), getattr(other, field)
         assert mine is their is None or torch.equal(mine, their)
     one, other = (pad_packed_sequence(y, batch_first=True)[0] for y in (one, other))
-    states, expected = _parts(state, ours), list(expected) if isinstance(expected, tuple) else [expected]
-    for mine, their in zip([one, *states], [other, *expected], strict=True):
-        assert error_of(mine, their) < 1e-10
-    mine = dict(zip(["x", *_names(ours)], _gradients(ours, _total(one, states), x_BTF), strict=True))
-    their = dict(zip(["x", *_names(theirs)], _gradients(theirs, _total(other, expected), x_BTF), strict=True))
-    for name, gradient in mine.items():
-        assert error_of(gradient, their[name]) < 1e-10, name
+    _assert_same((theirs, ours), (one, state), (other, expected), x_BTF)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_first_with_a_given_state(kind: str) -> None:
     theirs, ours = _pair(kind, 2, True, batch_first=False)
-    x_TBF = torch.randn(8, 3, F, dtype=torch.float64)
-    _, state = ours(x_TBF)
-    given = [torch.randn_like(part) for part in _parts(state, ours)]
+    x_TBF = noise(8, 3, F)
+    given = [torch.randn_like(part) for part in _parts(ours(x_TBF)[1], ours)]
     nested = tuple(tuple(part[index] for part in given) for index in range(4))
-    one, after = ours(x_TBF, nested if len(given) > 1 else tuple(part[0] for part in nested))
-    other, expected = theirs(x_TBF, tuple(given) if len(given) > 1 else given[0])
-    expected = list(expected) if isinstance(expected, tuple) else [expected]
-    for mine, their in zip([one, *_parts(after, ours)], [other, *expected], strict=True):
-        assert error_of(mine, their) < 1e-10
+    made = ours(x_TBF, nested if len(given) > 1 else tuple(part[0] for part in nested))
+    wanted = theirs(x_TBF, tuple(given) if len(given) > 1 else given[0])
+    _assert_same((theirs, ours), made, wanted, x_TBF, gradients=False)
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
 def test_carried_states_make_one_long_sequence(kind: str) -> None:
     theirs, ours = _pair(kind, 2, False)
-    x_BTF = torch.randn(3, 30, F, dtype=torch.float64)
+    x_BTF = noise(3, 30, F)
     state, pieces = None, []
     for piece_BTF in torch.split(x_BTF, [7, 1, 22], dim=1):
         y_BTH, state = ours(piece_BTF, state)

@@ -122,6 +122,10 @@ class AbstractGatedCell(Cell):
         self.register_parameter("bias_ih", self.new_parameter(rows) if bias else None)
         self.register_parameter("bias_hh", self.new_parameter(rows) if bias else None)
 
+    def initial_state(self, batch_size: int) -> State:
+        """Zeros (B, H)."""
+        return self.zeros(batch_size, self.hidden_size)
+
     def new_parameter(self, *shape: int) -> nn.Parameter:
         """A parameter drawn uniformly within 1/sqrt(H) of zero, as torch draws those of recurrent layers."""
         bound = 1.0 / math.sqrt(self.hidden_size)

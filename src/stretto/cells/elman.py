@@ -40,10 +40,6 @@ class Elman(AbstractGatedCell):
         check_choice(nonlinearity, name="nonlinearity", choices=("tanh", "relu"), owner="Elman")
         self.nonlinearity = nonlinearity
 
-    def initial_state(self, batch_size: int) -> State:
-        """Zeros."""
-        return self.zeros(batch_size, self.hidden_size)
-
     def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """One step from x (B, F) and h."""
         h_BH = expect_tensor(state, cell=self)

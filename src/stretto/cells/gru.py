@@ -13,8 +13,7 @@ M remembered states.
 """
 
 import math
-from abc import abstractmethod
-from typing import Final, Literal, final
+from typing import ClassVar, Final, Literal, final
 
 import torch
 from torch import nn
@@ -34,28 +33,33 @@ def _gates_reset_after(x_BG: torch.Tensor, h_BG: torch.Tensor) -> tuple[torch.Te
 
 
 class _AbstractGRU(AbstractGatedCell):
-    """h' = (1 - z) n + z h for any z and n. The state and the output are h (B, H)."""
+    """h' = (1 - z) n + z h, or (1 - z) h + z n, for any gate z and candidate n. The state and output are h (B, H)."""
 
-    @abstractmethod
+    num_gates: ClassVar[int] = 3
+    gate_keeps: ClassVar[bool] = True
+    """Whether z is the share of h that is kept; otherwise it is the share of n that is taken."""
+
+    def __init__(self, input_size: int, hidden_size: int, *, bias: bool = True) -> None:
+        super().__init__(input_size, hidden_size, num_gates=self.num_gates, bias=bias)
+
     def _gates(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """z and n, each (B, H)."""
-
-    def initial_state(self, batch_size: int) -> State:
-        """Zeros."""
-        return self.zeros(batch_size, self.hidden_size)
+        """z and n, each (B, H): by default those of `torch.nn.GRU`."""
+        x_BG = linear(x_BF, self.weight_ih, self.bias_ih)
+        return _gates_reset_after(x_BG, linear(h_BH, self.weight_hh, self.bias_hh))
 
     def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """One step from x (B, F) and h."""
         h_BH = expect_tensor(state, cell=self)
         z_BH, n_BH = self._gates(x_t, h_BH)
-        h_BH = (1 - z_BH) * n_BH + z_BH * h_BH
+        open_BH, closed_BH = (h_BH, n_BH) if self.gate_keeps else (n_BH, h_BH)
+        h_BH = (1 - z_BH) * closed_BH + z_BH * open_BH
         return h_BH, h_BH
 
     def coarse_step(self, x_t: torch.Tensor, state: State, dt: float) -> State:
-        """One implicit step of dh/dt = (1 - z) (n - h) over `dt` steps, z and n as they are at its start."""
+        """One implicit step of dh/dt = (1 - z) (n - h), or z (n - h), over `dt` steps, z and n as at its start."""
         h_BH = expect_tensor(state, cell=self)
         z_BH, n_BH = self._gates(x_t, h_BH)
-        q_BH = dt * (1 - z_BH)
+        q_BH = dt * ((1 - z_BH) if self.gate_keeps else z_BH)
         return (h_BH + q_BH * n_BH) / (1 + q_BH)
 
 
@@ -77,7 +81,7 @@ class GRU(_AbstractGRU):
     def __init__(
         self, input_size: int, hidden_size: int, *, bias: bool = True, reset: Literal["after", "before"] = "after"
     ) -> None:
-        super().__init__(input_size, hidden_size, num_gates=3, bias=bias)
+        super().__init__(input_size, hidden_size, bias=bias)
         check_choice(reset, name="reset", choices=("after", "before"), owner="GRU")
         self.reset = reset
 
@@ -86,9 +90,9 @@ class GRU(_AbstractGRU):
         return self._gates(x_t, expect_tensor(state, cell=self))[0]
 
     def _gates(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x_BG = linear(x_BF, self.weight_ih, self.bias_ih)
         if self.reset == "after":
-            return _gates_reset_after(x_BG, linear(h_BH, self.weight_hh, self.bias_hh))
+            return super()._gates(x_BF, h_BH)
+        x_BG = linear(x_BF, self.weight_ih, self.bias_ih)
         gates, candidate = self.split_hh(2 * self.hidden_size, self.hidden_size)
         xr_BH, xz_BH, xn_BH = x_BG.chunk(3, dim=-1)
         hr_BH, hz_BH = linear(h_BH, *gates).chunk(2, dim=-1)
@@ -111,17 +115,10 @@ class ImplicitGRU(_AbstractGRU):
         bias: Whether there are biases.
     """
 
-    def __init__(self, input_size: int, hidden_size: int, *, bias: bool = True) -> None:
-        super().__init__(input_size, hidden_size, num_gates=3, bias=bias)
-
     def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """The coarse step with dt = 1."""
         h_BH = expect_tensor(self.coarse_step(x_t, state, 1.0), cell=self)
         return h_BH, h_BH
-
-    def _gates(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x_BG = linear(x_BF, self.weight_ih, self.bias_ih)
-        return _gates_reset_after(x_BG, linear(h_BH, self.weight_hh, self.bias_hh))
 
 
 @final
@@ -139,7 +136,7 @@ class LayerNormGRU(_AbstractGRU):
     """
 
     def __init__(self, input_size: int, hidden_size: int, *, bias: bool = True, eps: float = 1e-5) -> None:
-        super().__init__(input_size, hidden_size, num_gates=3, bias=False)
+        super().__init__(input_size, hidden_size, bias=False)
         self.norm_ih_rz = nn.LayerNorm(2 * self.hidden_size, eps=eps, bias=bias)
         self.norm_hh_rz = nn.LayerNorm(2 * self.hidden_size, eps=eps, bias=bias)
         self.norm_ih_n = nn.LayerNorm(self.hidden_size, eps=eps, bias=bias)
@@ -169,6 +166,8 @@ class LiGRU(_AbstractGRU):
         eps: Added to the variance by the norm.
     """
 
+    num_gates = 2
+
     def __init__(
         self,
         input_size: int,
@@ -178,7 +177,7 @@ class LiGRU(_AbstractGRU):
         norm: Literal["layer", "none"] = "layer",
         eps: float = 1e-5,
     ) -> None:
-        super().__init__(input_size, hidden_size, num_gates=2, bias=bias and norm == "none")
+        super().__init__(input_size, hidden_size, bias=bias and norm == "none")
         check_choice(norm, name="norm", choices=("layer", "none"), owner="LiGRU")
         self.norm_ih = nn.LayerNorm(2 * self.hidden_size, eps=eps, bias=bias) if norm == "layer" else nn.Identity()
 
@@ -189,7 +188,7 @@ class LiGRU(_AbstractGRU):
 
 
 @final
-class MinimalGatedUnit(AbstractGatedCell):
+class MinimalGatedUnit(_AbstractGRU):
     """The minimal gated unit of Zhou et al. (2016): one gate f resets and updates. h' = (1 - f) h + f n.
 
     n = tanh(W x + U (f h)), so each step has two dependent products. Gates are in the order f, n. The state and the
@@ -201,26 +200,8 @@ class MinimalGatedUnit(AbstractGatedCell):
         bias: Whether there are biases.
     """
 
-    def __init__(self, input_size: int, hidden_size: int, *, bias: bool = True) -> None:
-        super().__init__(input_size, hidden_size, num_gates=2, bias=bias)
-
-    def initial_state(self, batch_size: int) -> State:
-        """Zeros."""
-        return self.zeros(batch_size, self.hidden_size)
-
-    def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        """One step from x (B, F) and h."""
-        h_BH = expect_tensor(state, cell=self)
-        f_BH, n_BH = self._gates(x_t, h_BH)
-        h_BH = (1 - f_BH) * h_BH + f_BH * n_BH
-        return h_BH, h_BH
-
-    def coarse_step(self, x_t: torch.Tensor, state: State, dt: float) -> State:
-        """One implicit step of dh/dt = f (n - h) over `dt` steps, f and n as they are at its start."""
-        h_BH = expect_tensor(state, cell=self)
-        f_BH, n_BH = self._gates(x_t, h_BH)
-        q_BH = dt * f_BH
-        return (h_BH + q_BH * n_BH) / (1 + q_BH)
+    num_gates = 2
+    gate_keeps = False
 
     def _gates(self, x_BF: torch.Tensor, h_BH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, candidate = self.split_hh(self.hidden_size, self.hidden_size)

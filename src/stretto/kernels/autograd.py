@@ -9,9 +9,10 @@ Shape legend: B sequences, P rows of all steps together.
 """
 
 import contextlib
-import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, final
+import contextvars
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Final
 
 import torch
 
@@ -28,23 +29,17 @@ from stretto.kernels.backends.eager import EagerKernel
 from stretto.kernels.batched_ops import Earlier, as_node_dtype
 from stretto.kernels.layout import Layout
 
-
-@final
-class _WeightGradients(threading.local):
-    wanted: bool = True
-
-
-_weight_gradients = _WeightGradients()
+_wants_weights: Final = contextvars.ContextVar("wants_weights", default=True)
 
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
     """Backward passes inside leave out the gradients of weights: autograd cannot tell a loop that they are unused."""
-    before, _weight_gradients.wanted = _weight_gradients.wanted, False
+    token = _wants_weights.set(False)
     try:
         yield
     finally:
-        _weight_gradients.wanted = before
+        _wants_weights.reset(token)
 
 
 def run_together(programs: Sequence[LoopCoroutine]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
@@ -63,36 +58,28 @@ def run_together(programs: Sequence[LoopCoroutine]) -> list[tuple[torch.Tensor, 
             except StopIteration as end:
                 finished[index] = end.value
         results = iter(run_loops([call for calls in asking.values() for call in calls]) if asking else [])
-        answers = {index: [next(results) for _ in calls] for index, calls in asking.items()}
+        answers = {index: list(islice(results, len(calls))) for index, calls in asking.items()}
     return [finished[index] for index in range(len(programs))]
 
 
 def run_loops(calls: Sequence[LoopCall]) -> list[LoopResult]:
     """Run loops that do not depend on each other; results are without saved values."""
-    kernels, layouts = [call.kernel for call in calls], [call.layout for call in calls]
     tensors = [tensor for call in calls for tensor in call.tensors]
-    made = _Loops.apply(kernels, layouts, *tensors)  # type: ignore[no-untyped-call]
-    return [LoopResult(*parts) for parts in _per_loop(kernels, made)]
+    made = _Loops.apply(calls, *tensors)  # type: ignore[no-untyped-call]
+    return [LoopResult(*parts) for parts in _split(made, [call.kernel.num_results for call in calls])]
+
+
+def _split(flat: Iterable[Any], sizes: Iterable[Sequence[int]]) -> list[list[list[Any]]]:
+    """Items that lie in one row, as lists of these sizes for each loop."""
+    remaining = iter(flat)
+    return [[list(islice(remaining, size)) for size in of_loop] for of_loop in sizes]
 
 
 def _calls(
     kernels: Sequence[AbstractKernel], layouts: Sequence[Layout], tensors: Sequence[torch.Tensor]
 ) -> list[LoopCall]:
-    """The calls of loops whose inputs lie in one row; each body's ports are in the order of `Kind`."""
-    remaining = iter(tensors)
-    return [
-        LoopCall(kernel, layout, *([next(remaining) for _ in kernel.body.ports_of(kind)] for kind in Kind))
-        for kernel, layout in zip(kernels, layouts, strict=True)
-    ]
-
-
-def _per_loop(kernels: Sequence[AbstractKernel], flat: Sequence[Any]) -> list[list[list[Any]]]:
-    """States after each step, outputs and final states of each loop, which lie in one row."""
-    remaining = iter(flat)
-    sizes = [(len(kernel.body.next_states), len(kernel.body.outputs)) for kernel in kernels]
-    return [
-        [[next(remaining) for _ in range(count)] for count in (states, outputs, states)] for states, outputs in sizes
-    ]
+    parts = _split(tensors, [kernel.num_inputs for kernel in kernels])
+    return [LoopCall(kernel, layout, *own) for kernel, layout, own in zip(kernels, layouts, parts, strict=True)]
 
 
 def _kernel_class(kernels: Sequence[AbstractKernel]) -> type[AbstractKernel]:
@@ -103,12 +90,13 @@ def _kernel_class(kernels: Sequence[AbstractKernel]) -> type[AbstractKernel]:
 
 class _Loops(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernels: list[AbstractKernel], layouts: list[Layout], *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, calls: Sequence[LoopCall], *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         keep = any(ctx.needs_input_grad)
-        made = _kernel_class(kernels).forward_all(_calls(kernels, layouts, tensors), keep=keep)
+        # Not the calls: only tensors that autograd saves are checked for changes, moved elsewhere or computed again.
+        ctx.kernels, ctx.layouts = [call.kernel for call in calls], [call.layout for call in calls]
+        made = _kernel_class(ctx.kernels).forward_all(calls, keep=keep)
         flat = [tensor for item in made for tensor in (*item.after, *item.outputs, *item.finals)]
-        ctx.kernels, ctx.layouts = kernels, layouts
         if keep:
             ctx.save_for_backward(*tensors, *flat, *(tensor for item in made for tensor in item.saved))
         return tuple(flat)
@@ -116,29 +104,27 @@ class _Loops(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         kernels: list[AbstractKernel] = ctx.kernels
-        layouts: list[Layout] = ctx.layouts
+        needed = ctx.needs_input_grad[1:]
         # Read once: what autograd stores elsewhere, or computes again, is brought back at each read.
         stored = ctx.saved_tensors
-        count = sum(len(kernel.body.ports) for kernel in kernels)
-        tensors, flat = stored[:count], stored[count : count + len(cotangents)]
-        saved = iter(stored[count + len(cotangents) :])
+        tensors, rest = stored[: len(needed)], stored[len(needed) :]
         if torch.is_grad_enabled():
-            return None, None, *_differentiable(kernels, layouts, tensors, cotangents, ctx.needs_input_grad[2:])
-        calls = _calls(kernels, layouts, tensors)
+            return None, *_differentiable(kernels, ctx.layouts, tensors, cotangents, needed)
+        calls = _calls(kernels, ctx.layouts, tensors)
+        sizes = [kernel.num_results for kernel in kernels]
+        saved = _split(rest[len(cotangents) :], [[len(kernel.body.saved)] for kernel in kernels])
         results = [
-            LoopResult(after, outputs, finals, saved=[next(saved) for _ in kernel.body.saved])
-            for kernel, (after, outputs, finals) in zip(kernels, _per_loop(kernels, flat), strict=True)
+            LoopResult(*parts, *own) for parts, own in zip(_split(rest[: len(cotangents)], sizes), saved, strict=True)
         ]
-        arriving = [Cotangents(*parts) for parts in _per_loop(kernels, cotangents)]
+        arriving = [Cotangents(*parts) for parts in _split(cotangents, sizes)]
         found = _kernel_class(kernels).backward_all(calls, results, arriving)
-        needed = iter(ctx.needs_input_grad[2:])
         gradients: list[torch.Tensor | None] = []
-        for call, result, gradient in zip(calls, results, found, strict=True):
-            wanted = {kind: [next(needed) for _ in call.kernel.body.ports_of(kind)] for kind in Kind}
-            asked = [needs and _weight_gradients.wanted for needs in wanted[Kind.WEIGHT]]
+        for call, result, gradient, (_, _, asked, _) in zip(
+            calls, results, found, _split(needed, [kernel.num_inputs for kernel in kernels]), strict=True
+        ):
             weights = _deferred(call, result, gradient, asked)
             gradients += [*gradient.states, *gradient.per_step, *weights, *gradient.constants]
-        return None, None, *gradients
+        return None, *gradients
 
 
 def _deferred(
@@ -148,19 +134,13 @@ def _deferred(
     body, layout, deferral = call.kernel.body, call.layout, call.kernel.deferral
     ports = body.ports_of(Kind.WEIGHT)
     wanted = [port.gradient if needs else None for port, needs in zip(ports, asked, strict=True)]
-    if not any(node is not None for node in wanted):
+    if not _wants_weights.get() or not any(node is not None for node in wanted):
         return [None] * len(ports)
     values: dict[Node, Any] = dict(zip(body.to_deferred, gradients.to_deferred, strict=True))
-    for nodes, tensors in (
-        (body.next_states, result.after),
-        (body.outputs, result.outputs),
-        (body.saved, result.saved),
-    ):
-        values.update((node, as_node_dtype(tensor, node)) for node, tensor in zip(nodes, tensors, strict=True))
-    values.update((port.node, tensor) for port, tensor in zip(ports, call.weights, strict=True))
-    per_step = body.ports_of(Kind.PER_STEP)
-    values.update((port.node, tensor) for port, tensor in zip(per_step, call.per_step, strict=True))
-    read = deferral.read | {node for node in wanted if node is not None}
+    values.update((node, as_node_dtype(tensor, node)) for node, tensor in result.by_node(body).items())
+    for kind, given in ((Kind.WEIGHT, call.weights), (Kind.PER_STEP, call.per_step)):
+        values.update((port.node, tensor) for port, tensor in zip(body.ports_of(kind), given, strict=True))
+    read = deferral.read.union(wanted)
     for port, after, initial in zip(body.ports_of(Kind.STATE), result.after, call.states, strict=True):
         if port.node in read and port.node not in values:
             even = layout.is_even and layout.num_steps > 1

@@ -14,8 +14,7 @@ from typing import Any, final
 import torch
 
 from stretto.graph import Node, evaluate
-from stretto.kernels.backends.cpp.gemm import can_run, column_sums, product, weight_gradient
-from stretto.kernels.backends.cpp.norm import can_norm, norm
+from stretto.kernels.backends.cpp.batched import can_norm, can_run, column_sums, norm, product, weight_gradient
 
 
 class _Product(torch.autograd.Function):
@@ -126,9 +125,11 @@ def _evaluate_deferred(node: Node, values: dict[Node, Any], rows: int) -> torch.
     if node.label == "mm" and not node.has_rows and not node.kwargs:
         left, right = node.args
         if left.label == "t" and left.args[0].has_rows and right.has_rows:
-            d_PN = values[right]
+            x, d_PN = values[left.args[0]], values[right]
             # The gradient of a single unit's weight comes transposed, with the state on the right.
-            return _weight_gradient(values[left.args[0]], d_PN.whole() if isinstance(d_PN, Earlier) else d_PN)
+            d_PN = d_PN.whole() if isinstance(d_PN, Earlier) else d_PN
+            given = (x.after, d_PN, x.initial) if isinstance(x, Earlier) else (x, d_PN)
+            return weight_gradient(*given) if can_run(*given) else None
     if _is_column_sum(node):
         source = node.args[0]
         factors, reader = ([source], node) if source in values else (source.args, source)
@@ -137,10 +138,3 @@ def _evaluate_deferred(node: Node, values: dict[Node, Any], rows: int) -> torch.
             sums = column_sums(*tensors)
             return sums[None] if len(node.shape) == 2 else sums
     return None
-
-
-def _weight_gradient(x: torch.Tensor | Earlier, d_PN: torch.Tensor) -> torch.Tensor | None:
-    if isinstance(x, Earlier):
-        both = x.initial, x.after
-        return weight_gradient(x.after, d_PN, head_BK=x.initial) if can_run(*both, d_PN) else None
-    return weight_gradient(x, d_PN) if can_run(x, d_PN) else None

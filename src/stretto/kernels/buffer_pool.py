@@ -15,6 +15,8 @@ from typing import Any, Final, final
 
 import torch
 
+from stretto.kernels.ir import contiguous
+
 HUGE_PAGE_BYTES: Final = 1 << 21
 MIN_POOLED_BYTES: Final = 1 << 22
 """Smaller buffers are left to the C library, which reuses them by itself."""
@@ -124,10 +126,7 @@ def empty(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(sizes, dtype=dtype)
         _advise_huge_pages(made.data_ptr(), size)
         return made
-    strides = [1] * len(sizes)
-    for at in range(len(sizes) - 1, 0, -1):
-        strides[at - 1] = strides[at] * sizes[at]
-    return torch.empty(0, dtype=dtype).set_(POOL.take(size), 0, sizes, strides)
+    return torch.empty(0, dtype=dtype).set_(POOL.take(size), 0, sizes, contiguous(sizes))
 
 
 def _round_up(size: int) -> int:

@@ -29,25 +29,18 @@ TAKEN: Final = "taken"
 @final
 @dataclass(slots=True)
 class Built:
-    """A cell made runnable.
-
-    Attributes:
-        program: What runs.
-        backend: The name of the backend that runs it.
-        description: What that backend does, in a few words.
-        choices: Every backend with "taken", or why it was not.
-        plan: Where everything is computed; None if the cell was not traced.
-        analysis_seconds: Time to trace, analyse and derive.
-        compile_seconds: Time to generate and compile, or to find compiled code in the cache; 0 if none is.
-    """
+    """A cell made runnable, by which backend, and what that does."""
 
     program: Program
     backend: str
     description: str
     choices: tuple[tuple[str, str], ...]
+    """Every backend with "taken", or why it was not."""
     plan: Plan | None
+    """Where everything is computed; None if the cell was not traced."""
     analysis_seconds: float
     compile_seconds: float
+    """Time to generate and compile, or to find compiled code in the cache; 0 if none is."""
 
     @property
     def reason(self) -> str:

@@ -10,14 +10,11 @@ work, so that the latter can be fused into whatever reads it: `h = tanh(x + W h)
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, final
 
 from stretto.graph import Node
-
-NO_ATTRS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Unsupported(Exception):  # noqa: N818 - not an error: another backend runs instead, and the message says why
@@ -42,18 +39,11 @@ class Where(str, Enum):
 @final
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """Memory that rows are read from or written to.
-
-    Attributes:
-        role: What it holds, such as "after" or "d_output".
-        index: Which one of its role; the offset within a row, for scratch memory.
-        where: How its rows are found.
-        strides: Of its dimensions within a row.
-        size: Elements of a row.
-    """
+    """Memory that rows of `size` elements are read from or written to; its role is "after" or "d_output", say."""
 
     role: str
     index: int
+    """Which one of its role; the offset within a row, for scratch memory."""
     where: Where
     strides: tuple[int, ...]
     size: int = 0
@@ -65,7 +55,7 @@ class Buffer:
 
 
 @final
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class Affine:
     """An index: a constant and a multiple of each dimension's position."""
 
@@ -99,19 +89,14 @@ class Constant(AbstractValue):
 @final
 @dataclass(eq=False, slots=True)
 class Map(AbstractValue):
-    """A pointwise operator; see `pointwise.py` for the names.
-
-    Attributes:
-        op: Its name.
-        operands: What it reads; sizes broadcast as PyTorch's do.
-        attrs: Numbers and choices that are known now, such as the slope of a leaky ReLU.
-        costly: Whether it is worth a place in memory if it is read more than once.
-    """
+    """A pointwise operator; see `pointwise.py` for the names. Operands broadcast as PyTorch's do."""
 
     op: str
     operands: tuple[AbstractValue, ...]
-    attrs: Mapping[str, Any] = field(default_factory=lambda: NO_ATTRS)
-    costly: bool = False
+    attrs: Mapping[str, Any]
+    """Numbers and choices that are known now, such as the slope of a leaky ReLU."""
+    costly: bool
+    """Whether it is worth a place in memory if it is read more than once."""
 
 
 @final
@@ -207,10 +192,14 @@ def contiguous(dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def unit(dimension: int | None, rank: int) -> Affine:
+    """The position along one of `rank` dimensions; always 0 for None."""
+    return Affine(0, tuple(int(i == dimension) for i in range(rank)))
+
+
 def identity(dims: tuple[int, ...]) -> tuple[Affine, ...]:
     """The index that changes nothing."""
-    rank = len(dims)
-    return tuple(Affine(0, tuple(int(i == d) for i in range(rank))) for d in range(rank))
+    return tuple(unit(d, len(dims)) for d in range(len(dims)))
 
 
 def operands_of(value: AbstractValue) -> tuple[AbstractValue, ...]:

@@ -22,11 +22,7 @@ import torch
 @final
 @dataclass(frozen=True)
 class Layout:
-    """Where the row of each step of each sequence lies.
-
-    Attributes:
-        lengths_B: Steps of each sequence, longest first.
-    """
+    """Where the row of each step of each sequence lies; lengths are in steps, longest first."""
 
     lengths_B: np.ndarray[Any, np.dtype[np.int64]]
     _bounds: dict[int, "array[int]"] = field(default_factory=dict, repr=False)

@@ -30,6 +30,7 @@ from stretto.kernels.ir import (
     contiguous,
     identity,
     in_order,
+    unit,
 )
 from stretto.kernels.pointwise import POINTWISE, apply
 
@@ -37,6 +38,7 @@ Way: TypeAlias = Literal["forward", "backward"]
 
 REAL_DTYPES: Final = (torch.float32, torch.float64)
 """Values of a loop are of one of these; truth values and counts of them are stored as such numbers."""
+REDUCTIONS: Final = {"sum": "sum", "amax": "max", "amin": "min"}
 
 
 def value_dtypes(body: Body) -> set[torch.dtype | None]:
@@ -50,25 +52,26 @@ def lower(body: Body, way: Way) -> LoopIR:
     Raises:
         Unsupported: If the body has something that the IR cannot say.
     """
-    builder = _Builder(body, body.forward if way == "forward" else body.backward)
-    return _lower_forward(builder, body) if way == "forward" else _lower_backward(builder, body)
+    if way == "forward":
+        return _lower_forward(_Lowering(body, body.forward), body)
+    return _lower_backward(_Lowering(body, body.backward), body)
 
 
-def _lower_forward(builder: "_Builder", body: Body) -> LoopIR:
-    builder.lower()
+def _lower_forward(lowering: "_Lowering", body: Body) -> LoopIR:
+    lowering.lower()
     for role, where, nodes in (
         ("after", Where.PACKED, body.next_states),
         ("output", Where.PACKED, body.outputs),
         ("saved", Where.SAVED, body.saved),
     ):
         for index, node in enumerate(nodes):
-            builder.root(role, index, where, node, builder.values[node])
+            lowering.root(role, index, where, node, lowering.values[node])
     for index, node in enumerate(body.next_states):
-        builder.buffer("final", index, Where.ROW, node.row_shape)
-    return builder.finish()
+        lowering.buffer("final", index, Where.ROW, node.row_shape)
+    return lowering.finish()
 
 
-def _lower_backward(builder: "_Builder", body: Body) -> LoopIR:
+def _lower_backward(lowering: "_Lowering", body: Body) -> LoopIR:
     """The gradient of a state is that of the next step's backward step and that of everything outside, added up.
 
            d_after, d_output (from outside)
@@ -77,37 +80,37 @@ def _lower_backward(builder: "_Builder", body: Body) -> LoopIR:
                    |
            d_per_step, to_deferred
     """
-    values = builder.values
+    values = lowering.values
     for role, nodes in (("after", body.next_states), ("output", body.outputs), ("saved", body.saved)):
         for index, node in enumerate(nodes):
-            read = builder.read(role, index, Where.PACKED, node)
+            read = lowering.read(role, index, Where.PACKED, node)
             values.setdefault(node, read)
     for index, node in enumerate(body.state_gradients):
-        carry = builder.read("carry_in", index, Where.CARRY_IN, node)
-        arriving = builder.read("d_after", index, Where.STRIDED, node)
+        carry = lowering.read("carry_in", index, Where.CARRY_IN, node)
+        arriving = lowering.read("d_after", index, Where.STRIDED, node)
         values[node] = apply("add", node.row_shape, carry, arriving)
     for index, node in enumerate(body.output_gradients):
-        values[node] = builder.read("d_output", index, Where.STRIDED, node)
-    builder.lower()
+        values[node] = lowering.read("d_output", index, Where.STRIDED, node)
+    lowering.lower()
     for index, port in enumerate(body.ports_of(Kind.STATE)):
         zero = Constant(port.node.row_shape, 0.0)
         value = zero if port.gradient is None else _of_shape(values[port.gradient], port.node)
-        builder.root("carry_out", index, Where.CARRY_OUT, port.node, value)
+        lowering.root("carry_out", index, Where.CARRY_OUT, port.node, value)
     per_step = body.ports_of(Kind.PER_STEP)
     for index, port in enumerate(per_step):
         if port.gradient is not None:
-            builder.root("d_per_step", index, Where.PACKED, port.node, _of_shape(values[port.gradient], port.node))
+            lowering.root("d_per_step", index, Where.PACKED, port.node, _of_shape(values[port.gradient], port.node))
     outgoing = {port.gradient for port in per_step}
     for index, node in enumerate(body.to_deferred):
         if node not in outgoing:
-            builder.root("to_deferred", index, Where.PACKED, node, values[node])
+            lowering.root("to_deferred", index, Where.PACKED, node, values[node])
     for index, port in enumerate(body.ports_of(Kind.CONSTANT)):
         if port.gradient is not None:
             shape = port.node.row_shape
-            buffer = builder.buffer("d_constant", index, Where.ROW, shape)
+            buffer = lowering.buffer("d_constant", index, Where.ROW, shape)
             more = _of_shape(values[port.gradient], port.node)
-            builder.roots.append(Root(apply("add", shape, Read(shape, buffer), more), buffer))
-    return builder.finish()
+            lowering.roots.append(Root(apply("add", shape, Read(shape, buffer), more), buffer))
+    return lowering.finish()
 
 
 def _of_shape(value: AbstractValue, node: Node) -> AbstractValue:
@@ -116,9 +119,34 @@ def _of_shape(value: AbstractValue, node: Node) -> AbstractValue:
     return value
 
 
+def _check(node: Node) -> None:
+    if node.dtype not in REAL_DTYPES and node.dtype is not torch.bool and not _counts(node):
+        raise Unsupported(f"the value {node.name} in the loop is of {node.dtype}")
+
+
+def _counts(node: Node) -> bool:
+    """Whether it is a number of true values, which is small enough to be exact as a real number."""
+    while is_view(node):
+        node = node.inputs[0]
+    return node.label == "sum" and node.dtype is torch.int64 and node.inputs[0].dtype is torch.bool
+
+
+def _has_several_rows(node: Node) -> bool:
+    """Whether each row of the batch is several rows of the node's first dimension."""
+    first = node.shape[0]
+    return isinstance(first, BatchDim) and first.factor > 1
+
+
+def _of_dims(value: AbstractValue, node: Node) -> AbstractValue:
+    return value if value.dims == node.row_shape else Reshape(node.row_shape, value)
+
+
 @final
-class _Builder:
-    """Collects the buffers, weights and roots of one direction."""
+class _Lowering:
+    """Turns the nodes of one direction into values of a row, and collects its buffers, weights and roots.
+
+    A method `_name` lowers the operator of that name.
+    """
 
     def __init__(self, body: Body, nodes: list[Node]) -> None:
         self.roots: list[Root] = []
@@ -174,11 +202,10 @@ class _Builder:
             if len(shape) <= 3:
                 self.uniform[node] = Buffer("uniform", index, Where.UNIFORM, contiguous(shape), math.prod(shape))
                 self.values.setdefault(node, Read(shape, self.uniform[node]))
-        lowering = _Lowering(self.values, self.weight)
         for node in self.moving:
             if node.dtype is not None:
                 _check(node)
-            lowering(node)
+                self.values[node] = self._lowered(node)
 
     def finish(self) -> LoopIR:
         used = {value.buffer for value in in_order(self.roots) if isinstance(value, Read)}
@@ -186,51 +213,18 @@ class _Builder:
         buffers = [*self.buffers, *(self.uniform[node] for node in uniforms)]
         return LoopIR(self.roots, buffers, self.weights, uniforms, self.prepared)
 
-
-def _check(node: Node) -> None:
-    if node.dtype not in REAL_DTYPES and node.dtype is not torch.bool and not _counts(node):
-        raise Unsupported(f"the value {node.name} in the loop is of {node.dtype}")
-
-
-def _counts(node: Node) -> bool:
-    """Whether it is a number of true values, which is small enough to be exact as a real number."""
-    while is_view(node):
-        node = node.inputs[0]
-    return node.label == "sum" and node.dtype is torch.int64 and node.inputs[0].dtype is torch.bool
-
-
-@final
-class _Lowering:
-    """Turns nodes into values of a row, one after another.
-
-    Args:
-        values: What is there from the start: inputs of the body.
-        weight: Makes the packed matrix of a node that is the same for all steps.
-    """
-
-    def __init__(self, values: dict[Node, AbstractValue], weight: Callable[[Node], Weight]) -> None:
-        self.values = values
-        self.weight = weight
-
-    def __call__(self, node: Node) -> None:
-        """Lower one node.
-
-        Raises:
-            Unsupported: If the operator is not known.
-        """
-        if node.dtype is None:
-            return
+    def _lowered(self, node: Node) -> AbstractValue:
         name = node.label
         if node.op is operator.getitem:
-            self.values[node] = self._part(node)
-        elif node.op is constant_fill:
-            self.values[node] = Constant(node.row_shape, float(node.args[1]))
-        elif name in POINTWISE:
-            self.values[node] = self._pointwise(node)
-        elif (method := getattr(self, f"_{name.strip('_')}", None)) is not None:
-            self.values[node] = method(node)
-        else:
+            return self._part(node)
+        if name in POINTWISE:
+            return POINTWISE[name](node, lambda item: self._operand(item, node))
+        if name in REDUCTIONS:
+            return _of_dims(self._reduced(REDUCTIONS[name], self.value(node.args[0]), self._axes(node)), node)
+        method: Callable[[Node], AbstractValue] | None = getattr(self, f"_{name.strip('_')}", None)
+        if method is None:
             raise Unsupported(f"no code is generated for the operator {name}")
+        return method(node)
 
     def value(self, node: Any) -> AbstractValue:
         """The lowered value of a node that was given or lowered before."""
@@ -238,33 +232,26 @@ class _Lowering:
             raise Unsupported(f"the value {node!r} is not one of a row")
         return self.values[node]
 
-    def _pointwise(self, node: Node) -> AbstractValue:
-        rank = len(node.row_shape)
+    def _operand(self, item: Any, node: Node) -> AbstractValue:
+        """An argument of a pointwise operator."""
+        if isinstance(item, Node):
+            return self._of_rank(item, len(node.row_shape))
+        if isinstance(item, (bool, int, float)):
+            return Constant((), float(item))
+        raise Unsupported(f"{node.label} with an argument of type {type(item).__name__}")
 
-        def operand(item: Any) -> AbstractValue:
-            if isinstance(item, Node):
-                value = self.value(item)
-                if not item.has_rows:
-                    dims = value.dims
-                    extra = len(dims) - rank
-                    if extra > 0:
-                        return Reshape(dims[extra:], value)
-                return value
-            if isinstance(item, (bool, int, float)):
-                return Constant((), float(item))
-            raise Unsupported(f"{node.label} with an argument of type {type(item).__name__}")
+    def _of_rank(self, node: Node, rank: int) -> AbstractValue:
+        """A value that is the same for all rows has a leading dimension of 1 where rows have theirs: it is dropped."""
+        value = self.value(node)
+        extra = len(value.dims) - rank
+        return value if node.has_rows or extra <= 0 else Reshape(value.dims[extra:], value)
 
-        return POINTWISE[node.label](node, operand)
-
-    def _axis(self, node: Node, dimension: int, *, rank: int | None = None) -> int:
+    def _axis(self, node: Node, dimension: int) -> int:
         """The dimension of a row that a dimension of the batch is."""
-        rank = len(node.shape) if rank is None else rank
-        dimension %= rank
-        first = node.shape[0]
-        merged = isinstance(first, BatchDim) and first.factor > 1
+        dimension %= len(node.shape)
         if dimension == 0:
             raise Unsupported(f"{node.label} over the rows of the batch")
-        return dimension if merged else dimension - 1
+        return dimension if _has_several_rows(node) else dimension - 1
 
     # Views
 
@@ -279,8 +266,7 @@ class _Lowering:
         return self.value(node.args[0])
 
     def _view(self, node: Node) -> AbstractValue:
-        base = self.value(node.args[0])
-        return base if base.dims == node.row_shape else Reshape(node.row_shape, base)
+        return _of_dims(self.value(node.args[0]), node)
 
     _unsafe_view = _unsqueeze = _squeeze = _view
 
@@ -289,13 +275,8 @@ class _Lowering:
         base = self.value(source)
         if order[0] != 0:
             raise Unsupported(f"{node.label} of the rows of the batch")
-        axes = [self._axis(source, d) for d in order[1:]]
-        if isinstance(source.shape[0], BatchDim) and source.shape[0].factor > 1:
-            axes = [0, *axes]
-        factors: list[tuple[int, ...]] = [()] * len(axes)
-        for position, axis in enumerate(axes):
-            factors[axis] = tuple(int(i == position) for i in range(len(axes)))
-        return View(node.row_shape, base, tuple(Affine(0, factor) for factor in factors))
+        axes = [*([0] if _has_several_rows(source) else []), *(self._axis(source, d) for d in order[1:])]
+        return View(node.row_shape, base, tuple(unit(axes.index(axis), len(axes)) for axis in range(len(axes))))
 
     def _permute(self, node: Node) -> AbstractValue:
         rank = len(node.shape)
@@ -329,14 +310,8 @@ class _Lowering:
         axis = self._axis(source, dimension)
         base = self.value(source)
         position %= source.row_shape[axis]
-        rank = len(base.dims) - 1
-        index = []
-        for d in range(len(base.dims)):
-            place = d if d < axis else d - 1
-            if d == axis:
-                index.append(Affine(position, (0,) * rank))
-            else:
-                index.append(Affine(0, tuple(int(i == place) for i in range(rank))))
+        index = list(identity(node.row_shape))
+        index.insert(axis, Affine(position, (0,) * len(index)))
         return View(node.row_shape, base, tuple(index))
 
     def _part(self, node: Node) -> AbstractValue:
@@ -354,19 +329,11 @@ class _Lowering:
         raise Unsupported(f"no code is generated for the operator {several.label}")
 
     def _expand(self, node: Node) -> AbstractValue:
-        source = node.args[0]
-        base = self.value(source)
-        dims = base.dims
-        target = node.row_shape
-        if not source.has_rows and len(dims) > len(target):
-            dims = dims[len(dims) - len(target) :]
-            base = Reshape(dims, base)
-        shift = len(target) - len(dims)
-        index = tuple(
-            Affine(0, tuple(int(i == d + shift and size != 1) for i in range(len(target))))
-            for d, size in enumerate(dims)
-        )
-        return View(target, base, index)
+        rank = len(node.row_shape)
+        base = self._of_rank(node.args[0], rank)
+        shift = rank - len(base.dims)
+        index = tuple(unit(d + shift if size != 1 else None, rank) for d, size in enumerate(base.dims))
+        return View(node.row_shape, base, index)
 
     def _cat(self, node: Node) -> AbstractValue:
         dimension = node.args[1] if len(node.args) > 1 else 0
@@ -433,11 +400,7 @@ class _Lowering:
         if node.kwargs:
             raise Unsupported("addmm with factors")
         bias, left, right = node.args
-        total = self._product(left, right)
-        added = self.value(bias)
-        if not bias.has_rows and len(added.dims) > len(node.row_shape):
-            added = Reshape(added.dims[1:], added)
-        return apply("add", node.row_shape, total, added)
+        return apply("add", node.row_shape, self._product(left, right), self._of_rank(bias, len(node.row_shape)))
 
     def _bmm(self, node: Node) -> AbstractValue:
         left, right = (self._matrix(item) for item in node.args)
@@ -446,57 +409,31 @@ class _Lowering:
         along_columns = columns > 1 and _side_by_side(right)
         dims = (rows, inner, columns) if along_columns else (rows, columns, inner)
         at = (1, 2) if along_columns else (2, 1)
-        first = View(dims, left, (_unit(0, 3), _unit(at[0], 3)))
-        second = View(dims, right, (_unit(at[0], 3), _unit(at[1], 3)))
-        axis = at[0]
-        total = Reduce(
-            tuple(1 if d == axis else size for d, size in enumerate(dims)),
-            "sum",
-            apply("mul", dims, first, second),
-            (axis,),
-        )
-        return Reshape((rows, columns), total)
+        first = View(dims, left, (unit(0, 3), unit(at[0], 3)))
+        second = View(dims, right, (unit(at[0], 3), unit(at[1], 3)))
+        return Reshape((rows, columns), self._reduced("sum", apply("mul", dims, first, second), at[:1]))
 
     def _matrix(self, node: Node) -> AbstractValue:
         if not node.has_rows or node.shape[0] != BatchDim(1) or len(node.row_shape) != 2:
             raise Unsupported("a batched product other than one matrix for each row")
         return self.value(node)
 
-    def _axes(self, node: Node) -> tuple[tuple[int, ...], bool]:
-        source = node.args[0]
+    def _axes(self, node: Node) -> tuple[int, ...]:
         given = node.args[1] if len(node.args) > 1 else None
         if given is None:
             raise Unsupported(f"{node.label} over everything")
-        dimensions = [given] if isinstance(given, int) else list(given)
-        keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
-        return tuple(sorted(self._axis(source, d) for d in dimensions)), keep
+        return tuple(sorted(self._axis(node.args[0], d) for d in ([given] if isinstance(given, int) else given)))
 
     def _reduced(self, kind: str, operand: AbstractValue, axes: tuple[int, ...]) -> AbstractValue:
         dims = tuple(1 if d in axes else size for d, size in enumerate(operand.dims))
         return Reduce(dims, kind, operand, axes)
 
-    def _shaped(self, node: Node, value: AbstractValue) -> AbstractValue:
-        return value if value.dims == node.row_shape else Reshape(node.row_shape, value)
-
-    def _sum(self, node: Node) -> AbstractValue:
-        axes, _ = self._axes(node)
-        return self._shaped(node, self._reduced("sum", self.value(node.args[0]), axes))
-
-    def _amax(self, node: Node) -> AbstractValue:
-        axes, _ = self._axes(node)
-        return self._shaped(node, self._reduced("max", self.value(node.args[0]), axes))
-
-    def _amin(self, node: Node) -> AbstractValue:
-        axes, _ = self._axes(node)
-        return self._shaped(node, self._reduced("min", self.value(node.args[0]), axes))
-
     def _mean(self, node: Node) -> AbstractValue:
-        axes, _ = self._axes(node)
+        axes = self._axes(node)
         source = self.value(node.args[0])
         total = self._reduced("sum", source, axes)
         count = math.prod(source.dims[axis] for axis in axes)
-        mean = apply("div", total.dims, total, Constant((), float(count)), costly=False)
-        return self._shaped(node, mean)
+        return _of_dims(apply("div", total.dims, total, Constant((), float(count)), costly=False), node)
 
     def _shifted_exp(self, source: AbstractValue, axes: tuple[int, ...]) -> tuple[AbstractValue, AbstractValue]:
         """`source` less its maximum, so that nothing overflows, and the exponential of that."""
@@ -540,10 +477,6 @@ def _spaced(value: AbstractValue, axis: int, step: int, size: int) -> AbstractVa
     if count * step <= size:
         return flat
     return View((*before, size, *behind), flat, identity((*before, size, *behind)))
-
-
-def _unit(position: int, rank: int) -> Affine:
-    return Affine(0, tuple(int(i == position) for i in range(rank)))
 
 
 def _side_by_side(value: AbstractValue) -> bool:

@@ -53,24 +53,18 @@ def _power(node: Node, take: Take) -> AbstractValue:
     return apply("pow", node.row_shape, take(base), take(exponent))
 
 
-def _bounded(node: Node, take: Take, low: Any, high: Any) -> AbstractValue:
-    value = take(node.args[0])
-    for bound, op in ((low, "maximum"), (high, "minimum")):
-        if bound is not None:
-            value = apply(op, node.row_shape, value, take(bound))
-    return value
+def _clamp(**defaults: Any) -> Rule:
+    """Between two bounds, of which the defaults name the arguments; None is no bound."""
 
+    def rule(node: Node, take: Take) -> AbstractValue:
+        bounds = defaults | dict(zip(defaults, node.args[1:], strict=False)) | dict(node.kwargs)
+        value = take(node.args[0])
+        for op, bound in zip(("maximum", "minimum"), bounds.values(), strict=True):
+            if bound is not None:
+                value = apply(op, node.row_shape, value, take(bound))
+        return value
 
-def _clamp(node: Node, take: Take) -> AbstractValue:
-    low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
-    high = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
-    return _bounded(node, take, low, high)
-
-
-def _hardtanh(node: Node, take: Take) -> AbstractValue:
-    low = node.args[1] if len(node.args) > 1 else -1
-    high = node.args[2] if len(node.args) > 2 else 1
-    return _bounded(node, take, low, high)
+    return rule
 
 
 def _masked_fill(node: Node, take: Take) -> AbstractValue:
@@ -105,10 +99,10 @@ POINTWISE: Final[dict[str, Rule]] = {
     "sub": _rule("sub", 2, alpha=1),
     "rsub": _reversed_difference,
     "pow": _power,
-    "clamp": _clamp,
+    "clamp": _clamp(min=None, max=None),
     "clamp_min": _rule("maximum", 2),
     "clamp_max": _rule("minimum", 2),
-    "hardtanh": _hardtanh,
+    "hardtanh": _clamp(min_val=-1, max_val=1),
     "leaky_relu": _rule("leaky_relu", 1, slope=0.01),
     "gelu": _rule("gelu", 1, approximate="none"),
     "softplus": _rule("softplus", 1, beta=1, threshold=20),

@@ -8,14 +8,14 @@
 Shape legend: B sequences, P rows of all steps together, F features of the input.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
 
 from stretto.errors import StrettoError
-from stretto.graph import Loop, Node, Plan, Stage, run
-from stretto.kernels.backends.base import AbstractKernel, Cost, LoopCall, LoopCoroutine, LoopResult, Program
+from stretto.graph import Node, Plan, Stage, run
+from stretto.kernels.backends.base import AbstractKernel, Cost, LoopCall, LoopCoroutine, Program
 from stretto.kernels.batched_ops import as_node_dtype, evaluate_batched
 from stretto.kernels.layout import Layout
 
@@ -36,15 +36,14 @@ class GraphProgram(Program):
         self.plan = plan
         self.kernels = kernels
         self.loops = [kernel for level in kernels for kernel in level]
+        self._once = plan.nodes_at(Stage.ONCE)
+        read = {item for level in plan.maps for node in level for item in node.inputs}
+        self._read_by_maps = {index for index, state in enumerate(plan.graph.states) if state in read}
 
     @property
     def cost(self) -> Cost | None:
         """What its loops cost; None if a kernel does not know."""
-        costs = [kernel.cost for kernel in self.loops]
-        known = [cost for cost in costs if cost is not None]
-        if len(known) < len(costs):
-            return None
-        return Cost(sum(cost.work for cost in known), any(cost.shares_columns for cost in known))
+        return _total(kernel.cost for kernel in self.loops)
 
     def coroutine(
         self,
@@ -65,27 +64,40 @@ class GraphProgram(Program):
         # The step was traced on contiguous rows.
         values[graph.x] = x_PF.contiguous()
         states = [state.contiguous() for state in states]
-        run(plan.nodes_at(Stage.ONCE), values, layout.total)
+        run(self._once, values, layout.total)
         finals: dict[int, torch.Tensor] = {index: states[index] for index in plan.constants_per_row}
-        for index in plan.constants_per_row:
-            if any(graph.states[index] in node.inputs for level in plan.maps for node in level):
-                values[graph.states[index]] = layout.spread(states[index])
-        after = dict(zip(graph.states, graph.next_states, strict=True))
-        position = {state: index for index, state in enumerate(graph.states)}
+        for index in plan.constants_per_row & self._read_by_maps:
+            self._value(graph.states[index], values, layout, states)
         for loops, kernels, maps in zip(plan.loops, self.kernels, plan.maps, strict=True):
             if loops:
-                results = yield self._calls(loops, kernels, layout, states, values)
-                self._take(loops, results, layout, states, values=values, finals=finals)
+                results = yield [
+                    LoopCall(
+                        kernel,
+                        layout,
+                        states=[states[index] for index in loop.states],
+                        per_step=[self._value(node, values, layout, states) for node in loop.per_step],
+                        weights=[values[node] for node in loop.weights],
+                        constants=[states[index] for index in loop.constants_per_row],
+                    )
+                    for loop, kernel in zip(loops, kernels, strict=True)
+                ]
+                for loop, result in zip(loops, results, strict=True):
+                    outputs = zip(loop.outputs, result.outputs, strict=True)
+                    values.update((node, as_node_dtype(tensor, node)) for node, tensor in outputs)
+                    for index, tensor, final_state in zip(loop.states, result.after, result.finals, strict=True):
+                        values[graph.next_states[index]], finals[index] = tensor, final_state
+                    for index in self._read_by_maps.intersection(loop.states):
+                        self._value(graph.states[index], values, layout, states)
             for node in maps:
                 if node.op is None:
-                    if node not in values:
-                        earlier = self._value(after[node], values, layout, states)
-                        values[node] = layout.shift(earlier, states[position[node]])
+                    self._value(node, values, layout, states)
                 elif node not in values:
                     values[node] = evaluate_batched(node, values, layout.total)
-        for index, node in enumerate(graph.next_states):
-            if index not in finals:
-                finals[index] = layout.last(self._value(node, values, layout, states), states[index])
+        finals |= {
+            index: layout.last(self._value(node, values, layout, states), states[index])
+            for index, node in enumerate(graph.next_states)
+            if index not in finals
+        }
         y = self._value(graph.y, values, layout, states)
         return y, [finals[index] for index in range(len(states))]
 
@@ -105,46 +117,13 @@ class GraphProgram(Program):
             value = values[state] = layout.shift(value, states[index])
         return value
 
-    def _calls(
-        self,
-        loops: Sequence[Loop],
-        kernels: Sequence[AbstractKernel],
-        layout: Layout,
-        states: Sequence[torch.Tensor],
-        values: dict[Node, Any],
-    ) -> list[LoopCall]:
-        return [
-            LoopCall(
-                kernel,
-                layout,
-                states=[states[index] for index in loop.states],
-                per_step=[self._value(node, values, layout, states) for node in loop.per_step],
-                weights=[values[node] for node in loop.weights],
-                constants=[states[index] for index in loop.constants_per_row],
-            )
-            for loop, kernel in zip(loops, kernels, strict=True)
-        ]
 
-    def _take(
-        self,
-        loops: Sequence[Loop],
-        results: Sequence[LoopResult],
-        layout: Layout,
-        states: Sequence[torch.Tensor],
-        *,
-        values: dict[Node, Any],
-        finals: dict[int, torch.Tensor],
-    ) -> None:
-        graph = self.plan.graph
-        for loop, result in zip(loops, results, strict=True):
-            values.update((node, as_node_dtype(t, node)) for node, t in zip(loop.outputs, result.outputs, strict=True))
-            for index, after, final_state in zip(loop.states, result.after, result.finals, strict=True):
-                values[graph.next_states[index]] = after
-                finals[index] = final_state
-            for index in loop.states:
-                state = graph.states[index]
-                if state not in values and any(state in node.inputs for level in self.plan.maps for node in level):
-                    values[state] = layout.shift(values[graph.next_states[index]], states[index])
+def _total(costs: Iterable[Cost | None]) -> Cost | None:
+    given = list(costs)
+    known = [cost for cost in given if cost is not None]
+    if len(known) < len(given):
+        return None
+    return Cost(sum(cost.work for cost in known), any(cost.shares_columns for cost in known))
 
 
 def wavefront_chunks(programs: Sequence[Program], layout: Layout) -> int:
@@ -167,12 +146,11 @@ def wavefront_chunks(programs: Sequence[Program], layout: Layout) -> int:
     threads = torch.get_num_threads()
     if len(programs) < 2 or layout.num_nonempty >= threads:
         return 1
-    costs = [program.cost for program in programs]
-    known = [cost for cost in costs if cost is not None]
-    if len(known) < len(costs):
+    cost = _total(program.cost for program in programs)
+    if cost is None:
         return 1
-    total = sum(cost.work for cost in known) * layout.total
-    team = TEAM_SPEEDUP if any(cost.shares_columns for cost in known) else 1.0
+    total = cost.work * layout.total
+    team = TEAM_SPEEDUP if cost.shares_columns else 1.0
     best, chosen = MAX_WAVE_SHARE * total / team, 1
     for count in range(2, min(MAX_WAVE_CHUNKS, layout.num_steps) + 1):
         each = total / len(programs) / count + CHUNK_COST

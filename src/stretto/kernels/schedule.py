@@ -17,7 +17,7 @@ Nothing here depends on the target.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, TypeAlias, final
 
 from stretto.kernels.ir import (
     AbstractValue,
@@ -38,20 +38,16 @@ from stretto.kernels.ir import (
     identity,
     in_order,
     operands_of,
+    unit,
 )
 
 ALIGNMENT: Final = 32
 """Elements that rows of scratch memory are rounded up to: a panel of the widest vectors."""
 
 
-@dataclass(eq=False, slots=True)
-class AbstractExpression:
-    """Computed at every place of a loop."""
-
-
 @final
 @dataclass(eq=False, slots=True)
-class Load(AbstractExpression):
+class Load:
     """An element of a buffer."""
 
     buffer: Buffer
@@ -60,44 +56,34 @@ class Load(AbstractExpression):
 
 @final
 @dataclass(eq=False, slots=True)
-class Number(AbstractExpression):
-    """The same at every place."""
-
-    number: float
-
-
-@final
-@dataclass(eq=False, slots=True)
-class Apply(AbstractExpression):
+class Apply:
     """A pointwise operator of other expressions."""
 
     op: str
     attrs: Mapping[str, Any]
-    operands: tuple[AbstractExpression, ...]
+    operands: "tuple[Expression, ...]"
+
+
+Expression: TypeAlias = Load | Apply | Constant
+"""What is computed at every place of a loop."""
 
 
 @final
 @dataclass(eq=False, slots=True)
 class Item:
-    """One piece of work: a store at every place of a loop, a reduction, or a product.
+    """One piece of work: a store at every place of a loop over `dims`, a reduction over its `axes`, or a product.
 
-    Attributes:
-        kind: What it is.
-        value: What it computes.
-        dims: Sizes of its loop.
-        axes: Dimensions of the loop that a reduction sums over.
-        expression: What is stored or summed.
-        buffer: Where the result goes.
-        target: The place there.
+    The expression is what is stored or summed; of a product, its operand, which lies in memory as a run of elements.
     """
 
     kind: Literal["store", "reduce", "product"]
     value: AbstractValue
     dims: tuple[int, ...]
     axes: tuple[int, ...]
-    expression: AbstractExpression | None
+    expression: Expression
     buffer: Buffer
     target: Affine
+    """The place in the buffer where the result goes."""
 
 
 @final
@@ -165,7 +151,7 @@ class Schedule:
     def _choose_home(self, value: AbstractValue, *, often: bool) -> None:
         if isinstance(value, Product):
             self.homes[value] = self._scratch(value.dims, padded=True)
-            if self.pointer(value.operand) is None:
+            if self._pointer(value.operand) is None:
                 # A product reads its operand from memory, element after element.
                 self._settle(value.operand)
         elif isinstance(value, Reduce):
@@ -188,68 +174,63 @@ class Schedule:
         elif contiguously and self.homes[value].strides != contiguous(value.dims):
             raise Unsupported("a reshape of padded memory")
 
-    def pointer(self, value: AbstractValue) -> tuple[Buffer, int] | None:
+    def _pointer(self, value: AbstractValue) -> tuple[Buffer, int] | None:
         """Where a value lies as a run of elements, if it does."""
         if isinstance(value, Read) or value in self.homes:
             buffer = value.buffer if isinstance(value, Read) else self.homes[value]
             return (buffer, 0) if buffer.strides == contiguous(value.dims) or len(value.dims) == 1 else None
         if isinstance(value, Reshape):
-            return self.pointer(value.base)
+            return self._pointer(value.base)
         if isinstance(value, View):
-            base = self.pointer(value.base)
+            base = self._pointer(value.base)
             if base is None:
                 return None
-            rank = len(value.dims)
-            place = _address(contiguous(value.base.dims), value.index, rank)
-            moving = tuple(0 if size == 1 else factor for size, factor in zip(value.dims, place.factors, strict=True))
-            wanted = tuple(
-                0 if size == 1 else factor for size, factor in zip(value.dims, contiguous(value.dims), strict=True)
-            )
-            return (base[0], base[1] + place.constant) if moving == wanted else None
+            place = _address(contiguous(value.base.dims), value.index, len(value.dims))
+            steps = zip(value.dims, place.factors, contiguous(value.dims), strict=True)
+            if all(size == 1 or found == wanted for size, found, wanted in steps):
+                return base[0], base[1] + place.constant
         return None
 
     def _items(self, copies: list[Root]) -> list[Item]:
         items: list[Item] = []
-        resolve = _Resolver(self.homes)
         for value in self.order:
             if isinstance(value, Product):
-                items.append(Item("product", value, value.dims, (), None, self.homes[value], Affine(0, ())))
+                place = self._pointer(value.operand)
+                assert place is not None
+                operand = Load(place[0], Affine(place[1], ()))
+                items.append(Item("product", value, value.dims, (), operand, self.homes[value], Affine(0, ())))
             elif isinstance(value, Reduce):
                 dims = value.operand.dims
-                whole = resolve.over(dims)(value.operand, identity(dims), rank=len(dims))
-                index = tuple(
-                    Affine(0, tuple(int(i == d and d not in value.axes) for i in range(len(dims))))
-                    for d in range(len(dims))
-                )
+                whole = _Resolver(self.homes, dims)(value.operand, identity(dims))
+                index = tuple(unit(None if d in value.axes else d, len(dims)) for d in range(len(dims)))
                 target = _address(self.homes[value].strides, index, len(dims))
                 items.append(Item("reduce", value, dims, value.axes, whole, self.homes[value], target))
             elif value in self.homes:
-                items += self._stores(value, self.homes[value], resolve)
+                items += self._stores(value, self.homes[value])
         for root in copies:
-            items += self._stores(root.value, root.buffer, resolve, copy=True)
+            items.append(self._store(root.value, root.value, root.buffer))
         return items
 
-    def _stores(
-        self, value: AbstractValue, buffer: Buffer, resolve: "_Resolver", *, copy: bool = False, offset: int = 0
-    ) -> list[Item]:
-        if isinstance(value, Join) and not copy:
-            made: list[Item] = []
-            for part, start in _starts_of(value):
-                place = offset + start * buffer.strides[value.axis]
-                if isinstance(part, Join) and part not in self.homes:
-                    made += self._stores(part, buffer, resolve, offset=place)
-                    continue
-                rank = len(part.dims)
-                expression = resolve.over(part.dims)(part, identity(part.dims), rank=rank)
-                target = _address(buffer.strides, identity(part.dims), rank)
-                target = Affine(place, target.factors)
-                made.append(Item("store", value, part.dims, (), expression, buffer, target))
-            return made
-        rank = len(value.dims)
-        expression = resolve.over(value.dims)(value, identity(value.dims), rank=rank, compute=not copy)
-        target = _address(buffer.strides, identity(value.dims), rank)
-        target = Affine(target.constant + offset, target.factors)
-        return [Item("store", value, value.dims, (), expression, buffer, target)]
+    def _stores(self, value: AbstractValue, buffer: Buffer, offset: int = 0) -> list[Item]:
+        """What puts a value into a buffer; the parts of a join go there one by one."""
+        if not isinstance(value, Join):
+            return [self._store(value, value, buffer, offset, compute=True)]
+        made: list[Item] = []
+        for part, start in _starts_of(value):
+            place = offset + start * buffer.strides[value.axis]
+            if isinstance(part, Join) and part not in self.homes:
+                made += self._stores(part, buffer, place)
+            else:
+                made.append(self._store(value, part, buffer, place))
+        return made
+
+    def _store(
+        self, value: AbstractValue, part: AbstractValue, buffer: Buffer, offset: int = 0, *, compute: bool = False
+    ) -> Item:
+        index = identity(part.dims)
+        expression = _Resolver(self.homes, part.dims)(part, index, compute=compute)
+        target = _address(buffer.strides, index, len(index))
+        return Item("store", value, part.dims, (), expression, buffer, Affine(target.constant + offset, target.factors))
 
     def _group(self, items: list[Item]) -> list[Group]:
         """Put each item into the first group of its kind and sizes that comes late enough.
@@ -261,15 +242,15 @@ class Schedule:
         placed: dict[Buffer, list[tuple[Item, int]]] = {}
         for item in items:
             earliest = 0
-            for load in self._reads(item):
+            for load in loads_in(item.expression):
                 makers = placed.get(load.buffer, [])
                 same = [
-                    (maker, at)
+                    at
                     for maker, at in makers
-                    if maker.kind == "store" and _same_place(maker, item, load.address)
+                    if maker.kind == "store" and (maker.dims, maker.target) == (item.dims, load.address)
                 ]
                 if same and item.kind == "store":
-                    earliest = max(earliest, same[0][1])
+                    earliest = max(earliest, same[0])
                 else:
                     earliest = max([earliest, *(at + 1 for _, at in makers)])
             for at in range(earliest, len(groups)):
@@ -283,108 +264,70 @@ class Schedule:
             placed.setdefault(item.buffer, []).append((item, at))
         return groups
 
-    def _reads(self, item: Item) -> list[Load]:
-        if isinstance(item.value, Product) and item.kind == "product":
-            place = self.pointer(item.value.operand)
-            assert place is not None
-            return [Load(place[0], Affine(place[1], ()))]
-        return loads_in(item.expression)
 
-
-def _same_place(maker: Item, item: Item, at: Affine) -> bool:
-    return maker.dims == item.dims and (maker.target.constant, maker.target.factors) == (at.constant, at.factors)
-
-
-def loads_in(expression: AbstractExpression | None) -> list[Load]:
+def loads_in(expression: Expression) -> list[Load]:
     """Every load of an expression, each once."""
-    found: dict[Load, None] = {}
-    seen: set[AbstractExpression] = set()
+    seen: dict[Expression, None] = {}
     waiting = [expression]
     while waiting:
         item = waiting.pop()
-        if item is None or item in seen:
-            continue
-        seen.add(item)
-        if isinstance(item, Load):
-            found[item] = None
-        elif isinstance(item, Apply):
-            waiting.extend(item.operands)
-    return list(found)
+        if item not in seen:
+            seen[item] = None
+            waiting.extend(item.operands if isinstance(item, Apply) else ())
+    return [item for item in seen if isinstance(item, Load)]
 
 
 @final
 class _Resolver:
-    """Finds the expression of a value at an index.
+    """Finds the expression of a value at an index, an affine function of a loop over `sizes`.
 
-    Args:
-        homes: Values that lie in memory; all others are computed where they are read.
+    Values that have homes lie in memory; all others are computed where they are read.
     """
 
-    def __init__(self, homes: dict[AbstractValue, Buffer]) -> None:
+    def __init__(self, homes: dict[AbstractValue, Buffer], sizes: tuple[int, ...]) -> None:
         self.homes = homes
-        self._made: dict[object, AbstractExpression] = {}
+        self.sizes = sizes
+        self._made: dict[object, Expression] = {}
 
-    def __call__(
-        self, value: AbstractValue, index: tuple[Affine, ...], *, rank: int, compute: bool = False
-    ) -> AbstractExpression:
-        """The expression of `value` at `index`, an affine function of a loop over `rank` dimensions.
-
-        `compute` computes the value itself even if it has a place in memory.
-        """
-        key = (id(value), rank, compute, tuple((part.constant, part.factors) for part in index))
+    def __call__(self, value: AbstractValue, index: tuple[Affine, ...], *, compute: bool = False) -> Expression:
+        """The expression of `value` at `index`; `compute` computes it even if it has a place in memory."""
+        key = (value, index, compute)
         if key not in self._made:
-            self._made[key] = self._find(value, index, rank, compute)
+            self._made[key] = self._find(value, index, compute)
         return self._made[key]
 
-    def _find(  # noqa: PLR0911 - one return a kind of value
-        self, value: AbstractValue, index: tuple[Affine, ...], rank: int, compute: bool
-    ) -> AbstractExpression:
+    def _find(self, value: AbstractValue, index: tuple[Affine, ...], compute: bool) -> Expression:  # noqa: PLR0911 - one return a kind of value
         if isinstance(value, Read):
-            return self._load(value.buffer, index, rank)
+            return self._load(value.buffer, value.buffer.strides, index)
         if value in self.homes and not compute:
-            return self._load(self.homes[value], index, rank)
+            return self._load(self.homes[value], self.homes[value].strides, index)
         if isinstance(value, Constant):
-            return Number(value.number)
+            return value
         if isinstance(value, Map):
-            operands = tuple(self._operand(item, index, rank) for item in value.operands)
-            return Apply(value.op, value.attrs, operands)
+            return Apply(value.op, value.attrs, tuple(self._operand(item, index) for item in value.operands))
         if isinstance(value, View):
-            return self(value.base, _compose(value.index, index, rank), rank=rank)
+            return self(value.base, _compose(value.index, index, len(self.sizes)))
         if isinstance(value, Reshape):
-            through = _reshape_index(value.base.dims, value.dims, index, rank)
-            if through is None:
-                return self._flat(value, index, rank)
-            return self(value.base, through, rank=rank)
+            base = value.base
+            through = _reshape_index(base.dims, value.dims, index, len(self.sizes))
+            if through is not None:
+                return self(base, through)
+            buffer = base.buffer if isinstance(base, Read) else self.homes[base]
+            return self._load(buffer, contiguous(value.dims), index)
         if isinstance(value, Join):
             for part, start in _starts_of(value):
                 shifted = list(index)
                 shifted[value.axis] = Affine(index[value.axis].constant - start, index[value.axis].factors)
-                if _inside(shifted[value.axis], part.dims[value.axis], self._sizes):
-                    return self(part, tuple(shifted), rank=rank)
+                if _inside(shifted[value.axis], part.dims[value.axis], self.sizes):
+                    return self(part, tuple(shifted))
         raise AssertionError(f"{type(value).__name__} is read without a place in memory")
 
-    _sizes: tuple[int, ...] = ()
+    def _operand(self, item: AbstractValue, index: tuple[Affine, ...]) -> Expression:
+        mine = zip(item.dims, index[len(index) - len(item.dims) :], strict=True)
+        return self(item, tuple(unit(None, len(self.sizes)) if size == 1 else part for size, part in mine))
 
-    def over(self, sizes: tuple[int, ...]) -> "_Resolver":
-        """The same, for loops of these sizes."""
-        self._sizes = sizes
-        self._made = {}
-        return self
-
-    def _operand(self, item: AbstractValue, index: tuple[Affine, ...], rank: int) -> AbstractExpression:
-        mine = index[len(index) - len(item.dims) :]
-        still = Affine(0, (0,) * rank)
-        return self(
-            item, tuple(still if size == 1 else part for size, part in zip(item.dims, mine, strict=True)), rank=rank
-        )
-
-    def _load(self, buffer: Buffer, index: tuple[Affine, ...], rank: int) -> Load:
-        return Load(buffer, _address(buffer.strides, index, rank))
-
-    def _flat(self, value: Reshape, index: tuple[Affine, ...], rank: int) -> Load:
-        base = value.base
-        buffer = base.buffer if isinstance(base, Read) else self.homes[base]
-        return Load(buffer, _address(contiguous(value.dims), index, rank))
+    def _load(self, buffer: Buffer, strides: tuple[int, ...], index: tuple[Affine, ...]) -> Load:
+        return Load(buffer, _address(strides, index, len(self.sizes)))
 
 
 def _address(strides: tuple[int, ...], index: tuple[Affine, ...], rank: int) -> Affine:
@@ -412,11 +355,10 @@ def _reshape_index(
 ) -> tuple[Affine, ...] | None:
     """An index under sizes `dims` as one under sizes `base`; None where dimensions were merged."""
     found: list[Affine] = []
-    still = Affine(0, (0,) * rank)
     position = 0
     for size in base:
         if size == 1:
-            found.append(still)
+            found.append(unit(None, rank))
             continue
         group: list[int] = []
         product = 1

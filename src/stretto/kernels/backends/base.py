@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from stretto.errors import StrettoError
-from stretto.graph import Body, Plan
+from stretto.graph import Body, Kind, Node, Plan
 from stretto.kernels.batched_ops import Deferral
 from stretto.kernels.layout import Layout
 
@@ -31,15 +31,8 @@ LoopCoroutine: TypeAlias = "Generator[list[LoopCall], list[LoopResult], tuple[to
 @final
 @dataclass(slots=True)
 class LoopCall:
-    """A loop to run over one batch.
-
-    Attributes:
-        kernel: What runs it.
-        layout: Of the rows.
-        states: Initial states (B, ...).
-        per_step: Values of each step (P, ...).
-        weights: The same for all rows and steps.
-        constants: Parts of the state that never change (B, ...).
+    """A loop to run over one batch: initial states (B, ...), values of each step (P, ...), weights, which are the same
+    for all rows and steps, and parts of the state that never change (B, ...).
     """
 
     kernel: "AbstractKernel"
@@ -64,6 +57,11 @@ class LoopResult:
     outputs: list[torch.Tensor]
     finals: list[torch.Tensor]
     saved: list[torch.Tensor] = field(default_factory=list)
+
+    def by_node(self, body: Body) -> dict[Node, torch.Tensor]:
+        """What it has for each step, by the node that computed it."""
+        nodes = (*body.next_states, *body.outputs, *body.saved)
+        return dict(zip(nodes, (*self.after, *self.outputs, *self.saved), strict=True))
 
 
 @final
@@ -90,23 +88,27 @@ class LoopGradients:
 @final
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What loops cost per row and step, forward and backward.
-
-    Attributes:
-        work: Multiplications, or as much other work as takes as long.
-        shares_columns: Whether several threads usually share few rows.
-    """
+    """What loops cost per row and step, forward and backward."""
 
     work: int
+    """Multiplications, or as much other work as takes as long."""
     shares_columns: bool
+    """Whether several threads usually share few rows."""
 
 
 class AbstractKernel(ABC):
-    """Runs the loop of one body over a batch."""
+    """Runs the loop of one body over a batch.
+
+    Attributes:
+        num_inputs: Tensors of a `LoopCall`: states, values of each step, weights, constants.
+        num_results: Tensors of a `LoopResult` without the saved ones: states after each step, outputs, final states.
+    """
 
     def __init__(self, body: Body) -> None:
         self.body = body
         self.deferral = Deferral(body.deferred)
+        self.num_inputs = [len(body.ports_of(kind)) for kind in Kind]
+        self.num_results = (len(body.next_states), len(body.outputs), len(body.next_states))
 
     @abstractmethod
     def forward(self, call: LoopCall, *, keep: bool) -> LoopResult:
@@ -180,23 +182,17 @@ class Program(ABC):
 @final
 @dataclass(slots=True)
 class TracedStep:
-    """One step of a cell, as a backend gets it.
-
-    Attributes:
-        cell: The cell.
-        state: A state of it, for its structure.
-        device: Where it will run.
-        plan: What is computed where; None if the cell could not be traced.
-        bodies: The loops by level.
-        untraceable: Why it could not be traced.
-    """
+    """One step of a cell, as a backend gets it, with a state for its structure."""
 
     cell: nn.Module
     state: Any
     device: torch.device
     plan: Plan | None = None
+    """What is computed where; None if the cell could not be traced."""
     bodies: list[list[Body]] = field(default_factory=list)
+    """The loops by level."""
     untraceable: str = ""
+    """Why it could not be traced."""
 
 
 class AbstractBackend(ABC):

@@ -72,17 +72,13 @@ class EagerKernel(AbstractKernel):
         ports = {kind: body.ports_of(kind) for kind in Kind}
         wanted = [*(port.gradient for port in ports[Kind.PER_STEP] if port.gradient is not None), *body.to_deferred]
         history: dict[Node, list[torch.Tensor]] = {node: [] for node in wanted}
+        made = result.by_node(body)
         before = [layout.shift(after, state) for after, state in zip(result.after, call.states, strict=True)]
         for step in reversed(range(layout.num_steps)):
             start, count = int(layout.starts_T[step]), int(layout.rows_T[step])
             here = slice(start, start + count)
             values = self._inputs(call, [tensor[here] for tensor in before], start, count)
-            for nodes, tensors in (
-                (body.next_states, result.after),
-                (body.outputs, result.outputs),
-                (body.saved, result.saved),
-            ):
-                values.update((node, tensor[_span(node, here)]) for node, tensor in zip(nodes, tensors, strict=True))
+            values.update((node, tensor[_span(node, here)]) for node, tensor in made.items())
             for node, carry, arriving in zip(body.state_gradients, carried, cotangents.after, strict=True):
                 # The backward step was recorded on rows that lie one after another.
                 values[node] = (carry[:count] if arriving is None else carry[:count] + arriving[here]).contiguous()

@@ -12,7 +12,7 @@ the same, no thread has to wait: a gate's product and the pointwise work on it n
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
-from stretto.kernels.ir import Affine, Buffer, Product, Weight, Where
+from stretto.kernels.ir import Affine, Product, Weight, Where
 from stretto.kernels.schedule import Group, Item, Schedule, loads_in
 
 WHOLE_PANELS: Final = 32
@@ -35,13 +35,13 @@ class _Accesses:
 class Barriers:
     """Finds barriers for the groups of a step, which come in order.
 
-    Args:
-        schedule: The work of the step.
+    Attributes:
+        blocks: Elements of the blocks, such as gates, that a product's result is read in; all if it is read whole.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
         groups = schedule.groups
+        products = [group.items[0] for group in groups if group.kind == "product"]
         self.loads = [
             (group, load)
             for group in groups
@@ -49,20 +49,14 @@ class Barriers:
             for item in group.items
             for load in loads_in(item.expression)
         ]
-        self.operands = {place[0] for group in groups if (place := self._operand(group)) is not None}
+        self.operands = {load.buffer for item in products for load in loads_in(item.expression)}
         self.blocks: dict[Weight, int] = {}
-        for item in (group.items[0] for group in groups if group.kind == "product"):
+        for item in products:
             assert isinstance(item.value, Product)
             weight, block = item.value.weight, self._block(item, item.value)
             self.blocks[weight] = weight.N if self.blocks.get(weight, block) != block else block
         self._since: list[_Accesses] = []
         self._head: list[_Accesses] | None = None
-
-    def _operand(self, group: Group) -> tuple[Buffer, int] | None:
-        value = group.items[0].value
-        if group.kind != "product" or not isinstance(value, Product):
-            return None
-        return self.schedule.pointer(value.operand)
 
     def _block(self, item: Item, product: Product) -> int:
         columns = product.weight.N
@@ -76,10 +70,6 @@ class Barriers:
                     return columns
                 sizes.add(moved[0])
         return sizes.pop() if len(sizes) == 1 else columns
-
-    def block_of(self, product: Product) -> int:
-        """Elements of the blocks, such as gates, that a product's result is read in: all of it, if it is read whole."""
-        return self.blocks[product.weight]
 
     def must_wait(self, group: Group) -> bool:
         """Whether the group reads or overwrites what another thread made or reads since the last barrier."""
@@ -96,13 +86,13 @@ class Barriers:
         return any(_clash(_in_next_step(tail), head) for tail in self._since for head in self._head or self._since)
 
     def _accesses(self, group: Group) -> _Accesses:
-        place = self._operand(group)
-        if place is not None:
+        if group.kind == "product":
             (item,) = group.items
             assert isinstance(item.value, Product)
-            block = self.block_of(item.value)
+            block = self.blocks[item.value.weight]
             owner: Owner = (block, 0) if block % WHOLE_PANELS == 0 else "panels"
-            return _Accesses(reads=[(place[0].name, None)], writes=[(item.buffer.name, owner)])
+            reads: list[tuple[str, Owner]] = [(load.buffer.name, None) for load in loads_in(item.expression)]
+            return _Accesses(reads, writes=[(item.buffer.name, owner)])
         found = _Accesses([], [])
         for item in group.items:
             for load in loads_in(item.expression):

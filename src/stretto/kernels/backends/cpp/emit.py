@@ -9,19 +9,19 @@ A step, for the rows `first` to `end`, is written as products over all rows and 
 """
 
 import math
-from collections.abc import Mapping
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, final
 
 from stretto.kernels.backends.cpp.barriers import Barriers
 from stretto.kernels.backends.cpp.ops import number, template
-from stretto.kernels.ir import Affine, Buffer, Product, Reduce, Weight, Where
-from stretto.kernels.schedule import AbstractExpression, Apply, Group, Item, Load, Number, Schedule, loads_in
+from stretto.kernels.ir import Affine, Buffer, Constant, Product, Reduce, Weight, Where
+from stretto.kernels.schedule import Expression, Group, Item, Load, Schedule, loads_in
 
 INITIAL = {"sum": "0", "max": "-INFINITE", "min": "INFINITE"}
 COMBINE = {"sum": "{0} + {1}", "max": "maximum({1}, {0})", "min": "minimum({1}, {0})"}
 FINISH = {"sum": "reduce_sum", "max": "reduce_max", "min": "reduce_min"}
-
-
+_Axis: TypeAlias = "tuple[int, int]"
+"""The size of a dimension of a loop, or of several that were merged, and the last of them."""
 WAIT = "if (TEAM) barrier->wait(rank, size);"
 
 
@@ -45,7 +45,7 @@ class StepWriter:
             item = group.items[0]
             if group.kind == "product" and isinstance(item.value, Product):
                 weight = item.value.weight
-                self.blocks[item.buffer] = self.weight_blocks[weight] = weight.N // self.barriers.block_of(item.value)
+                self.blocks[item.buffer] = self.weight_blocks[weight] = weight.N // self.barriers.blocks[weight]
 
     def lines(self) -> list[str]:
         """The code, with the barriers that threads sharing a row need."""
@@ -80,9 +80,8 @@ class StepWriter:
     def _product(self, group: Group) -> list[str]:
         (item,) = group.items
         assert isinstance(item.value, Product)
-        place = self.schedule.pointer(item.value.operand)
-        assert place is not None
-        source, offset = place
+        assert isinstance(item.expression, Load)
+        source, offset = item.expression.buffer, item.expression.address.constant
         weight = item.value.weight
         many = math.prod(item.value.dims[:-1])
         blocks = self.weight_blocks[weight]
@@ -105,10 +104,6 @@ class StepWriter:
             f"{_row_pointer(target, 'b')}, {width}, {many}, {share}, room);"
         )
         return ["for (int64_t b = first; b < end; b++)", f"  {inner}"]
-
-
-def _key(place: Affine) -> tuple[int, tuple[int, ...]]:
-    return place.constant, place.factors
 
 
 def _row_stride(buffer: Buffer) -> str:
@@ -143,102 +138,89 @@ class _LoopWriter:
         self.used: dict[Buffer, None] = {}
         self.names: dict[object, str] = {}
         self.body: list[str] = []
-        self.loads = {load: load for item in group.items for load in loads_in(item.expression)}
-        places = [load.address for load in self.loads] + [item.target for item in group.items]
-        self.axes = self._axes(places)
+        self.axes = self._axes()
 
-    def _axes(self, places: list[Affine]) -> list[tuple[int, list[int]]]:
-        """Dimensions of the loop that count, as sizes with the original dimensions merged in each."""
-        dims, reduced = self.group.dims, set(self.group.axes)
-        kept = [d for d, size in enumerate(dims) if size != 1]
-        merged: list[tuple[int, list[int]]] = []
-        for d in kept:
-            if merged and (merged[-1][1][-1] in reduced) == (d in reduced):
-                last = merged[-1][1][-1]
-                if all(place.factors[last] == place.factors[d] * dims[d] for place in places):
-                    merged[-1] = (merged[-1][0] * dims[d], [*merged[-1][1], d])
-                    continue
-            merged.append((dims[d], [d]))
+    def _axes(self) -> list[_Axis]:
+        """Dimensions of the loop that count, merged where all that is read and written lies in one piece."""
+        dims, reduced = self.group.dims, self.group.axes
+        places = [load.address for item in self.group.items for load in loads_in(item.expression)]
+        places += [item.target for item in self.group.items]
+        merged: list[_Axis] = []
+        for d in (d for d, size in enumerate(dims) if size != 1):
+            size, last = merged[-1] if merged else (1, d)
+            if (
+                merged
+                and (last in reduced) == (d in reduced)
+                and all(place.factors[last] == place.factors[d] * dims[d] for place in places)
+            ):
+                merged.pop()
+                merged.append((size * dims[d], d))
+            else:
+                merged.append((dims[d], d))
         return merged
 
     def lines(self) -> list[str]:
         """The code."""
-        if self.group.kind == "store":
-            return self._store()
-        return self._reduce()
+        return self._store() if self.group.kind == "store" else self._reduce()
 
     def _store(self) -> list[str]:
-        *outer, (size, inner) = self.axes or [(1, [])]
+        outer, (size, inner) = self.axes[:-1], self.axes[-1] if self.axes else (1, None)
         for item in self.group.items:
-            assert item.expression is not None
             value = self._code(item.expression, outer, inner)
-            self.names["load", item.buffer, _key(item.target)] = value
+            self.names["load", item.buffer, item.target] = value
             self.body.append(self._write(item, value, outer, inner))
         team = "TEAM" if not outer else "false"
         guarded = self._nest(_sweep(size, self.body, team=team), outer)
         return guarded if not outer else ["if (!TEAM || rank == 0) {", *_indent(guarded), "}"]
 
-    def _nest(self, lines: list[str], outer: list[tuple[int, list[int]]]) -> list[str]:
-        for position in reversed(range(len(outer))):
-            name = f"i{outer[position][1][-1]}"
-            lines = [f"for (int64_t {name} = 0; {name} < {outer[position][0]}; {name}++) {{", *_indent(lines), "}"]
+    def _nest(self, lines: list[str], outer: Sequence[_Axis]) -> list[str]:
+        for size, d in reversed(outer):
+            lines = [f"for (int64_t i{d} = 0; i{d} < {size}; i{d}++) {{", *_indent(lines), "}"]
         return lines
 
     def _reduce(self) -> list[str]:
-        reduced = set(self.group.axes)
-        axes = self.axes or [(1, [len(self.group.dims) - 1])]
-        summed = [axis for axis in axes if axis[1][0] in reduced]
-        kept = [axis for axis in axes if axis[1][0] not in reduced]
+        axes = self.axes or [(1, len(self.group.dims) - 1)]
+        summed = [axis for axis in axes if axis[1] in self.group.axes]
+        kept = [axis for axis in axes if axis[1] not in self.group.axes]
         # Either lanes hold parts of one sum, which are added up at the end, or each lane holds a sum of its own.
         across = (bool(summed) and axes[-1] is summed[-1]) or not kept
-        kinds = [item.value.kind for item in self.group.items if isinstance(item.value, Reduce)]
-        starts = [f"vec sum{n} = broadcast({INITIAL[kind]});" for n, kind in enumerate(kinds)]
-        if across:
-            inner = summed[-1] if summed else (1, [])
-            outer = kept + summed[:-1]
-            for n, (item, kind) in enumerate(zip(self.group.items, kinds, strict=True)):
-                assert item.expression is not None
-                value = f"keep<L>({self._code(item.expression, outer, inner[1])}, {INITIAL[kind]})"
-                self.body.append(f"sum{n} = {COMBINE[kind].format(f'sum{n}', value)};")
-            loop = _sweep(inner[0], self.body)
-            ends = []
-            for n, (item, kind) in enumerate(zip(self.group.items, kinds, strict=True)):
-                where = self._place(item.target, kept, [])
+        size, inner = (summed[-1] if summed else (1, None)) if across else kept[-1]
+        outer = kept + summed[:-1] if across else kept[:-1] + summed
+        starts, ends = [], []
+        for n, item in enumerate(self.group.items):
+            assert isinstance(item.value, Reduce)
+            kind = item.value.kind
+            starts.append(f"vec sum{n} = broadcast({INITIAL[kind]});")
+            value = self._code(item.expression, outer, inner)
+            if across:
+                value = f"keep<L>({value}, {INITIAL[kind]})"
+                ends.append(f"{item.buffer.name}_b[{self._place(item.target, kept, None)}] = {FINISH[kind]}(sum{n});")
                 self.used[item.buffer] = None
-                ends.append(f"{item.buffer.name}_b[{where}] = {FINISH[kind]}(sum{n});")
-            return self._nest(["{", *_indent([*starts, *self._nest(loop, summed[:-1]), *ends]), "}"], kept)
-        inner = kept[-1]
-        outer = kept[:-1] + summed
-        ends = []
-        for n, (item, kind) in enumerate(zip(self.group.items, kinds, strict=True)):
-            assert item.expression is not None
-            value = self._code(item.expression, outer, inner[1])
+            else:
+                ends.append(self._write(item, f"sum{n}", kept[:-1], inner))
             self.body.append(f"sum{n} = {COMBINE[kind].format(f'sum{n}', value)};")
-            ends.append(self._write(item, f"sum{n}", kept[:-1], inner[1]))
-        loop = _sweep(inner[0], [*starts, *self._nest(self.body, summed), *ends])
-        return self._nest(loop, kept[:-1])
+        if across:
+            sums = self._nest(_sweep(size, self.body), summed[:-1])
+            return self._nest(["{", *_indent([*starts, *sums, *ends]), "}"], kept)
+        return self._nest(_sweep(size, [*starts, *self._nest(self.body, summed), *ends]), kept[:-1])
 
-    def _place(self, place: Affine, outer: list[tuple[int, list[int]]], inner: list[int]) -> str:
+    def _place(self, place: Affine, outer: Sequence[_Axis], inner: int | None) -> str:
         """An address without the innermost dimension, or with it where it moves by single elements."""
         terms = [str(place.constant)]
-        for _, dims in outer:
-            factor = place.factors[dims[-1]]
-            if factor:
-                terms.append(f"{factor} * i{dims[-1]}" if factor != 1 else f"i{dims[-1]}")
-        factor = place.factors[inner[-1]] if inner else 0
-        if factor:
-            terms.append(f"{factor} * j" if factor != 1 else "j")
+        moving = [(place.factors[d], f"i{d}") for _, d in outer]
+        moving.append((_factor(place, inner), "j"))
+        terms += [name if factor == 1 else f"{factor} * {name}" for factor, name in moving if factor]
         return " + ".join(terms)
 
-    def _code(self, expression: AbstractExpression, outer: list[tuple[int, list[int]]], inner: list[int]) -> str:
+    def _code(self, expression: Expression, outer: Sequence[_Axis], inner: int | None) -> str:
         """Write what computes `expression` and name the result; what was computed before is used again."""
-        if isinstance(expression, Number):
+        if isinstance(expression, Constant):
             return number(expression.number)
         if isinstance(expression, Load):
-            key: object = ("load", expression.buffer, _key(expression.address))
+            key: object = ("load", expression.buffer, expression.address)
             if key not in self.names:
                 self.used[expression.buffer] = None
-                factor = expression.address.factors[inner[-1]] if inner else 0
+                factor = _factor(expression.address, inner)
                 pointer = f"{expression.buffer.name}_b"
                 place = self._place(expression.address, outer, inner)
                 if (blocks := self.blocks.get(expression.buffer, 1)) > 1:
@@ -252,7 +234,6 @@ class _LoopWriter:
                     text = f"load_strided<L>({pointer} + {place}, {factor})"
                 self.names[key] = self._assign(text)
             return self.names[key]
-        assert isinstance(expression, Apply)
         operands = tuple(self._code(item, outer, inner) for item in expression.operands)
         text = template(expression.op, expression.attrs).format(*operands)
         key = ("apply", text)
@@ -265,14 +246,19 @@ class _LoopWriter:
         self.body.append(f"const vec {name} = {text};")
         return name
 
-    def _write(self, item: Item, value: str, outer: list[tuple[int, list[int]]], inner: list[int]) -> str:
+    def _write(self, item: Item, value: str, outer: Sequence[_Axis], inner: int | None) -> str:
         self.used[item.buffer] = None
-        factor = item.target.factors[inner[-1]] if inner else 1
+        factor = _factor(item.target, inner)
         place = self._place(item.target, outer, inner)
         pointer = f"{item.buffer.name}_b"
         if factor in {0, 1}:
             return f"store<L>({pointer} + {place}, {value});"
         return f"store_strided<L>({pointer} + {place}, {factor}, {value});"
+
+
+def _factor(place: Affine, inner: int | None) -> int:
+    """How far the place moves from one element of the innermost dimension to the next."""
+    return 0 if inner is None else place.factors[inner]
 
 
 def _sweep(size: int, body: list[str], *, team: str = "false") -> list[str]:

@@ -42,6 +42,7 @@ class Generated:
 
     Attributes:
         ir: What it reads and writes.
+        own_buffers: Role, index and size of the buffers that are not uniform, in order.
         packed: Where each weight begins in packed memory, and the elements of all of it.
         scratch: Elements of scratch memory per row.
         private: Elements of scratch memory per row and thread.
@@ -54,6 +55,7 @@ class Generated:
     """
 
     ir: LoopIR
+    own_buffers: list[tuple[str, int, int]]
     packed: list[int]
     scratch: int
     private: int
@@ -84,6 +86,7 @@ def generate(body: Body, way: Way) -> Generated:
     pointwise = sum(math.prod(group.dims) for group in schedule.groups if group.kind != "product")
     made = Generated(
         ir=ir,
+        own_buffers=[(item.role, item.index, item.size) for item in ir.buffers if item.where is not Where.UNIFORM],
         packed=packed,
         scratch=schedule.sizes[Where.SCRATCH],
         private=schedule.sizes[Where.PRIVATE],
@@ -104,23 +107,19 @@ def _function(way: Way, made: Generated, step: list[str], blocks: Mapping[Weight
     steady: list[str] = []
     each: list[str] = []
     for position, buffer in enumerate(buffers):
-        base = f"call.buffers[{position}]"
-        if buffer.where in {Where.ROW, Where.UNIFORM}:
-            steady.append(f"real* const {buffer.name} = {base};")
-        elif buffer.where is Where.PACKED:
-            each.append(f"real* const {buffer.name} = {base} + start * {buffer.size};")
-        elif buffer.where is Where.SAVED:
-            each.append(f"real* const {buffer.name} = {base} + (call.keep ? start : 0) * {buffer.size};")
-        elif buffer.where is Where.STRIDED:
-            steady.append(f"const int64_t {buffer.name}_stride = call.strides[{position}];")
-            each.append(f"real* const {buffer.name} = {base} + start * {buffer.name}_stride;")
-        elif buffer.where is Where.BEFORE:
-            earlier = f"{base} + call.starts[t - 1] * {buffer.size}"
-            each.append(f"real* const {buffer.name} = t ? {earlier} : call.buffers[{position + 1}];")
-        elif buffer.where is Where.CARRY_IN:
-            each.append(f"real* const {buffer.name} = {base} + ((t + 1) & 1) * call.num_rows * {buffer.size};")
-        elif buffer.where is Where.CARRY_OUT:
-            each.append(f"real* const {buffer.name} = {base} + (t & 1) * call.num_rows * {buffer.size};")
+        base, name, size = f"call.buffers[{position}]", buffer.name, buffer.size
+        moving = {
+            Where.PACKED: f"{base} + start * {size}",
+            Where.SAVED: f"{base} + (call.keep ? start : 0) * {size}",
+            Where.STRIDED: f"{base} + start * {name}_stride",
+            Where.BEFORE: f"t ? {base} + call.starts[t - 1] * {size} : call.buffers[{position + 1}]",
+            Where.CARRY_IN: f"{base} + ((t + 1) & 1) * call.num_rows * {size}",
+            Where.CARRY_OUT: f"{base} + (t & 1) * call.num_rows * {size}",
+        }
+        if buffer.where is Where.STRIDED:
+            steady.append(f"const int64_t {name}_stride = call.strides[{position}];")
+        lines_of = each if buffer.where in moving else steady
+        lines_of.append(f"real* const {name} = {moving.get(buffer.where, base)};")
     rest = "continue" if way == "backward" else "break"
     arguments = "const Call& call, int64_t first, int64_t last, int64_t from, int64_t to, int rank, int size"
     lines = [

@@ -1,6 +1,6 @@
 """Loops run by generated C++.
 
-    LoopCall, one per loop --> _Run: pointers and strides --> _Job: which rows --> stretto_run(jobs, threads)
+    LoopCall, one per loop --> _Call: pointers and strides --> _Job: which rows --> stretto_run(jobs, threads)
 
 A job's rows are cut into pieces of about equal work, and threads take pieces, each through all of time. Where rows are
 fewer than threads and the weights are large, the threads run as a team instead and share the columns of every row.
@@ -12,7 +12,8 @@ import ctypes
 import threading
 from array import array
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final, final
+from itertools import accumulate
+from typing import Any, ClassVar, Final, TypeAlias, final
 
 import torch
 
@@ -28,15 +29,17 @@ from stretto.kernels.backends.base import (
     Program,
     TracedStep,
 )
+from stretto.kernels.backends.cpp.batched import find_library, threads_for
 from stretto.kernels.backends.cpp.compiler import NoCompiler, find_compiler, load
-from stretto.kernels.backends.cpp.gemm import threads_for, warm_up
 from stretto.kernels.backends.cpp.generate import Generated, generate, source_of
 from stretto.kernels.buffer_pool import empty
 from stretto.kernels.ir import Unsupported
 from stretto.kernels.layout import Layout
-from stretto.kernels.lower import REAL_DTYPES, value_dtypes
+from stretto.kernels.lower import REAL_DTYPES, Way, value_dtypes
 from stretto.kernels.program import GraphProgram
 
+_Tensors: TypeAlias = "dict[str, Sequence[Any]]"
+"""Tensors by their role in the loop IR; None where the generated code has no such buffer."""
 CACHE_LINE_ELEMENTS: Final = 64
 """Elements that pieces of one memory begin at multiples of, so that no two threads write to one cache line."""
 
@@ -73,7 +76,7 @@ class CppBackend(AbstractBackend):
         assert step.plan is not None
         bodies = [body for level in step.bodies for body in level]
         dtype = _dtype_of(bodies[0]) if bodies else torch.float32
-        products = threading.Thread(target=warm_up, args=(dtype,), daemon=True)
+        products = threading.Thread(target=find_library, args=(dtype,), daemon=True)
         products.start()
         try:
             return GraphProgram(step.plan, [[CppKernel(body) for body in level] for level in step.bodies])
@@ -112,9 +115,6 @@ class _Job(ctypes.Structure):
 class CppKernel(AbstractKernel):
     """One function for all steps forward, one for all steps backward.
 
-    Args:
-        body: The loop.
-
     Raises:
         Unsupported: If no code can be generated for the body, or it cannot be compiled.
     """
@@ -122,7 +122,7 @@ class CppKernel(AbstractKernel):
     def __init__(self, body: Body) -> None:
         super().__init__(body)
         self.dtype = _dtype_of(body)
-        self.functions: dict[str, Generated] = {
+        self.functions: dict[Way, Generated] = {
             "forward": generate(body, "forward"),
             "backward": generate(body, "backward"),
         }
@@ -130,6 +130,12 @@ class CppKernel(AbstractKernel):
         self.library = load(self.source, torch_version=torch.__version__)
         names = ("forward_pack", "forward_work", "backward_pack", "backward_work")
         self.addresses = {name: ctypes.cast(getattr(self.library, name), ctypes.c_void_p).value for name in names}
+        per_step = [port.node for port in body.ports_of(Kind.PER_STEP)]
+        made = (*body.next_states, *body.outputs, *body.saved, *body.to_deferred, *per_step)
+        self._one_row = {node: concrete_shape(node.shape, 1) for node in made}
+        # The gradient of what nothing depends on: one row for all, the distance between rows is zero.
+        arriving = (*body.next_states, *body.outputs)
+        self.zeros = torch.zeros(max((node.row_size for node in arriving), default=0), dtype=self.dtype)
 
     @property
     def cost(self) -> Cost:
@@ -153,15 +159,16 @@ class CppKernel(AbstractKernel):
     @classmethod
     def forward_all(cls, calls: Sequence[LoopCall], *, keep: bool) -> list[LoopResult]:
         """Run loops at once, each by threads of its own where there are enough."""
-        made, runs = [], []
+        made, given = [], []
         for call in calls:
-            kernel = call.kernel
-            assert isinstance(kernel, CppKernel)
+            kernel = _kernel_of(call)
             result = kernel._empty_result(call.layout, keep=keep)
-            tensors = kernel._inputs(call, result) | {"final": result.finals}
-            runs.append(_Run(kernel, "forward", call, tensors, keep=keep))
             made.append(result)
-        _run_all(runs)
+            given.append(kernel._inputs(call, result) | {"final": result.finals})
+            if call.layout.total == 0:
+                for final_state, initial in zip(result.finals, call.states, strict=True):
+                    final_state.copy_(initial)
+        _run_all("forward", calls, given, keep=keep)
         return made
 
     @classmethod
@@ -169,18 +176,17 @@ class CppKernel(AbstractKernel):
         cls, calls: Sequence[LoopCall], results: Sequence[LoopResult], cotangents: Sequence[Cotangents]
     ) -> list[LoopGradients]:
         """Run the same loops backward, at once."""
-        made, runs = [], []
+        made, given = [], []
         for call, result, arriving in zip(calls, results, cotangents, strict=True):
-            kernel = call.kernel
-            assert isinstance(kernel, CppKernel)
+            kernel = _kernel_of(call)
             gradients, tensors = kernel._empty_gradients(call, arriving)
-            runs.append(_Run(kernel, "backward", call, kernel._inputs(call, result) | tensors, keep=True))
             made.append(gradients)
-        _run_all(runs)
+            given.append(kernel._inputs(call, result) | tensors)
+        _run_all("backward", calls, given, keep=True)
         return made
 
-    def _inputs(self, call: LoopCall, result: LoopResult) -> dict[str, list[torch.Tensor]]:
-        """What both directions read or write, by role: contiguous rows of the loop's dtype."""
+    def _inputs(self, call: LoopCall, result: LoopResult) -> _Tensors:
+        """What both directions read or write: contiguous rows of the loop's dtype."""
         return {
             "before": result.after,
             "initial": [self._rows(tensor) for tensor in call.states],
@@ -197,7 +203,8 @@ class CppKernel(AbstractKernel):
         return tensor.to(self.dtype).contiguous()
 
     def _empty(self, rows: int, node: Node) -> torch.Tensor:
-        return empty(*concrete_shape(node.shape, rows), dtype=self.dtype)
+        first, *rest = self._one_row[node]
+        return empty(first * rows, *rest, dtype=self.dtype)
 
     def _empty_result(self, layout: Layout, *, keep: bool) -> LoopResult:
         """Memory for what the loop makes; what nothing will need again gets one row for each sequence."""
@@ -209,9 +216,7 @@ class CppKernel(AbstractKernel):
             saved=[self._empty(total if keep else rows, node) for node in body.saved],
         )
 
-    def _empty_gradients(
-        self, call: LoopCall, arriving: Cotangents
-    ) -> tuple[LoopGradients, dict[str, list[torch.Tensor]]]:
+    def _empty_gradients(self, call: LoopCall, arriving: Cotangents) -> tuple[LoopGradients, _Tensors]:
         """Memory for gradients, and the same by role."""
         body, total = self.body, call.layout.total
         carried = []
@@ -229,105 +234,89 @@ class CppKernel(AbstractKernel):
             for port, tensor in zip(body.ports_of(Kind.CONSTANT), call.constants, strict=True)
         ]
         gradients = LoopGradients([carry[0] for carry in carried], per_step, constants, to_deferred)
-        nothing = torch.empty(0)
-        tensors = {
+        return gradients, {
             "carry_in": carried,
             "carry_out": carried,
-            "d_after": [self._arriving(t, node) for t, node in zip(arriving.after, body.next_states, strict=True)],
-            "d_output": [self._arriving(t, node) for t, node in zip(arriving.outputs, body.outputs, strict=True)],
-            "d_per_step": [nothing if item is None else item for item in per_step],
+            "d_after": [self.zeros if item is None else self._rows(item) for item in arriving.after],
+            "d_output": [self.zeros if item is None else self._rows(item) for item in arriving.outputs],
+            "d_per_step": per_step,
             "to_deferred": to_deferred,
-            "d_constant": [nothing if item is None else item for item in constants],
+            "d_constant": constants,
         }
-        return gradients, tensors
-
-    def _arriving(self, tensor: torch.Tensor | None, node: Node) -> torch.Tensor:
-        if tensor is None:
-            # One row for all: the distance between rows is zero.
-            return torch.zeros(1, node.row_size, dtype=self.dtype).expand(2, -1)
-        # A row of the batch may be several of the tensor's.
-        return self._rows(tensor).reshape(tensor.numel() // max(1, node.row_size), node.row_size)
 
 
-class _Run:
-    """One loop's arguments, kept alive while it runs."""
-
-    def __init__(
-        self,
-        kernel: CppKernel,
-        way: str,
-        call: LoopCall,
-        tensors: dict[str, list[torch.Tensor]],
-        *,
-        keep: bool,
-    ) -> None:
-        self.kernel, self.function, self.way = kernel, kernel.functions[way], way
-        self.layout, self.keep, self.tensors = call.layout, keep, tensors
-        ir = self.function.ir
-        values: dict[Node, Any] = {}
-        for port, tensor in zip(kernel.body.ports_of(Kind.WEIGHT), call.weights, strict=True):
-            values[port.node] = tensor.detach()
-        run(ir.prepared, values, call.layout.total)
-        real = kernel.dtype
-        own = ir.buffers[: len(ir.buffers) - len(ir.uniforms)]
-        pointed = [tensors[buffer.role][buffer.index] for buffer in own]
-        pointed += [values[node].to(real).contiguous() for node in ir.uniforms]
-        matrices = [values[node].to(real) for node in ir.weights]
-        self.pointers = array("q", [tensor.data_ptr() for tensor in pointed] or [0])
-        self.strides = array("q", [tensor.stride(0) if tensor.dim() else 0 for tensor in pointed] or [0])
-        self.weights = array("q", [tensor.data_ptr() for tensor in matrices] or [0])
-        self.weight_strides = array("q", [stride for tensor in matrices for stride in tensor.stride()] or [0])
-        self.alive = (pointed, matrices)
-
-    def prepare(self, *, team: int) -> _Call:
-        """Memory to work in, and the call."""
-        function, rows = self.function, self.layout.num_rows
-        sizes = (
-            function.packed[-1],
-            rows * function.scratch,
-            team * rows * max(function.private, 1),
-            team * rows * function.room,
-        )
-        places = [0]
-        for size in sizes:
-            places.append(places[-1] + -(-size // CACHE_LINE_ELEMENTS) * CACHE_LINE_ELEMENTS)
-        self.memory = empty(places[-1], dtype=self.kernel.dtype)
-        start, each = self.memory.data_ptr(), self.memory.element_size()
-        self.call = _Call(
-            self.layout.num_steps,
-            rows,
-            int(self.keep),
-            *self.layout.addresses,
-            *(item.buffer_info()[0] for item in (self.strides, self.weight_strides, self.pointers, self.weights)),
-            *(start + place * each for place in places[:-1]),
-        )
-        return self.call
+def _kernel_of(call: LoopCall) -> CppKernel:
+    assert isinstance(call.kernel, CppKernel)
+    return call.kernel
 
 
-def _run_all(runs: Sequence[_Run]) -> None:
+def _run_all(way: Way, calls: Sequence[LoopCall], given: Sequence[_Tensors], *, keep: bool) -> None:
     """Share loops and rows out to threads, and run them."""
-    for item in runs:
-        if item.layout.total == 0:
-            _copy_finals(item)
-    runs = [item for item in runs if item.layout.total]
+    runs = [
+        (call.layout, _kernel_of(call), call.weights, tensors)
+        for call, tensors in zip(calls, given, strict=True)
+        if call.layout.total
+    ]
     if not runs:
         return
-    threads = threads_for(sum(item.layout.total * item.function.work for item in runs))
-    rows = sum(item.layout.num_nonempty for item in runs)
-    alone = len(runs) == 1 and rows < threads and runs[0].function.shares_columns
+    threads = threads_for(sum(layout.total * kernel.functions[way].work for layout, kernel, *_ in runs))
+    rows = sum(layout.num_nonempty for layout, *_ in runs)
+    alone = len(runs) == 1 and rows < threads and runs[0][1].functions[way].shares_columns
     team = threads if alone else 1
     jobs = (_Job * len(runs))()
-    for job, item in zip(jobs, runs, strict=True):
-        pieces = 0 if alone else 1 if len(runs) % threads == 0 else min(threads, item.layout.num_nonempty)
-        job.pack = item.kernel.addresses[f"{item.way}_pack"]
-        job.work = item.kernel.addresses[f"{item.way}_work"]
-        job.call = ctypes.addressof(item.prepare(team=team))
-        job.bounds = item.layout.bounds(max(pieces, 1)).buffer_info()[0]
+    busy, alive = 0, []
+    for job, (layout, kernel, weights, tensors) in zip(jobs, runs, strict=True):
+        pieces = 0 if alone else 1 if len(runs) % threads == 0 else min(threads, layout.num_nonempty)
+        busy += pieces
+        call, memory = _call(kernel, kernel.functions[way], layout, weights, tensors, keep=keep, team=team)
+        alive.append((call, memory))
+        job.pack, job.work = kernel.addresses[f"{way}_pack"], kernel.addresses[f"{way}_work"]
+        job.call = ctypes.addressof(call)
+        job.bounds = layout.bounds(max(pieces, 1)).buffer_info()[0]
         job.pieces = pieces
-    busy = min(threads, max(sum(job.pieces for job in jobs), team))
-    runs[0].kernel.library.stretto_run(jobs, ctypes.c_int64(len(runs)), ctypes.c_int64(busy))
+    runs[0][1].library.stretto_run(jobs, ctypes.c_int64(len(runs)), ctypes.c_int64(min(threads, max(busy, team))))
 
 
-def _copy_finals(item: _Run) -> None:
-    for final_state, initial in zip(item.tensors.get("final", []), item.tensors["initial"], strict=False):
-        final_state.copy_(initial)
+def _call(
+    kernel: CppKernel,
+    function: Generated,
+    layout: Layout,
+    weights: Sequence[torch.Tensor],
+    tensors: _Tensors,
+    *,
+    keep: bool,
+    team: int,
+) -> tuple[_Call, Any]:
+    """The arguments of one loop, and everything that they point to, which must be kept until it has run."""
+    ports = kernel.body.ports_of(Kind.WEIGHT)
+    values: dict[Node, Any] = {port.node: tensor.detach() for port, tensor in zip(ports, weights, strict=True)}
+    run(function.ir.prepared, values, layout.total)
+    pointed = [tensors[role][index] for role, index, _ in function.own_buffers]
+    strides = [0 if item is kernel.zeros else own[2] for item, own in zip(pointed, function.own_buffers, strict=True)]
+    pointed += [values[node].to(kernel.dtype).contiguous() for node in function.ir.uniforms]
+    matrices = [values[node].to(kernel.dtype) for node in function.ir.weights]
+    lists = (
+        array("q", strides or [0]),
+        array("q", [stride for tensor in matrices for stride in tensor.stride()] or [0]),
+        array("q", [tensor.data_ptr() for tensor in pointed] or [0]),
+        array("q", [tensor.data_ptr() for tensor in matrices] or [0]),
+    )
+    rows = layout.num_rows
+    sizes = (
+        function.packed[-1],
+        rows * function.scratch,
+        team * rows * max(function.private, 1),
+        team * rows * function.room,
+    )
+    *places, end = accumulate((-(-size // CACHE_LINE_ELEMENTS) * CACHE_LINE_ELEMENTS for size in sizes), initial=0)
+    memory = empty(end, dtype=kernel.dtype)
+    start, each = memory.data_ptr(), memory.element_size()
+    call = _Call(
+        layout.num_steps,
+        rows,
+        int(keep),
+        *layout.addresses,
+        *(item.buffer_info()[0] for item in lists),
+        *(start + place * each for place in places),
+    )
+    return call, (pointed, matrices, lists, memory)
