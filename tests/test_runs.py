@@ -121,11 +121,11 @@ def test_nothing_in_the_run_folder_is_a_pickle(signs: Path) -> None:
 def test_the_padding_of_the_result_is_that_of_the_batches(signs: Path) -> None:
     result = stretto.train("classify", data=signs, out="out", **SMALL)
     updates = [event for event in read_events(result.run) if event["event"] == "update"]
-    real, slots = (sum(event[key] for event in updates) for key in ("steps_real", "slots"))
-    assert result.padding == pytest.approx(1 - real / slots)
-    assert all(event["slots"] == event["rows"] * event["length"] for event in updates)
+    real, padded_steps = (sum(event[key] for event in updates) for key in ("steps_real", "padded_steps"))
+    assert result.padding == pytest.approx(1 - real / padded_steps)
+    assert all(event["padded_steps"] == event["rows"] * event["length"] for event in updates)
     plain = stretto.train("classify", data=signs, out="plain", **(SMALL | {"num_buckets": 1}))
-    assert plain.slot_ratio == 1.0
+    assert plain.padded_steps_ratio == 1.0
 
 
 def test_runs_without_a_folder_are_numbered_and_a_refused_one_leaves_nothing(signs: Path) -> None:
@@ -156,7 +156,11 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(signs: Path, update: int)
     resumed = stretto.train("classify", out="cut", resume=True)
     assert _same(resumed, whole)
     assert resumed.settings == whole.settings
-    assert (resumed.epochs, resumed.padding, resumed.slot_ratio) == (whole.epochs, whole.padding, whole.slot_ratio)
+    assert (resumed.epochs, resumed.padding, resumed.padded_steps_ratio) == (
+        whole.epochs,
+        whole.padding,
+        whole.padded_steps_ratio,
+    )
 
 
 def test_resume_takes_the_latest_run_of_the_task(signs: Path) -> None:

@@ -178,7 +178,7 @@ def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: Abst
 
 def _describe(task: AbstractTask[Any], config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
     """What is recorded at the start: the data, the batches, and what they would be without buckets."""
-    data, report, slot_ratio = task.data, trainer.feed.report(), trainer.state.slot_ratio
+    data, report, padded_steps_ratio = task.data, trainer.feed.report(), trainer.state.padded_steps_ratio
     return {
         "task": task.name,
         "settings": config.recorded(),
@@ -192,8 +192,8 @@ def _describe(task: AbstractTask[Any], config: TrainConfig, trainer: Trainer) ->
         "edges": trainer.feed.edges,
         "histogram": dataclasses.asdict(length_histogram(data.part("train").lengths_N)),
         "report": report,
-        "shuffled_padding": 1.0 - (1.0 - report["padding"]) / slot_ratio,
-        "slot_ratio": slot_ratio,
+        "shuffled_padding": 1.0 - (1.0 - report["padding"]) / padded_steps_ratio,
+        "padded_steps_ratio": padded_steps_ratio,
         "parameters": sum(p.numel() for p in trainer.state.model.parameters()),
         "epochs": config.epochs,
         "versions": {

@@ -88,7 +88,7 @@ def test_the_bar_shows_the_mean_loss_the_speed_and_the_padding() -> None:
     view = LiveView(_console(terminal=True))
     view(started())
     for number, loss in enumerate((4.0, 2.0, 3.0), start=1):
-        view(update(number, loss=loss, time=10.0 + number, steps_real=75, slots=100))
+        view(update(number, loss=loss, time=10.0 + number, steps_real=75, padded_steps=100))
     shown = _bar(view)
     assert "epoch 1/2" in shown
     assert "3/10" in shown

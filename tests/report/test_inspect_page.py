@@ -104,7 +104,7 @@ def test_numbers_equal_a_plain_recomputation(
     assert found.batches == len(batches)
     assert found.padding == pytest.approx(1 - lengths.sum() / padded)
     assert found.shuffled_padding == pytest.approx(1 - lengths.sum() / shuffled)
-    assert found.slot_ratio == pytest.approx(shuffled / padded)
+    assert found.padded_steps_ratio == pytest.approx(shuffled / padded)
 
     lows = [0, *found.edges[:-1]]
     for low, bucket in zip(lows, found.buckets, strict=True):
@@ -140,7 +140,7 @@ def test_the_terminal_shows_the_numbers_at_any_width(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     words = " ".join(text.split())
     assert f"{found.shuffled_padding:.1%} of padded steps when shuffled, {found.padding:.1%} in 6 buckets" in words
-    assert f"{found.slot_ratio:.2f}x fewer padded steps" in words
+    assert f"{found.padded_steps_ratio:.2f}x fewer padded steps" in words
     assert "█" in text
     for bucket in found.buckets:
         assert f"{bucket.edge:,} {bucket.sequences:,} {bucket.batches:,} {bucket.rows:,} {bucket.padding:.1%}" in words
@@ -175,7 +175,7 @@ def test_equal_lengths_need_one_bucket_and_no_padding() -> None:
     found = inspect_lengths(_set([28] * 50), batch_size=8, max_padded_steps=None, num_buckets="auto")
     assert found.edges == [28]
     assert found.padding == found.shuffled_padding == 0.0
-    assert found.slot_ratio == 1.0
+    assert found.padded_steps_ratio == 1.0
     assert found.histogram.counts == (50,)
     assert "28" in _printed(found, width=80)
 
@@ -217,7 +217,7 @@ def test_the_page_shows_the_numbers_and_escapes_names(tmp_path: Path) -> None:
     text = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
     assert "<script>alert(1)" not in text
     assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 3
-    for shown in (f"{found.padding:.1%}", f"{found.shuffled_padding:.1%}", f"{found.slot_ratio:.1f}x fewer"):
+    for shown in (f"{found.padding:.1%}", f"{found.shuffled_padding:.1%}", f"{found.padded_steps_ratio:.1f}x fewer"):
         assert f'<div class="value">{shown}</div>' in text
     assert "<td>6 to 70</td><td>3</td><td>1</td><td>3</td>" in text
     assert 'id="plot-lengths"' in text

@@ -256,7 +256,7 @@ def test_an_end_before_the_last_resumption_does_not_count(tmp_path: Path) -> Non
 
 
 def test_more_slots_than_shuffled_are_shown_as_such(tmp_path: Path) -> None:
-    assert _values(_write(tmp_path, [started(slot_ratio=0.8)]))[-1] == "1.2x more"
+    assert _values(_write(tmp_path, [started(padded_steps_ratio=0.8)]))[-1] == "1.2x more"
 
 
 def test_losses_that_are_missing_are_not_drawn(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_the_published_net_begins_uniform(text: SequenceSet) -> None:
         ({"tokens": "characters"}, "was read as words, and tokens='characters' was given"),
         ({"window": 0}, "window: "),
         ({"batch_size": 100_000}, "100000 streams"),
-        ({"max_padded_steps": 20}, "4 streams with windows of 7 make 28 slots"),
+        ({"max_padded_steps": 20}, "4 streams with windows of 7 make 28 padded steps"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(text: SequenceSet, settings: dict[str, Any], message: str) -> None:

@@ -54,8 +54,8 @@ def test_what_follows_a_restored_state_is_what_would_have_followed(
     state = _state(schedule, seed=0, optimizer=optimizer)
     for _ in range(before):
         _update(state)
-    state.epoch, state.batches_done, state.seconds, state.slots = 1, 3, 0.1 + 0.2, 77
-    state.totals = EpochTotals(loss=1 / 3, count=5, steps_real=6, slots=7, seconds=0.7)
+    state.epoch, state.batches_done, state.seconds, state.padded_steps = 1, 3, 0.1 + 0.2, 77
+    state.totals = EpochTotals(loss=1 / 3, count=5, steps_real=6, padded_steps=7, seconds=0.7)
     saved = state.to_checkpoint(sampler={"epoch": 1}, data_digest="abc")
     save_checkpoint(tmp_path, saved, update=before, keep=1)
     expected = [_update(state) for _ in range(20 - before)]
@@ -69,9 +69,9 @@ def test_what_follows_a_restored_state_is_what_would_have_followed(
     assert json.loads(json.dumps(again.state)) == found.state
     assert again.tensors.keys() == found.tensors.keys()
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in found.tensors.items())
-    assert (restored.num_updates, restored.epoch, restored.batches_done, restored.slots) == (before, 1, 3, 77)
+    assert (restored.num_updates, restored.epoch, restored.batches_done, restored.padded_steps) == (before, 1, 3, 77)
     assert restored.seconds == 0.1 + 0.2
-    assert restored.totals == EpochTotals(loss=1 / 3, count=5, steps_real=6, slots=7, seconds=0.7)
+    assert restored.totals == EpochTotals(loss=1 / 3, count=5, steps_real=6, padded_steps=7, seconds=0.7)
     assert [_update(restored) for _ in range(20 - before)] == expected
     for name, tensor in state.model.state_dict().items():
         assert torch.equal(restored.model.state_dict()[name], tensor), name

@@ -81,8 +81,8 @@ def test_every_word_but_the_first_is_said_once(num_words: int, batch_size: int, 
     assert {len(batches) for batches in by_rank} == {len(feeds[0])} == {feeds[0].report()["batches"]}
     pairs = sorted(pair for batches in by_rank for pair in _pairs(batches))
     assert pairs == [(word, word + 1) for word in range(num_words - 1)]
-    slots = sum(batch.num_padded_steps for batches in by_rank for batch in batches)
-    assert feeds[0].report()["padding"] == pytest.approx(1 - (num_words - 1) / slots)
+    padded_steps = sum(batch.num_padded_steps for batches in by_rank for batch in batches)
+    assert feeds[0].report()["padding"] == pytest.approx(1 - (num_words - 1) / padded_steps)
     for batches in by_rank:
         model = _Model()
         for batch in batches:
@@ -292,7 +292,7 @@ def test_a_nested_state_comes_back_from_a_checkpoint_as_it_was() -> None:
     ("changes", "message"),
     [
         ({"batch_size": 50}, "makes 50 streams of a text of 49 words"),
-        ({"max_padded_steps": 11}, "3 streams with windows of 4 make 12 slots, more than max_padded_steps=11"),
+        ({"max_padded_steps": 11}, "3 streams with windows of 4 make 12 padded steps, more than max_padded_steps=11"),
         ({"num_words": 1}, "a single word"),
     ],
 )

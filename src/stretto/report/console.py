@@ -120,7 +120,7 @@ class LiveView:
 
     def _show_update(self, event: Event) -> None:
         self._real += event["steps_real"]
-        self._padded += event["slots"]
+        self._padded += event["padded_steps"]
         self._seen += 1
         self._loss += (event["loss"] - self._loss) / min(self._seen, 50)
         if self._since is None:
@@ -148,7 +148,7 @@ def start_lines(event: Event) -> list[str]:
         f"{report['streams']} streams in {report['batches']} windows of {report['window']} steps"
         if "streams" in report
         else f"{report['num_buckets']} buckets, {report['batches']} batches per epoch, padding {report['padding']:.1%} "
-        f"(shuffled: {event['shuffled_padding']:.1%}), so {event['slot_ratio']:.1f} times fewer padded steps",
+        f"(shuffled: {event['shuffled_padding']:.1%}), so {event['padded_steps_ratio']:.1f} times fewer padded steps",
     ]
     solver = (event.get("settings") or {}).get("solver", "serial")
     if solver != "serial":
@@ -191,7 +191,7 @@ def result_table(event: Event) -> Table:
         ("seconds", f"{event['seconds']:.1f}"),
         ("real steps/s", f"{event['steps_per_second']:,.0f}"),
         ("padding", f"{event['padding']:.1%}"),
-        ("padded steps saved", f"{event['slot_ratio']:.1f} times fewer than shuffled batches"),
+        ("padded steps saved", f"{event['padded_steps_ratio']:.1f} times fewer than shuffled batches"),
     ]
     solving = event.get("solving")
     if solving:

@@ -80,7 +80,7 @@ class Inspection:
         quantiles: Length by share of sequences, from 0 (the shortest) to 1 (the longest).
         shuffled_padding: Share of padded steps that is padding when batches are drawn from all sequences.
         padding: The same with buckets.
-        slot_ratio: Padded steps of the shuffled batches over those with buckets.
+        padded_steps_ratio: Padded steps of the shuffled batches over those with buckets.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Inspection:
     batches: int
     shuffled_padding: float
     padding: float
-    slot_ratio: float
+    padded_steps_ratio: float
 
 
 def inspect_lengths(
@@ -142,7 +142,7 @@ def inspect_lengths(
         batches=report.batches,
         shuffled_padding=1.0 - real / shuffled,
         padding=report.padding,
-        slot_ratio=shuffled * (1.0 - report.padding) / real,
+        padded_steps_ratio=shuffled * (1.0 - report.padding) / real,
     )
 
 
@@ -253,7 +253,7 @@ def _bar(length: float, *, plain: bool) -> str:
 
 def write_inspection_page(inspection: Inspection, path: Path) -> None:
     """Write the inspection as one HTML file that needs nothing else."""
-    ratio, histogram = inspection.slot_ratio, inspection.histogram
+    ratio, histogram = inspection.padded_steps_ratio, inspection.histogram
     shortest, median, longest = (f"{inspection.quantiles[share]:,.0f}" for share in (0.0, 0.5, 1.0))
     saved = f"{ratio:.1f}x fewer" if ratio >= 1 else f"{1 / ratio:.1f}x more"
     numbers = [
@@ -326,7 +326,7 @@ def _batch_rule(inspection: Inspection) -> str:
 
 def _verdict(inspection: Inspection) -> str:
     """Before and after, in one sentence."""
-    num, ratio = len(inspection.edges), inspection.slot_ratio
+    num, ratio = len(inspection.edges), inspection.padded_steps_ratio
     saved = f"{ratio:.2f}x fewer padded steps" if ratio >= 1 else f"{1 / ratio:.2f}x more padded steps"
     return (
         f"Padding: {inspection.shuffled_padding:.1%} of padded steps when shuffled, {inspection.padding:.1%} in "

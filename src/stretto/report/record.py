@@ -99,7 +99,7 @@ def _updates(events: Sequence[Event]) -> UpdateRecord:
         rows_S=column(found, "rows"),
         length_S=column(found, "length"),
         real_S=column(found, "steps_real"),
-        padded_S=column(found, "slots"),
+        padded_S=column(found, "padded_steps"),
         seconds_S=column(found, "seconds"),
         took_S=_took(events),
         residual_S=column(found, "residual"),

@@ -164,7 +164,7 @@ def _numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     if speed is not None:
         yield "Steps per second", f"{speed:,.0f}", "real time steps, without padding"
     yield from _padding_numbers(record)
-    ratio = started.get("slot_ratio")
+    ratio = started.get("padded_steps_ratio")
     if ratio is not None:
         value = f"{ratio:.1f}x fewer" if ratio >= 1 else f"{1 / ratio:.1f}x more"
         yield "Padded steps saved", value, "than shuffled batches would need"

@@ -473,16 +473,16 @@ class StreamFeed(AbstractFeed):
             self._streams.restart()
 
     def _refuse(self, batch_size: int) -> None:
-        streams, slots = batch_size * self._world.size, batch_size * self._window
+        streams, padded_steps = batch_size * self._world.size, batch_size * self._window
         if streams > self._text.num_steps:
             raise StrettoError(
                 f"batch_size={batch_size} on {self._world.size} ranks makes {streams} streams of a text of "
                 f"{self._text.num_steps} words",
                 fix=f"Lower --batch-size; up to {self.num_sequences} streams are as long as a window.",
             )
-        if self._max_padded_steps is not None and slots > self._max_padded_steps:
+        if self._max_padded_steps is not None and padded_steps > self._max_padded_steps:
             raise StrettoError(
-                f"{batch_size} streams with windows of {self._window} make {slots} slots, more than "
+                f"{batch_size} streams with windows of {self._window} make {padded_steps} padded steps, more than "
                 f"max_padded_steps={self._max_padded_steps}",
                 fix="Raise --max-padded-steps to at least that, or lower --batch-size or --window.",
             )

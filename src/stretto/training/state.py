@@ -13,7 +13,9 @@ from stretto.training.checkpoint import Checkpoint
 from stretto.training.config import TrainConfig
 
 ADAMW_DECAY: Final = 0.01
-POSITION: Final = tuple("num_updates epoch batches_done seconds train_seconds slots steps_real slot_ratio".split())
+POSITION: Final = tuple(
+    "num_updates epoch batches_done seconds train_seconds padded_steps steps_real padded_steps_ratio".split()
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -23,7 +25,7 @@ class EpochTotals:
     loss: float = 0.0
     count: int = 0
     steps_real: int = 0
-    slots: int = 0
+    padded_steps: int = 0
     seconds: float = 0.0
 
 
@@ -49,8 +51,8 @@ class TrainState:
         seconds: Wall clock so far.
         train_seconds: Of it, in updates.
         steps_real: Real time steps so far.
-        slots: Slots so far, padding included.
-        slot_ratio: How many times more slots shuffled batches would have had.
+        padded_steps: Padded steps so far.
+        padded_steps_ratio: How many times more padded steps shuffled batches would have had.
         totals: Sums over the current epoch.
 
     Raises:
@@ -82,9 +84,9 @@ class TrainState:
         self.batches_done = 0
         self.seconds = 0.0
         self.train_seconds = 0.0
-        self.slots = 0
+        self.padded_steps = 0
         self.steps_real = 0
-        self.slot_ratio = 1.0
+        self.padded_steps_ratio = 1.0
         self.totals = EpochTotals()
         self.clip_norm = config.clip_norm
         self.clips = ClipMeter()

@@ -67,7 +67,7 @@ class EpochRecord:
         value: Its value on the validation part.
         seconds: Of the updates, without evaluation.
         steps_per_second: Real time steps per second.
-        padding: Share of slots that were padding.
+        padding: Share of padded steps that were padding.
         clipped: Share of updates whose gradient was clipped.
         solving: What the solver reported; None, and not in the event, if all layers ran sequentially.
     """
@@ -94,10 +94,10 @@ class RunResult:
         metrics: On the test part: the task's metric, and `loss`.
         epochs: Passes over the training data.
         seconds: Wall clock, resumed parts included, opening the data excluded.
-        padding: Share of slots that were padding.
+        padding: Share of padded steps that were padding.
         steps_per_second: Real time steps trained per second.
         checkpoint_overhead: Share of the time in which training waited for checkpoints, since it was last resumed.
-        slot_ratio: How many times more slots shuffled batches would have had.
+        padded_steps_ratio: How many times more padded steps shuffled batches would have had.
         solving: What the solver of the recurrent layers reported: batches, those that fell back, the last and the
             largest residual, the mean of each epoch, and memory; None where all ran sequentially.
         settings: As they were used.
@@ -112,7 +112,7 @@ class RunResult:
     padding: float
     steps_per_second: float
     checkpoint_overhead: float
-    slot_ratio: float
+    padded_steps_ratio: float
     solving: dict[str, Any] | None
     settings: dict[str, Any]
     run: Path
@@ -188,7 +188,7 @@ class Trainer:
             if resume:
                 self._resume()
             else:
-                self.state.slot_ratio = self._slot_ratio()
+                self.state.padded_steps_ratio = self._padded_steps_ratio()
         self._updater = Updater(
             task,
             self.state,
@@ -275,7 +275,7 @@ class Trainer:
         state.train_seconds += seconds
         for sums in (state.totals, state):
             sums.steps_real += total.num_steps
-            sums.slots += total.num_padded_steps
+            sums.padded_steps += total.num_padded_steps
         self._own_steps += update.num_steps
         self._waited += update.waited
 
@@ -297,7 +297,7 @@ class Trainer:
                 rows=total.num_sequences,
                 length=update.batch.features_BTF.shape[1],
                 steps_real=total.num_steps,
-                slots=total.num_padded_steps,
+                padded_steps=total.num_padded_steps,
                 seconds=round(self._elapsed(), 4),
                 loss=update.loss,
                 gradient_norm=update.gradient_norm,
@@ -387,7 +387,7 @@ class Trainer:
             value=evaluation.metrics[self._task.metric],
             seconds=totals.seconds,
             steps_per_second=totals.steps_real / max(1e-9, totals.seconds),
-            padding=1.0 - totals.steps_real / max(1, totals.slots),
+            padding=1.0 - totals.steps_real / max(1, totals.padded_steps),
             clipped=clipped,
             solving=self._monitor.end_epoch(),
         )
@@ -445,10 +445,10 @@ class Trainer:
             metrics=metrics,
             epochs=state.epoch,
             seconds=round(self._elapsed(), 3),
-            padding=1.0 - state.steps_real / max(1, state.slots),
+            padding=1.0 - state.steps_real / max(1, state.padded_steps),
             steps_per_second=round(state.steps_real / max(1e-9, state.train_seconds), 1),
             checkpoint_overhead=round(self._writer.seconds / max(1e-9, time.perf_counter() - self._started), 6),
-            slot_ratio=state.slot_ratio,
+            padded_steps_ratio=state.padded_steps_ratio,
             solving=summarize_solver(self._monitor.epochs),
             settings={"task": self._task.name, **self._config.recorded()},
             run=self._run,
@@ -462,7 +462,7 @@ class Trainer:
         self.log.emit("samples", items=[dataclasses.asdict(sample) for sample in samples])
         write_atomically(self._run / MODEL_FILE, lambda path: save_tensors(state.model.state_dict(), path))
 
-    def _slot_ratio(self) -> float:
+    def _padded_steps_ratio(self) -> float:
         train, config = self._task.data.part("train"), self._config
         shuffled = shuffled_padded_steps(
             train.lengths_N,
