@@ -15,6 +15,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import stretto
 
@@ -233,3 +234,25 @@ def test_distributed_training_reduces_every_gradient(x_TBF: torch.Tensor) -> Non
     found = {name.removeprefix("module."): tensor for name, tensor in _gradients(model, x_TBF).items()}
     _assert_close(found, wanted)
     assert sum(reduced) == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+# Each size is met here first, so that the layer is built while somebody looks on.
+ONLOOKERS: dict[str, tuple[int, Callable[[nn.Module, torch.Tensor], Any]]] = {
+    "compile": (11, lambda model, x: torch.compile(model, backend="aot_eager")(x)),
+    "export": (13, lambda model, x: torch.export.export(model, (x,)).module()(x)),
+    "trace": (15, lambda model, x: torch.jit.trace(model, x)(x)),
+    "checkpoint": (17, lambda model, x: checkpoint(model, x, use_reentrant=False)),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpp"])
+@pytest.mark.parametrize("onlooker", ONLOOKERS)
+def test_what_compiles_exports_or_computes_again_works_and_leaves_the_layer_usable(
+    onlooker: str, backend: Any, x_TBF: torch.Tensor
+) -> None:
+    size, look = ONLOOKERS[onlooker]
+    theirs = nn.Sequential(nn.GRU(F, size + (backend == "cpp")), Outputs()).double()
+    ours = stretto.accelerate(copy.deepcopy(theirs), backend=backend)
+    torch.testing.assert_close(look(ours, x_TBF), theirs(x_TBF), rtol=0.0, atol=1e-10)
+    look(ours, x_TBF).sum().backward()
+    _assert_close(_gradients(ours, x_TBF), _gradients(theirs, x_TBF))

@@ -25,7 +25,7 @@ from stretto.kernels.backends.cpp.compiler import (
     library_folder,
     load,
 )
-from stretto.kernels.build import Built, SaveChoice, build
+from stretto.kernels.build import Built, SaveChoice, build, unseen_by_hooks
 from stretto.kernels.layout import Layout
 from stretto.kernels.program import GraphProgram, wavefront_chunks
 
@@ -55,6 +55,7 @@ __all__ = [
     "register",
     "run_together",
     "unregister",
+    "unseen_by_hooks",
     "wavefront_chunks",
     "without_weights",
 ]

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, final
 
@@ -90,12 +91,17 @@ def build(
     )
 
 
+def unseen_by_hooks() -> AbstractContextManager[None]:
+    """What autograd saves inside is not shown to hooks on saved tensors, such as those of gradient checkpointing."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 def _trace(step: TracedStep, x_shape: tuple[int, ...], x_dtype: torch.dtype) -> None:
     kind = _device_of(step.cell, step.state).type
     full_precision = contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
     try:
         # Whoever calls first may be without gradients; what is built is for everybody.
-        with torch.inference_mode(mode=False), full_precision:
+        with torch.inference_mode(mode=False), full_precision, unseen_by_hooks():
             graph = trace(step.cell, x_shape=x_shape, x_dtype=x_dtype, state=step.state)
             plan = analyse(graph)
             step.bodies = [[derive(graph, loop) for loop in level] for level in plan.loops]

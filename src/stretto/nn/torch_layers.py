@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from stretto import cells
 from stretto.checks import check_choice
 from stretto.errors import StrettoError
-from stretto.kernels import Backend, Built, build
+from stretto.kernels import Backend, Built, build, unseen_by_hooks
 from stretto.nn.ragged import check_lengths, pack_batch, reverse_padded
 from stretto.nn.stack import Direction, assemble, run_stack
 
@@ -53,6 +53,19 @@ def _layer_program(
         state = cell.initial_state(1)
     device = torch.device("cpu")
     return build(cell, x_shape=(input_size,), x_dtype=dtype, state=state, device=device, backend=backend)
+
+
+def _is_looked_at() -> bool:
+    """Whether the call is compiled, exported, traced or transformed: torch's own layer is what such onlookers know.
+
+    Nothing is built then either: a step that is traced under their modes would be remembered as one without a kernel.
+    """
+    return bool(
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack()
+    )
 
 
 class _Accelerated(nn.RNNBase):
@@ -158,7 +171,12 @@ class _Accelerated(nn.RNNBase):
             StrettoError: A backend was asked for by name, and cannot run it.
         """
         data = x.data if isinstance(x, PackedSequence) else x
-        if self._backend == "torch" or not isinstance(data, torch.Tensor) or not self._fits(x, data, hx):
+        if (
+            self._backend == "torch"
+            or _is_looked_at()
+            or not isinstance(data, torch.Tensor)
+            or not self._fits(x, data, hx)
+        ):
             return False
         reason = self._why_not(data.dtype, data.device)
         if reason and self._backend != "auto":
@@ -303,7 +321,7 @@ class _Accelerated(nn.RNNBase):
         best = dict.fromkeys(runs, float("inf"))
         state = None if hx is None else tuple(s.detach() for s in hx) if isinstance(hx, (tuple, list)) else hx.detach()
         weights = [p for p in self.parameters() if p.requires_grad]
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), unseen_by_hooks():
             for turn in range(3):
                 for name, run in runs.items():
                     start = time.perf_counter()
