@@ -62,7 +62,7 @@ def _is_looked_at() -> bool:
     """
     return bool(
         torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
+        or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack()
     )
