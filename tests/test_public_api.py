@@ -24,7 +24,9 @@ NAMES = [
     "cells",
     "collate",
     "distributed",
+    "explain",
     "optimal_edges",
+    "restore",
     "train",
 ]
 HEAVY = ["torch", "numpy", "plotly", "pyarrow", "pydantic", "rich", "tyro", "safetensors"]

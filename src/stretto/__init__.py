@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from stretto.large_batch import LargeBatch as LargeBatch
     from stretto.nn import RNN as RNN
     from stretto.nn import accelerate as accelerate
+    from stretto.nn.explain_model import explain as explain
+    from stretto.nn import restore as restore
     from stretto.runs import train as train
     from stretto.solvers import Multigrid as Multigrid
     from stretto.solvers import Newton as Newton
@@ -37,7 +39,9 @@ HOMES: Final = {
     "TrajectoryCache": "stretto.solvers",
     "accelerate": "stretto.nn",
     "collate": "stretto.batching",
+    "explain": "stretto.nn",
     "optimal_edges": "stretto.batching",
+    "restore": "stretto.nn",
     "train": "stretto.runs",
 }
 
@@ -57,7 +61,9 @@ __all__ = [
     "cells",
     "collate",
     "distributed",
+    "explain",
     "optimal_edges",
+    "restore",
     "train",
 ]
 

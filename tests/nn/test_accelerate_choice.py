@@ -1,12 +1,12 @@
-"""Who runs an accelerated layer: measured once for each kind of batch and reported, and torch itself where it has to.
+"""Who runs an accelerated layer: decided once for each kind of batch and machine, and torch itself where it has to.
 
 Shape legend: B sequences, T steps, F features, H hidden units.
 """
 
 import copy
-import pickle
+import json
 from collections.abc import Callable
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import stretto
 from stretto.errors import StrettoError
+from stretto.nn import choice
 
 F, H = 8, 4
 B, T = 3, 5
@@ -32,152 +33,152 @@ def x_TBF() -> torch.Tensor:
 
 
 @pytest.fixture
-def by_torch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with every call of torch's own GRU."""
-    calls: list[int] = []
-    forward = nn.GRU.forward
-
-    def counted(*given: Any) -> Any:
-        calls.append(1)
-        return forward(*given)
-
-    monkeypatch.setattr(nn.GRU, "forward", counted)
-    return calls
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache without measurements, and a process that knows of none; compiled kernels are where they were."""
+    (tmp_path / "choices").mkdir(mode=0o700)
+    monkeypatch.setattr(choice, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(choice, "_known", {})
+    return tmp_path / "choices"
 
 
-def _measured(layer: Any) -> dict[str, Any]:
-    measured: dict[str, Any] = layer.explain_choice()
-    return measured
+def _backend(layer: nn.Module) -> str:
+    (explained,) = stretto.explain(layer).layers
+    return explained.backend
 
 
-def test_a_kind_of_batch_is_measured_once_and_reported(x_TBF: torch.Tensor, by_torch: list[int]) -> None:
+def _measured(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
+
+
+def test_a_kind_of_batch_is_measured_once_for_all_lengths_and_layers(x_TBF: torch.Tensor, fresh_cache: Path) -> None:
+    first, second = (stretto.accelerate(nn.GRU(F, H).double()) for _ in range(2))
+    first(x_TBF)
+    (measured,) = _measured(fresh_cache)
+    assert measured.keys() == {"generated", "torch"}
+    assert all(fixed >= 0 and per_step >= 0 and fixed + per_step > 0 for fixed, per_step in measured.values())
+    second(x_TBF.repeat(40, 1, 1))
+    first(x_TBF + 1)
+    assert _measured(fresh_cache) == [measured]
+
+
+def test_other_kinds_of_batches_are_measured_by_themselves(x_TBF: torch.Tensor, fresh_cache: Path) -> None:
     layer = stretto.accelerate(nn.GRU(F, H).double())
-    assert _measured(layer) == {}
-    layer(x_TBF)
-    (measured,) = _measured(layer).values()
-    assert measured["faster"] == ("cpp" if measured["ratio"] > 1 else "torch")
-    assert measured["ratio"] > 0
-    by_torch.clear()
-    layer(x_TBF)
-    layer(x_TBF + 1)
-    assert list(_measured(layer).values()) == [measured]
-    assert len(by_torch) == (2 if measured["faster"] == "torch" else 0)
+    wanted = stretto.restore(copy.deepcopy(layer))
+    packed = pack_padded_sequence(x_TBF, torch.tensor([5, 3, 1]))
+    for number, batch in enumerate([x_TBF, x_TBF.repeat(1, 4, 1), packed], start=1):
+        found, expected = layer(batch)[1], wanted(batch)[1]
+        assert (found - expected).abs().max() <= 1e-10
+        assert len(_measured(fresh_cache)) == number
+    with torch.no_grad():
+        layer(x_TBF)
+    assert len(_measured(fresh_cache)) == 4
+    layer.float()(x_TBF.float())
+    assert len(_measured(fresh_cache)) == 5
 
 
 @pytest.mark.parametrize("faster", ["cpp", "torch"])
-def test_who_was_faster_runs(
-    faster: str, x_TBF: torch.Tensor, by_torch: list[int], monkeypatch: pytest.MonkeyPatch
+def test_a_stored_measurement_decides(
+    faster: str, x_TBF: torch.Tensor, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stretto.accelerate(nn.GRU(F, H).double())(x_TBF)
+    (path,) = fresh_cache.iterdir()
+    quick, slow = [1e-6, 1e-6], [1.0, 1.0]
+    lines = {"generated": quick, "torch": slow} if faster == "cpp" else {"generated": slow, "torch": quick}
+    path.write_text(json.dumps(lines))
+    monkeypatch.setattr(choice, "_known", {})
+    layer = stretto.accelerate(nn.GRU(F, H).double())
+    layer(x_TBF)
+    assert _backend(layer) == faster
+
+
+def test_the_faster_one_may_change_with_the_length(
+    x_TBF: torch.Tensor, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stretto.accelerate(nn.GRU(F, H).double())(x_TBF)
+    (path,) = fresh_cache.iterdir()
+    # Equal at 30 steps.
+    path.write_text(json.dumps({"generated": [30.0, 1.0], "torch": [0.0, 2.0]}))
+    monkeypatch.setattr(choice, "_known", {})
+    for steps, faster in [(29, "torch"), (31, "cpp")]:
+        layer = stretto.accelerate(nn.GRU(F, H).double())
+        layer(torch.zeros(steps, B, F, dtype=torch.float64))
+        assert _backend(layer) == faster
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"generated": [1]}', '{"generated": ["x", 1], "torch": [1, 1]}'])
+def test_a_damaged_measurement_is_taken_again(
+    text: str, x_TBF: torch.Tensor, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = stretto.accelerate(nn.GRU(F, H).double())
-    monkeypatch.setattr(type(layer), "_measure", lambda *_, **__: {"faster": faster, "ratio": 1.0})
     layer(x_TBF)
-    assert len(by_torch) == (faster == "torch")
+    (path,) = fresh_cache.iterdir()
+    path.write_text(text)
+    monkeypatch.setattr(choice, "_known", {})
+    layer(x_TBF)
+    assert _measured(fresh_cache)[0].keys() == {"generated", "torch"}
 
 
-def test_other_kinds_of_batches_are_measured_by_themselves(x_TBF: torch.Tensor) -> None:
+def test_a_cache_that_cannot_be_used_does_not_stop_a_layer(
+    x_TBF: torch.Tensor, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> Path:
+        raise StrettoError("the cache folder belongs to another user", fix="")
+
+    monkeypatch.setattr(choice, "cache_folder", refuse)
     layer = stretto.accelerate(nn.GRU(F, H).double())
-    wanted = copy.deepcopy(layer)
-    stretto.accelerate(wanted, backend="torch")
-    packed = pack_padded_sequence(x_TBF, torch.tensor([5, 3, 1]))
-    batches = [x_TBF, x_TBF.repeat(4, 1, 1), x_TBF.repeat(1, 4, 1), packed]
-    for number, batch in enumerate(batches, start=1):
-        found, expected = layer(batch)[1], wanted(batch)[1]
-        assert (found - expected).abs().max() <= 1e-10
-        assert len(_measured(layer)) == number
-    with torch.no_grad():
-        layer(x_TBF)
-    assert len(_measured(layer)) == len(batches) + 1
-    layer.float()(x_TBF.float())
-    assert len(_measured(layer)) == len(batches) + 2
+    wanted = stretto.restore(copy.deepcopy(layer))(x_TBF)[0]
+    assert (layer(x_TBF)[0] - wanted).abs().max() <= 1e-10
+    assert not list(fresh_cache.iterdir())
 
 
+@pytest.mark.usefixtures("fresh_cache")
 def test_measuring_leaves_no_trace(x_TBF: torch.Tensor) -> None:
     layer = stretto.accelerate(nn.GRU(F, H, num_layers=2, dropout=0.5).double())
-    seen: list[int] = []
-    layer.register_forward_hook(lambda *_: seen.append(1))
+    seen: list[str] = []
+    layer.register_forward_hook(lambda *_: seen.append("forward"))
+    for parameter in layer.parameters():
+        parameter.register_hook(lambda _: seen.append("gradient"))
     x_TBF.requires_grad_()
+    saved: list[int] = []
     torch.manual_seed(1)
-    layer(x_TBF)
-    after = torch.get_rng_state()
-    assert len(_measured(layer)) == len(seen) == 1
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(1) or t, lambda t: t):  # type: ignore[func-returns-value]
+        layer(x_TBF)
+    cold, after = len(saved), torch.get_rng_state()
+    assert seen == ["forward"]
     assert x_TBF.grad is None
     assert all(parameter.grad is None for parameter in layer.parameters())
+    saved.clear()
     torch.manual_seed(1)
-    layer(x_TBF)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(1) or t, lambda t: t):  # type: ignore[func-returns-value]
+        layer(x_TBF)
     assert torch.equal(torch.get_rng_state(), after)
+    assert len(saved) == cold
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_measurements_do_not_travel(again: Callable[[nn.Module], nn.Module], x_TBF: torch.Tensor) -> None:
-    layer = stretto.accelerate(nn.GRU(F, H).double())
-    layer(x_TBF)
-    assert _measured(again(layer)) == {}
-    assert len(_measured(layer)) == 1
-    assert _measured(stretto.accelerate(layer)) == {}
-
-
-def test_the_choice_can_be_made_anew(x_TBF: torch.Tensor, by_torch: list[int]) -> None:
+def test_the_choice_can_be_made_anew(x_TBF: torch.Tensor) -> None:
     layer = stretto.accelerate(nn.GRU(F, H).double(), backend="torch")
     wanted = layer(x_TBF)[0]
-    assert len(by_torch) == 1
+    assert _backend(layer) == "torch"
     stretto.accelerate(layer, backend="cpp")
     assert (layer(x_TBF)[0] - wanted).abs().max() <= 1e-10
-    assert len(by_torch) == 1
-    assert _measured(layer) == {}
+    assert _backend(layer) == "cpp"
 
 
-def test_layers_whose_parameters_are_all_frozen_can_be_measured(x_TBF: torch.Tensor) -> None:
-    layer = nn.GRU(F, H).double().requires_grad_(False)
-    wanted = layer(x_TBF)[0]
-    stretto.accelerate(layer)
-    assert (layer(x_TBF)[0] - wanted).abs().max() <= 1e-10
-    assert len(_measured(layer)) == 1
+def test_a_precision_without_a_kernel_is_left_to_torch(x_TBF: torch.Tensor) -> None:
+    theirs = nn.GRU(F, H).bfloat16()
+    ours = stretto.accelerate(copy.deepcopy(theirs), backend="auto")
+    assert torch.equal(ours(x_TBF.bfloat16())[0], theirs(x_TBF.bfloat16())[0])
+    assert _backend(ours) == "torch"
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
-def test_what_has_no_kernel_is_left_to_torch_unless_a_backend_was_named(
-    autocast: bool, x_TBF: torch.Tensor, by_torch: list[int]
-) -> None:
-    dtype = torch.float32 if autocast else torch.bfloat16
-    theirs = nn.GRU(F, H).to(dtype)
-    ours = stretto.accelerate(copy.deepcopy(theirs))
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        wanted = theirs(x_TBF.to(dtype))[0]
-        by_torch.clear()
-        found = ours(x_TBF.to(dtype))[0]
-        assert torch.equal(found, wanted)
-        assert found.dtype == wanted.dtype
-        assert len(by_torch) == 1
-        for backend in ("cpp", "eager"):
-            stretto.accelerate(ours, backend=backend)  # type: ignore[arg-type]
-            reason = "autocast is on" if autocast else "bfloat16"
-            for call in (lambda: ours(x_TBF.to(dtype)), lambda: ours.ragged(x_TBF.to(dtype), [T] * B)):
-                with pytest.raises(StrettoError, match=rf"GRU\(8, 4\).*{backend}.*{reason}") as refused:
-                    call()
-                assert "backend='auto'" in str(refused.value)
-    assert len(by_torch) == 1
-
-
-def test_a_machine_without_a_compiler_runs_torch_unless_a_backend_was_named(
-    x_TBF: torch.Tensor, by_torch: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def built(*_: Any, **__: Any) -> Any:
-        return SimpleNamespace(backend="torch", reason="there is no compiler")
-
-    monkeypatch.setattr("stretto.nn.torch_layers._layer_program", built)
-    layer = stretto.accelerate(nn.GRU(F, H).double())
-    layer(x_TBF)
-    assert len(by_torch) == 1
-    with pytest.raises(StrettoError, match="there is no compiler"):
-        stretto.accelerate(layer, backend="cpp")(x_TBF)
-
-
-def test_auto_without_measuring_takes_the_kernel(x_TBF: torch.Tensor, by_torch: list[int]) -> None:
-    layer = stretto.accelerate(nn.GRU(F, H).double(), measure=False)
-    layer(x_TBF)
-    assert by_torch == []
-    assert _measured(layer) == {}
-    assert torch.equal(layer(x_TBF)[0], stretto.accelerate(layer, backend="cpp")(x_TBF)[0])
+def test_autocast_is_left_to_torch(x_TBF: torch.Tensor) -> None:
+    theirs = nn.GRU(F, H)
+    ours = stretto.accelerate(copy.deepcopy(theirs), backend="cpp")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, wanted = ours(x_TBF.float())[0], theirs(x_TBF.float())[0]
+    assert torch.equal(found, wanted)
+    assert found.dtype == wanted.dtype
+    assert _backend(ours) == "torch"
 
 
 WRONG: dict[str, Callable[[nn.RNNBase], Any]] = {
@@ -202,12 +203,14 @@ def test_wrong_input_is_refused_in_the_words_of_torch(what: str) -> None:
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(StrettoError, match="list is not a module"):
-        stretto.accelerate([nn.GRU(F, H)])  # type: ignore[type-var]
+    for call in (stretto.accelerate, stretto.restore, stretto.explain):
+        with pytest.raises(StrettoError, match="list is not a module"):
+            call([nn.GRU(F, H)])  # type: ignore[operator]
 
 
-def test_an_unknown_kernel_is_refused_and_nothing_is_changed() -> None:
-    layer = nn.GRU(F, H)
+def test_an_unknown_backend_is_refused_and_nothing_is_changed(x_TBF: torch.Tensor) -> None:
+    layer = nn.GRU(F, H).double()
     with pytest.raises(StrettoError, match="'fast'"):
         stretto.accelerate(layer, backend="fast")  # type: ignore[arg-type]
-    assert type(layer) is nn.GRU
+    layer(x_TBF)
+    assert stretto.explain(layer).layers[0].reason == "not accelerated"

@@ -16,7 +16,7 @@ from torch import nn
 from stretto import RNN, cells
 from stretto.cells import Cell, State
 from stretto.graph import delayed_graph, two_loop_graph
-from stretto.nn.explain import PLACES, Explanation
+from stretto.nn.explanation import PLACES, Explanation
 
 TIMES = "\u00d7"
 OLD_KEYS = set(

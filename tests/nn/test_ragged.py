@@ -4,6 +4,7 @@ Shape legend: B sequences, T steps, F features, H hidden units.
 """
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import stretto
 from stretto.errors import StrettoError
-from stretto.nn import open_forget_gates, reverse_padded, torch_layers
+from stretto.nn import open_forget_gates, reverse_padded, run_ragged
 
 F, H, T = 3, 4, 7
 KINDS: dict[str, Any] = {
@@ -61,7 +62,7 @@ def test_a_padded_batch_is_each_sequence_by_itself(
     x_BTF = _padded(lengths)
     x = x_BTF if batch_first else x_BTF.transpose(0, 1)
     y, state = ours(x, lengths=lengths)
-    for found in (y, ours.ragged(x, torch.tensor(lengths))):
+    for found in (y, run_ragged(ours, x, torch.tensor(lengths))):
         y_BTH = found if batch_first else found.transpose(0, 1)
         assert y_BTH.shape[:2] == (len(lengths), T)
         total = wanted_total = y_BTH.new_zeros(())
@@ -130,22 +131,22 @@ def test_replaced_weights_may_have_another_input_width() -> None:
 def test_dropout_between_layers_is_for_training_alone(backend: str) -> None:
     _, ours = _layer("lstm", backend, dropout=0.5)
     x_BTF = torch.randn(2, T, F, dtype=torch.float64)
-    assert not torch.equal(ours.ragged(x_BTF, [7, 3]), ours.ragged(x_BTF, [7, 3]))
+    assert not torch.equal(run_ragged(ours, x_BTF, [7, 3]), run_ragged(ours, x_BTF, [7, 3]))
     ours.eval()
-    assert torch.equal(ours.ragged(x_BTF, [7, 3]), ours.ragged(x_BTF, [7, 3]))
+    assert torch.equal(run_ragged(ours, x_BTF, [7, 3]), run_ragged(ours, x_BTF, [7, 3]))
 
 
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
 @pytest.mark.parametrize("lengths", [[3], [8, 1], [-1, 2], [1.5, 2.0]])
 def test_lengths_that_do_not_fit_are_refused(lengths: list[Any], backend: str) -> None:
     _, ours = _layer("gru", backend)
-    for call in (ours.ragged, lambda x, given: ours(x, lengths=given)):
+    for call in (partial(run_ragged, ours), lambda x, given: ours(x, lengths=given)):
         with pytest.raises(StrettoError, match="length"):
             call(torch.zeros(2, T, F, dtype=torch.float64), lengths)
 
 
 def test_forget_gates_are_opened_in_all_layers_and_directions() -> None:
-    lstm = torch_layers.LSTM(2, 3, 2, bidirectional=True)
+    lstm = nn.LSTM(2, 3, 2, bidirectional=True)
     open_forget_gates(lstm)
     biases = [p for name, p in lstm.named_parameters() if "bias_ih" in name]
     assert len(biases) == 4

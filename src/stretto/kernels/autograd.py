@@ -26,7 +26,7 @@ from stretto.kernels.backends.base import (
     LoopResult,
 )
 from stretto.kernels.backends.eager import EagerKernel
-from stretto.kernels.batched_ops import Earlier, as_node_dtype
+from stretto.kernels.batched_ops import Earlier, as_node_dtype, is_batched, laid_out_like
 from stretto.kernels.layout import Layout
 
 _wants_weights: Final = contextvars.ContextVar("wants_weights", default=True)
@@ -92,13 +92,18 @@ class _Loops(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, calls: Sequence[LoopCall], *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        keep = any(ctx.needs_input_grad)
+        keep = any(ctx.needs_input_grad) and not torch.is_inference_mode_enabled()
         # Not the calls: only tensors that autograd saves are checked for changes, moved elsewhere or computed again.
         ctx.kernels, ctx.layouts = [call.kernel for call in calls], [call.layout for call in calls]
         made = _kernel_class(ctx.kernels).forward_all(calls, keep=keep)
         flat = [tensor for item in made for tensor in (*item.after, *item.outputs, *item.finals)]
         if keep:
-            ctx.save_for_backward(*tensors, *flat, *(tensor for item in made for tensor in item.saved))
+            # Results are saved under another version counter: a user may change them in place, as torch's own layers
+            # allow. The backward pass looks whether one did, and then computes them again.
+            ctx.watched = [_version_of(tensor) for tensor in flat]
+            ctx.versions = [tensor._version for tensor in flat]
+            saved = [tensor for item in made for tensor in item.saved]
+            ctx.save_for_backward(*tensors, *(tensor.data for tensor in flat), *saved)
         return tuple(flat)
 
     @staticmethod
@@ -108,23 +113,37 @@ class _Loops(torch.autograd.Function):
         # Read once: what autograd stores elsewhere, or computes again, is brought back at each read.
         stored = ctx.saved_tensors
         tensors, rest = stored[: len(needed)], stored[len(needed) :]
-        if torch.is_grad_enabled():
-            return None, *_differentiable(kernels, ctx.layouts, tensors, cotangents, needed)
+        again = torch.is_grad_enabled()
+        if again or any(is_batched(item) for item in cotangents):
+            with torch.enable_grad():
+                return None, *_differentiable(kernels, ctx.layouts, tensors, cotangents, needed, again=again)
         calls = _calls(kernels, ctx.layouts, tensors)
         sizes = [kernel.num_results for kernel in kernels]
-        saved = _split(rest[len(cotangents) :], [[len(kernel.body.saved)] for kernel in kernels])
-        results = [
-            LoopResult(*parts, *own) for parts, own in zip(_split(rest[: len(cotangents)], sizes), saved, strict=True)
-        ]
+        if any(item._version != version for item, version in zip(ctx.watched, ctx.versions, strict=True)):
+            results = _kernel_class(kernels).forward_all(calls, keep=True)
+        else:
+            saved = _split(rest[len(cotangents) :], [[len(kernel.body.saved)] for kernel in kernels])
+            made = _split(rest[: len(cotangents)], sizes)
+            results = [LoopResult(*parts, *own) for parts, own in zip(made, saved, strict=True)]
         arriving = [Cotangents(*parts) for parts in _split(cotangents, sizes)]
         found = _kernel_class(kernels).backward_all(calls, results, arriving)
         gradients: list[torch.Tensor | None] = []
         for call, result, gradient, (_, _, asked, _) in zip(
             calls, results, found, _split(needed, [kernel.num_inputs for kernel in kernels]), strict=True
         ):
-            weights = _deferred(call, result, gradient, asked)
+            weights = [
+                None if found is None else laid_out_like(found, weight)
+                for found, weight in zip(_deferred(call, result, gradient, asked), call.weights, strict=True)
+            ]
             gradients += [*gradient.states, *gradient.per_step, *weights, *gradient.constants]
         return None, *gradients
+
+
+def _version_of(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor that shares the version counter: it tells changes in place, and keeps no memory alive."""
+    watched = tensor.detach()
+    watched.data = torch.empty(0, dtype=tensor.dtype)
+    return watched
 
 
 def _deferred(
@@ -161,8 +180,10 @@ def _differentiable(
     tensors: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor | None],
     needed: Sequence[bool],
+    *,
+    again: bool,
 ) -> list[torch.Tensor | None]:
-    """The gradient as something that can itself be differentiated: the loops once more, under autograd."""
+    """The gradient by torch's operators, the loops once more under autograd; to be differentiated `again`, or not."""
     # Aliases: what leads from one of these tensors to another outside of the loops is not followed here.
     tensors = [tensor.view_as(tensor) for tensor in tensors]
     flat: list[torch.Tensor] = []
@@ -173,7 +194,7 @@ def _differentiable(
     wanted = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
     found = iter(
         torch.autograd.grad(
-            [out for out, _ in linked], wanted, [d for _, d in linked], create_graph=True, allow_unused=True
+            [out for out, _ in linked], wanted, [d for _, d in linked], create_graph=again, allow_unused=True
         )
         if linked
         else [None] * len(wanted)

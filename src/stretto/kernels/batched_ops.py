@@ -29,8 +29,8 @@ class _Product(torch.autograd.Function):
         (d_PN,) = gradients
         x_PK, weight_KN = ctx.saved_tensors
         needs_bias, needs_x, needs_weight = ctx.needs_input_grad
-        if torch.is_grad_enabled():
-            # Differentiated once more: by operators that know their own gradients.
+        if torch.is_grad_enabled() or is_batched(d_PN):
+            # Differentiated once more, or several at once: by operators that know how.
             return (
                 d_PN.sum_to_size(ctx.bias_shape) if needs_bias else None,
                 d_PN @ weight_KN.t() if needs_x else None,
@@ -39,8 +39,21 @@ class _Product(torch.autograd.Function):
         return (
             column_sums(d_PN).sum_to_size(ctx.bias_shape) if needs_bias else None,
             product(d_PN, weight_KN.t()) if needs_x else None,
-            weight_gradient(x_PK, d_PN) if needs_weight else None,
+            laid_out_like(weight_gradient(x_PK, d_PN), weight_KN) if needs_weight else None,
         )
+
+
+def is_batched(tensor: torch.Tensor | None) -> bool:
+    """Whether a gradient stands for several, as in `torch.autograd.grad(is_grads_batched=True)`: it has no memory."""
+    functorch = torch._C._functorch
+    return tensor is not None and (functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+def laid_out_like(gradient_KN: torch.Tensor, weight_KN: torch.Tensor) -> torch.Tensor:
+    """A gradient laid out as its weight is: the parameter behind a transposed weight gets a contiguous gradient."""
+    if gradient_KN.dim() != 2 or weight_KN.stride(0) != 1 or weight_KN.is_contiguous():
+        return gradient_KN
+    return gradient_KN.t().contiguous().t()
 
 
 def evaluate_batched(node: Node, values: dict[Node, Any], rows: int) -> Any:

@@ -127,7 +127,7 @@ def _choose(step: TracedStep, wanted: str) -> tuple[AbstractBackend, Program, tu
         elif found is not None:
             reason = f"{found[0].name} is taken first"
         else:
-            program, reason = _try(backend, step)
+            program, reason = _try(backend, step, wanted)
             if program is not None:
                 found = backend, program
             elif backend.name == wanted and backend.generates_code:
@@ -140,11 +140,14 @@ def _choose(step: TracedStep, wanted: str) -> tuple[AbstractBackend, Program, tu
     return *found, tuple(choices)
 
 
-def _try(backend: AbstractBackend, step: TracedStep) -> tuple[Program | None, str]:
-    reason = backend.refuses(step)
-    if reason is not None:
-        return None, reason
+def _try(backend: AbstractBackend, step: TracedStep, wanted: str) -> tuple[Program | None, str]:
     try:
-        return backend.build(step), TAKEN
+        reason = backend.refuses(step)
+        return (backend.build(step), TAKEN) if reason is None else (None, reason)
     except Unsupported as late:
         return None, str(late)
+    except StrettoError as error:
+        # The cache of kernels cannot be used: a reason to take another backend, unless this one was asked for.
+        if wanted == backend.name:
+            raise
+        return None, str(error)

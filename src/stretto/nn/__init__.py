@@ -1,6 +1,5 @@
 """Layers that users put in a model, and long sequences in streams."""
 
-from stretto.nn import torch_layers
 from stretto.nn.bptt import (
     CarriedState,
     Part,
@@ -12,12 +11,13 @@ from stretto.nn.bptt import (
     reset_carried,
     reset_rows,
 )
-from stretto.nn.explain import Explanation
+from stretto.nn.explain_model import LayerExplanation, ModelExplanation, explain
+from stretto.nn.explanation import Explanation
 from stretto.nn.layers import Attention, Standardise, stack_steps, stacked_lengths
 from stretto.nn.ragged import reverse_padded
 from stretto.nn.rnn import RNN
 from stretto.nn.streams import Chunk, Streams
-from stretto.nn.torch_layers import accelerate, open_forget_gates
+from stretto.nn.torch_layers import accelerate, is_accelerated, open_forget_gates, restore, run_ragged
 
 __all__ = [
     "RNN",
@@ -25,6 +25,8 @@ __all__ = [
     "CarriedState",
     "Chunk",
     "Explanation",
+    "LayerExplanation",
+    "ModelExplanation",
     "Part",
     "Standardise",
     "Streams",
@@ -32,13 +34,16 @@ __all__ = [
     "accelerate",
     "carried_states",
     "detach_state",
+    "explain",
     "fresh_state",
     "in_turn",
+    "is_accelerated",
     "open_forget_gates",
     "reset_carried",
     "reset_rows",
+    "restore",
     "reverse_padded",
+    "run_ragged",
     "stack_steps",
     "stacked_lengths",
-    "torch_layers",
 ]

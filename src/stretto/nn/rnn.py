@@ -20,7 +20,7 @@ from stretto.errors import StrettoError
 from stretto.graph import call_cell
 from stretto.kernels import Backend, Built, Layout, Program, SaveChoice, backend_names, build
 from stretto.nn.auto import SolverAutotuner
-from stretto.nn.explain import Explanation
+from stretto.nn.explanation import Explanation
 from stretto.nn.ragged import PackedBatch, pack_batch
 from stretto.nn.stack import Direction, SolverCall, StackResult, assemble, run_stack
 from stretto.solvers import AbstractSolver, CellVariants, Solution
@@ -240,6 +240,11 @@ class RNN(nn.Module):
 
     _last_features: tuple[int, ...] | None = None
     _last_dtype: torch.dtype | None = None
+
+    @property
+    def last_built(self) -> Built | None:
+        """What ran the last call; None before the first."""
+        return next(reversed(self._built.values()), None)
 
     def _build(self, cell: "_Inspected", features: tuple[int, ...], dtype: torch.dtype, initial: Any) -> Built:
         shapes = tuple((part.shape[1:], part.dtype, part.device.type) for part in flatten(initial))

@@ -1,10 +1,30 @@
-"""Torch's recurrent layers, run by generated kernels where those are faster.
+"""Torch's recurrent layers on generated kernels: the same layers, faster.
 
-Shape legend: B sequences, T steps, P real steps of all sequences, L layers times directions, H hidden units.
+An accelerated layer keeps its class, its parameters and its place in the model. It carries one more attribute, the name
+of a backend, which the `forward` of its class looks for:
+
+    layer(x, hx) --> nn.LSTM.forward --+-- not accelerated ---------------------------------------> torch's own
+                                       +-- somebody looks at the call: export, tracing, transforms --> torch's own
+                                       +-- no code is generated for such inputs --------------------> torch's own
+                                       +-- torch is faster for such batches -------------------------> torch's own
+                                       +-- otherwise ------------------------------------------------> generated code
+
+So a subclass that calls `super().forward` is accelerated below its own code, a saved model is made of torch's layers,
+and whatever goes by the type of a layer (quantisation, pruning, summaries) finds the type that it knows.
+
+Shape legend: B sequences, T steps, F features, P real steps of all sequences, L layers times directions, H units.
 """
 
-import time
-from collections.abc import Callable
+import functools
+import logging
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, TypeVar, final, get_args
 
@@ -16,20 +36,492 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from stretto import cells
 from stretto.checks import check_choice
 from stretto.errors import StrettoError
-from stretto.kernels import Backend, Built, build, unseen_by_hooks
+from stretto.kernels import Backend, Built, build
+from stretto.nn.choice import Kind, expected_speedup
 from stretto.nn.ragged import check_lengths, pack_batch, reverse_padded
 from stretto.nn.stack import Direction, assemble, run_stack
 
 Module = TypeVar("Module", bound=nn.Module)
-DTYPES = (torch.float32, torch.float64)
-
-
+KINDS: Final = (nn.RNN, nn.GRU, nn.LSTM)
+DTYPES: Final = (torch.float32, torch.float64)
+BACKEND: Final = "_stretto_backend"
+"""The attribute of an accelerated layer. Its value is a plain string: it can be saved and read without Stretto."""
+UNMEASURED: Final = "auto, unmeasured"
+"""Its value for "auto" that takes generated code wherever there is some."""
+_TENSORS: Final = (torch.Tensor, nn.Parameter)
+_OWN_METHODS: Final = (
+    "check_forward_args",
+    "check_input",
+    "check_hidden_size",
+    "get_expected_hidden_size",
+    "permute_hidden",
+)
+"""What torch's forward calls: a subclass that changes one of these means it to be called."""
 _TORCH_FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "LSTM": torch.lstm,
     "GRU": torch.gru,
     "RNN_TANH": torch.rnn_tanh,
     "RNN_RELU": torch.rnn_relu,
 }
+_log = logging.getLogger("stretto")
+
+
+def accelerate(model: Module, *, backend: Backend = "auto", measure: bool = True) -> Module:
+    """Let every `torch.nn.RNN`, `GRU` and `LSTM` inside `model` run on generated kernels.
+
+    The layers stay what they are: the same class, parameters and `state_dict` keys, the same options, outputs and
+    gradients. Layers of a subclass are accelerated where its code calls `super().forward`. Whatever looks into a layer
+    (`torch.export`, tracing, `torch.func`) finds torch's own. `restore` undoes it, and `explain` says what became of
+    each layer.
+
+    Args:
+        model: Any module; it is also returned.
+        backend: "auto" takes the generated kernel or torch's own, whichever is expected to be faster for a batch.
+            "cpp" always takes the generated kernel, "eager" runs the same loops operator by operator, and "torch"
+            always runs torch's own. Where "cpp" or "eager" cannot run a batch, torch's own does, with a warning.
+        measure: Whether "auto" measures which of the two is faster, once for each kind of layer and machine. If not,
+            it takes the generated kernel wherever there is one.
+
+    Raises:
+        StrettoError: `model` is not a module, or nothing can be compiled here and `backend` is "cpp".
+
+    Example:
+        >>> model = stretto.accelerate(torch.nn.Sequential(torch.nn.GRU(8, 32, batch_first=True)))
+        >>> type(model[0]).__name__
+        'GRU'
+    """
+    check_module(model)
+    check_choice(backend, name="backend", choices=get_args(Backend))
+    _install()
+    taken, left = [], []
+    for name, module in recurrent_modules(model):
+        reason = unfit(module)
+        if reason:
+            left.append(f"{name or type(module).__name__} ({reason})")
+            continue
+        if backend == "cpp":
+            _require_code(name, module)
+        module.__dict__[BACKEND] = backend if measure or backend != "auto" else UNMEASURED
+        RECORDS.pop(module, None)
+        taken.append(name or type(module).__name__)
+    _log.info("accelerated %d recurrent layers: %s", len(taken), ", ".join(taken) or "there is none")
+    if left:
+        _log.info("left alone: %s", "; ".join(left))
+    return model
+
+
+def restore(model: Module) -> Module:
+    """Undo `accelerate`: every layer of `model` runs as torch's own again.
+
+    Args:
+        model: Any module; it is also returned.
+    """
+    check_module(model)
+    for module in model.modules():
+        module.__dict__.pop(BACKEND, None)
+        RECORDS.pop(module, None)
+    return model
+
+
+def check_module(model: Any) -> None:
+    """An error unless it is a module."""
+    if not isinstance(model, nn.Module):
+        raise StrettoError(f"{type(model).__name__} is not a module", fix="Give a torch.nn.Module.")
+
+
+def recurrent_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every recurrent layer or cell of torch's in a model, with its name."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            yield name, module
+
+
+def unfit(module: nn.Module) -> str:
+    """Why a layer cannot be accelerated, whatever its inputs are; empty if it can."""
+    if isinstance(module, nn.RNNCellBase):
+        return "a cell, called once per step from Python: give the loop's body to stretto.RNN"
+    if not isinstance(module, KINDS):
+        return "not a torch.nn.RNN, GRU or LSTM"
+    changed = [name for name in _OWN_METHODS if getattr(type(module), name) is not getattr(_kind_of(module), name)]
+    if changed:
+        return f"{type(module).__name__} has a {changed[0]} of its own"
+    return ""
+
+
+def _kind_of(layer: nn.Module) -> type[nn.RNNBase]:
+    return next(kind for kind in KINDS if isinstance(layer, kind))
+
+
+def _require_code(name: str, layer: nn.Module) -> None:
+    assert isinstance(layer, nn.RNNBase)
+    dtype = next((p.dtype for p in layer.parameters() if p.dtype in DTYPES), torch.float32)
+    reason = _no_code(layer, dtype, "cpp")
+    if reason:
+        raise StrettoError(
+            f"no code can be generated for {name or type(layer).__name__}: {reason}",
+            fix="Choose backend='auto' to run it by torch's own layer; see `stretto doctor`.",
+        )
+
+
+@final
+@dataclass(slots=True)
+class LayerRecord:
+    """What became of a layer's calls: how many were run by which backend, or left to torch for which reason.
+
+    Attributes:
+        calls: By backend and reason.
+        single_steps: Calls of one step.
+        last: The last batch that was not a single step: dtype, T, B, whether packed, whether gradients were wanted.
+    """
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    single_steps: int = 0
+    last: tuple[torch.dtype, int, int, bool, bool] | None = None
+
+
+RECORDS: Final["weakref.WeakKeyDictionary[nn.Module, LayerRecord]"] = weakref.WeakKeyDictionary()
+
+
+class _Forward:
+    """In the place of `forward` in a class of torch's: a layer that is not accelerated gets what was there before."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+        self.accelerated = _accelerated(original)
+
+    def __get__(self, layer: nn.Module | None, owner: type | None = None) -> Any:
+        if layer is None:
+            return self.original
+        return (self.accelerated if BACKEND in layer.__dict__ else self.original).__get__(layer, owner)
+
+
+_installing = threading.Lock()
+
+
+def _install() -> None:
+    with _installing:
+        for kind in KINDS:
+            found = kind.__dict__["forward"]
+            if not isinstance(found, _Forward):
+                kind.forward = _Forward(found)  # type: ignore[method-assign, assignment]
+
+
+def _accelerated(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an accelerated layer, which looks like torch's own to those who read its source.
+
+    TorchScript compiles the source of `forward`: it follows `__wrapped__`, looks up names in `__globals__`, and wants
+    the line number to lie within the class. It gets torch's own source, so a scripted layer is torch's.
+    """
+    run, is_compiling, is_exporting, may_inline = _run_without_dynamo, *_COMPILER
+
+    def forward(self: nn.RNNBase, input: Any, hx: Any = None, lengths: Any = None) -> Any:  # noqa: A002
+        if is_compiling() and (is_exporting() or may_inline()):
+            return original(self, input, hx)
+        return run(self, original, input, hx, lengths)
+
+    made = types.FunctionType(
+        forward.__code__.replace(co_firstlineno=original.__code__.co_firstlineno),
+        original.__globals__,
+        "forward",
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    return functools.wraps(original)(made)
+
+
+def _dynamo_inlines_layers() -> bool:
+    return bool(torch._dynamo.config.allow_rnn)  # asked while Dynamo traces: it is imported
+
+
+_COMPILER: Final = (torch.compiler.is_compiling, torch.compiler.is_exporting, _dynamo_inlines_layers)
+
+
+def _run_without_dynamo(layer: nn.RNNBase, original: Callable[..., Any], x: Any, hx: Any, lengths: Any) -> Any:
+    """Run a layer as one opaque call: Dynamo breaks the graph here, once, and compiles nothing of what runs."""
+    # Importing torch._dynamo takes longer than all of a first call: it is left to those who use it.
+    run = _disabled() if "torch._dynamo" in sys.modules else _run
+    return run(layer, original, x, hx, lengths)
+
+
+_run_without_dynamo._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _disabled() -> Callable[..., Any]:
+    return torch.compiler.disable(_run)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _run(layer: nn.RNNBase, original: Callable[..., Any], x: Any, hx: Any, lengths: Any) -> Any:
+    backend: str = layer.__dict__[BACKEND]
+    if lengths is not None and (isinstance(x, PackedSequence) or x.dim() != 3):
+        raise StrettoError("lengths are for padded batches", fix="Give (batch, steps, features), or no lengths.")
+    reason = "backend='torch' was asked for" if backend == "torch" else torch_only(layer, x, hx, backend)
+    if not reason and lengths is None and backend == "auto" and not _is_faster(layer, x):
+        reason = "torch is faster for such batches"
+    _record(layer, x, "torch" if reason else "eager" if backend == "eager" else "cpp", reason)
+    if not reason:
+        return run_generated(layer, x, hx, lengths)
+    if backend in {"cpp", "eager"} and not is_looked_at():
+        warn_once(f"{type(layer).__name__} runs as torch's own layer instead of {backend!r}: {reason}")
+    return original(layer, x, hx) if lengths is None else _run_packed(layer, original, x, hx, lengths)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Warn, the first time that there is this to say."""
+    warnings.warn(text, stacklevel=2)
+
+
+def _record(layer: nn.RNNBase, x: Any, backend: str, reason: str) -> None:
+    record = RECORDS.get(layer)
+    if record is None:
+        record = RECORDS[layer] = LayerRecord()
+    record.calls[backend, reason] += 1
+    if backend == "torch" and is_looked_at():
+        return
+    is_packed = isinstance(x, PackedSequence)
+    if not is_packed and (not isinstance(x, torch.Tensor) or x.dim() not in {2, 3}):
+        return
+    num_steps = _num_steps(layer, x)
+    if num_steps == 1:
+        record.single_steps += 1
+    else:
+        data = x.data if is_packed else x
+        record.last = (data.dtype, num_steps, _num_rows(layer, x), is_packed, torch.is_grad_enabled())
+
+
+def is_looked_at() -> str:
+    """Who looks at the calls that are made now, and would see a kernel as something opaque; empty if nobody does."""
+    if torch._C._get_tracing_state() is not None:
+        return "the call is traced"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "the call is transformed by torch.func"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode derivatives are taken"
+    if torch._C._len_torch_dispatch_stack() or not _default_device_is_cpu():
+        return "a mode intercepts operators"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on"
+    return ""
+
+
+def _default_device_is_cpu() -> bool:
+    count = torch._C._len_torch_function_stack()
+    if count == 0:
+        return True
+    mode = torch._C._get_function_stack_at(0)
+    return count == 1 and getattr(mode, "device", None) == torch.device("cpu")
+
+
+def torch_only(layer: nn.RNNBase, x: Any, hx: Any, backend: str) -> str:  # noqa: PLR0911 - one return per reason
+    """Why torch's own forward must take a call; empty if generated code can."""
+    reason = is_looked_at()
+    if reason:
+        return reason
+    is_packed = isinstance(x, PackedSequence)
+    data = x.data if is_packed else x
+    if not isinstance(data, torch.Tensor) or data.dtype not in DTYPES:
+        return f"the input is {data.dtype if isinstance(data, torch.Tensor) else type(data).__name__}"
+    states = [] if hx is None else list(hx) if isinstance(hx, (tuple, list)) else [hx]
+    # Weights that are computed when they are read, some of them with a state, are not read more often than by torch.
+    if "parametrizations" not in layer._modules:
+        layer._update_flat_weights()
+    weights = layer._flat_weights
+    for tensor in (data, *states, *weights):
+        if type(tensor) not in _TENSORS:
+            return f"a tensor is a {type(tensor).__name__}"
+        if tensor.device.type != "cpu" or tensor.dtype != data.dtype or tensor.layout is not torch.strided:
+            return "inputs, states and weights are not all on the CPU, strided, and of one dtype"
+        if tensor.is_neg():
+            return "a tensor is a negated view"
+    num_dims = data.dim()
+    if num_dims != 2 and (is_packed or num_dims != 3):
+        return "the input has neither two nor three dimensions"
+    if data.numel() == 0 or [tuple(w.shape) for w in weights] != _weight_shapes(layer, data.shape[-1]):  # type: ignore[union-attr]
+        return "the input or a weight does not fit the layer, or there is no input"
+    if is_packed and not _is_well_formed(x):
+        return "the packed batch is malformed"
+    if states:
+        is_single = num_dims == 2 and not is_packed
+        wanted = [(n, h) if is_single else (n, b, h) for n, b, h in _state_shapes(layer, _num_rows(layer, x))]
+        if isinstance(hx, (tuple, list)) != (layer.mode == "LSTM") or [tuple(s.shape) for s in states] != wanted:
+            return "the state does not fit the layer"
+    return _no_code(layer, data.dtype, backend)
+
+
+def _weight_shapes(layer: nn.RNNBase, input_width: int) -> list[tuple[int, ...]]:
+    """Of all parameters in torch's order, for inputs of this width: `functional_call` may bring others."""
+    hidden, out = layer.hidden_size, layer.proj_size or layer.hidden_size
+    rows = {"LSTM": 4, "GRU": 3}.get(layer.mode, 1) * hidden
+    shapes: list[tuple[int, ...]] = []
+    for index in range(_num_slices(layer)):
+        width = input_width if index < _num_directions(layer) else output_width(layer)
+        shapes += [(rows, width), (rows, out), *[(rows,)] * (2 * layer.bias), *[(out, hidden)] * bool(layer.proj_size)]
+    return shapes
+
+
+def _no_code(layer: nn.RNNBase, dtype: torch.dtype, backend: str) -> str:
+    """Why nothing could be built for a layer; empty if something was."""
+    for width in (input_width(layer), output_width(layer))[: layer.num_layers]:
+        built = _program(layer, width, dtype, backend)
+        if built.backend != ("eager" if backend == "eager" else "cpp"):
+            warn_once(f"{type(layer).__name__} runs as torch's own layer: {built.reason}; see `stretto doctor`")
+            return built.reason
+    return ""
+
+
+def _is_well_formed(x: PackedSequence) -> bool:
+    sizes = x.batch_sizes
+    falls = bool((sizes[1:] <= sizes[:-1]).all())
+    return falls and int(sizes[-1]) > 0 and int(sizes.sum()) == len(x.data)
+
+
+def speedup_of(
+    layer: nn.RNNBase, *, dtype: torch.dtype, num_steps: int, num_rows: int, packed: bool, training: bool
+) -> float:
+    """How many times faster than torch's own generated code is expected to be for such a batch."""
+    kind = Kind(
+        mode=layer.mode,
+        input_size=input_width(layer),
+        hidden_size=layer.hidden_size,
+        proj_size=layer.proj_size,
+        num_layers=layer.num_layers,
+        bidirectional=layer.bidirectional,
+        bias=layer.bias,
+        dtype=dtype,
+        training=training,
+        packed=packed,
+        num_rows=1 << (num_rows - 1).bit_length(),
+        threads=torch.get_num_threads(),
+    )
+    return expected_speedup(kind, num_steps=num_steps, generated=run_generated, original=_run_original)
+
+
+def _run_original(layer: nn.RNNBase, x: Any) -> Any:
+    return type(layer).forward(layer, x)
+
+
+def _is_faster(layer: nn.RNNBase, x: Any) -> bool:
+    is_packed = isinstance(x, PackedSequence)
+    return (
+        speedup_of(
+            layer,
+            dtype=(x.data if is_packed else x).dtype,
+            num_steps=_num_steps(layer, x),
+            num_rows=_num_rows(layer, x),
+            packed=is_packed,
+            training=torch.is_grad_enabled(),
+        )
+        >= 1.0
+    )
+
+
+def run_generated(layer: nn.RNNBase, x: Any, hx: Any = None, lengths: Any = None) -> Any:
+    """On generated kernels, or the same loops operator by operator."""
+    backend: str = layer.__dict__.get(BACKEND, "cpp")
+    layer._update_flat_weights()
+    is_single = not isinstance(x, PackedSequence) and x.dim() == 2
+    if is_single:
+        x = x.unsqueeze(0 if layer.batch_first else 1)
+        hx = None if hx is None else tuple(s.unsqueeze(1) for s in (hx if isinstance(hx, (tuple, list)) else [hx]))
+    packed = pack_batch(x, lengths, batch_first=layer.batch_first)
+    states_LBH = _states_LBH(layer, packed.x_PF, hx, packed.layout.num_rows)
+    if packed.order_B is not None:
+        states_LBH = [state.index_select(1, packed.order_B) for state in states_LBH]
+
+    def direction(index: int, features: tuple[int, ...]) -> Direction:
+        program = _program(layer, features[0], packed.x_PF.dtype, backend).program
+        return Direction(program, weights_of(layer, index), [state[index] for state in states_LBH])
+
+    layers = assemble(
+        direction,
+        output_shape=lambda *_: (layer.proj_size or layer.hidden_size,),
+        features=tuple(packed.x_PF.shape[1:]),
+        num_layers=layer.num_layers,
+        num_directions=_num_directions(layer),
+    )
+    result = run_stack(layers, packed.layout, packed.x_PF, dropout=layer.dropout if layer.training else 0.0)
+    y = packed.unpack(result.y_PF)
+    finals = [torch.stack(parts) for parts in zip(*result.states, strict=True)]
+    if packed.order_B is not None:
+        back_B = torch.argsort(packed.order_B)
+        finals = [state.index_select(1, back_B) for state in finals]
+    if is_single:
+        y = y.squeeze(0 if layer.batch_first else 1)  # type: ignore[union-attr]
+        finals = [state.squeeze(1) for state in finals]
+    return y, tuple(finals) if layer.mode == "LSTM" else finals[0]
+
+
+def run_ragged(layer: nn.RNNBase, x: torch.Tensor, lengths: Any) -> torch.Tensor:
+    """Outputs for a padded batch of sequences of these lengths, zero after each one's end.
+
+    The same as `layer(x, lengths=lengths)[0]` of an accelerated layer, but where torch's own implementation runs, it
+    runs on the padded batch, each direction over sequences that are reversed within their lengths: torch's layers are
+    several times slower on packed batches.
+    """
+    if is_accelerated(layer, x):
+        return run_generated(layer, x, lengths=lengths)[0]  # type: ignore[no-any-return]
+    return _run_padded(layer, x, lengths)
+
+
+def is_accelerated(layer: nn.RNNBase, x: torch.Tensor) -> bool:
+    """Whether something else than torch's own implementation runs batches of this type and device."""
+    backend: str = layer.__dict__.get(BACKEND, "torch")
+    layer._update_flat_weights()  # a call with other weights may have left those
+    like_x = x[:1, :1, :1].expand(1, 1, input_width(layer))
+    return backend != "torch" and not torch_only(layer, like_x, None, backend)
+
+
+def _run_padded(layer: nn.RNNBase, x: torch.Tensor, lengths: Any) -> torch.Tensor:
+    """Torch's own layers, one direction at a time, on the padded batch."""
+    layer._update_flat_weights()
+    x_BTF = x if layer.batch_first else x.transpose(0, 1)
+    lengths_B = torch.from_numpy(check_lengths(lengths, *x_BTF.shape[:2])).to(x.device)
+    behind_BT1 = (torch.arange(x_BTF.shape[1], device=x.device) >= lengths_B[:, None])[..., None]
+    # Padding may hold anything, and NaN times a gradient of zero is NaN.
+    x_BTF = x_BTF.masked_fill(behind_BT1, 0.0)
+    zeros = [x_BTF.new_zeros(1, *shape[1:]) for shape in _state_shapes(layer, len(x_BTF))]
+    run = _TORCH_FUNCTIONS[layer.mode]
+    for number in range(layer.num_layers):
+        if number and layer.dropout:
+            x_BTF = functional.dropout(x_BTF, layer.dropout, training=layer.training)
+        outputs = []
+        for reverse in range(_num_directions(layer)):
+            given_BTF = reverse_padded(x_BTF, lengths_B) if reverse else x_BTF
+            weights = list(weights_of(layer, number * _num_directions(layer) + reverse).values())
+            state = tuple(zeros) if layer.mode == "LSTM" else zeros[0]
+            y_BTH = run(given_BTF, state, weights, layer.bias, 1, 0.0, layer.training, False, True)[0]
+            outputs.append(reverse_padded(y_BTH, lengths_B) if reverse else y_BTH)
+        x_BTF = torch.cat(outputs, dim=-1).masked_fill(behind_BT1, 0.0)
+    return x_BTF if layer.batch_first else x_BTF.transpose(0, 1)
+
+
+def _run_packed(layer: nn.RNNBase, original: Callable[..., Any], x: torch.Tensor, hx: Any, lengths: Any) -> Any:
+    """Torch's own layer on a packed batch; sequences without steps, which it refuses, keep their state."""
+    batch_dim, steps = (0, x.shape[1]) if layer.batch_first else (1, x.shape[0])
+    lengths_B = torch.from_numpy(check_lengths(lengths, x.shape[batch_dim], steps))
+    if bool((lengths_B == steps).all()):
+        return original(layer, x, hx)
+    states = _states_LBH(layer, x, hx, len(lengths_B))
+    rows_M = lengths_B.nonzero().flatten()
+    there_M = rows_M.to(x.device)
+    shape = [steps, steps, output_width(layer)]
+    shape[batch_dim] = len(lengths_B)
+    y = x.new_zeros(shape)
+    if len(rows_M):
+        packed = pack_padded_sequence(
+            x.index_select(batch_dim, there_M),
+            lengths_B[rows_M],
+            batch_first=layer.batch_first,
+            enforce_sorted=False,
+        )
+        given = tuple(state.index_select(1, there_M) for state in states)
+        found, after = original(layer, packed, given if layer.mode == "LSTM" else given[0])
+        padded, _ = pad_packed_sequence(found, batch_first=layer.batch_first, total_length=steps)
+        y = y.index_copy(batch_dim, there_M, padded)
+        news = after if layer.mode == "LSTM" else (after,)
+        states = [old.index_copy(1, there_M, new) for old, new in zip(states, news, strict=True)]
+    return y, tuple(states) if layer.mode == "LSTM" else states[0]
 
 
 @lru_cache(maxsize=256)
@@ -55,350 +547,69 @@ def _layer_program(
     return build(cell, x_shape=(input_size,), x_dtype=dtype, state=state, device=device, backend=backend)
 
 
-def _is_looked_at() -> bool:
-    """Whether the call is compiled, exported, traced or transformed: torch's own layer is what such onlookers know.
-
-    Nothing is built then either: a step that is traced under their modes would be remembered as one without a kernel.
-    """
-    return bool(
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack()
+def _program(layer: nn.RNNBase, width: int, dtype: torch.dtype, backend: str) -> Built:
+    return _layer_program(
+        layer.mode,
+        input_size=width,
+        hidden_size=layer.hidden_size,
+        proj_size=layer.proj_size,
+        bias=layer.bias,
+        dtype=dtype,
+        backend="eager" if backend == "eager" else "auto",
     )
 
 
-class _Accelerated(nn.RNNBase):
-    """What the three layers share: each is torch's layer in everything but what computes it."""
-
-    _backend: Backend = "auto"
-    _measures: bool = True
-
-    def forward(self, input: Any, hx: Any = None, lengths: Any = None) -> Any:  # noqa: A002 - torch's name
-        """As torch's layer; with `lengths` of a padded batch, only real steps are computed.
-
-        Args:
-            input: A padded batch, a single sequence, or a PackedSequence.
-            hx: The initial state; zeros by default.
-            lengths: Steps of each sequence of a padded batch. Outputs after the end of a sequence are zero, its final
-                state is that after its last step, and its backward direction starts there. torch's own layer needs
-                a packed batch for this, on which it is several times slower; `ragged` avoids that.
-        """
-        if lengths is not None:
-            if isinstance(input, PackedSequence) or input.dim() != 3:
-                raise StrettoError(
-                    "lengths are for padded batches", fix="Give (batch, steps, features), or no lengths."
-                )
-            return self._run(input, hx, lengths) if self._takes(input, hx) else self._run_packed(input, hx, lengths)
-        if not self._takes(input, hx):
-            return super().forward(input, hx)
-        if self._backend == "auto" and self._measures and self._faster(input, hx) == "torch":
-            return super().forward(input, hx)
-        return self._run(input, hx)
-
-    def ragged(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
-        """Outputs for a padded batch of sequences of these lengths, zero after each one's end.
-
-        The same as `layer(x, lengths=lengths)[0]`, but where torch's own layers run, they run on the padded batch,
-        each direction over sequences that are reversed within their lengths.
-        """
-        if self._takes(x, None):
-            return self._run(x, None, lengths)[0]  # type: ignore[no-any-return]
-        return self._run_padded(x, lengths)
-
-    def is_accelerated(self, x: torch.Tensor) -> bool:
-        """Whether something else than torch's own layers runs batches of this type and device."""
-        return self._backend != "torch" and not self._why_not(x.dtype, x.device)
-
-    def _run_padded(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
-        """Torch's own layers, one direction at a time, on the padded batch."""
-        x_BTF = x if self.batch_first else x.transpose(0, 1)
-        lengths_B = torch.from_numpy(check_lengths(lengths, *x_BTF.shape[:2])).to(x.device)
-        behind_BT1 = (torch.arange(x_BTF.shape[1], device=x.device) >= lengths_B[:, None])[..., None]
-        # Padding may hold anything, and NaN times a gradient of zero is NaN.
-        x_BTF = x_BTF.masked_fill(behind_BT1, 0.0)
-        shapes = [(1, *shape[1:]) for shape in self._state_shapes(len(x_BTF))]
-        zeros = [x_BTF.new_zeros(shape) for shape in shapes]
-        run = _TORCH_FUNCTIONS[self.mode]
-        for number in range(self.num_layers):
-            if number and self.dropout:
-                x_BTF = functional.dropout(x_BTF, self.dropout, training=self.training)
-            outputs = []
-            for reverse in range(self._num_directions):
-                given_BTF = reverse_padded(x_BTF, lengths_B) if reverse else x_BTF
-                weights = list(self._weights(number * self._num_directions + reverse).values())
-                state = tuple(zeros) if self.mode == "LSTM" else zeros[0]
-                y_BTH = run(given_BTF, state, weights, self.bias, 1, 0.0, self.training, False, True)[0]
-                outputs.append(reverse_padded(y_BTH, lengths_B) if reverse else y_BTH)
-            x_BTF = torch.cat(outputs, dim=-1).masked_fill(behind_BT1, 0.0)
-        return x_BTF if self.batch_first else x_BTF.transpose(0, 1)
-
-    def _run_packed(self, x: torch.Tensor, hx: Any, lengths: Any) -> Any:
-        """Torch's own layer on a packed batch; sequences without steps, which it refuses, keep their state."""
-        batch_dim, steps = (0, x.shape[1]) if self.batch_first else (1, x.shape[0])
-        lengths_B = torch.from_numpy(check_lengths(lengths, x.shape[batch_dim], steps))
-        if bool((lengths_B == steps).all()):
-            return super().forward(x, hx)
-        states = self._states_LBH(x, hx, len(lengths_B))
-        rows_M = lengths_B.nonzero().flatten()
-        there_M = rows_M.to(x.device)
-        shape = [steps, steps, self._output_width]
-        shape[batch_dim] = len(lengths_B)
-        y = x.new_zeros(shape)
-        if len(rows_M):
-            packed = pack_padded_sequence(
-                x.index_select(batch_dim, there_M),
-                lengths_B[rows_M],
-                batch_first=self.batch_first,
-                enforce_sorted=False,
-            )
-            given = tuple(state.index_select(1, there_M) for state in states)
-            found, after = super().forward(packed, given if self.mode == "LSTM" else given[0])
-            padded, _ = pad_packed_sequence(found, batch_first=self.batch_first, total_length=steps)
-            y = y.index_copy(batch_dim, there_M, padded)
-            news = after if self.mode == "LSTM" else (after,)
-            states = [old.index_copy(1, there_M, new) for old, new in zip(states, news, strict=True)]
-        return y, tuple(states) if self.mode == "LSTM" else states[0]
-
-    def explain_choice(self) -> dict[str, Any]:
-        """For each kind of batch seen, which backend was faster and by how much."""
-        return {str(key): value for key, value in self.__dict__.get("_measured", {}).items()}
-
-    def _takes(self, x: Any, hx: Any) -> bool:
-        """Whether something else than torch's own implementation runs this batch.
-
-        Raises:
-            StrettoError: A backend was asked for by name, and cannot run it.
-        """
-        data = x.data if isinstance(x, PackedSequence) else x
-        if (
-            self._backend == "torch"
-            or _is_looked_at()
-            or not isinstance(data, torch.Tensor)
-            or not self._fits(x, data, hx)
-        ):
-            return False
-        reason = self._why_not(data.dtype, data.device)
-        if reason and self._backend != "auto":
-            raise StrettoError(
-                f"{type(self).__name__}({self.extra_repr()}) cannot run with backend={self._backend!r}: {reason}",
-                fix="Choose stretto.accelerate(model, backend='auto'), which then runs torch's own layer.",
-            )
-        return not reason
-
-    def _fits(self, x: Any, data: torch.Tensor, hx: Any) -> bool:
-        """Whether input, weights and state fit together; if not, torch handles them, or refuses in its own words."""
-        weights = [getattr(self, name) for name in self._flat_weights_names]
-        states = [] if hx is None else list(hx) if isinstance(hx, (tuple, list)) else [hx]
-        if any(t.dtype != data.dtype or t.device != data.device for t in (*weights, *states)):
-            # Under autocast torch converts the weights.
-            return torch.is_autocast_enabled(data.device.type)
-        num_dims = data.dim()
-        is_single = num_dims == 2 and not isinstance(x, PackedSequence)
-        if num_dims not in {2, 3} or data.shape[-1] != self._input_width or data.numel() == 0:
-            return False
-        shapes = self._state_shapes(self._num_rows(x)) if states else []
-        return [tuple(s.shape) for s in states] == [(n, h) if is_single else (n, b, h) for n, b, h in shapes]
-
-    def _why_not(self, dtype: torch.dtype, device: torch.device) -> str:
-        """Why the backend cannot run batches of this type; empty if it can."""
-        if device.type != "cpu":
-            return f"the batch is on {device}, and generated code runs on the CPU"
-        if torch.is_autocast_enabled("cpu"):
-            return (
-                "autocast is on, and it computes in full precision; torch.autocast('cpu', enabled=False) turns it off"
-            )
-        if dtype not in DTYPES:
-            return f"the batch is of {dtype}, and it computes in float32 and float64"
-        wanted = "eager" if self._backend == "eager" else "cpp"
-        for width in (self._input_width, self._output_width)[: self.num_layers]:
-            built = self._program(width, dtype)
-            if built.backend != wanted:
-                return built.reason
-        return ""
-
-    @property
-    def _num_directions(self) -> int:
-        return 2 if self.bidirectional else 1
-
-    @property
-    def _input_width(self) -> int:
-        """By the weights that are there, which `torch.func.functional_call` may have replaced."""
-        weight: torch.Tensor = self.weight_ih_l0  # type: ignore[assignment]
-        return weight.shape[1]
-
-    @property
-    def _output_width(self) -> int:
-        return (self.proj_size or self.hidden_size) * self._num_directions
-
-    def _program(self, input_size: int, dtype: torch.dtype) -> Built:
-        return _layer_program(
-            self.mode,
-            input_size=input_size,
-            hidden_size=self.hidden_size,
-            proj_size=self.proj_size,
-            bias=self.bias,
-            dtype=dtype,
-            backend="eager" if self._backend == "eager" else "auto",
-        )
-
-    def _weights(self, index: int) -> dict[str, torch.Tensor]:
-        """The parameters of one layer and direction, by the names that a cell gives them."""
-        number, reverse = divmod(index, self._num_directions)
-        names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else [])]
-        if self.proj_size:
-            names.append("weight_hr")
-        return {name: getattr(self, f"{name}_l{number}{'_reverse' if reverse else ''}") for name in names}
-
-    def _num_rows(self, x: Any) -> int:
-        if isinstance(x, PackedSequence):
-            return int(x.batch_sizes[0])
-        return 1 if x.dim() == 2 else int(x.shape[0 if self.batch_first else 1])
-
-    def _state_shapes(self, num_rows: int) -> list[tuple[int, int, int]]:
-        count = self.num_layers * self._num_directions
-        shapes = [(count, num_rows, self.proj_size or self.hidden_size)]
-        return [*shapes, (count, num_rows, self.hidden_size)] if self.mode == "LSTM" else shapes
-
-    def _states_LBH(self, x: torch.Tensor, hx: Any, num_rows: int) -> list[torch.Tensor]:
-        if hx is None:
-            return [x.new_zeros(shape) for shape in self._state_shapes(num_rows)]
-        return list(hx) if isinstance(hx, (tuple, list)) else [hx]
-
-    def _run(self, x: Any, hx: Any, lengths: Any = None) -> Any:
-        """On generated kernels, or the same loops operator by operator."""
-        is_single = not isinstance(x, PackedSequence) and x.dim() == 2
-        if is_single:
-            x = x.unsqueeze(0 if self.batch_first else 1)
-            hx = None if hx is None else tuple(s.unsqueeze(1) for s in (hx if isinstance(hx, (tuple, list)) else [hx]))
-        packed = pack_batch(x, lengths, batch_first=self.batch_first)
-        states_LBH = self._states_LBH(packed.x_PF, hx, packed.layout.num_rows)
-        if packed.order_B is not None:
-            states_LBH = [state.index_select(1, packed.order_B) for state in states_LBH]
-
-        def direction(index: int, features: tuple[int, ...]) -> Direction:
-            program = self._program(features[0], packed.x_PF.dtype).program
-            return Direction(program, self._weights(index), [state[index] for state in states_LBH])
-
-        layers = assemble(
-            direction,
-            output_shape=lambda *_: (self.proj_size or self.hidden_size,),
-            features=tuple(packed.x_PF.shape[1:]),
-            num_layers=self.num_layers,
-            num_directions=self._num_directions,
-        )
-        result = run_stack(layers, packed.layout, packed.x_PF, dropout=self.dropout if self.training else 0.0)
-        y = packed.unpack(result.y_PF)
-        finals = [torch.stack(parts) for parts in zip(*result.states, strict=True)]
-        if packed.order_B is not None:
-            back_B = torch.argsort(packed.order_B)
-            finals = [state.index_select(1, back_B) for state in finals]
-        if is_single:
-            y = y.squeeze(0 if self.batch_first else 1)  # type: ignore[union-attr]
-            finals = [state.squeeze(1) for state in finals]
-        return y, tuple(finals) if self.mode == "LSTM" else finals[0]
-
-    def _faster(self, x: Any, hx: Any) -> str:
-        """Which backend is faster for this kind of batch, measured on the first of its kind."""
-        data = x.data if isinstance(x, PackedSequence) else x
-        steps = len(x.batch_sizes) if isinstance(x, PackedSequence) else data.shape[1 if self.batch_first else 0]
-        training = torch.is_grad_enabled()
-        kind = (
-            training,
-            data.dtype,
-            isinstance(x, PackedSequence),
-            int(steps).bit_length(),
-            self._num_rows(x).bit_length(),
-            torch.get_num_threads(),
-        )
-        measured: dict[Any, Any] = self.__dict__.setdefault("_measured", {})
-        if kind not in measured:
-            measured[kind] = self._measure(x, hx, training=training)
-        return str(measured[kind]["faster"])
-
-    def _measure(self, x: Any, hx: Any, *, training: bool) -> dict[str, Any]:
-        runs: dict[str, Callable[[Any, Any], Any]] = {"cpp": self._run, "torch": super().forward}
-        best = dict.fromkeys(runs, float("inf"))
-        state = None if hx is None else tuple(s.detach() for s in hx) if isinstance(hx, (tuple, list)) else hx.detach()
-        weights = [p for p in self.parameters() if p.requires_grad]
-        with torch.random.fork_rng(devices=[]), unseen_by_hooks():
-            for turn in range(3):
-                for name, run in runs.items():
-                    start = time.perf_counter()
-                    y, _ = run(_detached(x), state)
-                    if training and weights:
-                        values = y.data if isinstance(y, PackedSequence) else y
-                        torch.autograd.grad(values.sum(), weights, allow_unused=True)
-                    seconds = time.perf_counter() - start
-                    if turn:
-                        best[name] = min(best[name], seconds)
-        faster = min(best, key=best.__getitem__)
-        return {"faster": faster, "ratio": best["torch"] / best["cpp"]}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without measurements, which hold for one machine only."""
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {key: value for key, value in state.items() if key != "_measured"}
+def weights_of(layer: nn.RNNBase, index: int) -> dict[str, torch.Tensor]:
+    """The parameters of one layer and direction, by the names that a cell gives them."""
+    names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if layer.bias else [])]
+    if layer.proj_size:
+        names.append("weight_hr")
+    first = index * len(names)
+    return dict(zip(names, layer._flat_weights[first : first + len(names)], strict=True))  # type: ignore[arg-type]
 
 
-def _detached(x: Any) -> Any:
+def input_width(layer: nn.RNNBase) -> int:
+    """By the weights that are there, which `torch.func.functional_call` may have replaced."""
+    weight = layer._flat_weights[0]
+    assert weight is not None
+    return int(weight.shape[1])
+
+
+def output_width(layer: nn.RNNBase) -> int:
+    """Features of a step of the output."""
+    return (layer.proj_size or layer.hidden_size) * _num_directions(layer)
+
+
+def _num_directions(layer: nn.RNNBase) -> int:
+    return 2 if layer.bidirectional else 1
+
+
+def _num_slices(layer: nn.RNNBase) -> int:
+    return layer.num_layers * _num_directions(layer)
+
+
+def _num_rows(layer: nn.RNNBase, x: Any) -> int:
     if isinstance(x, PackedSequence):
-        return PackedSequence(x.data.detach(), x.batch_sizes, x.sorted_indices, x.unsorted_indices)
-    return x.detach()
+        return int(x.batch_sizes[0])
+    return 1 if x.dim() == 2 else int(x.shape[0 if layer.batch_first else 1])
 
 
-@final
-class RNN(_Accelerated, nn.RNN):
-    """`torch.nn.RNN`, accelerated."""
+def _num_steps(layer: nn.RNNBase, x: Any) -> int:
+    if isinstance(x, PackedSequence):
+        return len(x.batch_sizes)
+    return int(x.shape[1 if layer.batch_first and x.dim() == 3 else 0])
 
 
-@final
-class GRU(_Accelerated, nn.GRU):
-    """`torch.nn.GRU`, accelerated."""
+def _state_shapes(layer: nn.RNNBase, num_rows: int) -> list[tuple[int, int, int]]:
+    count = _num_slices(layer)
+    shapes = [(count, num_rows, layer.proj_size or layer.hidden_size)]
+    return [*shapes, (count, num_rows, layer.hidden_size)] if layer.mode == "LSTM" else shapes
 
 
-@final
-class LSTM(_Accelerated, nn.LSTM):
-    """`torch.nn.LSTM`, accelerated."""
-
-
-_TWIN: dict[type[nn.Module], type[nn.Module]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
-
-
-def accelerate(model: Module, *, backend: Backend = "auto", measure: bool = True) -> Module:
-    """Let every `torch.nn.RNN`, `GRU` and `LSTM` inside `model` run on generated kernels.
-
-    The layers are changed in place and stay what they are: the same parameters and `state_dict` keys, the same options,
-    outputs and gradients. Subclasses of them with code of their own are left alone.
-
-    Args:
-        model: Any module; it is also returned.
-        backend: "auto" measures, once for each kind of batch (sizes to the next power of two, training or not), whether
-            the generated kernel or torch's own is faster, and takes that one. "cpp" always takes the generated kernel;
-            "eager" runs the same loops operator by operator; "torch" always runs torch's own.
-        measure: Whether "auto" measures. If not, it takes the generated kernel wherever there is one, which makes runs
-            repeatable to the last digit.
-
-    Raises:
-        StrettoError: `model` is not a module. Later, when a layer is called: the backend that was asked for by name
-            cannot run it; the layer and the reason are named.
-
-    Example:
-        >>> model = stretto.accelerate(torch.nn.Sequential(torch.nn.GRU(8, 32, batch_first=True)))
-        >>> type(model[0]).__mro__[2].__name__
-        'GRU'
-    """
-    if not isinstance(model, nn.Module):
-        raise StrettoError(f"{type(model).__name__} is not a module", fix="Give a torch.nn.Module.")
-    check_choice(backend, name="backend", choices=get_args(Backend))
-    for module in model.modules():
-        twin = _TWIN.get(type(module))
-        if twin is not None:
-            module.__class__ = twin
-        if isinstance(module, _Accelerated):
-            module._backend, module._measures = backend, measure
-            module.__dict__.pop("_measured", None)
-    return model
+def _states_LBH(layer: nn.RNNBase, x: torch.Tensor, hx: Any, num_rows: int) -> list[torch.Tensor]:
+    if hx is None:
+        return [x.new_zeros(shape) for shape in _state_shapes(layer, num_rows)]
+    return list(hx) if isinstance(hx, (tuple, list)) else [hx]
 
 
 def open_forget_gates(lstm: nn.LSTM) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from stretto.batching import Batch
 from stretto.data import Labels, SequenceSet, StepLabels, cut_runs
 from stretto.errors import StrettoError
-from stretto.nn import Standardise
+from stretto.nn import Standardise, run_ragged
 from stretto.tasks.recurrent import make_lstm, mean_over_steps
 from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, TrainConfig
 
@@ -82,7 +82,7 @@ class ClassifyModel(nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         """Scores of the classes (B, C)."""
         x_BTF = self.standardise(batch.features_BTF, batch.mask)
-        hidden_BTH = self.dropout(self.lstm.ragged(x_BTF, batch.lengths))
+        hidden_BTH = self.dropout(run_ragged(self.lstm, x_BTF, batch.lengths))
         scores_BC: torch.Tensor = self.classify(mean_over_steps(hidden_BTH, batch))
         return scores_BC
 

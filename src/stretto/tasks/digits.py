@@ -15,7 +15,7 @@ from stretto.batching import Batch
 from stretto.data import SequenceSet, load_drawn_digits
 from stretto.errors import StrettoError
 from stretto.large_batch import OptimizerName, ScheduleName
-from stretto.nn import Standardise
+from stretto.nn import Standardise, is_accelerated
 from stretto.tasks.classify import Classification
 from stretto.tasks.recurrent import make_lstm
 from stretto.training import Count, NotNegative, Positive, Share, TrainConfig
@@ -71,7 +71,7 @@ class DigitsModel(nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         """Scores of the classes (B, C)."""
         x_BTF = self.standardise(batch.features_BTF, batch.mask)
-        if self._can_fold and self.lstm.is_accelerated(x_BTF):
+        if self._can_fold and is_accelerated(self.lstm, x_BTF):
             weight_GE, bias_G = self.lstm.get_parameter("weight_ih_l0"), self.lstm.get_parameter("bias_ih_l0")
             folded = {
                 "weight_ih_l0": weight_GE @ self.transform.weight,

@@ -18,7 +18,7 @@ from stretto.batching import Batch
 from stretto.data import SequenceSet, Transcripts, load_handwriting
 from stretto.errors import StrettoError
 from stretto.extras import optional
-from stretto.nn import Standardise, stack_steps, stacked_lengths
+from stretto.nn import Standardise, run_ragged, stack_steps, stacked_lengths
 from stretto.tasks.recurrent import make_lstm
 from stretto.training import AbstractTask, Count, LossSum, Sample, Score, TrainConfig
 
@@ -59,7 +59,7 @@ class HandwritingModel(nn.Module):
         """Log-probabilities (B, U, C); rows beyond a line's end are not defined."""
         x_BTF = self.standardise(batch.features_BTF, batch.mask)
         x_BUF = stack_steps(x_BTF, factor=self.stack)
-        hidden_BUH = self.dropout(self.lstm.ragged(x_BUF, stacked_lengths(batch.lengths, factor=self.stack)))
+        hidden_BUH = self.dropout(run_ragged(self.lstm, x_BUF, stacked_lengths(batch.lengths, factor=self.stack)))
         log_probs_BUC: torch.Tensor = self.classify(hidden_BUH).log_softmax(dim=-1)
         return log_probs_BUC
 

@@ -19,7 +19,7 @@ from stretto.batching import NO_STEP, Batch
 from stretto.data import SequenceSet, make_text, read_word_text
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.nn import CarriedState
+from stretto.nn import CarriedState, run_ragged
 from stretto.tasks.recurrent import make_lstm
 from stretto.training import (
     AbstractFeed,
@@ -132,7 +132,7 @@ class TextNet(nn.Module):
         if batch.targets is not None:
             return self._window(batch)
         embedded_BUE = self.input_dropout(self.embed(batch.features_BTF[:, :-1, 0]))
-        hidden_BUH = self.lstm.ragged(embedded_BUE, batch.lengths - 1)
+        hidden_BUH = run_ragged(self.lstm, embedded_BUE, batch.lengths - 1)
         scores_BUC: torch.Tensor = self.predict(self.dropout(hidden_BUH))
         return scores_BUC
 

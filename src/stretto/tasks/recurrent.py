@@ -10,7 +10,7 @@ from torch import nn
 
 from stretto import cells
 from stretto.batching import Batch
-from stretto.nn import RNN, accelerate, open_forget_gates, torch_layers
+from stretto.nn import RNN, accelerate, open_forget_gates, run_ragged
 from stretto.training import SolverConfig, TrainConfig
 
 
@@ -21,7 +21,7 @@ def make_lstm(
     config: TrainConfig,
     num_layers: int | None = None,
     bidirectional: bool = False,
-) -> torch_layers.LSTM:
+) -> nn.LSTM:
     """An accelerated `torch.nn.LSTM`, batch first, that begins with open forget gates.
 
     It has as many layers as the settings say, unless `num_layers` is given. "auto" means generated code where there is
@@ -30,9 +30,7 @@ def make_lstm(
     count = config.num_layers if num_layers is None else num_layers
     # torch warns when a single layer is given a dropout that it would not use.
     between = config.dropout if count > 1 else 0.0
-    lstm = torch_layers.LSTM(
-        input_size, hidden_size, count, batch_first=True, dropout=between, bidirectional=bidirectional
-    )
+    lstm = nn.LSTM(input_size, hidden_size, count, batch_first=True, dropout=between, bidirectional=bidirectional)
     open_forget_gates(lstm)
     return accelerate(lstm, backend=config.backend, measure=False)
 
@@ -46,11 +44,9 @@ class GRULayers(nn.Module):
         size, num_layers = config.hidden_size, config.num_layers
         between = config.dropout if num_layers > 1 else 0.0
         solver = config.make_solver()
-        self.rnn: RNN | torch_layers.GRU
+        self.rnn: RNN | nn.GRU
         if config.backend == "torch":
-            gru = torch_layers.GRU(
-                input_size, size, num_layers, batch_first=True, dropout=between, bidirectional=bidirectional
-            )
+            gru = nn.GRU(input_size, size, num_layers, batch_first=True, dropout=between, bidirectional=bidirectional)
             self.rnn = accelerate(gru, backend="torch")
         else:
             cell = cells.GRU(input_size, size)
@@ -61,7 +57,7 @@ class GRULayers(nn.Module):
         if isinstance(self.rnn, RNN):
             y_BTH, _ = self.rnn(x_BTF, lengths=batch.lengths, sample_ids=batch.indices)
         else:
-            y_BTH = self.rnn.ragged(x_BTF, batch.lengths)
+            y_BTH = run_ragged(self.rnn, x_BTF, batch.lengths)
         return y_BTH  # type: ignore[no-any-return]
 
 

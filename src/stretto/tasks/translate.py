@@ -21,7 +21,7 @@ from stretto.batching import Batch
 from stretto.data import PARTS, LinePairs, SequenceSet, line_pairs, make_number_words
 from stretto.errors import StrettoError
 from stretto.extras import optional
-from stretto.nn import Attention, torch_layers
+from stretto.nn import Attention, run_ragged
 from stretto.tasks.recurrent import make_lstm
 from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, Share, TrainConfig
 
@@ -165,20 +165,20 @@ class TranslateModel(nn.Module):
         begin_B1 = torch.full_like(sides.target_BU[:, :1], BEGIN)
         before_BU = torch.cat([begin_B1, sides.target_BU[:, :-1]], dim=1)
         lengths = sides.target_lengths
-        hidden_BUH = self.bottom.ragged(self._embedded(before_BU), lengths)
+        hidden_BUH = run_ragged(self.bottom, self._embedded(before_BU), lengths)
         context_BUH = self.attention(hidden_BUH, memory.hidden_BSH, memory.real_BS)
         for layer in self.decoder:
-            assert isinstance(layer, torch_layers.LSTM)
+            assert isinstance(layer, nn.LSTM)
             both_BUF = self.dropout(torch.cat([hidden_BUH, context_BUH], dim=-1))
-            hidden_BUH = hidden_BUH + layer.ragged(both_BUF, lengths)
+            hidden_BUH = hidden_BUH + run_ragged(layer, both_BUF, lengths)
         return self._scores(hidden_BUH, context_BUH)
 
     def encode(self, source_BS: torch.Tensor, lengths: torch.Tensor) -> Memory:
         """What the decoder attends to."""
-        hidden_BSH = self.both_ways.ragged(self._embedded(source_BS), lengths)
+        hidden_BSH = run_ragged(self.both_ways, self._embedded(source_BS), lengths)
         for layer in self.encoder:
-            assert isinstance(layer, torch_layers.LSTM)
-            hidden_BSH = hidden_BSH + layer.ragged(self.dropout(hidden_BSH), lengths)
+            assert isinstance(layer, nn.LSTM)
+            hidden_BSH = hidden_BSH + run_ragged(layer, self.dropout(hidden_BSH), lengths)
         return Memory(hidden_BSH=hidden_BSH, real_BS=source_BS != PAD)
 
     def begin(self, num_rows: int) -> States:
@@ -192,7 +192,7 @@ class TranslateModel(nn.Module):
         hidden_RH = after[0][0]
         context_RH = self.attention(hidden_RH[:, None], memory.hidden_BSH, memory.real_BS)[:, 0]
         for layer, state in zip(self.decoder, states[1:], strict=True):
-            assert isinstance(layer, torch_layers.LSTM)
+            assert isinstance(layer, nn.LSTM)
             after.append(_cell(layer, self.dropout(torch.cat([hidden_RH, context_RH], dim=-1)), state))
             hidden_RH = hidden_RH + after[-1][0]
         return self._scores(hidden_RH, context_RH), after
@@ -211,7 +211,7 @@ class TranslateModel(nn.Module):
 
 
 def _cell(
-    lstm: torch_layers.LSTM, x_RF: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
+    lstm: nn.LSTM, x_RF: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step of a layer."""
     weights = [lstm.get_parameter(f"{name}_l0") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]

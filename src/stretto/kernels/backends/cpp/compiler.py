@@ -131,7 +131,7 @@ def _accepts(path: str, flags: list[str]) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _machine() -> str:
+def describe_machine() -> str:
     """What code made for this machine depends on."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -143,7 +143,7 @@ def _machine() -> str:
 
 def _key_of(source: str, compiler: Compiler, torch_version: str) -> str:
     """A name that changes with everything the library depends on."""
-    parts = [source, compiler.path, compiler.version, *compiler.flags, _machine(), torch_version]
+    parts = [source, compiler.path, compiler.version, *compiler.flags, describe_machine(), torch_version]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 

@@ -1,0 +1,120 @@
+"""What became of every recurrent layer of a model: who runs it, why, and what to change."""
+
+from dataclasses import dataclass
+from typing import Final, final
+
+from torch import nn
+
+from stretto.nn.rnn import RNN
+from stretto.nn.torch_layers import BACKEND, RECORDS, LayerRecord, check_module, recurrent_modules, speedup_of, unfit
+
+NO_CALL: Final = "not called yet"
+SINGLE_STEP_REMEDY: Final = (
+    "a call of one step cannot be made faster: collect the steps and call the layer once, or give the loop's body to "
+    "stretto.RNN"
+)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerExplanation:
+    """One recurrent layer.
+
+    Attributes:
+        name: In the model.
+        kind: Its class.
+        backend: What ran most of its calls: "cpp", "eager" or "torch"; empty before the first call.
+        reason: Why torch's own implementation ran; empty if it did not.
+        remedy: What to change to make it faster; empty if there is nothing.
+        calls: How many there were; None where nobody counts them.
+        speedup: Of generated code over torch's own for the last batch; None if there was none.
+    """
+
+    name: str
+    kind: str
+    backend: str
+    reason: str = ""
+    remedy: str = ""
+    calls: int | None = None
+    speedup: float | None = None
+
+    def __str__(self) -> str:
+        words = [self.reason or ("generated code" if self.backend == "cpp" else ""), self.remedy]
+        if self.speedup is not None:
+            words.append(f"{self.speedup:.1f} times torch's speed by generated code")
+        calls = "" if self.calls is None else f"{self.calls} call{'s' * (self.calls != 1)}"
+        return f"{self.name:<20} {self.kind:<12} {self.backend or '-':<6} {calls:<12} {'; '.join(filter(None, words))}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ModelExplanation:
+    """The recurrent layers of a model. `str()` is a table."""
+
+    layers: tuple[LayerExplanation, ...]
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return "There is no recurrent layer in this model."
+        return "\n".join(str(layer).rstrip() for layer in self.layers)
+
+    __repr__ = __str__
+
+
+def explain(model: nn.Module) -> ModelExplanation:
+    """Say of every recurrent layer of a model who runs it, why, how fast, and what to change.
+
+    Args:
+        model: Any module, accelerated or not. What is said of speed and of calls is about those made so far.
+
+    Example:
+        >>> model = stretto.accelerate(torch.nn.Sequential(torch.nn.GRU(8, 32)))
+        >>> stretto.explain(model).layers[0].reason
+        'not called yet'
+    """
+    check_module(model)
+    found = [_explain_rnn(name, module) for name, module in model.named_modules() if isinstance(module, RNN)]
+    inside = {id(part) for module in model.modules() if isinstance(module, RNN) for part in module.modules()}
+    found += [_explain(name, module) for name, module in recurrent_modules(model) if id(module) not in inside]
+    return ModelExplanation(tuple(found))
+
+
+def _explain_rnn(name: str, rnn: RNN) -> LayerExplanation:
+    kind = f"RNN({type(rnn.cells[0]).__name__})"
+    built = rnn.last_built
+    if built is None:
+        return LayerExplanation(name=name, kind=kind, backend="", reason=NO_CALL)
+    remedy = "" if built.backend == "cpp" else "see `rnn.explain()`, and change the cell as it says"
+    return LayerExplanation(name=name, kind=kind, backend=built.backend, reason=built.reason, remedy=remedy)
+
+
+def _explain(name: str, module: nn.Module) -> LayerExplanation:
+    kind, reason = type(module).__name__, unfit(module)
+    if reason:
+        reason, _, remedy = reason.partition(": ")
+        return LayerExplanation(name=name, kind=kind, backend="torch", reason=reason, remedy=remedy)
+    if BACKEND not in module.__dict__:
+        remedy = "call stretto.accelerate(model)"
+        return LayerExplanation(name=name, kind=kind, backend="torch", reason="not accelerated", remedy=remedy)
+    record = RECORDS.get(module)
+    if record is None or not record.calls:
+        return LayerExplanation(name=name, kind=kind, backend="", reason=NO_CALL)
+    (backend, why), _ = record.calls.most_common(1)[0]
+    total = sum(record.calls.values())
+    assert isinstance(module, nn.RNNBase)
+    return LayerExplanation(
+        name=name,
+        kind=kind,
+        backend=backend,
+        reason=why,
+        remedy=SINGLE_STEP_REMEDY if record.single_steps * 2 > total else "",
+        calls=total,
+        speedup=_speedup(module, record),
+    )
+
+
+def _speedup(layer: nn.RNNBase, record: LayerRecord) -> float | None:
+    if record.last is None or not any(backend == "cpp" for backend, _ in record.calls):
+        return None
+    dtype, num_steps, num_rows, packed, training = record.last
+    return speedup_of(layer, dtype=dtype, num_steps=num_steps, num_rows=num_rows, packed=packed, training=training)
