@@ -4,8 +4,7 @@ Shape legend: B sequences, T steps, F features, H hidden units, P projected unit
 """
 
 import copy
-from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,98 +19,59 @@ from stretto.cells import (
     Cell,
     Elman,
     ProjectedLSTM,
+    State,
     Zoneout,
     cell_from,
     load_layer,
     store_layer,
 )
 from stretto.errors import StrettoError
+from stretto.state import flatten
 
-PAIRS: dict[str, tuple[Callable[..., Cell], Callable[..., nn.Module]]] = {
-    "tanh": (Elman, nn.RNNCell),
-    "relu": (partial(Elman, nonlinearity="relu"), partial(nn.RNNCell, nonlinearity="relu")),
-    "gru": (GRU, nn.GRUCell),
-    "lstm": (LSTM, nn.LSTMCell),
+LAYERS: dict[str, tuple[type[nn.Module], type[Cell], dict[str, Any]]] = {
+    "tanh": (nn.RNN, Elman, {}),
+    "relu": (nn.RNN, Elman, {"nonlinearity": "relu"}),
+    "gru": (nn.GRU, GRU, {}),
+    "lstm": (nn.LSTM, LSTM, {}),
+    "projected": (nn.LSTM, ProjectedLSTM, {"proj_size": 2}),
 }
+"""torch's layer, the cell that does a step of it, and what both are made with."""
 
 
-def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: weight.grad for name, weight in module.named_parameters() if weight.grad is not None}
-
-
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", LAYERS)
 @settings(deadline=None, max_examples=12)
-@given(
-    batch_size=st.integers(1, 5),
-    F=st.integers(1, 7),
-    H=st.integers(1, 9),
-    bias=st.booleans(),
-)
-def test_steps_equal_those_of_torch(name: str, batch_size: int, F: int, H: int, bias: bool) -> None:
+@given(batch_size=st.integers(1, 5), F=st.integers(1, 7), H=st.integers(3, 9), bias=st.booleans())
+def test_parameters_steps_and_gradients_equal_those_of_torch(
+    name: str, batch_size: int, F: int, H: int, bias: bool
+) -> None:
+    layer_kind, cell_kind, options = LAYERS[name]
     torch.manual_seed(10 * F + H)
-    cell, peer = (make(F, H, bias=bias).double() for make in PAIRS[name])
-    peer.load_state_dict(cell.state_dict())
+    cell = cell_kind(F, H, bias=bias, **options)
+    torch.manual_seed(10 * F + H)
+    layer = layer_kind(F, H, bias=bias, **options)
+    assert [f"{key}_l0" for key in cell.state_dict()] == list(layer.state_dict())
+    for key, weight in cell.named_parameters():
+        assert torch.equal(weight, layer.get_parameter(f"{key}_l0")), key
+    cell, layer = cell.double(), layer.double()
     x_TBF = torch.randn(4, batch_size, F, dtype=torch.float64)
-    state, other = cell.initial_state(batch_size), None
-    ours, theirs = torch.zeros(()), torch.zeros(())
-    for step, x_BF in enumerate(x_TBF):
+    expected_TBH, last = layer(x_TBF)
+    y_BTH, state = _run(cell, x_TBF.transpose(0, 1))
+    torch.testing.assert_close(y_BTH.transpose(0, 1), expected_TBH, rtol=1e-12, atol=1e-12)
+    for ours_BH, theirs_1BH in zip(flatten(state), flatten(last), strict=True):
+        torch.testing.assert_close(ours_BH, theirs_1BH[0], rtol=1e-12, atol=1e-12)
+    weights_TBH = torch.randn_like(expected_TBH)
+    (y_BTH.transpose(0, 1) * weights_TBH).sum().backward()
+    (expected_TBH * weights_TBH).sum().backward()
+    for key, weight in cell.named_parameters():
+        torch.testing.assert_close(weight.grad, layer.get_parameter(f"{key}_l0").grad, rtol=1e-11, atol=1e-11)
+
+
+def _run(cell: Cell, x_BTF: torch.Tensor) -> tuple[torch.Tensor, State]:
+    state, outputs = cell.initial_state(len(x_BTF)), []
+    for x_BF in x_BTF.unbind(dim=1):
         y, state = cell(x_BF, state)
-        other = peer(x_BF, other)
-        expected = other if isinstance(state, tuple) else (other,)
-        found = state if isinstance(state, tuple) else (state,)
-        for one, two in zip((y, *found), (expected[0], *expected), strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
-        ours, theirs = ours + (step + 1) * y.sum(), theirs + (step + 1) * expected[0].sum()
-    ours.backward()
-    theirs.backward()
-    for weight, gradient in _gradients(peer).items():
-        torch.testing.assert_close(_gradients(cell)[weight], gradient, rtol=1e-11, atol=1e-11)
-    assert len(_gradients(cell)) == (4 if bias else 2)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", PAIRS)
-def test_parameters_are_named_shaped_and_drawn_as_in_torch(name: str, bias: bool) -> None:
-    make, make_peer = PAIRS[name]
-    torch.manual_seed(3)
-    cell = make(5, 7, bias=bias)
-    torch.manual_seed(3)
-    peer = make_peer(5, 7, bias=bias)
-    assert list(cell.state_dict()) == list(peer.state_dict())
-    for key, value in peer.state_dict().items():
-        assert torch.equal(cell.state_dict()[key], value), key
-
-
-@settings(deadline=None, max_examples=25)
-@given(
-    batch_size=st.integers(1, 4),
-    F=st.integers(1, 6),
-    sizes=st.integers(2, 9).flatmap(lambda H: st.tuples(st.just(H), st.integers(1, H - 1))),
-    bias=st.booleans(),
-)
-def test_the_projected_lstm_equals_that_of_torch(batch_size: int, F: int, sizes: tuple[int, int], bias: bool) -> None:
-    H, P = sizes
-    torch.manual_seed(F)
-    cell = ProjectedLSTM(F, H, proj_size=P, bias=bias).double()
-    torch.manual_seed(F)
-    peer = nn.LSTM(F, H, proj_size=P, bias=bias, batch_first=True).double()
-    assert [f"{name}_l0" for name in cell.state_dict()] == list(peer.state_dict())
-    for name, weight in cell.named_parameters():
-        assert torch.equal(weight, getattr(peer, f"{name}_l0")), name
-    x_BTF = torch.randn(batch_size, 5, F, dtype=torch.float64)
-    expected_BTP, (last_h, last_c) = peer(x_BTF)
-    state = cell.initial_state(batch_size)
-    total = torch.zeros(())
-    for step in range(5):
-        y_BP, state = cell(x_BTF[:, step], state)
-        torch.testing.assert_close(y_BP, expected_BTP[:, step], rtol=1e-12, atol=1e-12)
-        total = total + y_BP.sum()
-    torch.testing.assert_close(state[0], last_h[0], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(state[1], last_c[0], rtol=1e-12, atol=1e-12)
-    total.backward()
-    expected_BTP.sum().backward()
-    for name, weight in cell.named_parameters():
-        torch.testing.assert_close(weight.grad, getattr(peer, f"{name}_l0").grad, rtol=1e-11, atol=1e-11)
+        outputs.append(y)
+    return torch.stack(outputs, dim=1), state
 
 
 F, H = 3, 5
@@ -176,37 +136,20 @@ def test_weights_that_are_computed_cannot_be_shared() -> None:
         cell_from(module)
 
 
-LAYERS: dict[str, tuple[type[nn.Module], dict[str, object], type[Cell], dict[str, object]]] = {
-    "tanh": (nn.RNN, {}, Elman, {}),
-    "relu": (nn.RNN, {"nonlinearity": "relu"}, Elman, {"nonlinearity": "relu"}),
-    "gru": (nn.GRU, {}, GRU, {}),
-    "gru-bare": (nn.GRU, {"bias": False}, GRU, {"bias": False}),
-    "lstm": (nn.LSTM, {}, LSTM, {}),
-    "projected": (nn.LSTM, {"proj_size": 2}, ProjectedLSTM, {"proj_size": 2}),
-}
-
-
-def _run(cell: Cell, x_BTF: torch.Tensor) -> torch.Tensor:
-    state, outputs = cell.initial_state(len(x_BTF)), []
-    for x_BF in x_BTF.unbind(dim=1):
-        y, state = cell(x_BF, state)
-        outputs.append(y)
-    return torch.stack(outputs, dim=1)
-
-
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
-def test_loaded_layers_make_the_whole_module(name: str) -> None:
+def test_loaded_layers_make_the_whole_module(name: str, bias: bool) -> None:
     torch.manual_seed(0)
-    kind, settings, cell_kind, cell_settings = LAYERS[name]
-    module = kind(F, H, num_layers=2, bidirectional=True, batch_first=True, **settings).double()
-    width = 2 * int(cell_settings.get("proj_size", H))
+    kind, cell_kind, options = LAYERS[name]
+    module = kind(F, H, num_layers=2, bidirectional=True, batch_first=True, bias=bias, **options).double()
+    width = 2 * int(options.get("proj_size", H))
     x_BTF = y_BTF = torch.randn(2, 4, F, dtype=torch.float64)
     for layer, size in enumerate((F, width)):
         ways = []
         for reverse in (False, True):
-            cell = cell_kind(size, H, **cell_settings).double()
+            cell = cell_kind(size, H, bias=bias, **options).double()
             load_layer(cell, module, layer=layer, reverse=reverse)
-            ways.append(_run(cell, y_BTF.flip(1)).flip(1) if reverse else _run(cell, y_BTF))
+            ways.append(_run(cell, y_BTF.flip(1))[0].flip(1) if reverse else _run(cell, y_BTF)[0])
         y_BTF = torch.cat(ways, dim=-1)
     torch.testing.assert_close(y_BTF, module(x_BTF)[0], rtol=1e-12, atol=1e-12)
 
@@ -215,10 +158,10 @@ def test_loaded_layers_make_the_whole_module(name: str) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_storing_undoes_loading_and_touches_one_layer(name: str, reverse: bool) -> None:
     torch.manual_seed(0)
-    kind, settings, cell_kind, cell_settings = LAYERS[name]
-    module = kind(F, H, num_layers=2, bidirectional=True, **settings)
+    kind, cell_kind, options = LAYERS[name]
+    module = kind(F, H, num_layers=2, bidirectional=True, **options)
     before = {key: value.clone() for key, value in module.state_dict().items()}
-    cell, back = cell_kind(F, H, **cell_settings), cell_kind(F, H, **cell_settings)
+    cell, back = cell_kind(F, H, **options), cell_kind(F, H, **options)
     kept = [weight.clone() for weight in cell.parameters()]
     store_layer(cell, module, layer=0, reverse=reverse)
     changed = {key for key, value in module.state_dict().items() if not torch.equal(value, before[key])}

@@ -3,22 +3,22 @@
 Shape legend: B rows, T steps, F features, H hidden units, N units of a layer.
 """
 
+import json
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from torch import nn
 
+from stretto import cells
+from stretto.cells import Cell, State
 from stretto.graph import (
     ACTIVATIONS,
     Connection,
     Graph,
-    GraphCell,
     delayed_graph,
     gru_graph,
     lstm_graph,
@@ -28,9 +28,7 @@ from stretto.graph import (
 
 MAX_DELAY = 4
 TOLERANCE = 1e-10
-ROWS, STEPS, FEATURES, HIDDEN = 3, 7, 5, 4
-
-Parameters = dict[str, torch.Tensor]
+F, H = 5, 4
 
 
 def _erf(x: torch.Tensor) -> torch.Tensor:
@@ -231,6 +229,14 @@ def _assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0.0, atol=TOLERANCE * scale)
 
 
+def _run(cell: Cell, x_BTF: torch.Tensor) -> tuple[torch.Tensor, State]:
+    state, outputs = cell.initial_state(len(x_BTF)), []
+    for x_BF in x_BTF.unbind(1):
+        y_BN, state = cell(x_BF, state)
+        outputs.append(y_BN)
+    return torch.stack(outputs, dim=1), state
+
+
 def _assert_as_defined(graph: Graph, *, num_steps: int, num_rows: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     cell = graph.cell().double()
@@ -246,12 +252,7 @@ def _assert_as_defined(graph: Graph, *, num_steps: int, num_rows: int, seed: int
     if max(float(value.detach().abs().max()) for value in definition.known.values()) > 1e3:
         reject()
 
-    state = cell.initial_state(num_rows)
-    outputs = []
-    for x_BF in x_BTF.unbind(1):
-        y_BN, state = cell(x_BF, state)
-        outputs.append(y_BN)
-    ours_BTN = torch.stack(outputs, dim=1)
+    ours_BTN, state = _run(cell, x_BTF)
     _assert_close(ours_BTN, theirs_BTN)
 
     read_later = {one.source for one in graph.connections if one.delay > 0}
@@ -284,22 +285,23 @@ def test_random_graphs_are_as_defined(graph: Graph, num_steps: int, num_rows: in
 @settings(deadline=None, max_examples=50)
 @given(graph=_graphs())
 def test_random_graphs_survive_a_document(graph: Graph) -> None:
-    again = Graph.from_dict(graph.to_dict())
+    again = Graph.from_dict(json.loads(json.dumps(graph.to_dict(), allow_nan=False)))
     assert again == graph
+    assert (repr(again), again.to_dict()) == (repr(graph), graph.to_dict())
     assert again.wiring() == graph.wiring()
 
 
-@pytest.mark.parametrize("build", [lstm_graph, peephole_lstm_graph, gru_graph, delayed_graph, two_loop_graph])
+@pytest.mark.parametrize(
+    "graph",
+    [build(3, 4) for build in (lstm_graph, peephole_lstm_graph, gru_graph, two_loop_graph)]
+    + [delayed_graph(3, 4, delays=delays) for delays in ((1,), (1, 3), (2, 5), (3, 30))],
+)
 @pytest.mark.parametrize("num_steps", [1, 2, 8])
-def test_builders_are_as_defined(build, num_steps: int) -> None:
-    _assert_as_defined(build(3, 4), num_steps=num_steps, num_rows=2, seed=5)
+def test_builders_are_as_defined(graph: Graph, num_steps: int) -> None:
+    _assert_as_defined(graph, num_steps=num_steps, num_rows=2, seed=5)
 
 
-def test_every_activation_has_a_formula() -> None:
-    assert FORMULAS.keys() == ACTIVATIONS.keys()
-
-
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_an_activation_is_its_formula(name: str) -> None:
     graph = Graph()
     graph.input("x", 4)
@@ -315,184 +317,67 @@ def test_an_activation_is_its_formula(name: str) -> None:
     torch.testing.assert_close(*gradients, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def _run(cell: GraphCell, x_BTF: torch.Tensor) -> torch.Tensor:
-    state = cell.initial_state(len(x_BTF))
-    outputs = []
-    for x_BF in x_BTF.unbind(1):
-        y_BH, state = cell(x_BF, state)
-        outputs.append(y_BH)
-    return torch.stack(outputs, dim=1)
+GATED: dict[str, tuple[Graph, Cell, list[str]]] = {
+    "lstm": (lstm_graph(F, H), cells.LSTM(F, H), ["input_gate", "forget_gate", "candidate", "output_gate"]),
+    "peephole": (
+        peephole_lstm_graph(F, H),
+        cells.PeepholeLSTM(F, H),
+        ["input_gate", "forget_gate", "candidate", "output_gate"],
+    ),
+    "gru": (gru_graph(F, H), cells.GRU(F, H), ["reset_gate", "update_gate", "candidate"]),
+}
 
 
-def _drawn(graph: Graph) -> GraphCell:
-    cell = graph.cell().double()
-    with torch.no_grad():
-        for parameter in cell.parameters():
-            parameter.normal_(std=0.5)
-    return cell
-
-
-def _input() -> torch.Tensor:
-    return torch.randn(ROWS, STEPS, FEATURES, dtype=torch.float64, requires_grad=True)
-
-
-def _compare(
-    graph: Graph, equations: Callable[[Parameters, torch.Tensor], torch.Tensor], *, idle: frozenset[str] = frozenset()
-) -> None:
-    """Outputs, and gradients by the input and all parameters, which but for the idle ones must have some."""
+@pytest.mark.parametrize("name", GATED)
+def test_gated_networks_are_the_cells_of_that_name(name: str) -> None:
+    """With the same weights; tests/cells compares these cells with torch's and with their equations."""
+    graph, theirs, gates = GATED[name]
     torch.manual_seed(3)
-    cell, x_BTF = _drawn(graph), _input()
-    parameters = dict(cell.named_parameters())
-    leaves = [*parameters.values(), x_BTF]
-    ours_BTH, theirs_BTH = _run(cell, x_BTF), equations(parameters, x_BTF)
-    torch.testing.assert_close(ours_BTH, theirs_BTH, rtol=TOLERANCE, atol=TOLERANCE)
-    weights_BTH = torch.randn_like(ours_BTH)
-    ours = torch.autograd.grad((ours_BTH * weights_BTH).sum(), leaves)
-    theirs = torch.autograd.grad((theirs_BTH * weights_BTH).sum(), leaves)
-    for name, one, other in zip([*parameters, "x"], ours, theirs, strict=True):
-        assert (float(other.abs().max()) > 0.0) == (name not in idle)
-        torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def _stacked(parameters: Parameters, pattern: str, gates: list[str]) -> torch.Tensor:
-    return torch.cat([parameters[pattern.format(gate)] for gate in gates])
-
-
-def test_lstm_is_torchs() -> None:
-    gates = ["input_gate", "forget_gate", "candidate", "output_gate"]
-
-    def torchs(parameters: Parameters, x_BTF: torch.Tensor) -> torch.Tensor:
-        theirs = nn.LSTMCell(FEATURES, HIDDEN).double()
-        values = {
-            "weight_ih": _stacked(parameters, "weight_x_to_{}_d0", gates),
-            "weight_hh": _stacked(parameters, "weight_h_to_{}_d1", gates),
-            "bias_ih": _stacked(parameters, "bias_{}", gates),
-            "bias_hh": torch.zeros(4 * HIDDEN, dtype=torch.float64),
+    ours, theirs = graph.cell().double(), theirs.double()
+    recurrent = [*gates[:-1], "recalled"] if name == "gru" else gates
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(std=0.5)
+        theirs.bias_hh[: len(theirs.bias_hh) - (H if name == "gru" else 0)] = 0.0
+        blocks = {
+            "weight_x_to_{}_d0": (gates, theirs.weight_ih),
+            "weight_h_to_{}_d1": (recurrent, theirs.weight_hh),
+            "bias_{}": (gates, theirs.bias_ih),
         }
-        state, outputs = None, []
-        for x_BF in x_BTF.unbind(1):
-            state = torch.func.functional_call(theirs, values, (x_BF, state))
-            outputs.append(state[0])
-        return torch.stack(outputs, dim=1)
-
-    _compare(lstm_graph(FEATURES, HIDDEN), torchs)
-
-
-def test_gru_is_torchs() -> None:
-    def torchs(parameters: Parameters, x_BTF: torch.Tensor) -> torch.Tensor:
-        theirs = nn.GRUCell(FEATURES, HIDDEN).double()
-        both = ["reset_gate", "update_gate"]
-        values = {
-            "weight_ih": _stacked(parameters, "weight_x_to_{}_d0", [*both, "candidate"]),
-            "weight_hh": _stacked(parameters, "weight_h_to_{}_d1", [*both, "recalled"]),
-            "bias_ih": _stacked(parameters, "bias_{}", [*both, "candidate"]),
-            "bias_hh": torch.cat([torch.zeros(2 * HIDDEN, dtype=torch.float64), parameters["bias_recalled"]]),
-        }
-        h_BH, outputs = None, []
-        for x_BF in x_BTF.unbind(1):
-            h_BH = torch.func.functional_call(theirs, values, (x_BF, h_BH))
-            outputs.append(h_BH)
-        return torch.stack(outputs, dim=1)
-
-    _compare(gru_graph(FEATURES, HIDDEN), torchs)
+        for pattern, (layers, stacked) in blocks.items():
+            for layer, block in zip(layers, stacked.split(H), strict=True):
+                ours.get_parameter(pattern.format(layer)).copy_(block)
+        if name == "gru":
+            ours.bias_recalled.copy_(theirs.bias_hh[2 * H :])
+        if name == "peephole":
+            for gate, delay in (("input", 1), ("forget", 1), ("output", 0)):
+                diagonal = ours.get_parameter(f"weight_c_to_{gate}_gate_d{delay}")
+                diagonal.copy_(getattr(theirs, f"peephole_{gate[0]}"))
+    x_BTF = torch.randn(3, 7, F, dtype=torch.float64)
+    torch.testing.assert_close(_run(ours, x_BTF)[0], _run(theirs, x_BTF)[0], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def _peephole_equations(p: Parameters, x_BTF: torch.Tensor) -> torch.Tensor:
-    h = c = x_BTF.new_zeros(len(x_BTF), HIDDEN)
-    outputs = []
-
-    def before(gate: str, x_BF: torch.Tensor) -> torch.Tensor:
-        return x_BF @ p[f"weight_x_to_{gate}_d0"].T + h @ p[f"weight_h_to_{gate}_d1"].T + p[f"bias_{gate}"]
-
-    for x_BF in x_BTF.unbind(1):
-        i = torch.sigmoid(before("input_gate", x_BF) + p["weight_c_to_input_gate_d1"] * c)
-        f = torch.sigmoid(before("forget_gate", x_BF) + p["weight_c_to_forget_gate_d1"] * c)
-        new_c = f * c + i * torch.tanh(before("candidate", x_BF))
-        o = torch.sigmoid(before("output_gate", x_BF) + p["weight_c_to_output_gate_d0"] * new_c)
-        c, h = new_c, o * torch.tanh(new_c)
-        outputs.append(h)
-    return torch.stack(outputs, dim=1)
-
-
-def test_peephole_lstm_is_its_equations() -> None:
-    _compare(peephole_lstm_graph(FEATURES, HIDDEN), _peephole_equations)
-
-
-def test_peepholes_as_products_with_weights_of_a_constant_are_the_same() -> None:
-    graph = lstm_graph(FEATURES, HIDDEN)
-    one = graph.constant("one")
-    for gate, delay in (("input_gate", 1), ("forget_gate", 1), ("output_gate", 0)):
-        peephole = graph.layer(f"{gate}_peephole", HIDDEN, aggregation="multiply")
-        graph.connect("c", peephole, kind="identity", delay=delay)
-        graph.connect(one, peephole)
-        graph.connect(peephole, gate, kind="identity")
-
-    def equations(p: Parameters, x_BTF: torch.Tensor) -> torch.Tensor:
-        diagonal = {
-            f"weight_c_to_{gate}_d{delay}": p[f"weight_one_to_{gate}_peephole_d0"][:, 0]
-            for gate, delay in (("input_gate", 1), ("forget_gate", 1), ("output_gate", 0))
-        }
-        return _peephole_equations({**p, **diagonal}, x_BTF)
-
-    _compare(graph, equations)
-
-
-@pytest.mark.parametrize("delays", [(1,), (1, 3), (2, 5), (4,), (3, 30)])
-def test_delayed_is_its_equation(delays: tuple[int, ...]) -> None:
-    def equation(p: Parameters, x_BTF: torch.Tensor) -> torch.Tensor:
-        h: list[torch.Tensor] = []
-        for step, x_BF in enumerate(x_BTF.unbind(1)):
-            total = x_BF @ p["weight_x_to_h_d0"].T + p["bias_h"]
-            for delay in delays:
-                earlier = h[step - delay] if step >= delay else x_BF.new_zeros(ROWS, HIDDEN)
-                total = total + earlier @ p[f"weight_h_to_h_d{delay}"].T
-            h.append(torch.tanh(total))
-        return torch.stack(h, dim=1)
-
-    idle = frozenset(f"weight_h_to_h_d{delay}" for delay in delays if delay >= STEPS)
-    _compare(delayed_graph(FEATURES, HIDDEN, delays=delays), equation, idle=idle)
-
-
-def test_two_loops_is_its_equations() -> None:
-    def equations(p: Parameters, x_BTF: torch.Tensor) -> torch.Tensor:
-        zero = x_BTF.new_zeros(ROWS, HIDDEN)
-        lower, upper = [zero, zero], [zero]
-        for x_BF in x_BTF.unbind(1):
-            now = torch.tanh(
-                x_BF @ p["weight_x_to_lower_d0"].T + lower[-1] @ p["weight_lower_to_lower_d1"].T + p["bias_lower"]
-            )
-            upper.append(
-                torch.tanh(
-                    x_BF @ p["weight_x_to_upper_d0"].T
-                    + now @ p["weight_lower_to_upper_d0"].T
-                    + lower[-2] @ p["weight_lower_to_upper_d2"].T
-                    + upper[-1] @ p["weight_upper_to_upper_d1"].T
-                    + p["bias_upper"]
-                )
-            )
-            lower.append(now)
-        return torch.stack(upper[1:], dim=1)
-
-    _compare(two_loop_graph(FEATURES, HIDDEN), equations)
-
-
-@pytest.mark.parametrize(
-    ("build", "state"),
-    [
-        (lstm_graph, {"c_1", "h_1"}),
-        (peephole_lstm_graph, {"c_1", "h_1"}),
-        (gru_graph, {"h_1"}),
-        (delayed_graph, {"h_1", "h_2", "h_3"}),
-        (two_loop_graph, {"lower_1", "lower_2", "upper_1"}),
-    ],
-)
-def test_states_hold_what_is_read_later_and_no_more(build: Callable[[int, int], Graph], state: set[str]) -> None:
-    names = build(FEATURES, HIDDEN).cell().state_names
-    assert len(names) == len(state)
-    assert set(names) == state
+def test_simple_networks_have_the_connections_of_their_equations() -> None:
+    assert [str(one) for one in delayed_graph(F, H, delays=(2, 5)).connections] == [
+        "x -> h: full",
+        "h -> h: full, delay 2",
+        "h -> h: full, delay 5",
+    ]
+    graph = two_loop_graph(F, H)
+    assert {str(one) for one in graph.connections} == {
+        "x -> lower: full",
+        "lower -> lower: full, delay 1",
+        "x -> upper: full",
+        "upper -> upper: full, delay 1",
+        "lower -> upper: full",
+        "lower -> upper: full, delay 2",
+    }
+    for layer in (*graph.layers[1:], delayed_graph(F, H).layers[1]):
+        assert (layer.size, layer.aggregation, layer.activation, layer.bias) == (H, "sum", "tanh", True)
+    assert graph.outputs == ("upper",)
 
 
 def test_a_new_lstm_remembers_by_default() -> None:
-    cell = lstm_graph(FEATURES, HIDDEN).cell()
-    assert torch.equal(cell.bias_forget_gate, torch.ones(HIDDEN))
-    assert torch.equal(cell.bias_input_gate, torch.zeros(HIDDEN))
+    cell = lstm_graph(F, H).cell()
+    assert torch.equal(cell.bias_forget_gate, torch.ones(H))
+    assert torch.equal(cell.bias_input_gate, torch.zeros(H))

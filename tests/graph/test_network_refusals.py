@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.graph import Graph, delayed_graph, lstm_graph
+from stretto.graph import Graph, delayed_graph
 
 
 def _sound() -> Graph:
@@ -222,19 +222,16 @@ DOCUMENTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda document: document["connections"][0].pop("source"),
         "among the 'connections'.*destination and source",
     ),
-    "size that is text": (_set("layers", 0, "size", to="3"), "layer 'x' got size='3'"),
     "role": (_set("layers", 0, "role", to="output"), "layer 'x' got role='output'"),
     "input that computes": (_set("layers", 0, "activation", to="tanh"), "input layer 'x' has an aggregation, an activ"),
     "constant that learns": (
         lambda document: document["layers"][0].update(role="constant", learn_initial=True),
         "constant layer 'x' has 'learn_initial'",
     ),
-    "kind": (_set("connections", 0, "kind", to=None), "the connection 'x' -> 'h' got kind=None"),
     "range that is text": (
         _set("connections", 0, "source_range", to="01"),
         "the connection 'x' -> 'h' got source_range=",
     ),
-    "range outside": (_set("connections", 0, "source_range", to=[0, 9]), "uses units 0 to 9 of 'x', which has 3"),
     "output that is no name": (_set("outputs", to=[{}]), "name of an output is {}"),
     "no output": (_set("outputs", to=[]), "the graph has no output"),
     "duplicate layer": (lambda document: document["layers"].append(document["layers"][0]), "a layer 'x' already"),
@@ -263,10 +260,3 @@ def test_a_document_that_is_no_mapping_is_refused() -> None:
 def test_delays_are_checked(delays: tuple[int, ...], problem: str) -> None:
     with pytest.raises(StrettoError, match=problem):
         delayed_graph(2, 3, delays=delays)
-
-
-def test_builders_refuse_sizes_by_the_layer() -> None:
-    with pytest.raises(StrettoError, match="layer 'x' got size=0"):
-        lstm_graph(0, 3)
-    with pytest.raises(StrettoError, match="layer 'input_gate' got size=-1"):
-        lstm_graph(2, -1)

@@ -19,7 +19,7 @@ from torch import nn
 import stretto.cells
 from stretto.cells import Cell
 from stretto.errors import StrettoError
-from stretto.graph import Graph, GraphCell, call_cell
+from stretto.graph import Graph, call_cell
 
 INPUT_SIZE: Final = 64
 DEFAULT_SIZES: Final = {"input_size": INPUT_SIZE, "hidden_size": 128}
@@ -78,8 +78,6 @@ def builtin_cells() -> list[str]:
 
 def input_size_of(cell: nn.Module) -> int | None:
     """The number of features that a cell says it takes, or was made for."""
-    if isinstance(cell, GraphCell):
-        return cell.wiring.input_size
     args, kwargs = getattr(cell, "_init_args", ((), {}))
     given: dict[str, Any] = {}
     with contextlib.suppress(TypeError, ValueError):
@@ -205,9 +203,10 @@ def _make(
 
     `sizes` has the flag and value of each size; `target` and `kind` are for messages.
     """
-    parameters: Mapping[str, inspect.Parameter] = {}
+    accepted = inspect.Signature()
     with contextlib.suppress(TypeError, ValueError):
-        parameters = inspect.signature(maker).parameters
+        accepted = inspect.signature(maker)
+    parameters = accepted.parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     takes = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
     signature = f"{target!r} takes {', '.join(takes) or 'no arguments'}"
@@ -221,20 +220,13 @@ def _make(
             arguments[name] = given
         elif given is not None and name == "hidden_size":
             raise StrettoError(f"{signature}, and {flag} is none of them", fix="Leave it out, or use --set NAME=VALUE.")
-    if unknown := [name for name in arguments if name not in takes and not takes_any]:
-        raise StrettoError(f"{signature}, and {', '.join(unknown)} is none of them", fix="Check the names after --set.")
-    required = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}
-        and name not in arguments
-    ]
-    if required:
+    try:
+        accepted.bind(**arguments)
+    except TypeError as error:
         raise StrettoError(
-            f"{signature}, and {', '.join(required)} is missing",
-            fix=f"Give it with --set NAME=VALUE, or name a function without arguments that makes the {kind}.",
-        )
+            f"{signature}: {error}",
+            fix=f"Give each with --set NAME=VALUE, or name a function without arguments that makes the {kind}.",
+        ) from error
     flags = [flag for flag, _ in sizes.values()]
     with user_errors(f"{target!r} could not be made", fix=f"Check {', '.join(flags)} and --set."):
         return maker(**arguments)

@@ -5,22 +5,24 @@ trace                    a cell -> StepGraph
 rewrite, analyse         StepGraph -> Plan: what is computed once, hoisted, in a loop, or sunk
 adjoint                  Loop -> Body: the loop with its backward step, and what is deferred
 summary, draw            a plan in numbers and as a picture
-network*                 `stretto.Graph`: layers and connections with delays, as a cell
+network                  `stretto.Graph`: layers and connections with delays, as a cell
 """
 
 from stretto.graph.adjoint import Body, Kind, derive
 from stretto.graph.analyse import Loop, Plan, Stage, analyse
 from stretto.graph.draw import document, draw
 from stretto.graph.network import (
+    ACTIVATIONS,
+    Connection,
     Graph,
     GraphCell,
+    Layer,
     delayed_graph,
     gru_graph,
     lstm_graph,
     peephole_lstm_graph,
     two_loop_graph,
 )
-from stretto.graph.network_wiring import ACTIVATIONS, Connection, Layer
 from stretto.graph.node import BatchDim, Node, concrete_shape, evaluate, run
 from stretto.graph.operators import is_view
 from stretto.graph.summary import LoopSummary, Operator, Product, Summary, format_shape

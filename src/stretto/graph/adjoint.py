@@ -91,11 +91,7 @@ class Body:
 
 
 def derive(graph: StepGraph, loop: Loop) -> Body:
-    """The body of a loop with its backward step.
-
-    Args:
-        graph: The step the loop belongs to.
-        loop: The loop.
+    """The body of a loop of the step `graph`, with its backward step.
 
     Raises:
         Untraceable: The body cannot be differentiated as a fixed graph.
@@ -129,7 +125,7 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
 def _record(
     rows: int, sources: list[tuple[Kind, Node, int]], outputs: list[Node], nodes: list[Node], graph: StepGraph
 ) -> Any:
-    device = _device(graph)
+    device = next((tensor.device for tensor in graph.constants.values()), torch.device("cpu"))
 
     def example(node: Node) -> torch.Tensor:
         return torch.zeros(concrete_shape(node.shape, rows), dtype=node.dtype, device=device)
@@ -176,10 +172,6 @@ def _gradients(
     given = (tuple(outputs), tuple(cotangents), False, False, tuple(inputs))
     found: Sequence[torch.Tensor | None] = _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=False)
     return found
-
-
-def _device(graph: StepGraph) -> Any:
-    return next((tensor.device for tensor in graph.constants.values()), torch.device("cpu"))
 
 
 def _take_apart(nodes: list[Node], body: Body) -> Body:

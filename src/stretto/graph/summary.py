@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Final, final
 
-import torch
-
 from stretto.graph.adjoint import Body, Kind
 from stretto.graph.analyse import Loop, Plan, Stage
 from stretto.graph.node import BatchDim, Node
@@ -113,7 +111,7 @@ class LoopSummary:
             forward_operators=_count_operators(body.forward),
             backward_operators=_count_operators(body.backward),
             saved=tuple(Operator.of(node) for node in body.saved),
-            saved_bytes=sum(node.row_size * _bytes(node.dtype) for node in body.saved),
+            saved_bytes=sum(node.row_size * node.dtype.itemsize for node in body.saved if node.dtype is not None),
         )
 
 
@@ -164,7 +162,3 @@ def _operators(nodes: list[Node]) -> tuple[Operator, ...]:
 
 def _count_operators(nodes: list[Node]) -> int:
     return sum(node.dtype is not None and not is_view(node) and node.label not in PRODUCTS for node in nodes)
-
-
-def _bytes(dtype: torch.dtype | None) -> int:
-    return 0 if dtype is None else dtype.itemsize

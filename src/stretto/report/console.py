@@ -1,6 +1,7 @@
 """A run on the terminal: a live display, or plain lines where the output is not a terminal."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, final
 
@@ -27,7 +28,7 @@ def console_view(console: Console | None = None) -> Iterator[Subscriber]:
     """A subscriber that shows events on the terminal, and restores the terminal however the run ends."""
     console = console or Console()
     if not console.is_terminal:
-        yield PlainView(console)
+        yield functools.partial(print_event, console)
         return
     view = LiveView(console)
     try:
@@ -36,32 +37,23 @@ def console_view(console: Console | None = None) -> Iterator[Subscriber]:
         view.close()
 
 
-@final
-class PlainView:
+def print_event(console: Console, event: Event) -> None:
     """One line per epoch, for logs and pipes."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def __call__(self, event: Event) -> None:
-        """Show one event."""
-        kind = event["event"]
-        if kind == "started":
-            for line in start_lines(event):
-                self._print(line)
-        elif kind == "epoch":
-            self._print(epoch_line(event))
-        elif kind == "resumed":
-            self._print(f"resumed at update {event['update']}, epoch {event['epoch'] + 1}")
-        elif kind == "batch" and is_reported(event):
-            self._print(f"batch {event['batch_size']}, rate {event['rate']:.3g}: {event['reason']}")
-        elif kind == "warning":
-            self._print(f"warning: {event['message']}")
-        elif kind == "finished":
-            self._console.print(result_table(event))
-
-    def _print(self, line: str) -> None:
-        self._console.print(Text(line), soft_wrap=True)
+    kind, lines = event["event"], []
+    if kind == "started":
+        lines = start_lines(event)
+    elif kind == "epoch":
+        lines = [epoch_line(event)]
+    elif kind == "resumed":
+        lines = [f"resumed at update {event['update']}, epoch {event['epoch'] + 1}"]
+    elif kind == "batch" and is_reported(event):
+        lines = [f"batch {event['batch_size']}, rate {event['rate']:.3g}: {event['reason']}"]
+    elif kind == "warning":
+        lines = [f"warning: {event['message']}"]
+    elif kind == "finished":
+        console.print(result_table(event))
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
 
 
 @final
@@ -70,7 +62,6 @@ class LiveView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._plain = PlainView(console)
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
@@ -107,7 +98,7 @@ class LiveView:
             self._reset()
             shown = f"{event['metric']} {format_metric(event['metric'], event['value'])}"
             self._progress.update(self._bar, metric=shown)
-        self._plain(event)
+        print_event(self._console, event)
 
     def close(self) -> None:
         """Remove the bar and show the cursor again."""

@@ -3,11 +3,10 @@
 Shape legend: S updates that were recorded.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,94 +15,51 @@ from stretto.training import read_events
 
 Event = Mapping[str, Any]
 Numbers = npt.NDArray[np.float64]
-State = Literal["finished", "interrupted", "unfinished"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRecord:
     """Every recorded update, as columns; NaN where nothing was recorded."""
 
-    update_S: Numbers
-    loss_S: Numbers
-    rows_S: Numbers
-    length_S: Numbers  # time steps that the batch was padded to
-    real_S: Numbers  # time steps without padding
-    padded_S: Numbers  # rows times padded length
-    seconds_S: Numbers  # since the start
-    took_S: Numbers  # seconds since the update before, where nothing but training lay between
-    residual_S: Numbers
+    def __init__(self, events: Sequence[Event]) -> None:
+        found = [event for event in events if event["event"] == "update"]
+        self.update_S = column(found, "update")
+        self.loss_S = column(found, "loss")
+        self.rows_S = column(found, "rows")
+        self.length_S = column(found, "length")  # time steps that the batch was padded to
+        self.real_S = column(found, "steps_real")  # time steps without padding
+        self.padded_S = column(found, "padded_steps")  # rows times padded length
+        self.seconds_S = column(found, "seconds")  # since the start
+        self.took_S = _took(events)  # seconds since the update before, where nothing but training lay between
+        self.residual_S = column(found, "residual")
 
     def __len__(self) -> int:
         return len(self.update_S)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What a run has recorded so far; a run that has only begun has little."""
+    """What a run folder has recorded so far; a run that has only begun has little, and events may be empty."""
 
-    events: Sequence[Event]
-    state: State  # a run that is still going on, or was killed, is unfinished
-    started: Event  # empty when there is none, as the next
-    finished: Event
-    updates: UpdateRecord
-    epochs: Sequence[Event]
-
-    @classmethod
-    def read(cls, run: Path) -> "RunRecord":
-        """Read the record of a run folder."""
-        events = read_events(run)
+    def __init__(self, run: Path) -> None:
+        self.events = read_events(run)
         # A finished run may be resumed for more epochs: only an end after the last resumption counts.
-        last_resumed = max((at for at, event in enumerate(events) if event["event"] == "resumed"), default=-1)
-        ends = {event["event"]: event for event in events[last_resumed + 1 :]}
-        return cls(
-            events=events,
-            state="finished" if "finished" in ends else "interrupted" if "interrupted" in ends else "unfinished",
-            started=_last(events, "started"),
-            finished=ends.get("finished", {}),
-            updates=_updates(events),
-            epochs=_kind(events, "epoch"),
-        )
+        last_resumed = max((at for at, event in enumerate(self.events) if event["event"] == "resumed"), default=-1)
+        ends = {event["event"]: event for event in self.events[last_resumed + 1 :]}
+        # A run that is still going on, or was killed, is unfinished.
+        self.state = next((state for state in ("finished", "interrupted") if state in ends), "unfinished")
+        self.started = self.last("started")
+        self.finished: Event = ends.get("finished", {})
+        self.updates = UpdateRecord(self.events)
+        self.epochs = self.all("epoch")
+        self.metric = str(self.epochs[-1]["metric"]) if self.epochs else ""
+        self.edges = [int(edge) for edge in self.started.get("edges") or []]
 
     def all(self, kind: str) -> list[Event]:
         """The events of one kind, in order."""
-        return _kind(self.events, kind)
+        return [event for event in self.events if event["event"] == kind]
 
     def last(self, kind: str) -> Event:
         """The last event of one kind; empty when there is none."""
-        return _last(self.events, kind)
-
-    @property
-    def metric(self) -> str:
-        """The name of the task's metric; empty while no epoch is finished."""
-        return str(self.epochs[-1]["metric"]) if self.epochs else ""
-
-    @property
-    def edges(self) -> list[int]:
-        """The bucket edges; empty when they were not recorded."""
-        return [int(edge) for edge in self.started.get("edges") or []]
-
-
-def _kind(events: Sequence[Event], kind: str) -> list[Event]:
-    return [event for event in events if event["event"] == kind]
-
-
-def _last(events: Sequence[Event], kind: str) -> Event:
-    return next(reversed(_kind(events, kind)), {})
-
-
-def _updates(events: Sequence[Event]) -> UpdateRecord:
-    found = _kind(events, "update")
-    return UpdateRecord(
-        update_S=column(found, "update"),
-        loss_S=column(found, "loss"),
-        rows_S=column(found, "rows"),
-        length_S=column(found, "length"),
-        real_S=column(found, "steps_real"),
-        padded_S=column(found, "padded_steps"),
-        seconds_S=column(found, "seconds"),
-        took_S=_took(events),
-        residual_S=column(found, "residual"),
-    )
+        return next(reversed(self.all(kind)), {})
 
 
 def column(events: Sequence[Event], name: str) -> Numbers:

@@ -78,7 +78,7 @@ def write_run_report(run: Path, out: Path | None = None) -> Path:
         StrettoError: The folder holds no record of a run, or one that does not make sense.
     """
     try:
-        text = _page(RunRecord.read(run), run=run)
+        text = _page(RunRecord(run), run=run)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, StrettoError):
             raise
