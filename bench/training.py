@@ -306,7 +306,7 @@ class StrettoContender:
     @property
     def model(self) -> nn.Module:
         """What is trained."""
-        return self._trainer.state.model
+        return self._trainer.model
 
     def train_epoch(self) -> EpochTiming:
         """Train one epoch and measure; after the planned epochs, at the last rate of the schedule."""

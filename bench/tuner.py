@@ -232,7 +232,7 @@ def run_to_target(task: AbstractTask[Any], *, target: float, every: int) -> Run:
     part = task.data.part("valid")
 
     def measure() -> float:
-        return evaluate(task, trainer.state.model, part, device=task.config.device).loss
+        return evaluate(task, trainer.model, part, device=task.config.device).loss
 
     clock = _Clock(measure, target=target, every=every)
     is_reached, fault = False, ""

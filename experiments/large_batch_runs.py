@@ -228,7 +228,7 @@ def execute(run: Run, data: SequenceSet, folder: Path) -> RunResult:
     if is_resumed:
         curve.resume()
     else:
-        curve.begin(trainer.state.model)
+        curve.begin(trainer.model)
     begin = time.perf_counter() - trainer.state.seconds
     why, test = "", math.nan
     try:

@@ -194,7 +194,7 @@ def _describe(task: AbstractTask[Any], config: TrainConfig, trainer: Trainer) ->
         "report": report,
         "shuffled_padding": 1.0 - (1.0 - report["padding"]) / padded_steps_ratio,
         "padded_steps_ratio": padded_steps_ratio,
-        "parameters": sum(p.numel() for p in trainer.state.model.parameters()),
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "epochs": config.epochs,
         "versions": {
             "stretto": importlib.metadata.version("stretto"),

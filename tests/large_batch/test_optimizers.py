@@ -135,7 +135,7 @@ def test_the_state_goes_through_json_and_tensors(name: Any, gates: bool) -> None
         torch.manual_seed(seed)
         model = nn.LSTM(3, 4).double() if gates else _model(seed)
         recipe = LargeBatch(base_batch_size=4, base_lr=0.01, base_warmup_epochs=0.5, batch_size=16, epochs=9)
-        built = recipe.build(model, optimizer=name, decay="cosine", steps_per_epoch=3, weight_decay=0.1, gates=gates)
+        built = recipe.build(model, optimizer=name, decay="cosine", updates_per_epoch=3, weight_decay=0.1, gates=gates)
         return model, *built
 
     def train(model: nn.Module, optimizer: Any, schedule: Any, *, updates: range) -> None:

@@ -57,14 +57,14 @@ def test_warm_up_keeps_its_updates_and_the_step_its_variance(base: int, times: i
     large = LargeBatch(base_batch_size=base, base_lr=0.3, base_warmup_epochs=warmup, batch_size=base * times)
     assert (small.lr, small.warmup_epochs) == (0.3, warmup)
     assert large.lr**2 / large.batch_size == pytest.approx(small.lr**2 / small.batch_size)
-    few = small.warmup_updates(steps_per_epoch=steps * times)
-    assert abs(large.warmup_updates(steps_per_epoch=steps) - few) <= 1
+    few = small.warmup_updates(updates_per_epoch=steps * times)
+    assert abs(large.warmup_updates(updates_per_epoch=steps) - few) <= 1
 
 
 @given(cap=st.floats(0, 0.99), epochs=st.floats(0.5, 50), steps=st.integers(1, 500), batch=st.integers(20, 5000))
 def test_the_cap_bounds_the_share_of_updates(cap: float, epochs: float, steps: int, batch: int) -> None:
     recipe = LargeBatch(**BASE, batch_size=batch, warmup_cap=cap, epochs=epochs)
-    updates = recipe.warmup_updates(steps_per_epoch=steps)
+    updates = recipe.warmup_updates(updates_per_epoch=steps)
     assert recipe.warmup_epochs == pytest.approx(min(0.2 * batch / 20, cap * epochs))
     assert updates <= cap * epochs * steps * (1 + 1e-9)
 
@@ -80,7 +80,7 @@ def _rates(built: Built, count: int) -> list[float]:
 
 def test_rates_of_a_whole_run() -> None:
     recipe = LargeBatch(base_batch_size=10, base_lr=0.5, base_warmup_epochs=0.1, batch_size=40, epochs=6)
-    built = recipe.build(nn.Linear(2, 2).parameters(), steps_per_epoch=10, decay=FlatThenDivide(flat_epochs=2))
+    built = recipe.build(nn.Linear(2, 2).parameters(), updates_per_epoch=10, decay=FlatThenDivide(flat_epochs=2))
     rates = _rates(built, 60)
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4:20] == [1.0] * 16
@@ -92,7 +92,7 @@ def test_the_decay_in_epochs_is_the_same_at_every_batch() -> None:
     found = []
     for batch, steps in ((8, 64), (32, 16), (128, 4)):
         recipe = LargeBatch(base_batch_size=8, base_lr=1.0, batch_size=batch)
-        built = recipe.build(nn.Linear(2, 2), decay=Polynomial(power=2.0), steps_per_epoch=steps, epochs=5)
+        built = recipe.build(nn.Linear(2, 2), decay=Polynomial(power=2.0), updates_per_epoch=steps, epochs=5)
         found.append([rate / recipe.lr for rate in _rates(built, 5 * steps)[:: steps // 4]])
     assert found[0] == pytest.approx(found[1])
     assert found[0] == pytest.approx(found[2])
@@ -103,7 +103,7 @@ def test_the_decay_in_epochs_is_the_same_at_every_batch() -> None:
 def test_a_stopped_schedule_goes_on_to_the_bit(decay: Any, stop: int) -> None:
     def made(lr: float) -> Built:
         recipe = LargeBatch(base_batch_size=4, base_lr=lr, base_warmup_epochs=0.3, batch_size=12, epochs=7)
-        return recipe.build(nn.Linear(3, 2), optimizer="momentum", decay=decay, steps_per_epoch=7)
+        return recipe.build(nn.Linear(3, 2), optimizer="momentum", decay=decay, updates_per_epoch=7)
 
     whole = _rates(made(0.1), 49)
     first = made(0.1)
@@ -111,7 +111,7 @@ def test_a_stopped_schedule_goes_on_to_the_bit(decay: Any, stop: int) -> None:
     saved = json.loads(json.dumps([each.state_dict() for each in first], allow_nan=False))
     # Another rate, another warm-up and another decay: all of it is in the saved state.
     recipe = LargeBatch(base_batch_size=2, base_lr=9.0, base_warmup_epochs=0.01, batch_size=2)
-    second = recipe.build(nn.Linear(3, 2), optimizer="momentum", steps_per_epoch=3)
+    second = recipe.build(nn.Linear(3, 2), optimizer="momentum", updates_per_epoch=3)
     for each, state in zip(second, saved, strict=True):
         each.load_state_dict(state)
     assert _rates(second, 49 - stop) == whole[stop:]
@@ -224,7 +224,7 @@ def test_a_smaller_batch_is_fine_without_a_rule_and_a_long_warm_up_with_a_cap() 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"steps_per_epoch": 0}, r"steps_per_epoch=0"),
+        ({"updates_per_epoch": 0}, r"updates_per_epoch=0"),
         ({"decay": "poly"}, r"'poly' needs the number of epochs"),
         ({"decay": 0.5}, r"decay=0.5"),
         ({"decay": "slow"}, r"decay='slow'"),
@@ -235,13 +235,13 @@ def test_a_smaller_batch_is_fine_without_a_rule_and_a_long_warm_up_with_a_cap() 
 def test_bad_arguments_of_build(values: dict[str, Any], words: str) -> None:
     recipe = LargeBatch(**BASE, batch_size=20)
     with pytest.raises(StrettoError, match=words):
-        recipe.build(nn.Linear(2, 2), **{"steps_per_epoch": 5, **values})
+        recipe.build(nn.Linear(2, 2), **{"updates_per_epoch": 5, **values})
 
 
 def test_two_lengths_of_a_run_are_refused() -> None:
     recipe = LargeBatch(**BASE, batch_size=20, epochs=3)
     with pytest.raises(StrettoError, match=r"epochs=4, and LargeBatch has epochs=3"):
-        recipe.build(nn.Linear(2, 2), steps_per_epoch=5, epochs=4)
+        recipe.build(nn.Linear(2, 2), updates_per_epoch=5, epochs=4)
     with pytest.raises(StrettoError, match="no base_clip_norm"):
         recipe.scaled_clip(3.0)
 

@@ -80,7 +80,7 @@ def _solving(run: Path, **changes: Any) -> list[SolverRecord]:
 
 
 def _layer(trainer: Trainer) -> stretto.RNN:
-    layer = trainer.state.model.gru.rnn
+    layer = trainer.model.gru.rnn
     assert isinstance(layer, stretto.RNN)
     return layer
 
@@ -202,7 +202,7 @@ def test_evaluation_is_sequential_and_leaves_the_cache_alone(tmp_path: Path) -> 
     trainer = _trainer(tmp_path, task)
     trainer.train_epoch()
     before, solver = _held(_cache(trainer)), _layer(trainer).solver
-    model, part = trainer.state.model, task.data.part("train")
+    model, part = trainer.model, task.data.part("train")
     measured = evaluate(task, model, part, device="cpu")
     assert _held(_cache(trainer)) == before
     assert _layer(trainer).solver is solver
@@ -261,7 +261,7 @@ def test_boundaries_that_are_nan_are_forgotten(tmp_path: Path, monkeypatch: pyte
     task = _task(solver="warm_start", chunks=4, batch_size=1, on_nan="skip")
     trainer = _trainer(tmp_path, task)
     trainer.train_epoch()
-    model, spoilt = trainer.state.model, []
+    model, spoilt = trainer.model, []
     plain = model.standardise.forward
 
     def spoil(x_BTF: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
@@ -313,7 +313,7 @@ def test_multigrid_is_reported_and_also_used_in_parallel(tmp_path: Path, monkeyp
     trainer = _trainer(tmp_path, task)
     assert _layer(trainer).solver.tolerance == 0.25  # type: ignore[union-attr]
     metrics = trainer.run().metrics
-    model, test = trainer.state.model, task.data.part("test")
+    model, test = trainer.model, task.data.part("test")
     assert metrics["accuracy"] == evaluate(task, model, test, device="cpu").metrics["accuracy"]
     parallel = evaluate(task, model, test, device="cpu", by_solver=True).metrics["accuracy"]
     assert metrics["accuracy_parallel"] == parallel

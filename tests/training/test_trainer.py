@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_runs import at, crash, interrupt, outcome, stop, train
+from training_runs import at, crash, events_of, interrupt, outcome, stop, train
 
 from stretto.batching import Batch
 from stretto.data import Labels, SequenceSet, Transcripts
@@ -195,6 +195,16 @@ def test_random_state_and_signal_handlers_are_as_they_were_afterwards(tmp_path: 
     train(tmp_path, _task("classify"), resume=True)
     assert torch.equal(torch.get_rng_state(), random)
     assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_the_share_of_clipped_updates_is_recorded_also_if_the_run_is_stopped(tmp_path: Path) -> None:
+    task = _task("classify", clip_norm=0.3)
+    stop(tmp_path, task, 6)
+    train(tmp_path, task, resume=True)
+    for epoch in events_of(tmp_path, "epoch"):
+        updates = [event for event in events_of(tmp_path, "update") if event["epoch"] == epoch["epoch"] - 1]
+        assert epoch["clipped"] == sum(event["gradient_norm"] > 0.3 for event in updates) / len(updates)
+    assert 0.0 < epoch["clipped"] < 1.0
 
 
 def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:

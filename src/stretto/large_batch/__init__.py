@@ -1,7 +1,7 @@
 """Large batches without re-tuning: scaling rules, schedules, gradient noise, measured throughput, and the tuner."""
 
 from stretto.large_batch.choose import Candidate, Choice, choose_batch, split_share
-from stretto.large_batch.guard import ClipMeter, Guard, local_curvature
+from stretto.large_batch.guard import Guard, local_curvature
 from stretto.large_batch.noise import (
     AbstractSplit,
     Noise,
@@ -37,7 +37,6 @@ __all__ = [
     "BatchTuner",
     "Candidate",
     "Choice",
-    "ClipMeter",
     "Constant",
     "Cosine",
     "DecayName",

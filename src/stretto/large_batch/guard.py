@@ -1,14 +1,12 @@
 """Watches training for signs that a larger batch, and the larger rate that comes with it, went wrong.
 
-`Guard` judges updates by what they know anyway: loss, gradient norm, and now and then `local_curvature`. `ClipMeter`
-counts how often clipping bites, which a larger batch changes silently.
+`Guard` judges updates by what they know anyway: loss, gradient norm, and now and then `local_curvature`.
 """
 
-import bisect
-import dataclasses
 import math
+import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -84,8 +82,8 @@ class Guard:
 
     def restart(self) -> None:
         """Forget everything: after a roll-back the loss is another."""
-        self._recent = SortedWindow(self.window)
-        self._gaps, self._norms = SortedWindow(self.memory), SortedWindow(self.memory)
+        self._recent = deque[float](maxlen=self.window)
+        self._gaps, self._norms = deque[float](maxlen=self.memory), deque[float](maxlen=self.memory)
         self._best: float | None = None
         self._high = self._spiked = self._steep = 0
 
@@ -117,12 +115,12 @@ class Guard:
     @property
     def smoothed(self) -> float | None:
         """The smoothed loss; None until there are enough updates."""
-        return self._recent.median if len(self._recent.ordered) == self.window else None
+        return statistics.median(self._recent) if len(self._recent) == self.window else None
 
     @property
     def spread(self) -> float:
         """The standard deviation of the noise of the loss; infinite until there are enough calm updates."""
-        gaps = self._gaps.ordered
+        gaps = sorted(self._gaps)
         if len(gaps) < min(self.window, self.memory):
             return math.inf
         return max(factor * gaps[int(share * (len(gaps) - 1))] for share, factor in SPREAD_QUANTILES)
@@ -149,7 +147,7 @@ class Guard:
         )
 
     def _judge_norm(self, norm: float) -> str:
-        usual = self._norms.median if len(self._norms.ordered) >= self.patience else math.inf
+        usual = statistics.median(self._norms) if len(self._norms) >= self.patience else math.inf
         if norm <= self.spike * usual:
             self._norms.append(norm)
             self._spiked = 0
@@ -167,9 +165,9 @@ class Guard:
         """Everything that was observed, ready for JSON."""
         return {
             "version": STATE_VERSION,
-            "recent": list(self._recent.aged),
-            "gaps": list(self._gaps.aged),
-            "norms": list(self._norms.aged),
+            "recent": list(self._recent),
+            "gaps": list(self._gaps),
+            "norms": list(self._norms),
             "best": self._best,
             "counts": [self._high, self._spiked, self._steep],
         }
@@ -181,128 +179,33 @@ class Guard:
                 f"the state of a guard has version {state.get('version')!r}, not {STATE_VERSION}",
                 fix="Begin with a new guard.",
             )
-        self._recent = SortedWindow(self.window, state["recent"])
-        self._gaps, self._norms = (SortedWindow(self.memory, state[name]) for name in ("gaps", "norms"))
+        self._recent = deque(state["recent"], maxlen=self.window)
+        self._gaps, self._norms = (deque(state[name], maxlen=self.memory) for name in ("gaps", "norms"))
         self._best = state["best"]
         self._high, self._spiked, self._steep = map(int, state["counts"])
 
 
-@final
-class SortedWindow:
-    """The last `size` numbers of a stream, as they came and in order, so that quantiles cost next to nothing."""
-
-    def __init__(self, size: int, values: Iterable[float] = ()) -> None:
-        self.size = size
-        self.aged: deque[float] = deque()
-        self.ordered: list[float] = []
-        for value in values:
-            self.append(value)
-
-    def append(self, value: float) -> None:
-        """Add a finite number; drop the oldest if there are too many."""
-        if len(self.aged) == self.size:
-            del self.ordered[bisect.bisect_left(self.ordered, self.aged.popleft())]
-        self.aged.append(value)
-        bisect.insort(self.ordered, value)
-
-    @property
-    def median(self) -> float:
-        """As `statistics.median`, which would sort again."""
-        half, is_odd = divmod(len(self.ordered), 2)
-        return self.ordered[half] if is_odd else (self.ordered[half - 1] + self.ordered[half]) / 2
-
-
-@final
-@dataclasses.dataclass(slots=True)
-class ClipMeter:
-    """Counts updates whose gradient was clipped, and by how much.
-
-    Clipping takes part in the learning rate: an update that is scaled down by 0.3 is an update at 0.3 of the rate. The
-    square of a gradient's norm is |G|^2 + tr / B for a batch of B sequences, so the same threshold bites less often the
-    larger the batch is, and the effective rate rises by more than the scaling rule says.
-
-    Attributes:
-        num_updates: Updates seen.
-        num_clipped: Those whose norm was above the threshold.
-        sum_factors: Sum of what they were multiplied by, 1 for the others.
-
-    Example:
-        >>> meter = ClipMeter()
-        >>> for norm in (0.5, 1.0, 4.0):
-        ...     meter.add(norm, clip_norm=1.0)
-        >>> round(meter.share, 3), round(meter.mean_factor, 3)
-        (0.333, 0.75)
-    """
-
-    num_updates: int = 0
-    num_clipped: int = 0
-    sum_factors: float = 0.0
-
-    def add(self, norm: float, *, clip_norm: float) -> None:
-        """Count an update.
-
-        Args:
-            norm: Of the gradient before clipping, as `torch.nn.utils.clip_grad_norm_` returns it. NaN and
-                inf belong to an update that does not happen, and are not counted.
-            clip_norm: The threshold.
-        """
-        if not math.isfinite(norm):
-            return
-        self.num_updates += 1
-        self.num_clipped += norm > clip_norm
-        self.sum_factors += min(1.0, clip_norm / norm) if norm else 1.0
-
-    @property
-    def share(self) -> float | None:
-        """The share of updates that were clipped; None before the first."""
-        return self.num_clipped / self.num_updates if self.num_updates else None
-
-    @property
-    def mean_factor(self) -> float | None:
-        """The average factor of the rate that clipping amounts to; None before the first update."""
-        return self.sum_factors / self.num_updates if self.num_updates else None
-
-    def reset(self) -> None:
-        """Start counting anew, as at the start of an epoch."""
-        self.num_updates, self.num_clipped, self.sum_factors = 0, 0, 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was counted, JSON-ready."""
-        return dataclasses.asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue counting from there."""
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, state[field.name])
-
-
 @torch.no_grad()
-def local_curvature(
-    gradient_at: Callable[[], Sequence[torch.Tensor]],
-    parameters: Sequence[torch.Tensor],
-    *,
-    gradients: Sequence[torch.Tensor] | None = None,
-    distance: float | None = None,
-) -> float:
+def local_curvature(gradient_at: Callable[[], Sequence[torch.Tensor]], parameters: Sequence[torch.Tensor]) -> float:
     """The local Lipschitz constant of the gradient along itself, L(x, g) ~ |g(x + e g/|g|) - g(x)| / e.
+
+    The distance e is the root of the precision times 1 + |x|, |x| the norm of all weights.
 
     On a quadratic with Hessian A it is |A g| / |g|, at most the largest eigenvalue. Plain gradient descent at rate r
     overshoots along its step where r L > 2. It peaks early in training, which is what warm-up waits for (You et al.
-    2019, arXiv 1901.08256). It costs one or two gradients of a batch, which may be small. For optimisers that divide
+    2019, arXiv 1901.08256). It costs two gradients of a batch, which may be small. For optimisers that divide
     gradients, such as Adam, r L says nothing.
 
     Args:
         gradient_at: Gives the gradient of each parameter at the weights as they are, always of the same batch and with
             the same random draws. It may return the same tensors every time.
         parameters: The weights. They are moved and restored bit for bit, also if `gradient_at` fails.
-        gradients: The gradient at the weights as they are, if it is already known.
-        distance: e; by default the root of the precision times 1 + |x|, |x| the norm of all weights.
 
     Returns:
         The curvature; NaN where the gradient is zero, NaN or inf, since there is no direction to look along.
 
     Raises:
-        StrettoError: Gradients do not match parameters, or the distance is too small to move the weights.
+        StrettoError: Gradients do not match parameters.
 
     Example:
         >>> x = torch.tensor([3.0, 4.0], dtype=torch.float64)
@@ -312,7 +215,7 @@ def local_curvature(
     weights = list(parameters)
     if not weights:
         raise StrettoError("there are no parameters to look along", fix="Give those that are trained.")
-    first = [gradient.detach().clone() for gradient in (gradient_at() if gradients is None else gradients)]
+    first = [gradient.detach().clone() for gradient in gradient_at()]
     found, wanted = ([tuple(tensor.shape) for tensor in tensors] for tensors in (first, weights))
     if found != wanted:
         raise StrettoError(
@@ -322,16 +225,11 @@ def local_curvature(
     norm = math.sqrt(float(sum_of_squares(first)))
     if not math.isfinite(norm) or norm == 0.0:
         return math.nan
-    if distance is None:
-        precision = max(torch.finfo(weight.dtype).eps for weight in weights)
-        distance = math.sqrt(precision) * (1.0 + math.sqrt(float(sum_of_squares(weights))))
+    precision = max(torch.finfo(weight.dtype).eps for weight in weights)
+    distance = math.sqrt(precision) * (1.0 + math.sqrt(float(sum_of_squares(weights))))
     kept = [weight.clone() for weight in weights]
     try:
         torch._foreach_add_(weights, first, alpha=distance / norm)
-        if all(torch.equal(weight, copy) for weight, copy in zip(weights, kept, strict=True)):
-            raise StrettoError(
-                f"a distance of {distance:.3g} does not move the weights", fix="Give a larger distance, or none."
-            )
         second = [gradient.detach() for gradient in gradient_at()]
         gap = torch._foreach_sub(second, first)
         return math.sqrt(float(sum_of_squares(gap))) / distance

@@ -157,16 +157,28 @@ class SplitNorms:
 
 
 class AbstractSplit(abc.ABC):
-    """Measures the parts of an update: `begin`, then `add` after each backward pass, then `take` before clipping."""
+    """Measures the parts of an update: `begin`, then `add` after each backward pass, then `take` before clipping.
 
-    is_on = True
-    """Whether the update under way is measured."""
+    Args:
+        parameters: Whose gradients.
+        optimizer: As for `squared_norm`.
+    """
+
     needs_halves = False
     """Whether an update of a single batch has parts only if it is computed in halves."""
 
-    @abc.abstractmethod
+    def __init__(self, parameters: Iterable[torch.Tensor], *, optimizer: Optimizer | None = None) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._optimizer = optimizer
+        self.begin()
+
     def begin(self, *, is_on: bool = True) -> None:
         """Begin an update, measured or not; what was measured of an unfinished one is dropped."""
+        self.is_on = is_on
+        self._reset()
+
+    @abc.abstractmethod
+    def _reset(self) -> None: ...
 
     @abc.abstractmethod
     def add(self, num_sequences: int) -> None:
@@ -193,10 +205,6 @@ class SplitByMicroBatch(AbstractSplit):
     in `.grad` would. Gradients must be zero or None when an update begins. The loss of each micro-batch must be
     weighted as in the update: a sum over its elements, divided by nothing or by the same number for all.
 
-    Args:
-        parameters: Whose gradients.
-        optimizer: As for `squared_norm`.
-
     Example:
         split = SplitByMicroBatch(model.parameters(), optimizer=optimizer)
         for x, y in micro_batches:
@@ -207,14 +215,7 @@ class SplitByMicroBatch(AbstractSplit):
 
     needs_halves = True
 
-    def __init__(self, parameters: Iterable[torch.Tensor], *, optimizer: Optimizer | None = None) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._optimizer = optimizer
-        self.begin()
-
-    def begin(self, *, is_on: bool = True) -> None:
-        """Begin an update, measured or not."""
-        self.is_on = is_on
+    def _reset(self) -> None:
         self._parts: list[tuple[int, float]] = []
         self._sums: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._denominators: list[torch.Tensor] | None = None
@@ -274,14 +275,11 @@ class SplitByRank(AbstractSplit):
     """
 
     def __init__(self, model: DistributedDataParallel, *, world: World, optimizer: Optimizer | None = None) -> None:
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._world, self._optimizer, self._group = world, optimizer, model.process_group
-        self.begin()
+        super().__init__(model.parameters(), optimizer=optimizer)
+        self._world, self._group = world, model.process_group
         model.register_comm_hook(self, _read_and_average)
 
-    def begin(self, *, is_on: bool = True) -> None:
-        """Begin an update, measured or not."""
-        self.is_on = is_on
+    def _reset(self) -> None:
         self._num_sequences = 0
         self._bucket_squares: list[torch.Tensor] = []
 

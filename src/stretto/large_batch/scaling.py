@@ -72,7 +72,7 @@ class LargeBatch:
         >>> recipe.scale, recipe.lr, recipe.warmup_epochs
         (16.0, 4.0, 3.2)
         >>> model = torch.nn.LSTM(8, 16)
-        >>> optimizer, schedule = recipe.build(model.parameters(), optimizer="sgd", decay="ptb", steps_per_epoch=145)
+        >>> optimizer, schedule = recipe.build(model.parameters(), optimizer="sgd", decay="ptb", updates_per_epoch=145)
     """
 
     base_batch_size: int
@@ -145,13 +145,13 @@ class LargeBatch:
         here, base = (1.0 + noise_scale / size for size in (self.batch_size, self.base_batch_size))
         return self.base_clip_norm * math.sqrt(here / base)
 
-    def warmup_updates(self, *, steps_per_epoch: float) -> int:
-        """Updates until the peak, where an epoch has `steps_per_epoch`."""
-        updates = round(self.warmup_epochs * steps_per_epoch)
+    def warmup_updates(self, *, updates_per_epoch: float) -> int:
+        """Updates until the peak, where an epoch has `updates_per_epoch`."""
+        updates = round(self.warmup_epochs * updates_per_epoch)
         if self.warmup_cap is None or self.epochs is None:
             return updates
         # Rounded down where the cap holds, for it is a bound; but not below a whole number by an error of rounding.
-        return min(updates, math.floor(self.warmup_cap * self.epochs * steps_per_epoch * (1 + 1e-12)))
+        return min(updates, math.floor(self.warmup_cap * self.epochs * updates_per_epoch * (1 + 1e-12)))
 
     def build(
         self,
@@ -159,7 +159,7 @@ class LargeBatch:
         *,
         optimizer: OptimizerName = "sgd",
         decay: AbstractDecay | ScheduleName | None = None,
-        steps_per_epoch: int,
+        updates_per_epoch: int,
         epochs: float | None = None,
         weight_decay: float = 0.0,
         gates: bool = False,
@@ -170,7 +170,7 @@ class LargeBatch:
             parameters: The model, or its parameters.
             optimizer: "sgd", "momentum", "nesterov", "adam", "adamw", "lars" or "lamb"; see `make_optimizer`.
             decay: A decay or the name of a schedule, see `make_decay`; the rate stays at its peak by default.
-            steps_per_epoch: Updates per epoch at this batch size.
+            updates_per_epoch: Updates per epoch at this batch size.
             epochs: Epochs of the whole run, if not given before; "one-cycle", "poly", "step" and "cosine" need them.
             weight_decay: Of matrices; biases and gains have none.
             gates: For "lars" and "lamb", with the model given: a trust ratio for each gate of a recurrent layer.
@@ -178,14 +178,14 @@ class LargeBatch:
         Raises:
             StrettoError: Settings are missing or contradict each other, or warm-up would fill the run.
         """
-        check_float(steps_per_epoch, name="steps_per_epoch", above=0.0)
+        check_float(updates_per_epoch, name="updates_per_epoch", above=0.0)
         if epochs is not None and self.epochs not in (None, epochs):
             raise StrettoError(
                 f"build got epochs={epochs}, and LargeBatch has epochs={self.epochs}", fix="Give one of the two."
             )
         whole = self if epochs is None else dataclasses.replace(self, epochs=epochs)
         made = make_optimizer(optimizer, parameters, lr=self.lr, weight_decay=weight_decay, gates=gates)
-        return made, whole.schedule(made, decay=Constant() if decay is None else decay, updates=steps_per_epoch)
+        return made, whole.schedule(made, decay=Constant() if decay is None else decay, updates=updates_per_epoch)
 
     def schedule(
         self,
@@ -249,7 +249,7 @@ class LargeBatch:
             else:
                 factors = WarmupThenDecay(
                     falling,
-                    warmup_updates=self.warmup_updates(steps_per_epoch=updates / updates_epochs),
+                    warmup_updates=self.warmup_updates(updates_per_epoch=updates / updates_epochs),
                     updates=updates,
                     updates_epochs=updates_epochs,
                     epochs=self.epochs,

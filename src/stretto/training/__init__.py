@@ -1,6 +1,5 @@
 """Training: settings, tasks, feeds, updates, the trainer, checkpoints and events."""
 
-from stretto.training.batch_policy import TunedBatch
 from stretto.training.checkpoint import CHECKPOINT_FOLDER
 from stretto.training.config import (
     PRESET,
@@ -17,12 +16,12 @@ from stretto.training.config import (
 )
 from stretto.training.evaluate import evaluate
 from stretto.training.events import EVENTS_FILE, AbstractLog, Event, EventLog, SilentLog, Subscriber, read_events
-from stretto.training.feeds import AbstractFeed, BucketFeed, StreamFeed, eval_windows
-from stretto.training.solver import SolverRecord, summarize_solver
+from stretto.training.feeds import AbstractFeed, StreamFeed, eval_windows
+from stretto.training.solver import SolverRecord
 from stretto.training.state import TrainState
 from stretto.training.task import AbstractTask, LabelTrack, LossSum, Sample, Score
 from stretto.training.trainer import MODEL_FILE, EpochRecord, Interrupted, RunResult, Trainer, stop_on_signals
-from stretto.training.update import Diverged, Update, Updater
+from stretto.training.update import Diverged, Updater
 
 __all__ = [
     "CHECKPOINT_FOLDER",
@@ -32,7 +31,6 @@ __all__ = [
     "AbstractFeed",
     "AbstractLog",
     "AbstractTask",
-    "BucketFeed",
     "Count",
     "Diverged",
     "EpochRecord",
@@ -55,8 +53,6 @@ __all__ = [
     "TrainConfig",
     "TrainState",
     "Trainer",
-    "TunedBatch",
-    "Update",
     "Updater",
     "check_compatible",
     "eval_windows",
@@ -64,7 +60,6 @@ __all__ = [
     "read_events",
     "read_toml",
     "stop_on_signals",
-    "summarize_solver",
     "validate",
     "with_preset",
 ]

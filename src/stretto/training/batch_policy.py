@@ -3,8 +3,7 @@
 The trainer asks its policy after every update and every epoch, and does what the answer says:
 
     None         carry on
-    Replan       record a decision; if it changes the batch, plan the rest of the epoch with it
-    RollBack     return to a checkpoint and a smaller batch
+    Replan       record a decision; if it changes the batch, plan the rest of the epoch with it or from a checkpoint
 """
 
 import copy
@@ -63,35 +62,21 @@ STABILITY_LIMITS: Final = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replan:
-    """Record a decision, and continue with its batch and clip norm."""
+    """Record a decision and continue with its batch and clip norm, or from a checkpoint, which has its own."""
 
     decision: Decision
     clip_norm: float
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RollBack:
-    """Return to a checkpoint and continue from there with a smaller batch."""
-
-    decision: Decision
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | None = None
 
 
 class BatchPolicy:
     """The batch that the settings give: nothing is measured, and nothing changes.
 
     Answers must be the same on all ranks.
-
-    Args:
-        batch_size: Most sequences in a batch of one rank.
-        accumulate: Batches of one rank per update.
-
-    Attributes:
-        measures_noise: Whether some updates are to be measured.
     """
 
     measures_noise: ClassVar[bool] = False
+    """Whether the noise of some updates is to be measured."""
 
     def __init__(self, *, batch_size: int, accumulate: int) -> None:
         self._batch_size, self._accumulate = batch_size, accumulate
@@ -118,7 +103,7 @@ class BatchPolicy:
         """Whether to measure the noise of the next update."""
         return False
 
-    def after_update(self, update: Update, *, left: float) -> Replan | RollBack | None:  # noqa: ARG002
+    def after_update(self, update: Update, *, left: float) -> Replan | None:  # noqa: ARG002
         """What to do after an update, with `left` of the epoch to come, as a share."""
         return None
 
@@ -194,7 +179,7 @@ class TunedBatch(BatchPolicy):
         every = next(every for until, every in NOISE_INTERVALS if self._tuner.noise.num_updates < until)
         return self._state.num_updates % every == every - 1
 
-    def after_update(self, update: Update, *, left: float) -> Replan | RollBack | None:
+    def after_update(self, update: Update, *, left: float) -> Replan | None:
         """Take an update into account: roll back from trouble, or decide again once enough was measured."""
         skipped = update.is_skipped
         trouble = self._tuner.observe(
@@ -208,10 +193,10 @@ class TunedBatch(BatchPolicy):
             can_roll_back = self.can_roll_back
             decision = self._tuner.roll_back(trouble)
             if can_roll_back and self._kept is not None:
-                return RollBack(decision=decision, checkpoint=self._kept)
+                return Replan(decision=decision, clip_norm=self._state.clip_norm, checkpoint=self._kept)
             self._log.emit("warning", message=f"at update {self._state.num_updates}: {trouble}")
         if self._tuner.is_due and left >= MIN_REPLAN_SHARE:
-            return self._decide(self._state.epoch + 1 - left, clipped=self._state.clips.share or 0.0)
+            return self._decide(self._state.epoch + 1 - left, clipped=self._state.totals.clipped)
         return None
 
     def after_epoch(self, *, clipped: float) -> Replan:

@@ -30,7 +30,7 @@ from stretto.training.events import AbstractLog
 CHECKPOINT_FOLDER: Final = "checkpoints"
 TENSORS_FILE: Final = "tensors.safetensors"
 STATE_FILE: Final = "state.json"
-VERSION: Final = 4
+VERSION: Final = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,9 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, update: int, keep: int
     """Write a checkpoint, then remove all but it and the `keep` - 1 before it."""
     folder = run / CHECKPOINT_FOLDER
     path = folder / f"update-{update:08d}"
-    if _is_whole(path):
+    with contextlib.suppress(StrettoError):
         # Saved already, for example by an interrupt at the very end of an epoch: the same update has the same state.
+        _read(path)
         return path
     temporary = folder / f".{path.name}.{secrets.token_hex(4)}.part"
     with disk_errors(path, doing="write the checkpoint"):
@@ -184,15 +185,6 @@ def _read(path: Path) -> Checkpoint:
         raise StrettoError(
             f"the checkpoint {str(path)!r} cannot be used: {error}", fix="The one before it is taken."
         ) from error
-
-
-def _is_whole(path: Path) -> bool:
-    if not path.exists():
-        return False
-    with contextlib.suppress(StrettoError):
-        _read(path)
-        return True
-    return False
 
 
 def _checksum(tensors: Path, state: dict[str, Any]) -> str:

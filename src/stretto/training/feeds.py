@@ -79,19 +79,12 @@ class AbstractFeed(abc.ABC):
     def begin_epoch(self, epoch: int, model: nn.Module) -> None:
         """Go to the beginning of an epoch, or, if it is the current one, to the first batch that is not done.
 
-        Args:
-            epoch: Counted from 0.
-            model: What the batches go to; one that carries a state is reset where streams begin.
+        Epochs count from 0. A model that carries a state is reset where streams begin.
         """
 
     @abc.abstractmethod
     def resize(self, batch_size: int, *, batches_done: int = 0) -> None:
-        """Continue with batches of another size: the rest of the epoch is re-planned, and later epochs follow.
-
-        Args:
-            batch_size: Most sequences, or streams, in a batch of one rank.
-            batches_done: Batches of the current plan that are done.
-        """
+        """Continue with batches of another size: what is left of the plan is planned anew, and later epochs follow."""
 
     @abc.abstractmethod
     def report(self) -> dict[str, Any]:
@@ -106,12 +99,7 @@ class AbstractFeed(abc.ABC):
 
     @abc.abstractmethod
     def state_dict(self, *, epoch: int, batches_done: int) -> dict[str, Any]:
-        """The position as JSON-ready values.
-
-        Args:
-            epoch: The current epoch.
-            batches_done: Batches of the current plan that are done.
-        """
+        """The position, after so many batches of the current plan, as JSON-ready values."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> tuple[bool, str]:
@@ -283,11 +271,7 @@ class _Text:
 def eval_windows(part: SequenceSet, *, window: int, world: World, device: str) -> Iterator[Batch]:
     """The batches of an evaluation on a text: windows of up to 20 streams, however many ranks divide these.
 
-    Args:
-        part: The text.
-        window: Most steps of a window.
-        world: The ranks; one for which no stream is left gets empty batches.
-        device: Where batches are to be.
+    A rank for which no stream is left gets empty batches.
     """
     text = _Text(part)
     most = max(1, min(EVAL_STREAMS, text.num_steps // window))
@@ -307,8 +291,8 @@ class StreamFeed(AbstractFeed):
         part: The training text; its sequences are joined in order.
         window: Most steps of a batch, and how far gradients go back.
         batch_size: Streams of one rank.
-        max_padded_steps: Most padded steps of a batch.
         world: The ranks, each with its share of the streams.
+        max_padded_steps: Most padded steps of a batch.
     """
 
     carries: ClassVar[bool] = True

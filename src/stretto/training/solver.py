@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
@@ -54,31 +55,26 @@ class TimeParallelSetup:
 class SolverRecord:
     """How the solver did in one epoch, over all ranks.
 
-    Attributes:
-        solver: As it was set.
-        exact: Whether this is one of the epochs that run sequentially.
-        batches: Number of batches.
-        residual_mean: The residual where chunks of time meet, the largest of each batch, on average; 0 is exact.
-        residual_max: The largest.
-        iterations: Passes over a sequence, on average; 1 is sequential, or one sweep.
-        backward_residual_mean: The same for gradients; None for a solver that has none.
-        backward_residual_max: The largest.
-        fell_back: Batches that ran sequentially in the end.
-        reason: Of the last batch: why, or what was chosen.
-        cache_bytes: Memory for chunk boundaries; None where none are carried.
+    Residuals are those where chunks of time meet, the largest of each batch: their mean and maximum; 0 is exact. They
+    are None for gradients if the solver has none.
     """
 
     solver: str
     exact: bool
+    """Whether this is one of the epochs that run sequentially."""
     batches: int
     residual_mean: float
     residual_max: float
     iterations: float
+    """Passes over a sequence, on average; 1 is sequential, or one sweep."""
     backward_residual_mean: float | None
     backward_residual_max: float | None
     fell_back: int
+    """Batches that ran sequentially in the end."""
     reason: str
+    """Of the last batch: why, or what was chosen."""
     cache_bytes: int | None
+    """Memory for chunk boundaries; None where none are carried."""
 
 
 @final
@@ -257,20 +253,16 @@ def run_serially(model: nn.Module) -> Iterator[None]:
 def pack_caches(caches: Sequence[TrajectoryCache]) -> Checkpoint:
     """All that caches hold, in their order of use.
 
-    Sequences are many and their states small, so that all states of one type lie end to end in one tensor.
+    Sequences are many and their states small, so that the bytes of all states lie end to end in one tensor.
     """
     tensors: dict[str, torch.Tensor] = {}
     described = []
     for number, cache in enumerate(caches):
         held = cache.state_dict()
-        by_type: dict[str, list[torch.Tensor]] = {}
-        shapes: list[list[list[Any]]] = []
-        for states in held["states"]:
-            shapes.append([[_name(state.dtype), *state.shape] for state in states])
-            for state in states:
-                by_type.setdefault(_name(state.dtype), []).append(state.reshape(-1))
-        tensors |= {f"{CACHE_KEY}.{number}.{name}": torch.cat(parts) for name, parts in by_type.items()}
-        described.append({"keys": held["keys"], "shapes": shapes})
+        flat = [state.reshape(-1).view(torch.uint8) for states in held["states"] for state in states]
+        tensors[f"{CACHE_KEY}.{number}"] = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+        kinds = [[[_name(state.dtype), *state.shape] for state in states] for states in held["states"]]
+        described.append({"keys": held["keys"], "kinds": kinds})
     return Checkpoint(tensors=tensors, state={CACHE_KEY: described} if caches else {})
 
 
@@ -284,16 +276,12 @@ def unpack_caches(checkpoint: Checkpoint, caches: Sequence[TrajectoryCache]) -> 
     for number, (cache, described) in enumerate(
         zip(caches, checkpoint.state[CACHE_KEY] if caches else [], strict=True)
     ):
-        begun: dict[str, int] = {}
-        states = []
-        for shapes in described["shapes"]:
-            parts = []
-            for name, *shape in shapes:
-                first = begun.get(name, 0)
-                begun[name] = first + math.prod(shape)
-                flat = checkpoint.tensors[f"{CACHE_KEY}.{number}.{name}"][first : begun[name]]
-                parts.append(flat.reshape(shape))
-            states.append(parts)
+        kinds = [(getattr(torch, name), shape) for parts in described["kinds"] for name, *shape in parts]
+        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
+        pieces = zip(kinds, torch.split(checkpoint.tensors[f"{CACHE_KEY}.{number}"], sizes), strict=True)
+        # Copies, which are aligned for their type.
+        loaded = iter([piece.clone().view(dtype).reshape(shape) for (dtype, shape), piece in pieces])
+        states = [list(itertools.islice(loaded, len(parts))) for parts in described["kinds"]]
         cache.load_state_dict({"keys": described["keys"], "states": states})
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from stretto.large_batch import ClipMeter, LargeBatch, make_optimizer
+from stretto.large_batch import LargeBatch, make_optimizer
 from stretto.training.checkpoint import Checkpoint
 from stretto.training.config import TrainConfig
 
@@ -27,6 +27,14 @@ class EpochTotals:
     steps_real: int = 0
     padded_steps: int = 0
     seconds: float = 0.0
+    num_norms: int = 0
+    """Updates whose gradient had a norm, neither NaN nor inf."""
+    num_clipped: int = 0
+
+    @property
+    def clipped(self) -> float:
+        """The share of updates whose gradient was clipped."""
+        return self.num_clipped / max(1, self.num_norms)
 
 
 @final
@@ -44,7 +52,6 @@ class TrainState:
         batch_size: The batch in force.
         recipe: The rate and the warm-up that follow from it.
         clip_norm: Largest norm of a gradient.
-        clips: How often gradients were clipped in the current epoch.
         num_updates: Updates made, those included that were rolled back.
         epoch: Epochs done.
         batches_done: Batches of one rank done in the feed's current plan.
@@ -89,7 +96,6 @@ class TrainState:
         self.padded_steps_ratio = 1.0
         self.totals = EpochTotals()
         self.clip_norm = config.clip_norm
-        self.clips = ClipMeter()
 
     def reschedule(self, *, done: int, remaining: int, batch_size: int) -> None:
         """Continue with another batch; the optimiser keeps its moments.
@@ -151,7 +157,6 @@ class TrainState:
             state={
                 "batch_size": self.batch_size,
                 "clip_norm": self.clip_norm,
-                "clips": self.clips.state_dict(),
                 "position": {name: getattr(self, name) for name in POSITION},
                 "totals": dataclasses.asdict(self.totals),
                 "groups": optimizer["param_groups"],
@@ -180,7 +185,6 @@ class TrainState:
         self.batch_size = checkpoint.state["batch_size"]
         self.recipe = self._scaled()
         self.clip_norm = checkpoint.state["clip_norm"]
-        self.clips.load_state_dict(checkpoint.state["clips"])
         for name, value in checkpoint.state["position"].items():
             setattr(self, name, value)
         self.totals = EpochTotals(**checkpoint.state["totals"])

@@ -121,24 +121,14 @@ class AbstractTask(abc.ABC, Generic[C]):
         """Targets and predictions of the sequences, for the report."""
 
     def feed(self, *, world: World) -> AbstractFeed:
-        """Where the batches of training come from: buckets of similar length, unless a task overrides it.
-
-        Args:
-            world: The ranks that share the training data.
-        """
+        """Where the batches of training, which the ranks share, come from: length buckets unless overridden."""
         check_max_length(self.data, max_padded_steps=self.config.max_padded_steps)
         return BucketFeed(
             self.data.part("train"), config=self.config, batch_size=self.config.first_batch_size, world=world
         )
 
     def eval_batches(self, part: SequenceSet, *, world: World, device: str) -> Iterator[Batch]:
-        """The batches of an evaluation: every sequence of `part` once, divided among the ranks.
-
-        Args:
-            part: Of the data.
-            world: The ranks.
-            device: Where batches are to be.
-        """
+        """The batches of an evaluation: every sequence of `part` once, divided among the ranks."""
         return eval_batches(part, max_padded_steps=self.config.max_padded_steps, device=device, world=world)
 
     def final_score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:

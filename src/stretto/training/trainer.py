@@ -28,7 +28,7 @@ from stretto.errors import StrettoError
 from stretto.files import write_atomically
 from stretto.large_batch import refuse_larger_than_data
 from stretto.nn import reset_carried
-from stretto.training.batch_policy import BatchPolicy, Replan, RollBack, TunedBatch
+from stretto.training.batch_policy import BatchPolicy, Replan, TunedBatch
 from stretto.training.checkpoint import Checkpoint, CheckpointWriter, load_newest, save_tensors
 from stretto.training.config import check_compatible
 from stretto.training.evaluate import Evaluation, evaluate, sample_predictions
@@ -56,33 +56,25 @@ class Interrupted(Exception):  # noqa: N818
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EpochRecord:
-    """One epoch in numbers, as in its event.
-
-    Attributes:
-        epoch: Epochs done, with this one.
-        update: Updates since the start.
-        train_loss: Mean over the epoch.
-        valid_loss: On the validation part, after the epoch.
-        metric: The task's metric.
-        value: Its value on the validation part.
-        seconds: Of the updates, without evaluation.
-        steps_per_second: Real time steps per second.
-        padding: Share of padded steps that were padding.
-        clipped: Share of updates whose gradient was clipped.
-        solving: What the solver reported; None, and not in the event, if all layers ran sequentially.
-    """
+    """One epoch in numbers, as in its event; `value` is the task's metric on the validation part."""
 
     epoch: int
+    """Epochs done, with this one."""
     update: int
     train_loss: float
     valid_loss: float
     metric: str
     value: float
     seconds: float
+    """Of the updates, without evaluation."""
     steps_per_second: float
+    """Real time steps."""
     padding: float
+    """Share of padded steps that were padding."""
     clipped: float
+    """Share of updates whose gradient was clipped."""
     solving: SolverRecord | None = None
+    """None, and not in the event, if all layers ran sequentially."""
 
 
 @final
@@ -137,8 +129,9 @@ class Trainer:
         world: The ranks that train together; one alone by default.
 
     Attributes:
+        model: What is trained.
         feed: Gives the batches.
-        state: What is trained.
+        state: Model, optimiser, schedule and position.
         policy: Chooses the batch size.
         log: Where events go; its errors are deferred.
     """
@@ -175,7 +168,7 @@ class Trainer:
         self._random = torch.get_rng_state()
         with self._own_randomness():
             torch.manual_seed(config.seed)
-            model = task.build_model().to(config.device)
+            self.model = model = task.build_model().to(config.device)
             self._time.set_solvers(model)
             updates_per_epoch = math.ceil(len(self.feed) / config.accumulate)
             self.state = TrainState(model, config=config, updates_per_epoch=updates_per_epoch, batch_size=batch_size)
@@ -268,7 +261,9 @@ class Trainer:
         state, total = self.state, update.total
         state.num_updates += 1
         state.batches_done += num_batches
-        state.clips.add(update.gradient_norm, clip_norm=state.clip_norm)
+        if math.isfinite(update.gradient_norm):
+            state.totals.num_norms += 1
+            state.totals.num_clipped += update.gradient_norm > state.clip_norm
         state.totals.loss += total.loss_sum
         state.totals.count += total.num_elements
         state.totals.seconds += seconds
@@ -282,7 +277,10 @@ class Trainer:
     def _record(self, update: Update) -> None:
         """Record an update, and a checkpoint that has been written meanwhile."""
         state, total = self.state, update.total
-        sequences = self._all_sequences(update)
+        sequences: dict[str, list[int]] = {}
+        if self._config.record_sequences:
+            most = self.feed.batch_size * self.policy.accumulate
+            sequences["sequences"] = gather_sequences(update.sequences, self._world, most=most)
         if update.is_skipped:
             # A carried state that is NaN would spoil all that follow.
             reset_carried(state.model)
@@ -307,30 +305,20 @@ class Trainer:
             )
         self._writer.poll()
 
-    def _all_sequences(self, update: Update) -> dict[str, list[int]]:
-        """The sequences of an update over all ranks, if they are to be recorded."""
-        if not self._config.record_sequences:
-            return {}
-        most = self.feed.batch_size * self.policy.accumulate
-        return {"sequences": gather_sequences(update.sequences, self._world, most=most)}
-
-    def _apply(self, action: Replan | RollBack | None) -> bool:
+    def _apply(self, replan: Replan | None) -> bool:
         """Do what the batch policy asks for; whether the rest of the epoch was re-planned."""
-        state = self.state
-        match action:
-            case None:
-                return False
-            case Replan(clip_norm=clip_norm):
-                state.clip_norm = clip_norm
-            case RollBack(checkpoint=checkpoint):
-                # Updates that are rolled back count: they have numbers of their own, and took time.
-                num_updates, seconds = state.num_updates, state.train_seconds
-                state.load(checkpoint)
-                state.num_updates, state.train_seconds = num_updates, seconds
-                self._monitor.load(checkpoint)
-                self.feed.load_state_dict(checkpoint.state["sampler"])
-                self.feed.load_carried(checkpoint, state.model)
-        decision = action.decision
+        if replan is None:
+            return False
+        state, decision, checkpoint = self.state, replan.decision, replan.checkpoint
+        state.clip_norm = replan.clip_norm
+        if checkpoint is not None:
+            # Updates that are rolled back count: they have numbers of their own, and took time.
+            num_updates, seconds = state.num_updates, state.train_seconds
+            state.load(checkpoint)
+            state.num_updates, state.train_seconds = num_updates, seconds
+            self._monitor.load(checkpoint)
+            self.feed.load_state_dict(checkpoint.state["sampler"])
+            self.feed.load_carried(checkpoint, state.model)
         if not state.batches_done:
             self.feed.begin_epoch(state.epoch, state.model)
         if decision.action != "keep":
@@ -376,8 +364,7 @@ class Trainer:
         evaluation = self._evaluate(self._task.data.part("valid"))
         state.epoch += 1
         state.batches_done = 0
-        state.totals, clipped = EpochTotals(), state.clips.share or 0.0
-        state.clips.reset()
+        state.totals = EpochTotals()
         record = EpochRecord(
             epoch=state.epoch,
             update=state.num_updates,
@@ -388,7 +375,7 @@ class Trainer:
             seconds=totals.seconds,
             steps_per_second=totals.steps_real / max(1e-9, totals.seconds),
             padding=1.0 - totals.steps_real / max(1, totals.padded_steps),
-            clipped=clipped,
+            clipped=totals.clipped,
             solving=self._monitor.end_epoch(),
         )
         values = dataclasses.asdict(record)
@@ -397,7 +384,7 @@ class Trainer:
         self.log.emit("epoch", **values)
         self._record_ranks(totals.seconds)
         if state.epoch < self._config.epochs:
-            self._apply(self.policy.after_epoch(clipped=clipped))
+            self._apply(self.policy.after_epoch(clipped=totals.clipped))
         self._save()
         self._errors.raise_on_all()
         return record
