@@ -81,7 +81,8 @@ class TimeMesh:
             return
         grid = torch.arange(size).reshape(-1, time)
         # New groups even where one has all ranks: the default group all-reduces gradients of parameters meanwhile.
-        across, along = (_group(ranks.tolist(), minutes=minutes) for ranks in (grid.T, grid))
+        create, timeout = distributed.new_subgroups_by_enumeration, dt.timedelta(minutes=minutes)
+        across, along = (create(ranks.tolist(), timeout=timeout)[0] for ranks in (grid.T, grid))  # type: ignore[no-untyped-call]
         self.devices = DeviceMesh.from_group([across, along], device, grid, mesh_dim_names=("data", "time"))
         rank = distributed.get_rank()
         self.data = World(rank=rank // time, size=size // time, device=device, group=across)
@@ -147,10 +148,3 @@ class TimeMesh:
         sent = part.detach().to(self.time.device, copy=True).contiguous()
         distributed.broadcast(sent, src=source, group=self.time.group)
         return sent.to(part.device)
-
-
-def _group(rows: list[list[int]], *, minutes: float) -> "distributed.ProcessGroup":
-    """Create a group for each row of ranks, on all ranks; the one that this rank is in."""
-    made = [distributed.new_group(ranks, timeout=dt.timedelta(minutes=minutes)) for ranks in rows]
-    own: distributed.ProcessGroup = next(g for g, r in zip(made, rows, strict=True) if distributed.get_rank() in r)
-    return own

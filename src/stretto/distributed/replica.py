@@ -53,11 +53,7 @@ def global_count(
         device: Where the number is sent from: "cuda" for NCCL.
         group: The ranks; torch's default group if left out.
     """
-    if count_ranks(group) == 1:
-        return float(count)
-    total = torch.tensor(float(count), dtype=torch.float64, device=device)
-    distributed.all_reduce(total, group=group)
-    return float(total)
+    return float(World(size=count_ranks(group), device=str(device), group=group).all_reduce_sum([count])[0])
 
 
 def scale_loss(

@@ -206,20 +206,15 @@ def differentiable_chunks(
         if on_backward is not None:
             on_backward(stats)
 
-    count, is_enabled = len(problem.states), torch.is_grad_enabled()
-    needs = [is_enabled and tensor.requires_grad for tensor in problem.inputs]
-    x_PF = chunks.to_chunks(problem.x_PF.detach()).requires_grad_(needs[0])
+    own = problem.as_leaves()
+    needs_grad = any(tensor.requires_grad for tensor in own.inputs)
+    x_PF = chunks.to_chunks(problem.x_PF.detach()).requires_grad_(own.x_PF.requires_grad)
     starts = chunks.starts(*([part.detach() for part in parts] for parts in (problem.states, boundaries)))
     for start in starts:
-        start.requires_grad_(start.is_floating_point() and any(needs))
-    parameters = [
-        tensor.detach().requires_grad_(needed)
-        for tensor, needed in zip(problem.parameters.values(), needs[1 + count :], strict=True)
-    ]
-    with torch.set_grad_enabled(any(needs)):
-        outputs, ends = _run_chunks(
-            problem.with_parameters(parameters), chunks, x_PF, starts, lead_steps=adjoint.lead_steps
-        )
+        start.requires_grad_(start.is_floating_point() and needs_grad)
+    with torch.set_grad_enabled(needs_grad):
+        outputs, ends = _run_chunks(own, chunks, x_PF, starts, lead_steps=adjoint.lead_steps)
+    parameters = list(own.parameters.values())
     graph = ChunkGraph(chunks=chunks, x_PF=x_PF, starts=starts, parameters=parameters, outputs=outputs, ends=ends)
     y_PF, *states = _Bridge.apply(problem, graph, adjoint, report, *problem.inputs)  # type: ignore[no-untyped-call]
     return y_PF, states, [end.detach() for end in ends]
@@ -336,7 +331,6 @@ def _sequential_gradients(
         own = [tensor.view_as(tensor) for tensor in problem.inputs]
     else:
         own = [tensor.detach().requires_grad_(needed) for tensor, needed in zip(problem.inputs, needs, strict=True)]
-    count = len(problem.states)
     with torch.enable_grad():
-        y_PF, states = problem.with_parameters(own[1 + count :]).run(problem.layout, own[0], own[1 : 1 + count])
+        y_PF, states = problem.with_inputs(own).run_all()
     return differentiate(list(zip([y_PF, *states], arriving, strict=True)), own, create_graph=create_graph)

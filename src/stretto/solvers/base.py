@@ -39,25 +39,24 @@ class CellVariants:
     modules: dict[str, nn.Module]
     """Those made so far, by name."""
 
-    def module(self, name: str, make: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """The module of this name, made from the cell if it is missing or was made from another cell.
+    def run(
+        self,
+        name: str,
+        make: Callable[[nn.Module], nn.Module],
+        layout: Layout,
+        x_PF: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        *,
+        parameters: Mapping[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run the variant of this name sequentially; `parameters` are the cell's, by their names in the cell.
 
-        It keeps the cell as its attribute `cell`, and its states have the structure of the cell's.
+        It is made if it is missing or was made from another cell. It keeps the cell as its attribute `cell`, and its
+        states have the structure of the cell's.
         """
         module = self.modules.get(name)
         if module is None or module.cell is not self.cell:
             module = self.modules[name] = make(self.cell)
-        return module
-
-    def run(
-        self,
-        module: nn.Module,
-        layout: Layout,
-        x_PF: torch.Tensor,
-        states: Sequence[torch.Tensor],
-        parameters: Mapping[str, torch.Tensor],
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run a module of `module` sequentially; `parameters` are the cell's, by their names in the cell."""
         program = self.build(module, tuple(x_PF.shape[1:]), x_PF.dtype)
         named = {f"cell.{name}": tensor for name, tensor in parameters.items()}
         ((y_PF, finals),) = run_together([program.coroutine(layout, x_PF, states, named)])
@@ -102,14 +101,25 @@ class Problem:
         ((y_PF, finals),) = run_together([self.program.coroutine(layout, x_PF, states, self.parameters)])
         return y_PF, list(finals)
 
+    def run_all(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run the whole problem sequentially."""
+        return self.run(self.layout, self.x_PF, self.states)
+
     @property
     def inputs(self) -> list[torch.Tensor]:
         """All that gradients may be asked for: the rows of the input, the states, then the parameters."""
         return [self.x_PF, *self.states, *self.parameters.values()]
 
-    def with_parameters(self, tensors: Sequence[torch.Tensor]) -> "Problem":
-        """The same with other tensors as parameters, in their order."""
-        return dataclasses.replace(self, parameters=dict(zip(self.parameters, tensors, strict=True)))
+    def with_inputs(self, tensors: Sequence[torch.Tensor]) -> "Problem":
+        """The same with other tensors, in the order of `inputs`."""
+        count = len(self.states)
+        parameters = dict(zip(self.parameters, tensors[1 + count :], strict=True))
+        return dataclasses.replace(self, x_PF=tensors[0], states=tensors[1 : 1 + count], parameters=parameters)
+
+    def as_leaves(self) -> "Problem":
+        """The same with leaves of a graph of its own, which require a gradient where one is asked for."""
+        is_enabled = torch.is_grad_enabled()
+        return self.with_inputs([t.detach().requires_grad_(is_enabled and t.requires_grad) for t in self.inputs])
 
 
 @final
@@ -176,7 +186,7 @@ class Serial(AbstractSolver):
 
 def run_sequentially(problem: Problem, solution: Solution) -> Result:
     """One run through all steps."""
-    y_PF, states = problem.run(problem.layout, problem.x_PF, problem.states)
+    y_PF, states = problem.run_all()
     return Result(y_PF=y_PF, states=states, solution=solution)
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from stretto.kernels import Layout
+from stretto.solvers.base import residual_norm
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -122,11 +123,6 @@ class Chunks:
         """The chunks with this number, one per sequence that is long enough."""
         return torch.from_numpy(np.flatnonzero(self._order[1] == number))
 
-    def head(self, count: int) -> "tuple[Chunks, torch.Tensor]":
-        """The first `count` chunks of each sequence, and where they are among all."""
-        head = Chunks(whole=self.whole.chunk(0, count * self.length), length=self.length)
-        return head, torch.from_numpy(self.place_BN[head._order[:2]])
-
     @cached_property
     def previous_C(self) -> torch.Tensor:
         """The chunk before each chunk; a first chunk itself."""
@@ -183,16 +179,19 @@ class Chunks:
             initial: The initial states (B, ...), for the first chunk of each sequence.
             boundaries: States (C, ...) for all others.
         """
-        started = []
-        for initial_B, boundary_C in zip(initial, boundaries, strict=True):
-            first_C = self.is_first_C.to(initial_B.device).reshape(-1, *[1] * (initial_B.dim() - 1))
-            own_C = initial_B.index_select(0, self.sequence_C.to(initial_B.device))
-            started.append(torch.where(first_C, own_C, boundary_C))
-        return started
+        return select_rows(self.is_first_C, self.repeat_initial(initial), boundaries)
+
+    def repeat_initial(self, initial: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The initial states (B, ...) of each chunk's sequence (C, ...)."""
+        return [part_B.index_select(0, self.sequence_C.to(part_B.device)) for part_B in initial]
 
     def previous_ends(self, ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The states after the chunk before each chunk (C, ...); meaningless for a first chunk."""
         return [end_C.index_select(0, self.previous_C.to(end_C.device)) for end_C in ends]
+
+    def residual(self, arrived: Sequence[torch.Tensor], assumed: Sequence[torch.Tensor]) -> float:
+        """What is left at the boundaries: ends of the chunks before against the states (C, ...) that were assumed."""
+        return residual_norm(arrived, assumed, rows_C=~self.is_first_C)
 
     def final_states(self, initial: Sequence[torch.Tensor], ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The states after each sequence (B, ...); the initial ones for sequences without steps, which come last."""
@@ -201,6 +200,16 @@ class Chunks:
             torch.cat([end_C.index_select(0, self.last_B.to(end_C.device)), initial_B[count:]])
             for initial_B, end_C in zip(initial, ends, strict=True)
         ]
+
+
+def select_rows(
+    here_C: torch.Tensor, these: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Rows of `these` (C, ...) where the mask is set, part by part; elsewhere of the others."""
+    return [
+        torch.where(here_C.to(one.device).reshape(-1, *[1] * (one.dim() - 1)), one, other)
+        for one, other in zip(these, others, strict=True)
+    ]
 
 
 @lru_cache(maxsize=8)

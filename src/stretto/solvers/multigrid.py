@@ -49,7 +49,7 @@ from stretto.kernels import Layout
 from stretto.solvers.adjoint import AbstractAdjoint, AdjointStats, ChunkGraph, MaybeTensor, differentiable_chunks
 from stretto.solvers.backoff import Backoff, BackoffKey, backoff_key
 from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, fall_back, has_halved, residual_norm
-from stretto.solvers.chunks import Chunks
+from stretto.solvers.chunks import Chunks, select_rows
 from stretto.state import flatten, pack, unflatten, unpack
 
 Relaxation: TypeAlias = Literal["F", "FCF"]
@@ -144,17 +144,21 @@ class Multigrid(AbstractSolver):
         described += f", relaxation only: {missing}" if missing else f", {len(levels)} levels of {sizes} steps"
         solution = Solution(solver="multigrid", reason=described)
         record = _record_backward(solution, backoff)
+        # The fallback of a gradient runs forward again first.
+        max_cycles, stopping = self._limits(
+            self.backward_iterations, cycles, default=DEFAULT_BACKWARD_CYCLES, budget=2 * problem.layout.num_steps
+        )
         adjoint = ReverseCycles(
             level=levels[0],
             grids=grids,
             runs=F_RELAXATIONS[self.fine_relaxation],
-            max_cycles=self._max_cycles(self.backward_iterations, cycles, default=DEFAULT_BACKWARD_CYCLES),
+            max_cycles=max_cycles,
             tolerance=self.tolerance,
-            # The fallback runs forward again first.
-            stopping=self._stopping_rule(self.backward_iterations, cycles, budget=2 * problem.layout.num_steps),
+            stopping=stopping,
         )
-        stopping = self._stopping_rule(self.max_iterations, cycles, budget=problem.layout.num_steps)
-        max_cycles = self._max_cycles(self.max_iterations, cycles, default=DEFAULT_CYCLES)
+        max_cycles, stopping = self._limits(
+            self.max_iterations, cycles, default=DEFAULT_CYCLES, budget=problem.layout.num_steps
+        )
         if self.skip_first_down and max_cycles > 0:
             cycles.start_on_the_coarsest()
         residuals: list[float] = []
@@ -167,7 +171,7 @@ class Multigrid(AbstractSolver):
                     problem, chunks, cycles.starts, adjoint=adjoint, solution=solution, on_backward=record
                 )
             cycles.runs += 1
-            residuals.append(residual_norm(cycles.next_starts(ends), cycles.starts, rows_C=~chunks.is_first_C))
+            residuals.append(chunks.residual(chunks.previous_ends(ends), cycles.starts))
             is_close = has_graph and self.tolerance is not None and residuals[-1] <= self.tolerance
             failure = "" if math.isfinite(residuals[-1]) else "a state is NaN or inf"
             if (is_last or is_close) and not failure:
@@ -188,17 +192,14 @@ class Multigrid(AbstractSolver):
         num_chunks = -(-problem.layout.num_steps // self.coarsening)
         return self._backoffs.setdefault(backoff_key(problem, num_chunks.bit_length()), Backoff())
 
-    def _max_cycles(self, given: int | None, cycles: "ForwardCycles", *, default: int) -> int:
-        """With a tolerance, as many as make all chunks exact."""
-        if given is not None:
-            return given
-        return default if self.tolerance is None else cycles.runs_until_exact
-
-    def _stopping_rule(self, given: int | None, cycles: "ForwardCycles", *, budget: int) -> "StoppingRule | None":
-        """None if a number of cycles was asked for: they are made whatever they cost."""
+    def _limits(
+        self, given: int | None, cycles: "ForwardCycles", *, default: int, budget: int
+    ) -> "tuple[int, StoppingRule | None]":
+        """With a tolerance, as many cycles as make all chunks exact; those asked for are made whatever they cost."""
         if given is not None or self.tolerance is None:
-            return None
-        return StoppingRule(tolerance=self.tolerance, steps_per_cycle=cycles.sequential_steps, budget=budget)
+            return default if given is None else given, None
+        rule = StoppingRule(tolerance=self.tolerance, steps_per_cycle=cycles.sequential_steps, budget=budget)
+        return cycles.runs_until_exact, rule
 
 
 def _record_backward(solution: Solution, backoff: Backoff) -> Callable[[AdjointStats], None]:
@@ -327,14 +328,6 @@ def make_levels(layout: Layout, *, num_levels: int, coarsening: int) -> list[Lev
     return levels
 
 
-def _select(here_C: torch.Tensor, these: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Rows of `these` (C, ...) where the mask is set, part by part; elsewhere of the others."""
-    return [
-        torch.where(here_C.to(one.device).reshape(-1, *[1] * (one.dim() - 1)), one, other)
-        for one, other in zip(these, others, strict=True)
-    ]
-
-
 # --- the coarse step -------------------------------------------------------------------------------------------------
 
 
@@ -403,8 +396,7 @@ class ForwardCycles:
     """
 
     def __init__(self, problem: Problem, finest: Level, grids: "CoarseGrids | None", *, runs: int) -> None:
-        sequence_C = finest.chunks.sequence_C
-        self.starts = [part.detach().index_select(0, sequence_C.to(part.device)) for part in problem.states]
+        self.starts = finest.chunks.repeat_initial([part.detach() for part in problem.states])
         # Cycles, and runs over the finest grid, so far. Each run makes one more chunk of every sequence exact.
         self.done = 0
         self.runs = 0
@@ -436,27 +428,23 @@ class ForwardCycles:
 
     def improve(self, ends: Sequence[torch.Tensor]) -> None:
         """The rest of a cycle, after an F-relaxation that led to these ends."""
+        chunks = self._finest.chunks
         with torch.no_grad():
-            relaxed = self.next_starts(ends)
+            relaxed = self._next_starts(ends)
             for _ in range(self._runs_per_cycle - 1):
                 self.starts = relaxed
-                ends = self._relax()
-                relaxed = self.next_starts(ends)
+                _, ends = self._problem.run(chunks.layout, chunks.to_chunks(self._problem.x_PF), self.starts)
+                self.runs += 1
+                relaxed = self._next_starts(ends)
             corrected = relaxed if self._grids is None else self._grids.correct(self.starts, ends)
             # What relaxation alone has made exact is not corrected any more.
-            number_C = torch.from_numpy(self._finest.chunks.number_C)
-            self.starts = _select(number_C <= self.runs, relaxed, corrected)
+            self.starts = select_rows(torch.from_numpy(chunks.number_C) <= self.runs, relaxed, corrected)
             self.done += 1
 
-    def next_starts(self, ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _next_starts(self, ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """C-relaxation: each chunk starts where the one before ended."""
         chunks = self._finest.chunks
         return chunks.starts([state.detach() for state in self._problem.states], chunks.previous_ends(ends))
-
-    def _relax(self) -> list[torch.Tensor]:
-        chunks = self._finest.chunks
-        self.runs += 1
-        return self._problem.run(chunks.layout, chunks.to_chunks(self._problem.x_PF), self.starts)[1]
 
 
 @final
@@ -544,13 +532,14 @@ class CoarseGrids:
         self, number: int, layout: Layout, rows_PG: torch.Tensor, states_BD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dt = float(self.levels[0].coarsening ** number)
-        variants = self._problem.variants
-        module = variants.module(
+        points_PD, after = self._problem.variants.run(
             f"a coarse step over {dt:g} of {self._features}",
             lambda cell: ForcedCoarseStep(cell, dt=dt, features=self._features),
+            layout,
+            rows_PG,
+            unpack(states_BD, self._problem.states),
+            parameters=self._parameters,
         )
-        states = unpack(states_BD, self._problem.states)
-        points_PD, after = variants.run(module, layout, rows_PG, states, self._parameters)
         self.steps_run += layout.total
         return points_PD, pack(after)
 
@@ -605,7 +594,7 @@ class ReverseCycles(AbstractAdjoint):
                 exact_chunks += 1
             if self.grids is not None:
                 coarse = coarse or ReverseGrids(self.grids, graph.starts)
-                fresh = _select(self.level.behind_C <= exact_chunks, fresh, coarse.correct(arriving, fresh))
+                fresh = select_rows(self.level.behind_C <= exact_chunks, fresh, coarse.correct(arriving, fresh))
             arriving = fresh
             done += 1
         d_leaves, d_starts = graph.pull_back(arriving)

@@ -134,7 +134,7 @@ class Newton(AbstractSolver):
             y_PF, states, ends = differentiable_chunks(problem, chunks, boundaries, adjoint=adjoint, solution=solution)
             is_finite = all(bool(end.isfinite().all()) for end in ends)
             arrived = chunks.previous_ends(ends)
-            residual = residual_norm(arrived, boundaries, rows_C=~chunks.is_first_C) if is_finite else math.inf
+            residual = chunks.residual(arrived, boundaries) if is_finite else math.inf
             if residual <= self.tolerance:
                 solution.iterations, solution.work = newton.iterations + runs, newton.work + runs
                 solution.residual = residual

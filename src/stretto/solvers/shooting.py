@@ -228,47 +228,17 @@ class Shooting(AbstractSolver):
         return result
 
     def _verify(self, problem: Problem, chunks: Chunks, forgetting: float, work: float) -> Result:
-        """One sweep from states that were burnt in. Where it disagrees, run sequentially after the first chunk."""
+        """One sweep from states that were burnt in, or a sequential run where it disagrees."""
         burn_in = max(1, min(chunks.length, math.ceil(BURN_IN_MARGIN * forgetting)))
         guess = _guess(problem, chunks, cache=None, burn_in=burn_in)
-        work += guess.work
-        reason = f"{chunks.max_per_sequence} chunks of {chunks.length} steps, burnt in over {burn_in} steps"
-        solution = Solution(solver="shooting", reason=reason)
         adjoint = ReverseSweeps(tolerance=self.tolerance, max_sweeps=chunks.max_per_sequence, lead_steps=burn_in)
-        y_PF, states, ends = differentiable_chunks(problem, chunks, guess.states, adjoint=adjoint, solution=solution)
-        arrived = chunks.previous_ends(ends)
-        residual = _boundary_residual(chunks, arrived, guess.states)
-        if not residual <= self.tolerance:
-            return self._from_second_chunk(problem, chunks, arrived, residual, work=work)
-        solution.residual, solution.work = residual, work + 1.0
-        _remember(problem, chunks, arrived, cache=self.cache)
-        return Result(y_PF=y_PF, states=states, solution=solution)
-
-    def _from_second_chunk(
-        self, problem: Problem, chunks: Chunks, arrived: list[torch.Tensor], residual: float, *, work: float
-    ) -> Result:
-        """The first chunk as it is, which is exact, and the rest sequentially."""
-        head, places = chunks.head(1)
-        at = head.whole.num_steps
-        rows = int(problem.layout.starts_T[at])
-        solution = Solution(
-            solver="shooting",
-            iterations=2,
-            fell_back=True,
-            reason=f"after one sweep chunks of {chunks.length} steps differ by {residual:.1e}{_nonfinite(residual)}",
-            work=work + 2.0,
-        )
-        before = dataclasses.replace(problem, layout=head.whole, x_PF=problem.x_PF[:rows])
-        first_PF, states, _ = differentiable_chunks(
-            before,
-            head,
-            [part[places.to(part.device)] for part in arrived],
-            adjoint=ReverseSweeps(tolerance=self.tolerance, max_sweeps=head.max_per_sequence),
-            solution=solution,
-        )
-        rest = problem.layout.chunk(at, problem.layout.num_steps)
-        rest_PF, states = problem.run(rest, problem.x_PF[rows:], states)
-        return Result(y_PF=torch.cat([first_PF, rest_PF]), states=states, solution=solution)
+        source = f", burnt in over {burn_in} steps"
+        result = self._sweep(problem, chunks, guess, adjoint, max_sweeps=1, source=source, work=work + guess.work)
+        residual = result.solution.residual
+        if residual <= self.tolerance:
+            return result
+        reason = f"after one sweep chunks of {chunks.length} steps differ by {residual:.1e}{_nonfinite(residual)}"
+        return fall_back(problem, solver="shooting", reason=reason, iterations=1, work=result.solution.work)
 
     # --- until_converged ---------------------------------------------------------------------------------------------
 
@@ -292,7 +262,7 @@ class Shooting(AbstractSolver):
             else:
                 ends = sweeps.run(boundaries)
             arrived = chunks.previous_ends(ends)
-            residual = _boundary_residual(chunks, arrived, boundaries)
+            residual = chunks.residual(arrived, boundaries)
             if is_last and (residual <= self.tolerance or done >= chunks.max_per_sequence):
                 break
             boundaries = sweeps.next_boundaries(boundaries, ends, residual)
@@ -309,17 +279,35 @@ class Shooting(AbstractSolver):
         # Without a cache, nothing is burnt in: the sweeps themselves are what was asked for.
         burn_in = 0 if self.cache is None else chunks.length // PROBE_SHARE
         guess = _guess(problem, chunks, cache=self.cache, burn_in=burn_in)
-        boundaries, done, max_sweeps = guess.states, 0, min(max_sweeps, chunks.max_per_sequence)
-        reason = f"{chunks.max_per_sequence} chunks of {chunks.length} steps{guess.source}"
-        solution = Solution(solver="shooting", reason=reason)
+        max_sweeps = min(max_sweeps, chunks.max_per_sequence)
         adjoint = ReverseSweeps(
             tolerance=self.tolerance, max_sweeps=max_sweeps, arriving=guess.adjoints if max_sweeps == 1 else None
         )
+        return self._sweep(problem, chunks, guess, adjoint, max_sweeps=max_sweeps, source=guess.source, work=guess.work)
+
+    # --- shared ------------------------------------------------------------------------------------------------------
+
+    def _sweep(
+        self,
+        problem: Problem,
+        chunks: Chunks,
+        guess: "_Guess",
+        adjoint: ReverseSweeps,
+        *,
+        max_sweeps: int,
+        source: str,
+        work: float,
+    ) -> Result:
+        """Plain sweeps from a guess, which has cost `work`, until chunks agree or there were so many."""
+        solution = Solution(
+            solver="shooting", reason=f"{chunks.max_per_sequence} chunks of {chunks.length} steps{source}"
+        )
 
         def remember_adjoints(stats: AdjointStats) -> None:
-            if self.cache is not None and self.cache.adjoints:
+            if guess.adjoints is not None:
                 _remember(problem, chunks, stats.arriving, cache=self.cache, adjoint=True)
 
+        boundaries, done = guess.states, 0
         while True:
             # A first sweep from initial states will not agree, so what its gradients would need is not stored.
             is_futile = done == 0 and guess.known == 0 and max_sweeps > 1
@@ -328,19 +316,18 @@ class Shooting(AbstractSolver):
                     problem, chunks, boundaries, adjoint=adjoint, solution=solution, on_backward=remember_adjoints
                 )
             arrived = chunks.previous_ends(ends)
-            residual = _boundary_residual(chunks, arrived, boundaries)
+            residual = chunks.residual(arrived, boundaries)
             done += 1
             if done == max_sweeps or (residual <= self.tolerance and not is_futile):
                 break
             if not math.isfinite(residual):
                 return fall_back(problem, solver="shooting", reason="a state is NaN or inf", work=done)
             boundaries = arrived
-        solution.iterations, solution.residual, solution.work = done, residual, guess.work + done
+        solution.iterations, solution.residual, solution.work = done, residual, work + done
         solution.reason += _nonfinite(residual)
-        _remember(problem, chunks, arrived, cache=self.cache)
+        if self.max_sweeps is not None or residual <= self.tolerance:
+            _remember(problem, chunks, arrived, cache=self.cache)
         return Result(y_PF=y_PF, states=states, solution=solution)
-
-    # --- shared ------------------------------------------------------------------------------------------------------
 
     def has_chunks(self, layout: Layout) -> bool:
         """Whether a batch of this layout is cut at all."""
@@ -354,10 +341,6 @@ class Shooting(AbstractSolver):
         most = min(MAX_KERNEL_ROWS // max(1, layout.num_rows), layout.num_steps // MIN_CHUNK_STEPS)
         fitting = int(layout.num_steps / max(1.0, MIN_CHUNK_PER_BURN_IN * BURN_IN_MARGIN * forgetting))
         return Chunks.cut(layout, max(1, min(most, max(fitting, MIN_CHUNKS))))
-
-
-def _boundary_residual(chunks: Chunks, arrived: Sequence[torch.Tensor], assumed: Sequence[torch.Tensor]) -> float:
-    return residual_norm(arrived, assumed, rows_C=~chunks.is_first_C)
 
 
 def _nonfinite(residual: float) -> str:
@@ -436,17 +419,16 @@ class _Guess:
 
 def _guess(problem: Problem, chunks: Chunks, *, cache: TrajectoryCache | None, burn_in: int) -> _Guess:
     """From the cache if a sequence is in it; else by burning in so many steps; else the initial state."""
-    states = [state.detach().index_select(0, chunks.sequence_C.to(state.device)) for state in problem.states]
+    states = chunks.repeat_initial([state.detach() for state in problem.states])
     known = _recall(problem, chunks, states, cache=cache)
     fresh_D = chunks.later_D[[int(chunks.sequence_C[place]) not in known for place in chunks.later_D]]
     work = 0.0
     if burn_in and len(fresh_D):
-        steps = min(burn_in, chunks.length)
         initial = [part[fresh_D.to(part.device)] for part in states]
-        found = burn_in_states(problem, chunks, steps, initial, chunks_D=fresh_D)
+        found = burn_in_states(problem, chunks, burn_in, initial, chunks_D=fresh_D)
         for part, burnt in zip(states, found, strict=True):
             part[fresh_D.to(part.device)] = burnt
-        work = steps * len(fresh_D) / max(1, problem.layout.total)
+        work = burn_in * len(fresh_D) / max(1, problem.layout.total)
     source, adjoints = "", None
     if cache is not None:
         source = f", {len(known)} of {len(chunks.later_by_sequence)} sequences from where they were last time"
@@ -476,7 +458,7 @@ def _nearest_start(
             continue
         ends = sweeps.run(guess.states)
         work += 1.0
-        residual = _boundary_residual(chunks, chunks.previous_ends(ends), guess.states)
+        residual = chunks.residual(chunks.previous_ends(ends), guess.states)
         tried.append((guess, ends, residual))
         if residual <= tolerance:
             break
@@ -549,12 +531,12 @@ class CorrectedSweeps:
     def __init__(self, problem: Problem, chunks: Chunks, *, tolerance: float) -> None:
         self._problem, self._chunks, self._tolerance = problem, chunks, tolerance
         self._residuals: list[float] = []
-        self.correction: Correction | None = None
-        self._stronger: list[Correction] = []
+        self.correction: _Correction | None = None
+        self._stronger: list[_Correction] = []
         dtypes = {part.dtype for part in problem.states}
         if len(dtypes) == 1 and next(iter(dtypes)).is_floating_point:
-            gates = [GateProducts()] if hasattr(problem.variants.cell, "retention") else []
-            self._stronger = [*gates, Secants(gates[0] if gates else Correction()), DenseJacobians()]
+            gates = [_GateProducts()] if hasattr(problem.variants.cell, "retention") else []
+            self._stronger = [*gates, _Secants(gates[0] if gates else _Correction()), _DenseJacobians()]
 
     @property
     def sweeps_needed(self) -> float:
@@ -590,11 +572,11 @@ class CorrectedSweeps:
             self.correction = self._stronger.pop(0)
         return fresh
 
-    def _pays(self, correction: "Correction") -> bool:
+    def _pays(self, correction: "_Correction") -> bool:
         """Dense Jacobians cost one sweep per unit of the state."""
         left = self._chunks.max_per_sequence - len(self._residuals)
         size = sum(state[0].numel() for state in self._problem.states)
-        return not isinstance(correction, DenseJacobians) or size < left
+        return not isinstance(correction, _DenseJacobians) or size < left
 
 
 def _run_chunks(problem: Problem, chunks: Chunks, starts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -602,10 +584,10 @@ def _run_chunks(problem: Problem, chunks: Chunks, starts: Sequence[torch.Tensor]
         return problem.run(chunks.layout, chunks.to_chunks(problem.x_PF), starts)[1]
 
 
-class Correction:
+class _Correction:
     """An approximation M of the chunks' Jacobians, zero here: runs all chunks, and says where to start next."""
 
-    name = "nothing"
+    name: str
 
     def run(self, problem: Problem, chunks: Chunks, starts_CS: torch.Tensor) -> torch.Tensor:
         """The states (C, S) after each chunk; no gradient flows."""
@@ -644,7 +626,7 @@ class _StepWithRetention(nn.Module):
 
 
 @final
-class GateProducts(Correction):
+class _GateProducts(_Correction):
     """A diagonal M: the product over a chunk of what each step retains, for cells that have a `retention`."""
 
     name = "products of gates"
@@ -653,12 +635,11 @@ class GateProducts(Correction):
         self._product_CS = torch.empty(0)
 
     def run(self, problem: Problem, chunks: Chunks, starts_CS: torch.Tensor) -> torch.Tensor:
-        """One run, whose outputs are the gates."""
-        layout, variants = chunks.layout, problem.variants
-        module = variants.module("gates", _StepWithRetention)
+        layout, x_PF, states = chunks.layout, chunks.to_chunks(problem.x_PF), unpack(starts_CS, problem.states)
         with torch.no_grad():
-            states = unpack(starts_CS, problem.states)
-            gates_PS, ends = variants.run(module, layout, chunks.to_chunks(problem.x_PF), states, problem.parameters)
+            gates_PS, ends = problem.variants.run(
+                "gates", _StepWithRetention, layout, x_PF, states, parameters=problem.parameters
+            )
         # Only a full chunk is followed by another, and full chunks come first in every step.
         full = int((layout.lengths_B == chunks.length).sum())
         rows_LW = torch.from_numpy(layout.starts_T[: chunks.length, None]) + torch.arange(full)
@@ -668,12 +649,12 @@ class GateProducts(Correction):
         return pack(ends)
 
     def multiply(self, places: torch.Tensor, moved_S: torch.Tensor) -> torch.Tensor:
-        """Each unit by itself; zero before the first run."""
+        # Zero before the first run.
         return self._product_CS[places] * moved_S if len(self._product_CS) else torch.zeros_like(moved_S)
 
 
 @final
-class Secants(Correction):
+class _Secants(_Correction):
     """A low-rank M, as in Broyden's method: how ends moved when starts moved between the last sweeps.
 
     In all other directions M is that of another correction, `base`.
@@ -681,7 +662,7 @@ class Secants(Correction):
 
     name = "secants of earlier sweeps"
 
-    def __init__(self, base: Correction) -> None:
+    def __init__(self, base: _Correction) -> None:
         self._base = base
         self._starts: list[torch.Tensor] = []
         self._ends: list[torch.Tensor] = []
@@ -689,11 +670,9 @@ class Secants(Correction):
         self._responses_CSR = torch.empty(0)
 
     def run(self, problem: Problem, chunks: Chunks, starts_CS: torch.Tensor) -> torch.Tensor:
-        """One run by the base."""
         return self._base.run(problem, chunks, starts_CS)
 
     def learn(self, starts_CS: torch.Tensor, ends_CS: torch.Tensor) -> None:
-        """Compare with the sweeps before."""
         if not bool(torch.isfinite(ends_CS).all() and torch.isfinite(starts_CS).all()):
             return
         self._starts = [*self._starts, starts_CS][-1 - MAX_SECANT_PAIRS :]
@@ -715,7 +694,6 @@ class Secants(Correction):
         self._responses_CSR = (response_CSR - base_CSR) @ combine_CRR
 
     def multiply(self, places: torch.Tensor, moved_S: torch.Tensor) -> torch.Tensor:
-        """The known response along the directions that were tried; the base for all others."""
         change = self._base.multiply(places, moved_S)
         if self._directions_CSR is None:
             return change
@@ -724,7 +702,7 @@ class Secants(Correction):
 
 
 @final
-class DenseJacobians(Correction):
+class _DenseJacobians(_Correction):
     """The full Jacobian of each chunk, by finite differences: one more run per unit of the state."""
 
     name = "dense Jacobians"
@@ -733,7 +711,6 @@ class DenseJacobians(Correction):
         self._jacobian_CSS = torch.empty(0)
 
     def run(self, problem: Problem, chunks: Chunks, starts_CS: torch.Tensor) -> torch.Tensor:
-        """One run, and one per unit of the state."""
         ends_CS = super().run(problem, chunks, starts_CS)
         count = starts_CS.shape[1]
         step = torch.finfo(starts_CS.dtype).eps ** 0.5 * max(1.0, float(starts_CS.abs().max()))
@@ -745,5 +722,4 @@ class DenseJacobians(Correction):
         return ends_CS
 
     def multiply(self, places: torch.Tensor, moved_S: torch.Tensor) -> torch.Tensor:
-        """As in Newton's method."""
         return (self._jacobian_CSS[places] @ moved_S[..., None])[..., 0]

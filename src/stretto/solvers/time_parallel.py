@@ -93,8 +93,8 @@ class TimeParallel(AbstractSolver):
         solution.reason = f"{ring.size} ranks of {span} steps"
         if problem.layout.num_rows == 0:
             return run_sequentially(problem, solution)
-        call = _Call(self, problem, ring, facts, needs_grad, solution)
-        y_PF, *states = _TimeParallelRun.apply(call, *problem.inputs)  # type: ignore[no-untyped-call]
+        block = _Block(self, problem, ring, facts, solution=solution)
+        y_PF, *states = _TimeParallelRun.apply(block, *problem.inputs)  # type: ignore[no-untyped-call]
         return Result(y_PF=y_PF, states=states, solution=solution)
 
     @staticmethod
@@ -216,123 +216,75 @@ class _Segment:
 
 
 @final
-@dataclasses.dataclass(slots=True, kw_only=True)
-class GradientSums:
-    """Gradients of the input and the parameters of a block, where they are needed, added up over rounds."""
+class _Block:
+    """The block of steps of one rank, in segments, and the rounds in which ranks come to agree."""
 
-    x_PF: MaybeTensor
-    parameters: dict[str, torch.Tensor]
-    left_out: float = 0.0
-    """The largest gradient of a state that was not followed further."""
-
-
-@final
-class LocalBlock:
-    """The block of steps of one rank, in segments. The parameters of its problem are leaves."""
-
-    def __init__(self, problem: Problem, *, segment_steps: int, needs_grad: bool, needs_input_grad: bool) -> None:
-        self.problem, self.needs_grad, self.needs_input_grad = problem, needs_grad, needs_input_grad
+    def __init__(
+        self, solver: TimeParallel, problem: Problem, ring: RankRing, facts: dict[str, Any], *, solution: Solution
+    ) -> None:
+        self.ring, self.problem = ring, problem.as_leaves()
+        self._tolerance, self._facts, self._solution = solver.tolerance, facts, solution
+        self._needs_grad = any(tensor.requires_grad for tensor in self.problem.inputs)
         # Before and after the last run.
         self.starts: list[torch.Tensor] = []
         self.ends: list[torch.Tensor] = []
         # Real steps, over all runs.
-        self.steps_run = 0
-        self._segments = [
-            self._segment(first, segment_steps) for first in range(0, problem.layout.num_steps, segment_steps)
-        ]
+        self._steps_run = 0
+        steps = range(0, problem.layout.num_steps, solver.segment_steps)
+        self._segments = [self._segment(first, solver.segment_steps) for first in steps]
 
     def _segment(self, first: int, segment_steps: int) -> _Segment:
-        layout = self.problem.layout
+        layout, x_PF = self.problem.layout, self.problem.x_PF
         last = min(first + segment_steps, layout.num_steps)
         rows = slice(int(layout.starts_T[first]), int(layout.starts_T[last]))
-        x_PF = self.problem.x_PF[rows].detach().requires_grad_(self.needs_input_grad)
-        return _Segment(layout=layout.chunk(first, last), rows=rows, x_PF=x_PF)
-
-    @property
-    def residual(self) -> float:
-        """The largest difference left where segments meet, and at the start."""
-        return max((segment.residual for segment in self._segments), default=0.0)
+        own_PF = x_PF[rows].detach().requires_grad_(x_PF.requires_grad)
+        return _Segment(layout=layout.chunk(first, last), rows=rows, x_PF=own_PF)
 
     @property
     def y_PF(self) -> torch.Tensor:
-        """Outputs of all rows."""
         made = [segment.y_PF.detach() for segment in self._segments]
         if not made:
             with torch.no_grad():
                 return self.problem.run(self.problem.layout, self.problem.x_PF, self.starts)[0]
         return made[0] if len(made) == 1 else torch.cat(made)
 
-    def run(self, starts: Sequence[torch.Tensor], *, tolerance: float) -> None:
+    def run(self) -> None:
+        """Rounds until ranks agree."""
+        ring, solution, tolerance = self.ring, self._solution, self._tolerance
+        starts = [state.detach() for state in self.problem.states]
+        left = 0.0
+        for rounds in range(1, ring.size + 1):
+            self._run_from(starts)
+            solution.iterations = rounds
+            if rounds == ring.size:
+                left = 0.0
+                break
+            starts = self._shift(self.ends, by=1) or self.starts
+            (left,) = ring.all_reduce_max([residual_norm(starts, self.starts)])
+            if left <= tolerance:
+                break
+        solution.residual = max([left, *(segment.residual for segment in self._segments)])
+        solution.work = self._steps_run / max(1, self.problem.layout.total)
+        if not math.isfinite(largest_magnitude([end for end in self.ends if end.is_floating_point()])):
+            solution.reason += "; a state is NaN or inf"
+
+    def _run_from(self, starts: Sequence[torch.Tensor]) -> None:
         """Run from these states, up to a segment that was run from states within the tolerance before."""
         self.starts = now = [start.detach() for start in starts]
         for segment in self._segments:
             if segment.starts:
                 segment.residual = residual_norm(now, segment.starts)
-                if segment.residual <= tolerance:
+                if segment.residual <= self._tolerance:
                     return
-            self._run(segment, now)
+            segment.residual = 0.0
+            # Detached: the leaves of a graph are not shared with what is sent or compared.
+            segment.starts = [s.detach().requires_grad_(self._needs_grad and s.is_floating_point()) for s in now]
+            with torch.set_grad_enabled(self._needs_grad):
+                segment.y_PF, segment.ends = self.problem.run(segment.layout, segment.x_PF, segment.starts)
+            self._steps_run += segment.layout.total
             now = [end.detach() for end in segment.ends]
         # Without steps the ends are the starts, which belong to the caller.
         self.ends = now if self._segments else [part.clone() for part in now]
-
-    def _run(self, segment: _Segment, starts: Sequence[torch.Tensor]) -> None:
-        segment.residual = 0.0
-        # Detached: the leaves of a graph are not shared with what is sent or compared.
-        segment.starts = [s.detach().requires_grad_(self.needs_grad and s.is_floating_point()) for s in starts]
-        with torch.set_grad_enabled(self.needs_grad):
-            segment.y_PF, segment.ends = self.problem.run(segment.layout, segment.x_PF, segment.starts)
-        self.steps_run += segment.layout.total
-
-    def pull_back(
-        self,
-        d_ends: Sequence[torch.Tensor],
-        sums: GradientSums,
-        *,
-        d_y_PF: torch.Tensor | None = None,
-        negligible: float = 0.0,
-    ) -> list[torch.Tensor]:
-        """Add the gradients that follow from those of the states after the block, and of its outputs.
-
-        Args:
-            d_ends: Gradients of the floating-point states after the block.
-            sums: Where to add.
-            d_y_PF: Gradients of the outputs.
-            negligible: Stop where no gradient of a state is larger; only without `d_y_PF`.
-
-        Returns:
-            The gradients of the floating-point states before the block, or zeros if they are negligible there.
-        """
-        d_states = list(d_ends)
-        for segment in reversed(self._segments):
-            if d_y_PF is None and (left_out := largest_magnitude(d_states)) <= negligible:
-                sums.left_out = max(sums.left_out, left_out)
-                return [torch.zeros_like(part) for part in d_states]
-            pairs = list(zip([end for end in segment.ends if end.is_floating_point()], d_states, strict=True))
-            if d_y_PF is not None:
-                pairs.append((segment.y_PF, d_y_PF[segment.rows]))
-            starts = [start for start in segment.starts if start.requires_grad]
-            parameters = [self.problem.parameters[name] for name in sums.parameters]
-            *found, d_x_PF = differentiate(pairs, [*starts, *parameters, segment.x_PF])
-            for name, gradient in zip(sums.parameters, found[len(starts) :], strict=True):
-                if gradient is not None:
-                    sums.parameters[name] += gradient
-            if sums.x_PF is not None and d_x_PF is not None:
-                sums.x_PF[segment.rows] += d_x_PF
-            d_states = [torch.zeros_like(s) if d is None else d for s, d in zip(starts, found, strict=False)]
-        return d_states
-
-
-@final
-@dataclasses.dataclass(slots=True)
-class _Call:
-    """One problem over ranks."""
-
-    solver: TimeParallel
-    problem: Problem
-    ring: RankRing
-    facts: dict[str, Any]
-    needs_grad: bool
-    solution: Solution
 
     def _shift(self, parts: list[torch.Tensor], *, by: Literal[1, -1]) -> list[torch.Tensor] | None:
         """Exchange rows with the ranks beside this one, in the order of their ids: that is the same on all ranks."""
@@ -343,86 +295,87 @@ class _Call:
         inverse_B = torch.argsort(order_B)
         return None if received is None else [part[inverse_B.to(part.device)] for part in received]
 
-    def run(self, block: LocalBlock) -> None:
-        """Rounds until ranks agree."""
-        ring, solution, tolerance = self.ring, self.solution, self.solver.tolerance
-        starts = [state.detach() for state in self.problem.states]
-        left = 0.0
-        for rounds in range(1, ring.size + 1):
-            block.run(starts, tolerance=tolerance)
-            solution.iterations = rounds
-            if rounds == ring.size:
-                left = 0.0
-                break
-            starts = self._shift(block.ends, by=1) or block.starts
-            (left,) = ring.all_reduce_max([residual_norm(starts, block.starts)])
-            if left <= tolerance:
-                break
-        solution.residual = max(left, block.residual)
-        solution.work = block.steps_run / max(1, self.problem.layout.total)
-        if not math.isfinite(largest_magnitude([end for end in block.ends if end.is_floating_point()])):
-            solution.reason += "; a state is NaN or inf"
+    def pull_back(self, d_y_PF: MaybeTensor, d_ends: list[torch.Tensor], sums: list[MaybeTensor]) -> list[torch.Tensor]:
+        """Rounds until no gradient moves from rank to rank any more.
 
-    def pull_back(
-        self, block: LocalBlock, d_y_PF: torch.Tensor | None, d_ends: list[torch.Tensor], sums: GradientSums
-    ) -> list[torch.Tensor]:
-        """Rounds until no gradient moves from rank to rank any more; the gradients of the states before the block."""
+        The gradients of input and parameters are added to `sums`, those of the states before the block are returned.
+        """
         ring = self.ring
         # As long a message as in the forward pass: ranks that are in different passes compare theirs.
-        facts = {**self.facts, "the pass": f"{self.facts['the pass']} backward"}
+        facts = {**self._facts, "the pass": f"{self._facts['the pass']} backward"}
         ring.require_equal(facts, values=[0.0] * NUM_HEADER_VALUES)
-        moving = block.pull_back(d_ends, sums, d_y_PF=d_y_PF)
+        moving, left_out = self._pull_back(d_ends, sums, d_y_PF=d_y_PF)
         found, left, scale, rounds = list(moving), 0.0, 0.0, 1
         while rounds < ring.size:
             late = self._shift(moving, by=-1) or [torch.zeros_like(part) for part in moving]
             left, largest = ring.all_reduce_max([largest_magnitude(late), largest_magnitude(found)])
             # A gradient that is NaN or inf spreads to the first step, as it would on one rank.
             scale = largest if math.isfinite(largest) else 0.0
-            if left <= self.solver.tolerance * scale:
+            if left <= self._tolerance * scale:
                 break
-            moving = block.pull_back(late, sums, negligible=self.solver.tolerance * scale)
-            found = [one + more for one, more in zip(found, moving, strict=True)]
-            left, rounds = 0.0, rounds + 1
-        self.solution.backward_iterations = rounds
-        self.solution.backward_residual = max(left, sums.left_out) / scale if scale else 0.0
+            moving, more = self._pull_back(late, sums, negligible=self._tolerance * scale)
+            found = [one + other for one, other in zip(found, moving, strict=True)]
+            left, left_out, rounds = 0.0, max(left_out, more), rounds + 1
+        self._solution.backward_iterations = rounds
+        self._solution.backward_residual = max(left, left_out) / scale if scale else 0.0
         return found
+
+    def _pull_back(
+        self,
+        d_ends: list[torch.Tensor],
+        sums: list[MaybeTensor],
+        *,
+        d_y_PF: MaybeTensor = None,
+        negligible: float = 0.0,
+    ) -> tuple[list[torch.Tensor], float]:
+        """Follow the gradients of the floating-point states after the block, and of its outputs, to those before.
+
+        Without `d_y_PF` it ends where no gradient of a state is larger than `negligible`: zeros are then returned, and
+        the largest that was left out.
+        """
+        d_states = d_ends
+        d_x_PF, *d_parameters = sums
+        for segment in reversed(self._segments):
+            if d_y_PF is None and (left_out := largest_magnitude(d_states)) <= negligible:
+                return [torch.zeros_like(part) for part in d_states], left_out
+            pairs = list(zip([end for end in segment.ends if end.is_floating_point()], d_states, strict=True))
+            if d_y_PF is not None:
+                pairs.append((segment.y_PF, d_y_PF[segment.rows]))
+            starts = [start for start in segment.starts if start.requires_grad]
+            found = differentiate(pairs, [*starts, segment.x_PF, *self.problem.parameters.values()])
+            own = None if d_x_PF is None else d_x_PF[segment.rows]
+            for total, part in zip([own, *d_parameters], found[len(starts) :], strict=True):
+                if total is not None and part is not None:
+                    total.add_(part)
+            d_states = [torch.zeros_like(s) if d is None else d for s, d in zip(starts, found, strict=False)]
+        return d_states, 0.0
 
 
 class _TimeParallelRun(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *given: torch.Tensor) -> Any:
+    def forward(ctx: Any, block: _Block, *given: torch.Tensor) -> Any:  # noqa: ARG004
         ctx.set_materialize_grads(False)
-        problem, count = call.problem, len(call.problem.states)
-        needs = [needed and call.needs_grad for needed in ctx.needs_input_grad[1:]]
-        parameters = [t.detach().requires_grad_(n) for t, n in zip(given[1 + count :], needs[1 + count :], strict=True)]
-        own = dataclasses.replace(problem.with_parameters(parameters), x_PF=given[0].detach())
-        block = LocalBlock(
-            own, segment_steps=call.solver.segment_steps, needs_grad=call.needs_grad, needs_input_grad=needs[0]
-        )
-        call.run(block)
-        ctx.call, ctx.block = call, block
+        block.run()
+        ctx.block = block
         ctx.mark_non_differentiable(*(end for end in block.ends if not end.is_floating_point()))
         return (block.y_PF, *block.ends)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_y_PF: torch.Tensor | None, *d_finals: torch.Tensor | None) -> Any:
-        call: _Call = ctx.call
-        block: LocalBlock = ctx.block
-        leaves = block.problem.parameters.items()
-        sums = GradientSums(
-            x_PF=torch.zeros_like(block.problem.x_PF) if block.needs_input_grad else None,
-            parameters={name: torch.zeros_like(leaf) for name, leaf in leaves if leaf.requires_grad},
-        )
+    def backward(ctx: Any, d_y_PF: MaybeTensor, *d_finals: MaybeTensor) -> Any:
+        block: _Block = ctx.block
+        problem = block.problem
+        leaves = [problem.x_PF, *problem.parameters.values()]
+        sums = [torch.zeros_like(leaf) if leaf.requires_grad else None for leaf in leaves]
         d_ends = [
             torch.zeros_like(end) if d is None else d
             for end, d in zip(block.ends, d_finals, strict=True)
             if end.is_floating_point()
         ]
-        found = iter(call.pull_back(block, d_y_PF, d_ends, sums))
-        d_states = [next(found) if state.is_floating_point() else None for state in call.problem.states]
-        if call.ring.place:
+        found = iter(block.pull_back(d_y_PF, d_ends, sums))
+        d_states = [next(found) if state.is_floating_point() else None for state in problem.states]
+        if block.ring.place:
             # Zeros, not None: an initial state made from parameters takes part in every exchange of gradients.
             d_states = [None if d is None else torch.zeros_like(d) for d in d_states]
-        gradients = [sums.x_PF, *d_states, *(sums.parameters.get(name) for name in call.problem.parameters)]
+        gradients = [sums[0], *d_states, *sums[1:]]
         return None, *(d if needs else None for d, needs in zip(gradients, ctx.needs_input_grad[1:], strict=True))
