@@ -106,7 +106,9 @@ def test_streams_are_nearly_as_even_as_they_can_be(lengths: list[int], num_strea
         for places in itertools.product(range(num_streams), repeat=len(lengths))
     )
     found = len(Streams(_numbered(lengths), num_streams=num_streams, chunk=chunk))
-    assert least <= found <= least * (4 / 3 - 1 / (3 * num_streams))
+    # Graham's bound for the longest first, 4/3 - 1/(3 num_streams), in whole numbers.
+    assert least <= found
+    assert 3 * num_streams * found <= (4 * num_streams - 1) * least
 
 
 def test_the_longest_sequences_are_placed_first() -> None:

@@ -171,16 +171,10 @@ def _watch_inputs(
     watch: _Stopwatch, layers: Sequence[Sequence[Direction]], x_PF: torch.Tensor
 ) -> tuple[list[list[Direction]], torch.Tensor]:
     """The same inputs, behind a node that stops the watch at the end of the backward pass."""
-    directions = [direction for layer in layers for direction in layer]
-    tensors = [x_PF, *(t for item in directions for t in (*item.states, *item.parameters.values()))]
-    made = iter(_BackwardEnd.apply(watch, *tensors))  # type: ignore[no-untyped-call]
-    watched_x_PF = next(made)
-
-    def watched(item: Direction) -> Direction:
-        states = [next(made) for _ in item.states]
-        return dataclasses.replace(item, states=states, parameters={name: next(made) for name in item.parameters})
-
-    return [[watched(item) for item in layer] for layer in layers], watched_x_PF
+    tensors = (tensor for layer in layers for direction in layer for tensor in direction.tensors())
+    watched_x_PF, *rest = _BackwardEnd.apply(watch, x_PF, *tensors)  # type: ignore[no-untyped-call]
+    made = iter(rest)
+    return [[direction.with_tensors(made) for direction in layer] for layer in layers], watched_x_PF
 
 
 class _BackwardStart(torch.autograd.Function):

@@ -2,6 +2,19 @@
 
 Shape legend: B rows, M some of them, T steps of a sequence or of a piece of it; dimensions of a step follow after B
 and T.
+
+`CarriedState` is the state between chunks, for plain truncation in a loop of one's own. `TruncatedBPTT` is the loop,
+with gradients that may also go back into earlier chunks. With window=6 and step=2:
+
+    time      0   2   4   6   8   10
+    part 0    S===                          S     stored state, without graph
+    part 1    S---====                      ----  run again, so that the gradient goes back through these steps
+    part 2    S-------====                  ====  new steps: their loss is back-propagated
+    part 3        S-------====
+    part 4            S-------====
+
+The state at the beginning of the next window is stored whenever a window is run. Where a row starts a sequence, its
+state is set to the initial one, and no gradient goes further back. The net is called once between two such times.
 """
 
 import contextlib
@@ -10,6 +23,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias, cast, final
 
 import torch
@@ -19,7 +33,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from stretto.batching import as_lengths
 from stretto.checks import check_int
 from stretto.errors import StrettoError
-from stretto.nn.streams import Chunk
+from stretto.nn.streams import Chunk, real_steps
 from stretto.state import map_state
 
 NestedState: TypeAlias = torch.Tensor | tuple["NestedState", ...]
@@ -58,21 +72,6 @@ def reset_rows(
     )
 
 
-def _start_rows(
-    state: NestedState | None, resets_B: torch.Tensor, *, initial: Initial, batch_dim: int
-) -> NestedState | None:
-    """The state before a chunk, or None where all rows start and the net is to make its own initial state."""
-    made = initial(len(resets_B)) if callable(initial) else initial
-    if resets_B.all():
-        return made
-    if state is None:
-        raise StrettoError(
-            f"{int((~resets_B).sum())} of {len(resets_B)} rows continue a sequence without a state to continue from",
-            fix="Give the state that was carried when the streams were left, or begin with the first chunk.",
-        )
-    return reset_rows(state, resets_B, initial=made, batch_dim=batch_dim) if resets_B.any() else state
-
-
 @final
 class CarriedState:
     """The state between the chunks of `Streams`: detached after each one, initial in rows that start a sequence.
@@ -104,14 +103,28 @@ class CarriedState:
 
     def start(self, resets_B: torch.Tensor) -> NestedState | None:
         """The state before a chunk, or None where all rows start and the net is to make its own initial state."""
-        return _start_rows(self.state, resets_B, initial=self._initial, batch_dim=self.batch_dim)
+        initial = self._initial(len(resets_B)) if callable(self._initial) else self._initial
+        if resets_B.all():
+            return initial
+        if self.state is None:
+            raise StrettoError(
+                f"{int((~resets_B).sum())} of {len(resets_B)} rows continue a sequence with no state to continue from",
+                fix="Give the state that was carried when the streams were left, or begin with the first chunk.",
+            )
+        if not resets_B.any():
+            return self.state
+        return reset_rows(self.state, resets_B, initial=initial, batch_dim=self.batch_dim)
 
     def rows(self, rows: slice) -> NestedState | None:
         """The kept state of some rows, or None at the start: streams that have ended are the last rows."""
         if self.state is None:
             return None
-        index = (slice(None),) * self.batch_dim + (rows,)
-        return cast("NestedState", map_state(lambda tensor: tensor[index].contiguous(), self.state))
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            every_B = torch.arange(tensor.shape[self.batch_dim], device=tensor.device)
+            return tensor.index_select(self.batch_dim, every_B[rows])
+
+        return cast("NestedState", map_state(take, self.state))
 
     def keep(self, state: NestedState) -> None:
         """Store the state after a chunk, without its graph."""
@@ -154,27 +167,21 @@ def in_turn(model: nn.Module, rows: Sequence[slice], *, num_rows: int) -> Iterat
         num_rows: Of the batch.
     """
     every = carried_states(model)
-    before = []
     for carried in every:
         carried.state = carried.rows(slice(num_rows))
-        before.append([carried.rows(part) for part in rows])
-    after: list[list[NestedState | None]] = [[] for _ in every]
-    for number, part in enumerate(rows):
-        for carried, states in zip(every, before, strict=True):
-            carried.state = states[number]
+    before = [[carried.rows(part) for carried in every] for part in rows]
+    after = []
+    for part, states in zip(rows, before, strict=True):
+        for carried, state in zip(every, states, strict=True):
+            carried.state = state
         yield part
-        for carried, found in zip(every, after, strict=True):
-            found.append(carried.state)
+        after.append([carried.state for carried in every])
+    order_B = torch.cat([torch.arange(num_rows)[part] for part in rows]).argsort()
 
     def join(batch_dim: int, *parts: torch.Tensor) -> torch.Tensor:
-        shape = list(parts[0].shape)
-        shape[batch_dim] = num_rows
-        whole = parts[0].new_empty(shape)
-        for each, part in zip(rows, parts, strict=True):
-            whole[(slice(None),) * batch_dim + (each,)] = part
-        return whole
+        return torch.cat(parts, dim=batch_dim).index_select(batch_dim, order_B.to(parts[0].device))
 
-    for carried, found in zip(every, after, strict=True):
+    for carried, *found in zip(every, *after, strict=True):
         if all(state is not None for state in found):
             carried.state = map_state(partial(join, carried.batch_dim), *found)
 
@@ -185,92 +192,6 @@ def _check_rows(tensor: torch.Tensor, count: int, *, batch_dim: int) -> None:
             f"a state of shape {tuple(tensor.shape)} does not have {count} rows in dimension {batch_dim}",
             fix="Give batch_dim, the dimension of the rows: 0 for stretto.RNN, 1 for torch.nn.LSTM, GRU and RNN.",
         )
-
-
-@final
-class _RaggedCall:
-    """Calls a net on rows of unequal length, so that each row's state stops at its last real step.
-
-    torch's own layers get a packed batch, every other net `lengths`. Neither sees a row that has no steps.
-
-    Args:
-        rnn: `y, state = rnn(x, state)` and, if it is to know of unequal lengths, `rnn(x, state, lengths=lengths)`.
-        batch_dim: Where each tensor of the state has its rows.
-        rows_needed: Whether single rows of the state will be needed.
-        lengths_needed: Whether to refuse a net that takes no lengths, instead of running it past the ends of rows.
-    """
-
-    def __init__(self, rnn: Callable[..., Any], *, batch_dim: int, rows_needed: bool, lengths_needed: bool) -> None:
-        name = type(rnn).__name__
-        if getattr(rnn, "bidirectional", False):
-            raise StrettoError(
-                f"{name} is bidirectional: it needs the end of a sequence before its beginning",
-                fix="Give a net that runs forward only.",
-            )
-        if not getattr(rnn, "batch_first", True):
-            raise StrettoError(f"{name} has batch_first=False", fix="Make it with batch_first=True.")
-        of_torch = isinstance(rnn, nn.RNNBase)
-        if of_torch and batch_dim != 1 and rows_needed:
-            raise StrettoError(f"the state of {name} has its rows in dimension 1", fix="Give batch_dim=1.")
-        self._rnn, self._batch_dim = rnn, batch_dim
-        self._packs = of_torch and not _has_lengths(rnn)
-        self._takes_lengths = of_torch or _has_lengths(rnn)
-        if lengths_needed and not self._takes_lengths:
-            raise StrettoError(
-                f"lengths are given, but {name} takes none, so the states after each row's end would be wrong",
-                fix="Let it take `lengths`, or leave them out and mask the loss if the last state is not needed.",
-            )
-
-    def run(
-        self, x_BT: torch.Tensor, state: NestedState | None, lengths_B: torch.Tensor
-    ) -> tuple[torch.Tensor, NestedState]:
-        """The outputs, and the state after each row's last real step if the net can know of it."""
-        if not self._takes_lengths or bool((lengths_B == x_BT.shape[1]).all()):
-            return self._call(x_BT, state, None)
-        rows_M = lengths_B.nonzero().flatten()
-        if state is None or len(rows_M) == len(lengths_B):
-            return self._call(x_BT, state, lengths_B)
-        there_M = rows_M.to(x_BT.device)
-        dim = self._batch_dim
-
-        def take(tensor: torch.Tensor) -> torch.Tensor:
-            _check_rows(tensor, len(lengths_B), batch_dim=dim)
-            return tensor.index_select(dim, rows_M.to(tensor.device))
-
-        y_MT, after = self._call(x_BT[there_M], map_state(take, state), lengths_B[rows_M])
-        y_BT = y_MT.new_zeros((len(lengths_B), *y_MT.shape[1:])).index_copy(0, there_M, y_MT)
-        return y_BT, map_state(lambda old, new: old.index_copy(dim, rows_M.to(old.device), new), state, after)
-
-    def _call(
-        self, x_BT: torch.Tensor, state: NestedState | None, lengths_B: torch.Tensor | None
-    ) -> tuple[torch.Tensor, NestedState]:
-        if lengths_B is None:
-            answer = self._rnn(x_BT, state)
-        elif self._packs:
-            packed = pack_padded_sequence(x_BT, lengths_B, batch_first=True, enforce_sorted=False)
-            y, after = self._rnn(packed, state)
-            answer = pad_packed_sequence(y, batch_first=True, total_length=x_BT.shape[1])[0], after
-        else:
-            answer = self._rnn(x_BT, state, lengths=lengths_B)
-        if not isinstance(answer, tuple | list) or len(answer) != 2 or not isinstance(answer[0], torch.Tensor):
-            raise StrettoError(
-                f"{type(self._rnn).__name__} gave {type(answer).__name__} instead of outputs and state",
-                fix="Let it return (y, state).",
-            )
-        if answer[0].shape[:2] != x_BT.shape[:2]:
-            raise StrettoError(
-                f"{type(self._rnn).__name__} gave outputs of shape {tuple(answer[0].shape)} for {tuple(x_BT.shape)}",
-                fix="Let it be batch first and return one output per step.",
-            )
-        return answer[0], answer[1]
-
-
-def _has_lengths(rnn: Callable[..., Any]) -> bool:
-    try:
-        parameters = inspect.signature(rnn.forward if isinstance(rnn, nn.Module) else rnn).parameters
-    except (TypeError, ValueError):
-        return False
-    return "lengths" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -296,8 +217,24 @@ class Part:
     @property
     def mask(self) -> torch.Tensor:
         """(B, new steps), true on real steps, on the device of the outputs."""
-        steps_T = torch.arange(self.y_new.shape[1], device=self.y_new.device)
-        return steps_T < self.lengths.to(self.y_new.device)[:, None]
+        return real_steps(self.lengths.to(self.y_new.device), self.y_new.shape[1])
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Window:
+    """What the next part runs again: chunks, without the first steps of the first one, and the state before them."""
+
+    state: NestedState | None
+    chunks: list[Chunk] = dataclasses.field(default_factory=list)
+    skipped: int = 0
+    time: int = 0
+
+    def move(self, num_steps: int, state: NestedState | None) -> None:
+        """Begin so many steps later."""
+        self.state = None if state is None else detach_state(state)
+        self.skipped += num_steps
+        while self.chunks and self.skipped >= self.chunks[0].x_BT.shape[1]:
+            self.skipped -= self.chunks.pop(0).x_BT.shape[1]
 
 
 @final
@@ -360,150 +297,172 @@ class TruncatedBPTT:
                 f"window={window} is shorter than step={step}, so some new steps would get no gradient",
                 fix="Give a window no shorter than step; window=step is plain truncation.",
             )
+        if getattr(rnn, "bidirectional", False):
+            raise StrettoError(
+                f"{type(rnn).__name__} is bidirectional: it needs the end of a sequence before its beginning",
+                fix="Give a net that runs forward only.",
+            )
+        if not getattr(rnn, "batch_first", True):
+            raise StrettoError(f"{type(rnn).__name__} has batch_first=False", fix="Make it with batch_first=True.")
         if initial is not None and isinstance(x, torch.Tensor):
             raise StrettoError(
                 "initial is for rows that start in chunks, and x is a tensor", fix="Give `state` instead of `initial`."
             )
-        self._x, self._window, self._step = x, window, step
+        self._rnn, self._x, self._overlap, self._step = rnn, x, window - step, step
         self._state = None if state is None else detach_state(state)
         self._lengths_B = _check_lengths(x, lengths)
-        self._initial = getattr(rnn, "initial_state", None) if initial is None else initial
+        self._initial = initial
+        if initial is None and not isinstance(x, torch.Tensor):
+            self._initial = getattr(rnn, "initial_state", None)
         self._batch_dim = batch_dim
-        self._net = _RaggedCall(
-            rnn,
-            batch_dim=batch_dim,
-            rows_needed=lengths is not None or self._lengths_B is None,
-            lengths_needed=lengths is not None,
-        )
+        is_torch = isinstance(rnn, nn.RNNBase)
+        self._packs = is_torch and not _has_lengths(rnn)
+        self._takes_lengths = is_torch or _has_lengths(rnn)
+        needs_rows = lengths is not None or not isinstance(x, torch.Tensor)
+        if is_torch and needs_rows and batch_dim != 1:
+            raise StrettoError(
+                f"the state of {type(rnn).__name__} has its rows in dimension 1", fix="Give batch_dim=1."
+            )
+        if lengths is not None and not self._takes_lengths:
+            raise StrettoError(
+                f"lengths are given, but {type(rnn).__name__} takes none, so the states after each row's end would be "
+                "wrong",
+                fix="Let it take `lengths`, or leave them out and mask the loss if the last state is not needed.",
+            )
 
     def __len__(self) -> int:
-        if isinstance(self._x, torch.Tensor) and self._lengths_B is not None:
+        if isinstance(self._x, torch.Tensor):
             return math.ceil(int(self._lengths_B.max()) / self._step)
         return len(self._x)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Part]:
-        window = _Window(
-            self._net,
-            state=self._state,
-            overlap=self._window - self._step,
-            initial=self._initial,
-            batch_dim=self._batch_dim,
-        )
-        for piece in self._pieces():
+        window = _Window(state=self._state)
+        for chunk in self._chunks():
             # Not bound to a name, which would keep the graph until the next part is there.
-            yield window.advance(piece)
+            yield self._advance(window, chunk)
 
-    def _pieces(self) -> Iterator["_Piece"]:
-        if not isinstance(self._x, torch.Tensor) or self._lengths_B is None:
+    def _chunks(self) -> Iterator[Chunk]:
+        """The given chunks; of a tensor, `step` steps at a time."""
+        if not isinstance(self._x, torch.Tensor):
             for chunk in self._x:
-                yield _as_piece(chunk, step=self._step)
+                _check_chunk(chunk, step=self._step)
+                yield chunk
             return
         longest = int(self._lengths_B.max())
         if longest > self._step:
             _check_graph(self._x)
-        for begin in range(0, longest, self._step):
+        for index, begin in enumerate(range(0, longest, self._step)):
             x_BT = self._x[:, begin : min(begin + self._step, longest)]
-            yield _Piece(x_BT=x_BT, lengths_B=(self._lengths_B - begin).clamp(0, x_BT.shape[1]))
+            yield Chunk(
+                x_BT=x_BT,
+                targets_BT=None,
+                lengths=(self._lengths_B - begin).clamp(0, x_BT.shape[1]),
+                resets=torch.full((len(x_BT),), begin == 0 and self._state is None),
+                sequences=torch.arange(len(x_BT)),
+                offsets=torch.full((len(x_BT),), begin),
+                index=index,
+            )
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """Consecutive steps, and which rows start at the first of them."""
-
-    x_BT: torch.Tensor
-    lengths_B: torch.Tensor
-    resets_B: torch.Tensor | None = None
-    chunk: Chunk | None = None
-
-    @property
-    def num_steps(self) -> int:
-        return self.x_BT.shape[1]
-
-    def cut(self, at: int) -> tuple["_Piece", "_Piece"]:
-        head = _Piece(x_BT=self.x_BT[:, :at], lengths_B=self.lengths_B.clamp(max=at), resets_B=self.resets_B)
-        return head, _Piece(x_BT=self.x_BT[:, at:], lengths_B=(self.lengths_B - at).clamp(min=0))
-
-
-@final
-class _Window:
-    """The inputs that the next part runs again, and the state before them."""
-
-    def __init__(
-        self, net: _RaggedCall, *, state: NestedState | None, overlap: int, initial: Initial, batch_dim: int
-    ) -> None:
-        self._net, self._state, self._overlap = net, state, overlap
-        self._initial, self._batch_dim = initial, batch_dim
-        self._past: list[_Piece] = []
-        self._time = 0
-
-    def advance(self, piece: _Piece) -> Part:
-        if piece.resets_B is not None and piece.resets_B.all():
-            self._past, self._state = [], None
-        pieces = [*self._past, piece]
-        depth = sum(earlier.num_steps for earlier in pieces)
-        overlap = self._overlap if torch.is_grad_enabled() else 0
-        head, tail = _split(pieces, max(0, depth - overlap))
-        outputs, origin = self._run(head, self._state)
-        further, state = self._run(tail, origin)
-        self._past, self._state = tail, None if origin is None else detach_state(origin)
-        self._time += piece.num_steps
+    def _advance(self, window: _Window, chunk: Chunk) -> Part:
+        """Run the window that ends with this chunk, and move its beginning to that of the next one."""
+        if chunk.resets.all():
+            window.chunks, window.skipped, window.state = [], 0, None
+        window.chunks.append(chunk)
+        chunks, skipped, num_new = window.chunks, window.skipped, chunk.x_BT.shape[1]
+        x_BT = _join([one.x_BT for one in chunks])[:, skipped:]
+        real_BT = _join([real_steps(one.lengths, one.x_BT.shape[1]) for one in chunks])[:, skipped:]
+        # Times are counted from the window's beginning.
+        begins = accumulate((one.x_BT.shape[1] for one in chunks), initial=-skipped)
+        starts = zip(begins, (one.resets for one in chunks), strict=False)
+        resets = {begin: resets_B for begin, resets_B in starts if begin == 0 or (begin > 0 and resets_B.any())}
+        depth = x_BT.shape[1]
+        next_begin = max(0, depth - (self._overlap if torch.is_grad_enabled() else 0))
+        outputs, states = [], {0: window.state}
+        for begin, end in pairwise(sorted({0, *resets, next_begin, depth})):
+            state = states[begin]
+            if begin in resets:
+                carried = CarriedState(initial=self._initial, batch_dim=self._batch_dim, state=state)
+                state = carried.start(resets[begin])
+            y_BT, states[end] = self._run(x_BT[:, begin:end], state, real_BT[:, begin:end].sum(dim=1))
+            if end > depth - num_new:
+                outputs.append(y_BT[:, max(0, depth - num_new - begin) :])
+        window.move(next_begin, states[next_begin])
+        window.time += num_new
         return Part(
-            y_new=_last([*outputs, *further], piece.num_steps),
-            span=slice(self._time - piece.num_steps, self._time),
-            lengths=piece.lengths_B,
-            state=detach_state(cast("NestedState", state)),
+            y_new=_join(outputs),
+            span=slice(window.time - num_new, window.time),
+            lengths=chunk.lengths,
+            state=detach_state(cast("NestedState", states[depth])),
             depth=depth,
-            chunk=piece.chunk,
+            chunk=None if isinstance(self._x, torch.Tensor) else chunk,
         )
 
-    def _run(self, pieces: list[_Piece], state: NestedState | None) -> tuple[list[torch.Tensor], NestedState | None]:
-        """In as few calls as there are moments at which rows start."""
-        outputs = []
-        groups: list[list[_Piece]] = []
-        for piece in pieces:
-            if not groups or (piece.resets_B is not None and piece.resets_B.any()):
-                groups.append([])
-            groups[-1].append(piece)
-        for group in groups:
-            resets_B = group[0].resets_B
-            if resets_B is not None:
-                state = _start_rows(state, resets_B, initial=self._initial, batch_dim=self._batch_dim)
-            x_BT = group[0].x_BT if len(group) == 1 else torch.cat([piece.x_BT for piece in group], dim=1)
-            lengths_B = torch.stack([piece.lengths_B for piece in group]).sum(dim=0)
-            y_BT, state = self._net.run(x_BT, state, lengths_B)
-            outputs.append(y_BT)
-        return outputs, state
+    def _run(
+        self, x_BT: torch.Tensor, state: NestedState | None, lengths_B: torch.Tensor
+    ) -> tuple[torch.Tensor, NestedState]:
+        """Outputs, and the state after each row's last real step if the net can know of it.
+
+        Rows without steps keep their state; neither packed batches nor nets with `lengths` have to take such rows.
+        """
+        if not self._takes_lengths or bool((lengths_B == x_BT.shape[1]).all()):
+            return self._call(x_BT, state, None)
+        rows_M = lengths_B.nonzero().flatten()
+        if state is None or len(rows_M) == len(lengths_B):
+            return self._call(x_BT, state, lengths_B)
+        there_M = rows_M.to(x_BT.device)
+        dim = self._batch_dim
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            _check_rows(tensor, len(lengths_B), batch_dim=dim)
+            return tensor.index_select(dim, rows_M.to(tensor.device))
+
+        y_MT, after = self._call(x_BT[there_M], map_state(take, state), lengths_B[rows_M])
+        y_BT = y_MT.new_zeros((len(lengths_B), *y_MT.shape[1:])).index_copy(0, there_M, y_MT)
+        return y_BT, map_state(lambda old, new: old.index_copy(dim, rows_M.to(old.device), new), state, after)
+
+    def _call(
+        self, x_BT: torch.Tensor, state: NestedState | None, lengths_B: torch.Tensor | None
+    ) -> tuple[torch.Tensor, NestedState]:
+        if lengths_B is None:
+            answer = self._rnn(x_BT, state)
+        elif self._packs:
+            packed = pack_padded_sequence(x_BT, lengths_B, batch_first=True, enforce_sorted=False)
+            y, after = self._rnn(packed, state)
+            answer = pad_packed_sequence(y, batch_first=True, total_length=x_BT.shape[1])[0], after
+        else:
+            answer = self._rnn(x_BT, state, lengths=lengths_B)
+        if not isinstance(answer, tuple | list) or len(answer) != 2 or not isinstance(answer[0], torch.Tensor):
+            raise StrettoError(
+                f"{type(self._rnn).__name__} gave {type(answer).__name__} instead of outputs and state",
+                fix="Let it return (y, state).",
+            )
+        if answer[0].shape[:2] != x_BT.shape[:2]:
+            raise StrettoError(
+                f"{type(self._rnn).__name__} gave outputs of shape {tuple(answer[0].shape)} for {tuple(x_BT.shape)}",
+                fix="Let it be batch first and return one output per step.",
+            )
+        return answer[0], answer[1]
 
 
-def _split(pieces: list[_Piece], at: int) -> tuple[list[_Piece], list[_Piece]]:
-    """The first `at` steps and the rest."""
-    head: list[_Piece] = []
-    for number, piece in enumerate(pieces):
-        if at == 0:
-            return head, pieces[number:]
-        if at < piece.num_steps:
-            first, second = piece.cut(at)
-            return [*head, first], [second, *pieces[number + 1 :]]
-        head.append(piece)
-        at -= piece.num_steps
-    return head, []
+def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """Pieces of time one after the other."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
-def _last(outputs: list[torch.Tensor], count: int) -> torch.Tensor:
-    """The last `count` steps of outputs that follow one another."""
-    found: list[torch.Tensor] = []
-    while count:
-        found.insert(0, outputs.pop()[:, -count:])
-        count -= found[0].shape[1]
-    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+def _has_lengths(rnn: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(rnn.forward if isinstance(rnn, nn.Module) else rnn).parameters
+    except (TypeError, ValueError):
+        return False
+    return "lengths" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
-def _check_lengths(x: Any, lengths: Any) -> torch.Tensor | None:
-    """The real steps of each row, or None where `x` is no tensor but chunks, which know theirs."""
+def _check_lengths(x: Any, lengths: Any) -> torch.Tensor:
+    """The real steps of each row of a tensor; none for chunks, which know theirs."""
     if not isinstance(x, torch.Tensor):
         if lengths is not None:
             raise StrettoError("lengths are given for chunks, which have their own", fix="Leave lengths out.")
-        return None
+        return torch.empty(0, dtype=torch.int64)
     if x.ndim < 2 or 0 in x.shape[:2]:
         raise StrettoError(
             f"x has shape {tuple(x.shape)}", fix="Give rows and steps: (B, T, ...), at least one of each."
@@ -527,7 +486,7 @@ def _check_graph(x_BT: torch.Tensor) -> None:
         )
 
 
-def _as_piece(chunk: Any, *, step: int) -> _Piece:
+def _check_chunk(chunk: Any, *, step: int) -> None:
     if not isinstance(chunk, Chunk):
         raise StrettoError(
             f"x is neither a tensor nor made of chunks: it gave a {type(chunk).__name__}",
@@ -539,4 +498,3 @@ def _as_piece(chunk: Any, *, step: int) -> _Piece:
             fix="Give step the `chunk` of the streams.",
         )
     _check_graph(chunk.x_BT)
-    return _Piece(x_BT=chunk.x_BT, lengths_B=chunk.lengths, resets_B=chunk.resets, chunk=chunk)

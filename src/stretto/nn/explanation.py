@@ -15,6 +15,7 @@ WIDTH: Final = 100
 INDENT: Final = 11
 JOINED: Final = "\u00a0"
 KN: Final = "K\u00a0\u00d7\u00a0N"
+IN_LOOPS: Final = ("forward", "backward", "deferred")
 PLACES: Final = {
     "once": "from weights alone",
     "hoisted": "for all steps at once, before a loop",
@@ -98,19 +99,14 @@ class Explanation:
             "reason": self.reason,
             "backends": dict(self.backends),
             "counts": dict(self.counts),
-            "operators": {
-                place: [{"operator": item.name, "shape": list(item.shape)} for item in found]
-                for place, found in self.operators.items()
-            },
+            "operators": {place: _plain(found) for place, found in self.operators.items()},
             "loops": [
                 {
                     "level": loop.level,
                     "states": {name: list(shape) for name, shape in loop.states.items()},
-                    "forward_gemms": [[item.K, item.N] for item in loop.forward],
-                    "backward_gemms": [[item.K, item.N] for item in loop.backward],
-                    "deferred_gemms": [[item.K, item.N] for item in loop.deferred],
-                    "saved": [{"operator": item.name, "shape": list(item.shape)} for item in loop.saved],
+                    "saved": _plain(loop.saved),
                 }
+                | {f"{which}_gemms": [[item.K, item.N] for item in getattr(loop, which)] for which in IN_LOOPS}
                 for loop in self.loops
             ],
             "rewrites": list(self.rewrites),
@@ -142,14 +138,10 @@ class Explanation:
         for rewrite in self.rewrites:
             yield from _row("rewritten", rewrite)
         yield ""
-        at_once = {
-            "hoisted": self._summary.hoisted,
-            "sunk": self._summary.sunk,
-            "deferred": [item for loop in self.loops for item in loop.deferred],
-        }
+        products = _products(self._summary)
         for place, found in self.operators.items():
             parts = [_counted(len(found), "operator")] if found else ["nothing"]
-            parts += [_products(at_once[place])] if at_once.get(place) else []
+            parts += [_shown(products[place])] if products.get(place) else []
             yield from _row(place, f"{PLACES[place]}: {', '.join(parts)}")
             yield from _row("", _listed(found))
         yield ""
@@ -160,19 +152,19 @@ class Explanation:
             states = ", ".join(f"{name} ({format_shape(shape)})" for name, shape in loop.states.items())
             yield from _row(f"loop {number}", f"level {loop.level}, carries {states}")
         yield ""
-        yield from self._costs()
-
-    def _costs(self) -> Iterator[str]:
-        for name, products in (
-            ("forward", [item for loop in self.loops for item in loop.forward]),
-            ("backward", [item for loop in self.loops for item in loop.backward]),
-        ):
+        for name in ("forward", "backward"):
             passes = _counted(self.counts[f"{name}_passes"], "pass", "passes")
-            yield from _row(name, f"per step: {_products(products)}; {passes} over a row's elements")
+            yield from _row(name, f"per step: {_shown(products[name])}; {passes} over a row's elements")
         saved, size, state = (self.counts[name] for name in ("saved", "saved_bytes", "state"))
         yield from _row("stored", f"per row and step, for the backward pass: {saved} elements, {size} bytes")
         yield from _row("", f"(besides the states, {state} elements)")
         yield from _row("", _listed(item for loop in self.loops for item in loop.saved))
+
+
+def _products(summary: Summary) -> dict[str, Sequence[Product]]:
+    """All products: those at once before and after the loops, and those of all loops."""
+    in_loops = {which: [item for loop in summary.loops for item in getattr(loop, which)] for which in IN_LOOPS}
+    return {"hoisted": summary.hoisted, "sunk": summary.sunk, **in_loops}
 
 
 def _counts(summary: Summary, program: Program) -> dict[str, int]:
@@ -182,19 +174,19 @@ def _counts(summary: Summary, program: Program) -> dict[str, int]:
         for kernel, loop in zip(program.loops, loops, strict=True)
     ]
     counts = {place: len(found) for place, found in summary.operators.items()}
+    counts |= {f"{which}_gemms": len(found) for which, found in _products(summary).items()}
     return counts | {
         "loops": len(loops),
-        "forward_gemms": sum(len(loop.forward) for loop in loops),
         "forward_passes": sum(ahead for ahead, _ in passes),
-        "backward_gemms": sum(len(loop.backward) for loop in loops),
         "backward_passes": sum(back for _, back in passes),
         "saved": sum(math.prod(item.shape) for loop in loops for item in loop.saved),
         "saved_bytes": sum(loop.saved_bytes for loop in loops),
         "state": sum(math.prod(shape) for loop in loops for shape in loop.states.values()),
-        "hoisted_gemms": len(summary.hoisted),
-        "sunk_gemms": len(summary.sunk),
-        "deferred_gemms": sum(len(loop.deferred) for loop in loops),
     }
+
+
+def _plain(operators: Iterable[Operator]) -> list[dict[str, Any]]:
+    return [{"operator": item.name, "shape": list(item.shape)} for item in operators]
 
 
 def _row(name: str, text: str) -> list[str]:
@@ -216,7 +208,7 @@ def _listed(found: Iterable[Operator | Product]) -> str:
     return ", ".join(text.replace(" ", JOINED) for text in parts)
 
 
-def _products(products: Sequence[Product]) -> str:
+def _shown(products: Sequence[Product]) -> str:
     if not products:
         return "no products"
     return f"{_counted(len(products), 'product')} ({KN}: {_listed(products)})"

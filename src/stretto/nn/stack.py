@@ -4,10 +4,11 @@ Shape legend: B sequences, P real steps of all sequences, F features.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch.nn import functional
@@ -15,7 +16,6 @@ from torch.nn import functional
 from stretto.kernels import Layout, Program, SaveChoice, run_together, wavefront_chunks
 from stretto.solvers import AbstractSolver, CellVariants, Problem, Solution
 
-_Run: TypeAlias = "Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]"
 MIN_STRETCH_STEPS = 32
 MIN_STRETCH_ROWS = 1024
 
@@ -29,6 +29,15 @@ class Direction:
     parameters: Mapping[str, torch.Tensor]
     states: Sequence[torch.Tensor]
     variants: CellVariants | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """States and parameters, for autograd functions, which take them flat."""
+        return [*self.states, *self.parameters.values()]
+
+    def with_tensors(self, tensors: Iterator[torch.Tensor]) -> "Direction":
+        """The same with other states and parameters, the next ones of `tensors`."""
+        states = [next(tensors) for _ in self.states]
+        return replace(self, states=states, parameters={name: next(tensors) for name in self.parameters})
 
 
 @final
@@ -118,17 +127,19 @@ def run_stack(
         elif save == "states" and torch.is_grad_enabled():
             results = _in_stretches(layer, layout, inputs)
         else:
-            coroutines = [
-                direction.program.coroutine(layout, rows_PF, direction.states, direction.parameters)
-                for direction, rows_PF in zip(layer, inputs, strict=True)
-            ]
-            results = run_together(coroutines)
+            results = _run_at_once((each, layout, rows_PF) for each, rows_PF in zip(layer, inputs, strict=True))
         finals += [states for _, states in results]
         outputs = [_reverse_rows(layout, y) if reverse else y for reverse, (y, _) in enumerate(results)]
         if len(outputs) > 1:
             outputs = [y if y.dim() > 1 else y[:, None] for y in outputs]
         x_PF = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
     return StackResult(x_PF, finals, solutions)
+
+
+def _run_at_once(
+    calls: Iterable[tuple[Direction, Layout, torch.Tensor]],
+) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    return run_together([each.program.coroutine(layout, x, each.states, each.parameters) for each, layout, x in calls])
 
 
 def _problem(
@@ -151,32 +162,21 @@ def _problem(
 def _in_stretches(
     layer: Sequence[Direction], layout: Layout, inputs: Sequence[torch.Tensor]
 ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    bounds = _stretches(layout.num_steps, layout.num_rows)
-    states = [list(direction.states) for direction in layer]
-    outputs: list[list[torch.Tensor]] = [[] for _ in layer]
-    parameters = [tensor for direction in layer for tensor in direction.parameters.values()]
-    for first, last in pairwise(bounds):
-        chunk = layout.chunk(first, last)
+    def run(chunk: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        remaining = iter(tensors)
+        given = [(next(remaining), direction.with_tensors(remaining)) for direction in layer]
+        results = _run_at_once((direction, chunk, x_PF) for x_PF, direction in given)
+        return [tensor for y, after in results for tensor in (y, *after)]
+
+    current, outputs = list(layer), []
+    for first, last in pairwise(_stretches(layout.num_steps, layout.num_rows)):
         rows = slice(int(layout.starts_T[first]), int(layout.starts_T[last]))
-
-        def run(
-            tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], chunk: Layout = chunk
-        ) -> list[torch.Tensor]:
-            remaining, named = iter(tensors), iter(weights)
-            coroutines = []
-            for direction in layer:
-                x_PF = next(remaining)
-                before = [next(remaining) for _ in direction.states]
-                own = {name: next(named) for name in direction.parameters}
-                coroutines.append(direction.program.coroutine(chunk, x_PF, before, own))
-            return [tensor for y, after in run_together(coroutines) for tensor in (y, *after)]
-
-        given = [tensor for x_PF, before in zip(inputs, states, strict=True) for tensor in (x_PF[rows], *before)]
-        made = iter(_recompute(run, given, parameters))
-        for index, before in enumerate(states):
-            outputs[index].append(next(made))
-            states[index] = [next(made) for _ in before]
-    return [(torch.cat(parts), after) for parts, after in zip(outputs, states, strict=True)]
+        tensors = [t for x_PF, each in zip(inputs, current, strict=True) for t in (x_PF[rows], *each.tensors())]
+        made = iter(_Recompute.apply(partial(run, layout.chunk(first, last)), *tensors))  # type: ignore[no-untyped-call]
+        for index, each in enumerate(current):
+            outputs.append(next(made))
+            current[index] = replace(each, states=[next(made) for _ in each.states])
+    return [(torch.cat(outputs[index :: len(layer)]), list(each.states)) for index, each in enumerate(current)]
 
 
 def _reverse_rows(layout: Layout, x_PF: torch.Tensor) -> torch.Tensor:
@@ -192,19 +192,17 @@ def _wave(stack: Sequence[Direction], layout: Layout, x_PF: torch.Tensor, *, dro
     chunks = [layout.chunk(first, last) for first, last in pairwise(bounds)]
     rows = [int(layout.starts_T[bound]) for bound in bounds]
     inputs = [x_PF[first:last] for first, last in pairwise(rows)]
-    states = [list(direction.states) for direction in stack]
+    stack = list(stack)
     for wave in range(count + len(stack) - 1):
         working = [(layer, wave - layer) for layer in range(len(stack)) if 0 <= wave - layer < count]
-        coroutines = []
+        calls = []
         for layer, index in working:
             below = functional.dropout(inputs[index], dropout) if layer and dropout else inputs[index]
-            coroutines.append(
-                stack[layer].program.coroutine(chunks[index], below, states[layer], stack[layer].parameters)
-            )
-        for (layer, index), (y, after) in zip(working, run_together(coroutines), strict=True):
+            calls.append((stack[layer], chunks[index], below))
+        for (layer, index), (y, after) in zip(working, _run_at_once(calls), strict=True):
             inputs[index] = y
-            states[layer] = after
-    return StackResult(torch.cat(inputs), states)
+            stack[layer] = replace(stack[layer], states=after)
+    return StackResult(torch.cat(inputs), [list(direction.states) for direction in stack])
 
 
 def _stretches(num_steps: int, num_rows: int) -> list[int]:
@@ -215,18 +213,25 @@ def _stretches(num_steps: int, num_rows: int) -> list[int]:
 
 
 class _Recompute(torch.autograd.Function):
+    """The result of `run`, which is run again in the backward pass instead of storing what it computes.
+
+    `torch.utils.checkpoint` stores it while it runs forward, which takes longer, or it has no second derivatives.
+    """
+
     @staticmethod
-    def forward(ctx: Any, run: _Run, given: int, *tensors: torch.Tensor) -> Any:
-        ctx.run, ctx.given = run, given
+    def forward(
+        ctx: Any, run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.run = run
         ctx.rng_state = torch.get_rng_state()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        return tuple(run(tensors[:given], tensors[given:]))
+        return tuple(run(tensors))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         tensors: Sequence[torch.Tensor] = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[1:]
         is_double = torch.is_grad_enabled()
         if is_double:
             # Aliases: what leads from one of these tensors to another outside is not followed here.
@@ -235,7 +240,7 @@ class _Recompute(torch.autograd.Function):
             tensors = [t.detach().requires_grad_(needs) for t, needs in zip(tensors, needed, strict=True)]
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(ctx.rng_state)
-            made = ctx.run(tensors[: ctx.given], tensors[ctx.given :])
+            made = ctx.run(tensors)
         linked = [(t, d) for t, d in zip(made, cotangents, strict=True) if d is not None and t.requires_grad]
         wanted = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
         found = iter(
@@ -245,15 +250,4 @@ class _Recompute(torch.autograd.Function):
             if linked and wanted
             else [None] * len(wanted)
         )
-        return None, None, *(next(found) if needs else None for needs in needed)
-
-
-def _recompute(run: _Run, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The result of `run`, which is run again in the backward pass instead of storing what it computes.
-
-    Args:
-        run: Computes tensors from inputs and parameters; it may draw random numbers.
-        inputs: Its inputs.
-        parameters: What else gradients are wanted for.
-    """
-    return list(_Recompute.apply(run, len(inputs), *inputs, *parameters))  # type: ignore[no-untyped-call]
+        return None, *(next(found) if needs else None for needs in needed)

@@ -21,7 +21,7 @@ import hashlib
 import heapq
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -68,22 +68,28 @@ class Chunk:
     @property
     def mask(self) -> torch.Tensor:
         """(B, T), true on real steps, on the device of the steps."""
-        steps_T = torch.arange(self.x_BT.shape[1], device=self.x_BT.device)
-        return steps_T < self.lengths.to(self.x_BT.device)[:, None]
+        return real_steps(self.lengths.to(self.x_BT.device), self.x_BT.shape[1])
 
     def to(self, device: torch.device | str) -> "Chunk":
         """Move the steps and the targets; everything else stays on the CPU."""
-        targets_BT = None if self.targets_BT is None else self.targets_BT.to(device)
-        return dataclasses.replace(self, x_BT=self.x_BT.to(device), targets_BT=targets_BT)
+        return self._with_data(lambda data_BT: data_BT.to(device))
 
     def pin_memory(self) -> "Chunk":
         """Called by a DataLoader with `pin_memory=True`."""
-        targets_BT = None if self.targets_BT is None else self.targets_BT.pin_memory()
-        return dataclasses.replace(self, x_BT=self.x_BT.pin_memory(), targets_BT=targets_BT)
+        return self._with_data(torch.Tensor.pin_memory)
+
+    def _with_data(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Chunk":
+        targets_BT = None if self.targets_BT is None else change(self.targets_BT)
+        return dataclasses.replace(self, x_BT=change(self.x_BT), targets_BT=targets_BT)
+
+
+def real_steps(lengths_B: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """(B, num_steps), true on each row's first `lengths_B` steps."""
+    return torch.arange(num_steps, device=lengths_B.device) < lengths_B[:, None]
 
 
 class _Span(NamedTuple):
-    """Steps of one sequence, from `begin` on, which are laid in a stream from its step `at` on."""
+    """Steps of one sequence, from `begin` on, which are in a stream from its step `at` on."""
 
     sequence: int
     begin: int
@@ -159,7 +165,7 @@ class Streams(IterableDataset[Chunk]):
         for rank in range(self._world_size):
             rows = self.share(rank)
             width_K = np.zeros(len(self), dtype=np.int64)
-            for span in (span for lane in self._lanes_B[rows] for span in lane):
+            for span in (span for stream in self._streams_B[rows] for span in stream):
                 last, rest = divmod(span.end, self.chunk)
                 width_K[span.at // self.chunk : last] = self.chunk
                 if rest:
@@ -169,14 +175,14 @@ class Streams(IterableDataset[Chunk]):
 
     def share(self, rank: int) -> slice:
         """The streams of one rank."""
-        total = len(self._lanes_B)
+        total = len(self._streams_B)
         each = -(-total // self._world_size)
         return slice(min(rank * each, total), min((rank + 1) * each, total))
 
     def chunk_lengths(self, index: int) -> npt.NDArray[np.int64]:
         """Real steps of every stream of all ranks in one chunk."""
         return np.array(
-            [sum(s.length for s in self._spans(b, index)) for b in range(len(self._lanes_B))], dtype=np.int64
+            [sum(span.length for span in spans) for spans in self._rows(index, slice(None))], dtype=np.int64
         )
 
     def __len__(self) -> int:
@@ -254,10 +260,11 @@ class Streams(IterableDataset[Chunk]):
 
     def read(self, index: int) -> Chunk:
         """The chunk with this number of the pass under way."""
-        rows = [self._spans(stream, index) for stream in range(*self.share(self._rank).indices(len(self._lanes_B)))]
-        resets = [bool(spans) and self._starts(spans[0], index) for spans in rows]
+        rows = self._rows(index, self.share(self._rank))
         lengths_B = np.array([sum(span.length for span in spans) for spans in rows], dtype=np.int64)
         firsts = [(spans[0].sequence, spans[0].begin) if spans else (-1, 0) for spans in rows]
+        # Streams of one sequence start in the middle of it, but all in the first chunk.
+        resets = [bool(spans) and (index == 0 if self._is_cut else spans[0].begin == 0) for spans in rows]
         return Chunk(
             x_BT=_gather(self._x_N, rows, lengths_B),
             targets_BT=None if self._targets_N is None else _gather(self._targets_N, rows, lengths_B),
@@ -268,35 +275,22 @@ class Streams(IterableDataset[Chunk]):
             index=index,
         )
 
-    def _starts(self, span: _Span, index: int) -> bool:
-        """Whether a row that begins with this span starts from an initial state."""
-        return index == 0 if self._is_cut else span.begin == 0
-
-    def _spans(self, stream: int, index: int) -> list[_Span]:
-        """What a stream has in a chunk."""
-        lane, begin, end = self._lanes_B[stream], index * self.chunk, (index + 1) * self.chunk
-        found = []
-        for span in itertools.islice(lane, max(0, bisect.bisect_right(self._ats_B[stream], begin) - 1), None):
-            if span.at >= end:
-                break
-            skipped = max(0, begin - span.at)
-            length = min(span.end, end) - span.at - skipped
-            if length > 0:
-                found.append(_Span(span.sequence, span.begin + skipped, length, span.at + skipped))
-        return found
+    def _rows(self, index: int, streams: slice) -> list[list[_Span]]:
+        """What streams have in a chunk."""
+        return [_clip(stream, index * self.chunk, (index + 1) * self.chunk) for stream in self._streams_B[streams]]
 
     def _plan(self) -> None:
-        """Lay the streams of the pass: all of it, or what earlier numbers of streams have left."""
+        """Lay out the streams of the pass: all of it, or what earlier numbers of streams have left."""
         if self._is_cut:
-            runs = [(0, self._lengths[0])]
+            left = [_Span(0, 0, self._lengths[0], 0)]
             for num_streams, used in self._earlier:
-                runs = _rest(_cut(runs, num_streams), used * self.chunk)
-            self._lanes_B = _cut(runs, self.num_streams)
+                rests = [_clip(stream, used * self.chunk, len(self._x_N[0])) for stream in _cut(left, num_streams)]
+                left = _end_to_end(span for rest in rests for span in rest)
+            self._streams_B = _cut(left, self.num_streams)
         else:
-            self._lanes_B = _place(self._lengths, self.num_streams, self.chunk)
-        self._ats_B = [[span.at for span in lane] for lane in self._lanes_B]
-        self.planned_steps = sum(span.length for lane in self._lanes_B for span in lane)
-        self._num_chunks = max(-(-lane[-1].end // self.chunk) if lane else 0 for lane in self._lanes_B)
+            self._streams_B = _place(self._lengths, self.num_streams, self.chunk)
+        self.planned_steps = sum(span.length for stream in self._streams_B for span in stream)
+        self._num_chunks = max(-(-stream[-1].end // self.chunk) if stream else 0 for stream in self._streams_B)
         self._start = self._used = 0
 
     def _refuse_too_many(self, num_streams: int) -> None:
@@ -313,33 +307,36 @@ class Streams(IterableDataset[Chunk]):
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
-def _cut(runs: Sequence[tuple[int, int]], num_streams: int) -> list[list[_Span]]:
-    """Runs of steps (begin, end), end to end, in streams that differ by a step at most; the longer ones come first.
+def _clip(stream: list[_Span], begin: int, end: int) -> list[_Span]:
+    """What a stream has between two of its steps."""
+    found = []
+    for span in itertools.islice(stream, bisect.bisect_right(stream, begin, key=lambda span: span.end), None):
+        if span.at >= end:
+            break
+        skipped = max(0, begin - span.at)
+        length = min(span.end, end) - span.at - skipped
+        found.append(_Span(span.sequence, span.begin + skipped, length, span.at + skipped))
+    return found
+
+
+def _end_to_end(spans: Iterable[_Span]) -> list[_Span]:
+    """One stream of all spans, without gaps."""
+    stream: list[_Span] = []
+    for span in spans:
+        stream.append(span._replace(at=stream[-1].end if stream else 0))
+    return stream
+
+
+def _cut(stream: list[_Span], num_streams: int) -> list[list[_Span]]:
+    """A stream without gaps, cut into streams that differ by a step at most; the longer ones come first.
 
     So the streams that have come to their end are always the last rows. Fewer steps than streams make fewer streams.
     """
-    total = sum(end - begin for begin, end in runs)
+    total = stream[-1].end if stream else 0
     num_streams = max(1, min(num_streams, total))
     shortest, num_longer = divmod(total, num_streams)
-    remaining, begin, end = iter(runs), 0, 0
-    lanes: list[list[_Span]] = []
-    for stream in range(num_streams):
-        lane: list[_Span] = []
-        at, length = 0, shortest + (stream < num_longer)
-        while at < length:
-            if begin == end:
-                begin, end = next(remaining)
-            step = min(end - begin, length - at)
-            lane.append(_Span(0, begin, step, at))
-            begin, at = begin + step, at + step
-        lanes.append(lane)
-    return lanes
-
-
-def _rest(lanes: list[list[_Span]], used: int) -> list[tuple[int, int]]:
-    """The rest of every stream, in order, after the given number of steps."""
-    cut = [(span.begin + max(0, used - span.at), span.begin + span.length) for lane in lanes for span in lane]
-    return [(begin, end) for begin, end in cut if begin < end]
+    bounds = [number * shortest + min(number, num_longer) for number in range(num_streams + 1)]
+    return [_end_to_end(_clip(stream, begin, end)) for begin, end in itertools.pairwise(bounds)]
 
 
 def _place(lengths: list[int], num_streams: int, chunk: int) -> list[list[_Span]]:
@@ -351,11 +348,11 @@ def _place(lengths: list[int], num_streams: int, chunk: int) -> list[list[_Span]
         filled, stream = fewest[0]
         members[stream].append(sequence)
         heapq.heapreplace(fewest, (filled + chunks[sequence], stream))
-    lanes = []
-    for lane in map(sorted, members):
-        firsts = itertools.accumulate((chunks[sequence] for sequence in lane), initial=0)
-        lanes.append([_Span(item, 0, lengths[item], first * chunk) for item, first in zip(lane, firsts, strict=False)])
-    return lanes
+    streams = []
+    for member in map(sorted, members):
+        firsts = itertools.accumulate((chunks[sequence] for sequence in member), initial=0)
+        streams.append([_Span(n, 0, lengths[n], first * chunk) for n, first in zip(member, firsts, strict=False)])
+    return streams
 
 
 def _gather(sources: list[LongSequence], rows: list[list[_Span]], lengths_B: npt.NDArray[np.int64]) -> torch.Tensor:
