@@ -95,7 +95,7 @@ def test_writers_are_of_their_part_alone(monkeypatch):
         parts[writer].add(int(part))
     assert all(len(of_writer) == 1 for of_writer in parts.values())
     counts = np.bincount([part for of_writer in parts.values() for part in of_writer])
-    assert (counts <= SMALL.writers()).all()
+    assert (counts <= (8, 2, 2)).all()
     assert counts[0] > 4
 
 

@@ -103,7 +103,7 @@ def test_every_label_may_be_taken_or_another_left_out() -> None:
     assert every.data.notes == ()
     other = _task(unlabelled=2)
     assert other.loss(other.build_model()(batch), batch).count == int((VALUES != 2).sum())
-    assert other.class_names == ["none", "sit", "lie"]
+    assert other.class_names == ("none", "sit", "lie")
     none = _task(unlabelled=9)
     assert none.loss(none.build_model()(batch), batch).count == sum(LENGTHS)
 

@@ -23,10 +23,10 @@ from stretto.tasks.translate import (
     LENGTH_POWER,
     MAX_LENGTH_RATIO,
     PAD,
-    Sides,
     TranslateConfig,
     TranslateModel,
     search,
+    split_sides,
 )
 
 PIECES = 11
@@ -108,7 +108,7 @@ def _gradients(model: TranslateModel, loss: torch.Tensor) -> dict[str, torch.Ten
 def test_a_batch_is_its_sentences_by_plain_torch(backend: str, tie_output: bool, num_layers: int) -> None:
     model = _model(backend=backend, tie_output=tie_output, num_layers=num_layers)
     batch = _batch(PAIRS)
-    scores_PC = model(batch)[Sides.of(batch).target_BU != PAD]
+    scores_PC = model(batch)[split_sides(batch)[1][0] != PAD]
     pieces_P = torch.tensor([piece for _, target in PAIRS for piece in (*target, END)])
     alone_PC = torch.cat([_plain_scores(model, source, [BEGIN, *target]) for source, target in PAIRS])
     torch.testing.assert_close(scores_PC, alone_PC, rtol=1e-10, atol=1e-12)
@@ -128,11 +128,11 @@ def test_no_piece_is_seen_before_it_is_guessed() -> None:
 
 
 def test_sides_end_where_each_text_ends() -> None:
-    sides = Sides.of(_batch(PAIRS, edge=12))
-    assert sides.source_lengths.tolist() == [3, 1, 6, 2]
-    assert sides.target_lengths.tolist() == [3, 6, 2, 3]
-    assert sides.source_BS.shape == (4, 6)
-    assert sides.target_BU[1].tolist() == [9, 10, 3, 4, 5, END]
+    (source_BS, source_lengths), (target_BU, target_lengths) = split_sides(_batch(PAIRS, edge=12))
+    assert source_lengths.tolist() == [3, 1, 6, 2]
+    assert target_lengths.tolist() == [3, 6, 2, 3]
+    assert source_BS.shape == (4, 6)
+    assert target_BU[1].tolist() == [9, 10, 3, 4, 5, END]
 
 
 @settings(deadline=None, max_examples=30)
@@ -179,7 +179,7 @@ def test_greedy_translations_are_those_of_the_plain_net(seed: int, num_layers: i
     with torch.no_grad():
         # So that translations of all lengths come up.
         model.output_bias[END] += 0.4 * seed
-    pieces, _ = search(model, Sides.of(_batch(PAIRS)))
+    pieces, _ = search(model, _batch(PAIRS))
     assert pieces == [_plain_greedy(model, source) for source, _ in PAIRS]
 
 
@@ -187,7 +187,7 @@ def test_the_first_scores_are_those_of_training() -> None:
     model = _model().eval()
     batch = _batch(PAIRS)
     for width in (1, 3):
-        _, first_BC = search(model, Sides.of(batch), width=width)
+        _, first_BC = search(model, batch, width=width)
         torch.testing.assert_close(first_BC, model(batch)[:, 0].detach())
 
 
@@ -208,14 +208,14 @@ def test_a_beam_of_every_translation_finds_the_best_there_is(seed: int) -> None:
         model.output_bias[END] += 4.0
     every = [[], [3], [4], *([a, b] for a in (3, 4) for b in (3, 4))]
     best = max(every, key=lambda pieces: _rated(model, source, pieces))
-    pieces, _ = search(model, Sides.of(_batch([(source, [3])])), width=60)
+    pieces, _ = search(model, _batch([(source, [3])]), width=60)
     assert pieces == [best]
 
 
 def test_rows_do_not_disturb_each_other_in_a_beam() -> None:
     model = _model(3).eval()
-    together, _ = search(model, Sides.of(_batch(PAIRS)), width=3)
-    alone = [search(model, Sides.of(_batch([pair])), width=3)[0][0] for pair in PAIRS]
+    together, _ = search(model, _batch(PAIRS), width=3)
+    alone = [search(model, _batch([pair]), width=3)[0][0] for pair in PAIRS]
     assert together == alone
 
 
@@ -223,7 +223,7 @@ def test_a_translation_that_does_not_end_is_cut() -> None:
     model = _model().eval()
     with torch.no_grad():
         model.output_bias[END] = -1e9
-    lengths = [len(pieces) for pieces in search(model, Sides.of(_batch(PAIRS)), width=2)[0]]
+    lengths = [len(pieces) for pieces in search(model, _batch(PAIRS), width=2)[0]]
     assert lengths == [int(MAX_LENGTH_RATIO * len(source) + EXTRA_PIECES) for source, _ in PAIRS]
 
 

@@ -28,7 +28,6 @@ from stretto.tasks.translate import (
     TranslateConfig,
     TranslateModel,
     Vocabulary,
-    bleu_names,
 )
 from stretto.training import Score, evaluate
 
@@ -141,8 +140,7 @@ def test_bleu_of_batches_is_that_of_the_corpus(batches: list[list[tuple[str, str
             sums[name] = sums[name] + score if name in sums else score
     outputs, references = ([pair[place] for batch in batches for pair in batch] for place in (0, 1))
     wanted = sacrebleu.corpus_bleu(outputs, [references], tokenize=words).score
-    assert bleu_names(sums) == ["bleu"]
-    assert bleu.value("bleu", sums) == pytest.approx(wanted)
+    assert bleu.values(sums) == {"bleu": pytest.approx(wanted)}
 
 
 def test_what_a_word_is_follows_from_the_text_and_is_shown() -> None:

@@ -241,7 +241,7 @@ def test_the_command_line_trains_and_inspects(
     assert "100 (80 train, 10 valid, 10 test)" in shown
     assert "1,024 per step, in memory" in shown
     assert main(["train", "video", "--out", str(tmp_path / "other")]) == 2
-    assert "Name a folder of clips with --data PATH" in capsys.readouterr().err
+    assert "Name a set with --data PATH. Give clips as class/clip" in capsys.readouterr().err
 
 
 @pytest.mark.slow

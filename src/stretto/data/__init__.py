@@ -13,10 +13,11 @@ from stretto.data.synthetic.handwriting import HandwritingSettings, load_handwri
 from stretto.data.synthetic.number_words import NumberWordsSettings, make_number_words
 from stretto.data.synthetic.regimes import RegimeSettings, make_regimes
 from stretto.data.synthetic.sentences import TextSettings, make_text
-from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels, Transcripts
+from stretto.data.targets import NO_CLASS, AbstractTargets, Labels, NoTargets, StepLabels, Transcripts
 
 __all__ = [
     "LARGEST_FRAME",
+    "NO_CLASS",
     "PARTS",
     "SMALLEST_FRAME",
     "AbstractTargets",

@@ -84,19 +84,16 @@ def _open_folder(folder: Path, framing: Framing | None) -> SequenceSet:
             f"{str(folder)!r} has {len(files)} data files: {', '.join(path.name for path in files)}",
             fix="Name one of them.",
         )
-    ink_reader = _ink_reader(folder)
-    clips = holds_clips(folder) and not _has_ink(folder)
+    below = _reader_below(folder)
     if not files:
-        if clips:
-            return read_clips(folder, framing)
-        if ink_reader is None:
+        if below is None:
             raise StrettoError(f"{str(folder)!r} holds nothing that Stretto reads", fix=SUPPORTED)
-        return ink_reader(folder)
-    if _reader(files[0]) is read_text and (clips or ink_reader is not None):
-        below = "clips" if clips else "ink"
+        return read_clips(folder, framing) if below is read_clips else below(folder)
+    if _reader(files[0]) is read_text and below is not None:
+        what = "clips" if below is read_clips else "ink"
         raise StrettoError(
-            f"{str(folder)!r} has the text {files[0].name} and {below} below it",
-            fix=f"Name the text file, or the folder that holds the {below} alone.",
+            f"{str(folder)!r} has the text {files[0].name} and {what} below it",
+            fix=f"Name the text file, or the folder that holds the {what} alone.",
         )
     return open_sequences(files[0], framing=framing)
 
@@ -106,12 +103,14 @@ def _is_data(path: Path) -> bool:
     return _reader(path) not in (None, read_inkml) and stem not in NOT_DATA and not path.name.startswith(".")
 
 
-def _has_ink(folder: Path) -> bool:
-    """Frames may have other .xml files beside them, such as annotations."""
-    return any(folder.rglob("*.inkml")) or any(LINE_FILE.fullmatch(path.name) for path in folder.rglob("*.xml"))
-
-
-def _ink_reader(folder: Path) -> Callable[[Path], SequenceSet] | None:
+def _reader_below(folder: Path) -> Callable[[Path], SequenceSet] | None:
+    """The reader of ink or clips at some depth."""
     if any(folder.rglob("*.inkml")):
         return read_inkml
-    return read_iam if any(folder.rglob("*.xml")) else None
+    documents = [path.name for path in folder.rglob("*.xml")]
+    if any(map(LINE_FILE.fullmatch, documents)):
+        return read_iam
+    # Frames may have other .xml files beside them, such as annotations.
+    if holds_clips(folder):
+        return read_clips
+    return read_iam if documents else None

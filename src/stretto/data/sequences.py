@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels, Target, locate
+from stretto.data.targets import NO_CLASS, AbstractTargets, Labels, NoTargets, StepLabels, Target, locate
 from stretto.errors import StrettoError
 
 Array = npt.NDArray[Any]
@@ -275,6 +275,12 @@ def part_of(name: str) -> Part:
     return "train" if percent < 80 else "valid" if percent < 90 else "test"
 
 
+def part_sizes(num_train: int, *, held_out: int) -> tuple[int, int, int]:
+    """How many train, validate and test, where validation and test have `num_train / held_out` each."""
+    few = max(1, num_train // held_out)
+    return num_train, few, few
+
+
 def cut_runs(data: SequenceSet, *, unlabelled: int | None = None) -> SequenceSet:
     """Cut sequences with a label per step into runs of one label: each run is a sequence with one label.
 
@@ -298,26 +304,23 @@ def cut_runs(data: SequenceSet, *, unlabelled: int | None = None) -> SequenceSet
         lengths.append(np.diff(firsts, append=len(of_steps_T)))
         values.append(of_steps_T[firsts])
         owners.append(np.full(len(firsts), index))
-    values_R = np.concatenate(values)
-    kept = np.flatnonzero(values_R != unlabelled) if unlabelled is not None else np.arange(len(values_R))
+    names, class_of = labels.without_class(unlabelled)
+    classes_R = class_of[np.concatenate(values)]
+    kept = np.flatnonzero(classes_R != NO_CLASS)
     if not len(kept):
         raise StrettoError(
             f"{data.name}: no step has another label than {unlabelled}",
             fix="Label some steps, or name another label for unlabelled ones.",
         )
-    known = [number for number in range(len(labels.names)) if number != unlabelled]
-    class_of = np.zeros(len(labels.names), dtype=np.int64)
-    class_of[known] = np.arange(len(known))
-    note = f"cut into {len(kept):,} runs of one label" + (
-        f"; {len(values_R) - len(kept):,} runs of the label {unlabelled}, which means unlabelled, are left out"
-        if len(kept) < len(values_R)
-        else ""
-    )
+    note = f"cut into {len(kept):,} runs of one label"
+    if len(kept) < len(classes_R):
+        left_out = f"{len(classes_R) - len(kept):,} runs of the label {unlabelled}, which means unlabelled"
+        note = f"{note}; {left_out}, are left out"
     return dataclasses.replace(
         data,
         starts_N=np.concatenate(starts)[kept],
         lengths_N=np.concatenate(lengths)[kept],
-        targets=Labels(values_N=class_of[values_R[kept]], names=tuple(labels.names[number] for number in known)),
+        targets=Labels(values_N=classes_R[kept], names=names),
         split_N=data.split_N[np.concatenate(owners)[kept]],
         numbers_N=np.arange(len(kept)),
         notes=(*data.notes, note),

@@ -6,14 +6,17 @@ Shape legend: N sequences, S steps of all sequences together, T steps of one seq
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Final, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
 
 from stretto.errors import StrettoError
 
+T = TypeVar("T", bound="AbstractTargets")
+Identity = tuple[str | npt.NDArray[Any], ...]
 Target = int | str | npt.NDArray[np.int64] | None
+NO_CLASS: Final = -1
 MAX_UNNAMED_CLASSES = 1 << 24
 """A larger label is a mistake in the data; names for that many classes would fill the memory."""
 
@@ -22,6 +25,14 @@ def locate(offsets: npt.NDArray[np.integer], position: int) -> tuple[int, int]:
     """The sequence that owns a position of the flat layout, and the step within that sequence."""
     sequence = int(np.searchsorted(offsets, position, side="right")) - 1
     return sequence, int(position - offsets[sequence])
+
+
+def offsets_fit(offsets: npt.NDArray[Any], *, num_values: int) -> bool:
+    """Whether offsets are whole numbers that rise from 0 to the number of values."""
+    if offsets.ndim != 1 or not len(offsets) or not np.issubdtype(offsets.dtype, np.integer):
+        return False
+    bounds = offsets.astype(np.int64)
+    return bool(bounds[0] == 0 and bounds[-1] == num_values and (np.diff(bounds) >= 0).all())
 
 
 def _check_classes(
@@ -47,8 +58,9 @@ def _check_classes(
     return tuple(names or map(str, range(num_classes)))
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AbstractTargets(abc.ABC):
-    """One target per sequence."""
+    """One target per sequence. Fields whose names end in `_N` have one entry per sequence."""
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -57,12 +69,17 @@ class AbstractTargets(abc.ABC):
     def __getitem__(self, index: int) -> Target: ...
 
     @abc.abstractmethod
-    def take(self, indices: npt.NDArray[np.int64]) -> "AbstractTargets":
-        """The targets of the named sequences."""
+    def _identity(self) -> Identity: ...
 
-    @abc.abstractmethod
+    def take(self: T, indices: npt.NDArray[np.int64]) -> T:
+        """The targets of the named sequences."""
+        names = [field.name for field in dataclasses.fields(self) if field.name.endswith("_N")]
+        return dataclasses.replace(self, **{name: getattr(self, name)[indices] for name in names})
+
     def hash_into(self, update: Callable[[bytes], None]) -> None:
         """Feed everything that distinguishes these targets from others to a hash."""
+        for part in self._identity():
+            update(part.encode() if isinstance(part, str) else np.ascontiguousarray(part).tobytes())
 
 
 @final
@@ -79,12 +96,11 @@ class NoTargets(AbstractTargets):
         return None
 
     def take(self, indices: npt.NDArray[np.int64]) -> "NoTargets":
-        """The targets of the named sequences."""
+        """As many as are named."""
         return NoTargets(count=len(indices))
 
-    def hash_into(self, update: Callable[[bytes], None]) -> None:
-        """Feed everything that distinguishes these targets from others to a hash."""
-        update(f"none:{self.count}".encode())
+    def _identity(self) -> Identity:
+        return (f"none:{self.count}",)
 
 
 @final
@@ -107,24 +123,30 @@ class Labels(AbstractTargets):
     def __getitem__(self, index: int) -> int:
         return int(self.values_N[index])
 
-    def take(self, indices: npt.NDArray[np.int64]) -> "Labels":
-        """The targets of the named sequences."""
-        return Labels(values_N=self.values_N[indices], names=self.names)
+    def _identity(self) -> Identity:
+        return repr(self.names), self.values_N
 
-    def hash_into(self, update: Callable[[bytes], None]) -> None:
-        """Feed everything that distinguishes these targets from others to a hash."""
-        update(repr(self.names).encode())
-        update(self.values_N.tobytes())
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _FlatTargets(AbstractTargets):
+    """Several values per sequence, stored end to end."""
+
+    starts_N: npt.NDArray[np.int64]
+    lengths_N: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.lengths_N)
+
+    def _place(self, index: int) -> slice:
+        return slice(self.starts_N[index], self.starts_N[index] + self.lengths_N[index])
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepLabels(AbstractTargets):
-    """One class per step, numbered from 0, stored end to end like the features; `names` has one entry per class."""
+class StepLabels(_FlatTargets):
+    """One class per step, numbered from 0; `names` has one entry per class."""
 
     values_S: npt.NDArray[np.integer]
-    starts_N: npt.NDArray[np.int64]
-    lengths_N: npt.NDArray[np.int64]
     names: tuple[str, ...]
 
     @classmethod
@@ -141,22 +163,18 @@ class StepLabels(AbstractTargets):
         names = _check_classes(values_S, names=names, offsets=bounds, source=source)
         return cls(values_S=values_S, starts_N=bounds[:-1], lengths_N=np.diff(bounds), names=names)
 
-    def __len__(self) -> int:
-        return len(self.lengths_N)
-
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        start = self.starts_N[index]
-        return self.values_S[start : start + self.lengths_N[index]].astype(np.int64)
+        return self.values_S[self._place(index)].astype(np.int64)
 
-    def take(self, indices: npt.NDArray[np.int64]) -> "StepLabels":
-        """The targets of the named sequences."""
-        return dataclasses.replace(self, starts_N=self.starts_N[indices], lengths_N=self.lengths_N[indices])
+    def _identity(self) -> Identity:
+        return f"steps:{self.values_S.dtype}:{self.names!r}", self.values_S, self.starts_N, self.lengths_N
 
-    def hash_into(self, update: Callable[[bytes], None]) -> None:
-        """Feed everything that distinguishes these targets from others to a hash."""
-        update(f"steps:{self.values_S.dtype}:{self.names!r}".encode())
-        for part in (self.values_S, self.starts_N, self.lengths_N):
-            update(np.ascontiguousarray(part).tobytes())
+    def without_class(self, unlabelled: int | None) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:
+        """The names of the classes but one, and the number that each label has then: `NO_CLASS` for that one."""
+        known = [number for number in range(len(self.names)) if number != unlabelled]
+        class_of = np.full(len(self.names), NO_CLASS)
+        class_of[known] = np.arange(len(known))
+        return tuple(self.names[number] for number in known), class_of
 
     def counts(self) -> npt.NDArray[np.int64]:
         """Steps of each class, over these sequences."""
@@ -168,15 +186,13 @@ class StepLabels(AbstractTargets):
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Transcripts(AbstractTargets):
-    """The text that each sequence spells, kept end to end as code points.
+class Transcripts(_FlatTargets):
+    """The text that each sequence spells, kept as code points.
 
     If the sequences are text too, `languages` names theirs and that of these texts, if known.
     """
 
     code_points: npt.NDArray[np.uint32]
-    starts_N: npt.NDArray[np.int64]
-    lengths_N: npt.NDArray[np.int64]
     languages: tuple[str, str] | None = None
 
     @classmethod
@@ -187,23 +203,12 @@ class Transcripts(AbstractTargets):
         starts_N = np.cumsum(lengths_N) - lengths_N
         return cls(code_points=flat, starts_N=starts_N, lengths_N=lengths_N, languages=languages)
 
-    def __len__(self) -> int:
-        return len(self.lengths_N)
-
     def __getitem__(self, index: int) -> str:
-        start = self.starts_N[index]
-        return "".join(map(chr, self.code_points[start : start + self.lengths_N[index]]))
+        return "".join(map(chr, self.code_points[self._place(index)]))
 
-    def take(self, indices: npt.NDArray[np.int64]) -> "Transcripts":
-        """The targets of the named sequences."""
-        return dataclasses.replace(self, starts_N=self.starts_N[indices], lengths_N=self.lengths_N[indices])
-
-    def hash_into(self, update: Callable[[bytes], None]) -> None:
-        """Feed everything that distinguishes these targets from others to a hash."""
-        if self.languages is not None:
-            update(repr(self.languages).encode())
-        for part in (self.code_points, self.starts_N, self.lengths_N):
-            update(np.ascontiguousarray(part).tobytes())
+    def _identity(self) -> Identity:
+        languages = "" if self.languages is None else repr(self.languages)
+        return languages, self.code_points, self.starts_N, self.lengths_N
 
     def alphabet(self) -> str:
         """Every character that occurs, in code-point order."""

@@ -1,9 +1,10 @@
 """Classification: one label per sequence. `Classification` is what all such tasks share: loss, accuracy and samples.
 
-Shape legend: B sequences, T steps, F features, H hidden units, C classes.
+Shape legend: B sequences, T steps, F features, H hidden units, C classes, P labels.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, ClassVar, TypeVar, final
 
 import torch
@@ -25,27 +26,45 @@ class Classification(AbstractTask[C]):
     """Sequences with one label each, measured in accuracy. The model returns scores (B, C).
 
     Attributes:
+        Model: Called with the data, `num_classes` and `config`, unless a task has a `build_model` of its own.
         label_hint: What to do about data without labels.
         class_names: The labels' names, in the order of the scores.
     """
 
     metric = "accuracy"
+    Model: ClassVar[Callable[..., nn.Module]]
     label_hint: ClassVar[str]
+    target_type: ClassVar[type[Labels] | type[StepLabels]] = Labels
 
     def __init__(self, config: C, data: SequenceSet) -> None:
         super().__init__(config, data)
-        if not isinstance(data.targets, Labels):
-            raise StrettoError(f"{data.name} has no labels", fix=self.label_hint)
+        if not isinstance(data.targets, self.target_type):
+            kind = "labels" if self.target_type is Labels else "labels of steps"
+            raise StrettoError(f"{data.name} has no {kind}", fix=self.label_hint)
         self.class_names = data.targets.names
 
+    @classmethod
+    def embedded_data(cls) -> SequenceSet:
+        """There is none, unless a task has some: labels are the user's own."""
+        raise StrettoError(f"{cls.name} has no embedded data", fix=f"Name a set with --data PATH. {cls.label_hint}")
+
+    def build_model(self) -> nn.Module:
+        """A new model."""
+        return type(self).Model(self.data, num_classes=len(self.class_names), config=self.config)
+
+    def _labelled(self, output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores (P, C) and classes (P) of what has a label."""
+        return output, batch.targets
+
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
-        """Cross-entropy, counted in sequences."""
-        return LossSum(total=functional.cross_entropy(output, batch.targets, reduction="sum"), count=len(batch))
+        """Cross-entropy, counted in labels."""
+        scores_PC, classes_P = self._labelled(output, batch)
+        return LossSum(total=functional.cross_entropy(scores_PC, classes_P, reduction="sum"), count=len(classes_P))
 
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
-        """The fraction of sequences whose best class is the right one."""
-        right = int((output.argmax(dim=1) == batch.targets).sum())
-        return {self.metric: Score(amount=right, count=len(batch))}
+        """The fraction of labels for which the best class is the right one."""
+        scores_PC, classes_P = self._labelled(output, batch)
+        return {self.metric: Score(amount=int((scores_PC.argmax(dim=1) == classes_P).sum()), count=len(classes_P))}
 
     def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
         """True and predicted classes."""
@@ -93,18 +112,10 @@ class Classify(Classification[ClassifyConfig]):
 
     name = "classify"
     Config = ClassifyConfig
+    Model = ClassifyModel
     label_hint: ClassVar[str] = "Give one label per sequence, or one per step, as `y`, or use another task."
 
     def __init__(self, config: ClassifyConfig, data: SequenceSet) -> None:
         if isinstance(data.targets, StepLabels):
             data = cut_runs(data, unlabelled=config.unlabelled)
         super().__init__(config, data)
-
-    @classmethod
-    def embedded_data(cls) -> SequenceSet:
-        """There is none: a label set is always the user's own."""
-        raise StrettoError("classify has no embedded data", fix="Name a labelled set with --data PATH.")
-
-    def build_model(self) -> ClassifyModel:
-        """A new model."""
-        return ClassifyModel(self.data, num_classes=len(self.class_names), config=self.config)

@@ -103,10 +103,7 @@ class Digits(AbstractDigits[DigitsConfig]):
 
     name = "digits"
     Config = DigitsConfig
-
-    def build_model(self) -> DigitsModel:
-        """A new model."""
-        return DigitsModel(self.data, num_classes=len(self.class_names), config=self.config)
+    Model = DigitsModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,6 +159,7 @@ class DigitImages(AbstractDigits[DigitImagesConfig]):
 
     name = "digit-images"
     Config = DigitImagesConfig
+    Model = DigitImagesModel
 
     def __init__(self, config: DigitImagesConfig, data: SequenceSet) -> None:
         super().__init__(config, data)
@@ -178,7 +176,3 @@ class DigitImages(AbstractDigits[DigitImagesConfig]):
                 f"{data.lengths_N[others[0]]} ({len(others)} such images)",
                 fix="Give images of one height, or train digits, which reads them row by row.",
             )
-
-    def build_model(self) -> DigitImagesModel:
-        """A new model."""
-        return DigitImagesModel(self.data, num_classes=len(self.class_names), config=self.config)

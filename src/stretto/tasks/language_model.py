@@ -44,6 +44,8 @@ PTB: Final[dict[str, Any]] = {
     "batch_size": 20,
     "base_batch_size": 20,
     "num_layers": 2,
+    "optimizer": "sgd",
+    "schedule": "ptb",
 }
 
 
@@ -83,12 +85,10 @@ class LanguageModelConfig(TrainConfig):
             "hidden_size": 200,
             "embedding_size": 200,
             "init_scale": 0.1,
-            "optimizer": "sgd",
             "learning_rate": 20.0,
             "clip_norm": 5 / 20,
             "dropout": 0.0,
             "epochs": 13,
-            "schedule": "ptb",
             "flat_epochs": 4,
             "decay_factor": 0.5,
         },
@@ -98,13 +98,11 @@ class LanguageModelConfig(TrainConfig):
             "hidden_size": 1500,
             "embedding_size": 1500,
             "init_scale": 0.04,
-            "optimizer": "sgd",
             "learning_rate": 35.0,
             "clip_norm": 10 / 35,
             "dropout": 0.65,
             "input_dropout": 0.65,
             "epochs": 55,
-            "schedule": "ptb",
             "flat_epochs": 14,
             "decay_factor": 1 / 1.15,
         },
@@ -225,7 +223,7 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
 
     def summary(self, scores: dict[str, Score]) -> dict[str, float]:
         """The exponential of the mean loss."""
-        return {self.metric: math.exp(min(scores["nats"].ratio, MAX_NATS))}
+        return {self.metric: perplexity(scores["nats"])}
 
     def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
         """Passages, and the model's prediction of each word or character from those before it."""
@@ -243,15 +241,16 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
         return (" " if self.data.vocabulary else "").join(self._names[number] for number in numbers)
 
 
+def perplexity(nats: Score) -> float:
+    """The exponential of the mean loss, finite however large that is."""
+    return math.exp(min(nats.ratio, MAX_NATS))
+
+
 def summed_cross_entropy(scores_PC: torch.Tensor, targets_P: torch.Tensor) -> torch.Tensor:
     """`torch.nn.functional.cross_entropy` with `reduction="sum"`; steps whose target is -1 do not count.
 
     With thousands of words, the softmax of a window takes as long as its layers. The gradient is computed in the memory
     of the log-probabilities, where torch would allocate two more matrices. A second backward pass computes them again.
-
-    Args:
-        scores_PC: Of each word.
-        targets_P: The words that came.
     """
     if not (torch.is_grad_enabled() and scores_PC.requires_grad):
         return functional.cross_entropy(scores_PC, targets_P, ignore_index=NO_STEP, reduction="sum")
@@ -304,12 +303,10 @@ def _check_numbers(data: SequenceSet, *, num_tokens: int) -> None:
             f"{data.name} has {data.num_features} features of type {data.features_SF.dtype}, not one number per step",
             fix=f"Give `x` as whole numbers, each the place of a word or character in {where}.",
         )
-    numbers_S = data.features_SF
-    if data.lengths_N.min() >= MIN_TOKENS and numbers_S.min() >= 0 and numbers_S.max() < num_tokens:
+    if data.lengths_N.min() >= MIN_TOKENS and data.features_SF.min() >= 0 and data.features_SF.max() < num_tokens:
         return
-    bounds_N = np.stack([data.starts_N, data.starts_N + data.lengths_N])
-    for index, (begin, end) in enumerate(bounds_N.T.tolist()):
-        numbers_T = data.features_SF[begin:end]
+    for index, begin in enumerate(data.starts_N):
+        numbers_T = data.features_SF[begin : begin + data.lengths_N[index]]
         if len(numbers_T) < MIN_TOKENS or numbers_T.min() < 0 or numbers_T.max() >= num_tokens:
             raise StrettoError(
                 f"{data.name}: sequence {data.numbers_N[index]} has {len(numbers_T)} steps, numbered "

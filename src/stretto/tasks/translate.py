@@ -6,7 +6,6 @@ steps, R rows that are decoded, K translations kept of each, L pieces so far, H 
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, final
@@ -22,10 +21,13 @@ from stretto.data import PARTS, LinePairs, SequenceSet, line_pairs, make_number_
 from stretto.errors import StrettoError
 from stretto.extras import optional
 from stretto.nn import Attention, run_ragged
+from stretto.tasks.language_model import perplexity
 from stretto.tasks.recurrent import make_lstm
 from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, Share, TrainConfig
 
 States = list[tuple[torch.Tensor, torch.Tensor]]
+Memory = tuple[torch.Tensor, torch.Tensor]
+"""The encoder's outputs (B, S, H) for the sources, and which of their steps (B, S) are real."""
 PAD: Final = 0
 """Behind the end of a text; no piece of any."""
 BEGIN: Final = 1
@@ -46,7 +48,6 @@ ATTACHED_PUNCTUATION: Final = re.compile(r"\w[.,!?](?:\s|$)")
 MAX_ATTACHED_FRACTION: Final = 0.01
 PAIRS_PER_PIECE: Final = 7
 MAX_PIECES: Final = 6000
-MAX_NATS: Final = 700.0
 FIRST_SCORE_TOLERANCE: Final = 1e-2
 BLEU_WORD_NAMES: Final[dict[BleuWords, str]] = {
     "none": "words between spaces, because the text is tokenised",
@@ -89,40 +90,14 @@ class TranslateConfig(TrainConfig):
     bleu_words: Literal["auto", "none", "13a", "char"] = "auto"
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sides:
-    """The two texts of each pair of a batch, which lie side by side in its features."""
+def split_sides(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pieces (B, S) of the sources and (B, U) of the targets, each with the texts' lengths.
 
-    source_BS: torch.Tensor
-    source_lengths: torch.Tensor
-    target_BU: torch.Tensor
-    target_lengths: torch.Tensor
-
-    @classmethod
-    def of(cls, batch: Batch) -> "Sides":
-        """Split the features; each text ends at its first `PAD`."""
-        pieces_BT2 = batch.features_BTF.masked_fill(~batch.mask[..., None], PAD)
-        source_lengths, target_lengths = (pieces_BT2 != PAD).sum(dim=1).cpu().unbind(dim=1)
-        return cls(
-            source_BS=pieces_BT2[:, : int(source_lengths.max()), 0],
-            source_lengths=source_lengths,
-            target_BU=pieces_BT2[:, : int(target_lengths.max()), 1],
-            target_lengths=target_lengths,
-        )
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """The encoder's outputs for the sources, and which of their steps are real."""
-
-    hidden_BSH: torch.Tensor
-    real_BS: torch.Tensor
-
-    def rows(self, indices_R: torch.Tensor) -> "Memory":
-        """Of the named sources, in this order."""
-        return Memory(hidden_BSH=self.hidden_BSH[indices_R], real_BS=self.real_BS[indices_R])
+    The two lie side by side in the features of a pair; each text ends at its first `PAD`.
+    """
+    pieces_BT2 = batch.features_BTF.masked_fill(~batch.mask[..., None], PAD)
+    lengths_2B = (pieces_BT2 != PAD).sum(dim=1).cpu().unbind(dim=1)
+    return [(pieces_BT2[:, : int(lengths.max()), side], lengths) for side, lengths in enumerate(lengths_2B)]
 
 
 @final
@@ -160,13 +135,11 @@ class TranslateModel(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Scores (B, U, C) of the target steps, each given the true pieces before it; not defined after an end."""
-        sides = Sides.of(batch)
-        memory = self.encode(sides.source_BS, sides.source_lengths)
-        begin_B1 = torch.full_like(sides.target_BU[:, :1], BEGIN)
-        before_BU = torch.cat([begin_B1, sides.target_BU[:, :-1]], dim=1)
-        lengths = sides.target_lengths
+        source, (target_BU, lengths) = split_sides(batch)
+        memory = self.encode(*source)
+        before_BU = torch.cat([torch.full_like(target_BU[:, :1], BEGIN), target_BU[:, :-1]], dim=1)
         hidden_BUH = run_ragged(self.bottom, self._embedded(before_BU), lengths)
-        context_BUH = self.attention(hidden_BUH, memory.hidden_BSH, memory.real_BS)
+        context_BUH = self.attention(hidden_BUH, *memory)
         for layer in self.decoder:
             assert isinstance(layer, nn.LSTM)
             both_BUF = self.dropout(torch.cat([hidden_BUH, context_BUH], dim=-1))
@@ -179,7 +152,7 @@ class TranslateModel(nn.Module):
         for layer in self.encoder:
             assert isinstance(layer, nn.LSTM)
             hidden_BSH = hidden_BSH + run_ragged(layer, self.dropout(hidden_BSH), lengths)
-        return Memory(hidden_BSH=hidden_BSH, real_BS=source_BS != PAD)
+        return hidden_BSH, source_BS != PAD
 
     def begin(self, num_rows: int) -> States:
         """The decoder's states before the first step."""
@@ -190,7 +163,7 @@ class TranslateModel(nn.Module):
         """Scores (R, C) of the next piece and the states after it, given the piece before; a row for each source."""
         after = [_cell(self.bottom, self._embedded(before_R), states[0])]
         hidden_RH = after[0][0]
-        context_RH = self.attention(hidden_RH[:, None], memory.hidden_BSH, memory.real_BS)[:, 0]
+        context_RH = self.attention(hidden_RH[:, None], *memory)[:, 0]
         for layer, state in zip(self.decoder, states[1:], strict=True):
             assert isinstance(layer, nn.LSTM)
             after.append(_cell(layer, self.dropout(torch.cat([hidden_RH, context_RH], dim=-1)), state))
@@ -241,7 +214,9 @@ class Translate(AbstractTask[TranslateConfig]):
         pairs = _orient(line_pairs(data), config, name=data.name)
         trained = np.flatnonzero(data.split_N == PARTS.index("train")).tolist()
         texts = [text for side in (pairs.sources, pairs.targets) for text in (side[index] for index in trained)]
-        self.vocabulary = Vocabulary(texts, max_pieces=_max_pieces(config, num_pairs=len(trained)))
+        default_size = min(MAX_PIECES, max(2 * MIN_PIECES, len(trained) // PAIRS_PER_PIECE))
+        size = default_size if config.vocabulary_size == "auto" else config.vocabulary_size
+        self.vocabulary = Vocabulary(texts, max_pieces=size)
         words = config.bleu_words
         chosen = detect_bleu_words([pairs.targets[index] for index in trained]) if words == "auto" else words
         self._bleu = Bleu(chosen)
@@ -295,8 +270,8 @@ class Translate(AbstractTask[TranslateConfig]):
     def summary(self, scores: dict[str, Score]) -> dict[str, float]:
         """BLEU from 0 to 100, the perplexity of a piece, and the share of pieces guessed right given those before."""
         return {
-            **{name: self._bleu.value(name, scores) for name in bleu_names(scores)},
-            "perplexity": math.exp(min(scores["nats"].ratio, MAX_NATS)),
+            **self._bleu.values(scores),
+            "perplexity": perplexity(scores["nats"]),
             "accuracy": scores["accuracy"].ratio,
         }
 
@@ -324,11 +299,10 @@ class Translate(AbstractTask[TranslateConfig]):
     def _translations(self, output: torch.Tensor, batch: Batch, *, width: int) -> list[str]:
         if self._model is None:
             raise StrettoError("there is no model to translate with", fix="Call build_model() first.")
-        sides = Sides.of(batch)
         was_training = self._model.training
         self._model.eval()
         try:
-            pieces, first_BC = search(self._model, sides, width=width)
+            pieces, first_BC = search(self._model, batch, width=width)
         finally:
             self._model.train(was_training)
         # The first piece is scored before any is chosen, so the decoder must score it as the model did.
@@ -342,22 +316,8 @@ class Translate(AbstractTask[TranslateConfig]):
         return self.vocabulary.decode(pieces)
 
 
-@final
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Beam:
-    """What is under way: the sources that are not done yet, K rows for each."""
-
-    source_B: torch.Tensor
-    limit_B: torch.Tensor
-    pieces_BKL: torch.Tensor
-    total_BK: torch.Tensor
-    ended_BK: torch.Tensor
-    states: States
-    memory: Memory
-
-
 @torch.no_grad()
-def search(model: TranslateModel, sides: Sides, *, width: int = 1) -> tuple[list[list[int]], torch.Tensor]:
+def search(model: TranslateModel, batch: Batch, *, width: int = 1) -> tuple[list[list[int]], torch.Tensor]:
     """Translate the sources of a batch: beam search, which is greedy if one translation is kept.
 
     A translation that has ended stays among the kept ones and competes by its probability; in the end the best is the
@@ -365,82 +325,59 @@ def search(model: TranslateModel, sides: Sides, *, width: int = 1) -> tuple[list
 
     Args:
         model: In evaluation mode.
-        sides: Of the batch; the targets are not looked at.
+        batch: Pairs, whose targets are not looked at.
         width: Translations that are kept of each source at every step.
 
     Returns:
         The pieces of each translation, without the end mark, and the scores (B, C) of the first piece.
     """
-    beam = _begin(model, sides, width=width)
-    pieces: list[list[int]] = [[] for _ in range(len(beam.source_B))]
-    first_BC = None
-    while len(beam.source_B):
-        scores_RC, states = model.step(_last(beam), beam.states, beam.memory)
-        if first_BC is None:
-            first_BC = scores_RC[::width]
-        _advance(beam, scores_RC.log_softmax(dim=-1), states, width=width)
-        _collect(beam, pieces, width=width)
-    assert first_BC is not None
-    return pieces, first_BC
-
-
-def _begin(model: TranslateModel, sides: Sides, *, width: int) -> _Beam:
-    memory = model.encode(sides.source_BS, sides.source_lengths)
-    count, device = len(sides.source_BS), sides.source_BS.device
-    total_BK = memory.hidden_BSH.new_full((count, width), -torch.inf)
+    source_BS, source_lengths = split_sides(batch)[0]
+    memory = model.encode(source_BS, source_lengths)
+    count, device = len(batch), source_BS.device
+    translations: list[list[int]] = [[] for _ in range(count)]
+    # B counts the sources that are not done yet; each has K rows among the R = B * K of `states` and `memory`.
+    source_B = torch.arange(count, device=device)
+    limit_B = (source_lengths * MAX_LENGTH_RATIO + EXTRA_PIECES).long().to(device)
+    pieces_BKL = torch.full((count, width, 1), BEGIN, device=device)
+    ended_BK = torch.zeros(count, width, dtype=torch.bool, device=device)
+    total_BK = memory[0].new_full((count, width), -torch.inf)
     # All begin alike: one of them is enough.
     total_BK[:, 0] = 0.0
-    return _Beam(
-        source_B=torch.arange(count, device=device),
-        limit_B=(sides.source_lengths * MAX_LENGTH_RATIO + EXTRA_PIECES).long().to(device),
-        pieces_BKL=torch.zeros(count, width, 0, dtype=torch.int64, device=device),
-        total_BK=total_BK,
-        ended_BK=torch.zeros(count, width, dtype=torch.bool, device=device),
-        states=model.begin(count * width),
-        memory=memory.rows(torch.arange(count, device=device).repeat_interleave(width)),
-    )
+    states, memory = model.begin(count * width), _rows(memory, source_B.repeat_interleave(width))
+    first_BC = None
+    while len(source_B):
+        scores_RC, states = model.step(pieces_BKL[..., -1].flatten(), states, memory)
+        first_BC = scores_RC[::width] if first_BC is None else first_BC
+
+        # Keep the best of all that could follow; after the end there is padding, which costs nothing.
+        gains_BKC = scores_RC.log_softmax(dim=-1).reshape(-1, width, scores_RC.shape[1])
+        gains_BKC[..., [PAD, BEGIN]] = -torch.inf
+        gains_BKC = gains_BKC.masked_fill(ended_BK[..., None], -torch.inf)
+        gains_BKC[..., PAD] = torch.where(ended_BK, 0.0, -torch.inf)
+        total_BK, best_BK = (total_BK[..., None] + gains_BKC).flatten(1).topk(width, dim=1)
+        parent_BK, piece_BK = best_BK // scores_RC.shape[1], best_BK % scores_RC.shape[1]
+        pieces_BKL = torch.cat([pieces_BKL.take_along_dim(parent_BK[..., None], dim=1), piece_BK[..., None]], dim=2)
+        ended_BK = (piece_BK == END) | (piece_BK == PAD)
+        row_BK = torch.arange(len(source_B), device=device)[:, None] * width + parent_BK
+
+        # Store the translations of sources that are done, and continue without these.
+        done_B = ended_BK.all(dim=1) | (limit_B < pieces_BKL.shape[2])
+        if bool(done_B.any()):
+            lengths_BK = (pieces_BKL[..., 1:] != PAD).sum(dim=2)
+            chosen_B = (total_BK / ((5.0 + lengths_BK) / 6.0) ** LENGTH_POWER).argmax(dim=1)
+            for place in done_B.nonzero().flatten().tolist():
+                row = pieces_BKL[place, chosen_B[place], 1:].tolist()
+                translations[int(source_B[place])] = [piece for piece in row if piece not in (PAD, END)]
+            source_B, limit_B, pieces_BKL = source_B[~done_B], limit_B[~done_B], pieces_BKL[~done_B]
+            total_BK, ended_BK, row_BK = total_BK[~done_B], ended_BK[~done_B], row_BK[~done_B]
+            memory = _rows(memory, row_BK.flatten())
+        states = [_rows(state, row_BK.flatten()) for state in states]
+    assert first_BC is not None
+    return translations, first_BC
 
 
-def _last(beam: _Beam) -> torch.Tensor:
-    if beam.pieces_BKL.shape[2] == 0:
-        return torch.full_like(beam.ended_BK, BEGIN, dtype=torch.int64).flatten()
-    return beam.pieces_BKL[..., -1].flatten()
-
-
-def _advance(beam: _Beam, gains_RC: torch.Tensor, states: States, *, width: int) -> None:
-    """Keep the best of all that could follow; after the end there is padding, which costs nothing."""
-    count, num_pieces = len(beam.source_B), gains_RC.shape[-1]
-    gains_BKC = gains_RC.reshape(count, width, num_pieces)
-    gains_BKC[..., [PAD, BEGIN]] = -torch.inf
-    gains_BKC = gains_BKC.masked_fill(beam.ended_BK[..., None], -torch.inf)
-    gains_BKC[..., PAD] = torch.where(beam.ended_BK, 0.0, -torch.inf)
-    best = (beam.total_BK[..., None] + gains_BKC).flatten(1).topk(width, dim=1)
-    parent_BK, piece_BK = best.indices // num_pieces, best.indices % num_pieces
-    beam.total_BK = best.values
-    earlier_BKL = beam.pieces_BKL.gather(1, parent_BK[..., None].expand(-1, -1, beam.pieces_BKL.shape[2]))
-    beam.pieces_BKL = torch.cat([earlier_BKL, piece_BK[..., None]], dim=2)
-    beam.ended_BK = (piece_BK == END) | (piece_BK == PAD)
-    row_R = (torch.arange(count, device=parent_BK.device)[:, None] * width + parent_BK).flatten()
-    beam.states = [(hidden_RH[row_R], cell_RH[row_R]) for hidden_RH, cell_RH in states]
-
-
-def _collect(beam: _Beam, pieces: list[list[int]], *, width: int) -> None:
-    """Store the translations of sources that are done, and continue without these."""
-    length = beam.pieces_BKL.shape[2]
-    done_B = beam.ended_BK.all(dim=1) | (beam.limit_B <= length)
-    if not bool(done_B.any()):
-        return
-    lengths_BK = (beam.pieces_BKL != PAD).sum(dim=2)
-    best_B = (beam.total_BK / ((5.0 + lengths_BK) / 6.0) ** LENGTH_POWER).argmax(dim=1)
-    for place in done_B.nonzero().flatten().tolist():
-        row = beam.pieces_BKL[place, best_B[place]].tolist()
-        pieces[int(beam.source_B[place])] = [piece for piece in row if piece not in (PAD, END)]
-    going_B = (~done_B).nonzero().flatten()
-    row_R = (going_B[:, None] * width + torch.arange(width, device=going_B.device)).flatten()
-    beam.source_B, beam.limit_B = beam.source_B[going_B], beam.limit_B[going_B]
-    beam.pieces_BKL, beam.total_BK = beam.pieces_BKL[going_B], beam.total_BK[going_B]
-    beam.ended_BK, beam.memory = beam.ended_BK[going_B], beam.memory.rows(row_R)
-    beam.states = [(hidden_RH[row_R], cell_RH[row_R]) for hidden_RH, cell_RH in beam.states]
+def _rows(pair: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return pair[0][rows], pair[1][rows]
 
 
 @final
@@ -511,23 +448,21 @@ class Bleu:
         scores = {f"{name}:{n}": Score(amount=same, count=total) for n, (same, total) in enumerate(phrases, start=1)}
         return {**scores, f"{name}:{LENGTH_KEY}": Score(amount=found.sys_len, count=found.ref_len)}
 
-    def value(self, name: str, scores: Mapping[str, Score]) -> float:
-        """BLEU, from 0 to 100, of all that was added up under this name."""
-        phrases = [scores[f"{name}:{n}"] for n in range(1, MAX_NGRAM + 1)]
-        lengths = scores[f"{name}:{LENGTH_KEY}"]
-        found = self._metric.compute_bleu(
-            correct=[int(score.amount) for score in phrases],
-            total=[int(score.count) for score in phrases],
-            sys_len=int(lengths.amount),
-            ref_len=int(lengths.count),
-            smooth_method="exp",
-        )
-        return float(found.score)
-
-
-def bleu_names(scores: Mapping[str, Score]) -> list[str]:
-    """The names under which there is something to make a BLEU of."""
-    return [key.removesuffix(f":{LENGTH_KEY}") for key in scores if key.endswith(f":{LENGTH_KEY}")]
+    def values(self, scores: Mapping[str, Score]) -> dict[str, float]:
+        """BLEU, from 0 to 100, of all that was added up under each name."""
+        found = {}
+        for name in (key.removesuffix(f":{LENGTH_KEY}") for key in scores if key.endswith(f":{LENGTH_KEY}")):
+            phrases = [scores[f"{name}:{n}"] for n in range(1, MAX_NGRAM + 1)]
+            lengths = scores[f"{name}:{LENGTH_KEY}"]
+            bleu = self._metric.compute_bleu(
+                correct=[int(score.amount) for score in phrases],
+                total=[int(score.count) for score in phrases],
+                sys_len=int(lengths.amount),
+                ref_len=int(lengths.count),
+                smooth_method="exp",
+            )
+            found[name] = float(bleu.score)
+        return found
 
 
 def detect_bleu_words(references: Sequence[str]) -> BleuWords:
@@ -540,12 +475,6 @@ def _target_pieces(output: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The true pieces (B, U) of as many steps as there are scores of; some rows of a batch may be shorter than all."""
     pieces_BT: torch.Tensor = batch.features_BTF[..., 1].masked_fill(~batch.mask, PAD)
     return pieces_BT[:, : output.shape[1]]
-
-
-def _max_pieces(config: TranslateConfig, *, num_pairs: int) -> int:
-    if config.vocabulary_size != "auto":
-        return config.vocabulary_size
-    return min(MAX_PIECES, max(2 * MIN_PIECES, num_pairs // PAIRS_PER_PIECE))
 
 
 def _orient(pairs: LinePairs, config: TranslateConfig, *, name: str) -> LinePairs:

@@ -118,11 +118,6 @@ class Video(Classification[VideoConfig]):
         if self._has_frames:
             _check_frames(data, config.framing)
 
-    @classmethod
-    def embedded_data(cls) -> SequenceSet:
-        """There is none: clips are always the user's own."""
-        raise StrettoError("video has no embedded data", fix="Name a folder of clips with --data PATH.")
-
     def build_model(self) -> VideoModel:
         """A new model."""
         train, size = self.data.part("train"), self.config.hidden_size

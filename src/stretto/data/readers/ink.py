@@ -6,7 +6,7 @@ down), 3 features (dx, dy, pen-up).
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 from xml.etree.ElementTree import Element
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from stretto.data.readers.text import decode_text
 from stretto.data.sequences import PARTS, SequenceSet, part_of
-from stretto.data.targets import NoTargets, Transcripts, locate
+from stretto.data.targets import NoTargets, Transcripts, locate, offsets_fit
 from stretto.errors import StrettoError
 from stretto.extras import optional
 
@@ -45,17 +45,15 @@ def pen_features(
         offsets: Where each sequence begins.
         source: Named in errors.
     """
-    is_flat = offsets.ndim == 1 and np.issubdtype(offsets.dtype, np.integer)
-    bounds: npt.NDArray[np.int64] = offsets.astype(np.int64) if is_flat else np.zeros(0, dtype=np.int64)
-    starts, lengths_N = bounds[:-1], bounds[1:] - bounds[:-1]
     shapes_fit = xy_S2.ndim == 2 and xy_S2.shape[1] == 2 and xy_S2.dtype.kind in "iuf"
     flags_fit = pen_down_S is None or (pen_down_S.shape == xy_S2.shape[:1] and pen_down_S.dtype.kind in "biuf")
-    bounds_fit = len(starts) > 0 and bounds[0] == 0 and bounds[-1] == len(xy_S2) and lengths_N.min() > 0
-    if not (shapes_fit and flags_fit and bounds_fit):
+    if not (shapes_fit and flags_fit and offsets_fit(offsets, num_values=len(xy_S2)) and np.diff(offsets).all()):
         raise StrettoError(
             f"{source}: `xy` of shape {xy_S2.shape}, `pen_down` and `offsets` do not fit together",
             fix="Give `xy` as (points, 2), one `pen_down` flag per point, and `offsets` that rise to the last point.",
         )
+    bounds: npt.NDArray[np.int64] = offsets.astype(np.int64)
+    starts, lengths_N = bounds[:-1], np.diff(bounds)
     bad = np.flatnonzero(~np.isfinite(xy_S2).all(axis=1))
     if len(bad):
         sequence, point = locate(bounds, bad[0])
@@ -98,7 +96,7 @@ def line_features(strokes: list[npt.NDArray[np.float64]], *, source: str = "a li
             f"{source}: the pen travels {far:.3g} in writing of height {unit:.3g}, over {MAX_LINE_STEPS} steps",
             fix="Check the coordinates, or cut the writing into lines.",
         )
-    resampled = [_even_steps(stroke / unit) for stroke in strokes]
+    resampled = [resample_stroke(stroke / unit, _steps_along) for stroke in strokes]
     joined_T2 = np.concatenate(resampled)
     features_T3 = np.zeros((len(joined_T2), 3), dtype=np.float32)
     features_T3[:, :2] = np.diff(joined_T2, axis=0, prepend=joined_T2[:1]) * np.array([1.0, -1.0])
@@ -106,11 +104,14 @@ def line_features(strokes: list[npt.NDArray[np.float64]], *, source: str = "a li
     return features_T3
 
 
-def _even_steps(stroke_P2: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    moved = np.hypot(*np.diff(stroke_P2, axis=0).T)
-    travelled_P = np.concatenate([[0.0], np.cumsum(moved)])
-    count = max(2, round(travelled_P[-1] * POINTS_PER_HEIGHT) + 1) if travelled_P[-1] > 0 else 1
-    at = np.linspace(0.0, travelled_P[-1], count)
+def _steps_along(length: float) -> int:
+    return max(2, round(length * POINTS_PER_HEIGHT) + 1) if length > 0 else 1
+
+
+def resample_stroke(stroke_P2: npt.NDArray[np.float64], num_points: Callable[[float], int]) -> npt.NDArray[np.float64]:
+    """Points evenly spaced along a stroke, as many as `num_points` returns for its length."""
+    travelled_P = np.concatenate([[0.0], np.cumsum(np.hypot(*np.diff(stroke_P2, axis=0).T))])
+    at = np.linspace(0.0, travelled_P[-1], num_points(float(travelled_P[-1])))
     return np.stack([np.interp(at, travelled_P, stroke_P2[:, axis]) for axis in range(2)], axis=1)
 
 
@@ -217,8 +218,7 @@ def _axes(root: Element, prefix: str, *, path: Path) -> tuple[tuple[int, float],
     if "X" not in names or "Y" not in names:
         raise StrettoError(f"{str(path)!r} has the channels {names}, not X and Y", fix="Give both channels.")
     x, y = names.index("X"), names.index("Y")
-    sign = {"-ve": -1.0}
-    return (x, sign.get(layout[x][1], 1.0)), (y, sign.get(layout[y][1], 1.0))
+    return (x, -1.0 if layout[x][1] == "-ve" else 1.0), (y, -1.0 if layout[y][1] == "-ve" else 1.0)
 
 
 def _points(
@@ -291,16 +291,15 @@ def read_iam(folder: Path) -> SequenceSet:
 def _texts(folder: Path, lines: Mapping[Path, re.Match[str]]) -> dict[Path, str]:
     """The transcript of every line; the error names all lines without one."""
     sheets = {match["sheet"] for match in lines.values()}
-    found: dict[str, list[Path]] = {}
+    found: dict[str, Path] = {}
     for path in sorted(folder.rglob("*.txt")):
-        if path.stem in sheets:
-            found.setdefault(path.stem, []).append(path)
-    for sheet, paths in found.items():
-        if len(paths) > 1:
+        if path.stem in found:
             raise StrettoError(
-                f"there are {len(paths)} transcripts of {sheet!r}: {', '.join(map(str, paths))}", fix="Keep one."
+                f"there are 2 transcripts of {path.stem!r}: {found[path.stem]} and {path}", fix="Keep one."
             )
-    transcripts = {sheet: _read_transcript(paths[0]) for sheet, paths in found.items()}
+        if path.stem in sheets:
+            found[path.stem] = path
+    transcripts = {sheet: _read_transcript(path) for sheet, path in found.items()}
     texts: dict[Path, str] = {}
     for path, match in lines.items():
         of_sheet = transcripts.get(match["sheet"], [])

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from stretto.data.readers.ink import pen_features
 from stretto.data.sequences import PARTS, SequenceSet
-from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels, Transcripts
+from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels, Transcripts, offsets_fit
 from stretto.errors import StrettoError
 from stretto.files import cache_folder, write_atomically
 
@@ -56,7 +56,7 @@ def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
     """
     arrays = _read_arrays(path, memory_map=memory_map)
     if _holds_images(arrays):
-        return _read_images(arrays, name=path.stem, source=str(path))
+        arrays = _flatten_images(arrays, source=str(path))
     offsets = arrays["offsets"]
     if offsets.ndim != 1:
         raise StrettoError(f"{str(path)!r}: `offsets` have shape {offsets.shape}", fix="Give N + 1 numbers in a row.")
@@ -108,10 +108,7 @@ def write_npz(path: Path, data: SequenceSet) -> None:
 def cached_set(identity: Sequence[Any], *, name: str, make: Callable[[], SequenceSet]) -> SequenceSet:
     """The set that `make` returns, memory-mapped from the cache, where it is written when first needed.
 
-    Args:
-        identity: What the set follows from, as JSON-ready values; names the cached file.
-        name: Of the set.
-        make: Called if the file is not there.
+    `identity` is all that the set follows from, ready for JSON: it names the file.
     """
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     path = cache_folder() / f"{name.replace(' ', '-')}-{key}.npz"
@@ -240,17 +237,8 @@ def _are_code_points(values: Array) -> bool:
 
 def _transcripts(arrays: dict[str, Array], *, source: str) -> Transcripts:
     code_points, offsets = arrays["text"], arrays.get("text_offsets")
-    fits = (
-        offsets is not None
-        and np.issubdtype(offsets.dtype, np.integer)
-        and offsets.ndim == code_points.ndim == 1
-        and len(offsets) > 0
-        and offsets[0] == 0
-        and offsets[-1] == len(code_points)
-        and bool((np.diff(offsets.astype(np.int64)) >= 0).all())
-        and _are_code_points(code_points)
-    )
-    if not fits or offsets is None:
+    fits = offsets is not None and code_points.ndim == 1 and offsets_fit(offsets, num_values=len(code_points))
+    if not fits or offsets is None or not _are_code_points(code_points):
         raise StrettoError(
             f"{source}: `text_offsets` do not fit `text`",
             fix="Give the code points of all transcripts as `text` and rising `text_offsets` from 0 to their number.",
@@ -264,11 +252,8 @@ def _holds_images(names: Iterable[str]) -> bool:
     return "offsets" not in names and not {"x_train", "x_test"}.isdisjoint(names)
 
 
-def _read_images(arrays: Mapping[str, Array], *, name: str, source: str) -> SequenceSet:
-    """The images as sequences of rows, with the pixels in the type they are stored in.
-
-    A tenth of the training images is kept for validation, as the notes of the set say.
-    """
+def _flatten_images(arrays: Mapping[str, Array], *, source: str) -> dict[str, Array]:
+    """Images as sequences of rows, with the pixels in the type they are stored in."""
     missing = [member for member in IMAGE_MEMBERS if member not in arrays]
     if missing:
         raise StrettoError(
@@ -276,38 +261,28 @@ def _read_images(arrays: Mapping[str, Array], *, name: str, source: str) -> Sequ
             fix="Give `x_train`, `y_train`, `x_test` and `y_test`, or `x` and `offsets` for sequences of your own.",
         )
     for part in ("train", "test"):
-        _check_part(arrays[f"x_{part}"], arrays[f"y_{part}"], part=part, source=source)
-    train_NHW, test_NHW = arrays["x_train"], arrays["x_test"]
-    if train_NHW.shape[1:] != test_NHW.shape[1:] or train_NHW.dtype != test_NHW.dtype:
+        x_NHW, y_N = arrays[f"x_{part}"], arrays[f"y_{part}"]
+        if x_NHW.ndim != 3 or 0 in x_NHW.shape or x_NHW.dtype.kind not in "biuf":
+            raise StrettoError(
+                f"{source}: `x_{part}` has shape {x_NHW.shape} and type {x_NHW.dtype}",
+                fix="Give grey images as numbers of shape (images, rows, columns), at least one of them.",
+            )
+        if y_N.shape != (len(x_NHW),) or not np.issubdtype(y_N.dtype, np.integer):
+            raise StrettoError(
+                f"{source}: `y_{part}` has shape {y_N.shape} and type {y_N.dtype} for {len(x_NHW)} images",
+                fix="Give one whole number per image: its class, numbered from 0.",
+            )
+    both = [arrays["x_train"], arrays["x_test"]]
+    train_size, test_size = (f"{x_NHW.shape[1]} x {x_NHW.shape[2]} {x_NHW.dtype}" for x_NHW in both)
+    if train_size != test_size:
         raise StrettoError(
-            f"{source}: `x_train` has images of {_size_of(train_NHW)} and `x_test` of {_size_of(test_NHW)}",
+            f"{source}: `x_train` has images of {train_size} and `x_test` of {test_size}",
             fix="Give both the same size and type.",
         )
-    images_NHW = np.concatenate([train_NHW, test_NHW])
-    num_images, num_rows, num_columns = images_NHW.shape
-    labels_N = np.concatenate([arrays[f"y_{part}"].astype(np.int64) for part in ("train", "test")])
-    return SequenceSet.from_flat(
-        images_NHW.reshape(num_images * num_rows, num_columns),
-        offsets=np.arange(num_images + 1) * num_rows,
-        targets=Labels.check(labels_N, names=None, source=source),
-        split_N=np.repeat(np.array([0, 1], dtype=np.uint8), [len(train_NHW), len(test_NHW)]),
-        name=name,
-    )
-
-
-def _check_part(x_NHW: Array, y_N: Array, *, part: str, source: str) -> None:
-    if x_NHW.ndim != 3 or 0 in x_NHW.shape or x_NHW.dtype.kind not in "biuf":
-        raise StrettoError(
-            f"{source}: `x_{part}` has shape {x_NHW.shape} and type {x_NHW.dtype}",
-            fix="Give grey images as numbers of shape (images, rows, columns), at least one of them.",
-        )
-    if y_N.shape != (len(x_NHW),) or not np.issubdtype(y_N.dtype, np.integer):
-        raise StrettoError(
-            f"{source}: `y_{part}` has shape {y_N.shape} and type {y_N.dtype} for {len(x_NHW)} images",
-            fix="Give one whole number per image: its class, numbered from 0.",
-        )
-
-
-def _size_of(x_NHW: Array) -> str:
-    _, rows, columns = x_NHW.shape
-    return f"{rows} x {columns} {x_NHW.dtype}"
+    images_NHW = np.concatenate(both)
+    return {
+        "x": images_NHW.reshape(-1, images_NHW.shape[2]),
+        "offsets": np.arange(len(images_NHW) + 1) * images_NHW.shape[1],
+        "y": np.concatenate([arrays[f"y_{part}"].astype(np.int64) for part in ("train", "test")]),
+        "split": np.repeat(np.array([0, 1], dtype=np.uint8), [len(x_NHW) for x_NHW in both]),
+    }

@@ -6,7 +6,7 @@ Shape legend: S characters or words of all sequences together.
 import gzip
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -106,45 +106,33 @@ def read_word_text(path: Path) -> SequenceSet:
     """
     if path.is_dir():
         files = _choose_files(path)
-        lines = {part: _read_sentences(file) for part, file in files.items()}
-        return word_set(lines, name=_name(files["train"]), sources={part: str(file) for part, file in files.items()})
-    sentences = _read_sentences(path)
-    tenth = max(1, len(sentences) // 10)
-    if len(sentences) <= 2 * tenth:
+        sentences = {part: _read_sentences(file) for part, file in files.items()}
+        known = {word for sentence in sentences["train"] for word in sentence}
+        parts = {part: _replace_unknown(sentences[part], known, path=file) for part, file in files.items()}
+        return word_set(parts, name=_name(files["train"]))
+    lines = _read_sentences(path)
+    tenth = max(1, len(lines) // 10)
+    if len(lines) <= 2 * tenth:
         raise StrettoError(
-            f"{str(path)!r} has {len(sentences)} lines with words", fix="Give at least three lines, one sentence each."
+            f"{str(path)!r} has {len(lines)} lines with words", fix="Give at least three lines, one sentence each."
         )
-    firsts = (0, len(sentences) - 2 * tenth, len(sentences) - tenth, len(sentences))
-    parts = {part: sentences[firsts[at] : firsts[at + 1]] for at, part in enumerate(PARTS)}
     return word_set(
-        parts,
+        {"train": lines[: -2 * tenth], "valid": lines[-2 * tenth : -tenth], "test": lines[-tenth:]},
         name=_text_name(path),
-        vocabulary=_distinct(sentences),
         notes=("one file of words: its last lines are kept, a tenth for validation and a tenth for test",),
     )
 
 
 def word_set(
-    sentences: Mapping[Part, Sequence[Sequence[str]]],
-    *,
-    name: str,
-    vocabulary: Sequence[str] | None = None,
-    sources: Mapping[Part, str] | None = None,
-    notes: tuple[str, ...] = (),
+    sentences: Mapping[Part, Sequence[Sequence[str]]], *, name: str, notes: tuple[str, ...] = ()
 ) -> SequenceSet:
-    """Sentences, each a list of words that ends with `<eos>`, as numbers.
-
-    The vocabulary is by default that of the training part; `sources` says what a part is called in messages.
-    """
-    words = tuple(vocabulary or _distinct(sentences["train"]))
+    """Sentences, each a list of words that ends with `<eos>`, as numbers in the order in which words first appear."""
+    flat = [word for part in PARTS for sentence in sentences[part] for word in sentence]
+    words = tuple(dict.fromkeys(flat))
     number_of = {word: number for number, word in enumerate(words)}
-    flat_S = np.concatenate(
-        [_numbers(sentences[part], number_of, source=(sources or {}).get(part, f"{name} ({part})")) for part in PARTS]
-    )
-    lengths = [len(sentence) for part in PARTS for sentence in sentences[part]]
     return SequenceSet.from_flat(
-        flat_S.astype(np.min_scalar_type(len(words) - 1))[:, None],
-        offsets=np.cumsum([0, *lengths]),
+        np.array([number_of[word] for word in flat], dtype=np.min_scalar_type(len(words) - 1)),
+        offsets=np.cumsum([0, *(len(sentence) for part in PARTS for sentence in sentences[part])]),
         split_N=np.repeat(np.arange(len(PARTS)), [len(sentences[part]) for part in PARTS]),
         split_complete=True,
         name=name,
@@ -153,21 +141,15 @@ def word_set(
     )
 
 
-def _distinct(sentences: Iterable[Sequence[str]]) -> list[str]:
-    return list(dict.fromkeys(word for sentence in sentences for word in sentence))
-
-
-def _numbers(sentences: Sequence[Sequence[str]], number_of: Mapping[str, int], *, source: str) -> npt.NDArray[np.int64]:
-    missing = number_of.get(UNKNOWN, -1)
-    flat_S = np.array([number_of.get(word, missing) for sentence in sentences for word in sentence], dtype=np.int64)
-    if (flat_S < 0).any():
-        unknown = [word for word in _distinct(sentences) if word not in number_of]
+def _replace_unknown(sentences: list[list[str]], known: Container[str], *, path: Path) -> list[list[str]]:
+    unknown = list(dict.fromkeys(word for sentence in sentences for word in sentence if word not in known))
+    if unknown and UNKNOWN not in known:
         named = ", ".join(map(repr, unknown[:MAX_NAMED_WORDS])) + (", ..." if len(unknown) > MAX_NAMED_WORDS else "")
         raise StrettoError(
-            f"{source!r} has words that the training part does not have, and there is no {UNKNOWN} there: {named}",
+            f"{str(path)!r} has words that the training part does not have, and there is no {UNKNOWN} there: {named}",
             fix=f"Write {UNKNOWN} for rare words in the training part too.",
         )
-    return flat_S
+    return [[word if word in known else UNKNOWN for word in sentence] for sentence in sentences]
 
 
 def _read_sentences(path: Path) -> list[list[str]]:

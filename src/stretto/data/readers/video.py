@@ -37,7 +37,7 @@ FORMATS: Final = ("JPEG", "PNG")
 MODES: Final = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 MEBIBYTE: Final = 1 << 20
 FRAME_ENDINGS: Final = (".jpg", ".jpeg", ".png")
-FEATURES_ENDING: Final = ".npy"
+FEATURE_ENDINGS: Final = (".npy",)
 VIDEO_ENDINGS: Final = (".avi", ".mp4", ".mkv", ".mov", ".mpg", ".mpeg", ".webm")
 SPLITS_FOLDER: Final = "testTrainMulti_7030_splits"
 _DIGITS: Final = re.compile(r"([0-9]+)")
@@ -135,13 +135,10 @@ class _Clip:
     """The folder of a clip's frames, whose names are in order, or the file of its features, without frames."""
 
     path: Path
+    name: str
+    """As split files have it, without an ending."""
     label: int
     frames: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """The name that split files use, without an ending."""
-        return self.path.name if self.frames else self.path.stem
 
 
 def holds_clips(folder: Path) -> bool:
@@ -180,19 +177,22 @@ def _find_clips(folder: Path) -> tuple[list[_Clip], list[str]]:
 
 def _clips_of_class(folder: Path, *, root: Path, label: int) -> list[_Clip]:
     entries = _inside(folder, root)
-    clips = []
-    for entry in entries:
-        if entry.is_dir():
-            clips.append(_Clip(path=Path(entry.path), label=label, frames=_frame_names(Path(entry.path), root=root)))
-        elif _ends(entry, (FEATURES_ENDING,)):
-            _refuse_special(entry)
-            clips.append(_Clip(path=Path(entry.path), label=label, frames=()))
+    clips = [
+        _Clip(path=Path(entry), name=entry.name, label=label, frames=_frame_names(Path(entry), root=root))
+        for entry in entries
+        if entry.is_dir()
+    ]
+    clips += [
+        _Clip(path=Path(entry), name=Path(entry).stem, label=label, frames=())
+        for entry in _files([entry for entry in entries if not entry.is_dir()], FEATURE_ENDINGS)
+    ]
     known = {clip.name for clip in clips}
-    video = next((entry for entry in entries if _ends(entry, VIDEO_ENDINGS) and Path(entry).stem not in known), None)
+    videos = (Path(entry) for entry in entries if entry.name.lower().endswith(VIDEO_ENDINGS))
+    video = next((path for path in videos if path.stem not in known), None)
     if video is not None:
         raise StrettoError(
-            f"{video.path!r} is a video whose frames are not there",
-            fix=f"Write them to a folder {Path(video).stem!r} beside it, for example with: ffmpeg -i VIDEO %05d.jpg.",
+            f"{str(video)!r} is a video whose frames are not there",
+            fix=f"Write them to a folder {video.stem!r} beside it, for example with: ffmpeg -i VIDEO %05d.jpg.",
         )
     if not clips:
         raise StrettoError(f"the class {str(folder)!r} has no clips", fix="Put clips there, or remove the folder.")
@@ -200,11 +200,7 @@ def _clips_of_class(folder: Path, *, root: Path, label: int) -> list[_Clip]:
 
 
 def _frame_names(folder: Path, *, root: Path) -> tuple[str, ...]:
-    names = []
-    for entry in _inside(folder, root):
-        if _ends(entry, FRAME_ENDINGS):
-            _refuse_special(entry)
-            names.append(entry.name)
+    names = tuple(entry.name for entry in _files(_inside(folder, root), FRAME_ENDINGS))
     if not names:
         raise StrettoError(
             f"the clip {str(folder)!r} has no frames", fix="Put .jpg or .png files there, or remove the folder."
@@ -213,7 +209,7 @@ def _frame_names(folder: Path, *, root: Path) -> tuple[str, ...]:
     twice = next((stem for stem, count in times.items() if count > 1), None)
     if twice is not None:
         raise StrettoError(f"the clip {str(folder)!r} has two frames {twice!r}", fix="Keep one of them.")
-    return tuple(names)
+    return names
 
 
 def _inside(folder: Path, root: Path) -> list["os.DirEntry[str]"]:
@@ -237,9 +233,13 @@ def _natural(entry: "os.DirEntry[str]") -> tuple[list[str | int], str]:
     return [int(part) if place % 2 else part for place, part in enumerate(parts)], entry.name
 
 
-def _refuse_special(entry: "os.DirEntry[str]") -> None:
-    if not entry.is_file():
-        raise StrettoError(f"{entry.path!r} is not a file that can be read", fix="Copy it again, or remove it.")
+def _files(entries: list["os.DirEntry[str]"], endings: tuple[str, ...]) -> list["os.DirEntry[str]"]:
+    """The entries with one of these endings, which must be files."""
+    found = [entry for entry in entries if entry.name.lower().endswith(endings)]
+    special = next((entry for entry in found if not entry.is_file()), None)
+    if special is not None:
+        raise StrettoError(f"{special.path!r} is not a file that can be read", fix="Copy it again, or remove it.")
+    return found
 
 
 def _visible(folder: Path) -> Iterable["os.DirEntry[str]"]:
@@ -249,12 +249,8 @@ def _visible(folder: Path) -> Iterable["os.DirEntry[str]"]:
 
 def _looks_like_a_clip(entry: "os.DirEntry[str]") -> bool:
     if entry.is_dir():
-        return any(_ends(frame, FRAME_ENDINGS) for frame in _visible(Path(entry.path)))
-    return _ends(entry, (FEATURES_ENDING, *VIDEO_ENDINGS))
-
-
-def _ends(entry: "os.DirEntry[str]", endings: tuple[str, ...]) -> bool:
-    return entry.name.lower().endswith(endings)
+        return any(frame.name.lower().endswith(FRAME_ENDINGS) for frame in _visible(Path(entry)))
+    return entry.name.lower().endswith(FEATURE_ENDINGS + VIDEO_ENDINGS)
 
 
 def _apply_split_files(
@@ -266,23 +262,20 @@ def _apply_split_files(
     for test or 0 for unused.
     """
     marks = [_marks(folder, name=name, number=number) for name in names]
-    listed = sum(map(len, marks))
-    marks_N = []
-    for clip in clips:
-        mark = marks[clip.label].get(clip.name)
-        if mark is None:
-            raise StrettoError(
-                f"{str(clip.path)!r} is not listed in {_file_name(names[clip.label], number)}",
-                fix=f"List it as '{clip.name}.avi 0' to leave it out, or remove it.",
-            )
-        marks_N.append(mark)
+    unlisted = next((clip for clip in clips if clip.name not in marks[clip.label]), None)
+    if unlisted is not None:
+        raise StrettoError(
+            f"{str(unlisted.path)!r} is not listed in {_file_name(names[unlisted.label], number)}",
+            fix=f"List it as '{unlisted.name}.avi 0' to leave it out, or remove it.",
+        )
+    marks_N = [marks[clip.label][clip.name] for clip in clips]
     used = [clip for clip, mark in zip(clips, marks_N, strict=True) if mark != UNUSED]
     if not used:
         raise StrettoError(
             f"split {number} in {str(folder / SPLITS_FOLDER)!r} uses none of the clips",
             fix="Mark clips with 1 for train and 2 for test.",
         )
-    unused, missing = len(marks_N) - len(used), listed - len(marks_N)
+    unused, missing = len(clips) - len(used), sum(map(len, marks)) - len(clips)
     notes = [f"train and test are those of split {number} in {SPLITS_FOLDER}"]
     notes += [f"{unused} clips that the split marks as unused are left out"] if unused else []
     notes += [f"{missing} clips that the split lists are not there"] if missing else []
@@ -295,13 +288,12 @@ def _file_name(name: str, number: int) -> str:
 
 def _marks(folder: Path, *, name: str, number: int) -> dict[str, int]:
     path = folder / SPLITS_FOLDER / _file_name(name, number)
-    entry = next((entry for entry in _inside(path.parent, folder.resolve()) if entry.name == path.name), None)
-    if entry is None:
+    listed = [entry for entry in _inside(path.parent, folder.resolve()) if entry.name == path.name]
+    if not _files(listed, (".txt",)):
         raise StrettoError(
             f"there is no split file {str(path)!r}",
             fix=f"Put it there, or remove the folder {SPLITS_FOLDER} to have a split drawn at random.",
         )
-    _refuse_special(entry)
     marks: dict[str, int] = {}
     for place, line in enumerate(decode_text(path).splitlines(), start=1):
         words = line.rsplit(maxsplit=1)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.data.readers.npz import cached_set
-from stretto.data.sequences import PARTS, SequenceSet
+from stretto.data.sequences import PARTS, SequenceSet, part_sizes
 from stretto.data.synthetic.glyphs import font_glyphs
 from stretto.data.targets import Labels
 
@@ -39,17 +39,13 @@ class DrawnDigitsSettings:
     num_train: int = 6000
     seed: int = 0
 
-    def counts(self) -> tuple[int, int, int]:
-        """Images in train, valid and test."""
-        held_out = max(1, self.num_train // 6)
-        return self.num_train, held_out, held_out
-
 
 def make_drawn_digits(settings: DrawnDigitsSettings) -> SequenceSet:
     """Draw every image, 28 x 28 bytes of grey, one row of pixels per step; a pure function of the settings."""
     points_QP2, joined_QP = _shapes()
     images, labels = [], []
-    for number, count in enumerate(settings.counts()):
+    counts = part_sizes(settings.num_train, held_out=6)
+    for number, count in enumerate(counts):
         rng = np.random.default_rng([settings.seed, number, 0xD161])
         labels_N = rng.permutation(np.arange(count) % len(DIGITS))
         labels.append(labels_N)
@@ -62,7 +58,7 @@ def make_drawn_digits(settings: DrawnDigitsSettings) -> SequenceSet:
         rows_SF,
         offsets=np.arange(0, len(rows_SF) + 1, SIDE),
         targets=Labels.check(np.concatenate(labels), names=DIGITS, source=NAME),
-        split_N=np.repeat(np.arange(len(PARTS), dtype=np.uint8), settings.counts()),
+        split_N=np.repeat(np.arange(len(PARTS), dtype=np.uint8), counts),
         split_complete=True,
         name=NAME,
     )

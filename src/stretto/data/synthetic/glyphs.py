@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from stretto.data.readers.ink import resample_stroke
 from stretto.extras import optional
 
 FONTS: Final = ("futural", "rowmans", "cursive", "scripts")
@@ -26,25 +27,12 @@ class Glyph:
     stroke_P: npt.NDArray[np.int64]
     advance: float
 
-    @property
-    def num_strokes(self) -> int:
-        """Strokes, so pen lifts."""
-        return int(self.stroke_P[-1]) + 1 if len(self.stroke_P) else 0
-
 
 @functools.cache
 def font_glyphs(font: str, characters: str) -> dict[str, Glyph]:
     """The shapes of `characters` in a Hershey font, points evenly spaced along each stroke."""
     marks = MARKS_FROM.get(font, font)
-    return {c: _glyph(_strokes(font if c.isalpha() else marks, c)) for c in characters}
-
-
-def _strokes(font: str, character: str) -> list[npt.NDArray[np.float64]]:
-    hershey = _font(font)
-    capital = np.concatenate([np.asarray(s, dtype=np.float64) for s in hershey.strokes_for_text("H")])
-    top, bottom = capital[:, 1].min(), capital[:, 1].max()
-    strokes = [np.asarray(s, dtype=np.float64) for s in hershey.strokes_for_text(character)]
-    return [np.stack([s[:, 0], bottom - s[:, 1]], axis=1) / (bottom - top) for s in strokes if len(s)]
+    return {c: _glyph(_font(font if c.isalpha() else marks), c) for c in characters}
 
 
 @functools.cache
@@ -54,24 +42,22 @@ def _font(font: str) -> Any:
     return hershey
 
 
-def _glyph(strokes: list[npt.NDArray[np.float64]]) -> Glyph:
-    if not strokes:
+def _glyph(hershey: Any, character: str) -> Glyph:
+    capital_P2 = np.concatenate([np.asarray(s, dtype=np.float64) for s in hershey.strokes_for_text("H")])
+    top, bottom = capital_P2[:, 1].min(), capital_P2[:, 1].max()
+    strokes = [np.asarray(s, dtype=np.float64) for s in hershey.strokes_for_text(character)]
+    dense = [_dense(np.stack([s[:, 0], bottom - s[:, 1]], axis=1) / (bottom - top)) for s in strokes if len(s)]
+    if not dense:
         return Glyph(np.zeros((0, 2)), np.zeros(0, dtype=np.int64), advance=0.6)
-    dense = [_evenly_spaced(stroke) for stroke in strokes]
     points_P2 = np.concatenate(dense)
-    left = points_P2[:, 0].min()
-    points_P2[:, 0] -= left
+    points_P2[:, 0] -= points_P2[:, 0].min()
     stroke_P = np.repeat(np.arange(len(dense)), [len(stroke) for stroke in dense])
     return Glyph(points_P2, stroke_P, advance=float(points_P2[:, 0].max()) + 0.25)
 
 
-def _evenly_spaced(stroke_P2: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    moved = np.hypot(*np.diff(stroke_P2, axis=0).T)
-    travelled_P = np.concatenate([[0.0], np.cumsum(moved)])
-    if travelled_P[-1] == 0:
+def _dense(stroke_P2: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    if not np.ptp(stroke_P2, axis=0).any():
         # A dot: a short mark, so that it takes time to write.
         dot_P2: npt.NDArray[np.float64] = stroke_P2[:1] + np.array([[0.0, 0.0], [0.02, -0.04]])
         return dot_P2
-    count = max(2, int(np.ceil(travelled_P[-1] / POINT_SPACING)) + 1)
-    at = np.linspace(0.0, travelled_P[-1], count)
-    return np.stack([np.interp(at, travelled_P, stroke_P2[:, axis]) for axis in range(2)], axis=1)
+    return resample_stroke(stroke_P2, lambda length: max(2, int(np.ceil(length / POINT_SPACING)) + 1))

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.data.readers.npz import cached_set
-from stretto.data.sequences import PARTS, Part, SequenceSet, part_of
+from stretto.data.sequences import PARTS, Part, SequenceSet, part_of, part_sizes
 from stretto.data.synthetic.glyphs import FONTS, font_glyphs
 from stretto.data.targets import Transcripts
 
@@ -82,47 +82,28 @@ def _invent_word(part: Part, *, rng: np.random.Generator) -> str:
             return word
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """The habits of one hand; lengths are in capital heights."""
+    """One hand, whose habits are drawn at random; lengths are in capital heights."""
 
-    font: str
-    slant: float  # shift to the right per unit of height
-    size: float
-    width: float  # horizontal stretch
-    spacing: float  # extra, between letters
-    tremor: float  # standard deviation of the smooth error of the hand
-    drift: float  # amplitude of the baseline's wave
-    speed: float  # distance per time step on a straight stroke
-    caution: float  # how much curves slow the pen down
-    looseness: float  # standard deviation of each letter's size and place
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.font = str(rng.choice(FONTS))
+        self.slant = rng.normal(0.12, 0.2)  # shift to the right per unit of height
+        self.size = rng.lognormal(0.0, 0.15)
+        self.width = rng.lognormal(0.0, 0.15)  # horizontal stretch
+        self.spacing = rng.uniform(-0.05, 0.2)  # extra, between letters
+        self.tremor = rng.uniform(0.005, 0.03)  # standard deviation of the smooth error of the hand
+        self.drift = rng.uniform(0.0, 0.08)  # amplitude of the baseline's wave
+        self.speed = rng.lognormal(np.log(0.19), 0.12)  # distance per time step on a straight stroke
+        self.caution = rng.uniform(0.3, 0.9)  # how much curves slow the pen down
+        self.looseness = rng.uniform(0.01, 0.06)  # standard deviation of each letter's size and place
 
-    @classmethod
-    def draw(cls, rng: np.random.Generator) -> "Writer":
-        """A random hand."""
-        return cls(
-            font=str(rng.choice(FONTS)),
-            slant=float(rng.normal(0.12, 0.2)),
-            size=float(rng.lognormal(0.0, 0.15)),
-            width=float(rng.lognormal(0.0, 0.15)),
-            spacing=float(rng.uniform(-0.05, 0.2)),
-            tremor=float(rng.uniform(0.005, 0.03)),
-            drift=float(rng.uniform(0.0, 0.08)),
-            speed=float(rng.lognormal(np.log(0.19), 0.12)),
-            caution=float(rng.uniform(0.3, 0.9)),
-            looseness=float(rng.uniform(0.01, 0.06)),
-        )
-
-    def write(self, text: str, *, alphabet: str, rng: np.random.Generator) -> npt.NDArray[np.float32]:
+    def write(self, text: str, *, rng: np.random.Generator) -> npt.NDArray[np.float32]:
         """Pen movement of one line: features (dx, dy, pen-up), one row per time step."""
-        points_P2, stroke_P = self._place(text, alphabet=alphabet, rng=rng)
-        points_P2 = self._disturb(points_P2, rng=rng)
-        return self._resample(points_P2, stroke_P)
+        points_P2, stroke_P = self._place(text, rng=rng)
+        return self._resample(self._disturb(points_P2, rng=rng), stroke_P)
 
-    def _place(
-        self, text: str, *, alphabet: str, rng: np.random.Generator
-    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-        glyphs = font_glyphs(self.font, alphabet)
+    def _place(self, text: str, *, rng: np.random.Generator) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        glyphs = font_glyphs(self.font, ALPHABET)
         jitter = rng.normal(0.0, self.looseness, size=(len(text), 4))
         parts, strokes = [], []
         x, num_strokes = 0.0, 0
@@ -134,7 +115,7 @@ class Writer:
                 shape_P2[:, 0] += tilt * shape_P2[:, 1] + x
                 parts.append(shape_P2)
                 strokes.append(glyph.stroke_P + num_strokes)
-                num_strokes += glyph.num_strokes
+                num_strokes += int(glyph.stroke_P[-1]) + 1
             x += glyph.advance + self.spacing
         points_P2 = np.concatenate(parts)
         points_P2[:, 0] = (points_P2[:, 0] + self.slant * points_P2[:, 1]) * self.width
@@ -190,27 +171,17 @@ class HandwritingSettings:
     num_writers: int = 80
     seed: int = 0
 
-    def counts(self) -> tuple[int, int, int]:
-        """Lines in train, valid and test."""
-        held_out = max(1, self.num_train // 10)
-        return self.num_train, held_out, held_out
-
-    def writers(self) -> tuple[int, int, int]:
-        """Writers of train, valid and test; no writer is in two."""
-        held_out = max(1, self.num_writers // 4)
-        return self.num_writers, held_out, held_out
-
 
 def make_handwriting(settings: HandwritingSettings) -> SequenceSet:
     """Write every line; a pure function of the settings."""
     inks, texts, split = [], [], []
-    for number, (part, count, num_writers) in enumerate(zip(PARTS, settings.counts(), settings.writers(), strict=True)):
+    counts, writer_counts = part_sizes(settings.num_train, held_out=10), part_sizes(settings.num_writers, held_out=4)
+    for number, (part, count, num_writers) in enumerate(zip(PARTS, counts, writer_counts, strict=True)):
         rng = np.random.default_rng([settings.seed, number])
-        writers = [Writer.draw(rng) for _ in range(num_writers)]
+        writers = [Writer(rng) for _ in range(num_writers)]
         for _ in range(count):
             text = random_line(part, rng=rng)
-            writer = writers[rng.integers(num_writers)]
-            inks.append(writer.write(text, alphabet=ALPHABET, rng=rng))
+            inks.append(writers[rng.integers(num_writers)].write(text, rng=rng))
             texts.append(text)
             split.append(number)
     return SequenceSet.from_flat(

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from stretto.data.readers.parallel_text import LinePairs, parallel_set
-from stretto.data.sequences import SequenceSet
+from stretto.data.sequences import SequenceSet, part_sizes
 
 ENGLISH_SMALL: Final = (
     "nought one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
@@ -43,8 +43,7 @@ class NumberWordsSettings:
 def make_number_words(settings: NumberWordsSettings | None = None) -> SequenceSet:
     """The set; a pure function of the settings. Each line has up to five numbers of any size."""
     settings = settings or NumberWordsSettings()
-    held_out = max(1, settings.num_train // 10)
-    counts = (settings.num_train, held_out, held_out)
+    counts = part_sizes(settings.num_train, held_out=10)
     rng = np.random.default_rng([settings.seed, 0x2021])
     lines: dict[tuple[int, ...], None] = {}
     while len(lines) < sum(counts):

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from stretto.data.sequences import SequenceSet
+from stretto.data.sequences import SequenceSet, part_sizes
 from stretto.data.targets import StepLabels
 
 REGIME_NAMES: Final = ("unlabelled", "slow, up", "slow, down", "fast, up", "fast, down")
@@ -44,8 +44,7 @@ class RegimeSettings:
 def make_regimes(settings: RegimeSettings | None = None) -> SequenceSet:
     """The set; a pure function of the settings."""
     settings = settings or RegimeSettings()
-    held_out = max(1, settings.num_train // 6)
-    counts = (settings.num_train, held_out, held_out)
+    counts = part_sizes(settings.num_train, held_out=6)
     rng = np.random.default_rng([settings.seed, 0x7E61])
     made = [_signal(settings, rng) for _ in range(sum(counts))]
     offsets = np.cumsum([0, *(len(labels_T) for _, labels_T in made)])

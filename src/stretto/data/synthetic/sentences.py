@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from stretto.data.readers.text import END, word_set
-from stretto.data.sequences import PARTS, Part, SequenceSet
+from stretto.data.sequences import PARTS, SequenceSet, part_sizes
 
 PEOPLE: Final = (
     "baker captain child cook doctor driver farmer friend gardener guard judge king librarian mother nurse painter "
@@ -69,15 +69,12 @@ class TextSettings:
 def make_text(settings: TextSettings | None = None) -> SequenceSet:
     """Write every sentence; a pure function of the settings."""
     settings = settings or TextSettings()
-    held_out = max(1, settings.num_train // 10)
-    counts: dict[Part, int] = {"train": settings.num_train, "valid": held_out, "test": held_out}
+    counts = part_sizes(settings.num_train, held_out=10)
     sentences = {
-        part: [_Speaker(np.random.default_rng([settings.seed, number, at])).sentence() for at in range(counts[part])]
+        part: [_Speaker(np.random.default_rng([settings.seed, number, at])).sentence() for at in range(counts[number])]
         for number, part in enumerate(PARTS)
     }
-    # A rare word may be missing in a part.
-    known = dict.fromkeys(word for part in PARTS for sentence in sentences[part] for word in sentence)
-    return word_set(sentences, name="made-text", vocabulary=tuple(known))
+    return word_set(sentences, name="made-text")
 
 
 class _Speaker:
