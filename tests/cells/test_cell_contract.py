@@ -50,6 +50,7 @@ MAKERS: dict[str, Callable[[], Cell]] = {
     "zoneout": lambda: cells.Zoneout(cells.LSTM(F, H), p=(0.1, 0.5)),
     "zoneout-gru": lambda: cells.Zoneout(cells.GRU(F, H), p=0.3),
     "recurrent-dropout": lambda: cells.RecurrentDropout(cells.LSTM(F, H), p=0.4),
+    "recurrent-dropout-c": lambda: cells.RecurrentDropout(cells.LSTM(F, H), p=0.3, masked=(1,)),
     "recurrent-dropout-elman": lambda: cells.RecurrentDropout(cells.Elman(F, H), p=0.4),
     "nested": lambda: cells.Zoneout(cells.RecurrentDropout(cells.Clockwork(F, H, periods=(1, 3)), p=0.2), p=0.2),
 }

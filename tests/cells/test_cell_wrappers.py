@@ -127,15 +127,6 @@ def test_remembered_states_are_spared() -> None:
     assert torch.equal(cell(x_BF, state)[1][1], inner(x_BF, state)[1][1])
 
 
-def test_gradients_flow_through_what_was_kept_and_what_was_not() -> None:
-    torch.manual_seed(0)
-    cell = Zoneout(Doubling(), p=0.5)
-    state = torch.ones(50, 2, requires_grad=True)
-    _, after = cell(torch.zeros(50, 1), state)
-    after.sum().backward()
-    assert torch.equal(state.grad, torch.where(after == 1.0, 1.0, 2.0))
-
-
 @pytest.mark.parametrize("wrapper", [Zoneout, RecurrentDropout])
 @pytest.mark.parametrize("p", [-0.1, 1, 1.0, 1.5, float("nan"), "0.5", True, None, (0.1,), (0.1, 0.2, 0.3), (0.1, 2.0)])
 def test_probabilities_outside_0_to_1_are_refused(wrapper: Callable[..., Cell], p: object) -> None:
@@ -183,17 +174,6 @@ def test_a_step_is_that_of_the_cell_inside_from_the_masked_state() -> None:
         assert torch.equal(one, two)
 
 
-def test_the_mask_stays_the_same_along_a_sequence() -> None:
-    torch.manual_seed(0)
-    cell = RecurrentDropout(Elman(F, H), p=0.5)
-    start = state = cell.initial_state(5)
-    with torch.no_grad():
-        for _ in range(6):
-            _, state = cell(torch.randn(5, F), state)
-    assert torch.equal(state[1], start[1])
-    assert state[0].all()
-
-
 def test_in_evaluation_dropout_is_the_cell_inside() -> None:
     torch.manual_seed(0)
     inner = GRU(F, H)
@@ -205,15 +185,6 @@ def test_in_evaluation_dropout_is_the_cell_inside() -> None:
     y_BH, state = cell(x_BF, (h_BH, mask_BH))
     assert torch.equal(y_BH, inner(x_BF, h_BH)[0])
     assert torch.equal(state[1], mask_BH)
-
-
-def test_masked_units_pass_no_gradient() -> None:
-    torch.manual_seed(0)
-    cell = RecurrentDropout(Elman(F, H), p=0.5)
-    _, mask_BH = cell.initial_state(3)
-    h_BH = torch.randn(3, H, requires_grad=True)
-    cell(torch.randn(3, F), (h_BH, mask_BH))[0].sum().backward()
-    assert torch.equal(h_BH.grad != 0, mask_BH != 0)
 
 
 def test_other_parts_can_be_masked_and_the_counter_is_not() -> None:
@@ -242,11 +213,6 @@ def test_wrappers_nest() -> None:
     assert torch.equal(state[1], first_BH)
     assert torch.equal(state[2], second_BH)
     assert cell.passive_parts == 2
-
-
-def test_dropout_of_another_input_size_keeps_its_settings() -> None:
-    other = RecurrentDropout(LSTM(F, H), p=0.3, masked=(1,)).with_input_size(8)
-    assert (other.p, other.masked, other.cell.weight_ih.shape) == (0.3, (1,), (4 * H, 8))
 
 
 @pytest.mark.parametrize("masked", [(), (2,), (-1,), (0, 0), 0, ("h",)])

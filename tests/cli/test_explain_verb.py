@@ -187,15 +187,6 @@ def test_json_is_all_that_is_printed(run: Run) -> None:
     assert Path("x.svg").exists()
 
 
-def test_help_has_examples(run: Run) -> None:
-    code, out, _ = run("explain", "--help")
-    assert code == 0
-    assert "stretto explain LSTM" in out
-    assert "file.py:" in out
-    for flag in ("--input-size", "--hidden-size", "--set NAME=VALUE", "--svg", "--json", "--backend", "--dtype"):
-        assert flag in out
-
-
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from stretto.batching import BucketSampler, shuffled_padded_steps
 from stretto.data import AbstractTargets, Labels, SequenceSet, StepLabels, Transcripts
-from stretto.errors import StrettoError
 from stretto.report import Inspection, inspect_lengths, length_histogram, render, write_inspection_page
 from stretto.report.inspect_page import LengthBars, LengthHistogram
 
@@ -192,15 +191,6 @@ def test_equal_lengths_need_one_bucket_and_no_padding() -> None:
 def test_the_kind_of_targets_is_named(targets: AbstractTargets | None, kind: str) -> None:
     data = _set([3, 4], targets=targets)
     assert inspect_lengths(data, batch_size=2, max_padded_steps=None, num_buckets=1).target_kind == kind
-
-
-@pytest.mark.parametrize(
-    ("max_padded_steps", "message"),
-    [(None, "neither batch_size nor max_padded_steps"), (20, "sequence 1 has 40 steps")],
-)
-def test_batches_that_cannot_be_drawn_are_an_error(max_padded_steps: int | None, message: str) -> None:
-    with pytest.raises(StrettoError, match=message):
-        inspect_lengths(_set([3, 40]), batch_size=None, max_padded_steps=max_padded_steps, num_buckets=1)
 
 
 def test_hostile_names_do_nothing_in_a_terminal() -> None:

@@ -1,7 +1,7 @@
 """The page: everything escaped, nothing fetched, the plotting library inside once."""
 
 import pytest
-from html_pages import Elements, assert_self_contained
+from html_pages import Elements
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,10 +54,6 @@ def test_escaped_text_holds_no_markup_and_can_be_written(words: str) -> None:
 
 def test_a_lone_surrogate_is_shown_as_its_escape() -> None:
     assert escape("a\ud800b") == "a\\ud800b"
-
-
-def test_nothing_is_fetched_from_elsewhere() -> None:
-    assert_self_contained(_page("plain", scripted=True))
 
 
 def test_the_plotting_library_is_inside_exactly_once() -> None:

@@ -81,14 +81,10 @@ class BenchSettings:
 
 @final
 class Contender:
-    """One side: passes over the same batch with the same weights.
+    """One side: passes over the same batch with the same weights. The parameters of `module` get gradients.
 
-    The loss is the sum of all outputs, each times a fixed number.
-
-    Args:
-        name: Shown in the table.
-        forward: Gives the outputs: a tensor, or any nest of tuples, lists and dicts of tensors.
-        module: Its parameters get gradients.
+    `forward` gives the outputs, a tensor or any nest of tuples, lists and dicts of tensors. The loss is the sum of all
+    outputs, each times a fixed number.
     """
 
     def __init__(self, name: str, forward: Callable[[], Any], module: nn.Module) -> None:

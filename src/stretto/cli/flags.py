@@ -16,13 +16,9 @@ S = TypeVar("S")
 
 
 def parse(settings: type[S], words: list[str], *, prog: str, default: S | None = None) -> S:
-    """Flags to settings; prints help or the error and exits when there is nothing to run.
+    """Flags to settings, a dataclass whose docstring describes them; prints help or the error and exits if need be.
 
-    Args:
-        settings: A dataclass; its docstring describes the flags.
-        words: The command line after the verb.
-        prog: The words in front of the flags, for the help.
-        default: Values for the flags that are left out.
+    `prog` is shown in front of the flags; `default` has values for those that are left out.
     """
     import tyro
 

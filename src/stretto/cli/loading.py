@@ -37,13 +37,8 @@ def load_module(
 ) -> nn.Module:
     """The cell or model that the user names; a class or function is called to make it.
 
-    Args:
-        target: A cell of Stretto's by its name, MODULE:NAME or FILE.py:NAME.
-        input_size: Features per step that it is made with, if it takes them.
-        hidden_size: Hidden units that it is made with, if it takes them.
-        arguments: Others that it is made with, as NAME=VALUE with a Python literal.
-        kind: What is meant, for messages.
-        input_flag: The flag that gives the input size, for messages.
+    Sizes are passed on if it takes them; `arguments` are NAME=VALUE with a Python literal. `kind` and `input_flag`, the
+    flag that gives the input size, are for messages.
 
     Raises:
         StrettoError: If it cannot be found, or cannot be made.

@@ -50,36 +50,22 @@ class Port:
     source: Node
     node: Node
     gradient: Node | None
-    index: int
 
 
 @dataclass(eq=False, slots=True)
 class Body:
-    """A loop's step, forward and backward, in one graph.
+    """A loop's step, forward and backward, in one graph. Lists follow the order of the loop's states and outputs."""
 
-    Attributes:
-        ports: Inputs: states, values of the step, weights, parts of the state that never change.
-        next_states: Values that become the state, in the order of the loop's states.
-        outputs: Values that are read outside.
-        state_gradients: Inputs of the backward step: the gradient of each next state.
-        output_gradients: Inputs of the backward step: the gradient of each output.
-        forward: Operators of the forward step.
-        backward: Operators of the backward step that stay in the loop.
-        deferred: Operators that run once after the backward loop.
-        saved: Forward values that are stored for the backward pass; everything else it needs is computed again.
-        to_deferred: Values of the backward loop that the deferred operators read.
-    """
-
-    ports: list[Port]
+    ports: list[Port]  # inputs: states, values of the step, weights, parts of the state that never change
     next_states: list[Node]
-    outputs: list[Node]
-    state_gradients: list[Node]
-    output_gradients: list[Node]
-    forward: list[Node] = field(default_factory=list)
-    backward: list[Node] = field(default_factory=list)
-    deferred: list[Node] = field(default_factory=list)
-    saved: list[Node] = field(default_factory=list)
-    to_deferred: list[Node] = field(default_factory=list)
+    outputs: list[Node]  # values that are read outside the loop
+    state_gradients: list[Node]  # inputs of the backward step: the gradient of each next state
+    output_gradients: list[Node]  # inputs of the backward step: the gradient of each output
+    forward: list[Node] = field(default_factory=list)  # operators of the forward step
+    backward: list[Node] = field(default_factory=list)  # operators of the backward step that stay in the loop
+    deferred: list[Node] = field(default_factory=list)  # operators that run once after the backward loop
+    saved: list[Node] = field(default_factory=list)  # stored for the backward pass, which computes all else again
+    to_deferred: list[Node] = field(default_factory=list)  # values of the backward loop that deferred operators read
 
     _by_kind: dict[Kind, list[Port]] = field(default_factory=dict, repr=False)
 
@@ -96,20 +82,21 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
     Raises:
         Untraceable: The body cannot be differentiated as a fixed graph.
     """
-    sources = [(Kind.STATE, graph.states[index], index) for index in loop.states]
-    sources += [(Kind.PER_STEP, node, index) for index, node in enumerate(loop.per_step)]
-    sources += [(Kind.WEIGHT, node, index) for index, node in enumerate(loop.weights)]
-    sources += [(Kind.CONSTANT, graph.states[index], index) for index in loop.constants_per_row]
+    sources = [(Kind.STATE, graph.states[index]) for index in loop.states]
+    sources += [(Kind.PER_STEP, node) for node in loop.per_step]
+    sources += [(Kind.WEIGHT, node) for node in loop.weights]
+    sources += [(Kind.CONSTANT, graph.states[index]) for index in loop.constants_per_row]
+    inputs = [node for _, node in sources]
     outputs = [*(graph.next_states[index] for index in loop.states), *loop.outputs]
     try:
-        recordings = [_record(rows, sources, outputs, loop.nodes, graph) for rows in TRACED_BATCH_SIZES]
+        recordings = [_record(rows, inputs, outputs, loop.nodes, graph) for rows in TRACED_BATCH_SIZES]
     except RuntimeError as error:
         raise Untraceable(f"the loop could not be differentiated: {error}") from error
     (first, found), (second, _) = recordings
     nodes = merge_recordings(first, second)
     ports = [
-        Port(kind, source, node, gradient, index)
-        for (kind, source, index), node, gradient in zip(sources, found["inputs"], found["gradients"], strict=True)
+        Port(kind, source, node, gradient)
+        for (kind, source), node, gradient in zip(sources, found["inputs"], found["gradients"], strict=True)
     ]
     count = len(loop.states)
     body = Body(
@@ -122,25 +109,23 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
     return _take_apart(nodes, body)
 
 
-def _record(
-    rows: int, sources: list[tuple[Kind, Node, int]], outputs: list[Node], nodes: list[Node], graph: StepGraph
-) -> Any:
+def _record(rows: int, sources: list[Node], outputs: list[Node], nodes: list[Node], graph: StepGraph) -> Any:
     device = next((tensor.device for tensor in graph.constants.values()), torch.device("cpu"))
 
     def example(node: Node) -> torch.Tensor:
         return torch.zeros(concrete_shape(node.shape, rows), dtype=node.dtype, device=device)
 
     def run(recorder: Any) -> dict[str, Any]:
-        inputs = [example(source) for _, source, _ in sources]
+        inputs = [example(source) for source in sources]
         cotangents = [example(node) for node in outputs]
         found: dict[str, Any] = {
-            "inputs": [recorder.enter(t, s.name) for t, (_, s, _) in zip(inputs, sources, strict=True)],
+            "inputs": [recorder.enter(t, s.name) for t, s in zip(inputs, sources, strict=True)],
             "cotangents": [recorder.enter(t, f"d_{n.name}") for t, n in zip(cotangents, outputs, strict=True)],
         }
         for tensor in inputs:
             tensor.requires_grad_(tensor.is_floating_point())
         with torch.enable_grad(), recorder:
-            values = {source: tensor for tensor, (_, source, _) in zip(inputs, sources, strict=True)}
+            values = dict(zip(sources, inputs, strict=True))
             values.update((node, tensor) for node, tensor in graph.constants.items() if node not in values)
             for node in nodes:
                 values[node] = evaluate(node, values, rows, op=DECOMPOSED.get(node.label))

@@ -24,6 +24,7 @@ import networkx as nx
 from stretto.graph.adjoint import Body, Kind
 from stretto.graph.analyse import Plan, Stage
 from stretto.graph.node import Node, needed_for
+from stretto.graph.operators import is_view
 from stretto.graph.summary import PRODUCTS, SAME_VALUE, Operator, format_shape
 
 Point: TypeAlias = tuple[float, float]
@@ -174,7 +175,7 @@ class Panel:
     def add_operator(self, node: Node, boxes: dict[Node, Box], *, name: Callable[[Node], str], band: int) -> None:
         """Add a box for an operator, with arrows from those it reads; what has no box is named."""
         shown, sources = Operator.of(node), _sources(node)
-        look: Look = "product" if node.label in PRODUCTS else "view" if shown.is_view else "work"
+        look: Look = "product" if node.label in PRODUCTS else "view" if is_view(node) else "work"
         reads = ", ".join(dict.fromkeys(name(item) for item in sources if item not in boxes))
         tip = f"{node.name}: {shown}" + (f", reads {reads}" if reads else "")
         shape = format_shape(shown.shape)
@@ -487,10 +488,7 @@ def _straighten(rows: Rows, falling: list[Arrow]) -> None:
 def _choose_lanes(rows: Rows, rising: list[Arrow]) -> tuple[dict[Arrow, float], float, float]:
     """For each arrow that leads up, where it does: beside all that lies in between, on the nearer side.
 
-    An arrow within a row has no lane: it is an arch over that row.
-
-    Returns:
-        The lanes, and the left and right edge of everything.
+    An arrow within a row has no lane: it is an arch over that row. Also returns the left and right edge of everything.
     """
     lanes = {}
     lefts = [min(box.middle - box.width / 2 for box in row) for row in rows]
@@ -567,14 +565,7 @@ def _draw_rising(rows: Rows, rising: list[Arrow], lanes: dict[Arrow, float]) -> 
 
 
 def draw(plan: Plan, bodies: list[Body], *, title: str, subtitle: str = "") -> str:
-    """The step of a plan as SVG: what is computed at which stage, forward and backward.
-
-    Args:
-        plan: A step, taken apart.
-        bodies: Its loops with their backward steps, in order.
-        title: Above the picture.
-        subtitle: Under the title.
-    """
+    """A plan and the bodies of its loops, in order, as SVG: what is computed at which stage, forward and backward."""
     panels = [panel for panel in (forward_panel(plan), backward_panel(bodies)) if panel.boxes]
     return document(panels, title=title, subtitle=subtitle)
 

@@ -56,18 +56,10 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A named vector that takes a new value at every step.
+    """A named vector that takes a new value at every step, with the settings of `Graph.layer`.
 
-    Attributes:
-        name: What connections and parameters call it.
-        size: Its units.
-        role: "hidden" is computed from what arrives, "input" is given at every step, "constant" never changes.
-        aggregation: "sum" or "multiply": how everything that arrives is combined.
-        activation: Applied to the result; "softmax" runs over the units, all others act on each unit.
-        bias: Whether a vector of parameters is added to the sum.
-        initial_bias: Where that vector starts.
-        initial: The value at every step before the first; for a constant layer, its value at all steps.
-        learn_initial: Whether that value is a vector of parameters, which starts at `initial`.
+    A layer of the role "hidden" is computed from what arrives, an "input" is given at every step, and a "constant" is
+    `initial` at all steps.
     """
 
     name: str
@@ -132,16 +124,9 @@ class Layer:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """An edge that carries one layer's value, of this or an earlier step, to another layer.
+    """An edge that carries one layer's value, of this or an earlier step, to another layer; see `Graph.connect`.
 
-    Attributes:
-        source: The layer that is read.
-        destination: The layer that the value arrives at.
-        kind: "full" multiplies with a matrix of weights, "diagonal" with one weight per unit; "identity" has no
-            weights, and neither has "broadcast", which repeats a single unit.
-        delay: How many steps ago the source had the value; 0 is this step.
-        source_range: The units that are read, as (first, end); None for all.
-        destination_range: The units that the value arrives at, likewise.
+    Ranges are (first, end), or None for all units.
     """
 
     source: str
@@ -214,26 +199,17 @@ class Wire(NamedTuple):
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
-    """What one step does. Graphs of equal content have equal wirings, in whatever order they were declared.
+    """What one step does. Graphs of equal content have equal wirings, in whatever order they were declared."""
 
-    Attributes:
-        layers: All layers, each after those that it reads within the step.
-        connections: All connections, sorted.
-        inputs: The layers that share the columns of the input, in that order.
-        outputs: The layers whose values are the output, side by side.
-        wires: What arrives at each hidden layer, the earliest known first, so that sums of it can leave the time loop.
-        parts: Each hidden layer, cut where a connection begins or ends: units, and the numbers of the wires that
-            arrive at all of them.
-        delayed: The earlier values that the state holds: the layer, and how many steps ago it had the value.
-    """
-
-    layers: tuple[Layer, ...]
-    connections: tuple[Connection, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    layers: tuple[Layer, ...]  # each after those that it reads within the step
+    connections: tuple[Connection, ...]  # sorted
+    inputs: tuple[str, ...]  # they share the columns of the input, in this order
+    outputs: tuple[str, ...]  # their values are the output, side by side
+    # What arrives at each hidden layer, the earliest known first, so that sums of it can leave the time loop.
     wires: Mapping[str, tuple[Wire, ...]]
+    # Each hidden layer, cut where a connection begins or ends: units, and the numbers of the wires that arrive there.
     parts: Mapping[str, tuple[tuple[Range, tuple[int, ...]], ...]]
-    delayed: tuple[tuple[str, int], ...]
+    delayed: tuple[tuple[str, int], ...]  # values that the state holds: the layer, and how many steps ago it had them
 
 
 def lay_out(layers: Iterable[Layer], *, connections: Sequence[Connection], outputs: Sequence[str]) -> Wiring:
@@ -437,14 +413,11 @@ def _check_widths(layers: Mapping[str, Layer], *, connection: Connection) -> Non
 def _check_units_are_fed(layer: Layer, *, connections: Sequence[Connection]) -> None:
     if not connections:
         raise StrettoError(f"nothing is connected to layer {layer.name!r}", fix="Connect it, or leave it out.")
-    fed = 0
-    for first, end in sorted(_units(layer, connection.destination_range) for connection in connections):
-        if first > fed:
-            break
-        fed = max(fed, end)
-    if fed < layer.size:
+    fed = {unit for one in connections for unit in range(*_units(layer, one.destination_range))}
+    unfed = min(set(range(layer.size)) - fed, default=None)
+    if unfed is not None:
         raise StrettoError(
-            f"no connection arrives at unit {fed} of layer {layer.name!r}, though others of its {layer.size} are fed",
+            f"no connection arrives at unit {unfed} of layer {layer.name!r}, though others of its {layer.size} are fed",
             fix="Make the destination ranges cover the layer, or make the layer smaller.",
         )
 
@@ -475,10 +448,7 @@ class GraphCell(Cell):
 
     The state holds the last d values of each layer that is read with a delay of up to d, a tensor each. Weights start
     uniform within 1 / sqrt(n) of zero, n being the longer side of the matrix, as `torch.nn.LSTM` does with its hidden
-    size; biases and learned initial values start where the layers say.
-
-    Attributes:
-        wiring: The graph, checked and laid out.
+    size; biases and learned initial values start where the layers say. `wiring` is the graph, checked and laid out.
     """
 
     def __init__(self, wiring: Wiring) -> None:
@@ -716,7 +686,8 @@ class Graph:
             size: Its units.
             aggregation: "sum" or "multiply": how everything that arrives is combined.
             activation: Applied to the result: "linear", "sigmoid", "tanh", "relu", "softplus", "softmax", "one_minus",
-                "negate" or another of `stretto.graph.ACTIVATIONS`.
+                "negate" or another of `stretto.graph.ACTIVATIONS`. "softmax" runs over the units, all others act on
+                each unit.
             bias: Whether to add a vector of parameters to the sum.
             initial_bias: Where that vector starts.
             initial: The value before the first step, for connections with a delay.

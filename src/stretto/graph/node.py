@@ -28,23 +28,15 @@ Size: TypeAlias = "int | BatchDim"
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A value of the step: what computes it, from what, and what it looks like.
+    """A value of the step: what computes it, from what, and what it looks like."""
 
-    Attributes:
-        name: Unique in its graph, and readable.
-        op: The operator that computes it; None for an input.
-        args: Its arguments, with nodes and `BatchDim` in place of tensors and batch-dependent integers.
-        kwargs: Its keyword arguments, likewise.
-        shape: Sizes; a leading `BatchDim` says that it has a row for each sequence.
-        dtype: Of the elements; None for an operator with several outputs, which further nodes take apart.
-    """
-
-    name: str
-    op: Callable[..., Any] | None
+    name: str  # unique in its graph, and readable
+    op: Callable[..., Any] | None  # None for an input
+    # Arguments have nodes and `BatchDim` in place of tensors and batch-dependent integers.
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    shape: tuple[Size, ...] = ()
-    dtype: torch.dtype | None = None
+    shape: tuple[Size, ...] = ()  # a leading `BatchDim` says that it has a row for each sequence
+    dtype: torch.dtype | None = None  # None for an operator with several outputs, which further nodes take apart
     _inputs: tuple[tuple[Any, ...], list["Node"]] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:

@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 
-from stretto.graph.node import Node, needed_for, sort_nodes
+from stretto.graph.node import Node, Size, needed_for, sort_nodes
 from stretto.graph.trace import StepGraph
 
 aten = torch.ops.aten
+
+
+def _derive(node: Node, suffix: str, op: Any, args: tuple[Any, ...], *, shape: tuple[Size, ...]) -> Node:
+    return Node(f"{node.name}_{suffix}", op, args, shape=shape, dtype=node.dtype)
 
 
 def _state_dependent(graph: StepGraph) -> set[Node]:
@@ -22,11 +26,7 @@ def _state_dependent(graph: StepGraph) -> set[Node]:
 
 
 def split_products_of_concatenations(graph: StepGraph) -> int:
-    """`W [x, h]` becomes `Wx x + Wh h`, so that the input's half does not wait for the state.
-
-    Returns:
-        How many products were split.
-    """
+    """`W [x, h]` becomes `Wx x + Wh h`, so that the input's half does not wait for the state; how many were split."""
     moving = _state_dependent(graph)
     nodes: list[Node] = []
     count = 0
@@ -52,21 +52,15 @@ def _split(node: Node, runs: list[tuple[bool, list[Node]]], weight: Node) -> lis
     start = 0
     for index, (moves, parts) in enumerate(runs):
         width = sum(part.row_size for part in parts)
-        rows = Node(
-            f"{node.name}_weight{index}",
-            aten.slice.Tensor,
-            (weight, 0, start, start + width),
-            shape=(width, weight.shape[1]),
-            dtype=weight.dtype,
-        )
+        stretch, shape = (weight, 0, start, start + width), (width, weight.shape[1])
+        rows = _derive(node, f"weight{index}", aten.slice.Tensor, stretch, shape=shape)
         start += width
         made.append(rows)
         side = parts[0]
         if len(parts) > 1:
-            shape = (parts[0].shape[0], width)
-            side = Node(f"{node.name}_side{index}", aten.cat.default, (parts, 1), shape=shape, dtype=node.dtype)
+            side = _derive(node, f"side{index}", aten.cat.default, (parts, 1), shape=(parts[0].shape[0], width))
             made.append(side)
-        product = Node(f"{node.name}_part{index}", aten.mm.default, (side, rows), shape=node.shape, dtype=node.dtype)
+        product = _derive(node, f"part{index}", aten.mm.default, (side, rows), shape=node.shape)
         made.append(product)
         products[moves].append(product)
     # Sums that do not depend on the state come first: they leave the loop together, and the bias with them.
@@ -75,18 +69,14 @@ def _split(node: Node, runs: list[tuple[bool, list[Node]]], weight: Node) -> lis
         terms[0].op, terms[0].args = aten.addmm.default, (node.args[0], *terms[0].args)
     total = terms[0]
     for index, term in enumerate(terms[1:-1]):
-        total = Node(f"{node.name}_sum{index}", aten.add.Tensor, (total, term), shape=node.shape, dtype=node.dtype)
+        total = _derive(node, f"sum{index}", aten.add.Tensor, (total, term), shape=node.shape)
         made.append(total)
     node.op, node.args = aten.add.Tensor, (total, terms[-1])
     return [*made, node]
 
 
 def merge_products(graph: StepGraph, loop: set[Node]) -> int:
-    """Products of one vector with several matrices inside the loop become one product with all of them side by side.
-
-    Returns:
-        How many products were saved.
-    """
+    """Products of a vector with several matrices inside the loop become one with all of them; how many were saved."""
     by_side: dict[Node, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         if node in loop and node.label in {"mm", "addmm"} and not node.kwargs and node.args[-1] not in loop:
@@ -99,22 +89,14 @@ def merge_products(graph: StepGraph, loop: set[Node]) -> int:
         first = products[0]
         weights = [product.args[-1] for product in products]
         width = sum(product.row_size for product in products)
-        together = Node(
-            f"{first.name}_weights",
-            aten.cat.default,
-            (weights, 1),
-            shape=(weights[0].shape[0], width),
-            dtype=first.dtype,
-        )
-        product = Node(
-            f"{first.name}_all", aten.mm.default, (side, together), shape=(first.shape[0], width), dtype=first.dtype
-        )
-        made: list[Node] = [together, product]
+        together = _derive(first, "weights", aten.cat.default, (weights, 1), shape=(weights[0].shape[0], width))
+        product = _derive(first, "all", aten.mm.default, (side, together), shape=(first.shape[0], width))
+        made = [together, product]
         start = 0
         for old in products:
-            arguments: tuple[Any, ...] = (product, 1, start, start + old.row_size)
+            stretch = (product, 1, start, start + old.row_size)
             start += old.row_size
-            part = Node(f"{old.name}_part", aten.slice.Tensor, arguments, shape=old.shape, dtype=old.dtype)
+            part = _derive(old, "part", aten.slice.Tensor, stretch, shape=old.shape)
             made.append(part)
             old.op, old.args = (
                 (aten.add.Tensor, (part, old.args[0])) if old.label == "addmm" else (aten.alias.default, (part,))

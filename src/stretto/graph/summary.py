@@ -25,19 +25,17 @@ class Operator:
     Attributes:
         name: Its plain name, such as "sigmoid".
         shape: Sizes of its result within a row, or as a whole where it has no rows.
-        is_view: Whether it is a view of another one's data, which costs nothing.
     """
 
     name: str
     shape: tuple[int, ...]
-    is_view: bool
 
     @classmethod
     def of(cls, node: Node) -> "Operator":
         """The operator of a node; for one of several results, the operator that computed them."""
         label = node.args[0].label if node.label == "getitem" else node.label
         name = label.strip("_").removeprefix("native_")
-        return cls(name=PLAIN_NAMES.get(name, name), shape=node.row_shape, is_view=is_view(node))
+        return cls(name=PLAIN_NAMES.get(name, name), shape=node.row_shape)
 
     def __str__(self) -> str:
         return f"{self.name} {format_shape(self.shape)}"
@@ -118,14 +116,7 @@ class LoopSummary:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A plan in numbers.
-
-    Attributes:
-        operators: What is computed at each stage: once, hoisted, loop, sunk, and deferred for the backward pass.
-        loops: The loops, in the order in which they run.
-        hoisted: Products computed for all steps at once, before a loop.
-        sunk: Products computed for all steps at once, after the loops.
-    """
+    """A plan in numbers: operators by stage, `deferred` among them, loops in their order, and products outside."""
 
     operators: dict[str, tuple[Operator, ...]]
     loops: tuple[LoopSummary, ...]

@@ -73,36 +73,28 @@ class Inspection:
 
     Lengths and batches are those of the training sequences, as training will draw them, or of all sequences when
     none is marked for training. Batches are padded to their longest sequence.
-
-    Attributes:
-        parts: Sequences of train, valid and test.
-        whose: The sequences whose lengths follow: "training sequences", or "sequences" for all.
-        quantiles: Length by share of sequences, from 0 (the shortest) to 1 (the longest).
-        shuffled_padding: Share of padded steps that is padding when batches are drawn from all sequences.
-        padding: The same with buckets.
-        padded_steps_ratio: Padded steps of the shuffled batches over those with buckets.
     """
 
     name: str
     num_sequences: int
-    parts: Mapping[str, int]
+    parts: Mapping[str, int]  # sequences of train, valid and test
     num_steps: int
     num_features: int
     target_kind: str
     memory_mapped: bool
     notes: Sequence[str]
-    whose: str
+    whose: str  # "training sequences", or "sequences" for all
     batch_size: int | None
     max_padded_steps: int | None
-    quantiles: Mapping[float, float]
+    quantiles: Mapping[float, float]  # length by share of sequences, from 0 (the shortest) to 1 (the longest)
     mean: float
     histogram: LengthHistogram
     edges: Sequence[int]
     buckets: Sequence[BucketRow]
     batches: int
-    shuffled_padding: float
-    padding: float
-    padded_steps_ratio: float
+    shuffled_padding: float  # share of padded steps that is padding when batches are drawn from all sequences
+    padding: float  # the same with buckets
+    padded_steps_ratio: float  # padded steps of the shuffled batches over those with buckets
 
 
 def inspect_lengths(

@@ -154,15 +154,10 @@ def page(
     footer: str,
     scripted: bool = True,
 ) -> str:
-    """The whole page.
+    """The whole page: a title, which the browser's tab shows too, what is above the first section, and the sections.
 
-    Args:
-        title: Plain text, also the name of the browser's tab.
-        subtitle: Plain text under the title.
-        top: Above the first section.
-        sections: The rest, in order: headings, plain text, and what is under them.
-        footer: Plain text at the end.
-        scripted: Whether the page has plots, which need the plotting library's source inside, once.
+    Titles, headings and the footer are plain text. `scripted` says whether the page has plots, which need the plotting
+    library's source inside, once.
     """
     script = f"<script>{optional('plotly.offline').get_plotlyjs()}</script>" if scripted else ""
     body = join(Html(f"<section><h2>{escape(heading)}</h2>\n{part}</section>") for heading, part in sections)

@@ -40,17 +40,10 @@ def plot(
     annotations: Sequence[dict[str, Any]] = (),
     legend: bool = True,
 ) -> Html:
-    """Draw traces on one pair of axes.
+    """Draw plotly traces on one pair of axes, as wide as there is room.
 
-    Args:
-        traces: Plotly traces.
-        name: Unique on its page; letters and hyphens.
-        x: The horizontal axis: `title` and any other setting of a plotly axis.
-        y: The vertical axis.
-        height: Of the plot, in pixels; it is as wide as there is room.
-        shapes: Lines drawn over the traces.
-        annotations: Words drawn over the traces.
-        legend: Whether to name the traces above the plot.
+    `name` is unique on its page, letters and hyphens. `x` and `y` have the `title` of an axis and any other setting of
+    a plotly axis; shapes and annotations, lines and words over the traces, are plotly's too. The legend is above.
     """
     drawing = optional("plotly.graph_objects").Figure(
         data=list(traces),

@@ -42,11 +42,9 @@ def align(target: str, output: str) -> tuple[Marks, Marks, int]:
 def samples_html(items: Iterable[Mapping[str, Any]], *, metric: str) -> Html:
     """One card per sequence: its ink when it has some, the target, and the output with what is wrong in it marked.
 
-    Args:
-        items: Each with `target`, `output` and `ink` (rows of dx, dy, pen-up, or None); where every time step
-            has a label, with a `track` of them, which is shown instead.
-        metric: The task's; it decides what counts as wrong: characters that must be edited for "cer", the
-            whole for "accuracy", characters at their place for "perplexity", nothing otherwise.
+    Items have `target`, `output` and `ink` (rows of dx, dy, pen-up, or None), or, where every time step has a label, a
+    `track` of them. The metric decides what counts as wrong: characters that must be edited for "cer", the whole for
+    "accuracy", characters at their place for "perplexity", nothing otherwise.
     """
     return Html('<div class="samples">' + "\n".join(_card(item, metric=metric) for item in items) + "</div>")
 
