@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stretto.cli.main import main
-from stretto.data import Labels, SequenceSet
+from stretto.data import Labels, SequenceSet, StepLabels
 from stretto.files import CACHE_VARIABLE
 from stretto.kernels.backends.cpp import batched, compiler
 
@@ -102,14 +102,14 @@ def _assert_same_set(one: SequenceSet, other: SequenceSet) -> None:
     np.testing.assert_array_equal(one.split_N, other.split_N)
     assert one.features_SF.dtype == other.features_SF.dtype
     assert one.num_features == other.num_features
-    assert one.alphabet == other.alphabet
+    assert (one.alphabet, one.vocabulary) == (other.alphabet, other.vocabulary)
     assert type(one.targets) is type(other.targets)
-    if isinstance(one.targets, Labels) and isinstance(other.targets, Labels):
+    if isinstance(one.targets, Labels | StepLabels) and isinstance(other.targets, Labels | StepLabels):
         assert one.targets.names == other.targets.names
     for index in range(len(one)):
         first, second = one[index], other[index]
         np.testing.assert_array_equal(first.features_TF.numpy(), second.features_TF.numpy())
-        assert first.target == second.target
+        np.testing.assert_array_equal(first.target, second.target)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="session")

@@ -18,17 +18,11 @@ ANY_STROKES = st.lists(
 )
 
 
-def test_pen_features_are_movements_in_units_of_the_height():
+def test_without_pen_flags_each_sequence_is_one_stroke_in_units_of_its_height():
     xy = np.array([[0, 0], [2, 4], [2, 0], [50, 7], [51, 9]])
-    features = pen_features(xy, pen_down_S=np.array([1, 0, 1, 1, 0]), offsets=np.array([0, 3, 5]), source="here")
-    assert features.dtype == np.float32
-    np.testing.assert_allclose(features, [[0, 0, 0], [0.5, 1, 1], [0, -1, 1], [0, 0, 0], [0.5, 1, 1]])
-
-
-def test_without_pen_flags_each_sequence_is_one_stroke():
-    xy = np.array([[0, 0], [0, 1], [0, 2], [5, 5], [5, 6]])
     features = pen_features(xy, pen_down_S=None, offsets=np.array([0, 3, 5]), source="here")
-    assert features[:, 2].tolist() == [0, 0, 1, 0, 1]
+    assert features.dtype == np.float32
+    np.testing.assert_allclose(features, [[0, 0, 0], [0.5, 1, 0], [0, -1, 1], [0, 0, 0], [0.5, 1, 1]])
 
 
 def test_pen_features_of_a_flat_sequence_stay_finite():
@@ -92,16 +86,19 @@ def test_coordinates_out_of_all_measure_are_refused(far):
         line_features([np.array([[-far, 0.0], [far, 1.0]])], source="page 3")
 
 
-NAMESPACE = ' xmlns="http://www.w3.org/2003/InkML"'
 INKML_STROKES = [np.array([[10.0, 40.0], [12.5, 20.0], [14.0, 40.0]]), np.array([[11.0, 30.0], [13.0, 30.0]])]
 TRACES = "<trace>10 40, 12.5 20, 14 40</trace><trace>11 30,13 30</trace>"
 LAUGHS = '<!DOCTYPE ink [<!ENTITY a "ha"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;"><!ENTITY c "&b;&b;&b;&b;&b;&b;&b;&b;">]>'
 
 
-def write(path, inside, *, root=f"ink{NAMESPACE}", before=""):
+def put(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{before}<{root}>{inside}</{root.split()[0]}>", encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return path
+
+
+def write(path, inside, *, before=""):
+    return put(path, f'{before}<ink xmlns="http://www.w3.org/2003/InkML">{inside}</ink>')
 
 
 @pytest.mark.parametrize(
@@ -179,31 +176,12 @@ def test_a_folder_is_split_by_file_name(tmp_path, parts):
     assert (data.name, len(data.notes)) == (tmp_path.name, 1)
 
 
-def test_files_without_a_transcript_have_no_targets(tmp_path):
-    assert isinstance(read_inkml(write(tmp_path / "a.inkml", TRACES)).targets, NoTargets)
-
-
 def test_transcripts_are_for_all_files_or_none(tmp_path):
-    write(tmp_path / "a.inkml", f'<annotation type="truth">a</annotation>{TRACES}')
     write(tmp_path / "b.inkml", TRACES)
+    assert isinstance(read_inkml(tmp_path).targets, NoTargets)
+    write(tmp_path / "a.inkml", f'<annotation type="truth">a</annotation>{TRACES}')
     with pytest.raises(StrettoError, match=r"b\.inkml' has no transcript"):
         read_inkml(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "points", ["1125 18432,'23 '43,\"7 \"-8,3 -5", "10 20,'3 4", '10 20,"3 4', "!10 !20", "10 20, 5 '6"]
-)
-def test_compressed_traces_are_refused(tmp_path, points):
-    with pytest.raises(StrettoError, match=r"word\.inkml' has a trace in a compressed form.*plain decimals"):
-        read_inkml(write(tmp_path / "word.inkml", f"<trace>{points}</trace>"))
-
-
-@pytest.mark.parametrize(
-    "points", ["10 20, 30", "10 20,", "10 20, a b", "10 nan, 1 1", "1_0 20", "#A0 #FF", "10-5", "* ?", "٣ 4"]
-)
-def test_points_that_are_no_decimals_are_refused(tmp_path, points):
-    with pytest.raises(StrettoError, match=r"word\.inkml' has the point .* not a plain decimal"):
-        read_inkml(write(tmp_path / "word.inkml", f"<trace>{points}</trace>"))
 
 
 @pytest.mark.parametrize(
@@ -221,6 +199,14 @@ def test_points_that_are_no_decimals_are_refused(tmp_path, points):
         ('<trace>1 2</trace><trace continuation="end">1 2</trace>', "continues another"),
         ("<trace>0 0, 1e300 1</trace>", "the pen travels"),
         ("<trace>0 0, 1e999 1</trace>", "the pen travels"),
+        *(
+            (f"<trace>{points}</trace>", "has a trace in a compressed form.*plain decimals")
+            for points in ("1125 18432,'23 '43,\"7 \"-8,3 -5", "10 20,'3 4", '10 20,"3 4', "!10 !20", "10 20, 5 '6")
+        ),
+        *(
+            (f"<trace>{points}</trace>", "has the point .* not a plain decimal")
+            for points in ("10 20, 30", "10 20,", "10 a", "10 nan, 1 1", "1_0 20", "#A0 #FF", "10-5", "* ?", "٣ 4")
+        ),
     ],
 )
 def test_ink_that_cannot_be_used_names_its_file(tmp_path, inside, message):
@@ -231,21 +217,22 @@ def test_ink_that_cannot_be_used_names_its_file(tmp_path, inside, message):
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "message"),
     [
-        *(b"", b"<ink>", b"<ink><trace>1 2</ink>", b"\x00\x01", b"<ink>\xff</ink>"),
-        *(f'<?xml version="1.0" encoding="{name}"?><ink/>'.encode() for name in ("klingon", "utf-32", "shift_jis")),
+        *(
+            (content, "is damaged or not plain XML")
+            for content in (b"", b"<ink>", b"<ink><trace>1 2</ink>", b"\x00\x01", b"<ink>\xff</ink>")
+        ),
+        *(
+            (f'<?xml version="1.0" encoding="{name}"?><ink/>'.encode(), "is damaged or not plain XML")
+            for name in ("klingon", "utf-32", "shift_jis")
+        ),
+        (b"<html/>", "has the root 'html'"),
     ],
 )
-def test_malformed_xml_is_refused(tmp_path, content):
+def test_malformed_xml_and_other_roots_are_refused(tmp_path, content, message):
     (tmp_path / "word.inkml").write_bytes(content)
-    with pytest.raises(StrettoError, match=r"word\.inkml' is damaged or not plain XML"):
-        read_inkml(tmp_path)
-
-
-def test_another_root_is_refused(tmp_path):
-    write(tmp_path / "page.inkml", "", root="html")
-    with pytest.raises(StrettoError, match=r"page\.inkml' has the root 'html'"):
+    with pytest.raises(StrettoError, match=rf"word\.inkml' {message}"):
         read_inkml(tmp_path)
 
 
@@ -268,11 +255,9 @@ def test_entities_are_refused(tmp_path, doctype, text):
     assert "the secret" not in str(caught.value)
 
 
-def test_a_folder_without_ink_and_a_missing_file_are_errors(tmp_path):
+def test_a_folder_without_ink_is_an_error(tmp_path):
     with pytest.raises(StrettoError, match=r"there is no \.inkml file below"):
         read_inkml(tmp_path)
-    with pytest.raises(StrettoError, match=r"could not read '.*none\.inkml'"):
-        read_inkml(tmp_path / "none.inkml")
 
 
 IAM_STROKES = [np.array([[100.0, 400.0], [120.0, 300.0], [140.0, 410.0]]), np.array([[150.0, 350.0]])]
@@ -291,12 +276,6 @@ def session(strokes):
 
 def point(xy):
     return f'<Point x="{int(xy[0])}" y="{int(xy[1])}" time="769.05"/>'
-
-
-def put(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 def strokes_path(folder, sheet, number):
@@ -319,18 +298,12 @@ def put_sheet(folder, sheet, texts):
 def test_lines_have_ink_and_the_text_under_csr(tmp_path):
     put_sheet(tmp_path, "a01-000u", ["A move to", "stop, Mr.", "Gaitskell"])
     put_sheet(tmp_path, "a01-020", ["of peers"])
+    strokes_path(tmp_path, "a01-000u", 2).unlink()
     data = read_iam(tmp_path)
-    assert [data[index].target for index in range(4)] == ["A move to", "stop, Mr.", "Gaitskell", "of peers"]
+    assert [data[index].target for index in range(3)] == ["A move to", "Gaitskell", "of peers"]
     np.testing.assert_allclose(data[0].features_TF.numpy(), line_features(IAM_STROKES), atol=1e-5)
     assert data.name == tmp_path.name
     assert "no form is in two parts" in data.notes[0]
-
-
-def test_a_line_number_points_into_the_text(tmp_path):
-    put_sheet(tmp_path, "a01-000u", ["one", "two", "three"])
-    strokes_path(tmp_path, "a01-000u", 2).unlink()
-    data = read_iam(tmp_path)
-    assert [data[0].target, data[1].target] == ["one", "three"]
 
 
 @pytest.mark.parametrize("parts", [{"train", "valid", "test"}, {"train", "valid"}])
@@ -408,14 +381,11 @@ def test_a_bad_ascii_file_is_named(tmp_path, content, message):
         read_iam(tmp_path)
 
 
-def test_two_transcripts_of_one_sheet_are_refused(tmp_path):
+def test_two_transcripts_of_one_sheet_and_a_folder_without_lines_are_refused(tmp_path):
+    put(tmp_path / "strokesu.xml", "<a/>")
+    with pytest.raises(StrettoError, match=r"no stroke file such as a01-000u-01\.xml below"):
+        read_iam(tmp_path)
     put_sheet(tmp_path, "a01-000u", ["one"])
     put(tmp_path / "copy" / "a01-000u.txt", "CSR:\nanother\n")
     with pytest.raises(StrettoError, match="2 transcripts of 'a01-000u'"):
-        read_iam(tmp_path)
-
-
-def test_a_folder_without_lines_is_an_error(tmp_path):
-    put(tmp_path / "strokesu.xml", "<a/>")
-    with pytest.raises(StrettoError, match=r"no stroke file such as a01-000u-01\.xml below"):
         read_iam(tmp_path)

@@ -1,11 +1,9 @@
 """The right reader for a file or folder."""
 
-import gzip
-
 import numpy as np
 import pytest
 
-from stretto.data import SequenceSet, open_sequences, write_npz
+from stretto.data import SequenceSet, open_sequences, read_inkml, read_npz, read_parquet, read_text, write_npz
 from stretto.errors import StrettoError
 
 INK = "<ink><annotation type='truth'>a</annotation><trace>1 2, 3 4</trace></ink>"
@@ -49,12 +47,6 @@ def test_an_npz_file_by_path_and_by_string(tmp_path, four, assert_same_set):
 def test_tables(tmp_path, name):
     put_table(tmp_path / name)
     assert open_sequences(tmp_path / name).lengths_N.tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(("name", "pack"), [("a.txt", bytes), ("b.TXT.gz", gzip.compress)])
-def test_text_plain_and_compressed(tmp_path, name, pack):
-    (tmp_path / name).write_bytes(pack(b"one\n\nthree"))
-    assert open_sequences(tmp_path / name).lengths_N.tolist() == [3, 5]
 
 
 def test_an_inkml_file_and_a_folder_of_them(tmp_path):
@@ -105,6 +97,12 @@ def test_a_folder_with_nothing_to_read_is_refused_with_the_choice(tmp_path):
         open_sequences(tmp_path)
 
 
+@pytest.mark.parametrize("read", [read_npz, read_parquet, read_text, read_inkml])
+def test_a_missing_file_is_an_error_of_its_reader(tmp_path, read):
+    with pytest.raises(StrettoError, match=r"(there is no file|could not read) '.*none\.ending'"):
+        read(tmp_path / "none.ending")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -115,15 +113,6 @@ def test_a_folder_with_nothing_to_read_is_refused_with_the_choice(tmp_path):
 def test_a_missing_or_impossible_path_is_an_error(tmp_path, name, message):
     with pytest.raises(StrettoError, match=message):
         open_sequences(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("folder", "count"),
-    [("digilets", 23_870), ("pendigits_orig", 10_992), ("japanese_vowels", 640), ("tinyshakespeare", 7_222)],
-)
-@pytest.mark.slow
-def test_real_folders_open_as_they_are(shared_data, folder, count):
-    assert len(open_sequences(shared_data / folder)) == count
 
 
 @pytest.mark.slow

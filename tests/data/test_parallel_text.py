@@ -12,7 +12,6 @@ from stretto.data import (
     SequenceSet,
     line_pairs,
     open_sequences,
-    parallel_set,
     read_npz,
     read_parallel_text,
     write_npz,
@@ -115,17 +114,6 @@ def test_pairs_survive_a_subset_and_a_file(tmp_path):
     again = line_pairs(read_npz(tmp_path / "pets.npz"))
     assert (again.sources, again.targets) == (line_pairs(data).sources, line_pairs(data).targets)
     assert again.languages is None
-
-
-def test_other_languages_are_another_set():
-    split_N = np.array([0, 1, 2], dtype=np.uint8)
-    digests = {
-        parallel_set(
-            LinePairs(sources=["a", "b", "c"], targets=["d", "e", "f"], languages=languages), split_N=split_N, name="x"
-        ).digest()
-        for languages in (None, ("en", "de"), ("de", "en"))
-    }
-    assert len(digests) == 3
 
 
 @pytest.mark.parametrize("missing", ["train.de", "val.en", "test.de"])

@@ -87,33 +87,21 @@ def test_labels_are_numbers_or_sorted_names(tmp_path):
     names = read_parquet(save(pa.table({"x": x, "y": ["owl", "cat", "owl"]}), tmp_path / "names.parquet"))
     coded = pa.table({"x": x, "y": pa.array(["owl", "cat", "owl"]).dictionary_encode()})
     codes = read_parquet(save(coded, tmp_path / "codes.arrow"))
+    chunked = pa.table({"x": x, "y": pa.chunked_array([["owl"], [], ["cat", "owl"]])})
+    chunks = read_parquet(save(chunked, tmp_path / "chunks.arrow"))
     assert isinstance(numbers.targets, Labels)
     assert numbers.targets.values_N.tolist() == [2, 0, 1]
-    for data in (names, codes):
+    for data in (names, codes, chunks):
         assert isinstance(data.targets, Labels)
         assert data.targets.names == ("cat", "owl")
         assert data.targets.values_N.tolist() == [1, 0, 1]
 
 
-def test_names_are_numbered_across_chunks(tmp_path):
-    y = pa.chunked_array([["b", "c"], [], ["a", "b"]])
-    data = read_parquet(save(pa.table({"x": pa.array([[1]] * 4), "y": y}), tmp_path / "chunks.arrow"))
-    assert isinstance(data.targets, Labels)
-    assert data.targets.names == ("a", "b", "c")
-    assert data.targets.values_N.tolist() == [1, 2, 0, 1]
-
-
-def test_transcripts(tmp_path):
-    table = pa.table({"x": [[1.0], [2.0]], "text": ["", "löng 𝄞"]})
-    data = read_parquet(save(table, tmp_path / "text.parquet"))
+def test_transcripts_go_before_labels_and_a_note_says_so(tmp_path):
+    table = pa.table({"x": [[1.0], [2.0]], "text": ["", "löng 𝄞"], "y": [0, 1], "split": [0, 0]})
+    data = read_parquet(save(table, tmp_path / "both.parquet"))
     assert isinstance(data.targets, Transcripts)
     assert [data[0].target, data[1].target] == ["", "löng 𝄞"]
-
-
-def test_transcripts_go_before_labels_and_a_note_says_so(tmp_path):
-    table = pa.table({"x": [[1.0]], "text": ["a"], "y": [0], "split": [0]})
-    data = read_parquet(save(table, tmp_path / "both.parquet"))
-    assert data[0].target == "a"
     assert data.notes == ("the columns `text` and `y` are both there: `text` is the target, `y` is not read",)
 
 
@@ -142,15 +130,12 @@ def test_train_and_test_alone_lend_a_tenth_to_validation(tmp_path, names):
     assert any("a tenth of train" in note for note in data.notes)
 
 
-def test_columns_that_are_not_asked_for_do_not_matter(tmp_path):
-    table = pa.table({"writer": [None, "b"], "x": [[1.0], [2.0]], "x.more": [1, 2]})
-    assert rows(read_parquet(save(table, tmp_path / "more.parquet"))) == [[[1.0]], [[2.0]]]
-
-
-def test_a_folder_name_adds_no_columns(tmp_path):
+def test_other_columns_and_the_names_of_folders_do_not_matter(tmp_path):
     folder = tmp_path / "split=2" / "y=1"
     folder.mkdir(parents=True)
-    data = read_parquet(save(pa.table({"x": [[1.0], [2.0]], "split": [0, 0]}), folder / "table.parquet"))
+    table = pa.table({"writer": [None, "b"], "x": [[1.0], [2.0]], "x.more": [1, 2], "split": [0, 0]})
+    data = read_parquet(save(table, folder / "table.parquet"))
+    assert rows(data) == [[[1.0]], [[2.0]]]
     assert data.split_N.tolist() == [0, 0]
     assert isinstance(data.targets, NoTargets)
 
@@ -217,12 +202,6 @@ def test_garbage_and_a_damaged_column_name_are_refused(tmp_path, kind, content):
     path.write_bytes(content or path.read_bytes().replace(b"other column", b"other \xff\xffumn"))
     with pytest.raises(StrettoError, match=rf"damaged\{kind}' is truncated, damaged or no"):
         read_parquet(path)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_missing_file_is_an_error(tmp_path, kind):
-    with pytest.raises(StrettoError, match="there is no file"):
-        read_parquet(tmp_path / f"none{kind}")
 
 
 def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):

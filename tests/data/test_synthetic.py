@@ -50,22 +50,13 @@ def test_everything_follows_from_the_seed():
     assert one.lengths_N.tolist() != other.lengths_N.tolist()
 
 
-def test_sizes_are_as_asked(many):
+def test_lines_are_as_many_as_asked_and_their_lengths_have_a_long_tail(many):
     assert np.bincount(many.split_N).tolist() == [600, 60, 60]
-    assert many.num_features == 3
-    assert many.features_SF.dtype == np.float32
-    assert many.name == "handwriting"
-    assert many.notes == ()
-
-
-def test_lengths_have_a_long_tail(many):
+    assert (many.name, many.num_features, many.features_SF.dtype, many.notes) == ("handwriting", 3, np.float32, ())
     assert many.lengths_N.min() < 40
     assert 120 < np.median(many.lengths_N) < 300
     assert 700 < many.lengths_N.max() < 1300
     assert np.quantile(many.lengths_N, 0.95) > 3 * np.median(many.lengths_N)
-
-
-def test_every_transcript_can_be_spelt(many):
     assert isinstance(many.targets, Transcripts)
     assert set(many.targets.alphabet()) <= set(ALPHABET)
     assert all(text and text == text.strip() for text in texts(many))
@@ -160,12 +151,8 @@ def test_parts_have_their_share_of_every_digit(drawn: SequenceSet) -> None:
     assert isinstance(drawn.targets, Labels)
     assert drawn.targets.names == tuple("0123456789")
     assert drawn.notes == ()
-
-
-@pytest.mark.parametrize("num_train", [1, 7])
-def test_few_images_still_have_all_parts(num_train: int) -> None:
-    data = make_drawn_digits(DrawnDigitsSettings(num_train=num_train))
-    assert np.bincount(data.split_N).tolist() == [num_train, 1, 1]
+    for few in (1, 7):
+        assert np.bincount(make_drawn_digits(DrawnDigitsSettings(num_train=few)).split_N).tolist() == [few, 1, 1]
 
 
 def test_everything_follows_from_the_settings(drawn: SequenceSet) -> None:
@@ -174,12 +161,9 @@ def test_everything_follows_from_the_settings(drawn: SequenceSet) -> None:
     assert (pixels(other) != pixels(drawn)).any(axis=(1, 2)).all()
 
 
-def test_no_two_images_are_alike(drawn: SequenceSet) -> None:
-    assert len({image.tobytes() for image in pixels(drawn)}) == len(drawn)
-
-
-def test_every_image_has_ink_on_paper(drawn: SequenceSet) -> None:
+def test_every_image_has_its_own_ink_on_paper(drawn: SequenceSet) -> None:
     images = pixels(drawn)
+    assert len({image.tobytes() for image in images}) == len(drawn)
     assert (images.max(axis=(1, 2)) > 100).all()
     assert (np.quantile(images, 0.25, axis=(1, 2)) < 30).all()
     inked = np.where(images > 0.5 * images.max(axis=(1, 2), keepdims=True), images, 0.0)
@@ -227,14 +211,10 @@ def test_ink_is_the_sum_of_its_blots(points: list[tuple[float, float]], width: f
     [
         (0, "nought", "null"),
         (1, "one", "eins"),
-        (17, "seventeen", "siebzehn"),
         (21, "twenty-one", "einundzwanzig"),
-        (70, "seventy", "siebzig"),
         (101, "one hundred and one", "einhunderteins"),
-        (999, "nine hundred and ninety-nine", "neunhundertneunundneunzig"),
         (1001, "one thousand and one", "eintausendeins"),
         (1100, "one thousand one hundred", "eintausendeinhundert"),
-        (21_000, "twenty-one thousand", "einundzwanzigtausend"),
         (201_015, "two hundred and one thousand and fifteen", "zweihunderteintausendfünfzehn"),
         (
             764_538,
@@ -282,8 +262,9 @@ def test_german_thousands_are_put_together_from_both_halves(thousands, rest):
     assert in_german(1000 * thousands + rest) == f"{head}tausend{in_german(rest)}"
 
 
-def test_the_set_is_parallel_text_without_repeats():
-    data = make_number_words(NumberWordsSettings(num_train=300))
+def test_the_set_is_parallel_text_without_repeats_that_follows_from_its_seed():
+    data, same, other = (make_number_words(NumberWordsSettings(num_train=300, seed=seed)) for seed in (0, 0, 1))
+    assert data.digest() == same.digest() != other.digest()
     pairs = line_pairs(data)
     assert pairs.languages == ("en", "de")
     assert [len(data.part(part)) for part in ("train", "valid", "test")] == [300, 30, 30]
@@ -293,8 +274,3 @@ def test_the_set_is_parallel_text_without_repeats():
         assert 1 <= len(german) <= 5
         if len(german) == 1:
             assert in_german(_counted(source)) == target
-
-
-def test_the_set_follows_from_its_seed():
-    made = [make_number_words(NumberWordsSettings(num_train=50, seed=seed)).digest() for seed in (0, 0, 1)]
-    assert made[0] == made[1] != made[2]

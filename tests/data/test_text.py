@@ -42,6 +42,7 @@ def test_every_passage_is_given_back(tmp_path_factory, passages):
     assert characters_of(data) == passages
 
 
+@pytest.mark.parametrize(("name", "pack"), [("poem.txt", bytes), ("POEM.TXT.GZ", gzip.compress)])
 @pytest.mark.parametrize(
     "text",
     [
@@ -54,10 +55,12 @@ def test_every_passage_is_given_back(tmp_path_factory, passages):
         "ab\n\u3000\ncd",
     ],
 )
-def test_blank_lines_of_any_kind_part_passages(tmp_path, text):
-    path = tmp_path / "parted.txt"
-    path.write_bytes(text.encode())
-    assert characters_of(read_text(path)) == ["ab", "cd"]
+def test_blank_lines_of_any_kind_part_passages(tmp_path, text, name, pack):
+    path = tmp_path / name
+    path.write_bytes(pack(text.encode()))
+    data = open_sequences(path)
+    assert data.name == name.partition(".")[0]
+    assert characters_of(data) == ["ab", "cd"]
 
 
 def test_passages_of_one_character_are_left_out_and_counted(tmp_path):
@@ -78,15 +81,6 @@ def test_the_type_is_as_small_as_the_alphabet_allows(tmp_path, count, dtype):
     assert data.features_SF.max() == count - 1
 
 
-@pytest.mark.parametrize("name", ["poem.txt.gz", "POEM.TXT.GZ"])
-def test_compressed_text_is_read(tmp_path, name):
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(b"ab\n\ncd"))
-    data = read_text(path)
-    assert data.name == name.partition(".")[0]
-    assert characters_of(data) == ["ab", "cd"]
-
-
 PACKED = gzip.compress(np.random.default_rng(0).bytes(1000).hex().encode())
 
 
@@ -105,15 +99,10 @@ def test_a_file_that_is_no_text_is_refused(tmp_path, name, content, message):
         read_text(tmp_path / name)
 
 
-def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(StrettoError, match=r"there is no file '.*none\.txt'"):
-        read_text(tmp_path / "none.txt")
-
-
 @pytest.mark.slow
 def test_tiny_shakespeare(shared_data):
     path = shared_data / "tinyshakespeare" / "input.txt.gz"
-    data = read_text(path)
+    data = open_sequences(path.parent)
     assert len(data) == 7_222
     assert (data.lengths_N.min(), np.median(data.lengths_N), data.lengths_N.max()) == (4, 83, 3_080)
     assert len(data.alphabet) == 65
@@ -147,18 +136,14 @@ def test_lines_are_sentences_and_words_are_numbered_as_they_appear(tmp_path):
     assert data.notes == ()
 
 
-def test_other_forms_of_the_text_may_lie_beside_it(tmp_path):
+def test_other_forms_of_the_text_may_lie_beside_it_and_names_have_no_prefix(tmp_path):
     for part, text in (("train", TRAIN), ("valid", VALID), ("test", TEST)):
-        (tmp_path / f"poem.{part}.txt.gz").write_bytes(gzip.compress(text.encode()))
+        (tmp_path / f"{part}.txt.gz").write_bytes(gzip.compress(text.encode()))
     (tmp_path / "vocab.txt").write_text("a\n\nrose", encoding="utf-8")
     np.savez(tmp_path / "ids.npz", train=np.arange(3))
-    assert words_of(open_sequences(tmp_path))[0] == "a rose is <unk> <eos>"
-
-
-def test_names_without_a_prefix(tmp_path):
-    for part, text in (("train", TRAIN), ("valid", VALID), ("test", TEST)):
-        (tmp_path / f"{part}.txt").write_text(text, encoding="utf-8")
-    assert read_word_text(tmp_path).name == tmp_path.name
+    data = open_sequences(tmp_path)
+    assert data.name == tmp_path.name
+    assert words_of(data)[0] == "a rose is <unk> <eos>"
 
 
 def test_one_training_file_alone_stays_a_text_of_characters(tmp_path):
@@ -205,14 +190,6 @@ def test_a_file_of_two_lines_is_too_little(tmp_path):
     path.write_text("one\ntwo", encoding="utf-8")
     with pytest.raises(StrettoError, match="has 2 lines with words"):
         read_word_text(path)
-
-
-def test_other_words_are_other_data(tmp_path):
-    put_parts(tmp_path, train=TRAIN, valid=VALID, test=TEST)
-    before = open_sequences(tmp_path)
-    put_parts(tmp_path, train=TRAIN.replace("rose", "lily"), valid=VALID.replace("rose", "lily"), test=TEST)
-    after = open_sequences(tmp_path)
-    assert before.digest() != after.digest()
 
 
 @pytest.mark.slow

@@ -3,12 +3,25 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from stretto.batching import Batch, collate
+from stretto.data import AbstractTargets, SequenceSet
 from stretto.training import AbstractTask
+
+
+def ragged(lengths: list[int], *, num_features: int, targets: AbstractTargets | None, name: str) -> SequenceSet:
+    """Sequences of random numbers, every third in each part of the split."""
+    return SequenceSet.from_flat(
+        np.random.default_rng(0).normal(size=(sum(lengths), num_features)),
+        offsets=np.cumsum([0, *lengths]),
+        targets=targets,
+        split_N=np.arange(len(lengths)) % 3,
+        name=name,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

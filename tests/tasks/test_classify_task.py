@@ -1,4 +1,4 @@
-"""Classification: padding changes nothing, and labels are needed.
+"""Classification: padding changes nothing; and of all tasks, which data they refuse.
 
 Shape legend: B sequences, C classes.
 """
@@ -8,24 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from task_gradients import assert_padding_changes_nothing
+from task_gradients import assert_padding_changes_nothing, ragged
 
 from stretto.batching import collate
 from stretto.data import AbstractTargets, Labels, SequenceSet, Transcripts
 from stretto.errors import StrettoError
-from stretto.tasks import Classification, Digits, Video
+from stretto.tasks import Classification, Digits, Handwriting, LabelSteps, LanguageModelling, Translate, Video
 from stretto.tasks.classify import Classify, ClassifyConfig
+from stretto.training import AbstractTask
 
 LENGTHS = [1, 8, 3, 5, 1, 13]
 LABELS = np.array([0, 2, 1, 1, 0, 2])
 
 
 def _set(targets: AbstractTargets | None) -> SequenceSet:
-    features_SF = np.random.default_rng(0).normal(size=(sum(LENGTHS), 2))
-    split_N = np.arange(len(LENGTHS)) % 3
-    return SequenceSet.from_flat(
-        features_SF, offsets=np.cumsum([0, *LENGTHS]), targets=targets, split_N=split_N, name="signs"
-    )
+    return ragged(LENGTHS, num_features=2, targets=targets, name="signs")
 
 
 def _task(**settings: Any) -> Classify:
@@ -62,13 +59,28 @@ def test_a_class_that_only_the_test_part_has_gets_an_output() -> None:
     assert task.build_model()(batch).shape == (1, 5)
 
 
-@pytest.mark.parametrize("targets", [None, Transcripts.of(list("abcdef"))])
-@pytest.mark.parametrize(("task", "fix"), [(Classify, "as `y`"), (Digits, "`x_train`"), (Video, r"class/clip\.npy")])
-def test_a_set_without_labels_is_refused(
-    targets: AbstractTargets | None, task: type[Classification[Any]], fix: str
+TEXTS = Transcripts.of(list("abcdef"))
+PLAIN = Labels(values_N=LABELS, names=tuple("abc"))
+
+
+@pytest.mark.parametrize(
+    ("task", "unfit", "message"),
+    [
+        (Classify, [None, TEXTS], "has no labels.*as `y`"),
+        (Digits, [None, TEXTS], "has no labels.*`x_train`"),
+        (Video, [None, TEXTS], r"has no labels.*class/clip\.npy"),
+        (LabelSteps, [None, TEXTS, PLAIN], "has no labels of steps.*one label per step"),
+        (Handwriting, [None, PLAIN], "has no transcripts"),
+        (Translate, [None, TEXTS, PLAIN], r"is not parallel text.*train\.en and train\.de"),
+        (LanguageModelling, [None, TEXTS, PLAIN], "is no text"),
+    ],
+)
+def test_data_that_a_task_cannot_use_are_refused(
+    task: type[AbstractTask[Any]], unfit: list[AbstractTargets | None], message: str
 ) -> None:
-    with pytest.raises(StrettoError, match=f"signs has no labels.*{fix}"):
-        task(task.Config(), _set(targets))
+    for targets in unfit:
+        with pytest.raises(StrettoError, match=f"signs {message}"):
+            task(task.Config(), _set(targets))
 
 
 @pytest.mark.parametrize("task", [Classify, Video])

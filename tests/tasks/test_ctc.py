@@ -1,4 +1,4 @@
-"""CTC against naive code: what fits, greedy sample, and beam search against every alignment there is.
+"""CTC against naive code: what fits, greedy decoding, and beam search against every alignment there is.
 
 Shape legend: T steps, C classes (0 is the blank), N sequences.
 """
@@ -61,14 +61,6 @@ def test_steps_needed_equals_a_loop_over_the_texts_or_any_of_them(data: st.DataO
     assert steps_needed(own.take(np.array(chosen))).tolist() == [_needed(texts[number]) for number in chosen]
 
 
-@pytest.mark.parametrize(
-    ("texts", "needed"),
-    [([""], [0]), (["", "a", ""], [0, 1, 0]), (["a", "a", "aa"], [1, 1, 3]), (["ab", "ba", "", "a"], [2, 2, 0, 1])],
-)
-def test_a_repeat_across_two_texts_is_none(texts: list[str], needed: list[int]) -> None:
-    assert steps_needed(Transcripts.of(texts)).tolist() == needed
-
-
 @settings(deadline=None, max_examples=60)
 @given(text=st.text("ab", min_size=1, max_size=5), num_steps=st.integers(1, 10))
 def test_the_loss_is_finite_exactly_when_the_steps_suffice(text: str, num_steps: int) -> None:
@@ -86,7 +78,7 @@ def test_the_loss_is_finite_exactly_when_the_steps_suffice(text: str, num_steps:
 
 @settings(deadline=None, max_examples=100)
 @given(outputs())
-def test_greedy_reading_is_the_collapsed_best_path(log_probs_TC: npt.NDArray[np.float64]) -> None:
+def test_greedy_decoding_is_the_collapsed_best_path(log_probs_TC: npt.NDArray[np.float64]) -> None:
     path = tuple(int(np.argmax(log_probs_C)) for log_probs_C in log_probs_TC)
     assert tuple(greedy_decode(log_probs_TC)) == _collapsed(path)
 
@@ -111,23 +103,17 @@ def test_a_narrow_beam_still_gives_a_labelling_that_fits(
 
 
 def test_a_beam_sums_over_paths_where_greedy_does_not() -> None:
-    """Blank is the best of each step, yet the label is the more probable sample: 0.64 against 0.36."""
+    """Blank is the best of each step, yet the label is the more probable result: 0.64 against 0.36."""
     log_probs_TC = np.log(np.array([[0.6, 0.4], [0.6, 0.4]]))
     assert greedy_decode(log_probs_TC) == []
     assert beam_decode(log_probs_TC) == [1]
 
 
-def test_equal_labels_need_a_blank_between() -> None:
-    sharp_TC = np.full((5, 3), -30.0)
-    sharp_TC[[0, 1, 2, 3, 4], [1, 1, 0, 1, 2]] = 0.0
-    assert greedy_decode(sharp_TC) == beam_decode(sharp_TC) == [1, 1, 2]
-
-
-def test_no_steps_read_as_nothing() -> None:
+def test_no_steps_are_decoded_as_nothing() -> None:
     assert greedy_decode(np.zeros((0, 3))) == beam_decode(np.zeros((0, 3))) == []
 
 
-def test_a_class_below_the_threshold_starts_no_reading_but_may_continue() -> None:
+def test_a_class_below_the_threshold_starts_no_label_but_may_continue() -> None:
     log_probs_TC = np.log(np.array([[0.1, 0.9], [0.5, 0.5], [0.95, 0.05]]))
     assert beam_decode(log_probs_TC, min_log_prob=math.log(0.6)) == [1]
     assert beam_decode(log_probs_TC[2:], min_log_prob=math.log(0.6)) == []

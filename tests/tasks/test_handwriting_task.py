@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from task_gradients import assert_padding_changes_nothing, built
+from task_gradients import assert_padding_changes_nothing, built, ragged
 
 from stretto.batching import Batch, collate
-from stretto.data import AbstractTargets, Labels, NoTargets, SequenceSet, Transcripts
+from stretto.data import AbstractTargets, SequenceSet, Transcripts
 from stretto.errors import StrettoError
 from stretto.tasks.handwriting import Handwriting, HandwritingConfig
 from stretto.training import Sample
@@ -21,11 +21,7 @@ TEXTS = ["ab", "abba", "bb", "a b", "c", "ca"]
 
 
 def _set(targets: AbstractTargets, *, lengths: list[int] = LENGTHS, num_features: int = 3) -> SequenceSet:
-    features_SF = np.random.default_rng(0).normal(size=(sum(lengths), num_features))
-    split_N = np.arange(len(lengths)) % 3
-    return SequenceSet.from_flat(
-        features_SF, offsets=np.cumsum([0, *lengths]), targets=targets, split_N=split_N, name="ink"
-    )
+    return ragged(lengths, num_features=num_features, targets=targets, name="ink")
 
 
 def _task(*, texts: list[str] = TEXTS, lengths: list[int] = LENGTHS, **settings: Any) -> Handwriting:
@@ -41,7 +37,7 @@ def test_padding_changes_nothing(stack: int, num_layers: int) -> None:
     assert_padding_changes_nothing(task, count=sum(map(len, texts)), rubbish=[1e30], atol=1e-12)
 
 
-def test_readings_and_errors_do_not_depend_on_the_padding() -> None:
+def test_samples_and_errors_do_not_depend_on_the_padding() -> None:
     task = _task(decoder="beam")
     model, items = built(task), [task.data[index] for index in range(len(LENGTHS))]
     model.classify.weight.data.mul_(9.0)  # type: ignore[union-attr,operator]
@@ -81,7 +77,7 @@ def test_the_error_rate_counts_edits_by_characters(decoder: str) -> None:
         assert task.summary(scores)["cer"] == pytest.approx(2 / 9)
 
 
-def test_readings_carry_the_ink_of_real_steps_where_there_is_ink() -> None:
+def test_samples_have_the_ink_of_real_steps_where_there_is_ink() -> None:
     task = _task()
     batch = collate([task.data[0], task.data[2]])
     first, second = task.samples(_sharp(task, batch, ["a", "b"]), batch)
@@ -92,21 +88,19 @@ def test_readings_carry_the_ink_of_real_steps_where_there_is_ink() -> None:
     assert other.samples(_sharp(other, batch, ["a", "b"]), collate([other.data[0], other.data[2]]))[0].ink is None
 
 
-@pytest.mark.parametrize("targets", [NoTargets(count=6), Labels(values_N=np.zeros(6, dtype=np.int64), names=("a",))])
-def test_a_set_without_transcripts_is_refused(targets: AbstractTargets) -> None:
-    with pytest.raises(StrettoError, match="ink has no transcripts"):
-        Handwriting(HandwritingConfig(), _set(targets))
-
-
-def test_an_empty_transcript_is_named() -> None:
-    with pytest.raises(StrettoError, match="ink: sequence 3 has no transcript"):
-        _task(texts=["ab", "ab", "a", "", "c", ""])
-
-
-def test_a_transcript_too_long_for_its_ink_is_named_with_the_way_out() -> None:
-    problem = r"'bb' of sequence 2 needs 3 steps but its ink has 2 after stacking 3 \(1 such sequences\).*Lower --stack"
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"texts": ["ab", "ab", "a", "", "c", ""]}, "ink: sequence 3 has no transcript"),
+        (
+            {"stack": 3},
+            r"'bb' of sequence 2 needs 3 steps but its ink has 2 after stacking 3 \(1 such sequences\).*Lower --stack",
+        ),
+    ],
+)
+def test_a_transcript_that_cannot_be_learned_is_named(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(StrettoError, match=problem):
-        _task(stack=3)
+        _task(**settings)
 
 
 def test_a_transcript_that_just_fits_is_taken() -> None:

@@ -8,20 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from task_gradients import assert_padding_changes_nothing, built, whole
+from task_gradients import assert_padding_changes_nothing, built, ragged, whole
 from torch import nn
 
 import stretto
 from stretto.batching import collate
-from stretto.data import (
-    AbstractTargets,
-    Labels,
-    RegimeSettings,
-    SequenceSet,
-    StepLabels,
-    Transcripts,
-    make_regimes,
-)
+from stretto.data import RegimeSettings, StepLabels, make_regimes
 from stretto.errors import StrettoError
 from stretto.tasks.label_steps import LabelSteps, LabelStepsConfig
 
@@ -32,16 +24,11 @@ OFFSETS = np.cumsum([0, *LENGTHS])
 VALUES = np.random.default_rng(1).integers(0, 4, OFFSETS[-1])
 
 
-def _set(targets: AbstractTargets | None) -> SequenceSet:
-    features_SF = np.random.default_rng(0).normal(size=(OFFSETS[-1], 2)).astype(np.float32)
-    split_N = np.arange(len(LENGTHS)) % 3
-    return SequenceSet.from_flat(features_SF, offsets=OFFSETS, targets=targets, split_N=split_N, name="moves")
-
-
 def _task(values: Any = VALUES, **settings: Any) -> LabelSteps:
     config = LabelStepsConfig(**{"hidden_size": 5, "dropout": 0.0, **settings})
     names = ["none", "sit", "walk", "lie"]
-    return LabelSteps(config, _set(StepLabels.check(values, offsets=OFFSETS, names=names, source="here")))
+    targets = StepLabels.check(values, offsets=OFFSETS, names=names, source="here")
+    return LabelSteps(config, ragged(LENGTHS, num_features=2, targets=targets, name="moves"))
 
 
 WAYS: list[dict[str, Any]] = [
@@ -118,7 +105,7 @@ def test_a_batch_without_a_label_counts_nothing() -> None:
     assert task.score(built(task)(batch), batch)["accuracy"].count == 0
 
 
-def test_readings_are_runs_of_labels() -> None:
+def test_samples_are_runs_of_labels() -> None:
     values = VALUES.copy()
     values[OFFSETS[5] :] = [0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 0, 3]
     task = _task(values)
@@ -132,14 +119,6 @@ def test_readings_are_runs_of_labels() -> None:
     assert sample.track.output == [[0, 5], [1, 8]]
     assert sample.track.right == pytest.approx(7 / 10)
     assert (sample.target, sample.output) == ("sit, then walk, then lie, then lie", "sit, then walk")
-
-
-@pytest.mark.parametrize(
-    "targets", [None, Transcripts.of(list("abcdef")), Labels(values_N=np.arange(6) % 2, names=("a", "b"))]
-)
-def test_a_set_without_labels_of_steps_is_refused(targets: AbstractTargets | None) -> None:
-    with pytest.raises(StrettoError, match=r"moves has no labels of steps.*one label per step"):
-        LabelSteps(LabelStepsConfig(), _set(targets))
 
 
 def test_a_set_without_any_label_to_learn_is_refused() -> None:

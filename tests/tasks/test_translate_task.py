@@ -18,7 +18,7 @@ from torch.nn import functional
 from stretto.batching import Batch, collate
 from stretto.data import LinePairs, NumberWordsSettings, SequenceSet, line_pairs, make_number_words, parallel_set
 from stretto.errors import StrettoError
-from stretto.tasks import PAD, TASKS, Translate, detect_bleu_words
+from stretto.tasks import PAD, Translate, detect_bleu_words
 from stretto.tasks.translate import (
     END,
     MARKS,
@@ -58,11 +58,6 @@ def _model(task: Translate) -> TranslateModel:
 
 def _batch(task: Translate, *indices: int) -> Batch:
     return collate([task.data[index] for index in indices or range(len(task.data))])
-
-
-def test_it_is_a_task() -> None:
-    assert TASKS["translate"] is Translate
-    assert TASKS["translate"].Config is TranslateConfig
 
 
 def test_a_pair_is_as_long_as_the_longer_of_its_texts() -> None:
@@ -241,12 +236,6 @@ def test_the_vocabulary_is_learned_from_the_training_part_alone() -> None:
 def test_a_vocabulary_without_room_for_every_byte_is_refused() -> None:
     with pytest.raises(StrettoError, match=f"vocabulary_size is 200.*{MIN_PIECES} or more"):
         _task(vocabulary_size=200)
-
-
-def test_other_data_are_refused() -> None:
-    waves = SequenceSet.from_flat(np.arange(4.0), offsets=np.array([0, 2, 4]), name="waves")
-    with pytest.raises(StrettoError, match="waves is not parallel text"):
-        _task(waves)
 
 
 @pytest.mark.slow

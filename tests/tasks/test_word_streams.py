@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -260,10 +259,3 @@ def test_the_published_net_begins_uniform(text: SequenceSet) -> None:
 def test_settings_that_do_not_fit_are_refused(text: SequenceSet, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(StrettoError, match=message):
         _task(text, **settings).feed(world=World())
-
-
-def test_a_word_without_a_name_is_refused() -> None:
-    numbers_S = np.array([0, 1, 2, 0])
-    data = SequenceSet.from_flat(numbers_S, offsets=np.array([0, 2, 4]), name="codes", vocabulary=("a", "b"))
-    with pytest.raises(StrettoError, match="sequence 1 has 2 steps, numbered 0 to 2, for 2 words"):
-        LanguageModelling(LanguageModelConfig(), data)
