@@ -14,18 +14,7 @@ def test_the_message_is_the_problem_and_the_way_out(problem: str) -> None:
     error = StrettoError(problem, fix="Write it again.")
     assert str(error) == "'ink.npz' is empty. Write it again."
     assert (error.problem, error.fix) == (problem, "Write it again.")
-
-
-def test_it_is_caught_as_a_value_error() -> None:
-    with pytest.raises(ValueError, match="no sequences"):
-        raise StrettoError("there are no sequences", fix="Give one.")
-
-
-def test_the_fix_is_named_and_must_be_given() -> None:
-    with pytest.raises(TypeError, match="fix"):
-        StrettoError("something is wrong")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="positional"):
-        StrettoError("something is wrong", "Put it right.")  # type: ignore[call-arg]
+    assert isinstance(error, ValueError)
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])

@@ -12,11 +12,7 @@ from stretto.errors import StrettoError
 def check_int(value: Any, *, name: str, at_least: int = 1, owner: str = "") -> int:
     """A whole number: Python's, numpy's, or anything else with `__index__`; a bool is none.
 
-    Args:
-        value: What was given.
-        name: The argument, named in the error.
-        at_least: The smallest that is allowed.
-        owner: Whose argument it is, where the name alone is not enough: "GRU".
+    The error says whose argument it is if an `owner` is given: "GRU".
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)

@@ -38,7 +38,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, then put it in place in one step.
 
     A reader sees the old file or the new one, never a part. On failure the old file stays.
@@ -58,23 +58,15 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_text_atomically(path: Path, text: str) -> None:
     """Write `text` as UTF-8, whole or not at all."""
-
-    def write(target: Path) -> None:
-        target.write_text(text, encoding="utf-8")
-
-    write_atomically(path, write)
+    write_atomically(path, lambda target: target.write_text(text, encoding="utf-8"))
 
 
 @contextlib.contextmanager
 def locked(folder: Path, *, patience: float = 0.0) -> Iterator[None]:
-    """Keep `folder` to ourselves; the lock goes when the process does, however it ends.
-
-    Args:
-        folder: Made if it is not there.
-        patience: Seconds to wait for another process that has it.
+    """Keep `folder`, which is made if missing, to ourselves; the lock goes when the process does, however it ends.
 
     Raises:
-        StrettoError: If another process has it.
+        StrettoError: Another process still has it after `patience` seconds.
     """
     path = folder / LOCK_FILE
     with disk_errors(path, doing="lock"):

@@ -96,12 +96,7 @@ def train(task: str | AbstractTask[Any] = "handwriting", *, progress: bool = Fal
 
 
 def resolve_settings(
-    name: str,
-    kind: type[C],
-    overlay: Callable[[C], C],
-    *,
-    values: Mapping[str, Any],
-    source: str,
+    name: str, kind: type[C], overlay: Callable[[C], C], *, values: Mapping[str, Any], source: str
 ) -> C:
     """The settings of a run, by the precedence above.
 
@@ -109,8 +104,8 @@ def resolve_settings(
         name: The task.
         kind: Its settings class.
         overlay: Puts what was given, as flags or arguments, over other settings.
-        values: From a TOML file; they may name a preset.
-        source: Where `values` come from, for errors.
+        values: From `source`, a TOML file; they may name a preset.
+        source: Named in errors.
     """
     config = overlay(validate(kind, with_preset(kind, values), source=source))
     if not config.resume:
@@ -123,13 +118,9 @@ def resolve_settings(
 def run_task(
     name: str, config: TrainConfig, *, subscribers: list[Subscriber], task: AbstractTask[Any] | None = None
 ) -> RunResult:
-    """Train in a run folder, and write the result and the report into it.
+    """Train in a run folder, and write the result and the report into it; subscribers are called with every event.
 
-    Args:
-        name: The task.
-        config: Its settings; to resume, those of `resolve_settings`.
-        subscribers: Called with every event.
-        task: The task; by default the one of that name, with the data of the settings.
+    The settings are those of `resolve_settings`. The task is by default the one of that name, with their data.
     """
     _check_device(config.device)
     timeout = config.rank_timeout_minutes
@@ -148,14 +139,14 @@ def run_task(
                 EventLog(Path(run) / EVENTS_FILE, subscribers=subscribers) if world.is_rank0 else SilentLog()
             )
             stack.callback(log.close)
-            stack.enter_context(torch_threads(config.threads or _fair_share(world)))
+            # Ranks of one machine share its cores, so that they do not compete for them.
+            share = None if world.local_size == 1 else max(1, (os.cpu_count() or 1) // world.local_size)
+            stack.enter_context(torch_threads(config.threads or share))
             stack.enter_context(_memory_errors())
-            return _train(task or _make_task(name, config), config, run=Path(run), log=log, world=world)
-
-
-def _make_task(name: str, config: TrainConfig) -> AbstractTask[Any]:
-    kind = find_task(name)
-    return kind(config, kind.embedded_data() if config.data is None else open_sequences(config.data))
+            if task is None:
+                kind = find_task(name)
+                task = kind(config, kind.embedded_data() if config.data is None else open_sequences(config.data))
+            return _train(task, config, run=Path(run), log=log, world=world)
 
 
 def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: AbstractLog, world: World) -> RunResult:
@@ -330,11 +321,6 @@ def _remove_if_empty(run: Path) -> None:
         run.rmdir()
         if run.parent == RUNS_FOLDER:
             RUNS_FOLDER.rmdir()
-
-
-def _fair_share(world: World) -> int | None:
-    """Cores of each rank of this machine, so that they do not compete for them."""
-    return None if world.local_size == 1 else max(1, (os.cpu_count() or 1) // world.local_size)
 
 
 @contextlib.contextmanager

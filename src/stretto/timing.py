@@ -113,22 +113,15 @@ def check_equal(
     tolerance: float = TOLERANCE,
     fix: str = "Report it with the output of `stretto doctor`; no time is meaningful until this is fixed.",
 ) -> float:
-    """Compare the results of two contenders position by position, before any clock runs.
+    """Compare outputs and gradients of two contenders position by position, before any clock runs.
 
-    Args:
-        actual: Outputs and gradients of one contender, by name.
-        expected: Those of the other, in the same order.
-        name: The one, for the message.
-        peer: The other.
-        where: The input they ran on.
-        tolerance: The largest relative error allowed.
-        fix: What to do about a difference.
+    The message names both contenders and `where`, the input they ran on.
 
     Returns:
         The largest relative error.
 
     Raises:
-        StrettoError: If the results differ.
+        StrettoError: It is above the tolerance.
     """
     if len(actual) != len(expected):
         raise StrettoError(f"{name} gives {len(actual)} results and {peer} gives {len(expected)} at {where}", fix=fix)

@@ -36,7 +36,7 @@ from experiments.large_batch import (
     show,
 )
 from experiments.large_batch_apps import METRICS, WARMUP_CAP, Application, ApplicationName, applications, open_data
-from experiments.large_batch_pool import IN_PROGRESS, RESULTS, Estimate, WorkerPool
+from experiments.large_batch_pool import IN_PROGRESS, RESULTS, WorkerPool
 from experiments.large_batch_runs import LearningCurve, Run, RunResult, RunRule, execute
 from stretto.errors import StrettoError
 from stretto.files import locked
@@ -453,17 +453,3 @@ def test_the_table_marks_what_is_as_good_and_the_figure_crosses_what_diverged(ma
     (row,) = report.tables[0].rows
     assert row[2:] == ("legw", "* 95.0 ± 1.4", "* 94.5 ± 2.1", "80.0 ± 14.1", "1 of 2 diverged", None)
     assert report.figures[0][1].count("<path") == 2  # one in the legend, one at the batch that diverged
-
-
-def test_the_estimate_follows_what_runs_take() -> None:
-    application = dataclasses.replace(DIGITS, seconds=(10.0, 2.0))
-    first = Run(data_digest="", application=application, multiple=1, rule="none", seed=0)
-    runs = [dataclasses.replace(first, multiple=k, seed=seed) for k in (1, 4) for seed in (0, 1)]
-    progress = Estimate(1)
-    progress.plan(runs, folder=Path("out"))
-    assert progress.seconds_left == pytest.approx(2 * 10.0 + 2 * (2.0 + 8.0 / 4))
-    line = progress.finish(runs[0], _result(1, "none", 0.9, wall_seconds=20.0))
-    # Twice as slow as expected: so will the others be.
-    assert progress.seconds_left == pytest.approx(20.0 + 2 * 8.0)
-    assert "accuracy % 90.0" in line
-    assert "3 left, about 36.0 s" in line

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from bench.harness import Report
 from bench.recordings import Recording, Recordings
 from experiments import multigrid
 from experiments.__main__ import main
@@ -32,7 +31,6 @@ from experiments.multigrid import (
     MultigridResult,
     MultigridSettings,
     reproduce_multigrid,
-    show,
 )
 from experiments.multigrid_data import CutRecordings, cut_pieces, cut_recordings, cut_windows, open_recordings
 from stretto.cells import GRU
@@ -125,19 +123,6 @@ def test_the_serial_row_is_its_own_reference(quick: MultigridResult) -> None:
         if row.solver == SERIAL:
             assert (row.speed_up, row.loss_gap, row.fell_back, row.last.differing) == (1.0, 0.0, 0.0, 0.0)
             assert row.last.parallel == row.last.serial
-
-
-def test_files_hold_all_rows(quick: MultigridResult, tmp_path: Path) -> None:
-    report = Report("multigrid", title="Multigrid")
-    show(quick, report)
-    report.write(tmp_path)
-    stored = json.loads((tmp_path / "multigrid.json").read_text(encoding="utf-8"))["result"]
-    assert [(row["length"], row["solver"]) for row in stored["rows"]] == [(r.length, r.solver) for r in quick.rows]
-    assert [row["epochs"][-1]["residual"] for row in stored["rows"]] == [row.last.residual for row in quick.rows]
-    assert stored["settings"]["hidden_size"] == 8
-    # One panel of times and one per length, of all solvers; one of accuracies per length, of which serial has one line.
-    lines = [(tmp_path / name).read_text().count("<polyline") for name in ("multigrid.svg", "multigrid-1.svg")]
-    assert lines == [4 * len(SOLVERS), 3 * (2 * len(SOLVERS) - 1)]
 
 
 def test_sequences_are_cut_alike_whatever_comes_with_them(tmp_path: Path, quick_compiler: None) -> None:

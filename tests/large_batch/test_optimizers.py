@@ -1,7 +1,6 @@
 """Optimisers by name: against their formulae written out, groups, gates, and their state through JSON and tensors."""
 
 import copy
-import json
 import math
 from collections.abc import Callable
 from typing import Any, get_args
@@ -12,7 +11,6 @@ from torch import nn
 from torch.func import functional_call
 
 import stretto
-from stretto import extras
 from stretto.cells import (
     GRU,
     LSTM,
@@ -25,8 +23,8 @@ from stretto.cells import (
     ProjectedLSTM,
 )
 from stretto.errors import StrettoError
-from stretto.large_batch import LargeBatch, OptimizerName, make_optimizer, parameters_by_gate
-from stretto.large_batch.optimizers import Gate, _lamb
+from stretto.large_batch import OptimizerName, make_optimizer, parameters_by_gate
+from stretto.large_batch.optimizers import Gate
 
 NAMES = get_args(OptimizerName)
 
@@ -129,45 +127,6 @@ def test_one_group_decays_all_weights_as_torch_does_if_asked() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(("name", "gates"), [*((name, False) for name in NAMES), ("lars", True), ("lamb", True)])
-def test_the_state_goes_through_json_and_tensors(name: Any, gates: bool) -> None:
-    def make(seed: int) -> tuple[nn.Module, Any, Any]:
-        torch.manual_seed(seed)
-        model = nn.LSTM(3, 4).double() if gates else _model(seed)
-        recipe = LargeBatch(base_batch_size=4, base_lr=0.01, base_warmup_epochs=0.5, batch_size=16, epochs=9)
-        built = recipe.build(model, optimizer=name, decay="cosine", updates_per_epoch=3, weight_decay=0.1, gates=gates)
-        return model, *built
-
-    def train(model: nn.Module, optimizer: Any, schedule: Any, *, updates: range) -> None:
-        for update in updates:
-            _gradients(model, update)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-
-    model, optimizer, schedule = make(0)
-    train(model, optimizer, schedule, updates=range(4))
-    state = optimizer.state_dict()
-    groups = json.loads(json.dumps(state["param_groups"], allow_nan=False))
-    tensors = {
-        number: {key: torch.as_tensor(value).clone() for key, value in entries.items()}
-        for number, entries in state["state"].items()
-    }
-    scheduled = json.loads(json.dumps(schedule.state_dict(), allow_nan=False))
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
-    train(model, optimizer, schedule, updates=range(4, 9))
-
-    other, optimizer, schedule = make(1)
-    other.load_state_dict(weights)
-    for group in groups:
-        group.update({"betas": tuple(group["betas"])} if "betas" in group else {})
-    optimizer.load_state_dict({"state": tensors, "param_groups": groups})
-    schedule.load_state_dict(scheduled)
-    train(other, optimizer, schedule, updates=range(4, 9))
-    for key, value in model.state_dict().items():
-        assert torch.equal(other.state_dict()[key], value), key
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -184,19 +143,6 @@ def test_the_state_goes_through_json_and_tensors(name: Any, gates: bool) -> None
 def test_bad_input_is_named(call: Any, words: str) -> None:
     with pytest.raises(StrettoError, match=words):
         call()
-
-
-@pytest.mark.parametrize("name", ["lars", "lamb"])
-def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(module: str) -> Any:
-        raise ImportError(f"No module named {module!r}")
-
-    monkeypatch.setitem(extras.EXTRA_OF, "pytorch_optimizer", "tuning")
-    monkeypatch.setattr(extras.importlib, "import_module", missing)
-    _lamb.cache_clear()
-    with pytest.raises(StrettoError, match=r"'pytorch_optimizer'.*stretto\[tuning\]"):
-        make_optimizer(name, nn.Linear(2, 2), lr=0.1)
-    make_optimizer("adam", nn.Linear(2, 2), lr=0.1)
 
 
 class _Net(nn.Module):

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stretto.errors import StrettoError
-from stretto.large_batch import Cosine, FlatThenDivide, LargeBatch, Polynomial, make_optimizer, refuse_larger_than_data
+from stretto.large_batch import Cosine, FlatThenDivide, LargeBatch, Polynomial, make_optimizer
 
 Built = tuple[Optimizer, LRScheduler]
 BASE: dict[str, Any] = {"base_batch_size": 20, "base_lr": 1.0, "base_warmup_epochs": 0.2}
@@ -244,21 +244,3 @@ def test_two_lengths_of_a_run_are_refused() -> None:
         recipe.build(nn.Linear(2, 2), updates_per_epoch=5, epochs=4)
     with pytest.raises(StrettoError, match="no base_clip_norm"):
         recipe.scaled_clip(3.0)
-
-
-@given(batch=st.integers(1, 100), sequences=st.integers(1, 100))
-def test_a_batch_larger_than_the_data_is_refused(batch: int, sequences: int) -> None:
-    if batch <= sequences:
-        refuse_larger_than_data(batch, sequences)
-        return
-    with pytest.raises(StrettoError, match=rf"batch of {batch} .* has {sequences} .*at most {sequences}"):
-        refuse_larger_than_data(batch, sequences)
-
-
-@given(batch=st.integers(1, 64), base=st.integers(1, 64))
-def test_a_larger_batch_never_has_a_smaller_rate(batch: int, base: int) -> None:
-    assume(batch >= base)
-    for rule in ("legw", "sqrt", "linear"):
-        one = LargeBatch(base_batch_size=base, base_lr=0.1, batch_size=batch, rule=rule)  # type: ignore[arg-type]
-        two = LargeBatch(base_batch_size=base, base_lr=0.1, batch_size=batch + 1, rule=rule)  # type: ignore[arg-type]
-        assert 0.1 <= one.lr < two.lr

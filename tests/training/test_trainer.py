@@ -159,13 +159,6 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, other: dict[s
         train(tmp_path, _task("classify", **other), resume=True)
 
 
-def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError):
-        train(tmp_path, _task("classify"), watch=at(2, "update", crash))
-    with pytest.raises(StrettoError, match="has no checkpoint to resume from"):
-        train(tmp_path, _task("classify"), resume=True)
-
-
 def test_the_same_seed_gives_the_same_run_and_another_another(tmp_path: Path, expected: dict[str, Any]) -> None:
     assert outcome(tmp_path / "a", train(tmp_path / "a", _task("classify"))) == expected
     assert outcome(tmp_path / "b", train(tmp_path / "b", _task("classify", seed=1))) != expected

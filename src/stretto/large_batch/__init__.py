@@ -14,7 +14,7 @@ from stretto.large_batch.noise import (
     squared_norm,
 )
 from stretto.large_batch.optimizers import MOMENTUM, OptimizerName, make_optimizer, parameters_by_gate
-from stretto.large_batch.scaling import LargeBatch, ScalingRule, refuse_larger_than_data
+from stretto.large_batch.scaling import LargeBatch, ScalingRule
 from stretto.large_batch.schedules import (
     AbstractDecay,
     Constant,
@@ -65,7 +65,6 @@ __all__ = [
     "noise_of",
     "parameters_by_gate",
     "probe",
-    "refuse_larger_than_data",
     "split_share",
     "squared_norm",
 ]

@@ -15,20 +15,16 @@ MAX_ACCUMULATED: Final = 16
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A batch that was considered.
+    """A batch that was considered, over all ranks, and how each of these computes its share.
 
-    Attributes:
-        batch_size: Sequences per update, over all ranks.
-        micro_batch: Most sequences of one rank at a time.
-        accumulate: Micro-batches of one rank per update.
-        updates_ratio: Updates to the same result, relative to the base batch.
-        update_seconds: Seconds per update.
-        relative_time: Time to the same result, relative to the base batch.
+    Updates and time to the same result are relative to the base batch.
     """
 
     batch_size: int
     micro_batch: int
+    """Most sequences of one rank at a time."""
     accumulate: int
+    """Micro-batches of one rank per update."""
     updates_ratio: float
     update_seconds: float
     relative_time: float
@@ -57,14 +53,10 @@ class Choice:
 
 
 def split_share(table: ThroughputTable, share: int) -> tuple[int, int, float]:
-    """The fastest way for one rank to compute its share of an update from measured micro-batches.
+    """The fastest way for one rank to compute a share of so many sequences from measured micro-batches.
 
     A measured size b takes ceil(share / b) micro-batches, each counted as a whole one, and the optimiser's seconds
     once. A share that was not measured is counted as the next larger size that was: nothing is fitted.
-
-    Args:
-        table: Measured seconds.
-        share: Sequences of one rank.
 
     Returns:
         Most sequences at a time, how many times, and the seconds of all, without exchange.

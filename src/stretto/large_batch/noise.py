@@ -56,8 +56,8 @@ def squared_norm(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None
     plain norm.
 
     Args:
-        parameters: Whose gradients; those without one count as zero. The optimiser must hold them.
-        optimizer: The optimiser, before its update.
+        parameters: Whose gradients; those without one count as zero.
+        optimizer: The optimiser that holds them, before its update.
 
     Returns:
         The squared norm, summed in double precision. NaN if the optimiser is adaptive but has made no update yet: a
@@ -143,12 +143,9 @@ def _average(
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SplitNorms:
-    """Squared norms of the independent parts of one update.
+    """Squared norms of the mean gradients of an update's independent parts, of so many sequences each.
 
-    Attributes:
-        sizes: Sequences of each part.
-        squares: Squared norms of the parts' mean gradients.
-        square_of_mean: Squared norm of the gradient of the whole update, before clipping.
+    `square_of_mean` is that of the gradient of the whole update, before clipping.
     """
 
     sizes: Sequence[float]

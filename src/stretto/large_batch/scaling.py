@@ -293,12 +293,3 @@ class LargeBatch:
                 fix="Give warmup_cap, the largest share of all updates to spend on it, such as 0.2, "
                 "or a smaller batch or warm-up.",
             )
-
-
-def refuse_larger_than_data(batch_size: int, num_sequences: int) -> None:
-    """Refuse a batch, over all ranks, that the training data cannot fill."""
-    if batch_size > num_sequences:
-        raise StrettoError(
-            f"a batch of {batch_size} sequences is larger than the data, which has {num_sequences} to train on",
-            fix=f"Give a batch size of at most {num_sequences}.",
-        )

@@ -31,15 +31,7 @@ CGROUP: Final = Path("/sys/fs/cgroup")
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One shape of a batch.
-
-    Attributes:
-        batch_size: Sequences.
-        length: Time steps of each.
-        seconds: The fastest update; None if the shape was not run.
-        num_steps: Real time steps that it computed.
-        problem: Why there are no seconds; empty if there are.
-    """
+    """One shape of a batch: the seconds of its fastest update and the real steps of that, or why it was not run."""
 
     batch_size: int
     length: int

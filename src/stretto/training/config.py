@@ -252,14 +252,8 @@ def check_compatible(
 ) -> None:
     """Refuse settings that exclude each other, which would otherwise be ignored silently.
 
-    Args:
-        config: The settings.
-        task: Its name.
-        world_size: Number of ranks; by default as many as the settings ask for.
-        has_step_labels: Whether each step has a label, so that ranks can divide the steps.
-
-    Raises:
-        StrettoError: The first conflict in `CONFLICTS`.
+    There are as many ranks as the settings ask for unless `world_size` is given. Ranks can divide the steps of
+    sequences if each has a label.
     """
     facts = {"task": task, "has_step_labels": has_step_labels}
     defaults = {"solver": "serial", "chunks": "auto", "tolerance": None, "exact_epochs": 0}
@@ -275,9 +269,7 @@ def check_compatible(
 def with_preset(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings given, and the values of the preset they name for those left out.
 
-    Args:
-        kind: The settings class of a task; its `presets`, if it has any, are settings by name.
-        values: What was given. An unknown preset is left for `validate`.
+    `presets` of the class, if it has any, are settings by name. An unknown preset is left for `validate`.
     """
     presets: Mapping[str, Mapping[str, Any]] = getattr(kind, "presets", {})
     name = values.get(PRESET)
@@ -285,13 +277,7 @@ def with_preset(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def validate(kind: type[C], values: Mapping[str, Any], *, source: str) -> C:
-    """Build settings from plain values; all problems are shown at once.
-
-    Args:
-        kind: The settings class of the task.
-        values: Keys and values.
-        source: Named in the error: the file or the call they came from.
-    """
+    """Build settings from plain values; all problems are shown at once, with the file or call they come from."""
     try:
         return pydantic.TypeAdapter(kind).validate_python(dict(values))
     except pydantic.ValidationError as error:

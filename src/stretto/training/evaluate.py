@@ -43,7 +43,7 @@ def evaluate(
         model: The model.
         part: The sequences.
         device: Where the model is.
-        final: Spend more time on decoding.
+        final: Take the task's `final_score`, for which more time may be spent.
         world: The ranks.
         by_solver: Run through time with the solver of training, instead of sequentially.
     """

@@ -52,12 +52,7 @@ class DeferredLog(AbstractLog):
 
 @final
 class EventLog(AbstractLog):
-    """Appends events to a file, created with the first of them, and passes each to its subscribers.
-
-    Args:
-        path: The file; its earlier lines are kept.
-        subscribers: Called with every event, after it is on disk.
-    """
+    """Appends events to a file, created with the first of them, and passes each, once on disk, to its subscribers."""
 
     def __init__(self, path: Path, *, subscribers: Sequence[Subscriber] = ()) -> None:
         self._path = path
@@ -97,10 +92,7 @@ def read_events(path: Path) -> list[Event]:
     """The events of a run as they count in the end.
 
     A line cut short by a crash is skipped. When a run was resumed at update u, its earlier events of later updates are
-    superseded by those after the resumption, and left out.
-
-    Args:
-        path: `events.jsonl`, or the run folder that holds it.
+    superseded by those after the resumption, and left out. `path` is the file, or the run folder that holds it.
     """
     file = path / EVENTS_FILE if path.is_dir() else path
     try:

@@ -49,18 +49,12 @@ class TrainState:
             one rank.
 
     Attributes:
-        batch_size: The batch in force.
-        recipe: The rate and the warm-up that follow from it.
-        clip_norm: Largest norm of a gradient.
+        recipe: The rate and the warm-up that follow from the batch in force.
         num_updates: Updates made, those included that were rolled back.
         epoch: Epochs done.
         batches_done: Batches of one rank done in the feed's current plan.
-        seconds: Wall clock so far.
-        train_seconds: Of it, in updates.
-        steps_real: Real time steps so far.
-        padded_steps: Padded steps so far.
+        seconds: Wall clock so far, of which `train_seconds` in updates.
         padded_steps_ratio: How many times more padded steps shuffled batches would have had.
-        totals: Sums over the current epoch.
 
     Raises:
         StrettoError: Settings of rates contradict each other.

@@ -46,19 +46,13 @@ class Score:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LabelTrack:
-    """Labels along a sequence, at evenly spaced steps, as runs of [label, steps]; -1 is no label.
-
-    Attributes:
-        names: Of the labels.
-        target: What each step is.
-        output: What the net takes it for.
-        right: Share of the labelled steps, all of them, for which the two agree.
-    """
+    """Labels along a sequence, at evenly spaced steps, as runs of [label, steps]; -1 is no label."""
 
     names: list[str]
     target: list[list[int]]
     output: list[list[int]]
     right: float
+    """Share of the labelled steps, all of them, for which the two agree."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

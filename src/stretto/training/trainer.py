@@ -26,7 +26,6 @@ from stretto.data import SequenceSet, StepLabels
 from stretto.distributed import DeferredErrors, World
 from stretto.errors import StrettoError
 from stretto.files import write_atomically
-from stretto.large_batch import refuse_larger_than_data
 from stretto.nn import reset_carried
 from stretto.training.batch_policy import BatchPolicy, Replan, TunedBatch
 from stretto.training.checkpoint import Checkpoint, CheckpointWriter, load_newest, save_tensors
@@ -154,10 +153,13 @@ class Trainer:
         self.log: AbstractLog = DeferredLog(log, self._errors)
         self._time = TimeParallelSetup(config.time_parallel, world=world, timeout_minutes=config.rank_timeout_minutes)
         self.feed = task.feed(world=self._time.data)
-        batch_size = self.feed.batch_size * self._time.data.size * config.accumulate
-        if config.base_batch_size is not None or config.batch_size == "auto":
-            # Otherwise the learning rate would follow a batch that cannot be filled.
-            refuse_larger_than_data(batch_size, self.feed.num_sequences)
+        batch_size, most = self.feed.batch_size * self._time.data.size * config.accumulate, self.feed.num_sequences
+        if (config.base_batch_size is not None or config.batch_size == "auto") and batch_size > most:
+            # The learning rate would follow a batch that cannot be filled.
+            raise StrettoError(
+                f"a batch of {batch_size} sequences is larger than the data, which has {most} to train on",
+                fix=f"Give a batch size of at most {most}.",
+            )
         # Once: it reads all the data, and a checkpoint should not have to.
         self._digest = task.data.digest()
         world.require_equal("the data", self._digest, fix="Give every rank the same data, --seed and sizes.")

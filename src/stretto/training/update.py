@@ -93,19 +93,10 @@ class UpdateStats:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """An update that was made or skipped.
+    """An update that was made, or skipped because the loss or gradient was NaN or inf.
 
-    Attributes:
-        total: What went into it, over all ranks.
-        num_steps: Real time steps of this rank.
-        sequences: Numbers of this rank's sequences.
-        batch: This rank's last batch, whole and on the CPU.
-        loss: Mean loss; NaN if the update was skipped.
-        gradient_norm: Before clipping; NaN if no gradient was computed.
-        rate: The learning rate.
-        is_skipped: Whether the weights were left as they are, because the loss or gradient was NaN or inf.
-        norms: Of the parts of the gradient, if they were measured.
-        waited: Seconds that this rank waited for others, the sum of gradients included.
+    `num_steps`, `sequences` and the last `batch`, whole and on the CPU, are of this rank alone, as are the seconds that
+    it `waited` for others, the sum of gradients included.
     """
 
     total: UpdateStats
@@ -113,10 +104,13 @@ class Update:
     sequences: list[int]
     batch: Batch
     loss: float
+    """The mean; NaN if the update was skipped."""
     gradient_norm: float
+    """Before clipping; NaN if no gradient was computed."""
     rate: float
     is_skipped: bool
     norms: SplitNorms | None
+    """Of the parts of the gradient, if they were measured."""
     waited: float
 
 
@@ -131,7 +125,7 @@ class Updater:
     element of a long sequence would count for less than one of a short sequence, which comes with fewer others.
 
     Args:
-        task: Model, loss and settings.
+        task: Loss and settings.
         state: What is trained; its position is read, not written.
         world: The ranks.
         stop: Set when this rank is asked to stop; all ranks learn of it in the next update.
