@@ -78,6 +78,7 @@ def test_every_sequence_once_under_every_cap(chosen: Options, world_size: int, e
     by_rank = [list(sampler) for sampler in samplers]
     assert {len(batches) for batches in by_rank} == {num_steps}
     assert sorted(flat([flat(batches) for batches in by_rank])) == list(range(len(chosen["lengths"])))
+    assert all(type(index) is int for batches in by_rank for index in flat(batches))
     lengths_N, edges_K = np.array(chosen["lengths"]), samplers[0].edges
     for shares in zip(*by_rank, strict=True):
         assert len({int(np.searchsorted(edges_K, lengths_N[index])) for index in flat(list(shares))}) == 1

@@ -532,19 +532,6 @@ def test_two_ranks_equal_one_and_do_not_wait_for_ever(tmp_path: Path) -> None:
     assert "imed out" in found[0]["left alone"]
 
 
-def _all_cases(world: World) -> dict[str, Any]:
-    mesh = TimeMesh(time=world.size)
-    return {case.name: _worst(mesh, case) for case in ALL_CASES}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 3])
-def test_all_cases(size: int, tmp_path: Path) -> None:
-    for found in run_world(size, _all_cases, tmp_path, prepare=compile_quickly):
-        assert isinstance(found, dict), found
-        _assert_equal(found, ALL_CASES, ranks=size)
-
-
 def _four_ranks(world: World) -> dict[str, Any]:
     return _one_update(2, [19, 4, 11, 7])
 

@@ -581,9 +581,8 @@ def _times(layout: Layout) -> dict[tuple[int, int], int]:
 @given(lengths=LENGTHS, coarsening=st.integers(2, 7))
 def test_a_coarse_step_spans_a_chunk(lengths: list[int], coarsening: int) -> None:
     level = Level(Layout(np.array(lengths, dtype=np.int64)), coarsening)
-    fine, coarse = _times(level.layout), _times(level.coarser)
-    chunks = level.chunks
-    places = {key: place for place, key in enumerate(zip(chunks.sequence_C.tolist(), chunks.number_C, strict=True))}
+    fine, coarse = _times(level.whole), _times(level.coarser)
+    places = {key: place for place, key in enumerate(zip(level.sequence_C.tolist(), level.number_C, strict=True))}
     # All points that a chunk begins at, but those before which there is no step.
     assert len(coarse) == sum(max(0, math.ceil(length / coarsening) - 1) for length in lengths)
     for (sequence, step), row in coarse.items():
@@ -599,11 +598,11 @@ def test_states_before_chunks_are_those_of_either_grid(lengths: list[int], coars
     """With states that say where they are: the number of steps before, and a thousand for each sequence."""
     level = Level(Layout(np.array(lengths, dtype=np.int64)), coarsening)
     initial_BD = 1000.0 * torch.arange(len(lengths))[:, None]
-    after_PD = initial_BD[level.layout.sequence_P] + level.layout.step_P[:, None] + 1
+    after_PD = initial_BD[level.whole.sequence_P] + level.whole.step_P[:, None] + 1
     after_QD = initial_BD[level.coarser.sequence_P] + coarsening * (level.coarser.step_P[:, None] + 1)
-    expected_CD = initial_BD[level.chunks.sequence_C] + coarsening * torch.from_numpy(level.chunks.number_C)[:, None]
-    if level.layout.total:
-        assert torch.equal(level.starts(initial_BD, after_PD), expected_CD)
+    expected_CD = initial_BD[level.sequence_C] + coarsening * torch.from_numpy(level.number_C)[:, None]
+    if level.whole.total:
+        assert torch.equal(level.states_before(initial_BD, after_PD), expected_CD)
     assert torch.equal(level.prolong(initial_BD, after_QD), expected_CD)
 
 
@@ -611,7 +610,7 @@ def test_states_before_chunks_are_those_of_either_grid(lengths: list[int], coars
 def test_there_are_as_many_grids_as_fit(lengths: list[int], coarsening: int, num_levels: int) -> None:
     found = make_levels(Layout(np.array(lengths, dtype=np.int64)), num_levels=num_levels, coarsening=coarsening)
     assert 1 <= len(found) <= num_levels
-    steps = [level.layout.num_steps for level in found]
+    steps = [level.whole.num_steps for level in found]
     assert all(after == math.ceil(before / coarsening) - 1 for before, after in itertools.pairwise(steps))
     assert all(count >= 1 for count in steps[1:])
     assert len(found) == num_levels or steps[-1] <= coarsening

@@ -19,7 +19,7 @@ all sequences, F features.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from stretto.solvers.base import residual_norm
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@final
 @dataclass(frozen=True)
 class Chunks:
     """A batch cut into chunks.
@@ -56,13 +55,14 @@ class Chunks:
         return _even(whole.num_steps, whole.num_rows, length)
 
     @cached_property
-    def _counts_B(self) -> Integers:
+    def counts_B(self) -> Integers:
+        """Chunks of each sequence."""
         return -(-self.whole.lengths_B // self.length)
 
     @cached_property
     def _order(self) -> tuple[Integers, Integers, Integers]:
         """Sequence, number within the sequence, and steps of each chunk, in the order of the layout: longest first."""
-        counts_B = self._counts_B
+        counts_B = self.counts_B
         sequence_C = np.repeat(np.arange(self.whole.num_rows), counts_B)
         number_C = np.arange(len(sequence_C)) - np.repeat(np.cumsum(counts_B) - counts_B, counts_B)
         steps_C = np.minimum(self.length, self.whole.lengths_B[sequence_C] - number_C * self.length)
@@ -83,7 +83,7 @@ class Chunks:
     @property
     def max_per_sequence(self) -> int:
         """Chunks of the longest sequence."""
-        return int(self._counts_B.max(initial=0))
+        return int(self.counts_B.max(initial=0))
 
     @cached_property
     def sequence_C(self) -> torch.Tensor:
@@ -96,9 +96,14 @@ class Chunks:
         return self._order[1]
 
     @cached_property
+    def behind_C(self) -> torch.Tensor:
+        """How many chunks come after each in its sequence."""
+        return torch.from_numpy(self.counts_B[self._order[0]] - 1 - self.number_C)
+
+    @cached_property
     def is_first_C(self) -> torch.Tensor:
         """Whether each chunk is the first of its sequence."""
-        return torch.from_numpy(self._order[1] == 0)
+        return torch.from_numpy(self.number_C == 0)
 
     @cached_property
     def later_D(self) -> torch.Tensor:
@@ -116,12 +121,12 @@ class Chunks:
     @cached_property
     def later_by_sequence(self) -> dict[int, torch.Tensor]:
         """For each sequence of several chunks, all but its first, in order of time."""
-        counts = enumerate(self._counts_B.tolist())
+        counts = enumerate(self.counts_B.tolist())
         return {b: torch.from_numpy(self.place_BN[b, 1:count]) for b, count in counts if count > 1}
 
     def numbered(self, number: int) -> torch.Tensor:
         """The chunks with this number, one per sequence that is long enough."""
-        return torch.from_numpy(np.flatnonzero(self._order[1] == number))
+        return torch.from_numpy(np.flatnonzero(self.number_C == number))
 
     @cached_property
     def previous_C(self) -> torch.Tensor:
@@ -132,7 +137,7 @@ class Chunks:
     @cached_property
     def last_B(self) -> torch.Tensor:
         """The last chunk of each sequence that has steps."""
-        counts_B = self._counts_B[: self.whole.num_nonempty]
+        counts_B = self.counts_B[: self.whole.num_nonempty]
         return torch.from_numpy(self.place_BN[np.arange(len(counts_B)), counts_B - 1])
 
     @cached_property

@@ -134,13 +134,13 @@ class Multigrid(AbstractSolver):
     def _cycle(self, problem: Problem, backoff: Backoff) -> Result:
         missing = "num_levels is 1" if self.num_levels == 1 else _why_no_coarse_step(problem)
         levels = make_levels(problem.layout, num_levels=1 if missing else self.num_levels, coarsening=self.coarsening)
-        chunks = levels[0].chunks
+        chunks = levels[0]
         if chunks.max_per_sequence <= 1:
             return fall_back(problem, solver="multigrid", reason="there is only one chunk")
         grids = None if missing else CoarseGrids(problem, levels, runs=F_RELAXATIONS[self.coarse_relaxation])
-        cycles = ForwardCycles(problem, levels[0], grids, runs=F_RELAXATIONS[self.fine_relaxation])
+        cycles = ForwardCycles(problem, chunks, grids, runs=F_RELAXATIONS[self.fine_relaxation])
         described = f"{chunks.max_per_sequence} chunks of {self.coarsening} steps"
-        sizes = ", ".join(str(level.layout.num_steps) for level in levels)
+        sizes = ", ".join(str(level.whole.num_steps) for level in levels)
         described += f", relaxation only: {missing}" if missing else f", {len(levels)} levels of {sizes} steps"
         solution = Solution(solver="multigrid", reason=described)
         record = _record_backward(solution, backoff)
@@ -149,7 +149,6 @@ class Multigrid(AbstractSolver):
             self.backward_iterations, cycles, default=DEFAULT_BACKWARD_CYCLES, budget=2 * problem.layout.num_steps
         )
         adjoint = ReverseCycles(
-            level=levels[0],
             grids=grids,
             runs=F_RELAXATIONS[self.fine_relaxation],
             max_cycles=max_cycles,
@@ -178,7 +177,10 @@ class Multigrid(AbstractSolver):
                 break
             if stopping is not None and not failure:
                 failure = stopping.over_budget(residuals, done=cycles.done, until_exact=cycles.runs_until_exact)
-                failure = failure or stopping.stalled(residuals)
+                # Cycles that do not converge end when each chunk was run in its turn, every time with all others.
+                if not failure and not has_halved(residuals, within=STALL_CYCLES):
+                    left = f"a residual of {residuals[-1]:.1e} is left"
+                    failure = f"{left}, which the last {STALL_CYCLES} cycles did not halve"
             if failure:
                 return fall_back(problem, solver="multigrid", reason=failure, iterations=cycles.done, work=cycles.work)
             cycles.improve(ends)
@@ -245,85 +247,60 @@ class StoppingRule:
         cycles = "1 cycle" if needed == 1 else f"{needed} cycles"
         return f"{cycles} of {self.steps_per_cycle} sequential steps would take longer than {self.budget} steps"
 
-    @staticmethod
-    def stalled(residuals: Sequence[float]) -> str:
-        """Why to stop although the budget allows more; empty if the residual still shrinks.
-
-        Cycles that do not converge end when each chunk was run in its turn, every time with all others.
-        """
-        if has_halved(residuals, within=STALL_CYCLES):
-            return ""
-        return f"a residual of {residuals[-1]:.1e} is left, which the last {STALL_CYCLES} cycles did not halve"
-
 
 # --- grids -----------------------------------------------------------------------------------------------------------
 
 
 @final
-@dataclasses.dataclass(frozen=True)
-class Level:
-    """One grid of time, and where its points lie on the next coarser one.
+class Level(Chunks):
+    """One grid of time, cut at the points of the next coarser one.
 
-    Point t is the state after t steps. Every `coarsening`-th point, from point 0 on, is a point of the coarser grid, so
-    that a coarse step spans a whole chunk. No coarse step spans a sequence's last chunk, which may be short.
+    Point t is the state after t steps. The points where chunks start are those of the coarser grid, so that a coarse
+    step spans a whole chunk. No coarse step spans a sequence's last chunk, which may be short.
     """
-
-    layout: Layout
-    coarsening: int
-
-    @cached_property
-    def chunks(self) -> Chunks:
-        """The steps, cut at the points of the coarser grid."""
-        return Chunks(whole=self.layout, length=self.coarsening)
 
     @cached_property
     def coarser(self) -> Layout:
         """Of the steps of the coarser grid."""
-        return Layout(np.maximum(-(-self.layout.lengths_B // self.coarsening) - 1, 0))
+        return Layout(np.maximum(self.counts_B - 1, 0))
 
     @cached_property
     def next_Q(self) -> torch.Tensor:
         """The chunk that starts where each coarse step ends."""
         sequence_Q, step_Q = self.coarser.sequence_P.numpy(), self.coarser.step_P.numpy()
-        return torch.from_numpy(self.chunks.place_BN[sequence_Q, step_Q + 1])
+        return torch.from_numpy(self.place_BN[sequence_Q, step_Q + 1])
 
     @cached_property
     def chunk_Q(self) -> torch.Tensor:
         """The chunk that each coarse step spans."""
-        return self.chunks.previous_C[self.next_Q]
+        return self.previous_C[self.next_Q]
 
     @cached_property
     def _first_row_C(self) -> torch.Tensor:
         """The row of each chunk's first step: in the layout of the chunks these come first."""
-        return self.chunks.rows_P[: self.chunks.num_chunks]
+        return self.rows_P[: self.num_chunks]
 
     @cached_property
     def first_Q(self) -> torch.Tensor:
         """The first row that each coarse step spans."""
         return self._first_row_C[self.chunk_Q]
 
-    @cached_property
-    def behind_C(self) -> torch.Tensor:
-        """How many chunks come after each in its sequence."""
-        counts_B = -(-self.layout.lengths_B // self.coarsening)
-        return torch.from_numpy(counts_B[self.chunks.sequence_C.numpy()] - 1 - self.chunks.number_C)
-
-    def starts(self, initial_BD: torch.Tensor, points_PD: torch.Tensor) -> torch.Tensor:
+    def states_before(self, initial_BD: torch.Tensor, points_PD: torch.Tensor) -> torch.Tensor:
         """The state before each chunk, given those after each step."""
-        before_PD = self.layout.shift(points_PD, initial_BD)
+        before_PD = self.whole.shift(points_PD, initial_BD)
         return before_PD.index_select(0, self._first_row_C.to(points_PD.device))
 
     def prolong(self, initial_BD: torch.Tensor, points_QD: torch.Tensor) -> torch.Tensor:
         """The state before each chunk, given those after each coarse step."""
-        boundary_CD = points_QD.new_zeros(self.chunks.num_chunks, *points_QD.shape[1:])
+        boundary_CD = points_QD.new_zeros(self.num_chunks, *points_QD.shape[1:])
         boundary_CD[self.next_Q.to(points_QD.device)] = points_QD
-        return self.chunks.starts([initial_BD], [boundary_CD])[0]
+        return self.starts([initial_BD], [boundary_CD])[0]
 
 
 def make_levels(layout: Layout, *, num_levels: int, coarsening: int) -> list[Level]:
     """The finest grid and coarser ones: as many as were asked for, or until one is no longer than a chunk."""
     levels = [Level(layout, coarsening)]
-    while len(levels) < num_levels and levels[-1].chunks.max_per_sequence > 1:
+    while len(levels) < num_levels and levels[-1].max_per_sequence > 1:
         levels.append(Level(levels[-1].coarser, coarsening))
     return levels
 
@@ -395,8 +372,8 @@ class ForwardCycles:
     A cycle makes one or two runs over the finest grid: 1 is F-, 2 is FCF-relaxation.
     """
 
-    def __init__(self, problem: Problem, finest: Level, grids: "CoarseGrids | None", *, runs: int) -> None:
-        self.starts = finest.chunks.repeat_initial([part.detach() for part in problem.states])
+    def __init__(self, problem: Problem, finest: Chunks, grids: "CoarseGrids | None", *, runs: int) -> None:
+        self.starts = finest.repeat_initial([part.detach() for part in problem.states])
         # Cycles, and runs over the finest grid, so far. Each run makes one more chunk of every sequence exact.
         self.done = 0
         self.runs = 0
@@ -406,12 +383,12 @@ class ForwardCycles:
     def sequential_steps(self) -> int:
         """Steps of a cycle that depend on one another."""
         coarse = 0 if self._grids is None else self._grids.sequential_steps
-        return self._runs_per_cycle * self._finest.coarsening + coarse
+        return self._runs_per_cycle * self._finest.length + coarse
 
     @property
     def runs_until_exact(self) -> int:
         """Runs over the finest grid until all states are exact, whatever the net."""
-        return self._finest.chunks.max_per_sequence - self.runs
+        return self._finest.max_per_sequence - self.runs
 
     @property
     def work(self) -> float:
@@ -428,7 +405,7 @@ class ForwardCycles:
 
     def improve(self, ends: Sequence[torch.Tensor]) -> None:
         """The rest of a cycle, after an F-relaxation that led to these ends."""
-        chunks = self._finest.chunks
+        chunks = self._finest
         with torch.no_grad():
             relaxed = self._next_starts(ends)
             for _ in range(self._runs_per_cycle - 1):
@@ -443,7 +420,7 @@ class ForwardCycles:
 
     def _next_starts(self, ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """C-relaxation: each chunk starts where the one before ended."""
-        chunks = self._finest.chunks
+        chunks = self._finest
         return chunks.starts([state.detach() for state in self._problem.states], chunks.previous_ends(ends))
 
 
@@ -473,8 +450,8 @@ class CoarseGrids:
     def sequential_steps(self) -> int:
         """Steps of a correction that depend on one another."""
         between = self.levels[1:-1]
-        inner = sum(1 + min(level.coarsening, level.layout.num_steps) * (self.runs + 1) for level in between)
-        return inner + 1 + self.levels[-1].layout.num_steps
+        inner = sum(1 + min(level.length, level.whole.num_steps) * (self.runs + 1) for level in between)
+        return inner + 1 + self.levels[-1].whole.num_steps
 
     def first_starts(self) -> list[torch.Tensor]:
         """The states before each chunk of the finest grid, from the coarsest up, by coarse steps alone."""
@@ -501,10 +478,10 @@ class CoarseGrids:
         if number == len(self.levels) - 1:
             return self.run(number, tau_PD)
         level = self.levels[number]
-        starts_CD = level.starts(self.initial_BD, points_PD)
+        starts_CD = level.states_before(self.initial_BD, points_PD)
         _, ends_CD = self.relax(number, starts_CD, tau_PD)
         for _ in range(self.runs - 1):
-            (starts_CD,) = level.chunks.starts([self.initial_BD], level.chunks.previous_ends([ends_CD]))
+            (starts_CD,) = level.starts([self.initial_BD], level.previous_ends([ends_CD]))
             _, ends_CD = self.relax(number, starts_CD, tau_PD)
         points_PD, _ = self.relax(number, self._correct(number, starts_CD, ends_CD), tau_PD)
         return points_PD
@@ -517,13 +494,13 @@ class CoarseGrids:
 
     def run(self, number: int, tau_PD: torch.Tensor) -> torch.Tensor:
         """The state after each step of a coarse grid, sequentially."""
-        layout = self.levels[number].layout
+        layout = self.levels[number].whole
         points_PD, _ = self._run(number, layout, self._rows(number, tau_PD), self.initial_BD)
         return points_PD
 
     def relax(self, number: int, starts_CD: torch.Tensor, tau_PD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """F-relaxation of a coarse grid: the states after each step and after each chunk, all chunks at once."""
-        chunks = self.levels[number].chunks
+        chunks = self.levels[number]
         rows_PG = chunks.to_chunks(self._rows(number, tau_PD))
         points_PD, ends_CD = self._run(number, chunks.layout, rows_PG, starts_CD)
         return chunks.to_sequences(points_PD), ends_CD
@@ -531,7 +508,7 @@ class CoarseGrids:
     def _run(
         self, number: int, layout: Layout, rows_PG: torch.Tensor, states_BD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        dt = float(self.levels[0].coarsening ** number)
+        dt = float(self.levels[0].length ** number)
         points_PD, after = self._problem.variants.run(
             f"a coarse step over {dt:g} of {self._features}",
             lambda cell: ForcedCoarseStep(cell, dt=dt, features=self._features),
@@ -547,7 +524,7 @@ class CoarseGrids:
         return torch.cat([self._x[number], tau_PD], dim=1)
 
     def _unforced(self, number: int) -> torch.Tensor:
-        return self.initial_BD.new_zeros(self.levels[number].layout.total, self.initial_BD.shape[1])
+        return self.initial_BD.new_zeros(self.levels[number].whole.total, self.initial_BD.shape[1])
 
 
 # --- reverse cycles --------------------------------------------------------------------------------------------------
@@ -562,8 +539,6 @@ class ReverseCycles(AbstractAdjoint):
     are for the states.
     """
 
-    level: Level
-    """The finest grid."""
     grids: CoarseGrids | None
     runs: int
     """Reverse sweeps before the coarse grids are used: 1 is F-, 2 is FCF-relaxation."""
@@ -576,7 +551,7 @@ class ReverseCycles(AbstractAdjoint):
 
     def solve(self, graph: ChunkGraph) -> tuple[list[MaybeTensor], list[MaybeTensor], AdjointStats]:
         """Cycle until nothing changes or enough cycles were made, then one sweep with gradients of weights."""
-        num_chunks = self.level.chunks.max_per_sequence
+        num_chunks = graph.chunks.max_per_sequence
         arriving = [torch.zeros_like(end) for end in graph.ends]
         coarse: ReverseGrids | None = None
         done, exact_chunks, residuals = 0, 0, list[float]()
@@ -594,7 +569,7 @@ class ReverseCycles(AbstractAdjoint):
                 exact_chunks += 1
             if self.grids is not None:
                 coarse = coarse or ReverseGrids(self.grids, graph.starts)
-                fresh = select_rows(self.level.behind_C <= exact_chunks, fresh, coarse.correct(arriving, fresh))
+                fresh = select_rows(graph.chunks.behind_C <= exact_chunks, fresh, coarse.correct(arriving, fresh))
             arriving = fresh
             done += 1
         d_leaves, d_starts = graph.pull_back(arriving)
@@ -647,14 +622,14 @@ class ReverseGrids:
     def _run_through(self, number: int, points_PD: torch.Tensor) -> _CoarseRun:
         """A run over a coarse grid that is forced through all these points."""
         grids, level = self._grids, self._grids.levels[number]
-        before_PD = level.layout.shift(points_PD, grids.initial_BD)
+        before_PD = level.whole.shift(points_PD, grids.initial_BD)
         with torch.no_grad():
             tau_PD = points_PD - grids.step(number, before_PD)
         tau_PD.requires_grad_()
         if number == len(grids.levels) - 1:
             with torch.enable_grad():
                 return _CoarseRun(level=level, tau_PD=tau_PD, points_PD=grids.run(number, tau_PD))
-        starts_CD = level.starts(grids.initial_BD, points_PD).requires_grad_()
+        starts_CD = level.states_before(grids.initial_BD, points_PD).requires_grad_()
         with torch.enable_grad():
             points_PD, ends_CD = grids.relax(number, starts_CD, tau_PD)
         return _CoarseRun(level=level, tau_PD=tau_PD, points_PD=points_PD, starts_CD=starts_CD, ends_CD=ends_CD)
