@@ -32,7 +32,7 @@ def test_pen_features_of_a_flat_sequence_stay_finite():
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_a_position_that_is_no_number_names_its_sequence(wrong, axis):
+def test_a_position_of_nan_or_infinity_names_its_sequence(wrong, axis):
     xy = np.zeros((5, 2))
     xy[3, axis] = wrong
     with pytest.raises(StrettoError, match="here: sequence 1 has a NaN or infinite position at its point 1"):

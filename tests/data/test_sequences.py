@@ -52,12 +52,9 @@ def test_a_sequence_is_its_slice_of_the_steps():
     assert data[-1].features_TF.tolist() == [[6.0, 7.0], [8.0, 9.0], [10.0, 11.0]]
     assert data[-1].index == 2
     assert not data.memory_mapped
-
-
-@pytest.mark.parametrize("index", [3, -4])
-def test_an_index_outside_is_an_index_error(index):
-    with pytest.raises(IndexError, match=f"sequence {index} of 3"):
-        ragged([2, 1, 3])[index]
+    for outside in (3, -4):
+        with pytest.raises(IndexError, match=f"sequence {outside} of 3"):
+            data[outside]
 
 
 def test_a_flat_array_is_one_feature():
@@ -121,9 +118,6 @@ def test_parts_follow_the_split():
     assert {part: data.part(part).lengths_N.tolist() for part in PARTS} == {"train": [2, 4], "valid": [3], "test": [1]}
     assert data.part("test").name == "four (test)"
     assert data.notes == ()
-
-
-def test_a_part_without_sequences_is_refused():
     with pytest.raises(StrettoError, match="four: no sequence is in the test split"):
         ragged([1, 2], split=[0, 0], name="four").part("test")
 
@@ -137,7 +131,7 @@ def test_a_missing_split_is_drawn_and_noted():
     np.testing.assert_array_equal(data.split_N, ragged([1] * 2000).split_N)
 
 
-def test_train_and_test_alone_lend_a_tenth_to_validation():
+def test_without_validation_a_tenth_of_train_is_taken_for_it():
     given_split = [0] * 900 + [1] * 100
     data = ragged([1] * 1000, split=given_split)
     assert (data.split_N[900:] == 2).all()
@@ -154,7 +148,7 @@ def test_a_bad_split_is_refused(split):
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(("step", "sequence", "within"), [(0, 0, 0), (2, 1, 0), (5, 2, 2)])
-def test_a_feature_that_is_no_number_names_its_sequence(wrong, step, sequence, within):
+def test_a_feature_of_nan_or_infinity_names_its_sequence(wrong, step, sequence, within):
     features = np.zeros((6, 2))
     features[step, 1] = wrong
     with pytest.raises(StrettoError, match=f"sequence {sequence} has a NaN or infinite feature at its step {within}"):
@@ -201,7 +195,12 @@ def test_targets_must_be_one_a_sequence():
     labels = Labels.check(np.array([0, 1, 1]), names=None, source="here")
     with pytest.raises(StrettoError, match="2 sequences but 3 targets"):
         ragged([1, 2], targets=labels)
+    steps = StepLabels.check(np.zeros(5, np.int64), offsets=np.array([0, 3, 5]), names=None, source="")
+    with pytest.raises(StrettoError, match="not as many as the steps of each sequence"):
+        ragged([2, 3], targets=steps)
     assert isinstance(ragged([1, 2]).targets, NoTargets)
+    assert ragged([1, 2])[1].target is None
+    assert len(ragged([1, 2]).subset([1]).targets) == 1
 
 
 def test_other_data_have_another_digest():
@@ -239,15 +238,12 @@ def test_every_part_that_can_have_a_sequence_has_one(count: int, given: str | No
     assert count < 3 or counts.min() >= 1
 
 
-@pytest.mark.parametrize(
-    ("names", "kept"), [(None, ("0", "1", "2")), (["cat", "dog", "owl", "elk"], ("cat", "dog", "owl", "elk"))]
-)
-def test_labels_have_the_names_they_are_given_or_their_numbers(names, kept):
-    labels = Labels.check(np.array([2, 0, 1], dtype=np.uint8), names=names, source="here")
-    assert [labels[index] for index in range(len(labels))] == [2, 0, 1]
-    taken = labels.take(np.array([1, 1, 0]))
-    assert [taken[index] for index in range(3)] == [0, 0, 2]
-    assert labels.names == taken.names == kept
+def test_labels_have_the_names_they_are_given_or_their_numbers():
+    for names, kept in ((None, ("0", "1", "2")), (["cat", "dog", "owl", "elk"], ("cat", "dog", "owl", "elk"))):
+        labels = Labels.check(np.array([2, 0, 1], dtype=np.uint8), names=names, source="here")
+        taken = labels.take(np.array([1, 1, 0]))
+        assert [taken[index] for index in range(len(taken))] == [0, 0, 2]
+        assert labels.names == taken.names == kept
 
 
 @pytest.mark.parametrize(
@@ -276,13 +272,6 @@ def test_transcripts_give_back_every_text(texts, data):
     taken = transcripts.take(np.array(chosen, dtype=np.int64))
     assert [taken[index] for index in range(len(taken))] == [texts[index] for index in chosen]
     assert taken.alphabet() == "".join(sorted(set("".join(texts[index] for index in chosen))))
-
-
-def test_no_targets_are_none():
-    nothing = NoTargets(count=3)
-    assert len(nothing) == 3
-    assert nothing[2] is None
-    assert len(nothing.take(np.array([0, 2]))) == 2
 
 
 def _labelled(lengths: list[int]) -> SequenceSet:
@@ -319,12 +308,6 @@ def test_a_batch_has_labels_of_real_steps_and_minus_one_behind() -> None:
         assert batch.targets[row, :length].tolist() == data[row].target.tolist()  # type: ignore[union-attr]
     assert batch.indices is not None
     assert batch.indices.tolist() == [0, 1, 2]
-
-
-def test_labels_of_other_lengths_are_refused() -> None:
-    labels = StepLabels.check(np.zeros(5, np.int64), offsets=np.array([0, 3, 5]), names=None, source="")
-    with pytest.raises(StrettoError, match="not as many as the steps of each sequence"):
-        SequenceSet.from_flat(np.zeros((5, 1)), offsets=np.array([0, 2, 5]), targets=labels)
 
 
 @pytest.mark.slow
@@ -419,15 +402,11 @@ def test_runs_are_the_steps_of_each_label_in_order(rows: list[list[int]], unlabe
     assert f"{len(runs)} runs" in cut.notes[-1]
 
 
-def test_other_targets_are_refused() -> None:
-    data = SequenceSet.from_flat(np.zeros((3, 1)), offsets=np.array([0, 3]), split_N=np.array([0]), name="plain")
-    with pytest.raises(StrettoError, match="plain has no labels of steps"):
-        cut_runs(data)
-
-
 def test_classification_takes_labels_of_steps() -> None:
     data = _steps([[1, 1, 0, 2, 2], [2, 1], [1, 0, 0, 2]], parts=[0, 1, 2])
     task = Classify(ClassifyConfig(hidden_size=3), data)
     assert len(task.data) == 6
     assert "left out" in task.data.notes[-1]
     assert len(Classify(ClassifyConfig(hidden_size=3, unlabelled=None), data).data) == 8
+    with pytest.raises(StrettoError, match="data has no labels of steps"):
+        cut_runs(ragged([3]))

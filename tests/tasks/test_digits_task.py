@@ -162,13 +162,10 @@ def test_rows_that_a_batch_is_padded_with_are_no_part_of_an_image() -> None:
     assert torch.equal(model(whole(task)), model(whole(task, edges=[20])))
 
 
-def test_images_of_several_heights_are_refused_and_named() -> None:
+def test_images_of_several_heights_and_recurrent_layers_are_refused() -> None:
     message = r"pictures: image 0 has 7 rows and image 2 has 4 \(2 such images\).*train digits"
     with pytest.raises(StrettoError, match=message):
         DigitImages(DigitImagesConfig(), images([7, 7, 4, 7, 9, 7], width=5))
-
-
-def test_recurrent_layers_are_refused() -> None:
     with pytest.raises(StrettoError, match=r"num_layers=2 was given.*no recurrent layers"):
         make_images(num_layers=2)
 

@@ -197,7 +197,7 @@ def test_the_direction_is_as_asked(asked: dict[str, str], first: str) -> None:
     assert task.vocabulary.decode([pieces]) == [first]
 
 
-def test_directions_that_the_data_do_not_have_are_refused() -> None:
+def test_directions_that_the_data_do_not_have_and_small_vocabularies_are_refused() -> None:
     with pytest.raises(StrettoError, match="captions has en and de, and a translation from fr to any language"):
         _task(source="fr")
     with pytest.raises(StrettoError, match="from de to de was asked for"):
@@ -205,6 +205,8 @@ def test_directions_that_the_data_do_not_have_are_refused() -> None:
     with pytest.raises(StrettoError, match=r"does not name its languages.*Leave --source and --target out"):
         _task(_texts(languages=None), source="en")
     assert _task(_texts(languages=None)).data.num_features == 2
+    with pytest.raises(StrettoError, match=f"vocabulary_size is 200.*{MIN_PIECES} or more"):
+        _task(vocabulary_size=200)
 
 
 @settings(deadline=None, max_examples=60)
@@ -231,11 +233,6 @@ def test_the_vocabulary_is_learned_from_the_training_part_alone() -> None:
     changed = _task(parallel_set(other, split_N=data.split_N, name="captions"))
     texts = [text for pair in TEXTS for text in pair]
     assert changed.vocabulary.encode(texts) == _task().vocabulary.encode(texts)
-
-
-def test_a_vocabulary_without_room_for_every_byte_is_refused() -> None:
-    with pytest.raises(StrettoError, match=f"vocabulary_size is 200.*{MIN_PIECES} or more"):
-        _task(vocabulary_size=200)
 
 
 @pytest.mark.slow

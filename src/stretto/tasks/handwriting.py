@@ -5,6 +5,8 @@ Shape legend: B or N lines, T steps, U stacked steps, F features, C classes (bla
 
 import dataclasses
 import math
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal, final
 
 import numpy as np
@@ -190,18 +192,6 @@ def greedy_decode(log_probs_TC: npt.NDArray[np.floating]) -> list[int]:
     return kept
 
 
-@dataclasses.dataclass(slots=True)
-class _Prefix:
-    """The probability of all paths that spell a prefix, by whether they end in a blank."""
-
-    blank: float = -math.inf
-    symbol: float = -math.inf
-
-    @property
-    def total(self) -> float:
-        return _add(self.blank, self.symbol)
-
-
 def beam_decode(log_probs_TC: npt.NDArray[np.floating], *, width: int = 8, min_log_prob: float = -9.0) -> list[int]:
     """Prefix beam search: the most likely labelling, summed over all its paths.
 
@@ -210,25 +200,25 @@ def beam_decode(log_probs_TC: npt.NDArray[np.floating], *, width: int = 8, min_l
         width: Prefixes kept after each step. Wide enough, the search is exact.
         min_log_prob: Classes below this at a step do not extend a prefix there; minus infinity leaves none out.
     """
-    beam: dict[tuple[int, ...], _Prefix] = {(): _Prefix(blank=0.0)}
+    # For each prefix, the probability of all paths that spell it: those that end in a blank, and those in its symbol.
+    beam: Mapping[tuple[int, ...], list[float]] = {(): [0.0, -math.inf]}
     for log_probs_C in log_probs_TC:
         blank = float(log_probs_C[BLANK])
         likely = [(c, float(log_probs_C[c])) for c in np.flatnonzero(log_probs_C >= min_log_prob) if c != BLANK]
-        grown: dict[tuple[int, ...], _Prefix] = {}
-        for labels, prefix in beam.items():
-            total = prefix.total
-            same = grown.setdefault(labels, _Prefix())
-            same.blank = _add(same.blank, total + blank)
+        grown: dict[tuple[int, ...], list[float]] = defaultdict(lambda: [-math.inf, -math.inf])
+        for labels, (by_blank, by_symbol) in beam.items():
+            total = _add(by_blank, by_symbol)
+            same = grown[labels]
+            same[0] = _add(same[0], total + blank)
             if labels:
-                same.symbol = _add(same.symbol, prefix.symbol + float(log_probs_C[labels[-1]]))
+                same[1] = _add(same[1], by_symbol + float(log_probs_C[labels[-1]]))
             for label, log_prob in likely:
-                longer = grown.setdefault((*labels, int(label)), _Prefix())
+                longer = grown[(*labels, int(label))]
                 # After the same symbol, only paths through a blank make a new one.
-                before = prefix.blank if labels and labels[-1] == label else total
-                longer.symbol = _add(longer.symbol, before + log_prob)
-        kept = sorted(grown.items(), key=lambda item: item[1].total, reverse=True)[:width]
-        beam = dict(kept)
-    return list(max(beam.items(), key=lambda item: item[1].total)[0])
+                before = by_blank if labels and labels[-1] == label else total
+                longer[1] = _add(longer[1], before + log_prob)
+        beam = dict(sorted(grown.items(), key=lambda item: _add(*item[1]), reverse=True)[:width])
+    return list(next(iter(beam)))
 
 
 def _add(left: float, right: float) -> float:

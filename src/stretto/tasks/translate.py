@@ -479,18 +479,16 @@ def _target_pieces(output: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 def _orient(pairs: LinePairs, config: TranslateConfig, *, name: str) -> LinePairs:
     """From the source that was asked for to the target."""
-    if config.source is None and config.target is None:
-        return pairs
+    for turned in (pairs, pairs.swapped()):
+        source, target = turned.languages or (None, None)
+        if config.source in (None, source) and config.target in (None, target):
+            return turned
     asked = f"from {config.source or 'any language'} to {config.target or 'any language'}"
     if pairs.languages is None:
         raise StrettoError(
             f"{name} does not name its languages, and a translation {asked} was asked for",
             fix="Leave --source and --target out.",
         )
-    for turned in (pairs, pairs.swapped()):
-        assert turned.languages is not None
-        if config.source in (None, turned.languages[0]) and config.target in (None, turned.languages[1]):
-            return turned
     raise StrettoError(
         f"{name} has {' and '.join(pairs.languages)}, and a translation {asked} was asked for",
         fix=f"Set --source and --target to {' and '.join(pairs.languages)}, in either order, or leave them out.",

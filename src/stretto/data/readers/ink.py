@@ -4,7 +4,6 @@ Shape legend: S points of all sequences, P points of one stroke or line, T steps
 down), 3 features (dx, dy, pen-up).
 """
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -28,6 +27,7 @@ DECIMAL: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 LINE_FILE: Final = re.compile(r"(?P<sheet>(?P<form>[A-Za-z0-9]+-[0-9]+)[A-Za-z]?)-(?P<number>[0-9]+)\.xml")
 IAM_ROOT: Final = "WhiteboardCaptureSession"
 MAX_NAMED_FILES = 12
+Strokes = list[npt.NDArray[np.float64]]
 
 
 def pen_features(
@@ -115,16 +115,6 @@ def resample_stroke(stroke_P2: npt.NDArray[np.float64], num_points: Callable[[fl
     return np.stack([np.interp(at, travelled_P, stroke_P2[:, axis]) for axis in range(2)], axis=1)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Ink:
-    """What one file holds; files of one group are in the same part of the split."""
-
-    path: Path
-    group: str
-    strokes: list[npt.NDArray[np.float64]]
-    text: str | None
-
-
 def read_inkml(path: Path) -> SequenceSet:
     """Read InkML: each file is one sequence of pen movement (dx, dy, pen-up).
 
@@ -139,7 +129,7 @@ def read_inkml(path: Path) -> SequenceSet:
     if not files:
         raise StrettoError(f"there is no .inkml file below {str(path)!r}", fix="Check the path.")
     return _make_ink_set(
-        (_read_ink(file) for file in files),
+        ((file, file.stem, *_read_ink(file)) for file in files),
         name=path.name if path.is_dir() else path.stem,
         note="split by file name, by a hash of it: about 80 % train, 10 % valid, 10 % test",
     )
@@ -160,18 +150,21 @@ def _parse_xml(path: Path) -> Element:
     return root
 
 
-def _make_ink_set(inks: Iterable[_Ink], *, name: str, note: str) -> SequenceSet:
-    """One set of many inks: transcripts for all or for none, and each group in one part of the split."""
+def _make_ink_set(inks: Iterable[tuple[Path, str, Strokes, str | None]], *, name: str, note: str) -> SequenceSet:
+    """One set of files, each given as its path, its group, which is in one part of the split, strokes and transcript.
+
+    All have a transcript, or none has.
+    """
     features, texts, split, silent = [], [], [], []
-    for ink in inks:
-        if not ink.strokes:
-            raise StrettoError(f"{str(ink.path)!r} has no strokes", fix="Remove the file.")
-        features.append(line_features(ink.strokes, source=str(ink.path)))
-        split.append(PARTS.index(part_of(ink.group)))
-        if ink.text is None:
-            silent.append(str(ink.path))
+    for path, group, strokes, text in inks:
+        if not strokes:
+            raise StrettoError(f"{str(path)!r} has no strokes", fix="Remove the file.")
+        features.append(line_features(strokes, source=str(path)))
+        split.append(PARTS.index(part_of(group)))
+        if text is None:
+            silent.append(str(path))
         else:
-            texts.append(ink.text)
+            texts.append(text)
     if texts and silent:
         raise StrettoError(
             f"{silent[0]!r} has no transcript, as {len(silent)} of {len(features)} files",
@@ -188,7 +181,7 @@ def _make_ink_set(inks: Iterable[_Ink], *, name: str, note: str) -> SequenceSet:
     )
 
 
-def _read_ink(path: Path) -> _Ink:
+def _read_ink(path: Path) -> tuple[Strokes, str | None]:
     root = _parse_xml(path)
     if root.tag not in ("ink", f"{NAMESPACE}ink"):
         raise StrettoError(f"{str(path)!r} has the root {root.tag!r}, not InkML's `ink`", fix="Remove the file.")
@@ -197,8 +190,7 @@ def _read_ink(path: Path) -> _Ink:
     for definitions in root.findall(f"{prefix}definitions"):
         root.remove(definitions)
     strokes = [_points(trace, axes=axes, path=path) for trace in root.iter(f"{prefix}trace")]
-    written = [stroke for stroke in strokes if len(stroke)]
-    return _Ink(path=path, group=path.stem, strokes=written, text=_transcript(root, prefix))
+    return [stroke for stroke in strokes if len(stroke)], _transcript(root, prefix)
 
 
 def _axes(root: Element, prefix: str, *, path: Path) -> tuple[tuple[int, float], tuple[int, float]]:
@@ -278,10 +270,7 @@ def read_iam(folder: Path) -> SequenceSet:
         )
     texts = _texts(folder, lines)
     return _make_ink_set(
-        (
-            _Ink(path=path, group=match["form"], strokes=_read_strokes(path), text=texts[path])
-            for path, match in lines.items()
-        ),
+        ((path, match["form"], _read_strokes(path), texts[path]) for path, match in lines.items()),
         name=folder.name,
         note="split by form, by a hash of its name: about 80 % train, 10 % valid, 10 % test; "
         "no form is in two parts, but a writer of several forms may be",
@@ -329,7 +318,7 @@ def _read_transcript(path: Path) -> list[str]:
     return [line for line in lines[lines.index("CSR:") + 1 :] if line]
 
 
-def _read_strokes(path: Path) -> list[npt.NDArray[np.float64]]:
+def _read_strokes(path: Path) -> Strokes:
     root = _parse_xml(path)
     if root.tag != IAM_ROOT:
         raise StrettoError(f"{str(path)!r} has the root {root.tag!r}, not {IAM_ROOT!r}", fix="Remove the file.")

@@ -5,7 +5,6 @@ Shape legend: N lines, S characters of all lines together.
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, final
 
@@ -77,8 +76,13 @@ def read_parallel_text(folder: Path) -> SequenceSet:
     lines: tuple[list[str], list[str]] = ([], [])
     split: list[int] = []
     for number, part in parts:
-        pair = [_lines(_find_file(folder, files, part=part, language=language)) for language in languages]
-        _check_lines([files[part, language] for language in languages], pair)
+        pair = [_read_lines(folder, files, part=part, language=language) for language in languages]
+        if len(pair[0]) != len(pair[1]):
+            paths = [files[part, language].name for language in languages]
+            raise StrettoError(
+                f"{str(folder)!r}: {paths[0]} has {len(pair[0])} lines and {paths[1]} has {len(pair[1])} lines",
+                fix="Line i of the one must translate line i of the other.",
+            )
         for side, more in zip(lines, pair, strict=True):
             side.extend(more)
         split += [number] * len(pair[0])
@@ -165,31 +169,19 @@ def _parts(folder: Path, names: set[str]) -> tuple[list[tuple[int, str]], list[s
     return [(0, "train"), *enumerate(held_out, start=1)], test[1:]
 
 
-def _find_file(folder: Path, files: dict[tuple[str, str], Path], *, part: str, language: str) -> Path:
-    if (part, language) not in files:
-        beside = ", ".join(path.name for (name, _), path in files.items() if name == part) or "the others"
+def _read_lines(folder: Path, files: dict[tuple[str, str], Path], *, part: str, language: str) -> list[str]:
+    path = files.get((part, language))
+    if path is None:
+        beside = ", ".join(other.name for (name, _), other in files.items() if name == part) or "the others"
         raise StrettoError(
             f"{str(folder)!r} has no {part}.{language} or {part}.{language}.gz beside {beside}",
             fix="Give every part in both languages.",
         )
-    return files[part, language]
-
-
-def _lines(path: Path) -> list[str]:
-    lines = decode_text(path).split("\n")
-    return [line.strip() for line in (lines[:-1] if lines[-1] == "" else lines)]
-
-
-def _check_lines(paths: Sequence[Path], pair: Sequence[list[str]]) -> None:
-    if len(pair[0]) != len(pair[1]):
-        counts = " and ".join(f"{path.name} has {len(lines)} lines" for path, lines in zip(paths, pair, strict=True))
+    lines = [line.strip() for line in decode_text(path).removesuffix("\n").split("\n")]
+    if lines == [""]:
+        raise StrettoError(f"{str(path)!r} has no lines", fix="Give at least one pair of lines in every part.")
+    if "" in lines:
         raise StrettoError(
-            f"{str(paths[0].parent)!r}: {counts}", fix="Line i of the one must translate line i of the other."
+            f"{str(path)!r}: line {lines.index('') + 1} is empty", fix="Remove that line from both files."
         )
-    for path, lines in zip(paths, pair, strict=True):
-        if not lines:
-            raise StrettoError(f"{str(path)!r} has no lines", fix="Give at least one pair of lines in every part.")
-        if "" in lines:
-            raise StrettoError(
-                f"{str(path)!r}: line {lines.index('') + 1} is empty", fix="Remove that line from both files."
-            )
+    return lines

@@ -57,7 +57,9 @@ def _columns(path: Path) -> dict[str, Any]:
             f"{str(path)!r} is truncated, damaged or no {path.suffix} file ({error})",
             fix="Write or copy the file again.",
         ) from error
-    return {name: _decode_dictionary(table.column(name)) for name in table.column_names}
+    encoded = optional("pyarrow").types.is_dictionary
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    return {name: c.cast(c.type.value_type) if encoded(c.type) else c for name, c in columns.items()}
 
 
 def _parquet_table(path: Path) -> Any:
@@ -85,11 +87,6 @@ def _choose_columns(names: list[str], *, path: Path) -> list[str]:
     if twice:
         raise StrettoError(f"{str(path)!r} has two columns `{twice[0]}`", fix="Rename or remove one of them.")
     return [name for name in KNOWN_COLUMNS if name in names]
-
-
-def _decode_dictionary(column: Any) -> Any:
-    is_dictionary = optional("pyarrow").types.is_dictionary(column.type)
-    return column.cast(column.type.value_type) if is_dictionary else column
 
 
 def _is_list(data_type: Any) -> bool:

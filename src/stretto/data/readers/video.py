@@ -261,11 +261,12 @@ def _apply_split_files(
     Each line of `testTrainMulti_7030_splits/<class>_test_split<number>.txt` names a clip and marks it 1 for train, 2
     for test or 0 for unused.
     """
-    marks = [_marks(folder, name=name, number=number) for name in names]
+    paths = [folder / SPLITS_FOLDER / f"{name}_test_split{number}.txt" for name in names]
+    marks = [_marks(path, root=folder.resolve()) for path in paths]
     unlisted = next((clip for clip in clips if clip.name not in marks[clip.label]), None)
     if unlisted is not None:
         raise StrettoError(
-            f"{str(unlisted.path)!r} is not listed in {_file_name(names[unlisted.label], number)}",
+            f"{str(unlisted.path)!r} is not listed in {paths[unlisted.label].name}",
             fix=f"List it as '{unlisted.name}.avi 0' to leave it out, or remove it.",
         )
     marks_N = [marks[clip.label][clip.name] for clip in clips]
@@ -282,13 +283,8 @@ def _apply_split_files(
     return used, np.array([mark == TEST for mark in marks_N if mark != UNUSED], dtype=np.uint8), notes
 
 
-def _file_name(name: str, number: int) -> str:
-    return f"{name}_test_split{number}.txt"
-
-
-def _marks(folder: Path, *, name: str, number: int) -> dict[str, int]:
-    path = folder / SPLITS_FOLDER / _file_name(name, number)
-    listed = [entry for entry in _inside(path.parent, folder.resolve()) if entry.name == path.name]
+def _marks(path: Path, *, root: Path) -> dict[str, int]:
+    listed = [entry for entry in _inside(path.parent, root) if entry.name == path.name]
     if not _files(listed, (".txt",)):
         raise StrettoError(
             f"there is no split file {str(path)!r}",
