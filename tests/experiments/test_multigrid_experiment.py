@@ -105,15 +105,11 @@ def test_approximate_solvers_report_their_residual(quick: MultigridResult) -> No
             assert rows[solver].last.test_residual > 0.01
             assert rows[solver].last.backward_residual is not None
         assert [rows[solver].last.iterations for solver in (SERIAL, MULTIGRID, WARM)] == [1, 2, 1]
+        # The boundaries of all sequences are known from the second epoch on.
+        known = [re.search(r"(\d+) of (\d+) sequences", epoch.reason) for epoch in rows[WARM].epochs]
+        assert [found is not None and found[1] == found[2] for found in known] == [False, True, True]
         assert [epoch.residual for epoch in rows[SERIAL].epochs] == [0.0] * EPOCHS
         assert rows[SERIAL].last.backward_residual is None
-
-
-def test_boundaries_of_all_sequences_are_known_from_the_second_epoch(quick: MultigridResult) -> None:
-    for row in quick.rows:
-        if row.solver == WARM:
-            known = [re.search(r"(\d+) of (\d+) sequences", epoch.reason) for epoch in row.epochs]
-            assert [found is not None and found[1] == found[2] for found in known] == [False, True, True]
 
 
 def test_the_serial_row_is_its_own_reference(quick: MultigridResult) -> None:

@@ -156,8 +156,3 @@ def test_the_first_batch_is_a_number_even_if_it_is_to_be_found(values: dict[str,
     config = validate(ClassifyConfig, values, source="here")
     assert config.first_batch_size == rows
     assert validate(ClassifyConfig, json.loads(json.dumps(config.recorded())), source="here") == config
-
-
-def test_settings_cannot_be_changed_afterwards() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        TrainConfig().epochs = 3  # type: ignore[misc]
