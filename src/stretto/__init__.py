@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from stretto.large_batch import LargeBatch as LargeBatch
     from stretto.nn import RNN as RNN
     from stretto.nn import accelerate as accelerate
-    from stretto.nn.explain_model import explain as explain
     from stretto.nn import restore as restore
+    from stretto.nn.explain_model import explain as explain
     from stretto.runs import train as train
     from stretto.solvers import Multigrid as Multigrid
     from stretto.solvers import Newton as Newton

@@ -1,12 +1,14 @@
 """Loops made runnable: the layout of ragged batches, programs, and the backends that run them."""
 
 from stretto.kernels import backends as backends  # registers them
-from stretto.kernels.autograd import run_together, without_weights
+from stretto.kernels.autograd import run_together
 from stretto.kernels.backends.base import (
     AbstractBackend,
     AbstractKernel,
     Backend,
     Cotangents,
+    LayerCall,
+    LayerOperator,
     LoopCall,
     LoopGradients,
     LoopResult,
@@ -26,6 +28,7 @@ from stretto.kernels.backends.cpp.compiler import (
     library_folder,
     load,
 )
+from stretto.kernels.backward import without_weights
 from stretto.kernels.build import Built, SaveChoice, build, unseen_by_hooks
 from stretto.kernels.layout import Layout
 from stretto.kernels.program import GraphProgram, wavefront_chunks
@@ -39,6 +42,8 @@ __all__ = [
     "Compiler",
     "Cotangents",
     "GraphProgram",
+    "LayerCall",
+    "LayerOperator",
     "Layout",
     "LoopCall",
     "LoopGradients",

@@ -8,11 +8,9 @@
 Shape legend: B sequences, P rows of all steps together.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -20,34 +18,29 @@ from stretto.graph import Kind, Node
 from stretto.kernels.backends.base import (
     AbstractKernel,
     Cotangents,
+    LayerCall,
     LoopCall,
-    LoopCoroutine,
     LoopGradients,
     LoopResult,
 )
 from stretto.kernels.backends.eager import EagerKernel
-from stretto.kernels.batched_ops import Earlier, as_node_dtype, is_batched, laid_out_like
+from stretto.kernels.backward import differentiate_by_torch, is_batched, laid_out_like, version_of, wants_weights
+from stretto.kernels.batched_ops import Earlier, as_node_dtype
 from stretto.kernels.layout import Layout
 
-_wants_weights: Final = contextvars.ContextVar("wants_weights", default=True)
 
-
-@contextlib.contextmanager
-def without_weights() -> Iterator[None]:
-    """Backward passes inside leave out the gradients of weights: autograd cannot tell a loop that they are unused."""
-    token = _wants_weights.set(False)
-    try:
-        yield
-    finally:
-        _wants_weights.reset(token)
-
-
-def run_together(programs: Sequence[LoopCoroutine]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+def run_together(calls: Sequence[LayerCall]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     """Run programs that do not depend on each other, their loops at once.
 
     Returns:
         Outputs of all rows and final states, of each program.
     """
+    operators = [call.program.operator for call in calls]
+    if len({type(operator) for operator in operators}) == 1:
+        pairs = zip(operators, calls, strict=True)
+        if all(operator is not None and operator.fits(call) for operator, call in pairs):
+            return operators[0].run_all(calls)  # type: ignore[union-attr]
+    programs = [call.program.coroutine(call.layout, call.x_PF, call.states, call.parameters) for call in calls]
     finished: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
     answers: dict[int, list[LoopResult] | None] = dict.fromkeys(range(len(programs)))
     while answers:
@@ -98,9 +91,7 @@ class _Loops(torch.autograd.Function):
         made = _kernel_class(ctx.kernels).forward_all(calls, keep=keep)
         flat = [tensor for item in made for tensor in (*item.after, *item.outputs, *item.finals)]
         if keep:
-            # Results are saved under another version counter: a user may change them in place, as torch's own layers
-            # allow. The backward pass looks whether one did, and then computes them again.
-            ctx.watched = [_version_of(tensor) for tensor in flat]
+            ctx.watched = [version_of(tensor) for tensor in flat]
             ctx.versions = [tensor._version for tensor in flat]
             saved = [tensor for item in made for tensor in item.saved]
             ctx.save_for_backward(*tensors, *(tensor.data for tensor in flat), *saved)
@@ -113,10 +104,16 @@ class _Loops(torch.autograd.Function):
         # Read once: what autograd stores elsewhere, or computes again, is brought back at each read.
         stored = ctx.saved_tensors
         tensors, rest = stored[: len(needed)], stored[len(needed) :]
-        again = torch.is_grad_enabled()
-        if again or any(is_batched(item) for item in cotangents):
-            with torch.enable_grad():
-                return None, *_differentiable(kernels, ctx.layouts, tensors, cotangents, needed, again=again)
+        if torch.is_grad_enabled() or any(is_batched(item) for item in cotangents):
+
+            def run(given: list[torch.Tensor]) -> list[torch.Tensor]:
+                made = [
+                    EagerKernel(call.kernel.body).forward(call, keep=False)
+                    for call in _calls(kernels, ctx.layouts, given)
+                ]
+                return [tensor for item in made for tensor in (*item.after, *item.outputs, *item.finals)]
+
+            return None, *differentiate_by_torch(run, tensors, cotangents, needed)
         calls = _calls(kernels, ctx.layouts, tensors)
         sizes = [kernel.num_results for kernel in kernels]
         if any(item._version != version for item, version in zip(ctx.watched, ctx.versions, strict=True)):
@@ -139,13 +136,6 @@ class _Loops(torch.autograd.Function):
         return None, *gradients
 
 
-def _version_of(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor that shares the version counter: it tells changes in place, and keeps no memory alive."""
-    watched = tensor.detach()
-    watched.data = torch.empty(0, dtype=tensor.dtype)
-    return watched
-
-
 def _deferred(
     call: LoopCall, result: LoopResult, gradients: LoopGradients, asked: Sequence[bool]
 ) -> list[torch.Tensor | None]:
@@ -153,7 +143,7 @@ def _deferred(
     body, layout, deferral = call.kernel.body, call.layout, call.kernel.deferral
     ports = body.ports_of(Kind.WEIGHT)
     wanted = [port.gradient if needs else None for port, needs in zip(ports, asked, strict=True)]
-    if not _wants_weights.get() or not any(node is not None for node in wanted):
+    if not wants_weights() or not any(node is not None for node in wanted):
         return [None] * len(ports)
     values: dict[Node, Any] = dict(zip(body.to_deferred, gradients.to_deferred, strict=True))
     values.update((node, as_node_dtype(tensor, node)) for node, tensor in result.by_node(body).items())
@@ -172,31 +162,3 @@ def _deferred(
         None if node is None else values[node].reshape(port.source.shape)
         for node, port in zip(wanted, ports, strict=True)
     ]
-
-
-def _differentiable(
-    kernels: list[AbstractKernel],
-    layouts: list[Layout],
-    tensors: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor | None],
-    needed: Sequence[bool],
-    *,
-    again: bool,
-) -> list[torch.Tensor | None]:
-    """The gradient by torch's operators, the loops once more under autograd; to be differentiated `again`, or not."""
-    # Aliases: what leads from one of these tensors to another outside of the loops is not followed here.
-    tensors = [tensor.view_as(tensor) for tensor in tensors]
-    flat: list[torch.Tensor] = []
-    for call in _calls(kernels, layouts, tensors):
-        made = EagerKernel(call.kernel.body).forward(call, keep=False)
-        flat += [*made.after, *made.outputs, *made.finals]
-    linked = [(out, d) for out, d in zip(flat, cotangents, strict=True) if d is not None and out.requires_grad]
-    wanted = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
-    found = iter(
-        torch.autograd.grad(
-            [out for out, _ in linked], wanted, [d for _, d in linked], create_graph=again, allow_unused=True
-        )
-        if linked
-        else [None] * len(wanted)
-    )
-    return [next(found) if needs else None for needs in needed]

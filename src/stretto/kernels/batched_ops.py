@@ -15,6 +15,7 @@ import torch
 
 from stretto.graph import Node, evaluate
 from stretto.kernels.backends.cpp.batched import can_norm, can_run, column_sums, norm, product, weight_gradient
+from stretto.kernels.backward import is_batched, laid_out_like
 
 
 class _Product(torch.autograd.Function):
@@ -41,19 +42,6 @@ class _Product(torch.autograd.Function):
             product(d_PN, weight_KN.t()) if needs_x else None,
             laid_out_like(weight_gradient(x_PK, d_PN), weight_KN) if needs_weight else None,
         )
-
-
-def is_batched(tensor: torch.Tensor | None) -> bool:
-    """Whether a gradient stands for several, as in `torch.autograd.grad(is_grads_batched=True)`: it has no memory."""
-    functorch = torch._C._functorch
-    return tensor is not None and (functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
-
-
-def laid_out_like(gradient_KN: torch.Tensor, weight_KN: torch.Tensor) -> torch.Tensor:
-    """A gradient laid out as its weight is: the parameter behind a transposed weight gets a contiguous gradient."""
-    if gradient_KN.dim() != 2 or weight_KN.stride(0) != 1 or weight_KN.is_contiguous():
-        return gradient_KN
-    return gradient_KN.t().contiguous().t()
 
 
 def evaluate_batched(node: Node, values: dict[Node, Any], rows: int) -> Any:
@@ -100,7 +88,7 @@ class Deferral:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         readers = Counter(item for node in nodes for item in node.inputs)
-        summed = {node.args[0] for node in nodes if _is_column_sum(node) and readers[node.args[0]] == 1}
+        summed = {node.args[0] for node in nodes if is_column_sum(node) and readers[node.args[0]] == 1}
         self.read = frozenset(readers)
         self.nodes = [
             node
@@ -126,7 +114,8 @@ def _with_inputs(node: Node, values: dict[Node, Any], rows: int) -> dict[Node, A
     return values
 
 
-def _is_column_sum(node: Node) -> bool:
+def is_column_sum(node: Node) -> bool:
+    """Whether it is a sum over all rows."""
     return node.label == "sum" and len(node.args) > 1 and list(node.args[1]) == [0] and node.args[0].has_rows
 
 
@@ -143,7 +132,7 @@ def _evaluate_deferred(node: Node, values: dict[Node, Any], rows: int) -> torch.
             d_PN = d_PN.whole() if isinstance(d_PN, Earlier) else d_PN
             given = (x.after, d_PN, x.initial) if isinstance(x, Earlier) else (x, d_PN)
             return weight_gradient(*given) if can_run(*given) else None
-    if _is_column_sum(node):
+    if is_column_sum(node):
         source = node.args[0]
         factors, reader = ([source], node) if source in values else (source.args, source)
         tensors = [_with_inputs(reader, values, rows)[item] for item in factors]

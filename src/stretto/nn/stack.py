@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch.nn import functional
 
-from stretto.kernels import Layout, Program, SaveChoice, run_together, wavefront_chunks
+from stretto.kernels import LayerCall, Layout, Program, SaveChoice, run_together, wavefront_chunks
 from stretto.solvers import AbstractSolver, CellVariants, Problem, Solution
 
 MIN_STRETCH_STEPS = 32
@@ -139,7 +139,7 @@ def run_stack(
 def _run_at_once(
     calls: Iterable[tuple[Direction, Layout, torch.Tensor]],
 ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    return run_together([each.program.coroutine(layout, x, each.states, each.parameters) for each, layout, x in calls])
+    return run_together([LayerCall(each.program, layout, x, each.states, each.parameters) for each, layout, x in calls])
 
 
 def _problem(

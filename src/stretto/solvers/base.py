@@ -23,7 +23,7 @@ from typing import Literal, TypeAlias, final
 import torch
 from torch import nn
 
-from stretto.kernels import Layout, Program, run_together
+from stretto.kernels import LayerCall, Layout, Program, run_together
 
 Builder: TypeAlias = Callable[[nn.Module, tuple[int, ...], torch.dtype], Program]
 """Compiles a step, once per module: from the module, the shape of a row of its input, and the input's dtype."""
@@ -59,7 +59,7 @@ class CellVariants:
             module = self.modules[name] = make(self.cell)
         program = self.build(module, tuple(x_PF.shape[1:]), x_PF.dtype)
         named = {f"cell.{name}": tensor for name, tensor in parameters.items()}
-        ((y_PF, finals),) = run_together([program.coroutine(layout, x_PF, states, named)])
+        ((y_PF, finals),) = run_together([LayerCall(program, layout, x_PF, states, named)])
         return y_PF, list(finals)
 
 
@@ -98,7 +98,7 @@ class Problem:
         Returns:
             Outputs of all rows (P, ...), and the states after each sequence's last step (B, ...).
         """
-        ((y_PF, finals),) = run_together([self.program.coroutine(layout, x_PF, states, self.parameters)])
+        ((y_PF, finals),) = run_together([LayerCall(self.program, layout, x_PF, states, self.parameters)])
         return y_PF, list(finals)
 
     def run_all(self) -> tuple[torch.Tensor, list[torch.Tensor]]:

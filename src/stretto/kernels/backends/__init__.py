@@ -1,7 +1,7 @@
 """The backends, in the order in which "auto" tries them."""
 
 from stretto.kernels.backends.base import register
-from stretto.kernels.backends.cpp.kernel import CppBackend
+from stretto.kernels.backends.cpp.backend import CppBackend
 from stretto.kernels.backends.eager import EagerBackend
 from stretto.kernels.backends.plain import TorchBackend
 

@@ -142,14 +142,29 @@ class AbstractKernel(ABC):
         return None
 
 
+class LayerOperator(ABC):
+    """Runs whole programs, where that takes less time than their parts one by one."""
+
+    @abstractmethod
+    def fits(self, call: "LayerCall") -> bool:
+        """Whether it takes these tensors."""
+
+    @classmethod
+    @abstractmethod
+    def run_all(cls, calls: "Sequence[LayerCall]") -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Run programs that do not depend on each other; outputs (P, ...) and final states of each."""
+
+
 class Program(ABC):
     """One layer in one direction, ready to run.
 
     Attributes:
         loops: What runs its loops, in order; none if nothing is known about the cell.
+        operator: What runs all of it at once, if there is such a thing.
     """
 
     loops: Sequence[AbstractKernel] = ()
+    operator: LayerOperator | None = None
 
     @property
     def bodies(self) -> list[Body]:
@@ -177,6 +192,18 @@ class Program(ABC):
             states: Initial states (B, ...), sequences sorted as in `layout`.
             parameters: Parameters and buffers of the cell by name.
         """
+
+
+@final
+@dataclass(slots=True)
+class LayerCall:
+    """A program to run over one batch: rows (P, ...), initial states (B, ...), parameters and buffers by name."""
+
+    program: Program
+    layout: Layout
+    x_PF: torch.Tensor
+    states: Sequence[torch.Tensor]
+    parameters: Mapping[str, torch.Tensor]
 
 
 @final

@@ -24,7 +24,7 @@ from stretto.graph import Body
 from stretto.kernels.backends.cpp.emit import StepWriter
 from stretto.kernels.ir import Buffer, LoopIR, Product, Weight, Where
 from stretto.kernels.lower import Way, lower
-from stretto.kernels.schedule import ALIGNMENT, Schedule
+from stretto.kernels.schedule import ALIGNMENT, Schedule, loads_in
 
 HEADERS: Final = ("vector.h", "product.h", "team.h")
 CPP_TYPES: Final = {torch.float32: "float", torch.float64: "double"}
@@ -43,6 +43,7 @@ class Generated:
     Attributes:
         ir: What it reads and writes.
         own_buffers: Role, index and size of the buffers that are not uniform, in order.
+        reads: Roles and indices of the buffers that a step reads.
         packed: Where each weight begins in packed memory, and the elements of all of it.
         scratch: Elements of scratch memory per row.
         private: Elements of scratch memory per row and thread.
@@ -56,6 +57,7 @@ class Generated:
 
     ir: LoopIR
     own_buffers: list[tuple[str, int, int]]
+    reads: frozenset[tuple[str, int]]
     packed: list[int]
     scratch: int
     private: int
@@ -87,6 +89,12 @@ def generate(body: Body, way: Way) -> Generated:
     made = Generated(
         ir=ir,
         own_buffers=[(item.role, item.index, item.size) for item in ir.buffers if item.where is not Where.UNIFORM],
+        reads=frozenset(
+            (load.buffer.role, load.buffer.index)
+            for group in schedule.groups
+            for item in group.items
+            for load in loads_in(item.expression)
+        ),
         packed=packed,
         scratch=schedule.sizes[Where.SCRATCH],
         private=schedule.sizes[Where.PRIVATE],

@@ -9,34 +9,29 @@ Shape legend: B sequences, P rows of all steps together.
 """
 
 import ctypes
-import threading
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, ClassVar, Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 
 from stretto.graph import Body, Kind, Node, concrete_shape, run
 from stretto.kernels.backends.base import (
-    AbstractBackend,
     AbstractKernel,
     Cost,
     Cotangents,
     LoopCall,
     LoopGradients,
     LoopResult,
-    Program,
-    TracedStep,
 )
-from stretto.kernels.backends.cpp.batched import find_library, threads_for
-from stretto.kernels.backends.cpp.compiler import NoCompiler, find_compiler, load
+from stretto.kernels.backends.cpp.batched import threads_for
+from stretto.kernels.backends.cpp.compiler import load
 from stretto.kernels.backends.cpp.generate import Generated, generate, source_of
 from stretto.kernels.buffer_pool import empty
 from stretto.kernels.ir import Unsupported
 from stretto.kernels.layout import Layout
 from stretto.kernels.lower import REAL_DTYPES, Way, value_dtypes
-from stretto.kernels.program import GraphProgram
 
 _Tensors: TypeAlias = "dict[str, Sequence[Any]]"
 """Tensors by their role in the loop IR; None where the generated code has no such buffer."""
@@ -44,47 +39,12 @@ CACHE_LINE_ELEMENTS: Final = 64
 """Elements that pieces of one memory begin at multiples of, so that no two threads write to one cache line."""
 
 
-@final
-class CppBackend(AbstractBackend):
-    """Generates C++ for the CPU and compiles it on first use."""
+def dtype_of(body: Body) -> torch.dtype:
+    """The real dtype of all values of a loop.
 
-    name: ClassVar[str] = "cpp"
-    description: ClassVar[str] = "the loops run as generated C++"
-
-    def unavailable(self) -> str | None:
-        """Why nothing can be compiled."""
-        try:
-            find_compiler()
-        except NoCompiler as reason:
-            return str(reason)
-        return None
-
-    def supports(self, body: Body, device: torch.device) -> str | None:
-        """Bodies of float32 or float64 on the CPU, of operators that code can be generated for."""
-        if device.type != "cpu":
-            return f"code is generated for the CPU, and this runs on {device.type}"
-        try:
-            _dtype_of(body)
-            generate(body, "forward")
-            generate(body, "backward")
-        except Unsupported as reason:
-            return str(reason)
-        return None
-
-    def build(self, step: TracedStep) -> Program:
-        """Compile the loops, and at the same time the products outside of them: the first batch needs both."""
-        assert step.plan is not None
-        bodies = [body for level in step.bodies for body in level]
-        dtype = _dtype_of(bodies[0]) if bodies else torch.float32
-        products = threading.Thread(target=find_library, args=(dtype,), daemon=True)
-        products.start()
-        try:
-            return GraphProgram(step.plan, [[CppKernel(body) for body in level] for level in step.bodies])
-        finally:
-            products.join()
-
-
-def _dtype_of(body: Body) -> torch.dtype:
+    Raises:
+        Unsupported: If there are several, or no code is generated for it.
+    """
     kinds = value_dtypes(body)
     real = [kind for kind in kinds if kind is not torch.bool]
     if len(real) != 1 or real[0] not in REAL_DTYPES:
@@ -121,7 +81,7 @@ class CppKernel(AbstractKernel):
 
     def __init__(self, body: Body) -> None:
         super().__init__(body)
-        self.dtype = _dtype_of(body)
+        self.dtype = dtype_of(body)
         self.functions: dict[Way, Generated] = {
             "forward": generate(body, "forward"),
             "backward": generate(body, "backward"),
@@ -252,24 +212,35 @@ def _kernel_of(call: LoopCall) -> CppKernel:
 
 def _run_all(way: Way, calls: Sequence[LoopCall], given: Sequence[_Tensors], *, keep: bool) -> None:
     """Share loops and rows out to threads, and run them."""
-    runs = [
-        (call.layout, _kernel_of(call), call.weights, tensors)
-        for call, tensors in zip(calls, given, strict=True)
-        if call.layout.total
-    ]
-    if not runs:
+    chosen = [(call, tensors) for call, tensors in zip(calls, given, strict=True) if call.layout.total]
+    if not chosen:
         return
-    threads = threads_for(sum(layout.total * kernel.functions[way].work for layout, kernel, *_ in runs))
-    rows = sum(layout.num_nonempty for layout, *_ in runs)
+    runs = [(call.layout, _kernel_of(call)) for call, _ in chosen]
+    threads, team = share_out(way, runs)
+    made = [
+        _arguments(kernel, kernel.functions[way], layout, call.weights, tensors, keep=keep, team=team)
+        for (layout, kernel), (call, tensors) in zip(runs, chosen, strict=True)
+    ]
+    launch(way, runs, made, threads=threads, team=team)
+
+
+def share_out(way: Way, runs: Sequence[tuple[Layout, CppKernel]]) -> tuple[int, int]:
+    """Threads for loops that run at once, and how many of them share the columns of each row: all, or one."""
+    threads = threads_for(sum(layout.total * kernel.functions[way].work for layout, kernel in runs))
+    rows = sum(layout.num_nonempty for layout, _ in runs)
     alone = len(runs) == 1 and rows < threads and runs[0][1].functions[way].shares_columns
-    team = threads if alone else 1
+    return threads, threads if alone else 1
+
+
+def launch(
+    way: Way, runs: Sequence[tuple[Layout, CppKernel]], given: "Sequence[Arguments]", *, threads: int, team: int
+) -> None:
+    """Run loops at once, with the arguments of each."""
     jobs = (_Job * len(runs))()
-    busy, alive = 0, []
-    for job, (layout, kernel, weights, tensors) in zip(jobs, runs, strict=True):
-        pieces = 0 if alone else 1 if len(runs) % threads == 0 else min(threads, layout.num_nonempty)
+    busy = 0
+    for job, (layout, kernel), (call, _) in zip(jobs, runs, given, strict=True):
+        pieces = 0 if team > 1 else 1 if len(runs) % threads == 0 else min(threads, layout.num_nonempty)
         busy += pieces
-        call, memory = _call(kernel, kernel.functions[way], layout, weights, tensors, keep=keep, team=team)
-        alive.append((call, memory))
         job.pack, job.work = kernel.addresses[f"{way}_pack"], kernel.addresses[f"{way}_work"]
         job.call = ctypes.addressof(call)
         job.bounds = layout.bounds(max(pieces, 1)).buffer_info()[0]
@@ -277,7 +248,11 @@ def _run_all(way: Way, calls: Sequence[LoopCall], given: Sequence[_Tensors], *, 
     runs[0][1].library.stretto_run(jobs, ctypes.c_int64(len(runs)), ctypes.c_int64(min(threads, max(busy, team))))
 
 
-def _call(
+Arguments: TypeAlias = "tuple[_Call, Any]"
+"""The arguments of one loop, and everything that they point to, which must be kept until it has run."""
+
+
+def _arguments(
     kernel: CppKernel,
     function: Generated,
     layout: Layout,
@@ -286,8 +261,7 @@ def _call(
     *,
     keep: bool,
     team: int,
-) -> tuple[_Call, Any]:
-    """The arguments of one loop, and everything that they point to, which must be kept until it has run."""
+) -> Arguments:
     ports = kernel.body.ports_of(Kind.WEIGHT)
     values: dict[Node, Any] = {port.node: tensor.detach() for port, tensor in zip(ports, weights, strict=True)}
     run(function.ir.prepared, values, layout.total)
@@ -296,11 +270,34 @@ def _call(
     pointed += [values[node].to(kernel.dtype).contiguous() for node in function.ir.uniforms]
     matrices = [values[node].to(kernel.dtype) for node in function.ir.weights]
     lists = (
-        array("q", strides or [0]),
-        array("q", [stride for tensor in matrices for stride in tensor.stride()] or [0]),
-        array("q", [tensor.data_ptr() for tensor in pointed] or [0]),
-        array("q", [tensor.data_ptr() for tensor in matrices] or [0]),
+        strides,
+        [stride for tensor in matrices for stride in tensor.stride()],
+        [tensor.data_ptr() for tensor in pointed],
+        [tensor.data_ptr() for tensor in matrices],
     )
+    call, memory = arguments_of(kernel, function, layout, lists=lists, keep=keep, team=team)
+    return call, (pointed, matrices, memory)
+
+
+def arguments_of(
+    kernel: CppKernel,
+    function: Generated,
+    layout: Layout,
+    *,
+    lists: tuple[list[int], list[int], list[int], list[int]],
+    keep: bool,
+    team: int,
+) -> Arguments:
+    """The arguments of one loop.
+
+    Args:
+        kernel: Of the loop.
+        function: Its direction.
+        layout: Of the rows.
+        lists: Strides of buffers, strides of weights, addresses of buffers, addresses of weights.
+        keep: Whether values are stored for the backward pass.
+        team: Threads that share the columns of each row.
+    """
     rows = layout.num_rows
     sizes = (
         function.packed[-1],
@@ -308,15 +305,21 @@ def _call(
         team * rows * max(function.private, 1),
         team * rows * function.room,
     )
-    *places, end = accumulate((-(-size // CACHE_LINE_ELEMENTS) * CACHE_LINE_ELEMENTS for size in sizes), initial=0)
+    *places, end = accumulate((aligned(size) for size in sizes), initial=0)
     memory = empty(end, dtype=kernel.dtype)
     start, each = memory.data_ptr(), memory.element_size()
+    arrays = [array("q", items or [0]) for items in lists]
     call = _Call(
         layout.num_steps,
         rows,
         int(keep),
         *layout.addresses,
-        *(item.buffer_info()[0] for item in lists),
+        *(item.buffer_info()[0] for item in arrays),
         *(start + place * each for place in places),
     )
-    return call, (pointed, matrices, lists, memory)
+    return call, (arrays, memory)
+
+
+def aligned(size: int) -> int:
+    """Elements up to the next cache line, so that no two pieces of memory share one."""
+    return -(-size // CACHE_LINE_ELEMENTS) * CACHE_LINE_ELEMENTS

@@ -1,0 +1,80 @@
+"""What the backward passes of all operators here have in common."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import torch
+
+_wants_weights: Final = contextvars.ContextVar("wants_weights", default=True)
+
+
+@contextlib.contextmanager
+def without_weights() -> Iterator[None]:
+    """Backward passes inside leave out gradients of weights: autograd cannot tell an operator that they are unused."""
+    token = _wants_weights.set(False)
+    try:
+        yield
+    finally:
+        _wants_weights.reset(token)
+
+
+def wants_weights() -> bool:
+    """Whether gradients of weights are to be computed."""
+    return _wants_weights.get()
+
+
+def version_of(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor that shares the version counter: it shows changes in place, and keeps no memory alive.
+
+    An operator's results may be changed in place by their user, as those of torch's own layers may. They are saved
+    under another version counter (`tensor.data`), and the backward pass asks this one whether they still hold.
+    """
+    watched = tensor.detach()
+    watched.data = torch.empty(0, dtype=tensor.dtype)
+    return watched
+
+
+def is_batched(tensor: torch.Tensor | None) -> bool:
+    """Whether a gradient stands for several, as in `torch.autograd.grad(is_grads_batched=True)`: it has no memory."""
+    functorch = torch._C._functorch
+    return tensor is not None and (functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+def laid_out_like(gradient_KN: torch.Tensor, weight_KN: torch.Tensor) -> torch.Tensor:
+    """A gradient laid out as its weight is: the parameter behind a transposed weight gets a contiguous gradient."""
+    if gradient_KN.dim() != 2 or weight_KN.stride(0) != 1 or weight_KN.is_contiguous():
+        return gradient_KN
+    return gradient_KN.t().contiguous().t()
+
+
+def differentiate_by_torch(
+    run: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    tensors: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor | None],
+    needed: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """The gradient of an operator by torch's own operators, which are differentiable and know batched gradients.
+
+    Args:
+        run: Computes the operator's results from its inputs under autograd.
+        tensors: Its inputs.
+        cotangents: Gradients of its results.
+        needed: Which inputs need a gradient.
+    """
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Aliases: what leads from one of these tensors to another outside of the operator is not followed here.
+        tensors = [tensor.view_as(tensor) for tensor in tensors]
+        made = run(tensors)
+        linked = [(out, d) for out, d in zip(made, cotangents, strict=True) if d is not None and out.requires_grad]
+        wanted = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
+        found = iter(
+            torch.autograd.grad(
+                [out for out, _ in linked], wanted, [d for _, d in linked], create_graph=again, allow_unused=True
+            )
+            if linked
+            else [None] * len(wanted)
+        )
+        return [next(found) if needs else None for needs in needed]
