@@ -53,11 +53,7 @@ def trained(request: pytest.FixtureRequest) -> Trained:
 
 def _net(trained: Trained, *, is_trained: bool) -> stretto.RNN:
     """A copy of the trained net, or one with initial weights."""
-    rnn = copy.deepcopy(trained.rnn)
-    if not is_trained:
-        torch.manual_seed(1)
-        rnn.load_state_dict(stretto.RNN(trained.fresh()).state_dict())
-    return rnn
+    return copy.deepcopy(trained.rnn if is_trained else trained.initial)
 
 
 def _given(trained: Trained, *, is_trained: bool) -> torch.Tensor:

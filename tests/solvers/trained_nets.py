@@ -3,11 +3,12 @@
 Shape legend: B sequences, T steps, F features, H hidden units, C classes.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
 import numpy as np
 import torch
@@ -27,17 +28,14 @@ class Trained:
         x_BTF: Sequences of its task, longer than those it was trained on where the task allows it.
         loss: After training.
         ignorant: The loss of one that remembers nothing.
-        fresh: Makes a cell of its kind and size.
+        initial: The layer before it was trained.
     """
 
     rnn: stretto.RNN
     x_BTF: torch.Tensor
     loss: float
     ignorant: float
-    fresh: Callable[[], stretto.Cell]
-
-
-Task = Callable[[np.random.Generator, int, int], tuple[torch.Tensor, torch.Tensor]]
+    initial: stretto.RNN
 
 
 def adding(generator: np.random.Generator, B: int, T: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,10 +56,18 @@ def copying(generator: np.random.Generator, B: int, T: int) -> tuple[torch.Tenso
     return functional.one_hot(torch.from_numpy(shown_BT), 6).float(), torch.from_numpy(symbols_B)
 
 
-def _fit(
-    rnn: stretto.RNN, head: nn.Linear, batches: Callable[[], tuple[torch.Tensor, torch.Tensor]], *, updates: int
-) -> float:
-    """Train on what is said at the last step; the mean loss of the last updates."""
+def _train(
+    cell: stretto.Cell,
+    num_outputs: int,
+    batches: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    *,
+    updates: int,
+    ignorant: float,
+    ask: Callable[[], torch.Tensor],
+) -> Trained:
+    """Train on what is said at the last step; the loss is the mean of the last updates."""
+    rnn, head = stretto.RNN(cell), nn.Linear(cell.hidden_size, num_outputs)  # type: ignore[arg-type]
+    initial = copy.deepcopy(rnn)
     optimizer = torch.optim.Adam([*rnn.parameters(), *head.parameters()], 1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=updates)
     losses = []
@@ -78,10 +84,7 @@ def _fit(
         optimizer.step()
         schedule.step()
         losses.append(float(loss.detach()))
-    return float(np.mean(losses[-10:]))
-
-
-ADDED_STEPS: Final = 60
+    return Trained(rnn=rnn, x_BTF=ask(), loss=float(np.mean(losses[-10:])), ignorant=ignorant, initial=initial)
 
 
 @functools.cache
@@ -89,10 +92,13 @@ def trained_on_adding() -> Trained:
     """Sums of two numbers up to many steps apart; asked about 1,024 steps."""
     torch.manual_seed(0)
     generator = np.random.default_rng(0)
-    rnn, head = stretto.RNN(stretto.cells.GRU(2, 24)), nn.Linear(24, 1)
-    loss = _fit(rnn, head, lambda: adding(generator, 48, int(generator.integers(8, ADDED_STEPS))), updates=500)
-    return Trained(
-        rnn=rnn, x_BTF=adding(generator, 2, 1024)[0], loss=loss, ignorant=1 / 6, fresh=lambda: stretto.cells.GRU(2, 24)
+    return _train(
+        stretto.cells.GRU(2, 24),
+        1,
+        lambda: adding(generator, 48, int(generator.integers(8, 60))),
+        updates=500,
+        ignorant=1 / 6,
+        ask=lambda: adding(generator, 2, 1024)[0],
     )
 
 
@@ -101,16 +107,16 @@ def trained_on_copying() -> Trained:
     """A symbol kept for up to many steps, by an LSTM."""
     torch.manual_seed(0)
     generator = np.random.default_rng(0)
-    rnn, head = stretto.RNN(stretto.cells.LSTM(6, 16)), nn.Linear(16, 4)
+    cell = stretto.cells.LSTM(6, 16)
     with torch.no_grad():
-        rnn.cells[0].bias_hh[16:32] = 3.0  # type: ignore[index]
-    loss = _fit(rnn, head, lambda: copying(generator, 32, int(generator.integers(3, 80))), updates=250)
-    return Trained(
-        rnn=rnn,
-        x_BTF=copying(generator, 3, 300)[0],
-        loss=loss,
+        cell.bias_hh[16:32] = 3.0  # type: ignore[index]
+    return _train(
+        cell,
+        4,
+        lambda: copying(generator, 32, int(generator.integers(3, 80))),
+        updates=250,
         ignorant=float(np.log(4)),
-        fresh=lambda: stretto.cells.LSTM(6, 16),
+        ask=lambda: copying(generator, 3, 300)[0],
     )
 
 
@@ -125,38 +131,27 @@ def trained_on_windows(folder: Path) -> Trained:
     pure_N = (labels_NT == labels_NT[:, :1]).all(1) & (labels_NT[:, 0] > 0) & (labels_NT[:, 0] < 7)
     windows_NTF, labels_N = windows_NTF[pure_N].contiguous(), labels_NT[pure_N, 0] - 1
     torch.manual_seed(0)
-    rnn, head = stretto.RNN(stretto.cells.GRU(6, 24)), nn.Linear(24, 6)
 
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
         picked_B = torch.randint(len(windows_NTF), (48,))
         return windows_NTF[picked_B], labels_N[picked_B]
 
-    loss = _fit(rnn, head, batch, updates=200)
-    return Trained(
-        rnn=rnn,
-        x_BTF=signal_TF[None, 5000:6200],
-        loss=loss,
-        ignorant=float(np.log(6)),
-        fresh=lambda: stretto.cells.GRU(6, 24),
-    )
+    ignorant = float(np.log(6))
+    ask = signal_TF[None, 5000:6200].clone
+    return _train(stretto.cells.GRU(6, 24), 6, batch, updates=200, ignorant=ignorant, ask=ask)
 
 
 def trained_on_characters(text: str) -> Trained:
     """The next character of a text, by a GRU; asked about a passage."""
     alphabet = {character: number for number, character in enumerate(sorted(set(text)))}
-    numbers_T = torch.tensor([alphabet[character] for character in text])
+    size, numbers_T = len(alphabet), torch.tensor([alphabet[character] for character in text])
     torch.manual_seed(0)
-    rnn, head = stretto.RNN(stretto.cells.GRU(len(alphabet), 32)), nn.Linear(32, len(alphabet))
 
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
         rows_BT = numbers_T[torch.randint(len(numbers_T) - 41, (64, 1)) + torch.arange(41)]
-        return functional.one_hot(rows_BT[:, :-1], len(alphabet)).float(), rows_BT[:, -1]
+        return functional.one_hot(rows_BT[:, :-1], size).float(), rows_BT[:, -1]
 
-    loss = _fit(rnn, head, batch, updates=200)
-    counts_C = torch.bincount(numbers_T).double()
-    shares_C = counts_C / counts_C.sum()
+    shares_C = torch.bincount(numbers_T).double() / len(numbers_T)
     entropy = float(-(shares_C * shares_C.clamp_min(1e-12).log()).sum())
-    x_BTF = functional.one_hot(numbers_T[:900], len(alphabet)).float()[None]
-    return Trained(
-        rnn=rnn, x_BTF=x_BTF, loss=loss, ignorant=entropy, fresh=lambda: stretto.cells.GRU(len(alphabet), 32)
-    )
+    ask = functional.one_hot(numbers_T[:900], size).float()[None].clone
+    return _train(stretto.cells.GRU(size, 32), size, batch, updates=200, ignorant=entropy, ask=ask)
