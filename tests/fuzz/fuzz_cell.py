@@ -12,6 +12,7 @@ from fuzz_operations import LEAVES, RUN, leaf
 from torch import nn
 
 import stretto
+from stretto.state import flatten
 
 Sizes: TypeAlias = tuple[int, ...]
 Nesting: TypeAlias = Literal["bare", "flat", "nested"]
@@ -145,15 +146,10 @@ class FuzzCell(stretto.Cell):
 
     def forward(self, x_t: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
         """One step."""
-        registers: list[Any] = [x_t, *parts_of(state)]
+        registers: list[Any] = [x_t, *flatten(state)]
         for index, op in enumerate(self.recipe.code):
             if op.name in LEAVES:
                 registers.append(getattr(self, f"r{self.recipe.first + index}"))
             else:
                 registers.append(RUN[op.name](*(registers[read] for read in op.reads), *op.settings))
         return registers[self.recipe.y], self.nested([registers[after] for after in self.recipe.after])
-
-
-def parts_of(state: Any) -> list[torch.Tensor]:
-    """The tensors of a state of any structure."""
-    return [state] if isinstance(state, torch.Tensor) else [part for item in state for part in parts_of(item)]

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
-from fuzz_cell import Case, FuzzCell, Recipe, parts_of
+from fuzz_cell import Case, FuzzCell, Recipe
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import stretto
+from rnn_definition import by_hand
 from stretto.kernels import Backend, SaveChoice
+from stretto.state import flatten
 
 TOLERANCE = 1e-9
 NUDGE = 1e-10
@@ -100,43 +102,17 @@ class Net(nn.Module):
 
     def by_definition(self, batch: Batch) -> Results:
         """Each sequence by itself, layer by layer, each step a call of the cell."""
-        count, num_steps = batch.x_BTF.shape[:2]
-        starts = [parts_of(cell.initial_state(count)) for cell in self.each] if batch.state is None else [batch.state]
-        with torch.no_grad():
-            (y_like,), _ = self._row([batch.x_BTF[:1, 0]], [[part[:1] for part in start] for start in starts])
-        rows, last = [], []
-        for b, length in enumerate(batch.lengths):
-            steps = [batch.x_BTF[b : b + 1, t] for t in range(length)]
-            ys, states = self._row(steps, [[part[b : b + 1] for part in start] for start in starts])
-            rows.append(torch.cat([*ys, torch.zeros(num_steps - length, *y_like.shape[1:], dtype=torch.float64)]))
-            last.append(states)
-        finals = [torch.cat(parts) for parts in zip(*last, strict=True)]
-        return results_of(self, batch, torch.stack(rows), finals)
-
-    def _row(
-        self, steps: list[torch.Tensor], starts: list[list[torch.Tensor]]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs at each step of one sequence, and the last states."""
-        states: list[torch.Tensor] = []
-        for first in range(0, len(self.each), self.num_directions):
-            made = []
-            for index in range(first, first + self.num_directions):
-                order = 1 if index == first else -1
-                cell, ys = self.each[index], []
-                state = cell.nested(starts[index])
-                for x_1F in steps[::order]:
-                    y, state = cell(x_1F, state)
-                    ys.append(y)
-                made.append(ys[::order])
-                states += parts_of(state)
-            steps = [torch.cat(together, -1) for together in zip(*made, strict=True)]
-        return steps, states
+        state = None if batch.state is None else self.each[0].nested(batch.state)
+        y, finals = by_hand(
+            self.each, batch.x_BTF, lengths=batch.lengths, state=state, num_directions=self.num_directions
+        )
+        return results_of(self, batch, y, finals)
 
 
 def by_stretto(rnn: stretto.RNN, net: Net, batch: Batch) -> Results:
     """The same with the library."""
     y, after = called(rnn, net, batch)
-    return results_of(net, batch, y, parts_of(after))
+    return results_of(net, batch, y, flatten(after))
 
 
 def called(rnn: stretto.RNN, net: Net, batch: Batch) -> tuple[torch.Tensor, Any]:
@@ -158,7 +134,7 @@ def assert_same_without_gradients(rnn: stretto.RNN, net: Net, batch: Batch, want
     """
     with torch.no_grad():
         y, after = called(rnn, net, batch)
-    found = {"y": y, **{f"last state {index}": state for index, state in enumerate(parts_of(after))}}
+    found = {"y": y, **{f"last state {index}": state for index, state in enumerate(flatten(after))}}
     if rnn.explain().backend == "torch":
         assert_same(Results(found, {}), Results(wanted.values, {}))
     else:

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from parity_oracle import Batch, changed
+from parity_oracle import Batch
 
 import stretto
 from stretto import cells
 from stretto.cells import Cell
+from stretto.state import map_state
 
 F: Final = 5
 """Features of the input."""
@@ -76,7 +77,7 @@ def drawn(
     torch.manual_seed(seed)
     dtype = next(rnn.parameters()).dtype
     states = tuple(cell.initial_state(B) for cell in rnn.cells)  # type: ignore[operator]
-    state = changed(states if len(states) > 1 else states[0], _moved) if given else None
+    state = map_state(_moved, states if len(states) > 1 else states[0]) if given else None
     features = getattr(rnn.cells[0], "input_size", F)
     return Batch(x_BTF=torch.randn(B, T, features, dtype=dtype), lengths=lengths, state=state)
 

@@ -1,4 +1,4 @@
-"""What a recurrent layer means: the cell called in a Python loop, one sequence at a time, and how to compare with it.
+"""A layer beside its definition, and how to compare the two.
 
 Shape legend: B sequences, T steps, F features of the input, O of the output.
 """
@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import stretto
+from rnn_definition import by_hand
+from stretto.state import flatten, map_state
 
 KERNELS = ["cpp", "eager"]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -51,82 +53,11 @@ class Result:
     gradients: dict[str, torch.Tensor | None]
 
 
-def tensors_in(state: Any) -> list[torch.Tensor]:
-    """The tensors of nested tuples, in order."""
-    if isinstance(state, torch.Tensor):
-        return [state]
-    return [tensor for part in state for tensor in tensors_in(part)]
-
-
-def changed(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nested tuples, named or not, with every tensor passed through `change`."""
-    if isinstance(state, torch.Tensor):
-        return change(state)
-    parts = [changed(part, change) for part in state]
-    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
-
-
-def _row_of(state: Any, row: int) -> Any:
-    return changed(state, lambda part: part[row : row + 1])
-
-
-def step(cell: nn.Module, x_BF: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-    """One step of a cell of Stretto or of torch."""
-    if isinstance(cell, nn.LSTMCell):
-        h_BH, c_BH = cell(x_BF, state)
-        return h_BH, (h_BH, c_BH)
-    if isinstance(cell, (nn.RNNCell, nn.GRUCell)):
-        h_BH = cell(x_BF, state)
-        return h_BH, h_BH
-    y_BO, after = cell(x_BF, state)
-    return y_BO, after
-
-
-def by_hand(
-    cells: Sequence[nn.Module], x_BTF: torch.Tensor, *, lengths: Sequence[int] | None, state: Any, num_directions: int
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Outputs, zero behind each end, and the tensors of all final states, by the definition."""
-    num_rows, num_steps = x_BTF.shape[:2]
-    states = [cell.initial_state(num_rows) for cell in cells]  # type: ignore[operator]
-    if state is not None:
-        states = [state] if len(cells) == 1 else list(state)
-    outputs, finals = [], []
-    for row in range(num_rows):
-        length = num_steps if lengths is None else lengths[row]
-        inputs = list(x_BTF[row : row + 1, :length].unbind(1))
-        ends = []
-        for first in range(0, len(cells), num_directions):
-            both = []
-            for backwards in range(num_directions):
-                now, made = _row_of(states[first + backwards], row), []
-                for x_BF in reversed(inputs) if backwards else inputs:
-                    y_BO, now = step(cells[first + backwards], x_BF, now)
-                    made.append(y_BO)
-                both.append(made[::-1] if backwards else made)
-                ends += tensors_in(now)
-            inputs = [torch.cat(parts, dim=-1) for parts in zip(*both, strict=True)]
-        outputs.append(inputs)
-        finals.append(ends)
-    width = _width(cells, x_BTF, num_directions)
-    nothing_O = x_BTF.new_zeros(1, width)
-    padded = [torch.cat([*made, *[nothing_O] * (num_steps - len(made))]) for made in outputs]
-    return torch.stack(padded), [torch.cat(parts) for parts in zip(*finals, strict=True)]
-
-
 def defined(
     rnn: stretto.RNN, x_BTF: torch.Tensor, lengths: Sequence[int] | None = None, state: Any = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """What a layer means, by its own cells: outputs and the tensors of all final states."""
     return by_hand(list(rnn.cells), x_BTF, lengths=lengths, state=state, num_directions=1 + rnn.bidirectional)
-
-
-def _width(cells: Sequence[nn.Module], x_BTF: torch.Tensor, num_directions: int) -> int:
-    features = x_BTF.shape[-1]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for cell in cells[::num_directions]:
-            y_BO, _ = step(cell, x_BTF.new_zeros(2, features), cell.initial_state(2))  # type: ignore[operator]
-            features = y_BO.shape[-1] * num_directions
-    return features
 
 
 def expected(rnn: stretto.RNN, batch: Batch, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Result:
@@ -157,14 +88,14 @@ def found(rnn: stretto.RNN, batch: Batch, *, seed: int = 0) -> Result:
     given = _leaves_of(batch, batch.x_BTF.dtype)
     torch.manual_seed(seed)
     y_BTO, after = rnn(given.x_BTF, given.state, lengths=given.lengths)
-    return _result(y_BTO, tensors_in(after), given, rnn.cells)
+    return _result(y_BTO, flatten(after), given, rnn.cells)
 
 
 def _leaves_of(batch: Batch, dtype: torch.dtype) -> Batch:
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(dtype, copy=True).requires_grad_() if tensor.is_floating_point() else tensor
 
-    state = None if batch.state is None else changed(batch.state, leaf)
+    state = None if batch.state is None else map_state(leaf, batch.state)
     return Batch(x_BTF=leaf(batch.x_BTF), lengths=batch.lengths, state=state)
 
 
@@ -172,7 +103,7 @@ def _result(y_BTO: torch.Tensor, finals: list[torch.Tensor], batch: Batch, cells
     values = {"y": y_BTO, **{f"final {index}": tensor for index, tensor in enumerate(finals)}}
     inputs = {"x": batch.x_BTF}
     if batch.state is not None:
-        inputs |= {f"state {i}": part for i, part in enumerate(tensors_in(batch.state)) if part.requires_grad}
+        inputs |= {f"state {i}": part for i, part in enumerate(flatten(batch.state)) if part.requires_grad}
     inputs |= {name: parameter for name, parameter in cells.named_parameters() if parameter.requires_grad}
     # One seed for all: every result is looked at through the same random functional.
     generator = torch.Generator().manual_seed(1)
@@ -270,7 +201,7 @@ def _by_rounding(rnn: stretto.RNN, batch: Batch, truth: Result, *, seed: int) ->
         with torch.no_grad():
             for parameter in twin.parameters():
                 parameter.copy_(shaken(parameter))
-        state = None if batch.state is None else changed(batch.state, shaken)
+        state = None if batch.state is None else map_state(shaken, batch.state)
         near = Batch(x_BTF=shaken(batch.x_BTF), lengths=batch.lengths, state=state)
         worst = max(worst, *errors_of(expected(twin, near, seed=seed, dtype=dtype), truth).values())
     return worst

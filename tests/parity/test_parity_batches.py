@@ -8,36 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from parity_cells import F, layer
-from parity_oracle import KERNELS, assert_close, assert_equal, changed, defined, noise, tensors_in
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from parity_oracle import KERNELS, assert_close, assert_equal, defined, noise
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import stretto
+from stretto.state import flatten, map_state
 
 H, T, B = 7, 11, 4
 LENGTHS = [5, 11, 0, 8]
-
-
-@pytest.mark.parametrize("sort", [True, False])
-@pytest.mark.parametrize("both_ways", [True, False])
-@pytest.mark.parametrize("backend", KERNELS)
-def test_packed_batches(backend: str, sort: bool, both_ways: bool) -> None:
-    rnn = layer("lstm", H, backend=backend, num_layers=2, bidirectional=both_ways)
-    lengths = [11, 8, 8, 1] if sort else [5, 11, 1, 8]
-    x_BTF = noise(B, T, F).requires_grad_()
-    packed = pack_padded_sequence(x_BTF, torch.tensor(lengths), batch_first=True, enforce_sorted=sort)
-    y, state = rnn(packed)
-    assert isinstance(y, PackedSequence)
-    assert torch.equal(y.batch_sizes, packed.batch_sizes)
-    y_BTO, back = pad_packed_sequence(y, batch_first=True)
-    assert back.tolist() == lengths
-    padded_BTO, padded_state = rnn(x_BTF, lengths=lengths)
-    assert_close([y_BTO, *tensors_in(state)], [padded_BTO, *tensors_in(padded_state)])
-    hand_BTO, ends = defined(rnn, x_BTF, lengths)
-    assert_close([y_BTO, *tensors_in(state)], [hand_BTO, *ends])
-    inputs = [x_BTF, *rnn.parameters()]
-    ones = torch.autograd.grad(y_BTO.square().sum() + tensors_in(state)[1].sum(), inputs)
-    others = torch.autograd.grad(hand_BTO.square().sum() + ends[1].sum(), inputs)
-    assert_close(ones, others)
 
 
 def test_packed_state_goes_round(lstm: stretto.RNN) -> None:
@@ -46,7 +24,7 @@ def test_packed_state_goes_round(lstm: stretto.RNN) -> None:
     given = (noise(B, H), 2 * noise(B, H))
     _, ours = lstm(packed, given)
     _, theirs = defined(lstm, x_BTF, lengths.tolist(), given)
-    assert_close(tensors_in(ours), theirs)
+    assert_close(flatten(ours), theirs)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -55,8 +33,8 @@ def test_one_sequence_without_a_batch(lstm: stretto.RNN, batch_first: bool) -> N
     x_TF, given = noise(T, F), (noise(H), noise(H) - 1)
     y_TH, state = lstm(x_TF, given)
     hand_BTH, ends = defined(lstm, x_TF[None], state=(given[0][None], given[1][None]))
-    assert_close([y_TH, *tensors_in(state)], [hand_BTH[0], *(end[0] for end in ends)])
-    assert [tuple(part.shape) for part in tensors_in(state)] == [(H,), (H,)]
+    assert_close([y_TH, *flatten(state)], [hand_BTH[0], *(end[0] for end in ends)])
+    assert [tuple(part.shape) for part in flatten(state)] == [(H,), (H,)]
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
@@ -65,7 +43,7 @@ def test_steps_first(lstm: stretto.RNN, lengths: list[int] | None) -> None:
     y_BTH, state = lstm(x_BTF, lengths=lengths)
     lstm.batch_first = False
     y_TBH, same = lstm(x_BTF.transpose(0, 1), lengths=lengths)
-    assert_equal([y_TBH.transpose(0, 1), *tensors_in(same)], [y_BTH, *tensors_in(state)])
+    assert_equal([y_TBH.transpose(0, 1), *flatten(same)], [y_BTH, *flatten(state)])
 
 
 @pytest.mark.parametrize("as_what", [list, tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)])
@@ -82,7 +60,7 @@ def test_what_lies_behind_the_end_does_not_matter(lstm: stretto.RNN) -> None:
     leaf_BTF = spoilt_BTF.requires_grad_()
     y_BTH, state = lstm(leaf_BTF, lengths=LENGTHS)
     clean_BTH, clean_state = lstm(x_BTF, lengths=LENGTHS)
-    assert_equal([y_BTH, *tensors_in(state)], [clean_BTH, *tensors_in(clean_state)])
+    assert_equal([y_BTH, *flatten(state)], [clean_BTH, *flatten(clean_state)])
     (gradient_BTF,) = torch.autograd.grad(y_BTH.sum(), [leaf_BTF])
     for row, length in enumerate(LENGTHS):
         assert not gradient_BTF[row, length:].any()
@@ -95,14 +73,14 @@ def test_what_lies_behind_the_end_does_not_matter(lstm: stretto.RNN) -> None:
 def test_no_steps(setting: str, backend: str, both_ways: bool) -> None:
     rnn = layer(setting, H, backend=backend, num_layers=2, bidirectional=both_ways)
     states = tuple(cell.initial_state(B) for cell in rnn.cells)  # type: ignore[operator]
-    given = [(part + torch.arange(B)[:, None]).requires_grad_() for part in tensors_in(states)]
+    given = [(part + torch.arange(B)[:, None]).requires_grad_() for part in flatten(states)]
     remaining = iter(given)
-    state = changed(states, lambda _: next(remaining))
+    state = map_state(lambda _: next(remaining), states)
     x_BTF = noise(B, 0, F).requires_grad_()
     y_BTO, after = rnn(x_BTF, state)
     assert y_BTO.shape[:2] == (B, 0)
-    assert_equal(tensors_in(after), given)
-    total = y_BTO.sum() + sum(part.square().sum() for part in tensors_in(after))
+    assert_equal(flatten(after), given)
+    total = y_BTO.sum() + sum(part.square().sum() for part in flatten(after))
     gradients = torch.autograd.grad(total, [*given, x_BTF, *rnn.parameters()], allow_unused=True)
     assert_equal(gradients[: len(given)], [2 * part for part in given])
     assert not any(gradient is not None and bool(gradient.any()) for gradient in gradients[len(given) :])
@@ -116,7 +94,7 @@ def test_no_sequences(backend: str, both_ways: bool, T: int, lengths: list[int] 
     rnn = layer("lstm", H, backend=backend, num_layers=2, bidirectional=both_ways)
     y_BTO, state = rnn(noise(0, T, F).requires_grad_(), lengths=lengths)
     assert y_BTO.shape == (0, T, H * (1 + both_ways))
-    assert [tuple(part.shape) for part in tensors_in(state)] == [(0, H)] * (8 if both_ways else 4)
+    assert [tuple(part.shape) for part in flatten(state)] == [(0, H)] * (8 if both_ways else 4)
     y_BTO.sum().backward()
     assert not any(p.grad is not None and bool(p.grad.any()) for p in rnn.parameters())
 
@@ -127,5 +105,5 @@ def test_all_sequences_end_before_the_last_step(backend: str) -> None:
     x_BTF = noise(B, T, F)
     y_BTO, state = rnn(x_BTF, lengths=[4] * B)
     short_BTO, same = rnn(x_BTF[:, :4])
-    assert_equal([y_BTO[:, :4], *tensors_in(state)], [short_BTO, *tensors_in(same)])
+    assert_equal([y_BTO[:, :4], *flatten(state)], [short_BTO, *flatten(same)])
     assert not y_BTO[:, 4:].any()

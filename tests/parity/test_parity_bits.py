@@ -3,6 +3,7 @@
 Shape legend: B sequences, T steps, H hidden units.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import final
 
@@ -63,24 +64,31 @@ def test_threads_share_few_rows(B: int, both_ways: bool, set_threads: Callable[[
     _assert_the_same(rnn, drawn(rnn, T=20, B=B, given=True), set_threads)
 
 
-@pytest.mark.parametrize("threads", [2, 4])
-@pytest.mark.parametrize("lengths", [None, [20], [0, 20, 13]])
-def test_shared_rows_equal_the_definition(
-    threads: int, lengths: list[int] | None, set_threads: Callable[[int], None]
-) -> None:
-    rnn = layer("lstm", 100, backend="cpp")
-    set_threads(threads)
-    assert_parity(rnn, drawn(rnn, T=20, B=1 if lengths is None else len(lengths), lengths=lengths), kernels=["cpp"])
-
-
-@pytest.mark.parametrize("setting", ["gru-before", "layer-norm-gru"])
-def test_shared_rows_of_other_cells(setting: str, set_threads: Callable[[int], None]) -> None:
-    rnn = layer(setting, 110, backend="cpp")
-    batch = drawn(rnn, T=9, B=2, lengths=[9, 4])
+@pytest.mark.parametrize(
+    ("setting", "H"),
+    [
+        ("lstm", 100),
+        ("gru-before", 110),
+        ("layer-norm-gru", 110),
+        # A thread's share of a product is its share of the pointwise work, and nobody waits in between.
+        *itertools.product(["gru", "lstm", "layer-norm-lstm", "gru-before"], [64, 96, 128]),
+    ],
+)
+def test_shared_rows_equal_the_definition(setting: str, H: int, set_threads: Callable[[int], None]) -> None:
+    rnn = layer(setting, H, backend="cpp")
+    batch = drawn(rnn, T=11, B=2, lengths=[11, 6], given=True)
     alone = found(rnn, batch)
-    set_threads(4)
-    results = assert_parity(rnn, batch, kernels=["cpp"])
-    assert_same_bits(results["cpp"], alone)
+    for threads in (2, 4):
+        set_threads(threads)
+        assert_same_bits(assert_parity(rnn, batch, kernels=["cpp"])["cpp"], alone)
+
+
+@pytest.mark.parametrize("lengths", [[20], [0, 20, 13]])
+def test_shared_rows_of_other_batches(lengths: list[int], set_threads: Callable[[int], None]) -> None:
+    rnn = layer("lstm", 100, backend="cpp")
+    for threads in (2, 4):
+        set_threads(threads)
+        assert_parity(rnn, drawn(rnn, T=20, B=len(lengths), lengths=lengths), kernels=["cpp"])
 
 
 @pytest.mark.usefixtures("waves")
@@ -145,18 +153,6 @@ def test_a_sequence_does_not_depend_on_its_neighbours(threads: int, set_threads:
         alone_BTH, (alone_BH, _) = rnn(batch.x_BTF[row : row + 1, :length])
         torch.testing.assert_close(alone_BTH[0], y_BTH[row, :length], rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(alone_BH[0], h_BH[row], rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize("setting", ["gru", "lstm", "layer-norm-lstm", "gru-before"])
-@pytest.mark.parametrize("H", [64, 96, 128])
-def test_gates_shared_in_whole_panels(setting: str, H: int, set_threads: Callable[[int], None]) -> None:
-    """Sizes at which a thread's share of a product is its share of the pointwise work, and nobody waits in between."""
-    rnn = layer(setting, H, backend="cpp")
-    batch = drawn(rnn, T=11, B=2, lengths=[11, 6], given=True)
-    set_threads(4)
-    results = assert_parity(rnn, batch, kernels=["cpp"])
-    set_threads(1)
-    assert_same_bits(results["cpp"], found(rnn, batch))
 
 
 @pytest.mark.parametrize("setting", ["gru", "layer-norm-lstm"])

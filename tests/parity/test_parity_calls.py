@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from parity_cells import F, drawn, layer
-from parity_oracle import KERNELS, assert_close, assert_equal, assert_same_bits, defined, found, noise, tensors_in
+from parity_oracle import KERNELS, assert_close, assert_equal, assert_same_bits, defined, found, noise
 from torch.utils.checkpoint import checkpoint
 
 import stretto
+from stretto.state import flatten
 
 H, T, B = 7, 11, 4
 LENGTHS = [5, 11, 0, 8]
@@ -67,7 +68,7 @@ def test_which_results_the_loss_reads(lstm: stretto.RNN, loss: str, lengths: lis
     x_BTF = noise(B, T, F).requires_grad_()
     inputs = [x_BTF, *lstm.parameters()]
     y_BTH, state = lstm(x_BTF, lengths=lengths)
-    ones = torch.autograd.grad(LOSSES[loss](y_BTH, tensors_in(state)), inputs, allow_unused=True)
+    ones = torch.autograd.grad(LOSSES[loss](y_BTH, flatten(state)), inputs, allow_unused=True)
     others = torch.autograd.grad(LOSSES[loss](*defined(lstm, x_BTF, lengths)), inputs, allow_unused=True)
     assert_close(ones, others)
     assert any(gradient is not None and bool(gradient.any()) for gradient in ones)
@@ -82,7 +83,7 @@ def test_one_thing_alone_is_learned(lstm: stretto.RNN, learned: str) -> None:
     leaf = (getattr(cell, learned) if leaf is None else leaf).requires_grad_()
     y_BTH, after = lstm(x_BTF, state, lengths=LENGTHS)
     hand_BTH, ends = defined(lstm, x_BTF, LENGTHS, state)
-    (one,) = torch.autograd.grad(y_BTH.square().sum() + tensors_in(after)[1].sum(), [leaf])
+    (one,) = torch.autograd.grad(y_BTH.square().sum() + flatten(after)[1].sum(), [leaf])
     (other,) = torch.autograd.grad(hand_BTH.square().sum() + ends[1].sum(), [leaf])
     assert_close([one], [other])
 
@@ -91,7 +92,7 @@ def test_nothing_is_learned(lstm: stretto.RNN) -> None:
     lstm.requires_grad_(False)
     y_BTH, state = lstm(noise(B, T, F), lengths=LENGTHS)
     assert not y_BTH.requires_grad
-    assert not any(part.requires_grad for part in tensors_in(state))
+    assert not any(part.requires_grad for part in flatten(state))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -104,7 +105,7 @@ def test_without_gradients_the_same_numbers(setting: str, backend: str, mode: Ca
     with mode():  # type: ignore[attr-defined]
         bare_BTO, bare_state = rnn(x_BTF, lengths=LENGTHS)
     assert not bare_BTO.requires_grad
-    assert_equal([y_BTO, *tensors_in(state)], [bare_BTO, *tensors_in(bare_state)])
+    assert_equal([y_BTO, *flatten(state)], [bare_BTO, *flatten(bare_state)])
 
 
 def test_a_first_call_without_gradients_does_not_spoil_the_next(lstm: stretto.RNN) -> None:

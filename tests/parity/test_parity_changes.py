@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from parity_cells import F
-from parity_oracle import Batch, assert_close, defined, error_of, found, noise, tensors_in
+from parity_oracle import Batch, assert_close, defined, error_of, found, noise
 from parity_own_cells import H, OneState, own_layer
 from torch import nn
 from torch.nn.utils import parametrizations
+
+from stretto.state import flatten
 
 
 class Changeable(OneState):
@@ -71,7 +73,7 @@ def test_a_change_of_the_cell_counts_at_the_next_call(change: str) -> None:
     with torch.no_grad():
         after = rnn(batch.x_BTF, lengths=batch.lengths)
         hand_BTH, ends = defined(rnn, batch.x_BTF, batch.lengths)
-    assert_close([after[0], *tensors_in(after[1])], [hand_BTH, *ends])
+    assert_close([after[0], *flatten(after[1])], [hand_BTH, *ends])
     # Weight norm alone changes how a weight is stored, not what it is.
     same = after[0].shape == before.values["y"].shape and error_of(after[0], before.values["y"]) < 1e-10
     assert same == (change == "parametrisation")

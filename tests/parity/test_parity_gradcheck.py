@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from parity_cells import SETTINGS, F, layer
-from parity_oracle import KERNELS, assert_close, defined, noise, tensors_in
+from parity_oracle import KERNELS, assert_close, defined, noise
 from parity_own_cells import ConstantState, Detached, LoopBehindLoop
 
 import stretto
 from stretto.cells import Cell
+from stretto.state import flatten
 
 CELLS: dict[str, Callable[[], Cell]] = {
     "lstm": lambda: SETTINGS["lstm"](7),
@@ -31,14 +32,14 @@ def _function(rnn: stretto.RNN, lengths: list[int] | None) -> tuple[Callable[...
     torch.manual_seed(1)
     names = [name for name, _ in rnn.named_parameters()]
     structure = rnn.cells[0].initial_state(B)  # type: ignore[operator]
-    parts = [torch.rand_like(part) for part in tensors_in(structure)]
+    parts = [torch.rand_like(part) for part in flatten(structure)]
     inputs = (noise(B, T, F), *parts, *(parameter.detach().clone() for parameter in rnn.parameters()))
 
     def function(x_BTF: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = rest[: len(parts)] if isinstance(structure, tuple) else rest[0]
         weights = dict(zip(names, rest[len(parts) :], strict=True))
         y_BTO, after = torch.func.functional_call(rnn, weights, (x_BTF, given, lengths))
-        return (y_BTO, *tensors_in(after))
+        return (y_BTO, *flatten(after))
 
     return function, tuple(tensor.requires_grad_() for tensor in inputs)
 

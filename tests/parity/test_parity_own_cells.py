@@ -1,4 +1,4 @@
-"""Cells that somebody might write equal the definition, and are compiled.
+"""Cells that somebody might write equal the definition, and are compiled; where they cannot be, the reason is given.
 
 Shape legend: B sequences, T steps, F features, H hidden units.
 """
@@ -23,6 +23,9 @@ from parity_oracle import (
 )
 from parity_own_cells import (
     ODD,
+    BatchNormed,
+    Branching,
+    Centred,
     ConstantState,
     DelayLine,
     H,
@@ -38,6 +41,8 @@ from torch import nn
 
 import stretto
 from stretto.cells import LSTM, Cell
+from stretto.errors import StrettoError
+from stretto.state import flatten
 
 OWN: list[type[Cell]] = [
     kind
@@ -47,28 +52,71 @@ OWN: list[type[Cell]] = [
     and kind not in {*ODD, OneState, parity_own_cells.TwoStates, Noisy}
 ]
 """All that are compiled and draw no random numbers."""
+MIXING: list[type[Cell]] = [Branching, BatchNormed, Centred]
+"""Cells whose rows depend on each other."""
+ODD_ROWS = [cell for cell in ODD if cell not in MIXING]
 
 
-@pytest.mark.parametrize("cell", OWN)
-def test_own_cells_equal_the_definition_and_are_compiled(cell: type[Cell]) -> None:
+@pytest.mark.parametrize("cell", [*OWN, *ODD_ROWS])
+def test_cells_equal_the_definition_and_are_compiled_where_possible(cell: type[Cell]) -> None:
     rnn = own_layer(cell)
     for T, lengths, given in ((5, None, False), (6, [3, 0, 6, 2], True), (1, None, True), (2, [0, 0], True)):
         B = 3 if lengths is None else len(lengths)
-        assert_parity(rnn, drawn(rnn, T=T, B=B, lengths=lengths, given=given))
+        assert_parity(rnn, drawn(rnn, T=T, B=B, lengths=lengths, given=given), kernels=["auto", "eager"])
     rnn.backend = "auto"
     explanation = rnn.explain()
-    assert (explanation.backend, explanation.reason) == ("cpp", "")
+    assert explanation.backend == (ODD[cell][0] if cell in ODD else "cpp")
+    assert bool(explanation.reason) == (cell in ODD)
 
 
-@pytest.mark.parametrize("cell", [ConstantState, DelayLine, LoopBehindLoop, OldState, LearnedStart])
-def test_own_cells_both_ways_in_two_layers(cell: type[Cell]) -> None:
+@pytest.mark.parametrize("cell", [ConstantState, DelayLine, LoopBehindLoop, OldState, LearnedStart, *ODD_ROWS])
+def test_cells_both_ways_in_two_layers(cell: type[Cell]) -> None:
     torch.manual_seed(0)
-    first, second = [cell(F).double() for _ in range(2)], []
-    width = 2 * first[0](torch.zeros(1, F, dtype=torch.float64), first[0].initial_state(1))[0].shape[-1]
-    if cell is not DelayLine:
-        second = [cell(width).double() for _ in range(2)]
-    rnn = stretto.RNN([*first, *second], num_layers=2 if second else 1, bidirectional=True)
-    assert_parity(rnn, drawn(rnn, T=6, B=4, lengths=[3, 0, 6, 2], given=True))
+    # The states of a delay line are as wide as the input, which is fixed.
+    rnn = stretto.RNN(cell(F).double(), num_layers=1 if cell is DelayLine else 2, bidirectional=True)
+    assert_parity(rnn, drawn(rnn, T=6, B=4, lengths=[3, 0, 6, 2], given=True), kernels=["auto", "eager"])
+
+
+@pytest.mark.parametrize("cell", ODD)
+def test_the_reason_is_reported_and_insisting_on_compiled_code_is_refused(cell: type[Cell]) -> None:
+    backend, word = ODD[cell]
+    rnn = own_layer(cell)
+    explanation = rnn.explain()
+    assert explanation.backend == backend
+    assert word in explanation.reason
+    rnn.backend = "cpp"
+    with pytest.raises(StrettoError, match=f"no code can be generated for {cell.__name__}") as caught:
+        rnn(torch.zeros(2, 3, F, dtype=torch.float64))
+    assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("lengths", [None, [6, 6, 4, 2]])
+@pytest.mark.parametrize("cell", MIXING)
+def test_rows_that_mix_are_those_of_the_same_step(cell: type[Cell], lengths: list[int] | None) -> None:
+    """With rows that see each other, a step is one call with all sequences that have not ended."""
+    rnn = own_layer(cell)
+    x_BTF = noise(4, 6, F).requires_grad_()
+    y_BTH, after = rnn(x_BTF, lengths=lengths)
+    state: Any = rnn.cells[0].initial_state(4)  # type: ignore[operator]
+    hand_BTH = torch.zeros_like(y_BTH)
+    for t in range(6):
+        going = 4 if lengths is None else sum(length > t for length in lengths)
+        if going == 0:
+            break
+        made_BH, new_BH = rnn.cells[0](x_BTF[:going, t], state[:going])
+        state = torch.cat([new_BH, state[going:]])
+        padded_BH = torch.cat([made_BH, torch.zeros_like(state[going:])])
+        hand_BTH = torch.cat([hand_BTH[:, :t], padded_BH[:, None], hand_BTH[:, t + 1 :]], dim=1)
+    inputs = [x_BTF, *rnn.parameters()]
+    ones = torch.autograd.grad(y_BTH.square().sum() + flatten(after)[0].sum(), inputs)
+    others = torch.autograd.grad(hand_BTH.square().sum() + state.sum(), inputs)
+    assert_close((y_BTH, after, *ones), (hand_BTH, state, *others))
+
+
+def test_the_cell_itself_runs_where_torch_is_asked_for() -> None:
+    rnn = stretto.RNN(stretto.cells.GRU(F, 3).double(), backend="torch")
+    assert (rnn.explain().backend, rnn.explain().reason) == ("torch", "backend='torch' was asked for")
+    assert_parity(rnn, drawn(rnn, T=6, B=4, lengths=[3, 0, 6, 2], given=True), kernels=["torch"])
 
 
 @pytest.mark.parametrize("backend", KERNELS)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from parity_oracle import KERNELS, ROUNDING, TOLERANCE, error_of, tensors_in
+from parity_oracle import KERNELS, ROUNDING, TOLERANCE, error_of
 from torch import nn
 
 import stretto
 from stretto import cells
 from stretto.cells import Cell
+from stretto.state import flatten
 
 
 class OneState(Cell):
@@ -53,15 +54,15 @@ def test_states_of_ones(cell: type[OneState], factor: int, backend: Any) -> None
     rnn = stretto.RNN(cell(3, 2), backend=backend)
     y_BTH, state = rnn(torch.ones(1, 2, 3))
     assert (y_BTH / factor).tolist() == [[[3, 3], [9, 9]]]
-    assert [part.tolist() for part in tensors_in(state)] == [[[9, 9]]] * factor
+    assert [part.tolist() for part in flatten(state)] == [[[9, 9]]] * factor
     y_BTH, state = rnn(torch.ones(1, 2, 3), state)
     assert (y_BTH / factor).tolist() == [[[21, 21], [45, 45]]]
-    assert [part.tolist() for part in tensors_in(state)] == [[[45, 45]]] * factor
+    assert [part.tolist() for part in flatten(state)] == [[[45, 45]]] * factor
     narrow = stretto.RNN(cell(2, 2), backend=backend)
     ones_BH = torch.ones(2, 2)
     y_BTH, state = narrow(torch.ones(2, 3, 2), ones_BH if factor == 1 else (ones_BH, ones_BH))
     assert (y_BTH[..., 0] / factor).tolist() == [[4, 10, 22]] * 2
-    assert [part.tolist() for part in tensors_in(state)] == [[[22, 22]] * 2] * factor
+    assert [part.tolist() for part in flatten(state)] == [[[22, 22]] * 2] * factor
 
 
 @pytest.mark.parametrize("backend", KERNELS)

@@ -17,7 +17,6 @@ from parity_oracle import (
     defined,
     found,
     noise,
-    tensors_in,
 )
 from parity_own_cells import (
     ConstantState,
@@ -31,6 +30,7 @@ from parity_own_cells import (
 )
 
 from stretto.cells import Cell
+from stretto.state import flatten
 
 LENGTHS = [70, 1, 33, 64, 0, 32, *[1] * 28, *[2] * 6]
 """Forty rows make stretches of 32 steps and more."""
@@ -113,7 +113,7 @@ def test_stretches_where_not_all_is_learned(frozen: str) -> None:
     y_BTH, state = rnn(x_BTF, lengths=LENGTHS)
     assert y_BTH.requires_grad == (frozen != "all")
     hand_BTH, ends = defined(rnn, x_BTF, LENGTHS)
-    assert_close([y_BTH, *tensors_in(state)], [hand_BTH, *ends])
+    assert_close([y_BTH, *flatten(state)], [hand_BTH, *ends])
     inputs = [tensor for tensor in (x_BTF, *rnn.parameters()) if tensor.requires_grad]
     if inputs:
         assert_close(*(torch.autograd.grad(y.square().sum(), inputs) for y in (y_BTH, hand_BTH)))

@@ -113,14 +113,3 @@ def test_steps_first_with_a_given_state(kind: str) -> None:
     made = ours(x_TBF, nested if len(given) > 1 else tuple(part[0] for part in nested))
     wanted = theirs(x_TBF, tuple(given) if len(given) > 1 else given[0])
     _assert_same((theirs, ours), made, wanted, x_TBF, gradients=False)
-
-
-@pytest.mark.parametrize("kind", ["gru", "lstm"])
-def test_carried_states_make_one_long_sequence(kind: str) -> None:
-    theirs, ours = _pair(kind, 2, False)
-    x_BTF = noise(3, 30, F)
-    state, pieces = None, []
-    for piece_BTF in torch.split(x_BTF, [7, 1, 22], dim=1):
-        y_BTH, state = ours(piece_BTF, state)
-        pieces.append(y_BTH)
-    assert error_of(torch.cat(pieces, dim=1), theirs(x_BTF)[0]) < 1e-10
