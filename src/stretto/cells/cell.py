@@ -30,7 +30,7 @@ class Cell(nn.Module, ABC):
       steps (`dt` > 1), reading only the first of their inputs, in the structure and shapes of `state`. Write the
       step as a differential equation and take one implicit step of it, which stays stable for large `dt`; see
       `stretto.cells.GRU`. Without it, Multigrid relaxes on the fine grid alone.
-    - `retention(x_t, state)` tells `stretto.Shooting` what share of each unit survives the step, in the structure of
+    - `retention(x_t, state)` gives `stretto.Shooting` the share of each unit that survives a step, in the structure of
       `state`: the gate that multiplies the old state. Shooting then corrects its chunks by products of gates.
     - `passive_parts` counts the tensors at the end of the state that are not units of the net, such as a step counter,
       a mask or a record of earlier states. `Zoneout` leaves them alone.

@@ -215,8 +215,8 @@ class AttentionCell(AbstractGatedCell):
     """A GRU (reset "after") that attends over its own last M states, inside the time loop.
 
     The query Q h scores each remembered state, softmax turns the scores into weights, and the weighted mean, times
-    `weight_read` (3 H, H), is added to the input's side of all gates. During the first M steps the free slots hold
-    zeros, which take part. The state is (h, memory), (B, H) and (B, M, H), oldest first; the output is h.
+    `weight_read` (3 H, H), is added to the input's side of all gates. During the first M steps the memory also
+    holds zeros, which take part. The state is (h, memory), (B, H) and (B, M, H), oldest first; the output is h.
 
     Args:
         input_size: F.

@@ -1,6 +1,7 @@
 """Weights from and to the recurrent modules of torch."""
 
-from typing import Final, Literal
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -23,9 +24,17 @@ def cell_from(module: nn.Module) -> Cell:
     Raises:
         StrettoError: The module is anything else, a subclass included, or its weights are not plain parameters.
     """
+    # A subclass may compute something else, so only torch's own classes match.
+    if not isinstance(module, nn.RNNCellBase) or type(module) not in (nn.RNNCell, nn.GRUCell, nn.LSTMCell):
+        raise StrettoError(
+            f"{type(module).__name__} has no matching cell",
+            fix="Give a torch.nn.RNNCell, GRUCell or LSTMCell, not a subclass; for layers see "
+            "stretto.cells.load_layer.",
+        )
+    kind, options = _matching_cell(module)
     # These parameters are replaced below, so spend neither memory nor random numbers on them.
     with torch.device("meta"):
-        cell = _matching_cell(module)
+        cell: Cell = kind(module.input_size, module.hidden_size, bias=module.bias, **options)
     for name in WEIGHT_NAMES:
         parameter = getattr(module, name)
         if parameter is not None and not isinstance(parameter, nn.Parameter):
@@ -71,28 +80,31 @@ def store_layer(cell: Cell, module: nn.Module, *, layer: int = 0, reverse: bool 
             outside.copy_(inside)
 
 
-def _matching_cell(module: nn.Module) -> Cell:
-    # A subclass may compute something else, so only torch's own classes match.
-    if type(module) is nn.RNNCell:
-        squash: Literal["tanh", "relu"] = "relu" if module.nonlinearity == "relu" else "tanh"
-        return Elman(module.input_size, module.hidden_size, bias=module.bias, nonlinearity=squash)
-    if type(module) is nn.GRUCell:
-        return GRU(module.input_size, module.hidden_size, bias=module.bias)
-    if type(module) is nn.LSTMCell:
-        return LSTM(module.input_size, module.hidden_size, bias=module.bias)
-    raise StrettoError(
-        f"{type(module).__name__} has no matching cell",
-        fix="Give a torch.nn.RNNCell, GRUCell or LSTMCell, not a subclass; for layers see stretto.cells.load_layer.",
-    )
+def _matching_cell(module: nn.Module) -> tuple[Any, dict[str, str]]:
+    """The class that does a step of a module of torch, and the option that decides what it computes."""
+    if isinstance(module, (nn.RNN, nn.RNNCell)):
+        return Elman, {"nonlinearity": module.nonlinearity}
+    if isinstance(module, (nn.GRU, nn.GRUCell)):
+        return GRU, {"reset": "after"}
+    return ProjectedLSTM if isinstance(module, nn.LSTM) and module.proj_size else LSTM, {}
+
+
+def _describe(kind: type, options: Mapping[str, str]) -> str:
+    return " with ".join([kind.__name__, *(f"{name}={value!r}" for name, value in options.items())])
 
 
 def _pairs(cell: Cell, module: nn.Module, *, layer: int, reverse: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(parameter of the cell, parameter of the layer), after checking that all of them match."""
-    wanted, given = _describe_layer(module), _describe_cell(cell)
-    if wanted != given:
+    if not isinstance(module, (nn.RNN, nn.GRU, nn.LSTM)):
         raise StrettoError(
-            f"{given} does not compute what a layer of {type(module).__name__} does",
-            fix=f"Use {wanted}; for a wrapped cell, give its .cell.",
+            f"{type(module).__name__} has no layers of recurrent weights", fix="Give a torch.nn.RNN, GRU or LSTM."
+        )
+    kind, options = _matching_cell(module)
+    given = {name: str(getattr(cell, name)) for name in ("nonlinearity", "reset") if hasattr(cell, name)}
+    if type(cell) is not kind or given != options:
+        raise StrettoError(
+            f"{_describe(type(cell), given)} does not compute what a layer of {type(module).__name__} does",
+            fix=f"Use {_describe(kind, options)}; for a wrapped cell, give its .cell.",
         )
     suffix = f"_l{layer}{'_reverse' if reverse else ''}"
     inside = dict(cell.named_parameters())
@@ -109,26 +121,6 @@ def _pairs(cell: Cell, module: nn.Module, *, layer: int, reverse: bool) -> list[
             fix="Make the cell with the sizes, the bias and the dtype of that layer.",
         )
     return [(inside[name], outside[name]) for name in inside]
-
-
-def _describe_layer(module: nn.Module) -> str:
-    if isinstance(module, nn.RNN):
-        return f"Elman with nonlinearity={module.nonlinearity!r}"
-    if isinstance(module, nn.GRU):
-        return "GRU with reset='after'"
-    if isinstance(module, nn.LSTM):
-        return "ProjectedLSTM" if module.proj_size else "LSTM"
-    raise StrettoError(
-        f"{type(module).__name__} has no layers of recurrent weights", fix="Give a torch.nn.RNN, GRU or LSTM."
-    )
-
-
-def _describe_cell(cell: Cell) -> str:
-    if isinstance(cell, Elman):
-        return f"Elman with nonlinearity={cell.nonlinearity!r}"
-    if isinstance(cell, GRU):
-        return f"GRU with reset={cell.reset!r}"
-    return type(cell).__name__ if isinstance(cell, LSTM | ProjectedLSTM) else f"the cell {type(cell).__name__}"
 
 
 def _describe_sizes(parameters: dict[str, nn.Parameter]) -> str:

@@ -35,16 +35,9 @@ _POINTWISE_TOO: Final = frozenset(
     for name in "elu leaky_relu hardtanh softplus gelu silu sigmoid tanh threshold hardswish hardsigmoid mish "
     "hardshrink log_sigmoid".split()
 )
-_DEFAULT_DIMENSION: Final = {
-    "sort": -1,
-    "topk": -1,
-    "glu": -1,
-    "sum": [],
-    "mean": [],
-    "amax": [],
-    "amin": [],
-    "prod": [],
-}
+_DEFAULT_DIMENSION: Final = dict.fromkeys("sort topk glu".split(), (-1,)) | dict.fromkeys(
+    "sum mean amax amin prod".split(), ()
+)
 _ANY_RANK: Final = {"view", "_unsafe_view", "expand", "alias", "detach", "clone", "_to_copy"}
 
 
