@@ -419,7 +419,8 @@ def _is_faster(layer: nn.RNNBase, x: Any) -> bool:
 def run_generated(layer: nn.RNNBase, x: Any, hx: Any = None, lengths: Any = None) -> Any:
     """On generated kernels, or the same loops operator by operator."""
     backend: str = layer.__dict__.get(BACKEND, "cpp")
-    layer._update_flat_weights()
+    if "parametrizations" in layer._modules:
+        layer._update_flat_weights()  # computes them; others were brought up to date when the call was looked at
     is_single = not isinstance(x, PackedSequence) and x.dim() == 2
     if is_single:
         x = x.unsqueeze(0 if layer.batch_first else 1)

@@ -36,7 +36,7 @@ POINTWISE_WORK: Final = 16
 
 
 @final
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Generated:
     """One direction of a loop.
 

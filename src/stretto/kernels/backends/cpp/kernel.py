@@ -11,6 +11,7 @@ Shape legend: B sequences, P rows of all steps together.
 import ctypes
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Final, TypeAlias, final
 
@@ -284,7 +285,7 @@ def arguments_of(
     function: Generated,
     layout: Layout,
     *,
-    lists: tuple[list[int], list[int], list[int], list[int]],
+    lists: Sequence[Sequence[int]],
     keep: bool,
     team: int,
 ) -> Arguments:
@@ -298,7 +299,24 @@ def arguments_of(
         keep: Whether values are stored for the backward pass.
         team: Threads that share the columns of each row.
     """
-    rows = layout.num_rows
+    places, end = _work_memory(function, layout.num_rows, team)
+    memory = empty(end, dtype=kernel.dtype)
+    start, each = memory.data_ptr(), memory.element_size()
+    arrays = [array("q", items or (0,)) for items in lists]
+    call = _Call(
+        layout.num_steps,
+        layout.num_rows,
+        int(keep),
+        *layout.addresses,
+        *(item.buffer_info()[0] for item in arrays),
+        *(start + place * each for place in places),
+    )
+    return call, (arrays, memory)
+
+
+@lru_cache(maxsize=1024)
+def _work_memory(function: Generated, rows: int, team: int) -> tuple[tuple[int, ...], int]:
+    """Where packed weights, scratch, threads' own scratch and room for products begin, and elements of all of them."""
     sizes = (
         function.packed[-1],
         rows * function.scratch,
@@ -306,18 +324,7 @@ def arguments_of(
         team * rows * function.room,
     )
     *places, end = accumulate((aligned(size) for size in sizes), initial=0)
-    memory = empty(end, dtype=kernel.dtype)
-    start, each = memory.data_ptr(), memory.element_size()
-    arrays = [array("q", items or [0]) for items in lists]
-    call = _Call(
-        layout.num_steps,
-        rows,
-        int(keep),
-        *layout.addresses,
-        *(item.buffer_info()[0] for item in arrays),
-        *(start + place * each for place in places),
-    )
-    return call, (arrays, memory)
+    return tuple(places), end
 
 
 def aligned(size: int) -> int:

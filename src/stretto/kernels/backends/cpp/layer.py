@@ -87,9 +87,11 @@ class FusedLayer(LayerOperator):
         self.num_features, self.y_shape = graph.x.row_shape[0], graph.y.row_shape
         self.state_shapes = [node.row_shape for node in graph.states]
         sources = {port.node: port.source for port in body.ports_of(Kind.WEIGHT)}
+        self.buffers: dict[Way, list[tuple[Role, int]]] = {}
         self.vectors: dict[Way, list[int]] = {}
         self.matrices: dict[Way, list[Stored]] = {}
         for way, function in kernel.functions.items():
+            self.buffers[way] = [((role, index), size) for role, index, size in function.own_buffers]
             self.vectors[way] = [self._stored(node, sources)[0] for node in function.ir.uniforms]
             self.matrices[way] = [self._stored(node, sources) for node in function.ir.weights]
         roles = _roles(kernel)
@@ -102,6 +104,11 @@ class FusedLayer(LayerOperator):
         read |= kernel.functions["backward"].reads
         self.keeps_feeds = any(role is not None and role[0] == "per_step" for role in read)
         self.num_inputs = 1 + self.num_states + len(self.names)
+        read_backward = {*self.vectors["backward"], *(weight[0] for weight, _ in self.feeds)}
+        read_backward |= {position for position, _ in self.matrices["backward"]}
+        biases = {bias for _, bias in self.feeds if bias is not None}
+        self.unread_inputs = {1 + self.num_states + position for position in biases - read_backward}
+        """Inputs that the backward pass does not read, which a user may change before it."""
         self.num_kept = 1 + (len(self.feeds) if self.keeps_feeds else 0)
         self._sizes: dict[tuple[int, int, bool], _Sizes] = {}
 
@@ -245,10 +252,12 @@ class _Batch:
         """Of generated code; a buffer that lies nowhere is read as zeros, or not at all."""
         layer = self.layer
         kernel, function = layer.kernel, layer.kernel.functions[way]
-        places = [self.addresses.get((role, index), 0) for role, index, _ in function.own_buffers]
-        strides = [size if place else 0 for place, (_, _, size) in zip(places, function.own_buffers, strict=True)]
-        zeros = kernel.zeros.data_ptr()
-        pointers = [place or zeros for place in places]
+        buffers = layer.buffers[way]
+        pointers = [self.addresses.get(role, 0) for role, _ in buffers]
+        strides = [size if place else 0 for place, (_, size) in zip(pointers, buffers, strict=True)]
+        if 0 in pointers:
+            zeros = kernel.zeros.data_ptr()
+            pointers = [place or zeros for place in pointers]
         pointers += [self.parameters[position].data_ptr() for position in layer.vectors[way]]
         weights: list[int] = []
         weight_strides: list[int] = []
@@ -358,6 +367,14 @@ def _gradients(
         position, transposed = stored
         add(first_parameter + position, gradient_KN.t().contiguous() if transposed else gradient_KN)
 
+    sums: dict[int, torch.Tensor] = {}
+
+    def add_sum(position: int, d_PN: torch.Tensor) -> None:
+        # The biases of a map and of a loop often get the same gradient.
+        known = sums.get(id(d_PN))
+        sums[id(d_PN)] = made = column_sums(d_PN) if known is None else known.clone()
+        add(first_parameter + position, made)
+
     for index, (weight, bias) in enumerate(layer.feeds):
         d_PN = rows.get(("d_per_step", index))
         if d_PN is None:
@@ -368,13 +385,13 @@ def _gradients(
             add_matrix(weight, weight_gradient(batch.x_PF, d_PN))
         if wanted(bias):
             assert bias is not None
-            add(first_parameter + bias, column_sums(d_PN))
+            add_sum(bias, d_PN)
     for weight, d_role, role in layer.weight_gradients:
         if not wanted(weight):
             continue
         d_PN = rows[d_role]
         if role is None:
-            add(first_parameter + weight[0], column_sums(d_PN))
+            add_sum(weight[0], d_PN)
             continue
         name, index = role
         if name == "before":
@@ -415,7 +432,10 @@ class _FusedLayers(torch.autograd.Function):
             ctx.programs, ctx.layers, ctx.layouts = [call.program for call in calls], layers, layouts
             ctx.watched, ctx.versions = [version_of(y) for y in outputs], [y._version for y in outputs]
             kept = [tensor for _, own in made for tensor in own]
-            ctx.save_for_backward(*tensors, *(y.data for y in outputs), *kept)
+            is_read = [index not in layer.unread_inputs for layer in layers for index in range(layer.num_inputs)]
+            ctx.unread = [None if read else (t, t._version) for t, read in zip(tensors, is_read, strict=True)]
+            read = [tensor for tensor, read in zip(tensors, is_read, strict=True) if read]
+            ctx.save_for_backward(*read, *(y.data for y in outputs), *kept)
         return tuple(tensor for results, _ in made for tensor in results)
 
     @staticmethod
@@ -423,15 +443,17 @@ class _FusedLayers(torch.autograd.Function):
         layers: list[FusedLayer] = ctx.layers
         needed = ctx.needs_input_grad[1:]
         # Read once: what autograd stores elsewhere, or computes again, is brought back at each read.
-        stored = ctx.saved_tensors
-        tensors, rest = stored[: len(needed)], iter(stored[len(needed) :])
+        rest = iter(ctx.saved_tensors)
+        tensors = [next(rest) if unread is None else unread[0] for unread in ctx.unread]
         if torch.is_grad_enabled() or any(is_batched(item) for item in cotangents):
+            _check_unchanged(ctx.unread)
             run = functools.partial(_run_by_torch, ctx.programs, layers, ctx.layouts)
             return None, *differentiate_by_torch(run, tensors, cotangents, needed)
         batches = _batches(layers, ctx.layouts, tensors)
         outputs = [next(rest) for _ in layers]
         kept = [[next(rest) for _ in range(layer.num_kept)] for layer in layers]
         if any(item._version != version for item, version in zip(ctx.watched, ctx.versions, strict=True)):
+            _check_unchanged(ctx.unread)
             made = _run_forward(_batches(layers, ctx.layouts, tensors), keep=True)
             outputs, kept = [results[0] for results, _ in made], [own for _, own in made]
         for batch, y, own in zip(batches, outputs, kept, strict=True):
@@ -445,6 +467,16 @@ class _FusedLayers(torch.autograd.Function):
             found += _gradients(batch, own, y, made_here, needed[first:last])
             first = last
         return None, *found
+
+
+def _check_unchanged(unread: Sequence[tuple[torch.Tensor, int] | None]) -> None:
+    """An error, as autograd has it, if the forward pass is needed again and an input is not what it was."""
+    if any(item is not None and item[0]._version != item[1] for item in unread):
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            "the bias of a recurrent layer, which has to be run again since its output was modified too, or since its "
+            "gradient is differentiated"
+        )
 
 
 def _run_by_torch(
