@@ -26,7 +26,7 @@ from stretto.graph.network import (
 from stretto.graph.node import BatchDim, Node, concrete_shape, evaluate, run
 from stretto.graph.operators import is_view
 from stretto.graph.summary import LoopSummary, Operator, Product, Summary, format_shape
-from stretto.graph.trace import Untraceable, call_cell, constant_fill, trace
+from stretto.graph.trace import Untraceable, call_cell, check_outputs, constant_fill, trace
 
 __all__ = [
     "ACTIVATIONS",
@@ -48,6 +48,7 @@ __all__ = [
     "Untraceable",
     "analyse",
     "call_cell",
+    "check_outputs",
     "concrete_shape",
     "constant_fill",
     "delayed_graph",

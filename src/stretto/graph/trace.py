@@ -17,11 +17,13 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.errors import StrettoError
 from stretto.graph.node import BatchDim, Node, map_leaves
-from stretto.state import flatten, unflatten
+from stretto.state import describe, flatten, unflatten
 
 TRACED_BATCH_SIZES: Final = (3, 5)
 
@@ -31,6 +33,7 @@ _FILL_VALUES: Final = dict.fromkeys("zeros zeros_like new_zeros empty_like".spli
 )
 _RANDOM_METHODS: Final = {"rand_like": "uniform_", "randn_like": "normal_", "rand": "uniform_", "randn": "normal_"}
 _READS_VALUES: Final = {"_local_scalar_dense", "nonzero", "item", "masked_select", "unique", "is_nonzero"}
+_READS_MEMORY: Final = {"numpy", "__array__", "__dlpack__", "tolist", "data_ptr"}
 
 
 class Untraceable(Exception):  # noqa: N818 - not an error: the step then runs as it is, and explain says why
@@ -101,7 +104,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs or {})
         base = func.overloadpacket.__name__
         if base in _READS_VALUES:
-            raise Untraceable(f"the step reads values with {base}, so what it does depends on the data")
+            raise Untraceable(
+                f"the step reads values with {base}, so what it does depends on the data; use torch.where instead"
+            )
         if base == "detach" and isinstance(args[0], torch.Tensor) and id(args[0]) not in self.recording.of_tensor:
             return func(*args, **kwargs)
         node_args, node_kwargs = map_leaves(tuple(args), self.look_up), map_leaves(kwargs, self.look_up)
@@ -154,7 +159,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.blocks_no_grad and tensor.requires_grad and not torch.is_grad_enabled():
             raise Untraceable(f"the step writes in place with {func}, hidden from its gradient by no_grad")
         if tensor.device.type == "meta" or id(tensor) in self.given or others:
-            raise Untraceable(f"the step writes in place with {func} into memory that something else reads")
+            raise Untraceable(
+                f"the step writes in place with {func} into memory that something else reads; make a new tensor instead"
+            )
         node.shape, node.dtype = tuple(tensor.shape), tensor.dtype
         self.recording.of_tensor[id(tensor)] = node
         self.recording.nodes.append(node)
@@ -190,6 +197,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             node.shape, node.dtype = shape, dtype
             return node
         return None
+
+
+class _MemoryReads(TorchFunctionMode):
+    """Refuses what reads a tensor's memory without an operator, so that the recorder cannot see it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _READS_MEMORY:
+            raise Untraceable(f"the step reads memory with {name}, so what it does depends on the data")
+        return func(*args, **(kwargs or {}))
 
 
 def _functional(func: Any) -> Any:
@@ -311,9 +328,8 @@ def trace(cell: nn.Module, *, x_shape: tuple[int, ...], x_dtype: torch.dtype, st
             found["parameters"] = {
                 name: recorder.enter(tensor, name.replace(".", "_")) for name, tensor in tensors.items()
             }
-            with recorder:
+            with recorder, _MemoryReads():
                 y, after = _try_step(cell, x, unflatten(state, parts))
-            _check_step(cell, y, after, parts)
             _refuse_custom_gradients(recorder, [y, *flatten(after)])
             found["y"], found["next"] = recorder.look_up(y), [recorder.look_up(part) for part in flatten(after)]
             return found
@@ -332,19 +348,50 @@ def trace(cell: nn.Module, *, x_shape: tuple[int, ...], x_dtype: torch.dtype, st
     )
 
 
-def call_cell(cell: nn.Module, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-    """One step of a cell of ours, or of one of torch's, which return only the next state."""
-    result = cell(x, state)
+def call_cell(
+    cell: nn.Module, x: torch.Tensor, state: Any, *, tensors: Mapping[str, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, Any]:
+    """One step of a cell of ours, or of one of torch's, which return only the next state.
+
+    Args:
+        cell: The cell.
+        x: The step's input.
+        state: The state before it.
+        tensors: What to take for parameters and buffers; the cell's own by default.
+
+    Raises:
+        StrettoError: The result is not an output and a state like the one before.
+    """
+    result = cell(x, state) if tensors is None else functional_call(cell, dict(tensors), (x, state))
     if isinstance(cell, nn.LSTMCell):
         return result[0], result
     if isinstance(cell, (nn.GRUCell, nn.RNNCell)):
         return result, result
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
         raise StrettoError(
-            f"{type(cell).__name__}.forward returned {type(result).__name__}, not an output and the next state",
+            f"{type(cell).__name__}.forward returned {describe(result)}, not an output and the next state",
             fix="Return (y_t, new_state) from forward.",
         )
+    if not _has_tensors_as_sizes():
+        _check_step(cell, x, *result, state)
     return result
+
+
+def _has_tensors_as_sizes() -> bool:
+    """Whether `torch.jit.trace` runs, to which a check of sizes would look like work of the cell."""
+    return torch._C._get_tracing_state() is not None
+
+
+def check_outputs(cell: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
+    """An error unless the outputs of all steps are alike."""
+    if _has_tensors_as_sizes():
+        return
+    kinds = {f"{tuple(y.shape[1:])} {y.dtype}" for y in outputs}
+    if len(kinds) > 1:
+        raise StrettoError(
+            f"{type(cell).__name__}.forward returned outputs with rows of {' and of '.join(sorted(kinds))}",
+            fix="Return outputs of the same shape and dtype at every step.",
+        )
 
 
 def _example(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -362,16 +409,19 @@ def _try_step(cell: nn.Module, x: torch.Tensor, state: Any) -> tuple[torch.Tenso
         raise Untraceable(f"the step failed when it was traced: {type(error).__name__}: {error}") from error
 
 
-def _check_step(cell: nn.Module, y: torch.Tensor, after: Any, before: list[torch.Tensor]) -> None:
-    name = type(cell).__name__
-    now = flatten(after)
-    if [(part.shape, part.dtype) for part in now] != [(part.shape, part.dtype) for part in before]:
-        was, new = (", ".join(f"{tuple(p.shape[1:])} {p.dtype}" for p in parts) for parts in (before, now))
+def _check_step(cell: nn.Module, x: torch.Tensor, y: torch.Tensor, after: Any, before: Any) -> None:
+    name, was, new = type(cell).__name__, describe(before), describe(after)
+    if was == new:
+        was, new = (
+            ", ".join(f"{tuple(part.shape[1:])} {part.dtype} on {part.device}" for part in flatten(state))
+            for state in (before, after)
+        )
+    if was != new or any(part.shape[:1] != x.shape[:1] for part in flatten(after)):
         raise StrettoError(
             f"{name}.forward takes a state with rows of {was} and returns one with rows of {new}",
-            fix="Return a state of the same shapes and dtypes as it was given.",
+            fix="Return a state of the same structure, shapes and dtypes as it was given.",
         )
-    if y.dim() == 0 or (before and len(y) != len(before[0])):
+    if y.shape[:1] != x.shape[:1]:
         raise StrettoError(
             f"{name}.forward returned an output of shape {tuple(y.shape)}",
             fix="Return one output row for each row of x_t.",

@@ -28,6 +28,7 @@ from stretto.kernels.backends.cpp.compiler import (
     library_folder,
     load,
 )
+from stretto.kernels.backends.plain import loop_over_steps
 from stretto.kernels.backward import without_weights
 from stretto.kernels.build import Built, SaveChoice, build, unseen_by_hooks
 from stretto.kernels.layout import Layout
@@ -59,6 +60,7 @@ __all__ = [
     "find_compiler",
     "library_folder",
     "load",
+    "loop_over_steps",
     "register",
     "run_together",
     "unregister",

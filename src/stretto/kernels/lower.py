@@ -42,8 +42,10 @@ REDUCTIONS: Final = {"sum": "sum", "amax": "max", "amin": "min"}
 
 
 def value_dtypes(body: Body) -> set[torch.dtype | None]:
-    """Dtypes of what a loop reads and writes."""
-    return {node.dtype for node in [*body.next_states, *body.outputs]} | {port.node.dtype for port in body.ports}
+    """Dtypes of what a loop reads and writes, and of real numbers in between, where a cast would be lost."""
+    made = {node.dtype for node in (*body.forward, *body.backward) if node.op is not constant_fill}
+    real = {dtype for dtype in made if dtype is not None and dtype.is_floating_point}
+    return real | {node.dtype for node in [*body.next_states, *body.outputs]} | {port.node.dtype for port in body.ports}
 
 
 def lower(body: Body, way: Way) -> LoopIR:
@@ -160,7 +162,8 @@ class _Lowering:
         self.moving: list[Node] = []
         for node in nodes:
             if node.op is constant_fill:
-                self.values[node] = Constant(node.row_shape, float(node.args[1]))
+                # Rounded to its own dtype: what it is combined with may be of a wider one.
+                self.values[node] = Constant(node.row_shape, float(torch.tensor(node.args[1], dtype=node.dtype)))
             elif not node.has_rows and node.inputs and all(item in self.still for item in node.inputs):
                 self.still[node] = None
                 self.prepared.append(node)

@@ -1,4 +1,4 @@
-"""Padded and packed batches without their padding, and back.
+"""Padded, packed and jagged batches without their padding, and back.
 
 Shape legend: B sequences, T steps, P real steps of all sequences, F features.
 """
@@ -27,6 +27,7 @@ class PackedBatch:
         num_steps: T of the padded batch.
         batch_first: Whether it was (B, T, F).
         packed: The packed batch it was, if it was one.
+        offsets: Where each sequence of a jagged batch begins, and the last one ends.
     """
 
     x_PF: torch.Tensor
@@ -35,6 +36,7 @@ class PackedBatch:
     num_steps: int
     batch_first: bool
     packed: PackedSequence | None = None
+    offsets: torch.Tensor | None = None
 
     def sort_rows(self, state: Any) -> Any:
         """A state of the batch in the order of the layout."""
@@ -57,6 +59,10 @@ class PackedBatch:
             return PackedSequence(y_PF, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
         layout, num_rows = self.layout, self.layout.num_rows
         features = y_PF.shape[1:]
+        if self.offsets is not None:
+            places = _jagged_places_P(layout, self.order_B, self.offsets)
+            values = torch.zeros_like(y_PF).index_copy(0, places, y_PF)
+            return torch.nested.nested_tensor_from_jagged(values, offsets=self.offsets)
         if layout.is_even and layout.num_steps == self.num_steps and self.order_B is None:
             y = y_PF.reshape(self.num_steps, num_rows, *features)
             return y.transpose(0, 1) if self.batch_first else y
@@ -74,23 +80,54 @@ def _places_P(layout: Layout, order_B: torch.Tensor | None, *, num_steps: int, b
     return batch_P * num_steps + layout.step_P if batch_first else layout.step_P * layout.num_rows + batch_P
 
 
+def _jagged_places_P(layout: Layout, order_B: torch.Tensor | None, offsets: torch.Tensor) -> torch.Tensor:
+    """Where each real step lies in the values of a jagged batch."""
+    starts_B = offsets[:-1] if order_B is None else offsets[:-1][order_B.to(offsets.device)]
+    return starts_B[layout.sequence_P.to(offsets.device)] + layout.step_P.to(offsets.device)
+
+
+def values_of(x: Any) -> torch.Tensor:
+    """The steps of all sequences in one tensor, whatever holds them: a padded, packed or jagged batch.
+
+    Raises:
+        StrettoError: It is none of these.
+    """
+    if isinstance(x, PackedSequence):
+        values, num_dims = x.data, 2
+    elif isinstance(x, torch.Tensor) and x.is_nested:
+        if x.layout is not torch.jagged or x._ragged_idx != 1:  # type: ignore[attr-defined]
+            raise StrettoError(
+                "the input is a nested tensor without layout=torch.jagged, or is not ragged in its second dimension",
+                fix="Make it with torch.nested.nested_tensor([...], layout=torch.jagged), of (steps, features) each.",
+            )
+        values, num_dims = x.values(), 2
+    else:
+        values, num_dims = x, 3
+    if not isinstance(values, torch.Tensor) or values.dim() < num_dims:
+        shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        raise StrettoError(
+            f"the input is {shape}", fix="Give (batch, steps, features), a PackedSequence, or a jagged nested tensor."
+        )
+    return values
+
+
 def pack_batch(x: torch.Tensor | PackedSequence, lengths: Any, *, batch_first: bool) -> PackedBatch:
     """The real steps of a batch.
 
     Args:
-        x: (B, T, ...) or, unless `batch_first`, (T, B, ...); or a packed batch.
-        lengths: Steps of each sequence; all T by default. Not with a packed batch.
+        x: (B, T, ...) or, unless `batch_first`, (T, B, ...); or a packed or jagged batch.
+        lengths: Steps of each sequence; all T by default. Not with a packed or jagged batch.
         batch_first: Which of the two.
 
     Raises:
         StrettoError: If lengths do not fit.
     """
-    if isinstance(x, PackedSequence):
+    if isinstance(x, PackedSequence) or x.is_nested:
         if lengths is not None:
             raise StrettoError(
-                "lengths were given with a PackedSequence, which has its own", fix="Give one of the two, not both."
+                f"lengths were given with a {type(x).__name__}, which has its own", fix="Give one of the two, not both."
             )
-        return _from_packed(x)
+        return _from_packed(x) if isinstance(x, PackedSequence) else _from_jagged(x, batch_first=batch_first)
     num_rows, num_steps = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
     if lengths is None:
         layout = Layout.even(num_steps=num_steps, num_rows=num_rows)
@@ -102,8 +139,9 @@ def pack_batch(x: torch.Tensor | PackedSequence, lengths: Any, *, batch_first: b
     if num_rows and bool((lengths_B == num_steps).all()):
         return pack_batch(x, None, batch_first=batch_first)
     falling = bool((lengths_B[1:] <= lengths_B[:-1]).all())
-    order_B = None if falling else torch.from_numpy(np.argsort(-lengths_B, kind="stable"))
-    layout = Layout(lengths_B if order_B is None else np.ascontiguousarray(lengths_B[order_B.numpy()]))
+    sorted_B = np.argsort(-lengths_B, kind="stable")
+    order_B = None if falling else torch.from_numpy(sorted_B)
+    layout = Layout(np.ascontiguousarray(lengths_B[sorted_B]))
     places = _places_P(layout, order_B, num_steps=num_steps, batch_first=batch_first).to(x.device)
     flat = x.reshape(num_rows * num_steps, *x.shape[2:])
     return PackedBatch(flat.index_select(0, places), layout, order_B, num_steps, batch_first)
@@ -113,6 +151,19 @@ def _from_packed(x: PackedSequence) -> PackedBatch:
     sizes_T = x.batch_sizes.numpy().astype(np.int64)
     lengths_B = np.searchsorted(-sizes_T, -np.arange(int(sizes_T[0])), side="left").astype(np.int64)
     return PackedBatch(x.data, Layout(lengths_B), x.sorted_indices, len(sizes_T), batch_first=False, packed=x)
+
+
+def _from_jagged(x: torch.Tensor, *, batch_first: bool) -> PackedBatch:
+    if not batch_first:
+        raise StrettoError("a nested tensor was given without batch_first", fix="Make the layer with batch_first=True.")
+    values_of(x)
+    x = x.contiguous() if x.lengths() is not None else x  # type: ignore[attr-defined]
+    offsets: torch.Tensor = x.offsets()  # type: ignore[attr-defined]
+    lengths_B = offsets.diff().cpu().numpy().astype(np.int64)
+    sorted_B = np.argsort(-lengths_B, kind="stable")
+    layout, order_B = Layout(np.ascontiguousarray(lengths_B[sorted_B])), torch.from_numpy(sorted_B)
+    x_PF = x.values().index_select(0, _jagged_places_P(layout, order_B, offsets))
+    return PackedBatch(x_PF, layout, order_B, layout.num_steps, batch_first, offsets=offsets)
 
 
 def check_lengths(lengths: Any, num_rows: int, num_steps: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -4,6 +4,7 @@ Shape legend: B sequences, T steps, F features of the input, O of the output, P 
 """
 
 import copy
+import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -12,16 +13,28 @@ from typing import Any, Final, Literal, NamedTuple, final, get_args
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
 from stretto.cells import cell_from
 from stretto.checks import check_choice, check_float, check_int
 from stretto.errors import StrettoError
 from stretto.graph import call_cell
-from stretto.kernels import Backend, Built, Layout, Program, SaveChoice, backend_names, build
+from stretto.kernels import (
+    Backend,
+    Built,
+    Layout,
+    Program,
+    SaveChoice,
+    backend_names,
+    build,
+    loop_over_steps,
+    unseen_by_hooks,
+)
 from stretto.nn.auto import SolverAutotuner
 from stretto.nn.explanation import Explanation
-from stretto.nn.ragged import PackedBatch, pack_batch
+from stretto.nn.guards import is_looked_at, opaque, unusual_tensor, warn_once
+from stretto.nn.ragged import PackedBatch, pack_batch, values_of
 from stretto.nn.stack import Direction, SolverCall, StackResult, assemble, run_stack
 from stretto.solvers import AbstractSolver, CellVariants, Solution
 from stretto.state import flatten, map_state, unflatten
@@ -106,7 +119,8 @@ class RNN(nn.Module):
         """Run all sequences.
 
         Args:
-            x: (B, T, F), or (T, B, F) unless `batch_first`; a single sequence (T, F); or a PackedSequence.
+            x: (B, T, F), or (T, B, F) unless `batch_first`; a single sequence (T, F); a PackedSequence; or a nested
+                tensor with `layout=torch.jagged`.
             state: The state before the first step, as it is returned; by default the cells' own.
             lengths: Steps of each sequence, in any order; all T by default.
             sample_ids: A whole number for each sequence, by which a solver recognises it in later calls.
@@ -116,46 +130,88 @@ class RNN(nn.Module):
             step. For one layer of one direction that is the cell's state; otherwise a tuple with one for each layer
             and direction, in the order of torch's.
         """
-        is_single = isinstance(x, torch.Tensor) and x.dim() == 2
-        if is_single:
-            assert isinstance(x, torch.Tensor)
-            x = x.unsqueeze(0 if self.batch_first else 1)
+        if isinstance(x, torch.Tensor) and x.dim() == 2 and not x.is_nested:
+            dim = 0 if self.batch_first else 1
             state = None if state is None else map_state(lambda part: part.unsqueeze(0), state)
-        data = x.data if isinstance(x, PackedSequence) else x
-        if not isinstance(data, torch.Tensor) or data.dim() < (2 if isinstance(x, PackedSequence) else 3):
-            shape = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
-            raise StrettoError(f"the input is {shape}", fix="Give (batch, steps, features), or a PackedSequence.")
+            y, after = self.forward(x.unsqueeze(dim), state, lengths, sample_ids=sample_ids)
+            return y.squeeze(dim), map_state(lambda part: part.squeeze(0), after)
+        if torch.compiler.is_compiling() and torch.compiler.is_exporting():
+            return self._loop_over_steps(x, state, lengths)
+        return self._call(x, state, lengths, sample_ids)
+
+    @opaque
+    def _call(self, x: Any, state: Any, lengths: Any, sample_ids: Any) -> tuple[Any, Any]:
+        data = values_of(x)
         cells = [_inspect(cell) for cell in self.cells]
-        has_autocast = torch.is_autocast_enabled(data.device.type)
+        has_autocast = not data.is_meta and torch.is_autocast_enabled(data.device.type)
         x, state = self._match_dtype(x, state, cells[0].dtype, convert=has_autocast)
         with torch.autocast(data.device.type, enabled=False) if has_autocast else nullcontext():
+            seen = is_looked_at() or _unusual(data, state, cells)
+            if seen and isinstance(x, torch.Tensor) and not (x.is_nested or _is_readable(lengths)):
+                self.solutions = ()
+                return self._loop_over_steps(x, state, lengths)
             packed = pack_batch(x, lengths, batch_first=self.batch_first)
             states = self._states(state, packed.layout.num_rows)
-            layers = self._assemble(packed, states, cells)
+            layers = self._assemble(packed, states, cells, backend="torch" if seen else self.backend)
             run = partial(self._run, packed.layout)
-            if self.solver == "auto":
+            if self.solver == "auto" and not seen:
                 result = self._autotuner.run(layers, packed.layout, packed.x_PF, run=run)
             else:
-                result = run(layers, packed.x_PF, self._solver_call(packed, sample_ids))
+                result = run(layers, packed.x_PF, None if seen else self._solver_call(packed, sample_ids))
             self.solutions = tuple(result.solutions)
-            y = packed.unpack(result.y_PF)
             after = [
                 packed.restore_rows(unflatten(initial, final_state))
                 for initial, final_state in zip(states, result.states, strict=True)
             ]
-        if is_single:
-            assert isinstance(y, torch.Tensor)
-            y = y.squeeze(0 if self.batch_first else 1)
-            after = [map_state(lambda part: part.squeeze(0), each) for each in after]
-        return y, after[0] if len(after) == 1 else tuple(after)
+            return packed.unpack(result.y_PF), after[0] if len(after) == 1 else tuple(after)
 
-    def _assemble(self, packed: PackedBatch, states: list[Any], cells: list["_Inspected"]) -> list[list[Direction]]:
+    def _loop_over_steps(self, x: Any, state: Any, lengths: Any) -> tuple[Any, Any]:
+        """A Python loop of operators alone, for those who look at them: transforms, tracers, modes, subclasses."""
+        if values_of(x) is not x:
+            raise StrettoError(
+                f"{type(x).__name__} cannot be exported as an input", fix="Export a padded batch and lengths=."
+            )
+        x_BTF = x if self.batch_first else x.transpose(0, 1)
+        num_rows = x_BTF.shape[0]
+        real_BT = None
+        if lengths is not None:
+            lengths_B1, steps_T = lengths.to(x.device)[:, None], torch.arange(x_BTF.shape[1], device=x.device)
+            real_BT = steps_T < lengths_B1
+            reversed_BT = torch.where(real_BT, lengths_B1 - 1 - steps_T, steps_T)
+            rows_B1 = torch.arange(num_rows, device=x.device)[:, None]
+            # Padding may hold anything, and NaN times a gradient of zero is NaN.
+            x_BTF = x_BTF.masked_fill(~real_BT.reshape(*real_BT.shape, *[1] * (x_BTF.dim() - 2)), 0)
+        ends = []
+        states = self._states(state, num_rows)
+        num_directions = 2 if self.bidirectional else 1
+        for number in range(self.num_layers):
+            if number and self.dropout:
+                x_BTF = functional.dropout(x_BTF, self.dropout, training=self.training)
+            outputs = []
+            for index in range(number * num_directions, (number + 1) * num_directions):
+                given_BTF = x_BTF
+                if index % num_directions:
+                    given_BTF = x_BTF.flip(1) if real_BT is None else x_BTF[rows_B1, reversed_BT]
+                y_BTF, after = loop_over_steps(self.cells[index], given_BTF, states[index], real_BT=real_BT)
+                if index % num_directions:
+                    y_BTF = y_BTF.flip(1) if real_BT is None else y_BTF[rows_B1, reversed_BT]
+                outputs.append(y_BTF[..., None] if self.bidirectional and y_BTF.dim() == 2 else y_BTF)
+                ends.append(unflatten(states[index], flatten(after)))
+            x_BTF = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        y = x_BTF if self.batch_first else x_BTF.transpose(0, 1)
+        return y, ends[0] if len(ends) == 1 else tuple(ends)
+
+    def _assemble(
+        self, packed: PackedBatch, states: list[Any], cells: list["_Inspected"], *, backend: Backend
+    ) -> list[list[Direction]]:
         """The layers, each direction with its program, its tensors and its initial state."""
         built: dict[int, Built] = {}
 
         def direction(index: int, features: tuple[int, ...]) -> Direction:
             cell, initial = cells[index], states[index]
-            built[index] = self._build(cell, features, packed.x_PF.dtype, initial)
+            _check_width(cell.module, features, packed.x_PF)
+            built[index] = self._build(cell, features, packed.x_PF.dtype, initial, backend=backend)
+            _warn_if_slower(cell.module, built[index], wanted=backend)
             variants = None if self.solver == "serial" else self._variants(cell.module, initial, index)
             return Direction(built[index].program, cell.tensors, flatten(packed.sort_rows(initial)), variants)
 
@@ -182,10 +238,13 @@ class RNN(nn.Module):
             return None
         if sample_ids is None:
             return SolverCall(self.solver)
-        ids = [int(number) for number in sample_ids]
+        try:
+            ids = [check_int(number, name="sample_ids", at_least=-(1 << 63)) for number in sample_ids]
+        except TypeError:
+            ids = []
         if len(ids) != packed.layout.num_rows:
             raise StrettoError(
-                f"{len(ids)} sample_ids were given for {packed.layout.num_rows} sequences",
+                f"sample_ids={sample_ids!r} were given for {packed.layout.num_rows} sequences",
                 fix="Give one whole number for each sequence.",
             )
         order = range(len(ids)) if packed.order_B is None else packed.order_B.tolist()
@@ -210,12 +269,6 @@ class RNN(nn.Module):
                 f"the input or state is of {wrong} and the parameters of {type(cell).__name__} are of {own}",
                 fix="Convert one to the other, with x.to(...) or rnn.to(...).",
             )
-        size = getattr(cell, "input_size", None)
-        if isinstance(size, int) and data.is_floating_point() and data.shape[-1] != size:
-            raise StrettoError(
-                f"the input has {data.shape[-1]} features per step and {type(cell).__name__} takes {size}",
-                fix="Give (batch, steps, features) with that many features, or make the cell with another input_size.",
-            )
         return x, state
 
     def initial_state(self, batch_size: int) -> Any:
@@ -235,7 +288,7 @@ class RNN(nn.Module):
         cell = _inspect(self.cells[0])
         features = (input_size,) if input_size else self._last_features or (_input_size(cell.module),)
         dtype = self._last_dtype or _floating_dtype(cell.tensors) or torch.get_default_dtype()
-        built = self._build(cell, features, dtype, _initial(cell.module, 1))
+        built = self._build(cell, features, dtype, _initial(cell.module, 1), backend=self.backend)
         return Explanation.of(built, type(cell.module).__name__)
 
     _last_features: tuple[int, ...] | None = None
@@ -246,27 +299,30 @@ class RNN(nn.Module):
         """What ran the last call; None before the first."""
         return next(reversed(self._built.values()), None)
 
-    def _build(self, cell: "_Inspected", features: tuple[int, ...], dtype: torch.dtype, initial: Any) -> Built:
+    def _build(
+        self, cell: "_Inspected", features: tuple[int, ...], dtype: torch.dtype, initial: Any, *, backend: Backend
+    ) -> Built:
         shapes = tuple((part.shape[1:], part.dtype, part.device.type) for part in flatten(initial))
-        key = (features, dtype, shapes, self.backend, cell.fingerprint)
+        key = (features, dtype, shapes, backend, cell.fingerprint)
         built = self._built.get(key)
         if built is None:
             self._last_features = self._last_features or features
             self._last_dtype = self._last_dtype or dtype
-            built = build(cell.module, x_shape=features, x_dtype=dtype, state=initial, backend=self.backend)
+            built = build(cell.module, x_shape=features, x_dtype=dtype, state=initial, backend=backend)
             self._built[key] = built
         return built
 
     def _variants(self, cell: nn.Module, initial: Any, place: int) -> CellVariants:
         def program(module: nn.Module, features: tuple[int, ...], dtype: torch.dtype) -> Program:
-            return self._build(_inspect(module), features, dtype, initial).program
+            return self._build(_inspect(module), features, dtype, initial, backend=self.backend).program
 
         return CellVariants(cell=cell, build=program, modules=self._held.setdefault(place, {}))
 
     def _states(self, state: Any, num_rows: int) -> list[Any]:
         made = [_initial(cell, num_rows) for cell in self.cells]
+        is_known = torch._C._get_tracing_state() is None  # sizes are tensors otherwise
         for cell, own in zip(self.cells, made, strict=True):
-            if any(part.dim() == 0 or len(part) != num_rows for part in flatten(own)):
+            if is_known and any(part.dim() == 0 or part.shape[0] != num_rows for part in flatten(own)):
                 shapes = [tuple(part.shape) for part in flatten(own)]
                 raise StrettoError(
                     f"{type(cell).__name__}.initial_state({num_rows}) returned the shapes {shapes}",
@@ -282,7 +338,7 @@ class RNN(nn.Module):
             )
         for one, own in zip(given, made, strict=True):
             have, want = [tuple(t.shape) for t in flatten(one)], [tuple(t.shape) for t in flatten(own)]
-            if have != want:
+            if is_known and have != want:
                 raise StrettoError(
                     f"the state has the shapes {have} and the cell's own has {want}",
                     fix="Give a state as it is returned, with a row for each sequence.",
@@ -312,7 +368,7 @@ def _output_shape(built: Built, cell: nn.Module, features: tuple[int, ...], init
     """The shape of one step of the output."""
     if built.plan is not None:
         return built.plan.graph.y.row_shape
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), unseen_by_hooks(), torch.random.fork_rng(devices=[]):
         like_part = flatten(initial)
         x = torch.zeros(2, *features, dtype=like_part[0].dtype if like_part else None)
         y, _ = call_cell(cell, x, unflatten(initial, [part.new_zeros(2, *part.shape[1:]) for part in like_part]))
@@ -326,25 +382,84 @@ def _initial(cell: nn.Module, num_rows: int) -> Any:
 def _make_cells(cell: nn.Module | Sequence[nn.Module], num_layers: int, directions: int) -> list[nn.Module]:
     wanted = num_layers * directions
     if isinstance(cell, (list, tuple, nn.ModuleList)):
-        cells = [cell_from(item) if isinstance(item, TORCH_CELLS) else item for item in cell]
+        cells = [_check_cell(item) for item in cell]
         if len(cells) != wanted:
             raise StrettoError(
                 f"{len(cells)} cells were given for {num_layers} layers of {directions} directions",
                 fix=f"Give {wanted} cells, or one to be made again.",
             )
         return cells
+    cell = _check_cell(cell)
+    if wanted == 1:
+        return [cell]
+    if not callable(getattr(cell, "with_input_size", None)):
+        raise StrettoError(
+            f"{type(cell).__name__} cannot be built again for another layer: it has no with_input_size",
+            fix="Subclass stretto.Cell, or give a list with one cell for each layer and direction.",
+        )
+    size = _output_size(cell)
+    first = [cell, *(cell.with_input_size(_input_size(cell)) for _ in range(directions - 1))]  # type: ignore[operator]
+    return first + [cell.with_input_size(size * directions) for _ in range(wanted - directions)]  # type: ignore[operator]
+
+
+def _check_cell(cell: Any) -> nn.Module:
+    """The cell, or one of ours for one of torch's."""
     if isinstance(cell, TORCH_CELLS):
-        cell = cell_from(cell)
-    if not isinstance(cell, nn.Module) or not hasattr(cell, "initial_state"):
+        return cell_from(cell)
+    if not isinstance(cell, nn.Module) or not callable(getattr(cell, "initial_state", None)):
         raise StrettoError(
             f"{cell!r} is not a cell",
             fix="Subclass stretto.Cell: give it initial_state(batch_size) and forward(x_t, state).",
         )
-    if wanted == 1:
-        return [cell]
-    size = _output_size(cell)
-    first = [cell, *(cell.with_input_size(_input_size(cell)) for _ in range(directions - 1))]  # type: ignore[operator]
-    return first + [cell.with_input_size(size * directions) for _ in range(wanted - directions)]  # type: ignore[operator]
+    for name, given in (("forward", ("x_t", "state")), ("initial_state", ("batch_size",))):
+        try:
+            signature = inspect.signature(getattr(cell, name))
+        except (TypeError, ValueError):  # not a Python function
+            continue
+        try:
+            signature.bind(*given)
+        except TypeError as error:
+            raise StrettoError(
+                f"{type(cell).__name__}.{name}{signature} cannot be called as {name}({', '.join(given)}): {error}",
+                fix=f"Let it take {' and '.join(given)}, and nothing else without a default.",
+            ) from None
+    return cell
+
+
+def _check_width(cell: nn.Module, features: tuple[int, ...], x: torch.Tensor) -> None:
+    size = getattr(cell, "input_size", None)
+    if isinstance(size, int) and x.is_floating_point() and features[-1:] != (size,):
+        raise StrettoError(
+            f"the input has {features[-1] if features else 0} features per step and {type(cell).__name__} takes {size}",
+            fix="Give (batch, steps, features) with that many features, or make the cell with another input_size.",
+        )
+
+
+def _warn_if_slower(cell: nn.Module, built: Built, *, wanted: Backend) -> None:
+    """Say once of each class and reason that something slower runs than what was asked for."""
+    fastest = built.choices[0][0] if wanted == "auto" else wanted
+    if built.backend != fastest:
+        warn_once(
+            f"{type(cell).__name__} runs by backend {built.backend!r} ({built.description}), not by {fastest!r}: "
+            f"{dict(built.choices)[fastest]}. Change the cell so that this is not so (rnn.explain() has the details), "
+            f"or choose backend={built.backend!r}."
+        )
+
+
+def _unusual(data: torch.Tensor, state: Any, cells: Sequence["_Inspected"]) -> str:
+    """Why nothing but PyTorch's operators can read a call's tensors; empty if there is no such reason."""
+    if data.is_meta:
+        return "the input is on meta"
+    states = [] if state is None else flatten(state)
+    return unusual_tensor((data, *states, *(tensor for cell in cells for tensor in cell.tensors.values())))
+
+
+def _is_readable(lengths: Any) -> bool:
+    """Whether lengths are known, and not to be traced or transformed."""
+    if not isinstance(lengths, torch.Tensor):
+        return lengths is not None
+    is_plain = type(lengths) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(lengths)
+    return is_plain and torch._C._get_tracing_state() is None and not torch._C._len_torch_dispatch_stack()
 
 
 def _input_size(cell: nn.Module) -> int:
@@ -401,7 +516,10 @@ class _Same:
 
 
 class _Inspected(NamedTuple):
-    """A cell with its parameters and buffers by name, and what a traced step depends on besides its inputs."""
+    """A cell with its parameters and buffers by name, and what a traced step depends on besides its inputs.
+
+    `dtype` is that of its parameters; None if there are several, and inputs may be of any.
+    """
 
     module: nn.Module
     tensors: dict[str, torch.Tensor]
@@ -430,7 +548,8 @@ def _inspect(cell: nn.Module) -> _Inspected:
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     tensors[f"{name}.{key}" if name else key] = tensor
-    return _Inspected(cell, parameters | buffers, _floating_dtype(parameters), tuple(found))
+    dtypes = {tensor.dtype for tensor in parameters.values() if tensor.is_floating_point()}
+    return _Inspected(cell, parameters | buffers, dtypes.pop() if len(dtypes) == 1 else None, tuple(found))
 
 
 def _floating_dtype(tensors: dict[str, torch.Tensor]) -> torch.dtype | None:

@@ -86,7 +86,9 @@ def assemble(
         layers.append([direction(index, features) for index in indices])
         if number + 1 < num_layers:
             shapes = [output_shape(index, features) for index in indices]
-            features = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+            if len(shapes) > 1:
+                shapes = [shape or (1,) for shape in shapes]  # side by side, as `run_stack` lays them
+            features = (*shapes[0][:-1], *([sum(shape[-1] for shape in shapes)] if shapes[0] else []))
     return layers
 
 

@@ -17,10 +17,8 @@ Shape legend: B sequences, T steps, F features, P real steps of all sequences, L
 
 import functools
 import logging
-import sys
 import threading
 import types
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,6 +36,7 @@ from stretto.checks import check_choice
 from stretto.errors import StrettoError
 from stretto.kernels import Backend, Built, build
 from stretto.nn.choice import Kind, expected_speedup
+from stretto.nn.guards import is_looked_at, opaque, unusual_tensor, warn_once
 from stretto.nn.ragged import check_lengths, pack_batch, reverse_padded
 from stretto.nn.stack import Direction, assemble, run_stack
 
@@ -48,7 +47,6 @@ BACKEND: Final = "_stretto_backend"
 """The attribute of an accelerated layer. Its value is a plain string: it can be saved and read without Stretto."""
 UNMEASURED: Final = "auto, unmeasured"
 """Its value for "auto" that takes generated code wherever there is some."""
-_TENSORS: Final = (torch.Tensor, nn.Parameter)
 _OWN_METHODS: Final = (
     "check_forward_args",
     "check_input",
@@ -212,7 +210,7 @@ def _accelerated(original: Callable[..., Any]) -> Callable[..., Any]:
     TorchScript compiles the source of `forward`: it follows `__wrapped__`, looks up names in `__globals__`, and wants
     the line number to lie within the class. It gets torch's own source, so a scripted layer is torch's.
     """
-    run, is_compiling, is_exporting, may_inline = _run_without_dynamo, *_COMPILER
+    run, is_compiling, is_exporting, may_inline = _run, *_COMPILER
 
     def forward(self: nn.RNNBase, input: Any, hx: Any = None, lengths: Any = None) -> Any:  # noqa: A002
         if is_compiling() and (is_exporting() or may_inline()):
@@ -236,23 +234,11 @@ def _dynamo_inlines_layers() -> bool:
 _COMPILER: Final = (torch.compiler.is_compiling, torch.compiler.is_exporting, _dynamo_inlines_layers)
 
 
-def _run_without_dynamo(layer: nn.RNNBase, original: Callable[..., Any], x: Any, hx: Any, lengths: Any) -> Any:
-    """Run a layer as one opaque call: Dynamo breaks the graph here, once, and compiles nothing of what runs."""
-    # Importing torch._dynamo takes longer than all of a first call: it is left to those who use it.
-    run = _disabled() if "torch._dynamo" in sys.modules else _run
-    return run(layer, original, x, hx, lengths)
-
-
-_run_without_dynamo._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _disabled() -> Callable[..., Any]:
-    return torch.compiler.disable(_run)  # type: ignore[no-any-return, no-untyped-call]
-
-
+@opaque
 def _run(layer: nn.RNNBase, original: Callable[..., Any], x: Any, hx: Any, lengths: Any) -> Any:
     backend: str = layer.__dict__[BACKEND]
+    if isinstance(x, torch.Tensor) and x.is_nested:
+        return _run_jagged(layer, original, x, hx, lengths)
     if lengths is not None and (isinstance(x, PackedSequence) or x.dim() != 3):
         raise StrettoError("lengths are for padded batches", fix="Give (batch, steps, features), or no lengths.")
     reason = "backend='torch' was asked for" if backend == "torch" else torch_only(layer, x, hx, backend)
@@ -266,10 +252,15 @@ def _run(layer: nn.RNNBase, original: Callable[..., Any], x: Any, hx: Any, lengt
     return original(layer, x, hx) if lengths is None else _run_packed(layer, original, x, hx, lengths)
 
 
-@functools.cache
-def warn_once(text: str) -> None:
-    """Warn, the first time that there is this to say."""
-    warnings.warn(text, stacklevel=2)
+def _run_jagged(layer: nn.RNNBase, original: Callable[..., Any], x: torch.Tensor, hx: Any, lengths: Any) -> Any:
+    """A jagged nested tensor, as the packed batch of the same sequences."""
+    batch = pack_batch(x, lengths, batch_first=layer.batch_first)
+    if batch.order_B is None or batch.layout.num_nonempty < max(batch.layout.num_rows, 1):
+        raise StrettoError("the nested tensor has sequences without steps", fix="Leave them out, or use stretto.RNN.")
+    sizes_T = torch.from_numpy(batch.layout.rows_T.astype("int64"))
+    packed = PackedSequence(batch.x_PF, sizes_T, batch.order_B, torch.argsort(batch.order_B))
+    y, after = _run(layer, original, packed, hx, None)
+    return batch.unpack(y.data), after
 
 
 def _record(layer: nn.RNNBase, x: Any, backend: str, reason: str) -> None:
@@ -290,29 +281,6 @@ def _record(layer: nn.RNNBase, x: Any, backend: str, reason: str) -> None:
         record.last = (data.dtype, num_steps, _num_rows(layer, x), is_packed, torch.is_grad_enabled())
 
 
-def is_looked_at() -> str:
-    """Who looks at the calls that are made now, and would see a kernel as something opaque; empty if nobody does."""
-    if torch._C._get_tracing_state() is not None:
-        return "the call is traced"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "the call is transformed by torch.func"
-    if torch.autograd.forward_ad._current_level >= 0:
-        return "forward-mode derivatives are taken"
-    if torch._C._len_torch_dispatch_stack() or not _default_device_is_cpu():
-        return "a mode intercepts operators"
-    if torch.is_autocast_enabled("cpu"):
-        return "autocast is on"
-    return ""
-
-
-def _default_device_is_cpu() -> bool:
-    count = torch._C._len_torch_function_stack()
-    if count == 0:
-        return True
-    mode = torch._C._get_function_stack_at(0)
-    return count == 1 and getattr(mode, "device", None) == torch.device("cpu")
-
-
 def torch_only(layer: nn.RNNBase, x: Any, hx: Any, backend: str) -> str:  # noqa: PLR0911 - one return per reason
     """Why torch's own forward must take a call; empty if generated code can."""
     reason = is_looked_at()
@@ -327,13 +295,12 @@ def torch_only(layer: nn.RNNBase, x: Any, hx: Any, backend: str) -> str:  # noqa
     if "parametrizations" not in layer._modules:
         layer._update_flat_weights()
     weights = layer._flat_weights
+    reason = unusual_tensor((data, *states, *weights))
+    if reason:
+        return reason
     for tensor in (data, *states, *weights):
-        if type(tensor) not in _TENSORS:
-            return f"a tensor is a {type(tensor).__name__}"
         if tensor.device.type != "cpu" or tensor.dtype != data.dtype or tensor.layout is not torch.strided:
             return "inputs, states and weights are not all on the CPU, strided, and of one dtype"
-        if tensor.is_neg():
-            return "a tensor is a negated view"
     num_dims = data.dim()
     if num_dims != 2 and (is_packed or num_dims != 3):
         return "the input has neither two nor three dimensions"

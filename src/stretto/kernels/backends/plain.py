@@ -1,19 +1,19 @@
 """The cell called at each step, as it is: for what cannot be described as a graph, and as the reference in tests.
 
-Shape legend: B sequences, P rows of all steps together, F features of the input.
+Shape legend: B sequences, T steps, P rows of all steps together, F features of the input.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
-from stretto.graph import call_cell
+from stretto.graph import call_cell, check_outputs
 from stretto.kernels.backends.base import AbstractBackend, LoopCoroutine, Program, TracedStep
 from stretto.kernels.layout import Layout
-from stretto.state import flatten, unflatten
+from stretto.state import flatten, map_state, unflatten
 
 
 @final
@@ -53,11 +53,7 @@ class PlainProgram(Program):
         for step in range(layout.num_steps):
             start, count = int(layout.starts_T[step]), int(layout.rows_T[step])
             x, before = x_PF[start : start + count], unflatten(self.structure, [s[:count] for s in now])
-            y, after = (
-                functional_call(self.cell, dict(parameters), (x, before))
-                if replaced
-                else call_cell(self.cell, x, before)
-            )
+            y, after = call_cell(self.cell, x, before, tensors=parameters if replaced else None)
             outputs.append(y)
             now = [
                 new if count == len(old) else torch.cat([new, old[count:]])
@@ -68,5 +64,38 @@ class PlainProgram(Program):
                 one = x_PF.new_zeros(1, *x_PF.shape[1:])
                 y, _ = call_cell(self.cell, one, unflatten(self.structure, [s.new_zeros(1, *s.shape[1:]) for s in now]))
             outputs.append(y[:0])
+        check_outputs(self.cell, outputs)
         return torch.cat(outputs), now
         yield []  # type: ignore[unreachable]  # what makes this a coroutine, though it asks for no loops
+
+
+def loop_over_steps(
+    cell: nn.Module, x_BTF: torch.Tensor, state: Any, *, real_BT: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Any]:
+    """Outputs (B, T, ...) and the last state by operators alone, whatever a transform or a tracer makes of them.
+
+    Args:
+        cell: The cell.
+        x_BTF: Its inputs.
+        state: The state before the first step.
+        real_BT: Which steps there are; outputs of the others are zero, and the state stays as it is.
+    """
+    outputs = []
+    for step, x_BF in enumerate(x_BTF.unbind(1)):
+        y, after = call_cell(cell, x_BF, state)
+        if real_BT is not None:
+            real_B = real_BT[:, step]
+            y = _keep(real_B, y, torch.zeros_like(y))
+            after = map_state(partial(_keep, real_B), after, state)
+        outputs.append(y)
+        state = after
+    if not outputs:
+        with torch.no_grad():
+            y, _ = call_cell(cell, x_BTF.new_zeros(x_BTF.shape[0], *x_BTF.shape[2:]), state)
+        return y.unsqueeze(1)[:, :0], state
+    check_outputs(cell, outputs)
+    return torch.stack(outputs, 1), state
+
+
+def _keep(real_B: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    return torch.where(real_B.reshape(-1, *[1] * (new.dim() - 1)), new, old)

@@ -1,0 +1,71 @@
+"""Who else sees a call of a layer: compilers, tracers, transforms and modes, to which generated code is opaque."""
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Final, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+_TENSORS: Final = (torch.Tensor, nn.Parameter)
+_WHY_DISABLED: Final = "Stretto runs generated code of its own here: compile with fullgraph=False"
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Warn, the first time that there is this to say."""
+    warnings.warn(text, stacklevel=2)
+
+
+def is_looked_at() -> str:
+    """Who looks at the calls that are made now, and would see a kernel as something opaque; empty if nobody does."""
+    if torch._C._get_tracing_state() is not None:
+        return "the call is traced"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "the call is transformed by torch.func"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode derivatives are taken"
+    if torch._C._len_torch_dispatch_stack() or not _default_device_is_cpu():
+        return "a mode intercepts operators"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on"
+    return ""
+
+
+def _default_device_is_cpu() -> bool:
+    count = torch._C._len_torch_function_stack()
+    if count == 0:
+        return True
+    mode = torch._C._get_function_stack_at(0)
+    return count == 1 and getattr(mode, "device", None) == torch.device("cpu")
+
+
+def unusual_tensor(tensors: Iterable[Any]) -> str:
+    """What is special about one of these, so that its memory cannot be read as it is; empty if nothing is."""
+    for tensor in tensors:
+        if type(tensor) not in _TENSORS:
+            return f"a tensor is a {type(tensor).__name__}"
+        if tensor.is_neg():
+            return "a tensor is a negated view"
+    return ""
+
+
+def opaque(run: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Let Dynamo break the graph at calls of `run`, once, and compile nothing of what it runs."""
+
+    disabled: list[Callable[_Given, _Made]] = []
+
+    @functools.wraps(run)
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+        # Importing torch._dynamo takes longer than all of a first call: it is left to those who use it.
+        if not disabled and "torch._dynamo" in sys.modules:
+            disabled.append(torch.compiler.disable(run))  # type: ignore[no-untyped-call]
+        return (disabled[0] if disabled else run)(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = _WHY_DISABLED  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,462 @@
+"""`stretto.RNN` and cells of a user's own: what is told, which casts are honoured, and what is refused.
+
+Shape legend: B sequences, T steps, F features, H hidden units.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any, Final, get_args
+
+import pytest
+import torch
+from torch import nn
+
+import stretto
+from stretto.errors import StrettoError
+from stretto.kernels import Backend
+
+B, T, F, H = 3, 6, 3, 4
+Step = Callable[..., Any]
+
+
+class OwnCell(stretto.Cell):
+    """h' = tanh(A x + U h), by a step that is given."""
+
+    step: Step
+
+    def __init__(self, input_size: int = F, hidden_size: int = H) -> None:
+        super().__init__()
+        self.input_size, self.hidden_size = input_size, hidden_size
+        self.a, self.u = nn.Linear(input_size, hidden_size), nn.Linear(hidden_size, hidden_size)
+
+    def initial_state(self, batch_size: int) -> Any:
+        return self.zeros(batch_size, self.hidden_size)
+
+    def sum(self, x_t: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = self.a(x_t) + self.u(h)
+        return total
+
+    def new(self, x_t: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.sum(x_t, h))
+
+    def forward(self, x_t: torch.Tensor, state: Any) -> Any:
+        return type(self).step(self, x_t, state)
+
+
+def cell_of(step: Step, *, name: str = "Own") -> type[OwnCell]:
+    return type(name, (OwnCell,), {"step": step})
+
+
+def twice(value: Any) -> tuple[Any, Any]:
+    return value, value
+
+
+# Warnings
+
+
+def _reads(cell: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
+    return twice(cell.new(x, h) if h.sum().item() < 99 else h)
+
+
+def _casts(cell: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
+    return twice(((cell.sum(x, h).double() + 1e6) - 1e6).tanh().float())
+
+
+def _usual(cell: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
+    return twice(cell.new(x, h))
+
+
+def told(layer: stretto.RNN, *, times: int = 2) -> list[str]:
+    """What is said in some calls."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            layer(torch.randn(B, T, F))
+    assert all(item.category is UserWarning for item in caught)
+    return [str(item.message) for item in caught]
+
+
+@pytest.mark.parametrize(
+    ("step", "backend", "runs", "words"),
+    [
+        (_reads, "auto", "torch", "not by 'cpp': the step reads values with _local_scalar_dense"),
+        (_reads, "eager", "torch", "not by 'eager': the step reads values"),
+        (_casts, "auto", "eager", "not by 'cpp': the loop's values are of float32, float64"),
+    ],
+)
+def test_a_cell_without_generated_code_says_so_once(step: Step, backend: Backend, runs: str, words: str) -> None:
+    cell = cell_of(step, name=f"Told{backend}{runs}")
+    (text,) = told(stretto.RNN(cell(), backend=backend))
+    assert text.startswith(f"{cell.__name__} runs by backend {runs!r}")
+    assert words in text
+    assert f"choose backend={runs!r}" in text
+    assert told(stretto.RNN(cell(), backend=backend)) == []
+    assert len(told(stretto.RNN(cell_of(step, name=f"Other{cell.__name__}")(), backend=backend))) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "backend"), [(_reads, "torch"), (_casts, "eager"), (_casts, "torch"), (_usual, "auto"), (_usual, "eager")]
+)
+def test_what_was_asked_for_is_not_worth_a_word(step: Step, backend: Backend) -> None:
+    assert told(stretto.RNN(cell_of(step, name="AskedFor")(), backend=backend)) == []
+
+
+def test_a_plan_that_was_asked_for_does_not_keep_the_warning_from_the_first_batch() -> None:
+    layer = stretto.RNN(cell_of(_reads, name="Explained")())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert layer.explain().backend == "torch"
+    assert len(told(layer)) == 1
+
+
+# Casts
+
+
+def _double_product(cell: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
+    return twice((h.double() @ cell.u.weight.double() + 1e6 - 1e6 + cell.a(x)).tanh().float())
+
+
+def _promoted(cell: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
+    table = torch.tensor([1e7, 1e7, 1e7, 1e7], dtype=torch.float64, device=h.device)
+    return twice(((cell.sum(x, h) + table) - table).tanh().float())
+
+
+def _double_output(cell: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
+    new = cell.new(x, h)
+    return (new.double() + 1e9) - 1e9, new
+
+
+def _double_state(cell: Any, x: torch.Tensor, state: Any) -> Any:
+    h, total = state
+    total = total + cell.new(x, h).double() / 3
+    return total.float(), ((total * 3).tanh().float(), total)
+
+
+def _rounded(cell: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
+    return twice(cell.sum(x, h).float().double().tanh())
+
+
+def _rounded_constant(cell: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
+    return twice((cell.sum(x, h) + torch.full((len(x), H), 0.1, dtype=torch.float32)).tanh())
+
+
+CASTS: Final[dict[str, tuple[Step, torch.dtype]]] = {
+    "sum": (_casts, torch.float32),
+    "product": (_double_product, torch.float32),
+    "promotion": (_promoted, torch.float32),
+    "output": (_double_output, torch.float32),
+    "state": (_double_state, torch.float32),
+    "rounded": (_rounded, torch.float64),
+    "constant": (_rounded_constant, torch.float64),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* runs by backend")
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_inside_a_cell_are_honoured(name: str, backend: Backend) -> None:
+    """Each would be off by more than the tolerance in the precision of the weights."""
+    step, dtype = CASTS[name]
+    torch.manual_seed(0)
+    cell = cell_of(step)().to(dtype)
+    if name == "state":
+        zeros = cell.zeros
+        cell.initial_state = lambda rows: (zeros(rows, H), zeros(rows, H).double())  # type: ignore[method-assign]
+    x_BTF = torch.randn(B, T, F, dtype=dtype).requires_grad_()
+    found, wanted = stretto.RNN(cell, backend=backend)(x_BTF), _defined(cell, x_BTF)
+    inputs = [x_BTF, *cell.parameters()]
+    tolerance = 1e-12 if dtype is torch.float64 else 2e-5
+    for one, other in ((found, wanted), (_gradients(found, inputs), _gradients(wanted, inputs))):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def _defined(cell: OwnCell, x_BTF: torch.Tensor) -> Any:
+    """The plain loop."""
+    state = cell.initial_state(len(x_BTF))
+    outputs = []
+    for x_BF in x_BTF.unbind(1):
+        y, state = cell(x_BF, state)
+        outputs.append(y)
+    return torch.stack(outputs, 1), state
+
+
+def _gradients(result: Any, inputs: list[torch.Tensor]) -> Any:
+    y, state = result
+    parts = state if isinstance(state, tuple) else (state,)
+    loss = y.double().sin().sum() + sum(part.double().cos().sum() for part in parts)
+    return torch.autograd.grad(loss, inputs, allow_unused=True)
+
+
+@pytest.mark.filterwarnings("ignore:.* runs by backend")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_cell_with_parameters_of_two_dtypes_takes_either(dtype: torch.dtype) -> None:
+    class TwoDtypes(OwnCell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((H,), 0.1, dtype=torch.float64))
+
+        def initial_state(self, batch_size: int) -> torch.Tensor:
+            return torch.zeros(batch_size, H)
+
+        def forward(self, x_t: torch.Tensor, state: Any) -> Any:
+            return twice((self.sum(x_t.float(), state) * self.scale).tanh().float())
+
+    cell = TwoDtypes()
+    x_BTF = torch.randn(B, T, F, dtype=dtype)
+    found, wanted = stretto.RNN(cell)(x_BTF), _defined(cell, x_BTF)
+    inputs = list(cell.parameters())
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(_gradients(found, inputs), _gradients(wanted, inputs))
+
+
+@pytest.mark.parametrize("name", ["sum", "rounded", "promotion"])
+def test_the_reason_of_a_cast_is_told(name: str) -> None:
+    step, dtype = CASTS[name]
+    explanation = stretto.RNN(cell_of(step)().to(dtype)).explain()
+    assert explanation.backend == "eager"
+    assert "float32, float64" in explanation.reason
+    with pytest.raises(StrettoError, match="float32, float64"):
+        stretto.RNN(cell_of(step)().to(dtype), backend="cpp")(torch.randn(B, T, F, dtype=dtype))
+
+
+@pytest.mark.parametrize("read", [lambda h: torch.from_numpy(h.detach().numpy()), lambda h: torch.tensor(h.tolist())])
+@pytest.mark.filterwarnings("ignore:.* runs by backend")
+def test_what_is_computed_without_pytorch_is_not_frozen(read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def step(cell: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
+        return twice((cell.sum(x, h) + read(h).to(h.dtype).mean(0)).tanh())
+
+    cell = cell_of(step)().double()
+    x_BTF = torch.randn(B, T, F, dtype=torch.float64)
+    torch.testing.assert_close(stretto.RNN(cell)(x_BTF), _defined(cell, x_BTF))
+
+
+# Refusals
+
+
+class OneArgument(OwnCell):
+    def forward(self, x_t: torch.Tensor) -> Any:  # type: ignore[override]
+        return twice(x_t)
+
+
+class ThreeArguments(OwnCell):
+    def forward(self, x_t: torch.Tensor, state: Any, mask: Any) -> Any:  # type: ignore[override]  # noqa: ARG002
+        return twice(x_t)
+
+
+class NoBatchSize(OwnCell):
+    step = _usual
+
+    def initial_state(self) -> Any:  # type: ignore[override]
+        return self.zeros(2, H)
+
+
+class Bare(nn.Module):
+    """No `stretto.Cell`, but all that one layer needs."""
+
+    input_size = F
+
+    def initial_state(self, batch_size: int) -> torch.Tensor:
+        return torch.zeros(batch_size, F)
+
+    def forward(self, x_t: torch.Tensor, state: torch.Tensor) -> Any:
+        return twice(x_t + state)
+
+
+MADE: Final[dict[str, tuple[Callable[[], Any], str]]] = {
+    "no-module": (lambda: stretto.RNN(None), "None is not a cell"),  # type: ignore[arg-type]
+    "a-class": (lambda: stretto.RNN(OwnCell), "OwnCell'> is not a cell"),  # type: ignore[arg-type]
+    "a-layer": (lambda: stretto.RNN(nn.Linear(3, 3)), r"Linear\(.* is not a cell"),
+    "a-list-of-layers": (lambda: stretto.RNN([nn.Linear(3, 3)]), r"Linear\(.* is not a cell"),
+    "a-tuple-of-numbers": (lambda: stretto.RNN((5,)), "5 is not a cell"),  # type: ignore[arg-type]
+    "an-empty-list": (lambda: stretto.RNN([]), "0 cells were given for 1 layers"),
+    "too-few": (lambda: stretto.RNN([cell_of(_usual)()], 2), "1 cells were given for 2 layers"),
+    "one-argument": (lambda: stretto.RNN(OneArgument()), r"cannot be called as forward\(x_t, state\)"),
+    "three-arguments": (lambda: stretto.RNN([ThreeArguments()]), "missing a required argument: 'mask'"),
+    "no-batch-size": (lambda: stretto.RNN(NoBatchSize()), r"cannot be called as initial_state\(batch_size\)"),
+    "not-to-be-made-again": (lambda: stretto.RNN(Bare(), 2), "Bare cannot be built again"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_no_cell_is_refused(name: str) -> None:
+    make, problem = MADE[name]
+    with pytest.raises(StrettoError, match=problem):
+        make()
+
+
+def test_a_module_with_all_that_a_layer_needs_is_a_cell() -> None:
+    y_BTF, _ = stretto.RNN(Bare())(torch.ones(1, 3, F))
+    torch.testing.assert_close(y_BTF[0, :, 0], torch.tensor([1.0, 2.0, 3.0]))
+
+
+RETURNED: Final[dict[str, tuple[Step, str]]] = {
+    "one-tensor": (lambda cell, x, h: cell.new(x, h), "returned Tensor, not an output and the next state"),
+    "none": (lambda cell, x, h: None, "returned NoneType"),  # noqa: ARG005
+    "three": (lambda cell, x, h: (h, h, cell.new(x, h)), r"returned \(Tensor, Tensor, Tensor\)"),
+    "list": (lambda cell, x, h: [h, cell.new(x, h)], "not an output and the next state"),
+    "number": (lambda cell, x, h: (1.0, cell.new(x, h)), r"returned \(float, Tensor\)"),
+    "dictionary": (lambda cell, x, h: (cell.new(x, h), {"h": h}), "takes a state .* of Tensor .* of dict"),
+    "no-state": (lambda cell, x, h: (cell.new(x, h), None), "returns one with rows of NoneType"),
+    "nested-state": (lambda cell, x, h: (h, (cell.new(x, h),)), r"rows of Tensor and returns .* of \(Tensor\)"),
+    "wider-state": (lambda cell, x, h: (h, torch.cat([cell.new(x, h)] * 2, 1)), r"rows of \(4,\) .* rows of \(8,\)"),
+    "state-of-another-dtype": (lambda cell, x, h: (h, cell.new(x, h).double()), "float32.*float64"),
+    "state-elsewhere": (lambda cell, x, h: (h, cell.new(x, h).to("meta")), "on cpu .* on meta"),
+    "state-of-one-row": (lambda cell, x, h: (h, cell.new(x, h)[:1]), "Own.forward takes a state"),
+    "output-of-one-row": (lambda cell, x, h: (h[:1], cell.new(x, h)), r"an output of shape \(1, 4\)"),
+    "output-of-no-row": (lambda cell, x, h: (h.sum(), cell.new(x, h)), r"an output of shape \(\)"),
+    "state-changes-later": (
+        lambda cell, x, h: (x, cell.new(x, h) if h.abs().sum().item() == 0 else h.double()),
+        "float32.*float64",
+    ),
+    "structure-changes-later": (
+        lambda cell, x, h: (x, cell.new(x, h) if h.abs().sum().item() == 0 else (h,)),
+        r"returns one with rows of \(Tensor\)",
+    ),
+    "output-changes-later": (
+        lambda cell, x, h: (x if h.abs().sum().item() == 0 else h, cell.new(x, h)),
+        r"outputs with rows of \(3,\) torch.float32 and of \(4,\)",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* runs by backend")
+@pytest.mark.parametrize("backend", get_args(Backend))
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_cell_that_returns_something_else_is_refused(name: str, backend: Backend) -> None:
+    step, problem = RETURNED[name]
+    problem = "no code can be generated" if backend == "cpp" and name.endswith("later") else problem
+    for num_layers in (1,) if name.endswith("later") else (1, 2):
+        layer = stretto.RNN([cell_of(step)(), *[cell_of(_usual)(H) for _ in range(num_layers - 1)]], num_layers)
+        layer.backend = backend
+        for lengths in (None, [6, 1, 3]):
+            with pytest.raises(StrettoError, match=problem):
+                layer(torch.randn(B, T, F), lengths=lengths)
+
+
+@pytest.mark.parametrize("name", [name for name in RETURNED if not name.endswith("later")])
+def test_it_is_refused_under_transforms(name: str) -> None:
+    step, problem = RETURNED[name]
+    with pytest.raises(StrettoError, match=problem):
+        torch.func.vmap(stretto.RNN(cell_of(step)()))(torch.randn(2, B, T, F))
+
+
+@pytest.mark.parametrize("widths", [(F + 1, H), (F, H + 1)])
+@pytest.mark.parametrize("backend", get_args(Backend))
+def test_wrong_widths_are_refused(backend: Backend, widths: tuple[int, int]) -> None:
+    layer = stretto.RNN([cell_of(_usual)(width) for width in widths], 2, backend=backend)
+    with pytest.raises(StrettoError, match="features per step and Own takes"):
+        layer(torch.randn(B, T, F))
+
+
+class Mine(Exception):  # noqa: N818
+    """A user's own exception."""
+
+
+@pytest.mark.filterwarnings("ignore:.* runs by backend")
+@pytest.mark.parametrize("backend", ["auto", "eager", "torch"])
+def test_exceptions_of_the_cell_come_out_unchanged(backend: Backend) -> None:
+    raised = Mine("of my own")
+
+    def step(cell: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
+        raise raised
+
+    with pytest.raises(Mine) as caught:
+        stretto.RNN(cell_of(step)(), backend=backend)(torch.randn(B, T, F))
+    assert caught.value is raised
+
+
+@pytest.mark.parametrize("ids", ["abc", [1, 2, None], [1.5, 2, 3], 7])
+def test_sample_ids_are_whole_numbers(ids: Any) -> None:
+    layer = stretto.RNN(cell_of(_usual)(), solver=stretto.Shooting())
+    with pytest.raises(StrettoError, match="sample_ids"):
+        layer(torch.randn(B, T, F), sample_ids=ids)
+
+
+def test_numbers_as_outputs_feed_a_second_layer_of_two_directions() -> None:
+    def step(cell: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
+        return cell.new(x, h).sum(1), cell.new(x, h)
+
+    cells = [cell_of(step)(width).double() for width in (F, F, 2, 2)]
+    x_BTF = torch.randn(B, T, F, dtype=torch.float64)
+    (found, _), (wanted, _) = (
+        stretto.RNN(copy.deepcopy(cells), 2, True, backend=backend)(x_BTF) for backend in ("cpp", "torch")
+    )
+    assert found.shape == (B, T, 2)
+    torch.testing.assert_close(found, wanted)
+
+
+# Jagged nested tensors
+
+
+def jagged(*lengths: int, features: tuple[int, ...] = (F,)) -> torch.Tensor:
+    torch.manual_seed(3)
+    parts = [torch.randn(length, *features, dtype=torch.float64) for length in lengths]
+    nested: torch.Tensor = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    return nested
+
+
+@pytest.mark.parametrize("lengths", [(2, 5, 1), (5, 2, 0, 3, 2), (4, 4), (1,)])
+@pytest.mark.parametrize("backend", get_args(Backend))
+def test_a_jagged_batch_is_that_of_its_sequences(backend: Backend, lengths: tuple[int, ...]) -> None:
+    layer = stretto.RNN(stretto.cells.LSTM(F, H), 2, True, backend=backend).double()
+    x = jagged(*lengths)
+    padded_BTF = x.to_padded_tensor(0.0).detach().requires_grad_()
+    y, after = layer(x)
+    assert y.is_nested
+    assert y.shape[:2] == x.shape[:2]
+    hand_BTO, hand_after = layer(padded_BTF, lengths=lengths)
+    torch.testing.assert_close(y.to_padded_tensor(0.0, output_size=hand_BTO.shape), hand_BTO)
+    torch.testing.assert_close(after, hand_after)
+    weights = list(layer.parameters())
+    ones = torch.autograd.grad(y.values().sin().sum(), [x, *weights])
+    others = torch.autograd.grad(hand_BTO.sin().sum(), [padded_BTF, *weights])
+    torch.testing.assert_close(ones[0].to_padded_tensor(0.0, output_size=padded_BTF.shape), others[0])
+    torch.testing.assert_close(ones[1:], others[1:])
+
+
+def test_a_jagged_batch_with_gaps_and_one_under_a_transform() -> None:
+    layer = stretto.RNN(stretto.cells.GRU(F, H)).double()
+    x_BTF = torch.randn(2, 6, F, dtype=torch.float64)
+    x = torch.nested.narrow(x_BTF, 1, torch.tensor([1, 0]), torch.tensor([2, 3]), layout=torch.jagged)
+    y, _ = layer(x)
+    torch.testing.assert_close(y.unbind()[0], layer(x_BTF[0, 1:3])[0])
+    torch.testing.assert_close(y.unbind()[1], layer(x_BTF[1, :3])[0])
+    with torch.autograd.forward_ad.dual_level():
+        torch.testing.assert_close(layer(x.contiguous())[0].values(), y.values())
+
+
+@pytest.mark.parametrize("lengths", [(2, 5, 1), (4, 4)])
+@pytest.mark.parametrize("backend", ["auto", "cpp", "torch"])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_an_accelerated_layer_takes_a_jagged_batch(kind: Any, backend: Backend, lengths: tuple[int, ...]) -> None:
+    layer = stretto.accelerate(kind(F, H, batch_first=True).double(), backend=backend, measure=False)
+    x = jagged(*lengths)
+    y, after = layer(x)
+    hand_BTH, hand_after = layer(x.to_padded_tensor(0.0), lengths=list(lengths))
+    torch.testing.assert_close(y.to_padded_tensor(0.0, output_size=hand_BTH.shape), hand_BTH)
+    torch.testing.assert_close(after, hand_after)
+    ones, others = (torch.autograd.grad(result.sum(), list(layer.parameters())) for result in (y.values(), hand_BTH))
+    torch.testing.assert_close(ones, others)
+
+
+NESTED: Final[dict[str, tuple[Callable[[], Any], str]]] = {
+    "strided": (
+        lambda: stretto.RNN(stretto.cells.GRU(F, H))(torch.nested.nested_tensor([torch.randn(2, F)])),
+        "layout",
+    ),
+    "lengths": (lambda: stretto.RNN(stretto.cells.GRU(F, H).double())(jagged(2, 1), lengths=[2, 1]), "its own"),
+    "steps-first": (
+        lambda: stretto.RNN(stretto.cells.GRU(F, H).double(), batch_first=False)(jagged(2, 1)),
+        "batch_first",
+    ),
+    "numbers": (lambda: stretto.RNN(stretto.cells.GRU(F, H).double())(jagged(2, 1, features=())), "the input is"),
+    "empty": (lambda: stretto.accelerate(nn.GRU(F, H, batch_first=True).double())(jagged(2, 0)), "without steps"),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_other_nested_tensors_are_refused(name: str) -> None:
+    run, problem = NESTED[name]
+    with pytest.raises(StrettoError, match=problem):
+        run()
