@@ -39,24 +39,28 @@ class LayerExplanation:
     speedup: float | None = None
 
     def __str__(self) -> str:
-        words = [self.reason or ("generated code" if self.backend == "cpp" else ""), self.remedy]
+        calls = "" if self.calls is None else f", {self.calls} call{'s' * (self.calls != 1)}"
+        lines = [f"{self.name or 'the model'} ({self.kind}): {self.backend or 'undecided'}{calls}"]
         if self.speedup is not None:
-            words.append(f"{self.speedup:.1f} times torch's speed by generated code")
-        calls = "" if self.calls is None else f"{self.calls} call{'s' * (self.calls != 1)}"
-        return f"{self.name:<20} {self.kind:<12} {self.backend or '-':<6} {calls:<12} {'; '.join(filter(None, words))}"
+            lines.append(f"    {self.speedup:.1f} times torch's speed, measured on a layer of these sizes")
+        if self.reason:
+            lines.append(f"    {self.reason}")
+        if self.remedy:
+            lines.append(f"    to change: {self.remedy}")
+        return "\n".join(lines)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ModelExplanation:
-    """The recurrent layers of a model. `str()` is a table."""
+    """The recurrent layers of a model. `str()` is a paragraph for each."""
 
     layers: tuple[LayerExplanation, ...]
 
     def __str__(self) -> str:
         if not self.layers:
             return "There is no recurrent layer in this model."
-        return "\n".join(str(layer).rstrip() for layer in self.layers)
+        return "\n".join(map(str, self.layers))
 
     __repr__ = __str__
 
