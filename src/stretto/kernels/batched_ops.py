@@ -123,7 +123,9 @@ def _is_product_of_rows(node: Node) -> bool:
     return node.label == "mul" and all(isinstance(item, Node) and item.shape == node.shape for item in node.args)
 
 
-def _evaluate_deferred(node: Node, values: dict[Node, Any], rows: int) -> torch.Tensor | None:
+def _evaluate_deferred(node: Node, values: dict[Node, Any], rows: int) -> "torch.Tensor | Earlier | None":
+    if node.label == "detach" and node.args[0] in values:
+        return values[node.args[0]]  # type: ignore[no-any-return]
     if node.label == "mm" and not node.has_rows and not node.kwargs:
         left, right = node.args
         if left.label == "t" and left.args[0].has_rows and right.has_rows:
