@@ -22,7 +22,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 F, B, T = 5, 3, 4
 SHARED_SIZE: Final = 6
 FRESH_SIZES: Final = count(41)
-BACKENDS: Final = ("cpp", "auto")
+BACKENDS: Final = ("cpp", pytest.param("auto", marks=pytest.mark.slow))
 KINDS: Final[dict[str, type[nn.RNNBase]]] = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 
 

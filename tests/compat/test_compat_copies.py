@@ -309,7 +309,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("missing", ["compiler", "cache"])
+@pytest.mark.parametrize("missing", ["compiler", pytest.param("cache", marks=pytest.mark.slow)])
 def test_machines_that_cannot_compile_run_torchs_layer_and_say_so(missing: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     changed = {

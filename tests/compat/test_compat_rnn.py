@@ -204,6 +204,7 @@ def test_exported_for_any_number_of_sequences(cell: stretto.Cell) -> None:
     same(cell, behaviour)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_exported_with_lengths_as_an_input(cell: stretto.Cell, strict: bool, bidirectional: bool) -> None:

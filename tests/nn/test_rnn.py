@@ -207,7 +207,8 @@ def test_a_cell_with_parameters_of_two_dtypes_takes_either(dtype: torch.dtype) -
     found, wanted = stretto.RNN(cell)(x_BTF), _defined(cell, x_BTF)
     inputs = list(cell.parameters())
     torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(_gradients(found, inputs), _gradients(wanted, inputs))
+    # Sums of single precision are behind the gradient of double precision too.
+    torch.testing.assert_close(_gradients(found, inputs), _gradients(wanted, inputs), rtol=1.3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["sum", "rounded", "promotion"])

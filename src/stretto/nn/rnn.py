@@ -244,7 +244,7 @@ class RNN(nn.Module):
             ids = []
         if len(ids) != packed.layout.num_rows:
             raise StrettoError(
-                f"sample_ids={sample_ids!r} were given for {packed.layout.num_rows} sequences",
+                f"{len(ids)} sample_ids were given for {packed.layout.num_rows} sequences",
                 fix="Give one whole number for each sequence.",
             )
         order = range(len(ids)) if packed.order_B is None else packed.order_B.tolist()
