@@ -23,6 +23,14 @@ PATIENCE = 150.0
 """Seconds that a command with processes of its own may take."""
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of what is not part of the package belong to the long checks."""
+    for item in items:
+        if item.path.parent.name in {"bench", "experiments"}:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Of this run of the suite: processes that share its tests share what they have compiled, too."""

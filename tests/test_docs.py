@@ -34,6 +34,7 @@ def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch
         exec(compile(block, page.name, "exec"), names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", DISTRIBUTED, ids=lambda page: page.stem)
 def test_the_blocks_for_ranks_run_under_torchrun(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "own_loop.py"

@@ -149,6 +149,7 @@ def test_factory_arguments(name: str) -> None:
         assert_same(_run(ours, call), _run(theirs, call))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_hooks(name: str) -> None:
     for theirs, call in _samples(LAYERS[name], torch.float64):

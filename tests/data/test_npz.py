@@ -72,7 +72,7 @@ def test_random_ragged_sets_and_subsets_survive(tmp_path_factory, assert_same_se
         split_N=drawn.draw(hnp.arrays(np.uint8, len(lengths), elements=st.integers(0, 2))),
     )
     path = tmp_path_factory.mktemp("npz") / "random.npz"
-    chosen = data.subset(drawn.draw(st.lists(st.sampled_from(range(len(lengths))), min_size=1, max_size=8)))
+    chosen = data.subset([0, *drawn.draw(st.lists(st.sampled_from(range(len(lengths))), max_size=7))])
     for written in (data, chosen):
         write_npz(path, written)
         assert_same_set(written, read_npz(path))

@@ -142,6 +142,7 @@ def test_sequences_are_found_again_in_shuffled_and_bucketed_batches(tmp_path: Pa
     assert len({event["length"] for event in events_of(tmp_path, "update")}) > 2
 
 
+@pytest.mark.slow
 def test_boundaries_that_are_carried_are_nearer_than_those_that_are_not(tmp_path: Path) -> None:
     """With a tiny cache nothing is found again, and every chunk starts from nothing."""
     known = _solving(tmp_path / "known", batch_size=1, learning_rate=1e-6)
