@@ -5,6 +5,8 @@ Shape legend: B sequences, T steps, F features, H hidden units.
 
 import copy
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,3 +216,15 @@ def test_an_unknown_backend_is_refused_and_nothing_is_changed(x_TBF: torch.Tenso
         stretto.accelerate(layer, backend="fast")  # type: ignore[arg-type]
     layer(x_TBF)
     assert stretto.explain(layer).layers[0].reason == "not accelerated"
+
+
+@pytest.mark.parametrize("kind", ["GRU", "LSTM", "RNN"])
+def test_a_first_training_step_does_not_import_the_compiler_of_torch(kind: str) -> None:
+    code = f"""
+import sys, torch, stretto
+y, _ = stretto.accelerate(torch.nn.{kind}(8, 4))(torch.randn(5, 3, 8))
+y.sum().backward()
+print(sorted({{"sympy", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

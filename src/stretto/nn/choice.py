@@ -191,11 +191,23 @@ def _layer(kind: Kind) -> nn.RNNBase:
     if kind.mode == "LSTM":
         options["proj_size"] = kind.proj_size
     made = {"LSTM": nn.LSTM, "GRU": nn.GRU}.get(kind.mode, nn.RNN)
-    layer: nn.RNNBase = made(kind.input_size, kind.hidden_size, **options).to_empty(device="cpu")
-    with torch.no_grad():
-        for weight in layer.parameters():
-            weight.fill_(0.5 / math.sqrt(kind.hidden_size))
+    layer: nn.RNNBase = made(kind.input_size, kind.hidden_size, **options)
+    fill_parameters(layer, 0.5 / math.sqrt(kind.hidden_size), kind.dtype)
+    layer._init_flat_weights()
     return layer
+
+
+def fill_parameters(module: nn.Module, value: float, dtype: torch.dtype) -> None:
+    """Give a module that was made on the meta device, where initialising draws no random numbers, real parameters.
+
+    Unlike `to_empty`, or any operator on meta tensors, it does not import torch's compiler, which takes seconds.
+    """
+    for owner in module.modules():
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is not None:
+                owner.register_parameter(
+                    name, nn.Parameter(torch.full(parameter.shape, value, dtype=dtype, device="cpu"))
+                )
 
 
 def _input(kind: Kind, steps: int) -> Any:

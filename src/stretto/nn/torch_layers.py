@@ -35,7 +35,7 @@ from stretto import cells
 from stretto.checks import check_choice
 from stretto.errors import StrettoError
 from stretto.kernels import Backend, Built, build
-from stretto.nn.choice import Kind, expected_speedup
+from stretto.nn.choice import Kind, expected_speedup, fill_parameters
 from stretto.nn.guards import is_looked_at, opaque, unusual_tensor, warn_once
 from stretto.nn.ragged import check_lengths, pack_batch, reverse_padded
 from stretto.nn.stack import Direction, assemble, run_stack
@@ -509,9 +509,8 @@ def _layer_program(
             cell = cells.Elman(
                 input_size, hidden_size, nonlinearity="relu" if mode == "RNN_RELU" else "tanh", bias=bias
             )
-        cell = cell.to(dtype)
-        state = cell.initial_state(1)
-    device = torch.device("cpu")
+    fill_parameters(cell, 0.0, dtype)
+    state, device = cell.initial_state(1), torch.device("cpu")
     return build(cell, x_shape=(input_size,), x_dtype=dtype, state=state, device=device, backend=backend)
 
 
