@@ -1,9 +1,7 @@
 """What all tests share: a private cache, one thread, real data where there is some, and when two sets are the same."""
 
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Threads of OpenMP wait without turning round and round: tests have few cores. To be said before torch is there.
@@ -13,14 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.cli.main import main
 from stretto.data import Labels, SequenceSet, StepLabels
 from stretto.files import CACHE_VARIABLE
 from stretto.kernels.backends.cpp import batched, compiler
 
 DATA_VARIABLE = "STRETTO_DATA"
-PATIENCE = 150.0
-"""Seconds that a command with processes of its own may take."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -63,21 +58,6 @@ def set_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Non
     earlier = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(earlier)
-
-
-def _main_in_time(words: Sequence[str]) -> int:
-    timer = threading.Timer(PATIENCE, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
-    try:
-        return main(words)
-    finally:
-        timer.cancel()
-
-
-@pytest.fixture(scope="session")
-def main_in_time() -> Callable[[Sequence[str]], int]:
-    """The command line by this process: what it starts is asked to end, and so fails, when it takes too long."""
-    return _main_in_time
 
 
 @pytest.fixture(scope="module")

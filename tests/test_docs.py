@@ -22,11 +22,17 @@ def blocks(page: Path) -> list[str]:
 
 
 WITH_CODE = [page for page in PAGES if blocks(page)]
-PLAIN = [page for page in WITH_CODE if not any(ON_RANKS in block for block in blocks(page))]
-DISTRIBUTED = [page for page in WITH_CODE if page not in PLAIN]
+DISTRIBUTED = [page for page in WITH_CODE if any(ON_RANKS in block for block in blocks(page))]
+# The examples of extending are run one by one below.
+PLAIN = [page for page in WITH_CODE if page not in DISTRIBUTED and page.stem != "extending"]
 
 
-@pytest.mark.parametrize("page", PLAIN, ids=lambda page: page.stem)
+# Multigrid over 512 steps takes as long as all other pages together.
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] if page.stem == "multigrid" else []) for page in PLAIN],
+    ids=lambda page: page.stem,
+)
 def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": page.stem}
@@ -47,7 +53,6 @@ def test_the_blocks_for_ranks_run_under_torchrun(page: Path, tmp_path: Path) -> 
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
     )
     # A file for each rank's output: in one pipe the pieces of two lines may mix.
     printed = "".join(file.read_text() for file in sorted((tmp_path / "log").rglob("std*.log")))

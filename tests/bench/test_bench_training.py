@@ -108,11 +108,7 @@ def both(request: pytest.FixtureRequest, tmp_path: Path, quick_compiler: None) -
     return _Both(task, StrettoContender(task, run=tmp_path / "run"), baseline_of(task, data))
 
 
-@pytest.mark.parametrize(
-    "both",
-    [pytest.param(name, marks=[] if name == "digits" else pytest.mark.slow) for name in TASK_NAMES],
-    indirect=True,
-)
+@pytest.mark.parametrize("both", TASK_NAMES, indirect=True)
 def test_both_sides_begin_alike_and_train_alike(both: _Both) -> None:
     margin = TrainingSettings().margin(both.task.metric)
     plain_loss, _, error, plain_value, stretto_value = check_same_start(
@@ -239,7 +235,6 @@ def test_missing_data_and_tasks_named_twice_are_refused(tmp_path: Path) -> None:
             TrainingSettings(tasks=tasks)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 def test_a_whole_run_of_two_tasks(
     measure: Callable[..., Report],
     column: Callable[..., list[Any]],

@@ -57,7 +57,6 @@ def test_a_run_ends_with_the_measurement_that_reaches_the_target(digits: Sequenc
     assert run.seconds > 0
 
 
-@pytest.mark.slow
 def test_a_run_that_chooses_its_batch_counts_its_probe_separately(digits: SequenceSet) -> None:
     run = run_to_target(_task(digits, batch_size="auto"), target=-1.0, every=40)
     assert run.probe_seconds > 0
@@ -83,7 +82,6 @@ def test_a_grid_compares_medians() -> None:
     assert beyond.chosen_ratio == pytest.approx(4.6 / 4.4)
 
 
-@pytest.mark.slow
 def test_a_grid_runs_all_batches_in_turn(digits: SequenceSet) -> None:
     lines: list[str] = []
     settings = TunerSettings(seeds=2)
@@ -92,7 +90,6 @@ def test_a_grid_runs_all_batches_in_turn(digits: SequenceSet) -> None:
     assert [line.rpartition(" ")[2] for line in lines] == ["4", "8", "auto", "8", "auto", "4"]
 
 
-@pytest.mark.slow
 def test_a_whole_run(measure: Callable[..., Report], column: Callable[..., list[Any]], quick_compiler: None) -> None:
     report = measure("tuner", "--tasks", "language-model")
     assert column(report.tables, "task, base batch") == ["language-model, 4"]

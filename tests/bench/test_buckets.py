@@ -52,13 +52,6 @@ def _draw(
     return [list(sampler.batches(lengths_N, draw)) for draw in draws]
 
 
-def _require(sampler: Sampler) -> None:
-    try:
-        sampler.require()
-    except StrettoError as error:
-        pytest.skip(f"`make peers` installs it: {error}")
-
-
 @pytest.mark.parametrize("name", ["log-normal", "two-mode"])
 @pytest.mark.parametrize("num_buckets", [10, 30])
 def test_our_sampler_keeps_its_promises(name: Any, num_buckets: int) -> None:
@@ -133,20 +126,18 @@ def test_order_match_is_one_for_the_same_order_and_near_zero_for_shuffles() -> N
     assert order_match(first, first, lengths_N=lengths_N, ruler_K=np.array([1000])) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sampler", all_samplers(), ids=lambda sampler: sampler.name)
 def test_every_sampler_draws_every_sequence_in_equally_many_batches(sampler: Sampler) -> None:
-    _require(sampler)
+    sampler.require()
     lengths_N = np.random.default_rng(0).integers(10, 200, 700)
     ranks = _draw(sampler, lengths_N, world_size=3)
     assert len({len(batches) for batches in ranks}) == 1
     assert {number for batches in ranks for batch in batches for number in batch} == set(range(700))
 
 
-@pytest.mark.slow
 def test_lhotse_keeps_one_order_of_buckets_for_all_seeds() -> None:
     sampler = LhotseSampler()
-    _require(sampler)
+    sampler.require()
     lengths_N = draw_lengths("uniform", 3000)
     first, second = (_draw(sampler, lengths_N, world_size=1, seed=s, max_padded_steps=8000)[0] for s in (0, 1))
     assert order_match(first, second, lengths_N=lengths_N, ruler_K=np.array([450, 630, 780, 900, 1000])) > 0.7

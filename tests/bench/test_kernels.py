@@ -1,6 +1,5 @@
 """The benchmark of kernels in small: it checks before it times, and reports what ran. No time is judged."""
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,7 +25,6 @@ Measure = Callable[..., Report]
 Column = Callable[..., list[Any]]
 
 
-@pytest.mark.slow
 def test_every_part_gives_its_rows(measure: Measure, column: Column, without_peers: None, quick_compiler: None) -> None:
     report = measure("kernels")
     pairs = set(zip(column(report.tables, "net"), column(report.tables, "peer"), strict=True))
@@ -54,7 +52,7 @@ def test_every_part_gives_its_rows(measure: Measure, column: Column, without_pee
 
 
 @pytest.mark.usefixtures("without_peers", "quick_compiler")
-@pytest.mark.parametrize("part", ["bidirectional", pytest.param("ragged", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", ["bidirectional", "ragged"])
 def test_a_wrong_layer_is_not_timed(measure: Measure, wrong_layer: str, part: str, tmp_path: Path) -> None:
     with pytest.raises(StrettoError, match=rf"{wrong_layer}.* differs from"):
         measure("kernels", "--only", part, "--json", str(tmp_path / "out.json"))
@@ -98,10 +96,7 @@ print(check_equal(JaxContender(cell, batch=batch).results(), theirs, name="JAX",
 """
 
 
-@pytest.mark.slow
 def test_jax_computes_what_torch_does() -> None:
-    if importlib.util.find_spec("jax") is None:
-        pytest.skip("jax is not installed")
     # In its own process: JAX has threads, and later tests fork.
     done = subprocess.run([sys.executable, "-c", JAX_AGAINST_TORCH], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -45,7 +45,6 @@ def quick(measure: Measure, recorded: Path, quick_compiler: None) -> Report:
         return measure("time", "--data", str(recorded), "--threads", "1")
 
 
-@pytest.mark.slow
 def test_every_part_gives_its_rows(quick: Report, column: Column) -> None:
     found = [
         name.partition(",")[0]
@@ -59,7 +58,6 @@ def test_every_part_gives_its_rows(quick: Report, column: Column) -> None:
     assert column(quick.tables, "training")[0] == SERIAL
 
 
-@pytest.mark.slow
 def test_exact_solvers_are_exact_and_approximate_ones_report_a_residual(quick: Report, column: Column) -> None:
     tables = [table for table in quick.tables if "contender" in table.columns]
     names = ("contender", "output error", "gradient error", "residual")
@@ -81,7 +79,6 @@ def test_exact_solvers_are_exact_and_approximate_ones_report_a_residual(quick: R
     assert max(column(quick.tables[-2:-1], "output error") + column(quick.tables[-2:-1], "gradient error")) <= 1e-5
 
 
-@pytest.mark.slow
 def test_without_data_the_parts_that_need_them_are_left_out(
     measure: Measure, without_peers: None, quick_compiler: None
 ) -> None:

@@ -25,7 +25,6 @@ def test_speed_and_waiting_are_read_from_the_events() -> None:
     assert workers.waiting_share(events) == pytest.approx(0.2)
 
 
-@pytest.mark.slow
 def test_two_ranks_are_measured_beside_one(
     tmp_path: Path, measure: Callable[..., Report], column: Callable[..., list[Any]]
 ) -> None:
@@ -43,7 +42,6 @@ def test_two_ranks_are_measured_beside_one(
     assert all(speed > 0 for speed in column(report.tables, "median"))
 
 
-@pytest.mark.slow
 def test_training_that_fails_is_reported(tmp_path: Path) -> None:
     settings = bench.parse("workers", ["--task", "classify", "--data", str(tmp_path / "nowhere.npz")])
     with pytest.raises(StrettoError, match="training exited with code 2"):

@@ -1,5 +1,6 @@
 """`stretto doctor`: what will be used, whether it works, and exit code 2 only for what would stop a user."""
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -168,8 +169,12 @@ def test_the_self_test_leaves_random_numbers_alone(compiler: Compiler) -> None:
     assert (finding.name, finding.broken) == ("self-test", False)
 
 
-@pytest.mark.parametrize("module", EXTRA_OF)
+# `make test` does not need what the benchmarks compare with.
+@pytest.mark.parametrize(
+    "module",
+    [pytest.param(name, marks=[pytest.mark.slow] if extra == "peers" else []) for name, extra in EXTRA_OF.items()],
+)
 def test_a_package_that_can_be_imported_is_shown_with_its_version(module: str) -> None:
-    pytest.importorskip(module)
+    importlib.import_module(module)
     package = module.partition(".")[0]
     assert doctor.extras()[EXTRA_OF[module]][doctor.PACKAGES.get(package, package)] is not None

@@ -4,6 +4,7 @@ A behaviour is a function of `use`, which leaves a model alone or accelerates it
 what it raises, has to be the same both times. Shape legend: B sequences, T steps, F features, H hidden units.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -13,8 +14,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 
 import stretto
+from rounding import assert_as_exact
 
 Module = TypeVar("Module", bound=nn.Module)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -29,13 +32,22 @@ KINDS: Final[dict[str, type[nn.RNNBase]]] = {"rnn": nn.RNN, "gru": nn.GRU, "lstm
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """What is done to a model before it is used: nothing, or `stretto.accelerate`. `H` is the width of its layers."""
+    """What is done to a model before it is used.
+
+    Attributes:
+        backend: Of `stretto.accelerate`; None leaves the layers to torch.
+        H: The width of its layers.
+        exact: Whether it computes in double precision whatever its own.
+    """
 
     backend: str | None
     H: int = SHARED_SIZE
+    exact: bool = False
 
     def __call__(self, model: Module) -> Module:
         """The model, accelerated or as it is."""
+        if self.exact:
+            model.double().register_forward_pre_hook(lambda _, *given: in_double(given), with_kwargs=True)
         return model if self.backend is None else stretto.accelerate(model, backend=self.backend)  # type: ignore[arg-type]
 
 
@@ -57,18 +69,20 @@ class Behaviour:
     def check(self, backend: str) -> None:
         """Once with the plain layer, once with the accelerated one."""
         size = next(FRESH_SIZES) if self.cold else SHARED_SIZE
-        uses = Use(backend=None, H=size), Use(backend=backend, H=size)
+        plain, accelerated = Use(backend=None, H=size), Use(backend=backend, H=size)
         if self.raises is not None:
-            for use in uses:
-                torch.manual_seed(0)
+            for use in (plain, accelerated):
                 with pytest.raises(self.raises) as caught:
-                    self.run(use, *self.given)
+                    self._run(use)
                 assert caught.type is self.raises
             return
+        wanted = self._run(plain)
+        exact = functools.cache(lambda: self._run(Use(backend=None, H=size, exact=True)))
+        assert_same(self._run(accelerated), wanted, exact=exact)
+
+    def _run(self, use: Use) -> Any:
         torch.manual_seed(0)
-        wanted = self.run(uses[0], *self.given)
-        torch.manual_seed(0)
-        assert_same(self.run(uses[1], *self.given), wanted)
+        return self.run(use, *self.given)
 
 
 @final
@@ -100,30 +114,48 @@ class Behaviours:
         return added
 
 
-def assert_same(found: Any, wanted: Any) -> None:
-    """Tensors of the same class are close, everything else is equal."""
+def in_double(given: Any) -> Any:
+    """The same with its tensors in double precision."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, given)
+
+
+Exact = Callable[[], Any]
+"""What comes of the same calls in double precision."""
+
+
+def assert_same(found: Any, wanted: Any, *, exact: Exact | None = None) -> None:
+    """Tensors of the same class are close, everything else is equal.
+
+    Where sums cancel, single precision differs by more than torch's default tolerance, and neither result is the true
+    one: then both are compared with `exact`.
+    """
     assert type(found) is type(wanted), (found, wanted)
     if isinstance(wanted, torch.Tensor):
         if type(wanted) not in {torch.Tensor, nn.Parameter}:
             found, wanted = found.as_subclass(torch.Tensor), wanted.as_subclass(torch.Tensor)
         assert found.requires_grad == wanted.requires_grad
         assert found.is_inference() == wanted.is_inference()
-        tolerance: dict[str, float] = {}
-        if wanted.dtype == torch.float32 and wanted.numel():
-            # Sums that cancel are as exact as their largest terms, here and in torch.
-            largest = wanted.detach().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
-            tolerance = {"rtol": 1.3e-6, "atol": 1e-5 * max(1.0, largest)}
-        torch.testing.assert_close(found, wanted, equal_nan=True, **tolerance)
+        try:
+            torch.testing.assert_close(found, wanted, equal_nan=True)
+        except AssertionError:
+            if wanted.dtype != torch.float32 or exact is None:
+                raise
+            assert found.dtype == wanted.dtype
+            assert_as_exact(found, wanted, exact())
     elif isinstance(wanted, Mapping):
         assert list(found) == list(wanted)
         for key, value in wanted.items():
-            assert_same(found[key], value)
+            assert_same(found[key], value, exact=_part(exact, key))
     elif isinstance(wanted, Sequence) and not isinstance(wanted, str | bytes):
         assert len(found) == len(wanted)
-        for one, other in zip(found, wanted, strict=True):
-            assert_same(one, other)
+        for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            assert_same(one, other, exact=_part(exact, index))
     else:
         assert found == wanted
+
+
+def _part(exact: Exact | None, key: Any) -> Exact | None:
+    return None if exact is None else lambda: exact()[key]
 
 
 def batch(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -269,9 +269,9 @@ def forked_process(use: Use, warm: bool) -> Any:
     here, there = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=_send, args=(model, x_TBF, there))
     child.start()
-    assert here.poll(60)
+    there.close()
     found = [torch.from_numpy(array) for array in here.recv()]
-    child.join(60)
+    child.join()
     return found, child.exitcode
 
 
@@ -322,7 +322,6 @@ def test_machines_that_cannot_compile_run_torchs_layer_and_say_so(missing: str, 
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert missing in done.stderr.lower()

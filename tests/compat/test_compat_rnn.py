@@ -85,7 +85,7 @@ class PlainLoop(nn.Module):
 CELLS: Final[dict[str, type[stretto.Cell]]] = {"lstm": stretto.cells.LSTM, "own": Leaky}
 
 
-@pytest.fixture(params=CELLS)
+@pytest.fixture(params=["own", pytest.param("lstm", marks=pytest.mark.slow)])
 def cell(request: pytest.FixtureRequest) -> stretto.Cell:
     """A cell of a size that this process has not run before."""
     torch.manual_seed(0)

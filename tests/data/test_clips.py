@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from stretto.data import Framing, Labels, SequenceSet, open_sequences, read_clips, write_npz
 from stretto.data.readers.video import SPLITS_FOLDER
@@ -30,7 +31,7 @@ SMALL = Framing(size=SIDE)
 def put_frame(path: Path, value: int | Array, *, mode: str | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.full((SIDE, SIDE), value, dtype=np.uint8) if isinstance(value, int) else value
-    frame = pytest.importorskip("PIL.Image").fromarray(pixels)
+    frame = Image.fromarray(pixels)
     (frame if mode is None else frame.convert(mode)).save(path)
 
 
@@ -192,9 +193,6 @@ def test_ink_beside_images_stays_ink(two: Path) -> None:
     ink = "<ink><annotation type='truth'>a</annotation><trace>1 2, 3 4</trace></ink>"
     (two / "run" / "a" / "a.inkml").write_text(ink)
     assert open_sequences(two)[0].target == "a"
-
-
-Image = pytest.importorskip("PIL.Image")
 
 
 def put_pictures(path: Path) -> None:

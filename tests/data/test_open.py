@@ -1,7 +1,10 @@
 """The right reader for a file or folder."""
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from pyarrow import feather
 
 from stretto.data import SequenceSet, open_sequences, read_inkml, read_npz, read_parquet, read_text, write_npz
 from stretto.errors import StrettoError
@@ -28,12 +31,11 @@ def put_iam(folder):
 
 
 def put_table(path):
-    pyarrow = pytest.importorskip("pyarrow")
-    table = pyarrow.table({"x": [[1.0], [2.0, 3.0]]})
+    table = pa.table({"x": [[1.0], [2.0, 3.0]]})
     if path.suffix == ".parquet":
-        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+        pq.write_table(table, path)
     else:
-        pytest.importorskip("pyarrow.feather").write_feather(table, path)
+        feather.write_feather(table, path)
 
 
 def test_an_npz_file_by_path_and_by_string(tmp_path, four, assert_same_set):

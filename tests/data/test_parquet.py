@@ -3,15 +3,14 @@
 import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.data import Labels, NoTargets, Transcripts, read_npz, read_parquet
 from stretto.errors import StrettoError
-
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
 
 KINDS = (".parquet", ".arrow", ".feather")
 X_TYPES = {"list": pa.list_, "large list": pa.large_list}

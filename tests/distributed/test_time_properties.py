@@ -18,7 +18,6 @@ from stretto.solvers import time_parallel
 from stretto.state import flatten, unflatten
 
 F, H = 2, 4
-PATIENCE = 30.0
 
 
 class Threads:
@@ -33,9 +32,9 @@ class Threads:
     def all(self, value: Any) -> list[Any]:
         """What every rank has, by rank; all must ask."""
         self.values[self.rank.number] = value
-        self.barrier.wait(PATIENCE)
+        self.barrier.wait()
         found = list(self.values)
-        self.barrier.wait(PATIENCE)
+        self.barrier.wait()
         return found
 
 
@@ -76,7 +75,7 @@ def _on_threads(size: int, work: Callable[[Threads, int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * PATIENCE)
+        thread.join()
     if faults:
         raise faults[0]
     return found

@@ -5,7 +5,6 @@ Starting processes is what takes time, so that one world of two ranks serves mos
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,6 +15,7 @@ from tiny_tasks import spoil_loss, tiny_task
 from worlds import compile_quickly, rank0_log, run_world
 
 from stretto.batching import collate
+from stretto.cli.main import main
 from stretto.data import RegimeSettings, SequenceSet, StepLabels, make_regimes, write_npz
 from stretto.distributed import World
 from stretto.errors import StrettoError
@@ -256,13 +256,11 @@ def test_shares_of_sequences_and_of_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line(
-    alone: Trained, tmp_path: Path, main_in_time: Callable[[Sequence[str]], int], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line(alone: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data, out = tmp_path / "signals.npz", tmp_path / "run"
     write_npz(data, make_regimes(SIGNALS))
     words = "--nproc 2 --time-parallel 2 --batch-size 3 --hidden-size 6 --num-buckets 2 --dropout 0 --epochs 2".split()
-    code = main_in_time(["train", "label-steps", "--data", str(data), "--out", str(out), *words])
+    code = main(["train", "label-steps", "--data", str(data), "--out", str(out), *words])
     assert code == 0, capfd.readouterr().err
     result = json.loads((out / "result.json").read_text())
     for name, value in alone[0]["metrics"].items():

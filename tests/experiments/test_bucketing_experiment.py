@@ -99,7 +99,6 @@ def test_data_that_do_not_fit_are_refused() -> None:
         _run(_write(), nproc=2)
 
 
-@pytest.mark.slow
 def test_ranks_are_the_second_axis(capfd: pytest.CaptureFixture[str]) -> None:
     words = f"bucketing --data {_write()} --out out --buckets 2 --epochs 2 --batch-size 4 --hidden-size 4 --nproc 3"
     code = main(words.split())

@@ -229,7 +229,6 @@ def test_other_errors_are_not_taken_for_divergence(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / RESULTS).exists()
 
 
-@pytest.mark.slow
 def test_several_processes_give_the_same_results(made: LargeBatchResult, tmp_path: Path) -> None:
     lines: list[str] = []
     settings = _settings(tmp_path, rules=("sqrt", "oracle"), jobs=2)
@@ -240,7 +239,6 @@ def test_several_processes_give_the_same_results(made: LargeBatchResult, tmp_pat
     assert not list((tmp_path / IN_PROGRESS).iterdir())
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are looked for in /proc")
 def test_ctrl_c_stops_all_processes_and_the_same_command_continues(tmp_path: Path) -> None:
     words = "large-batch --applications digits --multiples 1 --rules none --seeds 2 --jobs 2 --out".split()
@@ -262,7 +260,6 @@ def test_ctrl_c_stops_all_processes_and_the_same_command_continues(tmp_path: Pat
     assert len(list((tmp_path / RESULTS).glob("*.json"))) == 2
 
 
-@pytest.mark.slow
 def test_a_process_that_is_killed_and_a_run_that_cannot_be_made_are_reported(tmp_path: Path) -> None:
     run = Run(data_digest="", application=DIGITS, multiple=1, rule="baseline", seed=0)
     with WorkerPool(None, num_processes=1, threads=1) as pool:

@@ -236,7 +236,6 @@ def test_fewer_recordings_are_used_when_asked(tmp_path: Path) -> None:
     assert [len(found[count].test) for count in (None, 1, 2, 4, 100)] == [2, 1, 1, 2, 2]
 
 
-@pytest.mark.slow
 def test_windows_of_phones_are_as_many_as_their_notes_say(shared_data: Path) -> None:
     path = shared_data / "hapt" / "hapt.npz"
     if not path.is_file():
@@ -265,7 +264,6 @@ def test_the_command_trains_each_length_once_from_the_shortest(
     assert result["lengths"][-1]["median_steps"] == 150
 
 
-@pytest.mark.slow
 def test_the_published_net_can_be_trained(tmp_path: Path, quick_compiler: None) -> None:
     _write(tmp_path / "made.npz")
     result = _run(tmp_path, cell="implicit", num_layers=2, lengths=(90,), batch_steps=90)

@@ -1,4 +1,4 @@
-"""The buffer pool never hands out a buffer that something still holds."""
+"""The buffer pool never reuses a buffer that something still holds."""
 
 import itertools
 import os
@@ -38,7 +38,7 @@ def test_a_free_buffer_is_used_again(pool: BufferPool) -> None:
 
 
 @pytest.mark.parametrize("how", ["itself", "view", "detached", "numpy", "storage", "graph"])
-def test_a_buffer_in_use_is_not_handed_out(pool: BufferPool, how: str) -> None:
+def test_a_buffer_in_use_is_not_reused(pool: BufferPool, how: str) -> None:
     weight = torch.ones(NUMBERS, requires_grad=True)
     held, place = _held(how, weight)
     others = [empty(NUMBERS, dtype=torch.float32).fill_(0.0) for _ in range(3)]

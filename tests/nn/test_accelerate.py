@@ -118,15 +118,6 @@ def test_any_options_and_input(  # noqa: PLR0917 - pytest names what it gives
     _assert_same(theirs, _call(theirs, kind, given=given))
 
 
-@pytest.mark.parametrize("layer", KINDS)
-def test_few_and_many_options(layer: str) -> None:
-    few = KINDS[layer](F, H).double()
-    _assert_same(few, _call(few, "batched", given=False))
-    many = KINDS[layer](F, H, num_layers=2, bias=False, bidirectional=True, batch_first=True).double()
-    for kind in ("unbatched", "sorted", "unsorted"):
-        _assert_same(many, _call(many, kind, given=True))
-
-
 @pytest.mark.parametrize("kind", ["batched", "unsorted"])
 @pytest.mark.parametrize("name", KINDS)
 def test_packed_and_padded_outputs_keep_their_form(name: str, kind: str) -> None:

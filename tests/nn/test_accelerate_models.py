@@ -4,9 +4,8 @@ Shape legend: B sequences, T steps, F features, H hidden units.
 """
 
 import copy
-import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,11 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
 import stretto
 
 F, H = 8, 4
 B, T = 3, 5
-LAYERS: dict[str, Callable[..., nn.RNNBase]] = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 
 
 class Outputs(nn.Module):
@@ -97,14 +93,6 @@ def _pickled(model: nn.Module) -> nn.Module:
     return again
 
 
-def _saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    again: nn.Module = torch.load(file, weights_only=False)
-    return again
-
-
 def test_nested_models_change_in_place_and_keep_what_they_share(x_TBF: torch.Tensor) -> None:
     model = Nested().double()
     parameters, text = dict(model.named_parameters()), repr(model)
@@ -141,51 +129,12 @@ def test_layers_with_code_of_their_own_are_accelerated_below_it(x_TBF: torch.Ten
     assert stretto.explain(layer).layers[0].backend == "cpp"
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["accelerated-first", "parametrised-first"])
-def test_a_weight_that_is_computed(x_TBF: torch.Tensor, first: bool) -> None:
-    theirs = nn.GRU(F, H).double()
-    ours = _accelerated(theirs) if first else copy.deepcopy(theirs)
-    parametrizations.weight_norm(theirs, "weight_hh_l0")
-    parametrizations.weight_norm(ours, "weight_hh_l0")
-    _assert_close(_gradients(stretto.accelerate(ours, backend="cpp"), x_TBF), _gradients(theirs, x_TBF))
-
-
 def test_parameters_tied_across_layers_gather_all_gradients(x_TBF: torch.Tensor) -> None:
     model = nn.Sequential(nn.GRU(F, F), Outputs(), nn.GRU(F, F), Outputs()).double()
     model[2].weight_hh_l0 = model[0].weight_hh_l0
     ours = _accelerated(model)
     _assert_close(_gradients(ours, x_TBF), _gradients(model, x_TBF))
     assert ours[2].weight_hh_l0 is ours[0].weight_hh_l0  # type: ignore[index]
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_states_load_both_ways(name: str, x_TBF: torch.Tensor) -> None:
-    options = {"num_layers": 2, "bidirectional": True}
-    theirs, ours = (LAYERS[name](F, H, **options).double() for _ in range(2))
-    stretto.accelerate(ours, backend="cpp")
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    theirs.load_state_dict(ours.state_dict(), strict=True)
-    _assert_close(_gradients(ours, x_TBF), _gradients(theirs, x_TBF))
-    other = LAYERS[name](F, H, **options).double()
-    ours.load_state_dict(other.state_dict(), strict=True)
-    _assert_close(_gradients(ours, x_TBF), _gradients(other, x_TBF))
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, _pickled, _saved], ids=["deepcopy", "pickle", "torch.save"])
-@pytest.mark.parametrize("make", [*LAYERS.values(), lambda *_: Nested()], ids=[*LAYERS, "nested"])
-def test_copies_are_the_same_and_their_own(
-    make: Callable[..., nn.Module], again: Callable[[nn.Module], nn.Module], x_TBF: torch.Tensor
-) -> None:
-    model = _accelerated(make(F, H).double())
-    wanted = _gradients(model, x_TBF)
-    other = again(model)
-    assert [type(module) for module in other.modules()] == [type(module) for module in model.modules()]
-    _assert_identical(_gradients(other, x_TBF), wanted)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(0.5)
-    _assert_identical(_gradients(model, x_TBF), wanted)
-    assert not torch.equal(_gradients(other, x_TBF)["y"], wanted["y"])
 
 
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
@@ -232,25 +181,3 @@ def test_distributed_training_reduces_every_gradient(x_TBF: torch.Tensor) -> Non
     found = {name.removeprefix("module."): tensor for name, tensor in _gradients(model, x_TBF).items()}
     _assert_close(found, wanted)
     assert sum(reduced) == sum(parameter.numel() for parameter in theirs.parameters())
-
-
-# Each size is met here first, so that the layer is built while somebody looks on.
-ONLOOKERS: dict[str, tuple[int, Callable[[nn.Module, torch.Tensor], Any]]] = {
-    "compile": (11, lambda model, x: torch.compile(model, backend="aot_eager")(x)),
-    "export": (13, lambda model, x: torch.export.export(model, (x,)).module()(x)),
-    "trace": (15, lambda model, x: torch.jit.trace(model, x)(x)),
-    "checkpoint": (17, lambda model, x: checkpoint(model, x, use_reentrant=False)),
-}
-
-
-@pytest.mark.parametrize("backend", ["auto", "cpp"])
-@pytest.mark.parametrize("onlooker", ONLOOKERS)
-def test_what_compiles_exports_or_computes_again_works_and_leaves_the_layer_usable(
-    onlooker: str, backend: Any, x_TBF: torch.Tensor
-) -> None:
-    size, look = ONLOOKERS[onlooker]
-    theirs = nn.Sequential(nn.GRU(F, size + (backend == "cpp")), Outputs()).double()
-    ours = stretto.accelerate(copy.deepcopy(theirs), backend=backend)
-    torch.testing.assert_close(look(ours, x_TBF), theirs(x_TBF), rtol=0.0, atol=1e-10)
-    look(ours, x_TBF).sum().backward()
-    _assert_close(_gradients(ours, x_TBF), _gradients(theirs, x_TBF))

@@ -111,7 +111,7 @@ def test_loops_behind_each_other_have_levels() -> None:
     assert "loop 2     level 2, carries state2 (4)" in str(explained)
 
 
-def test_what_sinks_and_what_a_loop_takes_in_are_told_as_such() -> None:
+def test_operators_are_listed_as_sunk_or_in_the_loop() -> None:
     explained = _explained(Projecting(3, 4, 2))
     assert [item.name for item in explained.operators["sunk"]] == ["addmm"]
     assert {"sigmoid", "tanh"} <= {item.name for item in explained.operators["loop"]}
@@ -177,7 +177,7 @@ def test_every_backend_is_listed_with_a_reason(monkeypatch: pytest.MonkeyPatch) 
         assert json.loads(json.dumps(explained.as_dict()))["backends"] == dict(explained.backends)
 
 
-def test_a_cell_without_a_graph_is_told_with_its_reason() -> None:
+def test_a_cell_without_a_graph_is_explained_with_its_reason() -> None:
     explained = _explained(Deciding(), backend="auto")
     assert (explained.backend, explained.counts, explained.operators, explained.loops) == ("torch", {}, {}, ())
     assert "depends on the data" in " ".join(str(explained).split())

@@ -1,4 +1,4 @@
-"""`stretto.RNN` and cells of a user's own: what is told, which casts are honoured, and what is refused.
+"""`stretto.RNN` and cells of a user's own: warnings, casts and errors.
 
 Shape legend: B sequences, T steps, F features, H hidden units.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import stretto
+from rounding import assert_as_exact
 from stretto.errors import StrettoError
 from stretto.kernels import Backend
 
@@ -67,8 +68,8 @@ def _usual(cell: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
     return twice(cell.new(x, h))
 
 
-def told(layer: stretto.RNN, *, times: int = 2) -> list[str]:
-    """What is said in some calls."""
+def warnings_of(layer: stretto.RNN, *, times: int = 2) -> list[str]:
+    """The warnings of some calls."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(times):
@@ -86,20 +87,20 @@ def told(layer: stretto.RNN, *, times: int = 2) -> list[str]:
     ],
 )
 def test_a_cell_without_generated_code_says_so_once(step: Step, backend: Backend, runs: str, words: str) -> None:
-    cell = cell_of(step, name=f"Told{backend}{runs}")
-    (text,) = told(stretto.RNN(cell(), backend=backend))
+    cell = cell_of(step, name=f"Warned{backend}{runs}")
+    (text,) = warnings_of(stretto.RNN(cell(), backend=backend))
     assert text.startswith(f"{cell.__name__} runs by backend {runs!r}")
     assert words in text
     assert f"choose backend={runs!r}" in text
-    assert told(stretto.RNN(cell(), backend=backend)) == []
-    assert len(told(stretto.RNN(cell_of(step, name=f"Other{cell.__name__}")(), backend=backend))) == 1
+    assert warnings_of(stretto.RNN(cell(), backend=backend)) == []
+    assert len(warnings_of(stretto.RNN(cell_of(step, name=f"Other{cell.__name__}")(), backend=backend))) == 1
 
 
 @pytest.mark.parametrize(
     ("step", "backend"), [(_reads, "torch"), (_casts, "eager"), (_casts, "torch"), (_usual, "auto"), (_usual, "eager")]
 )
-def test_what_was_asked_for_is_not_worth_a_word(step: Step, backend: Backend) -> None:
-    assert told(stretto.RNN(cell_of(step, name="AskedFor")(), backend=backend)) == []
+def test_a_backend_that_was_asked_for_gives_no_warning(step: Step, backend: Backend) -> None:
+    assert warnings_of(stretto.RNN(cell_of(step, name="AskedFor")(), backend=backend)) == []
 
 
 def test_a_plan_that_was_asked_for_does_not_keep_the_warning_from_the_first_batch() -> None:
@@ -107,7 +108,7 @@ def test_a_plan_that_was_asked_for_does_not_keep_the_warning_from_the_first_batc
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert layer.explain().backend == "torch"
-    assert len(told(layer)) == 1
+    assert len(warnings_of(layer)) == 1
 
 
 # Casts
@@ -197,22 +198,27 @@ def test_a_cell_with_parameters_of_two_dtypes_takes_either(dtype: torch.dtype) -
             self.scale = nn.Parameter(torch.full((H,), 0.1, dtype=torch.float64))
 
         def initial_state(self, batch_size: int) -> torch.Tensor:
-            return torch.zeros(batch_size, H)
+            return torch.zeros(batch_size, H, dtype=self.u.weight.dtype)
 
         def forward(self, x_t: torch.Tensor, state: Any) -> Any:
-            return twice((self.sum(x_t.float(), state) * self.scale).tanh().float())
+            return twice((self.sum(x_t.to(state.dtype), state) * self.scale).tanh().to(state.dtype))
 
+    torch.manual_seed(0)
     cell = TwoDtypes()
     x_BTF = torch.randn(B, T, F, dtype=dtype)
     found, wanted = stretto.RNN(cell)(x_BTF), _defined(cell, x_BTF)
-    inputs = list(cell.parameters())
     torch.testing.assert_close(found, wanted)
-    # Sums of single precision are behind the gradient of double precision too.
-    torch.testing.assert_close(_gradients(found, inputs), _gradients(wanted, inputs), rtol=1.3e-6, atol=1e-5)
+    found, wanted = (_gradients(result, list(cell.parameters())) for result in (found, wanted))
+    twin = copy.deepcopy(cell).double()
+    exact = _gradients(_defined(twin, x_BTF.float().double()), list(twin.parameters()))
+    for ours, theirs, truth in zip(found, wanted, exact, strict=True):
+        assert ours.dtype == theirs.dtype
+        # Sums of single precision are behind the gradient of double precision too.
+        assert_as_exact(ours, theirs, truth)
 
 
 @pytest.mark.parametrize("name", ["sum", "rounded", "promotion"])
-def test_the_reason_of_a_cast_is_told(name: str) -> None:
+def test_a_cast_is_explained_with_its_reason(name: str) -> None:
     step, dtype = CASTS[name]
     explanation = stretto.RNN(cell_of(step)().to(dtype)).explain()
     assert explanation.backend == "eager"

@@ -276,7 +276,7 @@ def test_a_state_of_other_streams_is_refused() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("used", [0, 3])
-def test_a_loader_hands_the_chunks_over_in_order(num_workers: int, used: int) -> None:
+def test_a_loader_yields_the_chunks_in_order(num_workers: int, used: int) -> None:
     streams = Streams(_numbered([17, 4, 9, 8]), num_streams=2, chunk=3, targets="next")
     expected = list(streams)[used:]
     streams.load_state_dict(streams.state_dict(used=used))

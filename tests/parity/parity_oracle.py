@@ -16,13 +16,12 @@ from torch import nn
 
 import stretto
 from rnn_definition import by_hand
+from rounding import ROUNDING
 from stretto.state import flatten, map_state
 
 KERNELS = ["cpp", "eager"]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest error of a tensor, as a share of its largest magnitude."""
-ROUNDING = 4.0
-"""How much more than the definition itself a layer may lose to rounding, where that loses more than the tolerance."""
 DRAWS = 8
 SMALLEST = 1e-3
 """Magnitudes below count as this: what cancels to zero has no digits to compare."""
@@ -61,7 +60,7 @@ def defined(
 
 
 def expected(rnn: stretto.RNN, batch: Batch, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Result:
-    """The definition's result, in double precision unless told otherwise."""
+    """The definition's result, in double precision by default."""
     cells = copy.deepcopy(rnn.cells).to(dtype)
     given = _leaves_of(batch, dtype)
     with _one_thread():

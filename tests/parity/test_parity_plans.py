@@ -22,19 +22,10 @@ import stretto
 from stretto.cells import Cell
 
 GEMMS: dict[str, tuple[int, int, int]] = {
-    "elman": (1, 1, 1),
-    "lstm": (1, 1, 1),
-    "gru": (1, 1, 1),
-    "peephole": (1, 1, 1),
-    "coupled": (1, 1, 1),
-    "layer-norm-lstm": (1, 1, 1),
-    "ligru": (1, 1, 1),
-    "clockwork": (1, 1, 1),
+    **dict.fromkeys("elman lstm gru peephole coupled layer-norm-lstm ligru clockwork".split(), (1, 1, 1)),
+    **dict.fromkeys("gru-before minimal projected".split(), (2, 2, 1)),
     "indrnn": (0, 0, 1),
-    "gru-before": (2, 2, 1),
-    "minimal": (2, 2, 1),
     "multiplicative": (2, 2, 2),
-    "projected": (2, 2, 1),
 }
 """Products with weights: in a step, where they must wait for the state, forward and backward; and hoisted ones."""
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from PIL import Image
 from task_gradients import assert_padding_changes_nothing, built, whole
 from torch import nn
 
@@ -44,14 +45,13 @@ def moving_square(direction: int, *, steps: int, rng: np.random.Generator) -> Ar
 
 
 def put_moving_squares(folder: Path, *, clips: int, seed: int = 0) -> None:
-    image = pytest.importorskip("PIL.Image")
     rng = np.random.default_rng(seed)
     for name, direction in (("leftwards", -1), ("rightwards", 1)):
         for number in range(clips):
             clip = folder / name / f"clip{number}"
             clip.mkdir(parents=True)
             for step, frame in enumerate(moving_square(direction, steps=int(rng.integers(3, 12)), rng=rng), start=1):
-                image.fromarray(frame).save(clip / f"{step}.png")
+                Image.fromarray(frame).save(clip / f"{step}.png")
 
 
 def made(features_SF: Array) -> SequenceSet:

@@ -152,7 +152,7 @@ def test_a_stop_in_the_middle_of_an_epoch_changes_nothing(text: SequenceSet, tmp
     expected = _outcome(tmp_path / "whole", _train(tmp_path / "whole", task))
     updates = [event["update"] for event in expected[0] if "loss" in event]
     assert len(updates) >= 10
-    for stop in (1, 3, updates[-1] // 2, updates[-1] // 2 + 2, updates[-1] - 1):
+    for stop in (3, updates[-1] // 2, updates[-1] - 1):
         run = tmp_path / str(stop)
 
         def watch(event: Any, stop: int = stop) -> None:

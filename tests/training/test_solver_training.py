@@ -156,10 +156,10 @@ def test_boundaries_that_are_carried_are_nearer_than_those_that_are_not(tmp_path
     ("changes", "stop_at"),
     [
         ({"batch_size": 1}, "start"),
-        ({"batch_size": 1}, "end"),
+        pytest.param({"batch_size": 1}, "end", marks=pytest.mark.slow),
         ({"batch_size": 1, "num_layers": 2, "bidirectional": True}, "middle"),
         ({"batch_size": 3, "accumulate": 2}, "start"),
-        ({"batch_size": 1, "exact_epochs": 1}, "middle"),
+        pytest.param({"batch_size": 1, "exact_epochs": 1}, "middle", marks=pytest.mark.slow),
         ({"batch_size": 1, "exact_epochs": 1}, "end"),
         ({"batch_size": 1, "cache_megabytes": 0.0003}, "middle"),
     ],
