@@ -65,6 +65,11 @@ class Layout:
         return int(self.lengths_B.sum())
 
     @cached_property
+    def sizes(self) -> tuple[int, int, int, int, bool]:
+        """What memory and work depend on: T, B, P, sequences that are not empty, and whether all are of one length."""
+        return self.num_steps, self.num_rows, self.total, self.num_nonempty, self.is_even
+
+    @cached_property
     def _steps_P(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         return np.repeat(np.arange(self.num_steps), self.rows_T)
 

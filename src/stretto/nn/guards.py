@@ -11,7 +11,7 @@ from torch import nn
 
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
-_TENSORS: Final = (torch.Tensor, nn.Parameter)
+PLAIN_TENSORS: Final = (torch.Tensor, nn.Parameter)
 _WHY_DISABLED: Final = "Stretto runs generated code of its own here: compile with fullgraph=False"
 
 
@@ -47,7 +47,7 @@ def _default_device_is_cpu() -> bool:
 def unusual_tensor(tensors: Iterable[Any]) -> str:
     """What is special about one of these, so that its memory cannot be read as it is; empty if nothing is."""
     for tensor in tensors:
-        if type(tensor) not in _TENSORS:
+        if type(tensor) not in PLAIN_TENSORS:
             return f"a tensor is a {type(tensor).__name__}"
         if tensor.is_neg():
             return "a tensor is a negated view"

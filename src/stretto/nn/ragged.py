@@ -16,7 +16,7 @@ from stretto.state import map_state
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PackedBatch:
     """The real steps of a batch, sorted as in its layout, and the way back.
 

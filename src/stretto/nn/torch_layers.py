@@ -36,9 +36,9 @@ from stretto.checks import check_choice
 from stretto.errors import StrettoError
 from stretto.kernels import Backend, Built, build
 from stretto.nn.choice import Kind, expected_speedup, fill_parameters
-from stretto.nn.guards import is_looked_at, opaque, unusual_tensor, warn_once
+from stretto.nn.guards import PLAIN_TENSORS, is_looked_at, opaque, unusual_tensor, warn_once
 from stretto.nn.ragged import check_lengths, pack_batch, reverse_padded
-from stretto.nn.stack import Direction, assemble, run_stack
+from stretto.nn.stack import Direction, run_stack
 
 Module = TypeVar("Module", bound=nn.Module)
 KINDS: Final = (nn.RNN, nn.GRU, nn.LSTM)
@@ -292,19 +292,25 @@ def torch_only(layer: nn.RNNBase, x: Any, hx: Any, backend: str) -> str:  # noqa
         return f"the input is {data.dtype if isinstance(data, torch.Tensor) else type(data).__name__}"
     states = [] if hx is None else list(hx) if isinstance(hx, (tuple, list)) else [hx]
     # Weights that are computed when they are read, some of them with a state, are not read more often than by torch.
-    if "parametrizations" not in layer._modules:
+    if "parametrizations" not in layer._modules and not _has_its_parameters(layer):
         layer._update_flat_weights()
-    weights = layer._flat_weights
-    reason = unusual_tensor((data, *states, *weights))
-    if reason:
-        return reason
+    weights: list[Any] = layer._flat_weights
+    dtype = data.dtype
     for tensor in (data, *states, *weights):
-        if tensor.device.type != "cpu" or tensor.dtype != data.dtype or tensor.layout is not torch.strided:
-            return "inputs, states and weights are not all on the CPU, strided, and of one dtype"
+        # One pass, since this is part of every call; what is wrong is looked for only if something is.
+        if (
+            type(tensor) not in PLAIN_TENSORS
+            or tensor.is_neg()
+            or not tensor.is_cpu
+            or tensor.dtype is not dtype
+            or tensor.layout is not torch.strided
+        ):
+            mixed = "inputs, states and weights are not all on the CPU, strided, and of one dtype"
+            return unusual_tensor((data, *states, *weights)) or mixed
     num_dims = data.dim()
     if num_dims != 2 and (is_packed or num_dims != 3):
         return "the input has neither two nor three dimensions"
-    if data.numel() == 0 or [tuple(w.shape) for w in weights] != _weight_shapes(layer, data.shape[-1]):  # type: ignore[union-attr]
+    if data.numel() == 0 or [weight.shape for weight in weights] != _weight_shapes(layer, data.shape[-1]):
         return "the input or a weight does not fit the layer, or there is no input"
     if is_packed and not _is_well_formed(x):
         return "the packed batch is malformed"
@@ -314,6 +320,14 @@ def torch_only(layer: nn.RNNBase, x: Any, hx: Any, backend: str) -> str:  # noqa
         if isinstance(hx, (tuple, list)) != (layer.mode == "LSTM") or [tuple(s.shape) for s in states] != wanted:
             return "the state does not fit the layer"
     return _no_code(layer, data.dtype, backend)
+
+
+def _has_its_parameters(layer: nn.RNNBase) -> bool:
+    """Whether the weights that a call reads are the layer's parameters, as they nearly always are."""
+    weights, names, parameters = layer._flat_weights, layer._flat_weights_names, layer._parameters
+    if len(weights) != len(names):
+        return False
+    return all(weight is parameters.get(name) for weight, name in zip(weights, names, strict=True))
 
 
 def _weight_shapes(layer: nn.RNNBase, input_width: int) -> list[tuple[int, ...]]:
@@ -393,21 +407,27 @@ def run_generated(layer: nn.RNNBase, x: Any, hx: Any = None, lengths: Any = None
         x = x.unsqueeze(0 if layer.batch_first else 1)
         hx = None if hx is None else tuple(s.unsqueeze(1) for s in (hx if isinstance(hx, (tuple, list)) else [hx]))
     packed = pack_batch(x, lengths, batch_first=layer.batch_first)
-    states_LBH = _states_LBH(layer, packed.x_PF, hx, packed.layout.num_rows)
+    states_LBH = [] if hx is None else _states_LBH(layer, packed.x_PF, hx, packed.layout.num_rows)
     if packed.order_B is not None:
         states_LBH = [state.index_select(1, packed.order_B) for state in states_LBH]
-
-    def direction(index: int, features: tuple[int, ...]) -> Direction:
-        program = _program(layer, features[0], packed.x_PF.dtype, backend).program
-        return Direction(program, weights_of(layer, index), [state[index] for state in states_LBH])
-
-    layers = assemble(
-        direction,
-        output_shape=lambda *_: (layer.proj_size or layer.hidden_size,),
-        features=tuple(packed.x_PF.shape[1:]),
-        num_layers=layer.num_layers,
-        num_directions=_num_directions(layer),
-    )
+    # Initial states that are zero can be one tensor: nobody else has it, and nothing is written to it.
+    widths = [shape[-1] for shape in _state_shapes(layer, 1)]
+    zeros = {} if states_LBH else {width: packed.x_PF.new_zeros(packed.layout.num_rows, width) for width in set(widths)}
+    num_directions, width, dtype = _num_directions(layer), packed.x_PF.shape[1], packed.x_PF.dtype
+    layers = []
+    for first in range(0, _num_slices(layer), num_directions):
+        program = _program(layer, width, dtype, backend).program
+        layers.append(
+            [
+                Direction(
+                    program,
+                    weights_of(layer, index),
+                    [state[index] for state in states_LBH] or [zeros[size] for size in widths],
+                )
+                for index in range(first, first + num_directions)
+            ]
+        )
+        width = output_width(layer)
     result = run_stack(layers, packed.layout, packed.x_PF, dropout=layer.dropout if layer.training else 0.0)
     y = packed.unpack(result.y_PF)
     finals = [torch.stack(parts) for parts in zip(*result.states, strict=True)]

@@ -30,6 +30,7 @@ _SIGNATURES: Final = {
     "stretto_norm": "pipppppiidi",
     "stretto_norm_gradient": "pipippppiii",
     "stretto_norm_sums": "pipippppiii",
+    "stretto_layers": "ppii",
 }
 """Arguments of each function: pointers, integers and reals."""
 _KINDS: Final = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
@@ -40,7 +41,7 @@ def find_library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The functions below, compiled now or found in the cache; None without a compiler."""
     try:
         source = f"#define REAL {CPP_TYPES[dtype]}\n" + header_text(
-            "vector.h", "product.h", "team.h", "batched.h", "norm.h"
+            "vector.h", "product.h", "team.h", "batched.h", "norm.h", "layer.h"
         )
         library = load(source, torch_version=torch.__version__)
     except NoCompiler:
@@ -85,6 +86,18 @@ def _width(columns: int) -> int:
     return -(-columns // MAX_PANEL) * MAX_PANEL
 
 
+def product_memory(inner: int, columns: int, threads: int) -> int:
+    """Elements of memory that a product works in."""
+    width = _width(columns)
+    return inner * width + threads * ROW_BLOCK * (inner + width)
+
+
+def weight_gradient_memory(inner: int, columns: int, threads: int) -> int:
+    """Elements of memory that a weight gradient works in."""
+    sides = -(-inner // 6) * 6
+    return _width(columns) * sides + threads * DEPTH_BLOCK * (sides + MAX_PANEL)
+
+
 def product(x_PK: torch.Tensor, weight_KN: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
     """x w + bias, into memory that is cheap to touch."""
     x_PK = _in_rows(x_PK)
@@ -93,8 +106,7 @@ def product(x_PK: torch.Tensor, weight_KN: torch.Tensor, bias_N: torch.Tensor | 
     if y_PN.numel() == 0:
         return y_PN
     threads = threads_for(rows * inner * columns)
-    width = _width(columns)
-    memory = empty(inner * width + threads * ROW_BLOCK * (inner + width), dtype=x_PK.dtype)
+    memory = empty(product_memory(inner, columns, threads), dtype=x_PK.dtype)
     bias = None if bias_N is None else bias_N.expand(columns).contiguous()
     _functions(x_PK.dtype).stretto_product(
         *(x_PK.data_ptr(), x_PK.stride(0), weight_KN.data_ptr(), *weight_KN.stride(), _pointer(bias)),
@@ -115,8 +127,7 @@ def weight_gradient(x_PK: torch.Tensor, d_PN: torch.Tensor, head_BK: torch.Tenso
     if made_KN.numel() == 0:
         return made_KN
     threads = threads_for(rows * inner * columns)
-    sides = -(-inner // 6) * 6
-    memory = empty(_width(columns) * sides + threads * DEPTH_BLOCK * (sides + MAX_PANEL), dtype=x_PK.dtype)
+    memory = empty(weight_gradient_memory(inner, columns, threads), dtype=x_PK.dtype)
     _functions(x_PK.dtype).stretto_weight_gradient(
         *(head_BK.data_ptr(), head_BK.stride(0), len(head_BK), x_PK.data_ptr(), x_PK.stride(0)),
         *(d_PN.data_ptr(), d_PN.stride(0), made_KN.data_ptr(), rows, inner, columns, memory.data_ptr(), threads),

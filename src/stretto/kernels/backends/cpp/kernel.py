@@ -90,7 +90,7 @@ class CppKernel(AbstractKernel):
         self.source = source_of(list(self.functions.values()), self.dtype)
         self.library = load(self.source, torch_version=torch.__version__)
         names = ("forward_pack", "forward_work", "backward_pack", "backward_work")
-        self.addresses = {name: ctypes.cast(getattr(self.library, name), ctypes.c_void_p).value for name in names}
+        self.addresses = {name: ctypes.cast(getattr(self.library, name), ctypes.c_void_p).value or 0 for name in names}
         per_step = [port.node for port in body.ports_of(Kind.PER_STEP)]
         made = (*body.next_states, *body.outputs, *body.saved, *body.to_deferred, *per_step)
         self._one_row = {node: concrete_shape(node.shape, 1) for node in made}
@@ -233,6 +233,11 @@ def share_out(way: Way, runs: Sequence[tuple[Layout, CppKernel]]) -> tuple[int, 
     return threads, threads if alone else 1
 
 
+def pieces_of(layout: Layout, count: int, *, threads: int, team: int) -> int:
+    """Pieces of the rows of one of so many loops; none where a team shares all rows."""
+    return 0 if team > 1 else 1 if count % threads == 0 else min(threads, layout.num_nonempty)
+
+
 def launch(
     way: Way, runs: Sequence[tuple[Layout, CppKernel]], given: "Sequence[Arguments]", *, threads: int, team: int
 ) -> None:
@@ -240,7 +245,7 @@ def launch(
     jobs = (_Job * len(runs))()
     busy = 0
     for job, (layout, kernel), (call, _) in zip(jobs, runs, given, strict=True):
-        pieces = 0 if team > 1 else 1 if len(runs) % threads == 0 else min(threads, layout.num_nonempty)
+        pieces = pieces_of(layout, len(runs), threads=threads, team=team)
         busy += pieces
         job.pack, job.work = kernel.addresses[f"{way}_pack"], kernel.addresses[f"{way}_work"]
         job.call = ctypes.addressof(call)
@@ -299,7 +304,7 @@ def arguments_of(
         keep: Whether values are stored for the backward pass.
         team: Threads that share the columns of each row.
     """
-    places, end = _work_memory(function, layout.num_rows, team)
+    places, end = work_memory(function, layout.num_rows, team)
     memory = empty(end, dtype=kernel.dtype)
     start, each = memory.data_ptr(), memory.element_size()
     arrays = [array("q", items or (0,)) for items in lists]
@@ -315,7 +320,7 @@ def arguments_of(
 
 
 @lru_cache(maxsize=1024)
-def _work_memory(function: Generated, rows: int, team: int) -> tuple[tuple[int, ...], int]:
+def work_memory(function: Generated, rows: int, team: int) -> tuple[tuple[int, ...], int]:
     """Where packed weights, scratch, threads' own scratch and room for products begin, and elements of all of them."""
     sizes = (
         function.packed[-1],

@@ -5,24 +5,34 @@
                                                 `-> gradients of the loop's own weights
 
 Any program runs part by part (`program.py`, `autograd.py`). For short sequences and small layers the parts cost more
-than the arithmetic: an operator of autograd each, and many pieces of memory. Here one operator does all of it, what it
-keeps for the backward pass is one piece of memory, and where everything lies in it is worked out once for each size of
-batch.
+than the arithmetic: an operator of autograd each, and many pieces of memory. Here one operator does all of it by one
+call of compiled code (`layer.h`), what it keeps for the backward pass is one piece of memory, and what is to be done,
+and where everything lies, is written down once for each size of batch:
+
+    _Pass    code of each layer: operations | loop | operations;  an address is (index of a tensor, offset)
+    call     tensors of each layer: work, room, kept, y, layout, x, states, parameters, then what this pass makes
 
 Shape legend: B sequences, P rows of all steps together, F features of the input, K and N features in and out of a map.
 """
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from array import array
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import torch
 
 from stretto.graph import Kind, Node, Plan
 from stretto.kernels.backends.base import LayerCall, LayerOperator, Program
-from stretto.kernels.backends.cpp.batched import column_sums, find_library, product, weight_gradient
-from stretto.kernels.backends.cpp.kernel import Arguments, CppKernel, aligned, arguments_of, launch, share_out
+from stretto.kernels.backends.cpp.batched import (
+    find_library,
+    product_memory,
+    threads_for,
+    weight_gradient_memory,
+)
+from stretto.kernels.backends.cpp.kernel import CppKernel, aligned, pieces_of, share_out, work_memory
 from stretto.kernels.backends.eager import EagerKernel
 from stretto.kernels.backward import differentiate_by_torch, is_batched, version_of, wants_weights
 from stretto.kernels.batched_ops import is_column_sum
@@ -30,8 +40,14 @@ from stretto.kernels.buffer_pool import empty
 from stretto.kernels.layout import Layout
 from stretto.kernels.lower import Way
 
-MAX_SIZES: Final = 64
-"""Sizes of batches that are remembered."""
+MAX_PASSES: Final = 64
+"""Sizes of batches that are remembered for each layer."""
+OFFSET_BITS: Final = 40
+"""As in `layer.h`."""
+NOWHERE: Final = -1
+PRODUCT, WEIGHT_GRADIENT, COLUMN_SUMS, COPY, ADD, SPREAD = range(6)
+WORK, ROOM, KEPT, Y, ROWS, STARTS, LENGTHS, BOUNDS, ZEROS, X = range(10)
+"""Tensors of a call, in order; states and parameters come after the input. All that one operation needs is its room."""
 Role: TypeAlias = tuple[str, int]
 """What a buffer of generated code is for, and which of those it is; see `ir.py`."""
 Stored: TypeAlias = tuple[int, bool]
@@ -58,12 +74,37 @@ class _WeightGradient(NamedTuple):
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """For one size of batch: where the values that are kept lie in their memory, and how much of it there is."""
+@dataclass(slots=True)
+class _LayerPass:
+    """One layer in a pass over batches of one size.
 
-    kept: dict[Role, int]
-    num_kept: int
+    Attributes:
+        code: What is to be done, as `layer.h` reads it.
+        pieces: Of rows, which threads take.
+        work: Elements of memory for values of all steps.
+        room: Elements of memory behind them that one operation or the loop needs.
+        kept: Elements of memory for values that the backward pass reads.
+        gradients: Which inputs get one, and its shape.
+        shifted: States that are needed as they were before each step, in memory of their own.
+    """
+
+    code: "array[int]"
+    pieces: int
+    work: int
+    room: int
+    kept: int
+    gradients: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    shifted: Collection[int] = ()
+
+
+@final
+@dataclass(slots=True)
+class _Pass:
+    """A pass over layers at once, with so many threads for the loops; `codes` has where the code of each lies."""
+
+    layers: list[_LayerPass]
+    threads: int
+    codes: "array[int]"
 
 
 @final
@@ -107,15 +148,19 @@ class FusedLayer(LayerOperator):
         read_backward = {*self.vectors["backward"], *(weight[0] for weight, _ in self.feeds)}
         read_backward |= {position for position, _ in self.matrices["backward"]}
         biases = {bias for _, bias in self.feeds if bias is not None}
-        self.unread_inputs = {1 + self.num_states + position for position in biases - read_backward}
+        self.unread_inputs = [1 + self.num_states + position for position in sorted(biases - read_backward)]
         """Inputs that the backward pass does not read, which a user may change before it."""
-        self.num_kept = 1 + (len(self.feeds) if self.keeps_feeds else 0)
-        self._sizes: dict[tuple[int, int, bool], _Sizes] = {}
+        self.read_inputs = [index for index in range(self.num_inputs) if index not in self.unread_inputs]
+        self.zeros_address = kernel.zeros.data_ptr()
+        library = find_library(kernel.dtype)
+        _require(library is not None)
+        self.run: Callable[[int, int, int, int], None] = getattr(library, "stretto_layers")  # noqa: B009
+        self.passes: dict[Any, _Pass] = {}
 
     @staticmethod
     def of(plan: Plan, kernels: Sequence[CppKernel]) -> "FusedLayer | None":
         """The operator, if the program has this shape."""
-        if len(kernels) != 1 or find_library(kernels[0].dtype) is None:
+        if len(kernels) != 1:
             return None
         try:
             return FusedLayer(plan, kernels[0])
@@ -145,37 +190,38 @@ class FusedLayer(LayerOperator):
         x_PF, dtype = call.x_PF, self.kernel.dtype
         if x_PF.shape[1:] != (self.num_features,) or x_PF.stride(1) != 1 or call.layout.total == 0:
             return False
-        tensors = (x_PF, *call.states, *(call.parameters[name] for name in self.names))
-        return all(t.dtype is dtype and t.device.type == "cpu" and (t.dim() == 2 or t.is_contiguous()) for t in tensors)
+        for tensor in (x_PF, *call.states, *[call.parameters[name] for name in self.names]):
+            if tensor.dtype is not dtype or not tensor.is_cpu or (tensor.dim() != 2 and not tensor.is_contiguous()):
+                return False
+        return True
 
     @classmethod
     def run_all(cls, calls: Sequence[LayerCall]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
         """Run layers that do not depend on each other, their loops at once."""
         tensors: list[torch.Tensor] = []
         for call in calls:
-            tensors += [call.x_PF, *(state.contiguous() for state in call.states)]
+            tensors += [call.x_PF, *[state.contiguous() for state in call.states]]
             tensors += [call.parameters[name] for name in _layer_of(call).names]
-        made = iter(_FusedLayers.apply(calls, *tensors))  # type: ignore[no-untyped-call]
-        return [(next(made), [next(made) for _ in call.states]) for call in calls]
+        made = _FusedLayers.apply(calls, *tensors)  # type: ignore[no-untyped-call]
+        if len(calls) == 1:
+            return [(made[0], list(made[1:]))]
+        rest = iter(made)
+        return [(next(rest), [next(rest) for _ in call.states]) for call in calls]
 
-    def sizes(self, total: int, num_rows: int, *, keep: bool) -> _Sizes:
-        """Where kept values lie."""
-        key = (total, num_rows, keep)
-        found = self._sizes.get(key)
-        if found is None:
-            if len(self._sizes) >= MAX_SIZES:
-                self._sizes.clear()
-            body = self.kernel.body
-            kept: dict[Role, int] = {}
-            place = 0
-            for role, nodes in (("after", body.next_states), ("output", body.outputs), ("saved", body.saved)):
-                for index, node in enumerate(nodes):
-                    if (role, index) != self.y_role:
-                        kept[role, index] = place
-                        # What nothing will read again gets one row for each sequence.
-                        place += aligned((total if keep or role != "saved" else num_rows) * node.row_size)
-            found = self._sizes[key] = _Sizes(kept, place)
-        return found
+    def kept_places(self, total: int, num_rows: int, *, keep: bool) -> tuple[dict[Role, int], int]:
+        """Where the values lie that are made forward and read backward, in elements, and how many there are."""
+        body, end = self.kernel.body, 0
+        places: dict[Role, int] = {}
+        lists = {"after": body.next_states, "output": body.outputs, "saved": body.saved}
+        if self.keeps_feeds:
+            lists["per_step"] = [port.node for port in body.ports_of(Kind.PER_STEP)]
+        for role, nodes in lists.items():
+            for index, node in enumerate(nodes):
+                if (role, index) != self.y_role:
+                    places[role, index] = end
+                    # What nothing will read again gets one row for each sequence.
+                    end += aligned((total if keep or role != "saved" else num_rows) * node.row_size)
+        return places, end
 
 
 def _require(holds: bool) -> None:
@@ -222,60 +268,41 @@ def _layer_of(call: LayerCall) -> FusedLayer:
 
 @final
 class _Batch:
-    """What one layer reads in a pass, and where it lies."""
+    """What one layer reads in a pass."""
+
+    __slots__ = ("layer", "layout", "parameters", "states", "tensors", "x_PF")
 
     def __init__(self, layer: FusedLayer, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-        self.layer, self.layout, self.x_PF = layer, layout, tensors[0]
+        self.layer, self.layout, self.tensors, self.x_PF = layer, layout, tensors, tensors[0]
         self.states = tensors[1 : 1 + layer.num_states]
         self.parameters = tensors[1 + layer.num_states :]
-        self.addresses: dict[Role, int] = {}
-        for index, state in enumerate(self.states):
-            self.addresses["initial", index] = state.data_ptr()
 
-    def matrix_KN(self, stored: Stored) -> torch.Tensor:
-        """A parameter as the map or loop reads it."""
-        position, transposed = stored
-        return self.parameters[position].t() if transposed else self.parameters[position]
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the code depends on."""
+        return self.layer, self.layout.sizes, *[tensor.stride() for tensor in self.tensors]
 
-    def place_kept(self, y: torch.Tensor, kept: torch.Tensor, feeds: Sequence[torch.Tensor], *, keep: bool) -> None:
-        """Note where the values lie that are made forward and read backward."""
-        start, each = kept.data_ptr(), kept.element_size()
-        places = self.layer.sizes(self.layout.total, self.layout.num_rows, keep=keep).kept
-        self.addresses.update((role, start + place * each) for role, place in places.items())
-        self.addresses[self.layer.y_role] = y.data_ptr()
-        for index in range(self.layer.num_states):
-            self.addresses["before", index] = self.addresses["after", index]
-        for index, feed in enumerate(feeds):
-            self.addresses["per_step", index] = feed.data_ptr()
-
-    def arguments(self, way: Way, *, keep: bool, team: int) -> Arguments:
-        """Of generated code; a buffer that lies nowhere is read as zeros, or not at all."""
-        layer = self.layer
-        kernel, function = layer.kernel, layer.kernel.functions[way]
-        buffers = layer.buffers[way]
-        pointers = [self.addresses.get(role, 0) for role, _ in buffers]
-        strides = [size if place else 0 for place, (_, size) in zip(pointers, buffers, strict=True)]
-        if 0 in pointers:
-            zeros = kernel.zeros.data_ptr()
-            pointers = [place or zeros for place in pointers]
-        pointers += [self.parameters[position].data_ptr() for position in layer.vectors[way]]
-        weights: list[int] = []
-        weight_strides: list[int] = []
-        for position, transposed in layer.matrices[way]:
-            tensor = self.parameters[position]
-            weights.append(tensor.data_ptr())
-            weight_strides += reversed(tensor.stride()) if transposed else tensor.stride()
-        return arguments_of(
-            kernel,
-            function,
-            self.layout,
-            lists=(strides, weight_strides, pointers, weights),
-            keep=keep,
-            team=team,
+    def addresses(
+        self, own: _LayerPass, work: torch.Tensor, kept: torch.Tensor | None, y: torch.Tensor, further: Sequence[Any]
+    ) -> "array[int]":
+        """Where the tensors of a call lie."""
+        layout, start = self.layout, work.data_ptr()
+        return array(
+            "q",
+            [
+                *(start, start + own.work * work.element_size(), 0 if kept is None else kept.data_ptr(), y.data_ptr()),
+                *layout.addresses,
+                layout.bounds(own.pieces or 1).buffer_info()[0],
+                self.layer.zeros_address,
+                *[tensor.data_ptr() for tensor in self.tensors],
+                *[0 if tensor is None else tensor.data_ptr() for tensor in further],
+            ],
         )
 
 
 def _batches(layers: Sequence[FusedLayer], layouts: Sequence[Layout], tensors: Sequence[torch.Tensor]) -> list[_Batch]:
+    if len(layers) == 1:
+        return [_Batch(layers[0], layouts[0], tensors)]
     batches, first = [], 0
     for layer, layout in zip(layers, layouts, strict=True):
         last = first + layer.num_inputs
@@ -284,140 +311,337 @@ def _batches(layers: Sequence[FusedLayer], layouts: Sequence[Layout], tensors: S
     return batches
 
 
-def _run_loops(way: Way, batches: Sequence[_Batch], *, keep: bool) -> None:
-    runs = [(batch.layout, batch.layer.kernel) for batch in batches]
-    threads, team = share_out(way, runs)
-    launch(way, runs, [batch.arguments(way, keep=keep, team=team) for batch in batches], threads=threads, team=team)
+class _Writer:
+    """Writes the code of one layer."""
 
+    def __init__(self, batch: _Batch, way: Way, *, keep: bool) -> None:
+        self.layer, self.layout, self.way, self.keep = batch.layer, batch.layout, way, keep
+        self.tensors, self.each = batch.tensors, batch.layer.kernel.dtype.itemsize
+        self.parts: list[list[list[int]]] = [[], []]
+        """Operations before and after the loop."""
+        self.loop: list[int] = []
+        self.work = self.room = self.taken = 0
+        layout, layer = self.layout, self.layer
+        places, self.kept = layer.kept_places(layout.total, layout.num_rows, keep=keep)
+        start = self.at(KEPT) if keep else self.reserve(self.kept)
+        self.places = {role: start + place * self.each for role, place in places.items()}
+        self.places[layer.y_role] = self.at(Y)
+        self.first_parameter, self.own_tensors = X + 1 + layer.num_states, X + layer.num_inputs
+        for index in range(layer.num_states):
+            self.places["initial", index] = self.at(X + 1 + index)
+            self.places["before", index] = self.places["after", index]
 
-def _run_forward(batches: Sequence[_Batch], *, keep: bool) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """For each layer, its outputs with the final states, and what is kept for the backward pass."""
-    made, alive = [], []
-    for batch in batches:
-        layer, layout, dtype = batch.layer, batch.layout, batch.layer.kernel.dtype
-        feeds = [
-            product(batch.x_PF, batch.matrix_KN(weight), None if bias is None else batch.parameters[bias])
-            for weight, bias in layer.feeds
+    def at(self, tensor: int, offset: int = 0) -> int:
+        """An address, `offset` elements from the start of a tensor."""
+        return (tensor << OFFSET_BITS) + offset * self.each
+
+    def reserve(self, size: int) -> int:
+        """Memory for so many elements until the end of the pass."""
+        self.work += aligned(size)
+        return self.at(WORK, self.work - aligned(size))
+
+    def make_room(self, size: int) -> int:
+        """Memory for one operation, behind what is taken."""
+        self.room = max(self.room, self.taken + aligned(size))
+        return self.at(ROOM, self.taken)
+
+    def add(self, *words: int, after: bool = False) -> None:
+        """An operation."""
+        self.parts[after].append(list(words))
+
+    def matrix(self, stored: Stored) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Where a parameter lies, its shape and strides, as the map or loop reads it."""
+        position, transposed = stored
+        tensor, turn = self.tensors[1 + self.layer.num_states + position], -1 if transposed else 1
+        return self.at(self.first_parameter + position), tuple(tensor.shape)[::turn], tensor.stride()[::turn]
+
+    def add_product(
+        self, x: int, stride: int, weight: Sequence[Any], bias: int, y: int, *, transposed: bool = False
+    ) -> None:
+        """`y` = `x` times a matrix or its transpose, plus `bias`."""
+        place, shape, strides = weight
+        (inner, columns), turn = shape[:: -1 if transposed else 1], -1 if transposed else 1
+        rows = self.layout.total
+        if columns:
+            threads = threads_for(rows * inner * columns)
+            memory = self.make_room(product_memory(inner, columns, threads))
+            words = (x, stride, place, *strides[::turn], bias, y, rows, inner, columns, memory, threads)
+            self.add(PRODUCT, *words, after=self.way == "backward")
+
+    def add_loop(self, *, pieces: int, team: int) -> None:
+        """The loop; a buffer that lies nowhere is read as zeros, or not at all."""
+        layer, layout, way = self.layer, self.layout, self.way
+        kernel, function, buffers = layer.kernel, layer.kernel.functions[way], layer.buffers[way]
+        places, end = work_memory(function, layout.num_rows, team)
+        self.make_room(end)
+        matrices = [self.matrix(stored) for stored in layer.matrices[way]]
+        weight_strides = [stride for _, _, strides in matrices for stride in strides]
+        vectors = [self.at(self.first_parameter + position) for position in layer.vectors[way]]
+        self.loop = [
+            *(kernel.addresses[f"{way}_pack"], kernel.addresses[f"{way}_work"], pieces, self.at(BOUNDS)),
+            *(layout.num_steps, layout.num_rows, int(self.keep), self.at(ROWS), self.at(STARTS), self.at(LENGTHS)),
+            *(self.at(ROOM, place) for place in places),
+            *(len(buffers), len(weight_strides)),
+            *(size if role in self.places else 0 for role, size in buffers),
+            *weight_strides,
+            *(len(buffers) + len(vectors), len(matrices)),
+            *(self.places.get(role, self.at(ZEROS)) for role, _ in buffers),
+            *(*vectors, *(place for place, _, _ in matrices)),
         ]
+
+    def finish(self, pieces: int) -> _LayerPass:
+        """All of it."""
+        before, after = ([len(part), *(word for words in part for word in words)] for part in self.parts)
+        code = array("q", [*before, *self.loop, *after])
+        return _LayerPass(code, pieces, self.work, self.room, self.kept)
+
+
+def _write_forward(batch: _Batch, *, keep: bool, pieces: int, team: int) -> _LayerPass:
+    writer, layer = _Writer(batch, "forward", keep=keep), batch.layer
+    for index, (weight, bias) in enumerate(layer.feeds):
+        matrix = writer.matrix(weight)
+        if not layer.keeps_feeds:
+            writer.places["per_step", index] = writer.reserve(batch.layout.total * matrix[1][1])
+        bias_place = NOWHERE if bias is None else writer.at(writer.first_parameter + bias)
+        x = (writer.at(X), batch.x_PF.stride(0))
+        writer.add_product(*x, matrix, bias_place, writer.places["per_step", index])
+    for index in range(layer.num_states):
+        writer.places["final", index] = writer.at(writer.own_tensors + index)
+    writer.add_loop(pieces=pieces, team=team)
+    return writer.finish(pieces)
+
+
+@final
+class _BackwardWriter(_Writer):
+    """Writes a backward pass: the loop, and what the gradients of all inputs are computed with from what it leaves."""
+
+    def __init__(self, batch: _Batch, given: Sequence[bool], needed: Sequence[bool], *, weights: bool) -> None:
+        """`given`: results that have a gradient. `needed`: inputs that need one, with parameters only if `weights`."""
+        super().__init__(batch, "backward", keep=True)
+        self.batch = batch
+        first = 1 + self.layer.num_states
+        self.needed = [need and (weights or index < first) for index, need in enumerate(needed)]
+        # The tensors of this pass: gradients of y and final states, states before each step, gradients that are made.
+        self.first_shifted = self.own_tensors + first
+        self.first_gradient = self.first_shifted + self.layer.num_states
+        self.gradients: dict[int, tuple[int, ...]] = {}
+        self.shifted: set[int] = set()
+        self.sums: dict[int, int] = {}
+        if given[0]:
+            self.places[f"d_{self.layer.y_role[0]}", self.layer.y_role[1]] = self.at(self.own_tensors)
+        for index, state in enumerate(batch.states):
+            self._add_carry(index, state, given=given[1 + index])
+        body, total, by_node = self.layer.kernel.body, self.layout.total, dict[Node, int]()
+        for index, port in enumerate(body.ports_of(Kind.PER_STEP)):
+            if port.gradient is not None:
+                place = self.places["d_per_step", index] = self.reserve(total * port.node.row_size)
+                by_node[port.gradient] = place
+        for index, node in enumerate(body.to_deferred):
+            found = by_node.get(node)
+            self.places["to_deferred", index] = self.reserve(total * node.row_size) if found is None else found
+
+    def _add_carry(self, index: int, state: torch.Tensor, *, given: bool) -> None:
+        # Two, since a step reads one and writes the other. A sequence joins at its last step, whichever is read there:
+        # both start as its final gradient.
+        if self.needed[1 + index]:
+            carry = self.at(self.first_gradient + len(self.gradients))
+            self.gradients[1 + index] = (2, *state.shape)
+        else:
+            carry = self.reserve(2 * state.numel())
+        last = self.at(self.own_tensors + 1 + index) if given else NOWHERE
+        self.add(SPREAD, last, carry, state.numel())
+        self.places["carry_in", index] = self.places["carry_out", index] = carry
+
+    def _wants(self, position: int | None) -> bool:
+        return position is not None and self.needed[1 + self.layer.num_states + position]
+
+    def _add_gradient(self, index: int, size: Sequence[int], write: Callable[[int], None], *, transposed: bool) -> None:
+        """Let `write` make a gradient where it belongs, or in passing if it is to be transposed or added to another."""
+        is_first, elements = index not in self.gradients, math.prod(size)
+        self.gradients.setdefault(index, tuple(self.batch.tensors[index].shape))
+        target = self.at(self.first_gradient + list(self.gradients).index(index))
+        if elements == 0:
+            return
+        if is_first and not transposed:
+            write(target)
+            return
+        source = self.make_room(elements)
+        self.taken = aligned(elements)
+        write(source)
+        self.taken = 0
+        shape = size if transposed else (1, elements)
+        self.add(COPY if is_first else ADD, source, target, *shape, threads_for(elements), after=True)
+        for d in [d for d, place in self.sums.items() if place in {target, source}]:
+            del self.sums[d]
+
+    def _add_matrix(self, weight: Stored, x: int, stride: int, d: int, head: Sequence[int] = (NOWHERE, 0, 0)) -> None:
+        total, (inner, columns) = self.layout.total, self.matrix(weight)[1]
+
+        def write(out: int) -> None:
+            threads = threads_for(total * inner * columns)
+            memory = self.make_room(weight_gradient_memory(inner, columns, threads))
+            sizes = (total, inner, columns, memory, threads)
+            self.add(WEIGHT_GRADIENT, *head, x, stride, d, columns, out, *sizes, after=True)
+
+        self._add_gradient(1 + self.layer.num_states + weight[0], (inner, columns), write, transposed=weight[1])
+
+    def _add_sum(self, position: int, d: int) -> None:
+        total, columns = self.layout.total, self.batch.parameters[position].numel()
+
+        def write(out: int) -> None:
+            # The biases of a map and of a loop often get the same gradient.
+            if d in self.sums:
+                self.add(COPY, self.sums[d], out, 1, columns, 1, after=True)
+            else:
+                self.add(COLUMN_SUMS, d, out, total, columns, threads_for(total * columns), after=True)
+                self.sums[d] = out
+
+        self._add_gradient(1 + self.layer.num_states + position, (columns,), write, transposed=False)
+
+    def add_feeds(self) -> None:
+        """Gradients of the input, and of the maps' parameters."""
+        x_PF = self.batch.x_PF
+        for index, (weight, bias) in enumerate(self.layer.feeds):
+            d, matrix = self.places.get(("d_per_step", index)), self.matrix(weight)
+            if d is None:
+                continue
+            if self.needed[0]:
+                write = functools.partial(self.add_product, d, matrix[1][1], matrix, NOWHERE, transposed=True)
+                self._add_gradient(0, x_PF.shape, write, transposed=False)
+            if self._wants(weight[0]):
+                self._add_matrix(weight, self.at(X), x_PF.stride(0), d)
+            if bias is not None and self._wants(bias):
+                self._add_sum(bias, d)
+
+    def add_weights(self) -> None:
+        """Gradients of the loop's own parameters."""
+        places, layout = self.places, self.layout
+        for weight, d_role, role in self.layer.weight_gradients:
+            if not self._wants(weight[0]):
+                continue
+            d = places[d_role]
+            if role is None:
+                self._add_sum(weight[0], d)
+                continue
+            width = self.matrix(weight)[1][0]
+            if role[0] != "before":
+                self._add_matrix(weight, places[role], width, d)
+            elif layout.num_steps <= 1:
+                self._add_matrix(weight, places["initial", role[1]], width, d)
+            elif layout.is_even:
+                head = (places["initial", role[1]], width, layout.num_rows)
+                self._add_matrix(weight, places["after", role[1]], width, d, head)
+            else:
+                self.shifted.add(role[1])
+                self._add_matrix(weight, self.at(self.first_shifted + role[1]), width, d)
+
+
+def _write_backward(
+    batch: _Batch, given: Sequence[bool], needed: Sequence[bool], *, weights: bool, pieces: int, team: int
+) -> _LayerPass:
+    writer = _BackwardWriter(batch, given, needed, weights=weights)
+    writer.add_loop(pieces=pieces, team=team)
+    writer.add_feeds()
+    writer.add_weights()
+    made = writer.finish(pieces)
+    made.gradients, made.shifted = list(writer.gradients.items()), writer.shifted
+    return made
+
+
+def _find_pass(
+    way: Way, batches: Sequence[_Batch], key: tuple[Any, ...], write: Callable[[int, int, int], _LayerPass]
+) -> _Pass:
+    """The code of a pass; `write` makes that of a layer from its number, pieces and the size of a team."""
+    known = batches[0].layer.passes
+    key = (way, torch.get_num_threads(), key, *[batch.key for batch in batches])
+    found = known.get(key)
+    if found is None:
+        if len(known) >= MAX_PASSES:
+            known.clear()
+        threads, team = share_out(way, [(batch.layout, batch.layer.kernel) for batch in batches])
+        pieces = [pieces_of(batch.layout, len(batches), threads=threads, team=team) for batch in batches]
+        layers = [write(index, own, team) for index, own in enumerate(pieces)]
+        codes = array("q", [own.code.buffer_info()[0] for own in layers])
+        found = known[key] = _Pass(layers, min(threads, max(sum(pieces), team)), codes)
+    return found
+
+
+def _launch(found: _Pass, batches: Sequence[_Batch], tensors: "Sequence[array[int]]") -> None:
+    addresses = array("q", [own.buffer_info()[0] for own in tensors])
+    batches[0].layer.run(found.codes.buffer_info()[0], addresses.buffer_info()[0], len(tensors), found.threads)
+
+
+def _run_forward(batches: Sequence[_Batch], *, keep: bool) -> list[tuple[list[torch.Tensor], torch.Tensor | None]]:
+    """For each layer, its outputs with the final states, and what is kept for the backward pass."""
+    found = _find_pass(
+        "forward",
+        batches,
+        (keep,),
+        lambda index, pieces, team: _write_forward(batches[index], keep=keep, pieces=pieces, team=team),
+    )
+    made: list[tuple[list[torch.Tensor], torch.Tensor | None]] = []
+    alive, tensors = [], []
+    for batch, own in zip(batches, found.layers, strict=True):
+        layer, layout, dtype = batch.layer, batch.layout, batch.layer.kernel.dtype
         y = empty(layout.total, *layer.y_shape, dtype=dtype)
         finals = [empty(layout.num_rows, *shape, dtype=dtype) for shape in layer.state_shapes]
-        kept = empty(layer.sizes(layout.total, layout.num_rows, keep=keep).num_kept, dtype=dtype)
-        batch.place_kept(y, kept, feeds, keep=keep)
-        for index, final_state in enumerate(finals):
-            batch.addresses["final", index] = final_state.data_ptr()
-        alive.append(feeds)
-        made.append(([y, *finals], [kept, *(feeds if layer.keeps_feeds else [])]))
-    _run_loops("forward", batches, keep=keep)
+        kept = empty(own.kept, dtype=dtype) if keep else None
+        alive.append(empty(own.work + own.room, dtype=dtype))
+        tensors.append(batch.addresses(own, alive[-1], kept, y, finals))
+        made.append(([y, *finals], kept))
+    _launch(found, batches, tensors)
     return made
 
 
 def _run_backward(
-    batches: Sequence[_Batch], cotangents: Sequence[Sequence[torch.Tensor | None]]
-) -> list[tuple[list[torch.Tensor], dict[Role, torch.Tensor]]]:
-    """For each layer, gradients of its initial states, and those of each step by their role."""
-    made = []
-    for batch, (d_y, *d_finals) in zip(batches, cotangents, strict=True):
-        layer, total, dtype = batch.layer, batch.layout.total, batch.layer.kernel.dtype
-        body, carried = layer.kernel.body, []
-        for index, (state, last) in enumerate(zip(batch.states, d_finals, strict=True)):
-            # Two, since a step reads one and writes the other. A sequence joins at its last step, whichever is read
-            # there: both start as its final gradient.
-            carry = empty(2, *state.shape, dtype=dtype)
-            carried.append(carry.zero_() if last is None else carry.copy_(last.expand_as(carry)))
-            batch.addresses["carry_in", index] = batch.addresses["carry_out", index] = carry.data_ptr()
-        rows: dict[Role, torch.Tensor] = {}
-        if d_y is not None:
-            rows[f"d_{layer.y_role[0]}", layer.y_role[1]] = d_y.contiguous()
-        by_node: dict[Node, torch.Tensor] = {}
-        for index, port in enumerate(body.ports_of(Kind.PER_STEP)):
-            if port.gradient is not None:
-                rows["d_per_step", index] = by_node[port.gradient] = empty(total, port.node.row_size, dtype=dtype)
-        for index, node in enumerate(body.to_deferred):
-            found = by_node.get(node)
-            rows["to_deferred", index] = empty(total, *node.row_shape, dtype=dtype) if found is None else found
-        batch.addresses.update((role, tensor.data_ptr()) for role, tensor in rows.items())
-        made.append(([carry[0] for carry in carried], rows))
-    _run_loops("backward", batches, keep=True)
-    return made
-
-
-def _gradients(
-    batch: _Batch,
-    kept: Sequence[torch.Tensor],
-    y: torch.Tensor,
-    made: tuple[list[torch.Tensor], dict[Role, torch.Tensor]],
+    batches: Sequence[_Batch],
+    made: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    cotangents: Sequence[torch.Tensor | None],
     needed: Sequence[bool],
 ) -> list[torch.Tensor | None]:
-    """Of all inputs of a layer."""
+    """Gradients of all inputs, from the output and what is kept of each layer, and the gradients of results."""
+    weights = wants_weights()
+    arriving, asked, first = [], [], 0
+    for batch in batches:
+        count = 1 + batch.layer.num_states
+        arriving.append([None if d is None else d.contiguous() for d in cotangents[:count]])
+        asked.append(tuple(needed[first : first + batch.layer.num_inputs]))
+        cotangents, first = cotangents[count:], first + batch.layer.num_inputs
+    given = [tuple(d is not None for d in own) for own in arriving]
+    found = _find_pass(
+        "backward",
+        batches,
+        (weights, *given, *asked),
+        lambda index, pieces, team: _write_backward(
+            batches[index], given[index], asked[index], weights=weights, pieces=pieces, team=team
+        ),
+    )
+    results: list[torch.Tensor | None] = []
+    alive, tensors = [], []
+    for batch, own, (y, kept), ds in zip(batches, found.layers, made, arriving, strict=True):
+        layer, layout, dtype = batch.layer, batch.layout, batch.layer.kernel.dtype
+        shifted: list[torch.Tensor | None] = [None] * layer.num_states
+        for index in own.shifted:
+            shifted[index] = layout.shift(_after(batch, index, kept, y), batch.states[index])
+        gradients = [empty(*shape, dtype=dtype) for _, shape in own.gradients]
+        alive += [shifted, work := empty(own.work + own.room, dtype=dtype)]
+        tensors.append(batch.addresses(own, work, kept, y, [*ds, *shifted, *gradients]))
+        mine: list[torch.Tensor | None] = [None] * layer.num_inputs
+        for (index, _), gradient in zip(own.gradients, gradients, strict=True):
+            mine[index] = gradient[0] if 1 <= index <= layer.num_states else gradient
+        results += mine
+    _launch(found, batches, tensors)
+    return results
+
+
+def _after(batch: _Batch, index: int, kept: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A state after each step, as the forward pass left it."""
     layer, layout = batch.layer, batch.layout
-    d_states, rows = made
-    found: list[torch.Tensor | None] = [None] * len(needed)
-    first_parameter = 1 + layer.num_states
-    found[1:first_parameter] = d_states
-
-    def add(position: int, gradient: torch.Tensor) -> None:
-        before = found[position]
-        found[position] = gradient if before is None else before + gradient
-
-    def wanted(stored: Stored | int | None) -> bool:
-        position = stored[0] if isinstance(stored, tuple) else stored
-        return position is not None and needed[first_parameter + position] and wants_weights()
-
-    def add_matrix(stored: Stored, gradient_KN: torch.Tensor) -> None:
-        position, transposed = stored
-        add(first_parameter + position, gradient_KN.t().contiguous() if transposed else gradient_KN)
-
-    sums: dict[int, torch.Tensor] = {}
-
-    def add_sum(position: int, d_PN: torch.Tensor) -> None:
-        # The biases of a map and of a loop often get the same gradient.
-        known = sums.get(id(d_PN))
-        sums[id(d_PN)] = made = column_sums(d_PN) if known is None else known.clone()
-        add(first_parameter + position, made)
-
-    for index, (weight, bias) in enumerate(layer.feeds):
-        d_PN = rows.get(("d_per_step", index))
-        if d_PN is None:
-            continue
-        if needed[0]:
-            add(0, product(d_PN, batch.matrix_KN(weight).t()))
-        if wanted(weight):
-            add_matrix(weight, weight_gradient(batch.x_PF, d_PN))
-        if wanted(bias):
-            assert bias is not None
-            add_sum(bias, d_PN)
-    for weight, d_role, role in layer.weight_gradients:
-        if not wanted(weight):
-            continue
-        d_PN = rows[d_role]
-        if role is None:
-            add_sum(weight[0], d_PN)
-            continue
-        name, index = role
-        if name == "before":
-            after = _kept_value(batch, ("after", index), kept, y)
-            initial = batch.states[index]
-            if layout.is_even and layout.num_steps > 1:
-                add_matrix(weight, weight_gradient(after, d_PN, initial))
-            else:
-                add_matrix(weight, weight_gradient(layout.shift(after, initial), d_PN))
-        else:
-            add_matrix(weight, weight_gradient(_kept_value(batch, role, kept, y), d_PN))
-    return found
-
-
-def _kept_value(batch: _Batch, role: Role, kept: Sequence[torch.Tensor], y: torch.Tensor) -> torch.Tensor:
-    """A value of all steps, of one dimension per row, that the forward pass left."""
-    layer, total = batch.layer, batch.layout.total
-    if role == layer.y_role:
+    if ("after", index) == layer.y_role:
         return y
-    if role[0] == "per_step":
-        return kept[1 + role[1]]
-    body = layer.kernel.body
-    nodes = {"after": body.next_states, "output": body.outputs, "saved": body.saved}[role[0]]
-    size = nodes[role[1]].row_size
-    start = layer.sizes(total, batch.layout.num_rows, keep=True).kept[role]
-    return kept[0][start : start + total * size].view(total, size)
+    (size,) = layer.state_shapes[index]
+    start = layer.kept_places(layout.total, layout.num_rows, keep=True)[0]["after", index]
+    return kept[start : start + layout.total * size].view(layout.total, size)
 
 
 class _FusedLayers(torch.autograd.Function):
@@ -426,16 +650,18 @@ class _FusedLayers(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         keep = any(ctx.needs_input_grad) and not torch.is_inference_mode_enabled()
         layers, layouts = [_layer_of(call) for call in calls], [call.layout for call in calls]
-        made = _run_forward(_batches(layers, layouts, tensors), keep=keep)
+        batches = _batches(layers, layouts, tensors)
+        made = _run_forward(batches, keep=keep)
         if keep:
             outputs = [results[0] for results, _ in made]
             ctx.programs, ctx.layers, ctx.layouts = [call.program for call in calls], layers, layouts
             ctx.watched, ctx.versions = [version_of(y) for y in outputs], [y._version for y in outputs]
-            kept = [tensor for _, own in made for tensor in own]
-            is_read = [index not in layer.unread_inputs for layer in layers for index in range(layer.num_inputs)]
-            ctx.unread = [None if read else (t, t._version) for t, read in zip(tensors, is_read, strict=True)]
-            read = [tensor for tensor, read in zip(tensors, is_read, strict=True) if read]
-            ctx.save_for_backward(*read, *(y.data for y in outputs), *kept)
+            ctx.unread = [
+                [(batch.tensors[index], batch.tensors[index]._version) for index in batch.layer.unread_inputs]
+                for batch in batches
+            ]
+            read = [batch.tensors[index] for batch in batches for index in batch.layer.read_inputs]
+            ctx.save_for_backward(*read, *(y.data for y in outputs), *(kept for _, kept in made))
         return tuple(tensor for results, _ in made for tensor in results)
 
     @staticmethod
@@ -444,34 +670,26 @@ class _FusedLayers(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         # Read once: what autograd stores elsewhere, or computes again, is brought back at each read.
         rest = iter(ctx.saved_tensors)
-        tensors = [next(rest) if unread is None else unread[0] for unread in ctx.unread]
+        tensors: list[torch.Tensor] = []
+        for layer, unread in zip(layers, ctx.unread, strict=True):
+            own = dict(zip(layer.unread_inputs, [tensor for tensor, _ in unread], strict=True))
+            tensors += [own[index] if index in own else next(rest) for index in range(layer.num_inputs)]
         if torch.is_grad_enabled() or any(is_batched(item) for item in cotangents):
             _check_unchanged(ctx.unread)
             run = functools.partial(_run_by_torch, ctx.programs, layers, ctx.layouts)
             return None, *differentiate_by_torch(run, tensors, cotangents, needed)
         batches = _batches(layers, ctx.layouts, tensors)
         outputs = [next(rest) for _ in layers]
-        kept = [[next(rest) for _ in range(layer.num_kept)] for layer in layers]
+        made = list(zip(outputs, rest, strict=True))
         if any(item._version != version for item, version in zip(ctx.watched, ctx.versions, strict=True)):
             _check_unchanged(ctx.unread)
-            made = _run_forward(_batches(layers, ctx.layouts, tensors), keep=True)
-            outputs, kept = [results[0] for results, _ in made], [own for _, own in made]
-        for batch, y, own in zip(batches, outputs, kept, strict=True):
-            batch.place_kept(y, own[0], own[1:], keep=True)
-        remaining = iter(cotangents)
-        arriving = [[next(remaining) for _ in range(1 + layer.num_states)] for layer in layers]
-        found: list[torch.Tensor | None] = []
-        first = 0
-        for batch, y, own, made_here in zip(batches, outputs, kept, _run_backward(batches, arriving), strict=True):
-            last = first + batch.layer.num_inputs
-            found += _gradients(batch, own, y, made_here, needed[first:last])
-            first = last
-        return None, *found
+            made = [(results[0], kept) for results, kept in _run_forward(batches, keep=True) if kept is not None]
+        return None, *_run_backward(batches, made, cotangents, needed)
 
 
-def _check_unchanged(unread: Sequence[tuple[torch.Tensor, int] | None]) -> None:
+def _check_unchanged(unread: Sequence[Sequence[tuple[torch.Tensor, int]]]) -> None:
     """An error, as autograd has it, if the forward pass is needed again and an input is not what it was."""
-    if any(item is not None and item[0]._version != item[1] for item in unread):
+    if any(tensor._version != version for own in unread for tensor, version in own):
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             "the bias of a recurrent layer, which has to be run again since its output was modified too, or since its "
