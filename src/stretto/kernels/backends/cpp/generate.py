@@ -148,13 +148,23 @@ def _function(way: Way, made: Generated, step: list[str], blocks: Mapping[Weight
         "  }",
         "}",
     ]
-    team = f"{way}_steps<true>" if made.shares_columns else "nullptr"
-    usually = "true" if made.usually_shares_columns else "false"
+    is_large = "true" if made.usually_shares_columns else "false"
     lines += [
-        f'extern "C" void {way}_work(const Call* call, int64_t first, int64_t last, int rank, int size,',
-        "                              Barrier* barrier) {",
-        f"  run_steps(*call, first, last, rank, size, barrier, {team}, {way}_steps<false>, {usually});",
+        f'extern "C" Loop* {way}_work(const Call* call, int64_t first, int64_t last, int64_t from, int64_t to, int rank,',
+        "                               int size, Barrier* barrier) {",
+        f"  static Loop loop{{{made.work}, {is_large}}};",
+        "  if (size == 0) return &loop;",
+        f"  if (size == 1) {way}_steps<false>(*call, first, last, from, to, 0, 1, barrier);",
+    ]
+    if made.shares_columns:
+        lines += [
+            f"  else if (rank > 0) follow(*call, first, last, rank, size, barrier, {way}_steps<true>);",
+            f"  else lead(*call, first, last, size, barrier, {way}_steps<true>, {way}_steps<false>, &loop);",
+        ]
+    lines += [
+        "  if (rank > 0 || to < call->num_steps) return &loop;",
         *(f"  {line}" for line in _final_lines(buffers)),
+        "  return &loop;",
         "}",
         f'extern "C" void {way}_pack(const Call* call) {{',
         "  (void)call;",
@@ -179,8 +189,6 @@ def _final_lines(buffers: list[Buffer]) -> list[str]:
     if not copies:
         return []
     return [
-        "if (size > 1) barrier->wait(rank, size);",
-        "if (rank > 0) return;",
         "for (int64_t b = first; b < last; b++) {",
         "  const int64_t steps = call->lengths[b];",
         *(f"  {line}" for line in copies),

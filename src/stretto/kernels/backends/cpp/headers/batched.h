@@ -29,16 +29,16 @@ extern "C" void stretto_product(const real* x, int64_t stride_x, const real* w, 
   const int64_t width = int64_t(panels_of(N)) * PANEL;
   real* const packed = memory;
   real* const rooms = memory + K * width;
-  Barrier barrier;
-  std::atomic<int64_t> next{0};
-  const int64_t blocks = (P + ROW_BLOCK - 1) / ROW_BLOCK;
-  by_threads(threads, [&](int rank, int size) {
-    for (int p = rank; p < panels_of(N); p += size)
+  const int64_t panels = panels_of(N), blocks = (P + ROW_BLOCK - 1) / ROW_BLOCK;
+  std::atomic<int64_t> next_panel{0}, next_block{0};
+  Counter done;
+  by_threads(threads, P * K * N, [&](int rank, int) {
+    for (int64_t p; (p = next_panel.fetch_add(1)) < panels; done.add())
       pack(w + p * PANEL * stride_n, stride_k, stride_n, K, N - p * PANEL < PANEL ? N - p * PANEL : PANEL,
            packed + p * K * PANEL);
-    if (size > 1) barrier.wait(rank, size);
+    done.wait(int(panels), QUIET.at_end);
     real* const room = rooms + rank * ROW_BLOCK * (K + width);
-    for (int64_t block; (block = next.fetch_add(1)) < blocks;) {
+    for (int64_t block; (block = next_block.fetch_add(1)) < blocks;) {
       const int64_t first = block * ROW_BLOCK, last = first + ROW_BLOCK < P ? first + ROW_BLOCK : P;
       product_rows(x, stride_x, packed, bias, y, P, K, N, first, last, room, room + ROW_BLOCK * K);
     }
@@ -52,8 +52,7 @@ extern "C" void stretto_weight_gradient(const real* head, int64_t stride_head, i
                                         int64_t K, int64_t N, real* memory, int64_t threads) {
   const auto row = [=](int64_t p) { return p < head_rows ? head + p * stride_head : x + (p - head_rows) * stride_x; };
   const int64_t all_panels = panels_of(N), width = all_panels * PANEL, blocks = (K + 5) / 6;
-  by_threads(threads, [&](int rank, int size) {
-    const int64_t first = all_panels * rank / size, last = all_panels * (rank + 1) / size;
+  by_shares(threads, P * K * N, all_panels, [&](int64_t first, int64_t last, int rank) {
     real* const sums = memory + first * PANEL * blocks * 6;  // panel after panel, each with all rows of the result
     real* const sides = memory + width * blocks * 6 + rank * DEPTH_BLOCK * (blocks * 6 + PANEL);
     real* const panel = sides + DEPTH_BLOCK * blocks * 6;
@@ -123,9 +122,8 @@ static void column_sums_between(const real* d, int64_t stride_d, const real* e, 
 // out[N] = the sum over rows p of d[p, N], or of d[p, N] e[p, N].
 extern "C" void stretto_column_sums(const real* d, int64_t stride_d, const real* e, int64_t stride_e, real* out, int64_t P,
                                     int64_t N, int64_t threads) {
-  by_threads(threads, [&](int rank, int size) {
-    const int64_t whole = (N + LANES - 1) / LANES, first = whole * rank / size * LANES;
-    const int64_t last = whole * (rank + 1) / size * LANES < N ? whole * (rank + 1) / size * LANES : N;
+  by_shares(threads, P * N, (N + LANES - 1) / LANES, [&](int64_t from, int64_t to, int) {
+    const int64_t first = from * LANES, last = to * LANES < N ? to * LANES : N;
     if (e) column_sums_between<true>(d, stride_d, e, stride_e, out, P, first, last);
     else column_sums_between<false>(d, stride_d, e, stride_e, out, P, first, last);
   });

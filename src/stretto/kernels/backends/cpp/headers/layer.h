@@ -27,13 +27,13 @@ struct Reader {
 template <bool ADDS>
 static void transpose(const real* in, real* out, int64_t K, int64_t N, int64_t threads) {
   constexpr int64_t BLOCK = 16;
-  by_threads(threads, [&](int rank, int size) {
+  const int64_t blocks = K == 1 ? N : (N + BLOCK - 1) / BLOCK;
+  by_shares(threads, K * N, blocks, [&](int64_t first, int64_t last, int) {
     if (K == 1) {
-      for (int64_t n = N * rank / size; n < N * (rank + 1) / size; n++) out[n] = ADDS ? out[n] + in[n] : in[n];
+      for (int64_t n = first; n < last; n++) out[n] = ADDS ? out[n] + in[n] : in[n];
       return;
     }
-    const int64_t blocks = (N + BLOCK - 1) / BLOCK;
-    for (int64_t block = blocks * rank / size; block < blocks * (rank + 1) / size; block++)
+    for (int64_t block = first; block < last; block++)
       for (int64_t k0 = 0; k0 < K; k0 += BLOCK)
         for (int64_t n = block * BLOCK; n < N && n < (block + 1) * BLOCK; n++)
           for (int64_t k = k0; k < K && k < k0 + BLOCK; k++)

@@ -3,9 +3,9 @@
 #include "batched.h"
 
 template <class Body>
-INLINE void each_row(int64_t P, int64_t threads, Body body) {
-  by_threads(threads, [&](int rank, int size) {
-    for (int64_t p = P * rank / size; p < P * (rank + 1) / size; p++) body(p);
+INLINE void each_row(int64_t P, int64_t N, int64_t threads, Body body) {
+  by_shares(threads, P * N, P, [&](int64_t first, int64_t last, int) {
+    for (int64_t p = first; p < last; p++) body(p);
   });
 }
 
@@ -34,7 +34,7 @@ INLINE int64_t after(int64_t j, int64_t N) { return j + LANES <= N ? j + LANES :
 // y = (x - mean) * scale * gain + bias, with mean and scale of each row, which are stored.
 extern "C" void stretto_norm(const real* x, int64_t stride_x, const real* gain, const real* bias, real* y, real* means,
                              real* scales, int64_t P, int64_t N, double eps, int64_t threads) {
-  each_row(P, threads, [=](int64_t p) {
+  each_row(P, N, threads, [=](int64_t p) {
     const real *row = x + p * stride_x;
     real* out = y + p * N;
     const real mean = row_sum(N, [=](int64_t j) { return part(row, j, N); }) / real(N);
@@ -56,7 +56,7 @@ extern "C" void stretto_norm(const real* x, int64_t stride_x, const real* gain, 
 extern "C" void stretto_norm_gradient(const real* x, int64_t stride_x, const real* d, int64_t stride_d, const real* gain,
                                       const real* means, const real* scales, real* d_x, int64_t P, int64_t N,
                                       int64_t threads) {
-  each_row(P, threads, [=](int64_t p) {
+  each_row(P, N, threads, [=](int64_t p) {
     const real *row = x + p * stride_x, *from = d + p * stride_d;
     real* out = d_x + p * N;
     const vec mean = broadcast(means[p]), scale = broadcast(scales[p]);
@@ -75,9 +75,8 @@ constexpr int64_t SUMMED = 16 * PANEL;  // columns that are added up at once
 extern "C" void stretto_norm_sums(const real* x, int64_t stride_x, const real* d, int64_t stride_d, const real* means,
                                   const real* scales, real* d_gain, real* d_bias, int64_t P, int64_t N,
                                   int64_t threads) {
-  by_threads(threads, [&](int rank, int size) {
-    const int64_t whole = (N + PANEL - 1) / PANEL, first = whole * rank / size * PANEL;
-    const int64_t last = whole * (rank + 1) / size * PANEL < N ? whole * (rank + 1) / size * PANEL : N;
+  by_shares(threads, P * N, (N + PANEL - 1) / PANEL, [&](int64_t from, int64_t to, int) {
+    const int64_t first = from * PANEL, last = to * PANEL < N ? to * PANEL : N;
     for (int64_t j = first; j < last; j++) d_gain[j] = d_bias[j] = 0;
     for (int64_t begin = first; begin < last; begin += SUMMED) {
       const int64_t end = begin + SUMMED < last ? begin + SUMMED : last;
