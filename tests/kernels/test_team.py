@@ -57,7 +57,8 @@ extern "C" int64_t run_loop(uint64_t* states, int64_t steps, int64_t seed, int64
 }
 
 // Counts how often each step of each row is done; a step that comes before its turn counts many times.
-static Loop* count_steps(const Call* call, int64_t first, int64_t last, int64_t from, int64_t to, int, int size, Barrier*) {
+static Loop* count_steps(const Call* call, int64_t first, int64_t last, int64_t from, int64_t to, int, int size,
+                         Barrier*) {
   static Loop loop{Pieces::STRETCH / 5, false};
   if (size == 0) return &loop;
   uint64_t* const counts = reinterpret_cast<uint64_t*>(call->buffers[0]);

@@ -150,8 +150,8 @@ def _function(way: Way, made: Generated, step: list[str], blocks: Mapping[Weight
     ]
     is_large = "true" if made.usually_shares_columns else "false"
     lines += [
-        f'extern "C" Loop* {way}_work(const Call* call, int64_t first, int64_t last, int64_t from, int64_t to, int rank,',
-        "                               int size, Barrier* barrier) {",
+        f'extern "C" Loop* {way}_work(const Call* call, int64_t first, int64_t last, int64_t from, int64_t to,',
+        "                               int rank, int size, Barrier* barrier) {",
         f"  static Loop loop{{{made.work}, {is_large}}};",
         "  if (size == 0) return &loop;",
         f"  if (size == 1) {way}_steps<false>(*call, first, last, from, to, 0, 1, barrier);",
