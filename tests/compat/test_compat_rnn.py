@@ -27,7 +27,7 @@ import stretto
 F, B, T = 5, 3, 4
 LENGTHS: Final = [2, 4, 0]
 FRESH_SIZES: Final = count(7)
-TEMPERATURES: Final = [pytest.param(False, id="cold"), pytest.param(True, id="warm")]
+TEMPERATURES: Final = [pytest.param(False, id="cold"), pytest.param(True, id="warm", marks=pytest.mark.slow)]
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 Make = Callable[..., nn.Module]
 

@@ -81,7 +81,7 @@ def _check_compiled(recipe: Recipe, some: list[Case], backend: Backend, save: Sa
 
 
 @pytest.mark.usefixtures("quick_compiler")
-@fuzzed(24, share=0.5)
+@fuzzed(12, share=0.5)
 @given(recipes(shortest=4), st.lists(cases(), min_size=1, max_size=2), saves)
 def test_random_cells_are_compiled_and_agree_with_their_definition(
     recipe: Recipe, some: list[Case], save: SaveChoice

@@ -109,6 +109,7 @@ def test_every_operator_agrees_with_its_definition(name: str) -> None:
     _check(name, "eager")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("names", _groups(CORE))
 def test_every_operator_is_compiled(names: str) -> None:

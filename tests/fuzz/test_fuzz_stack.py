@@ -76,7 +76,7 @@ def test_stretches_of_time_agree_with_their_definition(layers: list[list[Recipe]
 
 
 @pytest.mark.usefixtures("quick_compiler")
-@fuzzed(3, share=0.04)
+@fuzzed(2, share=0.04)
 @given(stacks(), cases())
 def test_compiled_loops_of_several_cells_run_at_once(layers: list[list[Recipe]], case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:

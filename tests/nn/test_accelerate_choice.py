@@ -218,7 +218,7 @@ def test_an_unknown_backend_is_refused_and_nothing_is_changed(x_TBF: torch.Tenso
     assert stretto.explain(layer).layers[0].reason == "not accelerated"
 
 
-@pytest.mark.parametrize("kind", ["GRU", "LSTM", "RNN"])
+@pytest.mark.parametrize("kind", ["LSTM", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("GRU", "RNN"))])
 def test_a_first_training_step_does_not_import_the_compiler_of_torch(kind: str) -> None:
     code = f"""
 import sys, torch, stretto

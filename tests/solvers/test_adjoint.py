@@ -24,7 +24,10 @@ SOLVERS: list[AbstractSolver] = [
 ]
 
 
-@pytest.mark.parametrize(("layers", "both_ways"), [(2, False), (1, True), (2, True)])
+@pytest.mark.parametrize(
+    ("layers", "both_ways"),
+    [(2, True), *(pytest.param(*given, marks=pytest.mark.slow) for given in [(2, False), (1, True)])],
+)
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
 def test_layers_and_directions(solver: AbstractSolver, layers: int, both_ways: bool) -> None:
     torch.manual_seed(2)
