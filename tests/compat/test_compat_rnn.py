@@ -252,7 +252,13 @@ TRANSFORMS: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("warm", "lengths"), [(False, None), (True, [1, 2])], ids=["cold", "warm-with-lengths"])
+@pytest.mark.parametrize(
+    ("warm", "lengths"),
+    [
+        pytest.param(False, None, id="cold"),
+        pytest.param(True, [1, 2], id="warm-with-lengths", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transformed(cell: stretto.Cell, name: str, warm: bool, lengths: list[int] | None) -> None:
     if name == "per-sample":

@@ -99,7 +99,7 @@ def test_cells_of_rare_operators_run_and_agree_with_their_definition(
 
 
 @pytest.mark.usefixtures("quick_compiler")
-@fuzzed(5, share=0.06)
+@fuzzed(3, share=0.06)
 @given(recipes(shortest=4), cases(), saves)
 def test_threads_that_share_the_columns_of_few_rows_change_nothing(
     recipe: Recipe, case: Case, save: SaveChoice

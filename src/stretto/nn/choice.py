@@ -43,7 +43,7 @@ MAX_RETRIES: Final = 12
 """How many disturbed runs are taken again before one is kept."""
 MAX_WORK: Final = 1 << 27
 """Multiplications of a long run, at most: a layer with more rows is measured on fewer."""
-FORMAT: Final = 1
+FORMAT: Final = 2
 Run: TypeAlias = Callable[[nn.RNNBase, Any], Any]
 
 
