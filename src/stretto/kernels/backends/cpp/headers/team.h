@@ -108,7 +108,7 @@ struct alignas(64) Counter {
 struct Load {
   static constexpr int64_t NOTICED = 150 * MICROSECOND;  // a thread that was asleep takes about as long to come
   static constexpr int64_t LATELY = 50 * MILLISECOND, CREDIT = 4 * MILLISECOND;
-  static constexpr int64_t MIN_REST = 10 * MILLISECOND, MAX_REST = 160 * MILLISECOND, RECENT = 200 * MILLISECOND;
+  static constexpr int64_t MIN_REST = 5 * MILLISECOND, MAX_REST = 160 * MILLISECOND;
   std::atomic<int64_t> rest_until{0}, rest{0}, time{0}, lost{0};
   std::atomic<bool> has_run{false}, has_forked{false}, is_throttled{false};
 
@@ -119,7 +119,7 @@ struct Load {
 
   bool is_busy() const {
     const int64_t until = rest_until.load(std::memory_order_relaxed);
-    return until != 0 && nanoseconds() < until + RECENT;
+    return until != 0 && nanoseconds() < until + 2 * rest.load(std::memory_order_relaxed);
   }
 
   Patience patience() const { return is_busy() ? BUSY : QUIET; }
@@ -181,7 +181,7 @@ inline void* Load::keep_idle(void* threads) {
   omp_get_thread_num();
 #endif
   while (load_of_machine.is_busy()) {
-    const timespec pause{0, RECENT / 4};
+    const timespec pause{0, 5 * MILLISECOND};
     nanosleep(&pause, nullptr);
   }
   load_of_machine.is_throttled.store(false);
