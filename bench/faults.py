@@ -56,7 +56,6 @@ USER_ERROR: Final = 2
 NODE_EPOCHS: Final = 150
 NODE_ENDPOINT: Final = "127.0.0.1:29400"
 NODE_TIMEOUT_MINUTES: Final = 1.0
-MAX_NODE_SECONDS: Final = 240.0
 NODE_PROGRESS_EVENTS: Final = 40
 """Events after which a group of ranks counts as running."""
 
@@ -392,9 +391,15 @@ def run_two_nodes(folder: Path) -> None:
         _wait_for_world(run, nodes, size=2)
         _drop(nodes.pop())
         _wait_for_world(run, nodes, size=1)
+        # The rank that stays would finish all epochs if the other took long. Its launcher sends SIGTERM when a node
+        # joins, which waits until the stopped rank goes on.
+        ranks = [process for process, _ in ranks_below(nodes[0].pid)]
+        _signal(ranks, signal.SIGSTOP)
         nodes.append(_start_node(data, run, is_host=False))
+        _wait(lambda: any(_has_sigterm_pending(rank) for rank in ranks), nodes)
+        _signal(ranks, signal.SIGCONT)
         _wait_for_world(run, nodes, size=2)
-        exit_codes = [node.wait(timeout=MAX_NODE_SECONDS) for node in nodes]
+        exit_codes = [node.wait(timeout=MAX_RUN_SECONDS) for node in nodes]
     finally:
         for node in nodes:
             _drop(node)
@@ -417,7 +422,7 @@ def _enable_loopback() -> None:
 def _start_node(data: Path, run: Path, *, is_host: bool) -> "subprocess.Popen[bytes]":
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"]
     launcher += ["--max-restarts=9", "--rdzv-backend=c10d", f"--rdzv-endpoint={NODE_ENDPOINT}", "--rdzv-id=two-nodes"]
-    launcher += [f"--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,is_host={int(is_host)}"]
+    launcher += [f"--rdzv-conf=last_call_timeout=2,keep_alive_interval=3,is_host={int(is_host)}"]
     launcher += ["--local-addr=127.0.0.1", "-m", "stretto"]
     flags = train_command(data, run, epochs=NODE_EPOCHS, rank_timeout_minutes=NODE_TIMEOUT_MINUTES)
     # With a store that launchers share, a node that joins later does not learn its address (torch 2.13).
@@ -428,20 +433,36 @@ def _start_node(data: Path, run: Path, *, is_host: bool) -> "subprocess.Popen[by
 def _drop(node: "subprocess.Popen[bytes]") -> None:
     """SIGKILL a launcher and all its ranks."""
     if node.poll() is None:
-        for process in [*(process for process, _ in ranks_below(node.pid)), node.pid]:
-            os.kill(process, signal.SIGKILL)
+        _signal([*(process for process, _ in ranks_below(node.pid)), node.pid], signal.SIGKILL)
         node.wait()
+
+
+def _signal(processes: list[int], number: signal.Signals) -> None:
+    for process in processes:
+        os.kill(process, number)
+
+
+def _has_sigterm_pending(process: int) -> bool:
+    status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+    pending = int(re.findall(r"ShdPnd:\s+(\w+)", status)[0], 16)
+    return bool(pending & 1 << signal.SIGTERM - 1)
 
 
 def _wait_for_world(run: Path, nodes: list["subprocess.Popen[bytes]"], *, size: int) -> None:
     """Wait until a group of so many ranks makes progress."""
-    deadline = time.monotonic() + MAX_NODE_SECONDS
-    while True:
+
+    def is_running() -> bool:
         starts = _starts(run)
-        if starts and starts[-1][0] == size and starts[-1][1] >= NODE_PROGRESS_EVENTS:
-            return
+        return bool(starts) and starts[-1][0] == size and starts[-1][1] >= NODE_PROGRESS_EVENTS
+
+    _wait(is_running, nodes)
+
+
+def _wait(condition: Callable[[], bool], nodes: list["subprocess.Popen[bytes]"]) -> None:
+    deadline = time.monotonic() + MAX_RUN_SECONDS
+    while not condition():
         if time.monotonic() > deadline or any(node.poll() is not None for node in nodes):
-            raise TimeoutError(f"waited for {size} ranks, had (world size, events) {starts}")
+            raise TimeoutError("a node has ended, or waits for the other")
         time.sleep(0.05)
 
 
