@@ -1,9 +1,10 @@
-"""`python -m bench busy`: training steps of GRU layers beside processes that keep processors busy.
+"""`python -m bench busy`: accelerated layers beside torch's own, and beside processes that keep processors busy.
 
 Shape legend: T steps, B sequences, F features of the input, H hidden units.
 """
 
 import contextlib
+import copy
 import dataclasses
 import os
 import signal
@@ -15,63 +16,108 @@ from collections.abc import Iterator
 from typing import Final
 
 import torch
+from torch import nn
 
-from bench.contenders import draw_batch, draw_cell, our_layer
-from bench.harness import Count, Report, Settings, bench, torch_threads
-from bench.kernels import LARGE_SHAPES, SHAPES, TINY
-from stretto.nn import RNN
+import stretto
+from bench.contenders import Shape, TorchContender, draw_batch, torch_contender
+from bench.harness import Count, Report, Settings, bench, check_equal, torch_threads
+from bench.kernels import SHAPES, TINY
 
-MAX_RATIOS: Final = {1: 1.8, 2: 2.6}
+MAX_OVER_QUIET: Final = {1: 1.8, 2: 2.6}
 """How much longer a step may take beside so many busy processes; its share of two processors would be 1.5 and 2."""
-COLUMNS: Final = ("T, B, F, H", "busy processes", "threads", "ms", "least ms", "over quiet", "over one thread")
+MIN_RATIO: Final = 0.97
+COLUMNS: Final = (
+    *("net", "T, B, F, H", "layers", "busy processes", "threads", "ours ms", "torch ms"),
+    *("ratio", "over quiet", "over one thread"),
+)
 CAPTION: Final = (
-    "ms: mean of all steps, the turns of all rows taken in rounds. over quiet: that over the least time of the same "
-    "number of threads without busy processes. over one thread: over the mean of one thread beside as many."
+    "Forward and backward, medians of all steps; the turns of all rows of a net are taken in rounds. ratio: torch's "
+    "time over ours. over quiet: ours over ours without busy processes. over one thread: ours over that of one thread "
+    "beside as many."
 )
 BUSY: Final = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)\nwhile True: pass"
 
 
+def _defaults(num_steps: int, batch: int, hidden_size: int) -> Shape:
+    return Shape(num_steps=num_steps, batch=batch, input_size=hidden_size, hidden_size=hidden_size)
+
+
+# What libraries use by default: darts, GluonTS, neuralforecast, RLlib, cleanrl, NAM, a small policy, DeepFilterNet.
+LIBRARIES: Final[tuple[tuple[type[nn.GRU | nn.LSTM], Shape, int], ...]] = (
+    (nn.LSTM, _defaults(24, 32, 25), 1),
+    (nn.GRU, _defaults(24, 32, 25), 1),
+    (nn.LSTM, _defaults(48, 32, 40), 2),
+    (nn.GRU, _defaults(48, 32, 40), 2),
+    (nn.LSTM, _defaults(36, 128, 128), 2),
+    (nn.LSTM, _defaults(20, 32, 256), 1),
+    (nn.LSTM, _defaults(128, 2, 128), 1),
+    (nn.LSTM, _defaults(4096, 4, 16), 1),
+    (nn.GRU, _defaults(32, 16, 32), 1),
+    (nn.GRU, _defaults(300, 4, 256), 1),
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BusySettings(Settings):
-    """Measure what other work on the machine costs.
+    """Measure accelerated layers beside torch's, quiet and beside other work on the machine.
 
     Attributes:
         rounds: Turns of each combination of threads and busy processes.
         turn_seconds: Seconds of a turn.
     """
 
-    rounds: Count = 5
+    rounds: Count = 3
     turn_seconds: float = 0.3
 
 
-@bench("busy", title="Kernels beside busy processes")
+@bench("busy", title="Accelerated layers beside torch's, on a quiet and on a busy machine")
 def run(settings: BusySettings, report: Report) -> None:
-    """Time all combinations in rounds, each shape by itself."""
-    shapes = [TINY] if settings.quick else [shape for shape, _ in (*SHAPES, *LARGE_SHAPES)]
+    """Time all combinations in rounds, each net by itself."""
+    nets: list[tuple[type[nn.GRU | nn.LSTM], Shape, int]] = [
+        (kind, shape, 1) for shape, _ in SHAPES for kind in (nn.GRU, nn.LSTM)
+    ]
+    nets = [(nn.GRU, TINY, 1)] if settings.quick else [*nets, *LIBRARIES]
     rows: list[tuple[str | int | float | None, ...]] = []
     with torch_threads(None):
-        for shape in shapes:
-            report.progress(str(shape))
-            layer = our_layer(RNN(draw_cell("GRU", shape), batch_first=False), batch=draw_batch(shape))
-            seconds: dict[tuple[int, int], list[float]] = {(count, n): [] for count in (0, 1, 2) for n in (1, 2)}
-            for _ in range(1 if settings.quick else settings.rounds):
-                for (count, threads), times in seconds.items():
-                    torch.set_num_threads(threads)
-                    with _busy_processes(count):
-                        layer.run()  # not timed: the first one meets memory and threads of another turn
-                        end = time.perf_counter() + (0 if settings.quick else settings.turn_seconds)
-                        while not times or time.perf_counter() < end:
-                            start = time.perf_counter()
-                            layer.run()
-                            times.append(time.perf_counter() - start)
-            for (count, threads), times in seconds.items():
-                mean = statistics.fmean(times)
-                over_quiet, over_single = mean / min(seconds[0, threads]), mean / statistics.fmean(seconds[count, 1])
-                rows.append((shape.sizes, count, threads, 1e3 * mean, 1e3 * min(times), over_quiet, over_single))
-                if threads > 1 and count in MAX_RATIOS:
-                    what = f"{shape.sizes}, {threads} threads beside {count}"
-                    report.goal(what, over_quiet, at_most=MAX_RATIOS[count])
+        for kind, shape, num_layers in nets:
+            report.progress(f"{kind.__name__}, {shape}")
+            plain = kind(shape.input_size, shape.hidden_size, num_layers)
+            batch = draw_batch(shape)
+            torchs = torch_contender(plain, batch=batch)
+            ours = torch_contender(stretto.accelerate(copy.deepcopy(plain)), batch=batch)
+            check_equal(ours.results(), torchs.results(), name=f"our {kind.__name__}", peer="torch", where=str(shape))
+            own, peer = _time(ours, torchs, settings)
+            for (count, threads), ms in own.items():
+                ratio, over_quiet = peer[count, threads] / ms, ms / own[0, threads]
+                names = (kind.__name__, shape.sizes, num_layers)
+                rows.append((*names, count, threads, ms, peer[count, threads], ratio, over_quiet, ms / own[count, 1]))
+                what = f"{kind.__name__} {shape.sizes}, {threads} threads beside {count}"
+                report.goal(f"{what}: ratio", ratio, at_least=MIN_RATIO)
+                if count in MAX_OVER_QUIET:
+                    report.goal(f"{what}: over quiet", over_quiet, at_most=MAX_OVER_QUIET[count])
     report.table(title="Training steps beside busy processes", columns=COLUMNS, rows=rows, caption=CAPTION)
+
+
+def _time(
+    ours: TorchContender, torchs: TorchContender, settings: BusySettings
+) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
+    """Median milliseconds of both, by busy processes and threads."""
+    found: list[dict[tuple[int, int], list[float]]] = [
+        {(count, threads): [] for count in (0, 1, 2) for threads in (1, 2)} for _ in (ours, torchs)
+    ]
+    for _ in range(1 if settings.quick else settings.rounds):
+        for count, threads in found[0]:
+            torch.set_num_threads(threads)
+            with _busy_processes(count):
+                for contender, times in zip((ours, torchs), found, strict=True):
+                    contender.run()  # not timed: the first one meets memory and threads of another turn
+                    end = time.perf_counter() + (0 if settings.quick else settings.turn_seconds)
+                    while not times[count, threads] or time.perf_counter() < end:
+                        start = time.perf_counter()
+                        contender.run()
+                        times[count, threads].append(1e3 * (time.perf_counter() - start))
+    own, peer = ({key: statistics.median(ms) for key, ms in times.items()} for times in found)
+    return own, peer
 
 
 @contextlib.contextmanager
