@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.harness import Count, Report, Settings, bench
-from bench.samplers import Draw, Lengths, Sampler, available_samplers
-from stretto.batching import (
-    adjacent_correlation,
-    bucket_of,
+from bench.samplers import (
+    Draw,
+    Lengths,
+    Sampler,
+    available_samplers,
     equal_mass_edges,
-    optimal_edges,
-    padded_cost,
     percentile_edges,
     uniform_edges,
 )
+from stretto.batching import adjacent_correlation, bucket_of, optimal_edges, padded_cost
 from stretto.data import load_handwriting
 from stretto.errors import StrettoError
 

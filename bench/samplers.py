@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stretto.batching import BucketSampler, equal_mass_edges, optimal_edges, percentile_edges, uniform_edges
+from stretto.batching import BucketSampler, optimal_edges
 from stretto.errors import StrettoError
 from stretto.extras import optional
 
@@ -20,6 +20,25 @@ Lengths = npt.NDArray[np.int64]
 EdgeRule = Callable[[Lengths, int], Lengths]
 
 OURS: Final = "stretto"
+
+
+def equal_mass_edges(lengths_N: Lengths, num_buckets: int) -> Lengths:
+    """Edges that give every bucket about the same number of steps: the rule of Lhotse and NeMo."""
+    sorted_N, ranks_K = np.sort(lengths_N), np.arange(1, num_buckets + 1)
+    steps_N = np.cumsum(sorted_N)
+    return np.unique(sorted_N[np.searchsorted(steps_N * num_buckets, ranks_K * steps_N[-1])])
+
+
+def percentile_edges(lengths_N: Lengths, num_buckets: int) -> Lengths:
+    """Edges that give every bucket about the same number of sequences: the rule of fairseq."""
+    ranks_K = np.arange(1, num_buckets + 1)
+    return np.unique(np.sort(lengths_N)[-(-ranks_K * len(lengths_N) // num_buckets) - 1])
+
+
+def uniform_edges(lengths_N: Lengths, num_buckets: int) -> Lengths:
+    """Edges at equal distances between the least and the greatest length."""
+    shortest, ranks_K = lengths_N.min(), np.arange(1, num_buckets + 1)
+    return np.unique(shortest - (-ranks_K * (lengths_N.max() - shortest) // num_buckets))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from torch import distributed
 from bench.figure import AMBER, Line, Panel, draw_figure
 from bench.harness import Report, Settings, torch_threads
 from experiments.registry import experiment, to_dict
-from stretto.data import PARTS, HandwritingSettings, Labels, SequenceSet, Transcripts, load_handwriting, open_sequences
+from stretto.data import PARTS, Labels, SequenceSet, Transcripts, load_handwriting, open_sequences
 from stretto.distributed import World, join_ranks
 from stretto.errors import StrettoError
 from stretto.tasks import TASKS
@@ -231,8 +231,7 @@ def _make_trainer(
 
 def _open_data(settings: BucketingSettings) -> SequenceSet:
     if settings.data is None:
-        made = HandwritingSettings(num_train=FULL_NUM_TRAIN) if settings.full else HandwritingSettings()
-        data = load_handwriting(made)
+        data = load_handwriting(num_train=FULL_NUM_TRAIN) if settings.full else load_handwriting()
     else:
         data = open_sequences(settings.data)
     if settings.full:

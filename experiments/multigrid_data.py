@@ -15,15 +15,15 @@ from pydantic import Field
 from torch.nn.utils.rnn import pad_sequence
 
 from bench.recordings import UNLABELLED, Recording, Recordings, standardise_recordings
-from stretto.data import PARTS, RegimeSettings, SequenceSet, make_regimes, open_sequences
+from stretto.data import PARTS, SequenceSet, make_regimes, open_sequences
 from stretto.errors import StrettoError
 
 WHOLE: Final = "whole"
 Length: TypeAlias = Annotated[int, Field(ge=2, lt=2**31)] | Literal["whole"]
 WINDOW: Final = 128
 HOP: Final = 64
-EMBEDDED: Final = RegimeSettings(num_train=24, median_length=6000)
-TINY: Final = RegimeSettings(num_train=6, median_length=300)
+EMBEDDED: Final = {"num_train": 24, "median_length": 6000}
+TINY: Final = {"num_train": 6, "median_length": 300}
 TINY_MAX_STEPS: Final = 2000
 
 
@@ -74,7 +74,7 @@ def open_recordings(path: Path | None, *, num_train: int | None = None, tiny: bo
     Raises:
         StrettoError: If they cannot be read, or have no labels of steps.
     """
-    data = make_regimes(TINY if tiny else EMBEDDED) if path is None else open_sequences(path)
+    data = make_regimes(**(TINY if tiny else EMBEDDED)) if path is None else open_sequences(path)
     test = data.part("test")
     train = data.subset(np.flatnonzero(data.split_N != PARTS.index("test")))
     if not len(train):

@@ -1,4 +1,4 @@
-"""Bucket edges against brute force, a plain dynamic programme and the usual heuristics.
+"""Bucket edges against brute force and a plain dynamic programme.
 
 Shape legend: N sequences, V distinct lengths, K buckets.
 """
@@ -15,14 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.batching import (
-    bucket_of,
-    equal_mass_edges,
-    optimal_edges,
-    padded_cost,
-    percentile_edges,
-    uniform_edges,
-)
+from stretto.batching import optimal_edges, padded_cost
 from stretto.batching.edges import MAX_AUTO_BUCKETS
 from stretto.errors import StrettoError
 
@@ -166,20 +159,10 @@ def test_forms_of_lengths_agree(form: Callable[[list[int]], Any]) -> None:
     assert padded_cost(form(values), wanted) == padded_cost(values, wanted)
 
 
-@pytest.mark.parametrize("num_buckets", [1, 5, "auto"])
-def test_one_length_makes_one_bucket(num_buckets: Any) -> None:
-    assert optimal_edges([7], num_buckets).tolist() == [7]
-    assert optimal_edges([7] * 1000, num_buckets, math.sqrt).tolist() == [7]
-
-
 def test_auto_stops_at_the_most_buckets() -> None:
     edges_K = optimal_edges(np.arange(1, 200), "auto", bucket_price=0)
     assert len(edges_K) == MAX_AUTO_BUCKETS
     assert optimal_edges(np.arange(1, 200), "auto", bucket_price=math.inf).tolist() == [199]
-
-
-def test_a_length_at_the_upper_edge_belongs_to_that_bucket() -> None:
-    assert bucket_of(np.array([1, 10, 11, 20, 21, 30]), np.array([10, 20, 30])).tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_great_lengths_do_not_overflow() -> None:
@@ -232,51 +215,3 @@ def test_bad_numbers_of_buckets_and_prices_are_named(num_buckets: Any, price: An
 def test_edges_too_short_for_the_lengths_are_named() -> None:
     with pytest.raises(StrettoError, match=r"\b5\b.*\b3\b"):
         padded_cost([2, 5], [1, 3])
-
-
-RULES = (equal_mass_edges, percentile_edges, uniform_edges)
-ANY_LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=80)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@settings(deadline=None, max_examples=60)
-@given(lengths=ANY_LENGTHS, num_buckets=st.integers(1, 40))
-def test_edges_rise_up_to_the_longest(rule, lengths, num_buckets):
-    edges = rule(lengths, num_buckets)
-    assert edges.dtype == np.int64
-    assert 1 <= len(edges) <= num_buckets
-    assert (np.diff(edges) > 0).all()
-    assert edges[0] >= min(lengths)
-    assert edges[-1] == max(lengths)
-
-
-@settings(deadline=None, max_examples=60)
-@given(lengths=ANY_LENGTHS, num_buckets=st.integers(1, 40))
-def test_an_edge_is_the_least_length_that_reaches_its_share(lengths, num_buckets):
-    def edges_by(weight):
-        """The definition, in whole numbers: the weight of all no longer sequences is at least k shares of K."""
-        total = sum(map(weight, lengths))
-        below = {edge: sum(weight(length) for length in lengths if length <= edge) for edge in lengths}
-        return sorted(
-            {min(edge for edge in lengths if below[edge] * num_buckets >= k * total) for k in range(1, num_buckets + 1)}
-        )
-
-    assert percentile_edges(lengths, num_buckets).tolist() == edges_by(lambda _: 1)
-    assert equal_mass_edges(lengths, num_buckets).tolist() == edges_by(lambda length: length)
-
-
-def test_uniform_edges_are_equally_far_apart():
-    assert uniform_edges([10, 1000, 500], 10).tolist() == list(range(109, 1001, 99))
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(
-    ("lengths", "num_buckets", "named"),
-    [
-        *(([1, 2, 3], count, "num_buckets=") for count in (0, -1, 2.5, True, "auto")),
-        ([3, 0], 2, "sequence 1 has length 0"),
-    ],
-)
-def test_rules_refuse_bad_lengths_and_numbers_of_buckets(rule, lengths, num_buckets, named):
-    with pytest.raises(StrettoError, match=named):
-        rule(lengths, num_buckets)

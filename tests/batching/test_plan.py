@@ -4,7 +4,6 @@ Shape legend: G groups.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -76,9 +75,6 @@ def test_adjacent_correlation_is_zero_where_it_is_not_defined(values: list[float
     assert adjacent_correlation(np.array(values)) == 0.0
 
 
-LENGTHS = np.clip(np.random.default_rng(0).lognormal(5.0, 0.6, 1500), 5, 900).astype(np.int64)
-
-
 def recount(chosen: dict[str, Any], *, world_size: int, epoch: int) -> SamplerReport:
     samplers = [BucketSampler(**chosen, rank=rank, world_size=world_size) for rank in range(world_size)]
     for sampler in samplers:
@@ -142,23 +138,7 @@ def test_report_equals_a_slow_recount(
     chosen = {"lengths": lengths, "shuffle": shuffle, **size, **buckets}
     sampler = BucketSampler(**chosen, rank=world_size - 1, world_size=world_size)
     sampler.set_epoch(epoch)
+    before = sampler.state_dict()
     wanted = dataclasses.asdict(recount(chosen, world_size=world_size, epoch=epoch))
     assert dataclasses.asdict(sampler.report()) == pytest.approx(wanted, rel=1e-9, abs=1e-7)
-
-
-def test_report_leaves_the_position_alone() -> None:
-    sampler = BucketSampler(LENGTHS, max_padded_steps=2000)
-    iterator = iter(sampler)
-    _ = [next(iterator) for _ in range(3)]
-    before = sampler.state_dict()
-    assert sampler.report() == sampler.report()
     assert sampler.state_dict() == before
-
-
-def test_the_text_has_a_line_a_number() -> None:
-    report = BucketSampler(LENGTHS, max_padded_steps=2000).report()
-    lines = str(report).splitlines()
-    assert len(lines) == 8
-    assert lines[0].endswith("1,500")
-    assert f"{report.padding:.1%}" in lines[4]
-    assert math.isclose(float(lines[6].split()[-1]), report.straggler, abs_tol=5e-4)

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bench.buckets import (
     Batches,
@@ -22,6 +24,9 @@ from bench.samplers import (
     LhotseSampler,
     Sampler,
     all_samplers,
+    equal_mass_edges,
+    percentile_edges,
+    uniform_edges,
 )
 from stretto.errors import StrettoError
 
@@ -141,3 +146,19 @@ def test_lhotse_keeps_one_order_of_buckets_for_all_seeds() -> None:
     lengths_N = draw_lengths("uniform", 3000)
     first, second = (_draw(sampler, lengths_N, world_size=1, seed=s, max_padded_steps=8000)[0] for s in (0, 1))
     assert order_match(first, second, lengths_N=lengths_N, ruler_K=np.array([450, 630, 780, 900, 1000])) > 0.7
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=80), num_buckets=st.integers(1, 40))
+def test_edges_of_other_rules_are_those_of_their_definitions(lengths: list[int], num_buckets: int) -> None:
+    def edges_by(weight: Callable[[int], int]) -> list[int]:
+        """Edge k is the least length for which all no longer sequences weigh at least k shares of K."""
+        below = {edge: sum(weight(length) for length in lengths if length <= edge) for edge in lengths}
+        wanted = [k * sum(map(weight, lengths)) for k in range(1, num_buckets + 1)]
+        return sorted({min(edge for edge in lengths if below[edge] * num_buckets >= least) for least in wanted})
+
+    lengths_N = np.array(lengths)
+    assert percentile_edges(lengths_N, num_buckets).tolist() == edges_by(lambda _: 1)
+    assert equal_mass_edges(lengths_N, num_buckets).tolist() == edges_by(lambda length: length)
+    assert uniform_edges(lengths_N, num_buckets)[-1] == max(lengths)
+    assert uniform_edges(np.array([10, 1000, 500]), 10).tolist() == list(range(109, 1001, 99))

@@ -22,7 +22,7 @@ from bench.time_parallel import (
 )
 from bench.trained_nets import measure_memory
 from stretto.cells import GRU
-from stretto.data import RegimeSettings, SequenceSet, make_regimes, write_npz
+from stretto.data import SequenceSet, make_regimes, write_npz
 from stretto.errors import StrettoError
 from stretto.solvers import Shooting
 
@@ -33,7 +33,7 @@ Column = Callable[..., list[Any]]
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recordings") / "regimes.npz"
-    write_npz(path, make_regimes(RegimeSettings(num_train=8, median_length=60, mean_stay=20)))
+    write_npz(path, make_regimes(num_train=8, median_length=60, mean_stay=20))
     return path
 
 

@@ -22,7 +22,6 @@ import stretto
 torch.backends.__allow_nonbracketed_mutation_flag = True
 
 LAYERS = {info.name: info for info in module_db if info.module_cls in {nn.RNN, nn.GRU, nn.LSTM}}
-CELLS = {info.name: info for info in module_db if info.module_cls in {nn.RNNCell, nn.GRUCell, nn.LSTMCell}}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -153,22 +152,6 @@ def test_factory_arguments(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
-def test_hooks(name: str) -> None:
-    for theirs, call in _samples(LAYERS[name], torch.float64):
-        counts = []
-        for module in (theirs, _accelerated(theirs, "auto")):
-            calls: list[str] = []
-            module.register_forward_hook(lambda *_, calls=calls: calls.append("forward"))
-            module.register_full_backward_hook(lambda *_, calls=calls: calls.append("backward"))
-            for parameter in module.parameters():
-                parameter.register_hook(lambda *_, calls=calls: calls.append("parameter"))
-            _run(module, call)
-            counts.append(sorted(calls))
-        assert counts[0] == counts[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("check", [gradcheck, gradgradcheck], ids=["first", "second"])
 def test_numerical_gradients(name: str, check: Callable[..., bool]) -> None:
     for theirs, call in _samples(LAYERS[name], torch.float64):
@@ -200,12 +183,3 @@ def test_errors(name: str, backend: str) -> None:
             given = sample.forward_input
             with pytest.raises(error.error_type, match=error.error_regex):
                 module(*given.args, **given.kwargs)
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_cells_are_left_alone(name: str) -> None:
-    for theirs, call in _samples(CELLS[name], torch.float64):
-        ours = _accelerated(theirs, "cpp")
-        assert type(ours) is type(theirs)
-        assert vars(ours).keys() == vars(theirs).keys()
-        assert_same(_run(ours, call), _run(theirs, call))

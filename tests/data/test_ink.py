@@ -74,12 +74,6 @@ def test_place_and_size_of_the_page_do_not_matter(strokes, shift, scale):
     np.testing.assert_allclose(here, there, atol=1e-4, rtol=1e-4)
 
 
-def test_a_dash_is_measured_by_its_width_wherever_it_is():
-    features = line_features([np.array([[0.0, 5000.0], [50.0, 5000.0]])])
-    assert len(features) == round(POINTS_PER_HEIGHT) + 1
-    np.testing.assert_allclose(features[:, 0].sum(), 1.0, rtol=1e-5)
-
-
 @pytest.mark.parametrize("far", [1e9, 1e300, 1.7e308])
 def test_coordinates_out_of_all_measure_are_refused(far):
     with pytest.raises(StrettoError, match=r"page 3: the pen travels .* over 1000000 steps"):

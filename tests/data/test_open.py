@@ -115,9 +115,3 @@ def test_a_missing_file_is_an_error_of_its_reader(tmp_path, read):
 def test_a_missing_or_impossible_path_is_an_error(tmp_path, name, message):
     with pytest.raises(StrettoError, match=message):
         open_sequences(tmp_path / name)
-
-
-@pytest.mark.slow
-def test_a_real_folder_with_two_sets_asks_for_one(shared_data):
-    with pytest.raises(StrettoError, match=r"fsdd_logmel40\.npz, fsdd_wave\.npz"):
-        open_sequences(shared_data / "fsdd")

@@ -1,15 +1,12 @@
 """Tables with a list column."""
 
-import sys
-
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.data import Labels, NoTargets, Transcripts, read_npz, read_parquet
+from stretto.data import Labels, NoTargets, Transcripts, read_parquet
 from stretto.errors import StrettoError
 
 KINDS = (".parquet", ".arrow", ".feather")
@@ -194,25 +191,3 @@ def test_garbage_and_a_damaged_column_name_are_refused(tmp_path, kind, content):
     path.write_bytes(content or path.read_bytes().replace(b"other column", b"other \xff\xffumn"))
     with pytest.raises(StrettoError, match=rf"damaged\{kind}' is truncated, damaged or no"):
         read_parquet(path)
-
-
-def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
-    path = save(pa.table({"x": [[1.0]]}), tmp_path / "table.parquet")
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(StrettoError, match=r"pip install 'stretto\[data\]'"):
-        read_parquet(path)
-
-
-@pytest.mark.slow
-def test_japanese_vowels_survive(shared_data, tmp_path, assert_same_set):
-    data = read_npz(shared_data / "japanese_vowels" / "japanese_vowels.npz", memory_map=False)
-    offsets = np.append(data.starts_N, data.num_steps)
-    steps = pa.FixedSizeListArray.from_arrays(data.features_SF.ravel(), 12)
-    table = pa.table(
-        {
-            "x": pa.ListArray.from_arrays(pa.array(offsets, type=pa.int32()), steps),
-            "y": [data.targets.names[data[index].target] for index in range(len(data))],
-            "split": [("train", "valid", "test")[number] for number in data.split_N],
-        }
-    )
-    assert_same_set(data, read_parquet(save(table, tmp_path / "vowels.parquet")))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.data import NoTargets, TextSettings, make_text, open_sequences, read_text, read_word_text
+from stretto.data import NoTargets, make_text, open_sequences, read_text, read_word_text
 from stretto.data.readers.text import END, holds_word_text
 from stretto.errors import StrettoError
 
@@ -209,7 +209,7 @@ def test_the_penn_treebank_has_its_published_numbers(shared_data):
 def test_the_embedded_text_is_the_same_every_time_and_uses_a_few_hundred_words():
     data, again = make_text(), make_text()
     assert data.digest() == again.digest()
-    assert make_text(TextSettings(seed=1)).digest() != data.digest()
+    assert make_text(seed=1).digest() != data.digest()
     assert 200 < len(data.vocabulary) < 600
     assert [len(data.part(part)) for part in ("train", "valid", "test")] == [5000, 500, 500]
     train = set(data.part("train").features_SF[: data.part("train").num_steps, 0].tolist())
@@ -218,7 +218,7 @@ def test_the_embedded_text_is_the_same_every_time_and_uses_a_few_hundred_words()
 
 def test_verbs_of_the_embedded_text_agree_with_their_subject():
     """After "every badger" comes "chases", after "many badgers" "chase"; after "yesterday" neither."""
-    for sentence in words_of(make_text(TextSettings(num_train=2000))):
+    for sentence in words_of(make_text(num_train=2000)):
         words = sentence.split()
         singular, plural = {"chases", "guards", "reaches"}, {"chase", "guard", "reach"}
         if words[0] in ("every", "this", "a") and "and" not in words:

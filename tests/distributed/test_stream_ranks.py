@@ -9,7 +9,7 @@ import pytest
 import torch
 from worlds import StopAt, rank0_log, run_world
 
-from stretto.data import TextSettings, make_text
+from stretto.data import make_text
 from stretto.distributed import World
 from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
 from stretto.training import CHECKPOINT_FOLDER, Trainer, read_events, validate
@@ -20,7 +20,7 @@ def _trainer(
 ) -> Trainer:
     values = {"hidden_size": 4, "embedding_size": 3, "dropout": 0.0, "window": 6, "epochs": 2, "backend": "torch"}
     config = validate(LanguageModelConfig, {**values, "batch_size": batch_size, **changes}, source="the test")
-    task = LanguageModelling(config, make_text(TextSettings(num_train=20)))
+    task = LanguageModelling(config, make_text(num_train=20))
     log = StopAt(rank0_log(world, run), update=stop_at if world.is_rank0 else None)
     log.trainer = Trainer(task, run=Path(run), log=log, resume=resume, world=world)
     return log.trainer
@@ -89,6 +89,6 @@ def test_other_ranks_read_what_is_left_once_and_say_so(tmp_path: Path, before: i
     _weights(run_world(after, _train, tmp_path / "rest", str(run), {"resume": True}))
     (message,) = [event["message"] for event in read_events(run) if event["event"] == "warning"]
     assert f"cut into {3 * after} streams, not {3 * before}; each starts from its initial state" in message
-    words = make_text(TextSettings(num_train=20)).part("train").num_steps - 1
+    words = make_text(num_train=20).part("train").num_steps - 1
     for epoch in range(2):
         assert sum(event["steps_real"] for event in _updates(run) if event["epoch"] == epoch) == words

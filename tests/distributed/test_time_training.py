@@ -16,7 +16,7 @@ from worlds import compile_quickly, rank0_log, run_world
 
 from stretto.batching import collate
 from stretto.cli.main import main
-from stretto.data import RegimeSettings, SequenceSet, StepLabels, make_regimes, write_npz
+from stretto.data import SequenceSet, StepLabels, make_regimes, write_npz
 from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.tasks import TASKS
@@ -32,12 +32,12 @@ from stretto.training import (
 from stretto.training.solver import TimeParallelSetup
 
 SETTINGS = {"epochs": 2, "batch_size": 3, "hidden_size": 6, "num_buckets": 2, "dropout": 0.0, "record_sequences": True}
-SIGNALS = RegimeSettings(num_train=11, median_length=25, mean_stay=10, seed=2)
+SIGNALS = {"num_train": 11, "median_length": 25, "mean_stay": 10, "seed": 2}
 
 
 def _task(settings: dict[str, Any]) -> AbstractTask[Any]:
     config = validate(TASKS["label-steps"].Config, SETTINGS | settings, source="the test")
-    return TASKS["label-steps"](config, make_regimes(SIGNALS))
+    return TASKS["label-steps"](config, make_regimes(**SIGNALS))
 
 
 def _train(
@@ -258,7 +258,7 @@ def test_shares_of_sequences_and_of_steps(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command_line(alone: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data, out = tmp_path / "signals.npz", tmp_path / "run"
-    write_npz(data, make_regimes(SIGNALS))
+    write_npz(data, make_regimes(**SIGNALS))
     words = "--nproc 2 --time-parallel 2 --batch-size 3 --hidden-size 6 --num-buckets 2 --dropout 0 --epochs 2".split()
     code = main(["train", "label-steps", "--data", str(data), "--out", str(out), *words])
     assert code == 0, capfd.readouterr().err

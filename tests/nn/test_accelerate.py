@@ -1,16 +1,20 @@
-"""Accelerated layers beside torch's own: all options, kinds of input and initial states, values and gradients.
+"""Accelerated layers and models beside torch's own: all options, kinds of input and initial states; sharing, ranks.
+
+`tests/compat` has what else is done to layers: dropout, frozen or computed weights, copies, hooks, transforms.
 
 Shape legend: B sequences, T steps, F features, L layers times directions, H hidden units or projected ones.
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, final
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import stretto
@@ -29,42 +33,8 @@ KINDS: dict[str, Callable[..., nn.RNNBase]] = {
 LENGTHS = {"sorted": [6, 4, 4, 1], "unsorted": [4, 1, 6, 4]}
 
 
-@final
-@dataclass(slots=True, kw_only=True)
-class Call:
-    """What a layer is called with: a padded batch or a sequence, to be packed or not, and perhaps an initial state."""
-
-    x: torch.Tensor
-    state: list[torch.Tensor] | None
-    lengths: list[int] | None = None
-
-    def input_of(self, layer: nn.RNNBase) -> torch.Tensor | PackedSequence:
-        """The batch in the form in which the layer gets it."""
-        if self.lengths is None:
-            return self.x
-        is_sorted = self.lengths == sorted(self.lengths, reverse=True)
-        lengths_B = torch.tensor(self.lengths)
-        return pack_padded_sequence(self.x, lengths_B, batch_first=layer.batch_first, enforce_sorted=is_sorted)
-
-    def run(self, layer: nn.RNNBase) -> dict[str, torch.Tensor]:
-        """Outputs, final states, and the gradients of a loss that weighs every number of them differently."""
-        given = None if self.state is None else tuple(self.state) if layer.mode == "LSTM" else self.state[0]
-        y, after = layer(self.input_of(layer), given)
-        states = list(after) if isinstance(after, tuple) else [after]
-        values = {"y": y.data if isinstance(y, PackedSequence) else y}
-        values |= {f"final state {number}": state for number, state in enumerate(states)}
-        generator = torch.Generator().manual_seed(5)
-        loss = torch.zeros((), dtype=torch.float64)
-        for value in values.values():
-            loss = loss + (value * torch.randn(value.shape, dtype=value.dtype, generator=generator)).sum()
-        inputs = {"x": self.x, **dict(layer.named_parameters())}
-        inputs |= {f"state {number}": state for number, state in enumerate(self.state or [])}
-        inputs = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
-        gradients = torch.autograd.grad(loss, list(inputs.values()))
-        return {**values, **{f"gradient of {name}": g for name, g in zip(inputs, gradients, strict=True)}}
-
-
-def _call(layer: nn.RNNBase, kind: str, *, given: bool) -> Call:
+def _assert_same(layer: nn.RNNBase, kind: str, *, given: bool) -> None:
+    """The generated kernel alone does what torch does: outputs, final states and all gradients."""
     generator = torch.Generator().manual_seed(3)
 
     def drawn(*sizes: int) -> torch.Tensor:
@@ -73,26 +43,23 @@ def _call(layer: nn.RNNBase, kind: str, *, given: bool) -> Call:
     count = layer.num_layers * (2 if layer.bidirectional else 1)
     rows = () if kind == "unbatched" else (B,)
     widths = [layer.proj_size or layer.hidden_size, *([layer.hidden_size] if layer.mode == "LSTM" else [])]
-    state = [drawn(count, *rows, width) for width in widths] if given else None
-    batch = (B, T) if layer.batch_first else (T, B)
-    x = drawn(T, F) if kind == "unbatched" else drawn(*batch, F)
-    return Call(x=x, state=state, lengths=LENGTHS.get(kind))
+    states = [drawn(count, *rows, width) for width in widths] if given else []
+    x = drawn(*((T, F) if kind == "unbatched" else (B, T, F) if layer.batch_first else (T, B, F)))
+    batch: torch.Tensor | PackedSequence = x
+    if kind in LENGTHS:
+        lengths_B, is_sorted = torch.tensor(LENGTHS[kind]), kind == "sorted"
+        batch = pack_padded_sequence(x, lengths_B, batch_first=layer.batch_first, enforce_sorted=is_sorted)
 
+    def run(layer: nn.RNNBase) -> list[torch.Tensor]:
+        y, after = layer(batch, None if not given else tuple(states) if layer.mode == "LSTM" else states[0])
+        values = [y.data if isinstance(y, PackedSequence) else y, *(after if isinstance(after, tuple) else [after])]
+        drawn_again = torch.Generator().manual_seed(5)
+        weights = [torch.randn(value.shape, dtype=value.dtype, generator=drawn_again) for value in values]
+        return [*values, *torch.autograd.grad(values, [x, *layer.parameters(), *states], weights, retain_graph=True)]
 
-def _accelerated(layer: nn.RNNBase) -> nn.RNNBase:
-    return stretto.accelerate(copy.deepcopy(layer), backend="cpp")
-
-
-def _assert_same(layer: nn.RNNBase, call: Call) -> None:
-    """The generated kernel alone does what torch does."""
-    ours = _accelerated(layer)
-    wanted = call.run(layer)
-    found = call.run(ours)
+    ours = stretto.accelerate(copy.deepcopy(layer), backend="cpp")
+    torch.testing.assert_close(run(ours), run(layer), rtol=0.0, atol=TOLERANCE)
     assert [item.backend for item in stretto.explain(ours).layers] == ["cpp"]
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert found[name].shape == tensor.shape, name
-        assert (found[name] - tensor).abs().max() <= TOLERANCE, name
 
 
 @pytest.fixture(autouse=True)
@@ -115,72 +82,7 @@ def test_any_options_and_input(  # noqa: PLR0917 - pytest names what it gives
     options = {"num_layers": num_layers, "bias": bias, "bidirectional": both_ways}
     theirs = KINDS[layer](F, H, batch_first=batch_first, dropout=dropout, **options).double()
     theirs.train(mode=not dropout)
-    _assert_same(theirs, _call(theirs, kind, given=given))
-
-
-@pytest.mark.parametrize("kind", ["batched", "unsorted"])
-@pytest.mark.parametrize("name", KINDS)
-def test_packed_and_padded_outputs_keep_their_form(name: str, kind: str) -> None:
-    theirs = KINDS[name](F, H, bidirectional=True).double()
-    call = _call(theirs, kind, given=False)
-    found, wanted = (layer(call.input_of(layer))[0] for layer in (_accelerated(theirs), theirs))
-    assert type(found) is type(wanted)
-    if isinstance(wanted, PackedSequence):
-        for field in ("batch_sizes", "sorted_indices", "unsorted_indices"):
-            assert torch.equal(getattr(found, field), getattr(wanted, field)), field
-
-
-def test_dropout_between_layers_is_there_in_training_alone() -> None:
-    layer = _accelerated(nn.GRU(F, H, num_layers=2, dropout=0.5).double())
-    x_TBF = torch.randn(T, B, F, dtype=torch.float64)
-
-    def drawn(seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        y_TBH: torch.Tensor = layer(x_TBF)[0]
-        return y_TBH
-
-    assert torch.equal(drawn(1), drawn(1))
-    assert not torch.equal(drawn(1), drawn(2))
-    layer.eval()
-    assert torch.equal(drawn(1), drawn(2))
-
-
-@pytest.mark.parametrize("kind", ["batched", "unsorted"])
-def test_dropout_of_everything_leaves_the_upper_layer_without_input(kind: str) -> None:
-    theirs = nn.LSTM(F, H, num_layers=2, dropout=1.0, bidirectional=True).double()
-    _assert_same(theirs, _call(theirs, kind, given=True))
-
-
-def test_dropout_keeps_the_expected_share() -> None:
-    # Layers without recurrence or bias, and a linear one above: its outputs count what was kept.
-    layer = nn.RNN(1, 64, num_layers=2, bias=False, nonlinearity="relu", dropout=0.25)
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            parameter.fill_(0.0 if "_hh_" in name else 1.0)
-    y_BTH = _accelerated(layer)(torch.ones(50, 20, 1))[0]
-    kept = y_BTH[..., 0] * 0.75 / 64
-    # Each of 1000 steps has 64 draws: five standard errors of their mean.
-    assert abs(kept.mean() - 0.75) < 5 * (0.75 * 0.25 / 64_000) ** 0.5
-
-
-@pytest.mark.parametrize("frozen", ["weight_hh_l0", "bias_ih_l0", "weight_ih_l0_reverse"])
-@pytest.mark.parametrize("layer", KINDS)
-def test_a_frozen_parameter_has_no_gradient_and_others_keep_theirs(layer: str, frozen: str) -> None:
-    theirs = KINDS[layer](F, H, bidirectional=True).double()
-    getattr(theirs, frozen).requires_grad_(False)
-    call = _call(theirs, "batched", given=True)
-    _assert_same(theirs, call)
-    ours = _accelerated(theirs)
-    ours(call.x)[0].sum().backward()
-    assert [name for name, parameter in ours.named_parameters() if parameter.grad is None] == [frozen]
-
-
-@pytest.mark.parametrize("layer", KINDS)
-def test_frozen_layers_pass_gradients_on(layer: str) -> None:
-    theirs = KINDS[layer](F, H).double().requires_grad_(False)
-    call = _call(theirs, "batched", given=True)
-    _assert_same(theirs, call)
-    assert not _accelerated(theirs)(call.x.detach())[0].requires_grad
+    _assert_same(theirs, kind, given=given)
 
 
 @pytest.mark.parametrize("pair", [("weight_ih_l0", "weight_ih_l0_reverse"), ("bias_ih_l0", "bias_hh_l0")])
@@ -189,48 +91,93 @@ def test_tied_parameters_stay_tied_and_gather_both_gradients(layer: str, pair: t
     theirs = KINDS[layer](F, H, bidirectional=True).double()
     one, other = pair
     setattr(theirs, other, getattr(theirs, one))
-    ours = _accelerated(theirs)
-    assert getattr(ours, one) is getattr(ours, other)
-    _assert_same(theirs, _call(theirs, "batched", given=False))
+    _assert_same(theirs, "batched", given=False)
+    stretto.accelerate(theirs, backend="cpp")
+    assert getattr(theirs, one) is getattr(theirs, other)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("layer", KINDS)
-def test_values_without_gradients_are_those_with_them(layer: str, mode: Callable[[], Any]) -> None:
-    ours = _accelerated(KINDS[layer](F, H, bidirectional=True).double())
-    x_TBF = torch.randn(T, B, F, dtype=torch.float64)
-    wanted = ours(x_TBF)[0]
-    with mode():
-        assert torch.equal(ours(x_TBF)[0], wanted.detach())
+class Outputs(nn.Module):
+    """Outputs of a recurrent layer without its states, so that layers can be in a sequence."""
+
+    def forward(self, both: tuple[torch.Tensor, Any]) -> torch.Tensor:
+        return both[0]
 
 
-@pytest.mark.parametrize("layer", ["gru", "lstm"])
-def test_layers_converted_afterwards_run_in_their_new_precision(layer: str) -> None:
-    theirs = KINDS[layer](F, H)
-    x_TBF = torch.randn(T, B, F)
-    ours = _accelerated(theirs)
-    torch.testing.assert_close(ours(x_TBF)[0], theirs(x_TBF)[0], atol=1e-6, rtol=1e-5)
-    theirs, ours = theirs.double(), ours.double()
-    torch.testing.assert_close(ours(x_TBF.double())[0], theirs(x_TBF.double())[0], atol=TOLERANCE, rtol=0.0)
+class Nested(nn.Module):
+    """Recurrent layers in a sequence, in a list, and one that is there twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.LSTM(F, H, bidirectional=True), Outputs())
+        self.first = nn.Sequential(nn.Linear(F, F), self.inner)
+        self.middle = nn.ModuleList([nn.GRU(F, H), nn.RNN(F, H)])
+        self.shared = nn.GRU(F, F)
+        self.again = self.shared
+
+    def forward(self, x_TBF: torch.Tensor) -> torch.Tensor:
+        x_TBF = self.first(x_TBF)
+        x_TBF = torch.cat([layer(x_TBF)[0] for layer in self.middle], dim=-1)
+        y_TBF: torch.Tensor = self.again(self.shared(x_TBF)[0])[0]
+        return y_TBF
 
 
-@pytest.mark.parametrize("layer", ["rnn-tanh", "rnn-relu", "gru", "lstm"])
-def test_a_single_unit_feature_step_or_sequence(layer: str) -> None:
-    theirs = KINDS[layer](1, 1).double()
-    for steps, rows in [(1, 1), (T, 1), (1, B), (T, B)]:
-        x_TBF = torch.randn(steps, rows, 1, dtype=torch.float64, requires_grad=True)
-        _assert_same(theirs, Call(x=x_TBF, state=None))
+@pytest.fixture
+def x_TBF() -> torch.Tensor:
+    return torch.randn(T, B, F, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("layer", KINDS)
-def test_gradients_can_be_differentiated_again(layer: str) -> None:
-    theirs = KINDS[layer](F, H, bidirectional=True).double()
-    x_TBF = torch.randn(T, B, F, dtype=torch.float64, requires_grad=True)
-    found = []
-    for one in (theirs, _accelerated(theirs)):
-        inputs = [x_TBF, *one.parameters()]
-        gradients = torch.autograd.grad(one(x_TBF)[0].square().sum(), inputs, create_graph=True)
-        size = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
-        found.append(torch.autograd.grad(size, inputs))
-    for wanted, ours in zip(*found, strict=True):
-        assert (ours - wanted).abs().max() <= TOLERANCE * max(1.0, wanted.abs().max().item())
+def _gradients(model: nn.Module, x_TBF: torch.Tensor) -> dict[str, torch.Tensor]:
+    y_TBF = model(x_TBF)
+    weights_TBF = torch.linspace(-1, 1, y_TBF.numel(), dtype=y_TBF.dtype).view_as(y_TBF)
+    model.zero_grad()
+    y_TBF.backward(weights_TBF)
+    return {"y": y_TBF.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def test_nested_models_change_in_place_and_keep_what_they_share(x_TBF: torch.Tensor) -> None:
+    model = Nested().double()
+    parameters, text = dict(model.named_parameters()), repr(model)
+    wanted = _gradients(model, x_TBF)
+    assert stretto.accelerate(model, backend="cpp") is model
+    assert model.again is model.shared
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert repr(model) == text
+    torch.testing.assert_close(_gradients(model, x_TBF), wanted, rtol=0.0, atol=TOLERANCE)
+    assert {layer.backend for layer in stretto.explain(model).layers} == {"cpp"}
+    assert stretto.restore(model) is model
+    torch.testing.assert_close(_gradients(model, x_TBF), wanted, rtol=0.0, atol=0.0)
+    assert {layer.reason for layer in stretto.explain(model).layers} == {"not accelerated"}
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_copies_keep_the_choice(backend: Any, x_TBF: torch.Tensor) -> None:
+    other = pickle.loads(pickle.dumps(stretto.accelerate(nn.GRU(F, H).double(), backend=backend)))
+    other(x_TBF)
+    assert stretto.explain(other).layers[0].backend == backend
+
+
+@pytest.fixture
+def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_distributed_training_reduces_every_gradient(x_TBF: torch.Tensor) -> None:
+    theirs = Nested().double()
+    model = DistributedDataParallel(stretto.accelerate(copy.deepcopy(theirs), backend="cpp"))
+    reduced: list[int] = []
+
+    def doubled(_: Any, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        reduced.append(bucket.buffer().numel())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(2 * bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, doubled)
+    wanted = {name: tensor if name == "y" else 2 * tensor for name, tensor in _gradients(theirs, x_TBF).items()}
+    found = {name.removeprefix("module."): tensor for name, tensor in _gradients(model, x_TBF).items()}
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=TOLERANCE)
+    assert sum(reduced) == sum(parameter.numel() for parameter in theirs.parameters())

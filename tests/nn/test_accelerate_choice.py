@@ -166,23 +166,6 @@ def test_the_choice_can_be_made_anew(x_TBF: torch.Tensor) -> None:
     assert _backend(layer) == "cpp"
 
 
-def test_a_precision_without_a_kernel_is_left_to_torch(x_TBF: torch.Tensor) -> None:
-    theirs = nn.GRU(F, H).bfloat16()
-    ours = stretto.accelerate(copy.deepcopy(theirs), backend="auto")
-    assert torch.equal(ours(x_TBF.bfloat16())[0], theirs(x_TBF.bfloat16())[0])
-    assert _backend(ours) == "torch"
-
-
-def test_autocast_is_left_to_torch(x_TBF: torch.Tensor) -> None:
-    theirs = nn.GRU(F, H)
-    ours = stretto.accelerate(copy.deepcopy(theirs), backend="cpp")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, wanted = ours(x_TBF.float())[0], theirs(x_TBF.float())[0]
-    assert torch.equal(found, wanted)
-    assert found.dtype == wanted.dtype
-    assert _backend(ours) == "torch"
-
-
 WRONG: dict[str, Callable[[nn.RNNBase], Any]] = {
     "features": lambda layer: layer(torch.zeros(T, B, F + 1)),
     "dimensions": lambda layer: layer(torch.zeros(T, B, F, 1)),

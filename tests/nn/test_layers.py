@@ -111,10 +111,3 @@ def test_lengths_count_a_last_group_that_is_not_full(lengths: list[int], factor:
     found_B = stacked_lengths(torch.tensor(lengths), factor=factor)
     assert found_B.dtype == torch.int64
     assert found_B.tolist() == [math.ceil(length / factor) for length in lengths]
-
-
-def test_a_sequence_stacks_alike_in_a_longer_batch() -> None:
-    x_BTF = torch.randn(1, 7, 2, generator=torch.Generator().manual_seed(0))
-    alone_BUF = stack_steps(x_BTF, factor=3)
-    longer_BTF = torch.nn.functional.pad(x_BTF, (0, 0, 0, 6))
-    assert torch.equal(stack_steps(longer_BTF, factor=3)[:, : alone_BUF.shape[1]], alone_BUF)

@@ -153,60 +153,23 @@ def test_forget_gates_are_opened_in_all_layers_and_directions() -> None:
     assert all(bias[3:6].tolist() == [1.0] * 3 and (bias[:3] != 1.0).all() for bias in biases)
 
 
-@st.composite
-def ragged(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    num_steps, num_features = draw(st.integers(1, 9)), draw(st.integers(1, 4))
-    lengths = draw(st.lists(st.integers(0, num_steps), min_size=1, max_size=6))
-    x_BTF = torch.arange(len(lengths) * num_steps * num_features, dtype=torch.float64)
-    return x_BTF.reshape(len(lengths), num_steps, num_features), torch.tensor(lengths)
-
-
-def _reversed_by_a_loop(x_BTF: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    rows = []
-    for x_TF, length in zip(x_BTF, lengths_B.tolist(), strict=True):
-        rows.append(torch.cat([x_TF[:length].flip(0), x_TF[length:]]))
-    return torch.stack(rows)
-
-
 @settings(deadline=None, max_examples=100)
-@given(ragged())
-def test_reversal_equals_a_loop_over_the_sequences(case: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x_BTF, lengths_B = case
-    before_BTF = x_BTF.clone()
-    assert torch.equal(reverse_padded(x_BTF, lengths_B), _reversed_by_a_loop(x_BTF, lengths_B))
-    assert torch.equal(x_BTF, before_BTF)
+@given(st.data(), st.integers(1, 9), st.integers(1, 4), st.sampled_from([torch.int32, torch.int64]))
+def test_reversal_and_its_gradient_equal_a_loop_over_the_sequences(
+    data: st.DataObject, num_steps: int, num_features: int, dtype: torch.dtype
+) -> None:
+    lengths = data.draw(st.lists(st.integers(0, num_steps), min_size=1, max_size=6))
 
+    def by_a_loop(x_BTF: torch.Tensor) -> torch.Tensor:
+        rows = zip(x_BTF, lengths, strict=True)
+        return torch.stack([torch.cat([x_TF[:length].flip(0), x_TF[length:]]) for x_TF, length in rows])
 
-@settings(deadline=None, max_examples=50)
-@given(ragged())
-def test_reversing_twice_changes_nothing(case: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x_BTF, lengths_B = case
-    assert torch.equal(reverse_padded(reverse_padded(x_BTF, lengths_B), lengths_B), x_BTF)
-
-
-@settings(deadline=None, max_examples=50)
-@given(ragged())
-def test_gradients_go_back_to_where_the_values_came_from(case: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x_BTF, lengths_B = case
-    x_BTF = x_BTF.requires_grad_()
-    weights_BTF = torch.randn(x_BTF.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    torch.autograd.backward((reverse_padded(x_BTF, lengths_B) * weights_BTF).sum())
+    x_BTF, weights_BTF = torch.randn(2, len(lengths), num_steps, num_features, dtype=torch.float64)
+    found_BTF = reverse_padded(x_BTF.requires_grad_(), torch.tensor(lengths, dtype=dtype))
+    assert torch.equal(found_BTF, by_a_loop(x_BTF))
+    found_BTF.backward(weights_BTF)
     assert x_BTF.grad is not None
-    assert torch.equal(x_BTF.grad, _reversed_by_a_loop(weights_BTF, lengths_B))
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_lengths_of_either_integer_type(dtype: torch.dtype) -> None:
-    x_BTF = torch.tensor([[[1.0], [2.0], [3.0]], [[4.0], [5.0], [9.0]]])
-    found_BTF = reverse_padded(x_BTF, torch.tensor([3, 2], dtype=dtype))
-    assert found_BTF.squeeze(-1).tolist() == [[3.0, 2.0, 1.0], [5.0, 4.0, 9.0]]
-
-
-def test_what_is_behind_the_end_never_comes_before_it() -> None:
-    x_BTF = torch.full((2, 5, 1), float("nan"))
-    x_BTF[0, :2], x_BTF[1, :1] = 1.0, 2.0
-    found_BT = reverse_padded(x_BTF, torch.tensor([2, 1])).squeeze(-1)
-    assert found_BT.isfinite().tolist() == [[True, True, False, False, False], [True, False, False, False, False]]
+    assert torch.equal(x_BTF.grad, by_a_loop(weights_BTF))
 
 
 def test_lengths_of_a_packed_batch_are_refused() -> None:

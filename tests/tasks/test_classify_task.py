@@ -13,7 +13,7 @@ from task_gradients import assert_padding_changes_nothing, ragged
 from stretto.batching import collate
 from stretto.data import AbstractTargets, Labels, SequenceSet, Transcripts
 from stretto.errors import StrettoError
-from stretto.tasks import Classification, Digits, Handwriting, LabelSteps, LanguageModelling, Translate, Video
+from stretto.tasks import Digits, Handwriting, LabelSteps, LanguageModelling, Translate, Video
 from stretto.tasks.classify import Classify, ClassifyConfig
 from stretto.training import AbstractTask
 
@@ -81,9 +81,3 @@ def test_data_that_a_task_cannot_use_are_refused(
     for targets in unfit:
         with pytest.raises(StrettoError, match=f"signs {message}"):
             task(task.Config(), _set(targets))
-
-
-@pytest.mark.parametrize("task", [Classify, Video])
-def test_without_an_embedded_set_data_must_be_named(task: type[Classification[Any]]) -> None:
-    with pytest.raises(StrettoError, match="--data PATH"):
-        task.embedded_data()

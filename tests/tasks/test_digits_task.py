@@ -7,24 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from task_gradients import Found, assert_padding_changes_nothing, assert_same, built, loss_and_gradients, whole
 from torch import nn
 from torch.nn import functional
 
 import stretto
-from stretto.data import DrawnDigitsSettings, Labels, SequenceSet, make_drawn_digits, write_npz
+from stretto.data import Labels, SequenceSet, make_drawn_digits, write_npz
 from stretto.errors import StrettoError
-from stretto.nn import Standardise
 from stretto.tasks.digits import DigitImages, DigitImagesConfig, Digits, DigitsConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
-Array = npt.NDArray[Any]
 EVEN = [4] * 6
 RAGGED = [1, 8, 3, 5, 1, 12]
 LABELS = np.array([0, 2, 1, 1, 0, 2])
@@ -99,22 +93,6 @@ def test_layers_and_last_state_are_dropped_in_training_alone() -> None:
     assert torch.equal(model(batch), model(batch))
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    pixels_SF=hnp.arrays(
-        st.sampled_from([np.uint8, np.float32]), st.tuples(st.just(24), st.integers(1, 4)), elements=st.integers(0, 255)
-    )
-)
-def test_pixels_are_scaled_over_all_of_them_alike(pixels_SF: Array) -> None:
-    data = SequenceSet.from_flat(pixels_SF, offsets=np.array([0, 10, 16, 24]), split_N=np.array([0, 2, 0]))
-    scale = Standardise.of(data.part("train"), num_groups=1)
-    seen = np.concatenate([pixels_SF[:10], pixels_SF[16:]]).astype(np.float64)
-    assert scale.mean_F.shape == scale.scale_F.shape == (pixels_SF.shape[1],)
-    np.testing.assert_allclose(scale.mean_F.numpy(), seen.mean(), rtol=1e-5, atol=1e-5)
-    deviation = seen.std()
-    np.testing.assert_allclose(scale.scale_F.numpy(), 1 / deviation if deviation > 1e-6 else 1.0, rtol=1e-4)
-
-
 @pytest.mark.parametrize("task", [Digits, pytest.param(DigitImages, marks=pytest.mark.slow)])
 def test_without_data_digits_are_drawn(task: type[Digits] | type[DigitImages]) -> None:
     data = task.embedded_data()
@@ -180,7 +158,7 @@ def test_images_of_several_heights_and_recurrent_layers_are_refused() -> None:
 )
 @pytest.mark.slow
 def test_digits_are_learned(tmp_path: Path, task: str, settings: dict[str, Any], least: float) -> None:
-    write_npz(tmp_path / "few.npz", make_drawn_digits(DrawnDigitsSettings(num_train=900)))
+    write_npz(tmp_path / "few.npz", make_drawn_digits(num_train=900))
     result = stretto.train(
         task, data=tmp_path / "few.npz", out=tmp_path / "run", batch_size=16, hidden_size=32, **settings
     )

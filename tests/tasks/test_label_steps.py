@@ -13,7 +13,7 @@ from torch import nn
 
 import stretto
 from stretto.batching import collate
-from stretto.data import RegimeSettings, StepLabels, make_regimes
+from stretto.data import StepLabels, make_regimes
 from stretto.errors import StrettoError
 from stretto.tasks.label_steps import LabelSteps, LabelStepsConfig
 
@@ -127,8 +127,9 @@ def test_a_set_without_any_label_to_learn_is_refused() -> None:
 
 
 def test_the_embedded_set_is_learned_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = RegimeSettings(num_train=24, median_length=60, mean_stay=30)
-    monkeypatch.setattr("stretto.tasks.label_steps.make_regimes", lambda: make_regimes(small))
+    monkeypatch.setattr(
+        "stretto.tasks.label_steps.make_regimes", lambda: make_regimes(num_train=24, median_length=60, mean_stay=30)
+    )
     result = stretto.train("label-steps", out=tmp_path / "run", epochs=1, hidden_size=5, threads=1)
     assert 0.0 < result.metrics["accuracy"] < 1.0
     assert result.solving is None

@@ -3,7 +3,6 @@
 Shape legend: B passages, T steps, U steps that have a next one, F features, P steps of all passages, C characters.
 """
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -40,16 +39,6 @@ def _task(text: SequenceSet, **changes: Any) -> LanguageModelling:
 def test_padding_changes_nothing(text: SequenceSet, num_layers: int) -> None:
     count, last = sum(len(passage) - 1 for passage in PASSAGES), len(text.alphabet) - 1
     assert_padding_changes_nothing(_task(text, num_layers=num_layers), count=count, rubbish=[last])
-
-
-def test_no_character_is_seen_before_it_is_guessed(text: SequenceSet) -> None:
-    task = _task(text, num_layers=2)
-    model, batch = built(task), collate([text[1]])
-    changed_BTF = batch.features_BTF.clone()
-    changed_BTF[0, 7:] = 0
-    before_UC, after_UC = model(batch)[0], model(dataclasses.replace(batch, features_BTF=changed_BTF))[0]
-    assert torch.equal(before_UC[:7], after_UC[:7])
-    assert not torch.allclose(before_UC[7:], after_UC[7:])
 
 
 def test_perplexity_is_the_exponential_of_the_mean_loss(text: SequenceSet) -> None:

@@ -33,7 +33,7 @@ PIECES = 11
 PAIRS = [([3, 4, 5], [6, 7]), ([8], [9, 10, 3, 4, 5]), ([4, 4, 9, 10, 3, 7], [8]), ([5, 6], [3, 3])]
 
 
-def _batch(pairs: list[tuple[list[int], list[int]]], *, edge: int | None = None) -> Batch:
+def _batch(pairs: list[tuple[list[int], list[int]]]) -> Batch:
     samples = []
     for index, (source, target) in enumerate(pairs):
         ended = [*target, END]
@@ -41,7 +41,7 @@ def _batch(pairs: list[tuple[list[int], list[int]]], *, edge: int | None = None)
         steps_T2[: len(source), 0] = torch.tensor(source)
         steps_T2[: len(ended), 1] = torch.tensor(ended)
         samples.append(Sample(features_TF=steps_T2, target=None, index=index))
-    return collate(samples, edges=None if edge is None else [edge])
+    return collate(samples)
 
 
 def _model(seed: int = 0, *, num_pieces: int = PIECES, **changes: Any) -> TranslateModel:
@@ -119,22 +119,6 @@ def test_a_batch_is_its_sentences_by_plain_torch(backend: str, tie_output: bool,
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_no_piece_is_seen_before_it_is_guessed() -> None:
-    model = _model(num_layers=3)
-    one, other = ([3, 4, 5], [6, 7, 8, 9]), ([3, 4, 5], [6, 7, 10, 3])
-    before_UC, after_UC = model(_batch([one]))[0], model(_batch([other]))[0]
-    torch.testing.assert_close(before_UC[:3], after_UC[:3], rtol=0.0, atol=0.0)
-    assert not torch.allclose(before_UC[3:], after_UC[3:])
-
-
-def test_sides_end_where_each_text_ends() -> None:
-    (source_BS, source_lengths), (target_BU, target_lengths) = split_sides(_batch(PAIRS, edge=12))
-    assert source_lengths.tolist() == [3, 1, 6, 2]
-    assert target_lengths.tolist() == [3, 6, 2, 3]
-    assert source_BS.shape == (4, 6)
-    assert target_BU[1].tolist() == [9, 10, 3, 4, 5, END]
-
-
 @settings(deadline=None, max_examples=30)
 @given(
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4),
@@ -181,14 +165,6 @@ def test_greedy_translations_are_those_of_the_plain_net(seed: int, num_layers: i
         model.output_bias[END] += 0.4 * seed
     pieces, _ = search(model, _batch(PAIRS))
     assert pieces == [_plain_greedy(model, source) for source, _ in PAIRS]
-
-
-def test_the_first_scores_are_those_of_training() -> None:
-    model = _model().eval()
-    batch = _batch(PAIRS)
-    for width in (1, 3):
-        _, first_BC = search(model, batch, width=width)
-        torch.testing.assert_close(first_BC, model(batch)[:, 0].detach())
 
 
 def _rated(model: TranslateModel, source: list[int], pieces: list[int]) -> float:

@@ -16,7 +16,7 @@ from task_gradients import assert_padding_changes_nothing
 from torch.nn import functional
 
 from stretto.batching import Batch, collate
-from stretto.data import LinePairs, NumberWordsSettings, SequenceSet, line_pairs, make_number_words, parallel_set
+from stretto.data import LinePairs, SequenceSet, line_pairs, make_number_words, parallel_set
 from stretto.errors import StrettoError
 from stretto.tasks import PAD, Translate, detect_bleu_words
 from stretto.tasks.translate import (
@@ -219,7 +219,7 @@ def test_pieces_give_any_text_back(texts: list[str]) -> None:
 
 
 def test_the_same_text_makes_the_same_vocabulary() -> None:
-    data = make_number_words(NumberWordsSettings(num_train=200))
+    data = make_number_words(num_train=200)
     made = [_task(data, vocabulary_size=400).data for _ in range(3)]
     assert len({data.digest() for data in made}) == 1
 
@@ -237,7 +237,7 @@ def test_the_vocabulary_is_learned_from_the_training_part_alone() -> None:
 
 @pytest.mark.slow
 def test_it_learns_numbers() -> None:
-    data = make_number_words(NumberWordsSettings(num_train=60))
+    data = make_number_words(num_train=60)
     task = _task(data, hidden_size=32, vocabulary_size=300)
     torch.manual_seed(0)
     model, part = task.build_model(), task.data.part("train")

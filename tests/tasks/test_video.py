@@ -17,7 +17,6 @@ from torch import nn
 
 import stretto
 from stretto.batching import collate
-from stretto.cells import store_layer
 from stretto.cli.main import main
 from stretto.data import Framing, Labels, SequenceSet, read_clips, write_npz
 from stretto.errors import StrettoError
@@ -120,25 +119,6 @@ def test_the_encoder_takes_pixels_by_row_and_colour() -> None:
     np.testing.assert_allclose(seen[0].numpy(), np.moveaxis(frames, 3, 1), atol=1e-6)
 
 
-def test_frames_that_are_all_alike_do_no_harm() -> None:
-    task = Video(VideoConfig(frame_size=8, hidden_size=5), made(np.full((sum(LENGTHS), 64), 7, dtype=np.uint8)))
-    assert built(task)(collate([task.data[0]])).isfinite().all()
-
-
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_the_compiled_layer_is_torchs(num_layers: int) -> None:
-    task, other = frames_task(num_layers=num_layers), frames_task(num_layers=num_layers, backend="torch")
-    model, twin = built(task), built(other)
-    assert isinstance(model.gru.rnn, stretto.RNN)
-    assert isinstance(twin.gru.rnn, nn.GRU)
-    for layer, cell in enumerate(model.gru.rnn.cells):
-        store_layer(cell, twin.gru.rnn, layer=layer)  # type: ignore[arg-type]
-    rest = {name: value for name, value in model.state_dict().items() if not name.startswith("gru.")}
-    assert not twin.load_state_dict(rest, strict=False).unexpected_keys
-    batch = whole(task)
-    torch.testing.assert_close(model(batch), twin(batch), rtol=1e-10, atol=1e-12)
-
-
 def test_clips_are_known_again_by_their_numbers() -> None:
     task = frames_task(solver="warm_start", chunks=3)
     model = built(task)
@@ -151,15 +131,6 @@ def test_clips_are_known_again_by_their_numbers() -> None:
         last = (model(batch) - exact).abs().max().item()
     assert first > 1e-6
     assert last < 1e-10
-
-
-def test_features_are_on_a_common_scale_whatever_theirs_is() -> None:
-    features_SF = np.random.default_rng(0).normal(size=(sum(LENGTHS), 7))
-    outputs = []
-    for data in (made(features_SF), made(1000.0 + 50.0 * features_SF)):
-        task = Video(VideoConfig(hidden_size=5), data)
-        outputs.append(built(task).eval()(collate([data[1]])))
-    torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -215,15 +186,6 @@ def test_which_way_a_square_moves_is_learned_from_the_order_of_frames(trained: A
     assert 0.3 <= accuracy(trained.model, unseen, order=slice(1)) <= 0.7
 
 
-def test_a_run_leaves_result_and_report(trained: Any) -> None:
-    result = json.loads((trained.run / "result.json").read_text(encoding="utf-8"))
-    assert result["metrics"]["accuracy"] == trained.metrics["accuracy"]
-    assert result["settings"]["frame_size"] == SIDE
-    page = trained.report.read_text(encoding="utf-8")
-    assert "leftwards" in page
-    assert "frames of 16 x 16 pixels in grey" in page
-
-
 def test_the_command_line_trains_and_inspects(
     squares: Path, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,20 +211,3 @@ def test_clips_kept_as_npz_train_to_the_same_weights(squares: Path, tmp_path: Pa
         for number, data in enumerate((squares, tmp_path / "clips.npz"))
     ]
     assert losses[0] == losses[1]
-
-
-@pytest.mark.slow
-def test_features_train_too(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for name, direction in (("falling", -1.0), ("rising", 1.0)):
-        (tmp_path / "clips" / name).mkdir(parents=True)
-        for number in range(30):
-            steps = rng.integers(2, 9)
-            rows = (
-                direction * np.arange(steps)[:, None] + rng.normal(size=(1, 3)) * 5 + rng.normal(size=(steps, 3)) * 0.1
-            )
-            np.save(tmp_path / "clips" / name / f"{number}.npy", rows)
-    result = stretto.train(
-        "video", data=tmp_path / "clips", out=tmp_path / "run", epochs=15, hidden_size=16, learning_rate=0.02, threads=1
-    )
-    assert result.metrics["accuracy"] >= 0.8

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import stretto
 from stretto.cli.train import _config
-from stretto.data import SequenceSet, TextSettings, make_text
+from stretto.data import SequenceSet, make_text
 from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling, TextNet
@@ -25,7 +25,7 @@ from stretto.training import EVENTS_FILE, EventLog, Interrupted, Subscriber, Tra
 
 @pytest.fixture(scope="module")
 def text() -> SequenceSet:
-    return make_text(TextSettings(num_train=60))
+    return make_text(num_train=60)
 
 
 def _task(text: SequenceSet, **settings: Any) -> LanguageModelling:
@@ -206,7 +206,7 @@ def test_words_can_be_passages_and_characters_streams(tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_without_data_there_are_words_in_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    made = make_text(TextSettings(num_train=600))
+    made = make_text(num_train=600)
     monkeypatch.setattr("stretto.tasks.language_model.make_text", lambda: made)
     result = stretto.train("language-model", epochs=3, hidden_size=24, batch_size=8, out="out")
     assert result.metrics["perplexity"] < len(made.vocabulary) / 3

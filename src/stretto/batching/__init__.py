@@ -2,15 +2,7 @@
 
 from stretto.batching.collate import NO_STEP, Batch, collate
 from stretto.batching.cost import StepCost
-from stretto.batching.edges import (
-    as_lengths,
-    bucket_of,
-    equal_mass_edges,
-    optimal_edges,
-    padded_cost,
-    percentile_edges,
-    uniform_edges,
-)
+from stretto.batching.edges import as_lengths, bucket_of, optimal_edges, padded_cost
 from stretto.batching.plan import EpochPlan, SamplerReport, adjacent_correlation, shuffled_padded_steps
 from stretto.batching.sampler import BucketSampler
 
@@ -25,10 +17,7 @@ __all__ = [
     "as_lengths",
     "bucket_of",
     "collate",
-    "equal_mass_edges",
     "optimal_edges",
     "padded_cost",
-    "percentile_edges",
     "shuffled_padded_steps",
-    "uniform_edges",
 ]

@@ -9,9 +9,6 @@ sub-problems of one depth in one vectorised pass: O(K n log n) for n distinct le
                     |              |          |
     edges           3              7         14       every sequence is padded to the edge on its right
 
-At the end of the file are the rules that other libraries use. None of them minimises anything; they are what
-`optimal_edges` is measured against, and can be passed to `BucketSampler(edges=...)` as well.
-
 Shape legend: N sequences, K buckets, V distinct lengths, R rows of one pass, C candidates of one pass.
 """
 
@@ -209,64 +206,3 @@ def _row_minima(
     attained = np.flatnonzero(values_C == np.repeat(least_R, counts_R))
     leftmost_R = attained[np.searchsorted(attained, offsets_R)]
     return least_R + cost_V[rows_R] * below_V[rows_R + 1], begins_C[leftmost_R]
-
-
-def equal_mass_edges(lengths: npt.ArrayLike, num_buckets: int) -> npt.NDArray[np.int64]:
-    """Edges that give every bucket about the same number of steps: the rule of Lhotse and NeMo.
-
-    Args:
-        lengths: Steps of each sequence, at least 1.
-        num_buckets: How many buckets.
-
-    Returns:
-        Rising edges, fewer than `num_buckets` where one length alone fills several buckets.
-
-    Example:
-        >>> equal_mass_edges([1, 1, 1, 1, 4, 8], 2)
-        array([4, 8])
-    """
-    sorted_N, ranks_K = np.sort(as_lengths(lengths)), _ranks(num_buckets)
-    steps_N = np.cumsum(sorted_N)
-    return np.unique(sorted_N[np.searchsorted(steps_N * num_buckets, ranks_K * steps_N[-1])])
-
-
-def percentile_edges(lengths: npt.ArrayLike, num_buckets: int) -> npt.NDArray[np.int64]:
-    """Edges that give every bucket about the same number of sequences: the rule of fairseq.
-
-    Args:
-        lengths: Steps of each sequence, at least 1.
-        num_buckets: How many buckets.
-
-    Returns:
-        Rising edges, fewer than `num_buckets` where many sequences share a length.
-
-    Example:
-        >>> percentile_edges([1, 1, 1, 1, 4, 8], 2)
-        array([1, 8])
-    """
-    sorted_N, ranks_K = np.sort(as_lengths(lengths)), _ranks(num_buckets)
-    return np.unique(sorted_N[-(-ranks_K * len(sorted_N) // num_buckets) - 1])
-
-
-def uniform_edges(lengths: npt.ArrayLike, num_buckets: int) -> npt.NDArray[np.int64]:
-    """Edges at equal distances between the least and the greatest length: the rule of thumb.
-
-    Args:
-        lengths: Steps of each sequence, at least 1.
-        num_buckets: How many buckets; some may hold no sequence.
-
-    Returns:
-        Rising edges, fewer than `num_buckets` where they would lie less than one step apart.
-
-    Example:
-        >>> uniform_edges([1, 1, 1, 1, 4, 9], 2)
-        array([5, 9])
-    """
-    lengths_N, ranks_K = as_lengths(lengths), _ranks(num_buckets)
-    shortest, longest = int(lengths_N.min()), int(lengths_N.max())
-    return np.unique(shortest - (-ranks_K * (longest - shortest) // num_buckets))
-
-
-def _ranks(num_buckets: int) -> npt.NDArray[np.int64]:
-    """1, 2, ..., K: fractions of K are taken in whole numbers, where rounding cannot move an edge."""
-    return np.arange(1, check_int(num_buckets, name="num_buckets") + 1)

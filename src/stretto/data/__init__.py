@@ -8,11 +8,11 @@ from stretto.data.readers.parquet import read_parquet
 from stretto.data.readers.text import read_text, read_word_text
 from stretto.data.readers.video import LARGEST_FRAME, SMALLEST_FRAME, Framing, read_clips
 from stretto.data.sequences import PARTS, Part, Sample, SequenceSet, cut_runs, part_of
-from stretto.data.synthetic.digits import DrawnDigitsSettings, load_drawn_digits, make_drawn_digits
-from stretto.data.synthetic.handwriting import HandwritingSettings, load_handwriting, make_handwriting
-from stretto.data.synthetic.number_words import NumberWordsSettings, make_number_words
-from stretto.data.synthetic.regimes import RegimeSettings, make_regimes
-from stretto.data.synthetic.sentences import TextSettings, make_text
+from stretto.data.synthetic.digits import load_drawn_digits, make_drawn_digits
+from stretto.data.synthetic.handwriting import load_handwriting, make_handwriting
+from stretto.data.synthetic.number_words import make_number_words
+from stretto.data.synthetic.regimes import make_regimes
+from stretto.data.synthetic.sentences import make_text
 from stretto.data.targets import NO_CLASS, AbstractTargets, Labels, NoTargets, StepLabels, Transcripts
 
 __all__ = [
@@ -21,19 +21,14 @@ __all__ = [
     "PARTS",
     "SMALLEST_FRAME",
     "AbstractTargets",
-    "DrawnDigitsSettings",
     "Framing",
-    "HandwritingSettings",
     "Labels",
     "LinePairs",
     "NoTargets",
-    "NumberWordsSettings",
     "Part",
-    "RegimeSettings",
     "Sample",
     "SequenceSet",
     "StepLabels",
-    "TextSettings",
     "Transcripts",
     "cut_runs",
     "line_features",

@@ -148,7 +148,10 @@ class SolverAutotuner:
             watch.report(time.perf_counter() - started)
             return result
         # _BackwardEnd.apply and _BackwardStart.apply enclose the graph of the call.
-        timed_layers, timed_x_PF = _watch_inputs(watch, layers, x_PF)
+        tensors = (tensor for layer in layers for direction in layer for tensor in direction.tensors())
+        timed_x_PF, *rest = _BackwardEnd.apply(watch, x_PF, *tensors)  # type: ignore[no-untyped-call]
+        made = iter(rest)
+        timed_layers = [[direction.with_tensors(made) for direction in layer] for layer in layers]
         result = run(timed_layers, timed_x_PF, call)
         fell_back[0] = any(solution.fell_back for solution in result.solutions)
         watch.forward = time.perf_counter() - started
@@ -165,16 +168,6 @@ def _with_reason(result: StackResult, reason: str) -> StackResult:
     for solution in result.solutions:
         solution.reason = f"auto: {reason}; {solution.reason}"
     return result
-
-
-def _watch_inputs(
-    watch: _Stopwatch, layers: Sequence[Sequence[Direction]], x_PF: torch.Tensor
-) -> tuple[list[list[Direction]], torch.Tensor]:
-    """The same inputs, behind a node that stops the watch at the end of the backward pass."""
-    tensors = (tensor for layer in layers for direction in layer for tensor in direction.tensors())
-    watched_x_PF, *rest = _BackwardEnd.apply(watch, x_PF, *tensors)  # type: ignore[no-untyped-call]
-    made = iter(rest)
-    return [[direction.with_tensors(made) for direction in layer] for layer in layers], watched_x_PF
 
 
 class _BackwardStart(torch.autograd.Function):

@@ -367,8 +367,12 @@ class TruncatedBPTT:
         """Run the window that ends with this chunk, and move its beginning to that of the next one."""
         if chunk.resets.all():
             window.chunks, window.skipped, window.state = [], 0, None
-        window.chunks.append(chunk)
-        chunks, skipped, num_new = window.chunks, window.skipped, chunk.x_BT.shape[1]
+        # Where all rows have ended and other ranks have steps left, one padded step makes outputs with a graph.
+        num_new, run = chunk.x_BT.shape[1], chunk
+        if not num_new:
+            run = dataclasses.replace(chunk, x_BT=chunk.x_BT.new_zeros((len(chunk), 1, *chunk.x_BT.shape[2:])))
+        window.chunks.append(run)
+        chunks, skipped, num_run = window.chunks, window.skipped, run.x_BT.shape[1]
         x_BT = _join([one.x_BT for one in chunks])[:, skipped:]
         real_BT = _join([real_steps(one.lengths, one.x_BT.shape[1]) for one in chunks])[:, skipped:]
         # Times are counted from the window's beginning.
@@ -384,16 +388,16 @@ class TruncatedBPTT:
                 carried = CarriedState(initial=self._initial, batch_dim=self._batch_dim, state=state)
                 state = carried.start(resets[begin])
             y_BT, states[end] = self._run(x_BT[:, begin:end], state, real_BT[:, begin:end].sum(dim=1))
-            if end > depth - num_new:
-                outputs.append(y_BT[:, max(0, depth - num_new - begin) :])
+            if end > depth - num_run:
+                outputs.append(y_BT[:, max(0, depth - num_run - begin) :])
         window.move(next_begin, states[next_begin])
         window.time += num_new
         return Part(
-            y_new=_join(outputs),
+            y_new=_join(outputs)[:, :num_new],
             span=slice(window.time - num_new, window.time),
             lengths=chunk.lengths,
             state=detach_state(cast("NestedState", states[depth])),
-            depth=depth,
+            depth=depth - num_run + num_new,
             chunk=None if isinstance(self._x, torch.Tensor) else chunk,
         )
 
@@ -409,6 +413,8 @@ class TruncatedBPTT:
         rows_M = lengths_B.nonzero().flatten()
         if state is None or len(rows_M) == len(lengths_B):
             return self._call(x_BT, state, lengths_B)
+        if not len(rows_M):
+            return self._call(x_BT, state, None)[0], state
         there_M = rows_M.to(x_BT.device)
         dim = self._batch_dim
 
@@ -491,6 +497,11 @@ def _check_chunk(chunk: Any, *, step: int) -> None:
         raise StrettoError(
             f"x is neither a tensor nor made of chunks: it gave a {type(chunk).__name__}",
             fix="Give a tensor (B, T, ...), or Streams, or what yields their chunks.",
+        )
+    if not len(chunk):
+        raise StrettoError(
+            f"chunk {chunk.index} of x has no rows: too few streams for this rank to have one",
+            fix="Give Streams a num_streams that is a multiple of world_size.",
         )
     if chunk.x_BT.shape[1] > step:
         raise StrettoError(

@@ -117,9 +117,6 @@ class Explanation:
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
-    def _repr_svg_(self) -> str:
-        return self.svg()
-
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>\n{self.svg()}"
 

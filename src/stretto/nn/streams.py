@@ -120,7 +120,8 @@ class Streams(IterableDataset[Chunk]):
         targets: "next" for the step that follows (the last step of a sequence is then a target only); or what has the
             form of `sequence`, with one target per step; or None.
         rank: Which rank's rows to read.
-        world_size: Ranks that divide the streams, as evenly as whole streams allow. All have equally many chunks.
+        world_size: Ranks that divide the streams: each has as many as the first, but the last ones may have fewer, or
+            none. All have equally many chunks.
 
     Attributes:
         num_streams, chunk: As given.
@@ -161,16 +162,9 @@ class Streams(IterableDataset[Chunk]):
     @property
     def padding(self) -> float:
         """The fraction of a pass's padded steps, rows times steps of each rank's chunks, that are not real."""
-        padded_steps = 0
-        for rank in range(self._world_size):
-            rows = self.share(rank)
-            width_K = np.zeros(len(self), dtype=np.int64)
-            for span in (span for stream in self._streams_B[rows] for span in stream):
-                last, rest = divmod(span.end, self.chunk)
-                width_K[span.at // self.chunk : last] = self.chunk
-                if rest:
-                    width_K[last] = max(width_K[last], rest)
-            padded_steps += (rows.stop - rows.start) * int(width_K.sum())
+        lengths_KB = np.stack([self.chunk_lengths(index) for index in range(len(self))])
+        shares = [lengths_KB[:, self.share(rank)] for rank in range(self._world_size)]
+        padded_steps: int = sum(share.shape[1] * int(share.max(axis=1, initial=0).sum()) for share in shares)
         return 1.0 - self.planned_steps / padded_steps
 
     def share(self, rank: int) -> slice:
@@ -181,9 +175,7 @@ class Streams(IterableDataset[Chunk]):
 
     def chunk_lengths(self, index: int) -> npt.NDArray[np.int64]:
         """Real steps of every stream of all ranks in one chunk."""
-        return np.array(
-            [sum(span.length for span in spans) for spans in self._rows(index, slice(None))], dtype=np.int64
-        )
+        return _lengths(self._rows(index, slice(None)))
 
     def __len__(self) -> int:
         return self._num_chunks
@@ -261,7 +253,7 @@ class Streams(IterableDataset[Chunk]):
     def read(self, index: int) -> Chunk:
         """The chunk with this number of the pass under way."""
         rows = self._rows(index, self.share(self._rank))
-        lengths_B = np.array([sum(span.length for span in spans) for spans in rows], dtype=np.int64)
+        lengths_B = _lengths(rows)
         firsts = [(spans[0].sequence, spans[0].begin) if spans else (-1, 0) for spans in rows]
         # Streams of one sequence start in the middle of it, but all in the first chunk.
         resets = [bool(spans) and (index == 0 if self._is_cut else spans[0].begin == 0) for spans in rows]
@@ -317,6 +309,10 @@ def _clip(stream: list[_Span], begin: int, end: int) -> list[_Span]:
         length = min(span.end, end) - span.at - skipped
         found.append(_Span(span.sequence, span.begin + skipped, length, span.at + skipped))
     return found
+
+
+def _lengths(rows: list[list[_Span]]) -> npt.NDArray[np.int64]:
+    return np.array([sum(span.length for span in spans) for spans in rows], dtype=np.int64)
 
 
 def _end_to_end(spans: Iterable[_Span]) -> list[_Span]:

@@ -96,16 +96,17 @@ def line_features(strokes: list[npt.NDArray[np.float64]], *, source: str = "a li
             f"{source}: the pen travels {far:.3g} in writing of height {unit:.3g}, over {MAX_LINE_STEPS} steps",
             fix="Check the coordinates, or cut the writing into lines.",
         )
-    resampled = [resample_stroke(stroke / unit, _steps_along) for stroke in strokes]
+    resampled = [
+        resample_stroke(
+            stroke / unit, lambda length: max(2, round(length * POINTS_PER_HEIGHT) + 1) if length > 0 else 1
+        )
+        for stroke in strokes
+    ]
     joined_T2 = np.concatenate(resampled)
     features_T3 = np.zeros((len(joined_T2), 3), dtype=np.float32)
     features_T3[:, :2] = np.diff(joined_T2, axis=0, prepend=joined_T2[:1]) * np.array([1.0, -1.0])
     features_T3[np.cumsum([len(stroke) for stroke in resampled]) - 1, 2] = 1.0
     return features_T3
-
-
-def _steps_along(length: float) -> int:
-    return max(2, round(length * POINTS_PER_HEIGHT) + 1) if length > 0 else 1
 
 
 def resample_stroke(stroke_P2: npt.NDArray[np.float64], num_points: Callable[[float], int]) -> npt.NDArray[np.float64]:

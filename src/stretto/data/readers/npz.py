@@ -38,7 +38,7 @@ KNOWN_MEMBERS: Final = frozenset(
 )
 
 
-def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
+def read_npz(path: Path) -> SequenceSet:
     """Read a ragged `.npz`.
 
     Args:
@@ -49,12 +49,11 @@ def read_npz(path: Path, *, memory_map: bool = True) -> SequenceSet:
             it is 0 train, 1 valid, 2 test. For text as features, `alphabet` has the code points of its characters, or
             `vocabulary` its words.
             Without `offsets`, `x_train`, `y_train`, `x_test` and `y_test` are images, read one row of pixels per step.
-        memory_map: Leave uncompressed features on disk until they are used.
 
     Raises:
         StrettoError: The file is not a ragged `.npz`, or its arrays do not fit together.
     """
-    arrays = _read_arrays(path, memory_map=memory_map)
+    arrays = _read_arrays(path)
     if _holds_images(arrays):
         arrays = _flatten_images(arrays, source=str(path))
     offsets = arrays["offsets"]
@@ -117,9 +116,9 @@ def cached_set(identity: Sequence[Any], *, name: str, make: Callable[[], Sequenc
     return dataclasses.replace(read_npz(path), name=name)
 
 
-def _read_arrays(path: Path, *, memory_map: bool) -> dict[str, Array]:
+def _read_arrays(path: Path) -> dict[str, Array]:
     try:
-        return _members(path, memory_map=memory_map)
+        return _members(path)
     except FileNotFoundError:
         raise StrettoError(f"there is no file {str(path)!r}", fix="Check the path.") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, MemoryError) as error:
@@ -135,7 +134,7 @@ def _read_arrays(path: Path, *, memory_map: bool) -> dict[str, Array]:
         ) from error
 
 
-def _members(path: Path, *, memory_map: bool) -> dict[str, Array]:
+def _members(path: Path) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
         names = sorted(name.removesuffix(".npy") for name in archive.namelist())
@@ -149,7 +148,7 @@ def _members(path: Path, *, memory_map: bool) -> dict[str, Array]:
             name = info.filename.removesuffix(".npy")
             if name not in (IMAGE_MEMBERS if images else KNOWN_MEMBERS):
                 continue
-            if memory_map and name == "x" and info.compress_type == zipfile.ZIP_STORED:
+            if name == "x" and info.compress_type == zipfile.ZIP_STORED:
                 arrays[name] = _map_member(path, stream, info)
             else:
                 with archive.open(info) as member:

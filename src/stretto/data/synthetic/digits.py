@@ -4,7 +4,6 @@ Shape legend: N images, Q shapes (a digit of a font), P points of a shape, H row
 the two, 2 coordinates.
 """
 
-import dataclasses
 from typing import Any, Final
 
 import numpy as np
@@ -27,26 +26,18 @@ IMAGES_PER_CHUNK: Final = 500
 WAVES: Final = 2
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnDigitsSettings:
-    """How many images to draw.
+def make_drawn_digits(*, num_train: int = 6000, seed: int = 0) -> SequenceSet:
+    """Draw every image, 28 x 28 bytes of grey, one row of pixels per step; a pure function of its arguments.
 
-    Attributes:
+    Args:
         num_train: Training images; validation and test get a sixth as many each.
         seed: Everything follows from it.
     """
-
-    num_train: int = 6000
-    seed: int = 0
-
-
-def make_drawn_digits(settings: DrawnDigitsSettings) -> SequenceSet:
-    """Draw every image, 28 x 28 bytes of grey, one row of pixels per step; a pure function of the settings."""
     points_QP2, joined_QP = _shapes()
     images, labels = [], []
-    counts = part_sizes(settings.num_train, held_out=6)
+    counts = part_sizes(num_train, held_out=6)
     for number, count in enumerate(counts):
-        rng = np.random.default_rng([settings.seed, number, 0xD161])
+        rng = np.random.default_rng([seed, number, 0xD161])
         labels_N = rng.permutation(np.arange(count) % len(DIGITS))
         labels.append(labels_N)
         images += [
@@ -64,11 +55,10 @@ def make_drawn_digits(settings: DrawnDigitsSettings) -> SequenceSet:
     )
 
 
-def load_drawn_digits(settings: DrawnDigitsSettings | None = None) -> SequenceSet:
+def load_drawn_digits(*, num_train: int = 6000, seed: int = 0) -> SequenceSet:
     """The embedded set, memory-mapped from the cache; generated in a second or two if it is not there yet."""
-    settings = settings or DrawnDigitsSettings()
-    identity = [GENERATOR_VERSION, dataclasses.astuple(settings)]
-    return cached_set(identity, name=NAME, make=lambda: make_drawn_digits(settings))
+    identity = [GENERATOR_VERSION, (num_train, seed)]
+    return cached_set(identity, name=NAME, make=lambda: make_drawn_digits(num_train=num_train, seed=seed))
 
 
 def _shapes() -> tuple[Array, Array]:

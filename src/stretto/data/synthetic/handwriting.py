@@ -5,7 +5,6 @@ No word and no writer is in two parts of the split, and the lengths have a long 
 Shape legend: P dense points of a line, T resampled steps, 2 coordinates, 3 features (dx, dy, pen-up).
 """
 
-import dataclasses
 import functools
 import importlib.resources
 import string
@@ -157,31 +156,22 @@ class Writer:
         return features_T3
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HandwritingSettings:
-    """How much handwriting to generate.
+def make_handwriting(*, num_train: int = 6000, num_writers: int = 80, seed: int = 0) -> SequenceSet:
+    """Write every line; a pure function of its arguments.
 
-    Attributes:
+    Args:
         num_train: Training lines; validation and test get a tenth as many each, by other writers.
         num_writers: Training writers; validation and test get a quarter as many each.
         seed: Everything follows from it.
     """
-
-    num_train: int = 6000
-    num_writers: int = 80
-    seed: int = 0
-
-
-def make_handwriting(settings: HandwritingSettings) -> SequenceSet:
-    """Write every line; a pure function of the settings."""
     inks, texts, split = [], [], []
-    counts, writer_counts = part_sizes(settings.num_train, held_out=10), part_sizes(settings.num_writers, held_out=4)
-    for number, (part, count, num_writers) in enumerate(zip(PARTS, counts, writer_counts, strict=True)):
-        rng = np.random.default_rng([settings.seed, number])
-        writers = [Writer(rng) for _ in range(num_writers)]
+    counts, writer_counts = part_sizes(num_train, held_out=10), part_sizes(num_writers, held_out=4)
+    for number, (part, count, of_part) in enumerate(zip(PARTS, counts, writer_counts, strict=True)):
+        rng = np.random.default_rng([seed, number])
+        writers = [Writer(rng) for _ in range(of_part)]
         for _ in range(count):
             text = random_line(part, rng=rng)
-            inks.append(writers[rng.integers(num_writers)].write(text, rng=rng))
+            inks.append(writers[rng.integers(of_part)].write(text, rng=rng))
             texts.append(text)
             split.append(number)
     return SequenceSet.from_flat(
@@ -193,8 +183,8 @@ def make_handwriting(settings: HandwritingSettings) -> SequenceSet:
     )
 
 
-def load_handwriting(settings: HandwritingSettings | None = None) -> SequenceSet:
+def load_handwriting(*, num_train: int = 6000, num_writers: int = 80, seed: int = 0) -> SequenceSet:
     """The embedded set, memory-mapped from the cache; generated in seconds if it is not there yet."""
-    settings = settings or HandwritingSettings()
-    identity = [GENERATOR_VERSION, dataclasses.astuple(settings)]
-    return cached_set(identity, name="handwriting", make=lambda: make_handwriting(settings))
+    identity = [GENERATOR_VERSION, (num_train, num_writers, seed)]
+    make = functools.partial(make_handwriting, num_train=num_train, num_writers=num_writers, seed=seed)
+    return cached_set(identity, name="handwriting", make=make)

@@ -5,7 +5,6 @@ so that the order changes and words that were never seen have to be put together
 seed.
 """
 
-import dataclasses
 from typing import Final
 
 import numpy as np
@@ -27,24 +26,15 @@ LARGEST_NUMBER: Final = 999_999
 MAX_NUMBERS_PER_LINE: Final = 5
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NumberWordsSettings:
-    """How many lines to generate.
+def make_number_words(*, num_train: int = 5000, seed: int = 0) -> SequenceSet:
+    """The set; a pure function of its arguments. Each line has up to five numbers of any size.
 
-    Attributes:
+    Args:
         num_train: Training lines; validation and test get a tenth as many each. No line occurs twice.
         seed: Everything follows from it.
     """
-
-    num_train: int = 5000
-    seed: int = 0
-
-
-def make_number_words(settings: NumberWordsSettings | None = None) -> SequenceSet:
-    """The set; a pure function of the settings. Each line has up to five numbers of any size."""
-    settings = settings or NumberWordsSettings()
-    counts = part_sizes(settings.num_train, held_out=10)
-    rng = np.random.default_rng([settings.seed, 0x2021])
+    counts = part_sizes(num_train, held_out=10)
+    rng = np.random.default_rng([seed, 0x2021])
     lines: dict[tuple[int, ...], None] = {}
     while len(lines) < sum(counts):
         magnitudes = rng.uniform(0.0, np.log(LARGEST_NUMBER + 2), size=rng.integers(1, MAX_NUMBERS_PER_LINE + 1))

@@ -7,7 +7,6 @@ from a seed.
 Shape legend: T steps of one signal, S steps of all of them.
 """
 
-import dataclasses
 from typing import Final
 
 import numpy as np
@@ -24,29 +23,18 @@ UNLABELLED_STEPS: Final = 12
 NOISE: Final = 0.5
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RegimeSettings:
-    """What to generate.
+def make_regimes(*, num_train: int = 360, median_length: int = 400, mean_stay: int = 60, seed: int = 0) -> SequenceSet:
+    """The set; a pure function of its arguments.
 
-    Attributes:
+    Args:
         num_train: Training signals; validation and test have a sixth of that each.
         median_length: Steps of a signal in the middle of the lengths, which have a long tail.
         mean_stay: Steps of a regime on average.
         seed: Everything follows from it.
     """
-
-    num_train: int = 360
-    median_length: int = 400
-    mean_stay: int = 60
-    seed: int = 0
-
-
-def make_regimes(settings: RegimeSettings | None = None) -> SequenceSet:
-    """The set; a pure function of the settings."""
-    settings = settings or RegimeSettings()
-    counts = part_sizes(settings.num_train, held_out=6)
-    rng = np.random.default_rng([settings.seed, 0x7E61])
-    made = [_signal(settings, rng) for _ in range(sum(counts))]
+    counts = part_sizes(num_train, held_out=6)
+    rng = np.random.default_rng([seed, 0x7E61])
+    made = [_signal(rng, median_length=median_length, mean_stay=mean_stay) for _ in range(sum(counts))]
     offsets = np.cumsum([0, *(len(labels_T) for _, labels_T in made)])
     return SequenceSet.from_flat(
         np.concatenate([features_TF for features_TF, _ in made]),
@@ -60,16 +48,16 @@ def make_regimes(settings: RegimeSettings | None = None) -> SequenceSet:
 
 
 def _signal(
-    settings: RegimeSettings, rng: np.random.Generator
+    rng: np.random.Generator, *, median_length: int, mean_stay: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
     """Features (T, 2) and labels of one signal."""
-    shortest, longest = settings.median_length // 4, settings.median_length * 4
-    length = int(np.clip(rng.lognormal(np.log(settings.median_length), 0.6), shortest, longest))
+    shortest, longest = median_length // 4, median_length * 4
+    length = int(np.clip(rng.lognormal(np.log(median_length), 0.6), shortest, longest))
     pace_T, pulse_T = np.zeros(length), np.zeros(length)
     labels_T = np.zeros(length, dtype=np.uint8)
     begin = 0
     while begin < length:
-        end = begin + UNLABELLED_STEPS + int(rng.exponential(settings.mean_stay))
+        end = begin + UNLABELLED_STEPS + int(rng.exponential(mean_stay))
         fast, down = rng.integers(2, size=2)
         pace_T[begin:end] = 2 * np.pi / (PERIODS[fast] * rng.uniform(0.85, 1.15))
         pulse_T[begin : min(end, begin + PULSE_STEPS)] = 2.0 - 4.0 * down

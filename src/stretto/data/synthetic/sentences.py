@@ -4,7 +4,6 @@ Verbs agree with their subject across what lies between, a sentence that begins 
 and the predicate fits the kind of subject: there is something to learn at every distance.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Final
 
@@ -53,25 +52,16 @@ IRREGULAR: Final = dict(
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TextSettings:
-    """How much text to generate.
+def make_text(*, num_train: int = 5000, seed: int = 0) -> SequenceSet:
+    """Write every sentence; a pure function of its arguments.
 
-    Attributes:
+    Args:
         num_train: Training sentences; validation and test get a tenth as many each.
         seed: Everything follows from it.
     """
-
-    num_train: int = 5000
-    seed: int = 0
-
-
-def make_text(settings: TextSettings | None = None) -> SequenceSet:
-    """Write every sentence; a pure function of the settings."""
-    settings = settings or TextSettings()
-    counts = part_sizes(settings.num_train, held_out=10)
+    counts = part_sizes(num_train, held_out=10)
     sentences = {
-        part: [_Speaker(np.random.default_rng([settings.seed, number, at])).sentence() for at in range(counts[number])]
+        part: [_Speaker(np.random.default_rng([seed, number, at])).sentence() for at in range(counts[number])]
         for number, part in enumerate(PARTS)
     }
     return word_set(sentences, name="made-text")
