@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from task_gradients import Found, assert_same, built, loss_and_gradients
 from torch import nn
 from torch.nn import functional
 
@@ -46,8 +47,7 @@ def _plain(model: TextNet, words_S: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("window", [1, 7, 1000])
 def test_windows_are_one_unbroken_run(text: SequenceSet, window: int, backend: str) -> None:
     task = _task(text, window=window, num_layers=2, backend=backend, batch_size=3)
-    torch.manual_seed(0)
-    model = task.build_model().double()
+    model: Any = built(task)
     found: dict[int, list[torch.Tensor]] = {}
     said: dict[int, list[torch.Tensor]] = {}
     feed = task.feed(world=World())
@@ -69,13 +69,10 @@ def test_windows_are_one_unbroken_run(text: SequenceSet, window: int, backend: s
 def test_loss_and_gradients_are_those_of_plain_torch(text: SequenceSet) -> None:
     """Of the second window: what is carried into it is a constant."""
     task = _task(text, num_layers=2)
-    torch.manual_seed(0)
-    model = task.build_model().double()
+    model: Any = built(task)
     first, second, *_ = task.feed(world=World())
     model(first)
-    loss = task.loss(model(second), second)
-    torch.autograd.backward(loss.total)
-    found = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    found = loss_and_gradients(task, model, [second])
     model.zero_grad()
     lstm = nn.LSTM(5, 6, 2, batch_first=True).double()
     lstm.load_state_dict(model.lstm.state_dict())
@@ -85,13 +82,9 @@ def test_loss_and_gradients_are_those_of_plain_torch(text: SequenceSet) -> None:
     scores_PC = model.predict(hidden_BTH.flatten(0, 1))
     expected = functional.cross_entropy(scores_PC, second.targets.flatten(), reduction="sum")
     torch.autograd.backward(expected)
-    assert loss.total.item() == pytest.approx(expected.item(), rel=1e-12)
-    assert loss.count == 28
-    wanted = {f"lstm.{name}": weight.grad for name, weight in lstm.named_parameters()}
-    wanted |= {name: weight.grad for name, weight in model.named_parameters() if not name.startswith("lstm")}
-    assert found.keys() == wanted.keys()
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12)
+    gradients = {f"lstm.{name}": weight.grad for name, weight in lstm.named_parameters()}
+    gradients |= {name: weight.grad for name, weight in model.named_parameters() if not name.startswith("lstm")}
+    assert_same(found, Found(loss=expected.item(), count=28, gradients=gradients), atol=1e-12)
 
 
 def test_the_scores_of_a_window_are_not_copied(text: SequenceSet) -> None:
@@ -106,8 +99,7 @@ def test_the_scores_of_a_window_are_not_copied(text: SequenceSet) -> None:
 def test_the_perplexity_counts_every_word_but_the_first_once(text: SequenceSet) -> None:
     """Against streams that are read one by one and without windows."""
     task, part = _task(text), text.part("valid")
-    torch.manual_seed(0)
-    model = task.build_model().double()
+    model: Any = built(task)
     words_S = torch.from_numpy(
         part.features_SF[part.starts_N[0] : part.starts_N[-1] + part.lengths_N[-1], 0].astype(int)
     )

@@ -199,7 +199,8 @@ class Part:
     """New steps, whose loss is to be back-propagated.
 
     Attributes:
-        y_new: Outputs of the new steps, with the graph of the whole window behind them.
+        y_new: Outputs of the new steps, with the graph of the whole window behind them; of no steps where all rows have
+            ended and other ranks have steps left.
         span: Where the new steps are in time: `target[:, part.span]`.
         lengths: Real new steps of each row; int64 on the CPU.
         state: After the new steps, and of a row that has ended after its last one; without its graph.
