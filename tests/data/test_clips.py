@@ -200,11 +200,6 @@ def put_pictures(path: Path) -> None:
     pictures[0].save(path, save_all=True, append_images=pictures[1:])
 
 
-def put_half(path: Path) -> None:
-    put_frame(path, np.random.default_rng(0).integers(256, size=(64, 64), dtype=np.uint8))
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 def _huge_png(side: int) -> bytes:
     """A few bytes that claim to be `side` times `side` pixels."""
 
@@ -213,9 +208,6 @@ def _huge_png(side: int) -> bytes:
 
     header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-
-
-NO_IMAGES = (b"", b"no image", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0")
 
 
 @pytest.mark.parametrize(
@@ -239,14 +231,9 @@ NO_IMAGES = (b"", b"no image", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0")
             r"walk/b/2\.png' is of Pillow's mode 'I;16'.*eight bits",
         ),
         (lambda two: put_pictures(two / "walk" / "b" / "2.png"), r"walk/b/2\.png' holds 3 pictures"),
-        (lambda two: put_half(two / "walk" / "b" / "2.png"), r"walk/b/2\.png' is damaged"),
-        (lambda two: put_half(two / "walk" / "b" / "2.jpg"), r"walk/b/2\.jpg' is damaged"),
-        *(
-            (
-                lambda two, content=content: (two / "walk" / "b" / "1.png").write_bytes(content),
-                r"the frame '.*walk/b/1\.png' is damaged or not an image",
-            )
-            for content in NO_IMAGES
+        (
+            lambda two: (two / "walk" / "b" / "1.png").write_bytes(b"no image"),
+            r"the frame '.*walk/b/1\.png' is damaged or not an image",
         ),
         # A decompression bomb is refused before it is unpacked.
         *(
@@ -276,14 +263,14 @@ def test_clips_that_cannot_be_used_are_named(two: Path, change: Callable[[Path],
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ending=st.sampled_from([".png", ".jpg"]), data=st.data())
-def test_a_damaged_frame_is_read_or_named(two: Path, ending: str, data: st.DataObject) -> None:
+def test_a_damaged_or_truncated_frame_is_read_or_named(two: Path, ending: str, data: st.DataObject) -> None:
     path = two / "walk" / "b" / f"2{ending}"
     try:
         put_frame(path, np.arange(SIDE * SIDE, dtype=np.uint8).reshape(SIDE, SIDE))
         content = bytearray(path.read_bytes())
         for _ in range(data.draw(st.integers(1, 4))):
             content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-        path.write_bytes(content)
+        path.write_bytes(content[: data.draw(st.integers(0, len(content)) | st.just(len(content)))])
         read_clips(two, SMALL)
     except StrettoError as error:
         if repr(str(path)) not in error.problem:

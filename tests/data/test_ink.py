@@ -327,7 +327,6 @@ def test_other_files_are_no_lines_and_empty_strokes_no_ink(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "is damaged or not plain XML"),
         (session(IAM_STROKES)[:-30], "is damaged or not plain XML"),
         (session([]), "has no strokes"),
         (session([[], []]), "has no strokes"),
@@ -336,7 +335,6 @@ def test_other_files_are_no_lines_and_empty_strokes_no_ink(tmp_path):
         (session(IAM_STROKES).replace('"300"', '"3.5"'), "a point without whole numbers x and y"),
         (session(IAM_STROKES).replace('"300"', '"high"'), "a point without whole numbers x and y"),
         (session(IAM_STROKES).replace('"300"', f'"{"9" * 400}"'), "a point without whole numbers x and y"),
-        (session(IAM_STROKES).replace("<Whiteboard", '<!DOCTYPE a [<!ENTITY b "c">]><Whiteboard', 1), "never read"),
         (session(IAM_STROKES).replace("<Whiteboard", '<!DOCTYPE a SYSTEM "file:///b"><Whiteboard', 1), "never read"),
     ],
 )
