@@ -20,8 +20,9 @@ from torch import nn
 
 import stretto
 from bench.contenders import Shape, TorchContender, draw_batch, torch_contender
-from bench.harness import Count, Report, Settings, bench, check_equal, torch_threads
+from bench.harness import Count, Report, Settings, bench
 from bench.kernels import SHAPES, TINY
+from stretto.timing import check_equal, torch_threads
 
 MAX_OVER_QUIET: Final = {1: 1.8, 2: 2.6}
 """How much longer a step may take beside so many busy processes; its share of two processors would be 1.5 and 2."""

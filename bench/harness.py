@@ -44,38 +44,7 @@ from stretto.cli import check_flags, choose, console_for, parse
 from stretto.errors import StrettoError
 from stretto.files import write_text_atomically
 from stretto.report import Html, bullets, columns, figure, grid, join, page, paragraph
-from stretto.timing import (
-    QUICK,
-    Timing,
-    TimingBudget,
-    check_equal,
-    relative_error,
-    time_interleaved,
-    torch_threads,
-)
-
-__all__ = [
-    "QUICK",
-    "ROOT",
-    "Count",
-    "Registry",
-    "Report",
-    "Settings",
-    "Table",
-    "Timing",
-    "TimingBudget",
-    "bench",
-    "check_equal",
-    "chosen_parts",
-    "describe_machine",
-    "format_cell",
-    "ratio_of",
-    "relative_error",
-    "render",
-    "run_render",
-    "time_interleaved",
-    "torch_threads",
-]
+from stretto.timing import Timing, torch_threads
 
 Cell = str | int | float | bool | None
 S = TypeVar("S", bound="Settings")

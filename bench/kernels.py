@@ -28,21 +28,10 @@ from bench.contenders import (
     torch_contender,
     torch_layer,
 )
-from bench.harness import (
-    QUICK,
-    Count,
-    Report,
-    Settings,
-    TimingBudget,
-    bench,
-    check_equal,
-    chosen_parts,
-    ratio_of,
-    time_interleaved,
-    torch_threads,
-)
+from bench.harness import Count, Report, Settings, bench, chosen_parts, ratio_of
 from stretto.cells import Cell
 from stretto.nn import RNN
+from stretto.timing import QUICK, TimingBudget, check_equal, time_interleaved, torch_threads
 
 PARTS: Final = ("shapes", "bidirectional", "stack", "ragged", "hidden", "threads")
 TURN_SECONDS: Final = 0.1

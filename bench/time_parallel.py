@@ -28,23 +28,14 @@ from bench.contenders import (
     torch_contender,
     torch_layer,
 )
-from bench.harness import (
-    Count,
-    Report,
-    Settings,
-    TimingBudget,
-    bench,
-    check_equal,
-    chosen_parts,
-    relative_error,
-    time_interleaved,
-)
+from bench.harness import Count, Report, Settings, bench, chosen_parts
 from bench.recordings import UNLABELLED, Recording, Recordings, standardise_recordings
 from bench.trained_nets import LEARNING_RATE, MEMORY_ROWS, Labeller, Nets, measure_memory
 from stretto.cells import GRU
 from stretto.data import open_sequences
 from stretto.nn import RNN
 from stretto.solvers import AbstractSolver, Multigrid, Newton, Shooting, Solution, TrajectoryCache
+from stretto.timing import TimingBudget, check_equal, relative_error, time_interleaved
 
 PARTS: Final = ("warm-start", "exact", "others", "ranks", "training")
 NEEDS_DATA: Final = ("ranks", "training")

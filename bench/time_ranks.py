@@ -16,12 +16,13 @@ from typing import Any, Final, final
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.harness import Report, relative_error
+from bench.harness import Report
 from bench.trained_nets import Nets
 from stretto.cells import GRU
 from stretto.distributed import TimeMesh, World, join_ranks, launch_ranks
 from stretto.errors import StrettoError
 from stretto.nn import RNN
+from stretto.timing import relative_error
 
 NUM_RANKS: Final = 2
 NUM_STEPS: Final = 1 << 17

@@ -17,11 +17,10 @@ from typing import Annotated, Any, Final, Literal, Protocol, final, get_args
 import torch
 from pydantic import Field
 from torch import nn
-from torch.optim.lr_scheduler import ConstantLR
 
 from bench.baselines import Baseline, PlainScript, baseline_of
 from bench.figure import BLUE, GREY, Line, Panel, draw_figure
-from bench.harness import Count, Report, Settings, bench, check_equal
+from bench.harness import Count, Report, Settings, bench
 from bench.task_data import NO_CHECKPOINTS, check_tasks, open_data, take_share
 from stretto.batching import Batch, collate
 from stretto.data import SequenceSet
@@ -29,6 +28,7 @@ from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.nn import fresh_state
 from stretto.tasks import find_task
+from stretto.timing import check_equal
 from stretto.training import (
     AbstractLog,
     AbstractTask,
@@ -285,9 +285,6 @@ class Clock(AbstractLog):
             self._next_batch_size = values["batch_size"]
             self.decisions.append(f"after epoch {values['epoch']}, {values['action']} to {values['batch_size']}")
 
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 @final
 class StrettoContender:
@@ -301,7 +298,6 @@ class StrettoContender:
         self._task = task
         self.clock = Clock(task.config.first_batch_size * task.config.accumulate)
         self._trainer = Trainer(task, run=run, log=self.clock, resume=False)
-        self._epochs_done = 0
 
     @property
     def model(self) -> nn.Module:
@@ -309,13 +305,9 @@ class StrettoContender:
         return self._trainer.model
 
     def train_epoch(self) -> EpochTiming:
-        """Train one epoch and measure; after the planned epochs, at the last rate of the schedule."""
-        if self._epochs_done == self._task.config.epochs:
-            state = self._trainer.state
-            state.schedule = ConstantLR(state.optimizer, factor=1.0, total_iters=1)
+        """Train one epoch and measure."""
         begin, probed = time.perf_counter(), self.clock.probe_seconds
         record = self._trainer.train_epoch()
-        self._epochs_done = record.epoch
         return EpochTiming(
             seconds=self.clock.last_update - begin,
             value=record.value,

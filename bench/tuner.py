@@ -223,9 +223,6 @@ class _Clock(AbstractLog):
         # After an epoch the loop measures and saves; the clock starts again with the next.
         self.start()
 
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 def run_to_target(task: AbstractTask[Any], *, target: float, every: int) -> Run:
     """Train by Stretto's own loop until the target is reached, or all epochs are done."""

@@ -20,12 +20,13 @@ from pydantic import Field
 from torch import distributed
 
 from bench.figure import AMBER, Line, Panel, draw_figure
-from bench.harness import Report, Settings, torch_threads
+from bench.harness import Report, Settings
 from experiments.registry import experiment, to_dict
 from stretto.data import PARTS, Labels, SequenceSet, Transcripts, load_handwriting, open_sequences
 from stretto.distributed import World, join_ranks
 from stretto.errors import StrettoError
 from stretto.tasks import TASKS
+from stretto.timing import torch_threads
 from stretto.training import Count, EpochRecord, EventLog, SilentLog, Trainer, validate
 
 FULL_NUM_TRAIN: Final = 12_000

@@ -18,12 +18,13 @@ from pydantic import Field
 
 from bench.contenders import Forward, Shape, TorchContender, draw_batch, python_loop
 from bench.figure import AMBER, BLUE, TEAL, Line, Panel, draw_figure
-from bench.harness import Report, Settings, TimingBudget, check_equal, time_interleaved
+from bench.harness import Report, Settings
 from experiments.registry import experiment, to_csv, to_dict
 from stretto.errors import StrettoError
 from stretto.graph import Graph, delayed_graph, lstm_graph, peephole_lstm_graph, two_loop_graph
 from stretto.kernels import NoCompiler, find_compiler
 from stretto.nn import RNN
+from stretto.timing import TimingBudget, check_equal, time_interleaved
 from stretto.training import Count
 
 NETWORKS: Final[Mapping[str, Callable[[int, int], Graph]]] = {

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, final, get_args
 from pydantic import Field
 
 from bench.figure import AMBER, BLUE, GREY, TEAL, Line, Panel, draw_figure
-from bench.harness import Report, Settings, torch_threads
+from bench.harness import Report, Settings
 from experiments.large_batch_apps import (
     METRICS,
     WARMUP_CAP,
@@ -47,6 +47,7 @@ from stretto.extras import optional
 from stretto.files import locked
 from stretto.large_batch import ScalingRule
 from stretto.tasks import find_task
+from stretto.timing import torch_threads
 from stretto.training import Count
 
 RuleName: TypeAlias = Literal[ScalingRule, "lamb", "oracle"]
@@ -251,7 +252,7 @@ def reproduce_large_batch(
             fresh=settings.fresh,
             progress=progress,
         )
-        _make_runs(opened, settings, runner, progress=progress)
+        _make_runs(opened, settings, runner)
         rows = [row for each in opened for row in _make_rows(each, settings, runner)]
     return LargeBatchResult(
         applications={each.application.name: each.facts() for each in opened},
@@ -297,35 +298,20 @@ def open_application(name: ApplicationName, settings: LargeBatchSettings) -> App
 # The runs ------------------------------------------------------------------------------------------------------------
 
 
-def _make_runs(
-    opened: Sequence[ApplicationData],
-    settings: LargeBatchSettings,
-    runner: Runner,
-    *,
-    progress: Callable[[str], None],
-) -> None:
+def _make_runs(opened: Sequence[ApplicationData], settings: LargeBatchSettings, runner: Runner) -> None:
     """Make all runs that are not finished yet, in two rounds.
 
     First every rule with every seed, and the oracle's grid with the first seed. That decides the oracle's rates, which
     are then run with the other seeds.
     """
-    first, later = list[Run](), list[Run]()
+    first = list[Run]()
     for each in opened:
         for multiple in each.multiples:
             for rule in settings.rules_at(multiple):
                 first += [each.run(multiple, rule, seed=seed) for seed in settings.seed_range]
             if settings.has_oracle_at(multiple):
-                grid = oracle_grid(each, multiple)
-                first += grid
-                if runner.missing(grid):
-                    # Their rates are not known yet, but they are as many.
-                    later += grid[:1] * (len(settings.seed_range) - 1)
-                else:
-                    later += runner.missing(oracle_runs(each, multiple, settings, runner))
-    missing = runner.missing(first)
-    if runner.finished:
-        progress(f"{len(runner.finished)} runs are finished already and reused")
-    runner.make(missing, later=later)
+                first += oracle_grid(each, multiple)
+    runner.make(runner.missing(first))
     second = [
         run
         for each in opened

@@ -48,12 +48,6 @@ class Application:
     max_length: int | None = None  # longer sequences are not used
     num_words: int | None = None  # size of the vocabulary, at most
     multiples: tuple[int, ...] = (1, 4, 16, 64)  # batches to run unless others are asked for
-    seconds: tuple[float, float]  # of a run at the baseline's batch and at very large ones, about
-
-    def expected_seconds(self, multiple: int) -> float:
-        """Of a run, about: one part follows the number of updates, the other the data."""
-        smallest, largest = self.seconds
-        return largest + (smallest - largest) / multiple
 
 
 @functools.cache
@@ -64,7 +58,7 @@ def applications(scale: Scale) -> Mapping[ApplicationName, Application]:
     for name in get_args(ApplicationName):
         values = tables["full" if scale == "full" else "miniature"][name]
         if scale == "quick":
-            changes = {"epochs": 2, "multiples": [1, 4], "seconds": [0.5, 0.3], **tables["quick"][name]}
+            changes = {"epochs": 2, "multiples": [1, 4], **tables["quick"][name]}
             sizes = {**values["settings"], "hidden_size": 8, **changes.get("settings", {})}
             values = {**values, **changes, "settings": sizes}
         found[name] = pydantic.TypeAdapter(Application).validate_python({"name": name, **values})

@@ -1,6 +1,6 @@
 """Makes the runs of the large-batch experiment that are not finished yet, several at a time.
 
-Runner      knows which runs are finished, makes the others, and says how long that will take
+Runner      knows which runs are finished, makes the others, and says how many are left
 WorkerPool  processes that make one run at a time each
 """
 
@@ -8,7 +8,6 @@ import contextlib
 import multiprocessing
 import os
 import shutil
-import statistics
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
@@ -44,7 +43,7 @@ class Runner:
         data_folder: Where other processes find them, as for `open_data`.
         num_jobs: Runs at a time; one alone is made in this process.
         fresh: Whether to repeat what was finished or begun before.
-        progress: Called with a line after every run, and with what to expect before.
+        progress: Called with a line after every run, and with how many to expect before.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class Runner:
         self._out, self._data, self._data_folder = out, data, data_folder
         self._num_jobs, self._fresh, self._progress = num_jobs, fresh, progress
         self._looked_up: set[str] = set()
-        self._estimate = Estimate(num_jobs)
         self.finished: dict[str, RunResult] = {}
         self.num_reused = 0
 
@@ -87,8 +85,8 @@ class Runner:
         """The results of finished runs."""
         return [self.finished[run.key] for run in runs]
 
-    def make(self, runs: Sequence[Run], *, later: Sequence[Run] = ()) -> None:
-        """Make runs that are not finished; `later` are those to follow, for the estimate of the time left.
+    def make(self, runs: Sequence[Run]) -> None:
+        """Make runs that are not finished.
 
         Raises:
             StrettoError: If a run cannot be made, or its process died.
@@ -96,15 +94,15 @@ class Runner:
         """
         if not runs:
             return
-        self._progress(self._estimate.plan([*runs, *later], folder=self._out / RESULTS))
+        self._progress(f"{len(runs)} runs to make; finished runs are kept in {self._out / RESULTS}")
         if self._fresh:
             for run in runs:
                 shutil.rmtree(self._folder(run), ignore_errors=True)
         try:
-            for run, result in self._execute(runs):
+            for number, (run, result) in enumerate(self._execute(runs), start=1):
                 save_result(run, result, self._out / RESULTS, data=self._data[run.application.name].name)
                 self.finished[run.key] = result
-                self._progress(self._estimate.finish(run, result))
+                self._progress(f"{run}: {describe(result)}; {len(runs) - number} left")
         except (Interrupted, KeyboardInterrupt):
             self._progress(STOPPED)
             raise KeyboardInterrupt from None
@@ -122,46 +120,13 @@ class Runner:
             yield from pool.map([(run, self._folder(run)) for run in runs])
 
 
-@final
-class Estimate:
-    """Counts runs and estimates the time left: as the applications have it, times how far their runs were off."""
-
-    def __init__(self, num_jobs: int) -> None:
-        self._num_jobs = num_jobs
-        self._left: list[Run] = []
-        self._ratios: dict[str, list[float]] = {}
-
-    @property
-    def seconds_left(self) -> float:
-        """About."""
-        seconds = 0.0
-        for run in self._left:
-            ratio = statistics.median(self._ratios.get(run.application.name, [1.0]))
-            seconds += ratio * run.application.expected_seconds(run.multiple)
-        return seconds / self._num_jobs
-
-    def plan(self, runs: Iterable[Run], *, folder: Path) -> str:
-        """Set the runs to be made, at most; returns a line about them."""
-        self._left = list(runs)
-        return (
-            f"up to {len(self._left)} runs to make, about {duration(self.seconds_left)} on a machine like the one that "
-            f"the estimate comes from; finished runs are kept in {folder}"
-        )
-
-    def finish(self, run: Run, result: RunResult) -> str:
-        """Note a finished run; returns a line about it."""
-        place = (run.application.name, run.multiple)
-        self._left.remove(next(each for each in self._left if (each.application.name, each.multiple) == place))
-        expected = run.application.expected_seconds(run.multiple)
-        self._ratios.setdefault(run.application.name, []).append(result.wall_seconds / expected)
-        if result.valid is None or result.test is None:
-            outcome = f"diverged after {result.updates:,} updates"
-        else:
-            metric = METRICS[run.application.name]
-            values = f"{metric.unit} {metric.format(result.test)} (validation {metric.format(result.valid)})"
-            outcome = f"{values}, {result.updates:,} updates"
-        left = f"{len(self._left)} left, about {duration(self.seconds_left)}" if self._left else "that was the last"
-        return f"{run}: {outcome}, {duration(result.wall_seconds)}; {left}"
+def describe(result: RunResult) -> str:
+    """What a run reached, and how long it took."""
+    took = f"{result.updates:,} updates, {duration(result.wall_seconds)}"
+    if result.valid is None or result.test is None:
+        return f"diverged after {took}"
+    metric = METRICS[result.application]  # type: ignore[index]
+    return f"{metric.unit} {metric.format(result.test)} (validation {metric.format(result.valid)}), {took}"
 
 
 Job: TypeAlias = tuple[Run, Path]

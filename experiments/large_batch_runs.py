@@ -199,9 +199,6 @@ class LearningCurve(AbstractLog):
             self.values[int(values["epoch"])] = float(values["value"])
             self._write()
 
-    def close(self) -> None:
-        """Nothing is held open."""
-
     def _write(self) -> None:
         write_text_atomically(self._path, json.dumps({"weights": self.weights, "values": self.values}) + "\n")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 # Threads of OpenMP wait without turning round and round: tests have few cores. To be said before torch is there.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,10 @@ from stretto.files import CACHE_VARIABLE
 from stretto.kernels.backends.cpp import batched, compiler
 
 DATA_VARIABLE = "STRETTO_DATA"
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("any load", deadline=None)
+hypothesis.settings.load_profile("any load")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -98,14 +98,10 @@ def train(task: str | AbstractTask[Any] = "handwriting", *, progress: bool = Fal
 def resolve_settings(
     name: str, kind: type[C], overlay: Callable[[C], C], *, values: Mapping[str, Any], source: str
 ) -> C:
-    """The settings of a run, by the precedence above.
+    """The settings of a run of the task `name`, by the precedence above.
 
-    Args:
-        name: The task.
-        kind: Its settings class.
-        overlay: Puts what was given, as flags or arguments, over other settings.
-        values: From `source`, a TOML file; they may name a preset.
-        source: Named in errors.
+    `overlay` puts what was given, as flags or arguments, over other settings. `values` are those of a TOML file, which
+    `source` names in errors; they may name a preset.
     """
     config = overlay(validate(kind, with_preset(kind, values), source=source))
     if not config.resume:

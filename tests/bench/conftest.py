@@ -1,14 +1,12 @@
 """What tests of benchmarks share."""
 
 import importlib
-from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from bench.harness import Report, Table, bench
 from stretto import extras
 from stretto.nn import RNN
 
@@ -26,26 +24,6 @@ def without_peers(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, package)
 
     monkeypatch.setattr(extras.importlib, "import_module", import_module)
-
-
-def _measure(name: str, *flags: str) -> Report:
-    return bench.measure(name, bench.parse(name, ["--quick", *flags]))
-
-
-@pytest.fixture(scope="session")
-def measure() -> Callable[..., Report]:
-    """Run a benchmark with --quick and other flags."""
-    return _measure
-
-
-def _column(tables: Sequence[Table], name: str) -> list[Any]:
-    return [row[table.columns.index(name)] for table in tables if name in table.columns for row in table.rows]
-
-
-@pytest.fixture(scope="session")
-def column() -> Callable[[Sequence[Table], str], list[Any]]:
-    """All values under a heading."""
-    return _column
 
 
 @pytest.fixture(params=["output", "gradient"])

@@ -3,17 +3,17 @@
 import ast
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from bench_reports import column, measure
 
 from bench import plain, training
 from bench.baselines import Baseline, baseline_of
-from bench.harness import Report
 from bench.task_data import open_data, take_share
 from bench.training import (
     TASK_NAMES,
@@ -235,12 +235,7 @@ def test_missing_data_and_tasks_named_twice_are_refused(tmp_path: Path) -> None:
             TrainingSettings(tasks=tasks)  # type: ignore[arg-type]
 
 
-def test_a_whole_run_of_two_tasks(
-    measure: Callable[..., Report],
-    column: Callable[..., list[Any]],
-    quick_compiler: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_whole_run_of_two_tasks(quick_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     text = {**SMALL["language-model"], "base_batch_size": 20, "batch_size": 20}
     monkeypatch.setattr(training, "TASK_SETTINGS", {"digits": SMALL["digits"], "language-model": text})
     report = measure("training", "--epochs", "1", "--seed", "1", "--tasks", "digits", "language-model")

@@ -2,12 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from bench_reports import column, measure
 
-from bench.harness import Report
 from bench.tuner import (
     CASES,
     Case,
@@ -90,7 +89,7 @@ def test_a_grid_runs_all_batches_in_turn(digits: SequenceSet) -> None:
     assert [line.rpartition(" ")[2] for line in lines] == ["4", "8", "auto", "8", "auto", "4"]
 
 
-def test_a_whole_run(measure: Callable[..., Report], column: Callable[..., list[Any]], quick_compiler: None) -> None:
+def test_a_whole_run(quick_compiler: None) -> None:
     report = measure("tuner", "--tasks", "language-model")
     assert column(report.tables, "task, base batch") == ["language-model, 4"]
     assert column(report.tables, "overhead %")[0] > 0

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench_reports import column, measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from bench.buckets import (
     draw_lengths,
     order_match,
 )
-from bench.harness import Report, bench
+from bench.harness import bench
 from bench.samplers import (
     OURS,
     Draw,
@@ -29,9 +30,6 @@ from bench.samplers import (
     uniform_edges,
 )
 from stretto.errors import StrettoError
-
-Measure = Callable[..., Report]
-Column = Callable[..., list[Any]]
 
 
 def _draw(
@@ -81,9 +79,7 @@ def test_our_sampler_keeps_its_promises(name: Any, num_buckets: int) -> None:
     assert order_match(first[0], second[0], lengths_N=lengths_N, ruler_K=edges_K) < 0.9
 
 
-def test_without_peers_the_rest_runs_and_says_what_is_missing(
-    measure: Measure, column: Column, without_peers: None
-) -> None:
+def test_without_peers_the_rest_runs_and_says_what_is_missing(without_peers: None) -> None:
     report = measure("buckets")
     ours = {OURS, f"{OURS} auto", f"{OURS} rows"}
     assert set(column(report.tables, "sampler")) == ours | {"equal mass", "percentile", "uniform", "shuffled"}

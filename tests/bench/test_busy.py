@@ -1,17 +1,14 @@
 """The benchmark beside busy processes in small: every combination gives a row. No time is judged."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
+from bench_reports import column, measure
 
 from bench import busy
-from bench.harness import Report
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compiler")
-def test_every_combination_gives_a_row(measure: Callable[..., Report], column: Callable[..., list[Any]]) -> None:
+def test_every_combination_gives_a_row() -> None:
     report = measure("busy")
     assert tuple(report.tables[0].columns) == busy.COLUMNS
     rows = list(zip(column(report.tables, "busy processes"), column(report.tables, "threads"), strict=True))

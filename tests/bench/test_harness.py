@@ -8,21 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.harness import (
-    QUICK,
-    ROOT,
-    Registry,
-    Report,
-    Settings,
-    Table,
-    TimingBudget,
-    check_equal,
-    format_cell,
-    render,
-    time_interleaved,
-    torch_threads,
-)
+from bench.harness import ROOT, Registry, Report, Settings, Table, format_cell, render
 from stretto.errors import StrettoError
+from stretto.timing import QUICK, TimingBudget, check_equal, time_interleaved, torch_threads
 
 TABLE = Table(title="Speed", columns=("net", "ms", "met"), rows=(("GRU", 1.23456, True), ("LSTM", math.inf, None)))
 

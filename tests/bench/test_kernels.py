@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_reports import column, measure
 
 from bench import kernels
 from bench.contenders import (
@@ -17,15 +17,14 @@ from bench.contenders import (
     torch_contender,
     torch_layer,
 )
-from bench.harness import Report, bench, check_equal
+from bench.harness import bench
 from stretto.errors import StrettoError
+from stretto.timing import check_equal
 
 SHAPE = Shape(num_steps=6, batch=2, input_size=4, hidden_size=8)
-Measure = Callable[..., Report]
-Column = Callable[..., list[Any]]
 
 
-def test_every_part_gives_its_rows(measure: Measure, column: Column, without_peers: None, quick_compiler: None) -> None:
+def test_every_part_gives_its_rows(without_peers: None, quick_compiler: None) -> None:
     report = measure("kernels")
     pairs = set(zip(column(report.tables, "net"), column(report.tables, "peer"), strict=True))
     assert pairs == {
@@ -53,15 +52,13 @@ def test_every_part_gives_its_rows(measure: Measure, column: Column, without_pee
 
 @pytest.mark.usefixtures("without_peers", "quick_compiler")
 @pytest.mark.parametrize("part", ["bidirectional", "ragged"])
-def test_a_wrong_layer_is_not_timed(measure: Measure, wrong_layer: str, part: str, tmp_path: Path) -> None:
+def test_a_wrong_layer_is_not_timed(wrong_layer: str, part: str, tmp_path: Path) -> None:
     with pytest.raises(StrettoError, match=rf"{wrong_layer}.* differs from"):
         measure("kernels", "--only", part, "--json", str(tmp_path / "out.json"))
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_compiler_it_runs_and_says_so(
-    measure: Measure, without_peers: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_it_runs_and_says_so(without_peers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     report = measure("kernels", "--only", "bidirectional")
     assert any("compiled kernels" in note and "no-such-compiler" in note for note in report.notes)

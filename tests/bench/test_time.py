@@ -1,13 +1,12 @@
 """The benchmark of solvers in small: what claims to be exact is checked, and nets forget as they should."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from bench_reports import column, measure
 
 from bench import time_parallel, time_ranks
 from bench.contenders import Shape, draw_batch, loop_contender
@@ -26,9 +25,6 @@ from stretto.data import SequenceSet, make_regimes, write_npz
 from stretto.errors import StrettoError
 from stretto.solvers import Shooting
 
-Measure = Callable[..., Report]
-Column = Callable[..., list[Any]]
-
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -38,14 +34,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quick(measure: Measure, recorded: Path, quick_compiler: None) -> Report:
+def quick(recorded: Path, quick_compiler: None) -> Report:
     with pytest.MonkeyPatch.context() as patch:
         # JAX has threads, and the ranks are forked.
         patch.setattr(time_parallel, "missing_peers", lambda: {"JAX scan": "left out"})
         return measure("time", "--data", str(recorded), "--threads", "1")
 
 
-def test_every_part_gives_its_rows(quick: Report, column: Column) -> None:
+def test_every_part_gives_its_rows(quick: Report) -> None:
     found = [
         name.partition(",")[0]
         for name in column([table for table in quick.tables if "contender" in table.columns], "contender")
@@ -58,7 +54,7 @@ def test_every_part_gives_its_rows(quick: Report, column: Column) -> None:
     assert column(quick.tables, "training")[0] == SERIAL
 
 
-def test_exact_solvers_are_exact_and_approximate_ones_report_a_residual(quick: Report, column: Column) -> None:
+def test_exact_solvers_are_exact_and_approximate_ones_report_a_residual(quick: Report) -> None:
     tables = [table for table in quick.tables if "contender" in table.columns]
     names = ("contender", "output error", "gradient error", "residual")
     for name, output, gradient, residual in zip(*(column(tables, key) for key in names), strict=True):
@@ -79,15 +75,13 @@ def test_exact_solvers_are_exact_and_approximate_ones_report_a_residual(quick: R
     assert max(column(quick.tables[-2:-1], "output error") + column(quick.tables[-2:-1], "gradient error")) <= 1e-5
 
 
-def test_without_data_the_parts_that_need_them_are_left_out(
-    measure: Measure, without_peers: None, quick_compiler: None
-) -> None:
+def test_without_data_the_parts_that_need_them_are_left_out(without_peers: None, quick_compiler: None) -> None:
     report = measure("time", "--only", "exact,ranks", "training", "--threads", "1")
     assert [table.title.partition(",")[0] for table in report.tables] == ["Exact shooting"] * 2
     assert {note.split(": ")[1] for note in report.notes if "--data FILE" in note} == {"ranks", "training"}
 
 
-def test_flags_and_data_are_checked(measure: Measure, tmp_path: Path) -> None:
+def test_flags_and_data_are_checked(tmp_path: Path) -> None:
     with pytest.raises(StrettoError, match=r"nowhere\.npz"):
         measure("time", "--data", "nowhere.npz")
     with pytest.raises(StrettoError, match="dance"):

@@ -1,16 +1,15 @@
 """The benchmarks of ranks and of faults: what they read from a run's events, and a whole run of each."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from bench_reports import column, measure
 
 from bench import faults, workers
-from bench.harness import Report, bench
-from stretto.data import Labels, SequenceSet, write_npz
+from bench.harness import bench
+from small_data import write_signs
 from stretto.errors import StrettoError
 
 
@@ -25,19 +24,9 @@ def test_speed_and_waiting_are_read_from_the_events() -> None:
     assert workers.waiting_share(events) == pytest.approx(0.2)
 
 
-def test_two_ranks_are_measured_beside_one(
-    tmp_path: Path, measure: Callable[..., Report], column: Callable[..., list[Any]]
-) -> None:
-    rng = np.random.default_rng(0)
-    lengths_N = rng.integers(3, 12, 60)
-    data = SequenceSet.from_flat(
-        rng.normal(size=(lengths_N.sum(), 2)).astype(np.float32),
-        offsets=np.cumsum([0, *lengths_N]),
-        targets=Labels.check(np.arange(60) % 2, names=None, source="made"),
-        split_N=np.repeat([0, 1, 2], [40, 10, 10]),
-    )
-    write_npz(tmp_path / "made.npz", data)
-    report = measure("workers", "--task", "classify", "--data", str(tmp_path / "made.npz"), "--batch-size", "4")
+def test_two_ranks_are_measured_beside_one(tmp_path: Path) -> None:
+    data = write_signs(tmp_path / "signs.npz", count=60)
+    report = measure("workers", "--task", "classify", "--data", str(data), "--batch-size", "4")
     assert column(report.tables, "contender") == list(workers.CONTENDERS)
     assert all(speed > 0 for speed in column(report.tables, "median"))
 
@@ -63,9 +52,7 @@ def test_lost_and_repeated_sequences_are_counted() -> None:
 @pytest.mark.parametrize(
     "change", [{"same_weights": False}, {"exit_code": 1}, {"usage": faults.Usage(epochs=1, lost=1, repeated=0)}]
 )
-def test_anything_lost_fails_the_benchmark(
-    monkeypatch: pytest.MonkeyPatch, measure: Callable[..., Report], change: dict[str, Any]
-) -> None:
+def test_anything_lost_fails_the_benchmark(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
     outcome = faults.Outcome(
         faults=("one", "all"),
         resumed=2,

@@ -135,10 +135,7 @@ def test_a_wrong_layer_is_not_timed(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["nowhere:Cell"], "no module 'nowhere'"),
-        (["{mine}:Missing"], "has no 'Missing'"),
         (["{mine}:number"], "is no cell or model but of type int"),
-        (["Lstm"], "no cell called 'Lstm'"),
         (["GRU", "--shape", "6"], "--shape '6' is no batch"),
         (["GRU", "--shape", "6,0,5"], "is no batch"),
         (["{mine}:Tagger", "--shape", "6,2,5"], "failed on an input of shape (2, 6, 5)"),

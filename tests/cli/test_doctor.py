@@ -144,22 +144,6 @@ def test_a_kernel_that_computes_something_else_stops_a_user(examine: Run, monkey
     assert "disagree" in found["self-test"]
 
 
-@pytest.mark.parametrize(
-    ("macros", "found"),
-    [
-        ("__AVX512F__ __AVX2__ __AVX__ __SSE2__", "AVX-512, 64 bytes wide"),
-        ("__AVX2__ __AVX__ __SSE2__", "AVX2, 32 bytes wide"),
-        ("__ARM_NEON", "NEON, 16 bytes wide"),
-        ("__OTHER__", "none that is known"),
-    ],
-)
-def test_vectors_are_those_the_compiler_will_use(tmp_path: Path, macros: str, found: str) -> None:
-    fake = tmp_path / "c++"
-    fake.write_text("#!/bin/sh\n" + "".join(f"echo '#define {name} 1'\n" for name in macros.split()), encoding="utf-8")
-    fake.chmod(0o755)
-    assert doctor._vectors(Compiler(path=str(fake), version="1", flags=("-O3",))) == found
-
-
 def test_the_self_test_leaves_random_numbers_alone(compiler: Compiler) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)

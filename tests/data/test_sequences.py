@@ -27,7 +27,6 @@ from stretto.data import (
 )
 from stretto.data.synthetic.regimes import PULSE_STEPS, REGIME_NAMES, UNLABELLED_STEPS
 from stretto.errors import StrettoError
-from stretto.report import inspect_lengths
 from stretto.tasks.classify import Classify, ClassifyConfig
 
 
@@ -323,8 +322,6 @@ def test_recordings_of_people_are_read(shared_data: Path) -> None:
         np.testing.assert_allclose(data[3].features_TF[7], arrays["x"][57910 + 7] * arrays["scale"], rtol=1e-6)
         np.testing.assert_array_equal(data[3].target, arrays["y"][57910:74475])
         assert (np.flatnonzero(data.split_N == 2) == np.flatnonzero(arrays["split"] == 1)).all()
-    inspection = inspect_lengths(data, batch_size=8, max_padded_steps=None, num_buckets="auto")
-    assert inspection.target_kind == "labels of steps"
     cut = cut_runs(data, unlabelled=0)
     assert (len(cut), cut.lengths_N.min(), cut.lengths_N.max()) == (1214, 74, 2032)
     assert np.median(cut.lengths_N) == pytest.approx(639, abs=1)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from worlds import rank0_log, run_world
 
-from stretto.data import Labels, SequenceSet
+from small_data import labelled, make_task
+from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.large_batch import ThroughputTable
-from stretto.tasks import TASKS
-from stretto.training import Trainer, batch_policy, read_events, validate
+from stretto.training import Trainer, batch_policy, read_events
 
 SEQUENCES = 800
 EPOCHS = 6
@@ -24,12 +24,7 @@ def _data() -> SequenceSet:
     features_SF = rng.normal(size=(3 * count, 2)).astype(np.float32)
     sums_N = features_SF[:, 0].reshape(count, 3).sum(axis=1)
     labels_N = ((sums_N > 0) ^ (rng.random(count) < 0.3)).astype(np.int64)
-    return SequenceSet.from_flat(
-        features_SF,
-        offsets=np.arange(0, 3 * count + 1, 3),
-        targets=Labels.check(labels_N, names=None, source=""),
-        split_N=np.repeat([0, 1, 2], [SEQUENCES, 10, 10]),
-    )
+    return labelled(features_SF, np.full(count, 3), labels_N, parts=(SEQUENCES, 10, 10))
 
 
 def _train(world: World, run: str, settings: dict[str, Any], each: float = 0.0) -> list[Any]:
@@ -47,8 +42,9 @@ def _train(world: World, run: str, settings: dict[str, Any], each: float = 0.0) 
         "backend": "torch",
         **settings,
     }
-    task = TASKS["classify"](validate(TASKS["classify"].Config, values, source="the test"), _data())
-    trainer = Trainer(task, run=Path(run), log=rank0_log(world, run), resume=False, world=world)
+    trainer = Trainer(
+        make_task("classify", _data(), **values), run=Path(run), log=rank0_log(world, run), resume=False, world=world
+    )
     trainer.run()
     total = sum(float(parameter.detach().double().sum()) for parameter in trainer.state.model.parameters())
     return [total, trainer.feed.batch_size, trainer.state.batch_size]

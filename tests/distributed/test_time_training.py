@@ -14,12 +14,12 @@ import torch
 from tiny_tasks import spoil_loss, tiny_task
 from worlds import compile_quickly, rank0_log, run_world
 
+from small_data import make_task
 from stretto.batching import collate
 from stretto.cli.main import main
 from stretto.data import SequenceSet, StepLabels, make_regimes, write_npz
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.tasks import TASKS
 from stretto.training import (
     AbstractTask,
     SilentLog,
@@ -27,7 +27,6 @@ from stretto.training import (
     TrainState,
     Updater,
     read_events,
-    validate,
 )
 from stretto.training.solver import TimeParallelSetup
 
@@ -36,8 +35,7 @@ SIGNALS = {"num_train": 11, "median_length": 25, "mean_stay": 10, "seed": 2}
 
 
 def _task(settings: dict[str, Any]) -> AbstractTask[Any]:
-    config = validate(TASKS["label-steps"].Config, SETTINGS | settings, source="the test")
-    return TASKS["label-steps"](config, make_regimes(**SIGNALS))
+    return make_task("label-steps", make_regimes(**SIGNALS), **SETTINGS | settings)
 
 
 def _train(
@@ -134,7 +132,7 @@ def _solve_an_epoch(world: World, run: str, settings: dict[str, Any]) -> Any:
         "weight_decay": 0.0,
         **settings,
     }
-    task = TASKS["label-steps"](validate(TASKS["label-steps"].Config, values, source="the test"), data)
+    task = make_task("label-steps", data, **values)
     record = Trainer(task, run=Path(run), log=SilentLog(), resume=False, world=world).train_epoch()
     solving = record.solving
     assert solving is not None

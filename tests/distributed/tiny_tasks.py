@@ -6,26 +6,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from small_data import make_task, task_data
 from stretto.batching import Batch
-from stretto.data import Labels, SequenceSet, Transcripts
-from stretto.tasks import TASKS
-from stretto.training import AbstractTask, LossSum, validate
+from stretto.data import SequenceSet
+from stretto.training import AbstractTask, LossSum
 
 
 def _data(name: str) -> SequenceSet:
     rng = np.random.default_rng(3)
-    count = 17
-    lengths_N = np.where(np.arange(count) % 5 == 0, rng.integers(8, 13, count), rng.integers(3, 6, count))
-    common: dict[str, Any] = {"offsets": np.cumsum([0, *lengths_N]), "split_N": np.repeat([0, 1, 2], [11, 3, 3])}
-    if name == "language-model":
-        return SequenceSet.from_flat(rng.integers(0, 5, lengths_N.sum()), alphabet="abcde", **common)
-    features_SF = rng.normal(size=(lengths_N.sum(), 3)).astype(np.float32)
-    if name == "classify":
-        labels = Labels.check(np.arange(count) % 3, names=None, source="")
-        return SequenceSet.from_flat(features_SF, targets=labels, **common)
-    return SequenceSet.from_flat(
-        features_SF, targets=Transcripts.of(["ab" if n > 5 else "b" for n in lengths_N]), **common
-    )
+    lengths_N = np.where(np.arange(17) % 5 == 0, rng.integers(8, 13, 17), rng.integers(3, 6, 17))
+    return task_data(name, lengths_N, rng, parts=(11, 3, 3))
 
 
 def tiny_task(name: str, *, accumulate: int) -> AbstractTask[Any]:
@@ -43,7 +33,7 @@ def tiny_task(name: str, *, accumulate: int) -> AbstractTask[Any]:
         "backend": "torch",
         **({"stack": 1} if name == "handwriting" else {}),
     }
-    return TASKS[name](validate(TASKS[name].Config, values, source="the test"), _data(name))
+    return make_task(name, _data(name), **values)
 
 
 def spoil_loss(task: AbstractTask[Any], is_bad: Callable[[list[int]], bool]) -> None:

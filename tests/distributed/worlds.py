@@ -92,7 +92,3 @@ class StopAt(AbstractLog):
         self._log.emit(kind, **values)
         if kind == "update" and values["update"] == self._update:
             self.trainer._stop.set()
-
-    def close(self) -> None:
-        """Close the log behind it."""
-        self._log.close()

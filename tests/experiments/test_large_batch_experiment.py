@@ -122,8 +122,7 @@ def test_the_command_reuses_finished_runs_and_writes_its_files(
     words = ["--quick", "--applications", "digits", "--seeds", str(SEEDS), "--out", str(copied)]
     assert main(["large-batch", *words]) == 0
     assert executed == []
-    printed = capsys.readouterr().out
-    assert f"{len(made.runs)} runs are finished already and reused\n" in printed
+    assert f"{len(made.runs)} of {len(made.runs)} runs were finished before and reused" in capsys.readouterr().out
     stored = json.loads((copied / "large-batch.json").read_text())["result"]
     assert stored["reused"] == len(made.runs) == len(list((copied / RESULTS).iterdir()))
     assert [row["rule"] for row in stored["rows"]] == [row.rule for row in made.rows]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
-from stretto.large_batch import ThroughputTable, choose_batch, split_share
+from stretto.large_batch import ThroughputTable, choose_batch
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
@@ -88,13 +88,6 @@ def test_the_choice_is_the_least_of_all(
     assert choice.extra_data == pytest.approx((choice.batch_size + phi) / (base + phi) - 1, abs=1e-9)
 
 
-def test_a_table_in_proportion_to_the_batch_is_declined() -> None:
-    """As on a CPU: overhead of a few sequences, noise of hundreds."""
-    choice = choose_batch(_linear(6.0, 1.0), noise_scale=300.0, base_batch_size=64)
-    assert choice.batch_size == 64
-    assert "no other batch is predicted to be faster" in choice.reason
-
-
 def test_a_gain_below_the_threshold_is_declined_with_its_numbers() -> None:
     choice = choose_batch(_linear(8.0, 1.0), noise_scale=300.0, base_batch_size=32)
     assert choice.batch_size == 32
@@ -102,15 +95,6 @@ def test_a_gain_below_the_threshold_is_declined_with_its_numbers() -> None:
     assert "less than the 5% that a change must bring" in choice.reason
     eager = choose_batch(_linear(8.0, 1.0), noise_scale=300.0, base_batch_size=32, min_gain=0.01)
     assert eager.batch_size == 64
-
-
-def test_beyond_the_largest_that_fits_micro_batches_are_accumulated() -> None:
-    table = ThroughputTable.of({8: 1.0, 16: 1.2, 32: 3.0}, update_seconds=0.5)
-    assert split_share(table, 64) == (16, 4, pytest.approx(4 * 1.2 - 3 * 0.5))
-    assert split_share(table, 32)[1] == 2
-    assert split_share(table, 9) == (9, 1, 1.2)
-    assert split_share(table, 3)[2] == 1.0
-    assert split_share(table, 33)[:2] == (11, 3)
 
 
 def test_without_noise_or_without_knowing_it_the_batch_stays() -> None:

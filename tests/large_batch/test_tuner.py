@@ -96,15 +96,6 @@ def test_a_measured_update_counts_for_those_since_the_last() -> None:
     assert tuner.noise.scale > 350
 
 
-def test_it_declines_where_time_grows_with_the_batch() -> None:
-    tuner = _tuner(table=LINEAR)
-    _measure(tuner)
-    decision = tuner.decide(epoch=1)
-    assert (decision.action, decision.batch_size) == ("keep", 16)
-    assert decision.reason.startswith("stays at 16")
-    assert decision.candidates
-
-
 def test_it_shrinks_to_the_base_at_most_when_noise_has_gone() -> None:
     table = ThroughputTable.of({size: 1.0 + 0.01 * size for size in (1, 2, 4, 8, *SIZES)})
     tuner = _tuner(table=table)

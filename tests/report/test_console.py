@@ -7,7 +7,7 @@ from rich.console import Console
 from run_events import epoch, finished, solving, started, update
 
 from stretto.report import console_view
-from stretto.report.console import LiveView, format_metric, print_event
+from stretto.report.console import LiveView, print_event
 from stretto.training import Event
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
@@ -55,13 +55,6 @@ def test_plain_lines_have_the_numbers_of_the_events() -> None:
     wanted = {"cer": "4.32%", "cer_beam": "4.11%", "loss": "0.234", "seconds": "754.6", "padding": "5.2%"}
     assert {name: shown[name][-1] for name in wanted} == wanted
     assert "41,234" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "shown"), [("cer", "12.35%"), ("cer_beam", "12.35%"), ("accuracy", "12.35%"), ("perplexity", "0.123")]
-)
-def test_rates_are_shown_as_percentages(name: str, shown: str) -> None:
-    assert format_metric(name, 0.12346) == shown
 
 
 def test_the_live_view_shows_all_that_the_plain_one_does() -> None:

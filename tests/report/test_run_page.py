@@ -14,7 +14,6 @@ from stretto.errors import StrettoError
 from stretto.extras import optional
 from stretto.report import figures, write_run_report
 from stretto.report.figures import running_mean
-from stretto.report.run_page import format_bytes, format_residual
 
 HOSTILE = "</script><script>alert(1)</script> \"double\" 'single'"
 SECTIONS = ["Training", "Batches", "Samples", "Results", "Notes and warnings", "Settings", "Data and versions"]
@@ -80,14 +79,6 @@ def test_the_page_has_every_section_and_plot(tmp_path: Path) -> None:
     assert text.count("<svg ") == 1
     assert "<dd>t<mark>u</mark>ne</dd>" in text
     assert_self_contained(text)
-
-
-def test_the_page_is_put_where_it_is_asked_for(tmp_path: Path) -> None:
-    _write(tmp_path / "run", _whole())
-    assert write_run_report(tmp_path / "run") == tmp_path / "run" / "report.html"
-    out = tmp_path / "elsewhere" / "page.html"
-    assert write_run_report(tmp_path / "run", out) == out
-    assert out.read_bytes() == (tmp_path / "run" / "report.html").read_bytes()
 
 
 def test_the_headline_and_the_tables_are_the_numbers_of_the_events(tmp_path: Path) -> None:
@@ -258,12 +249,6 @@ def test_losses_that_are_missing_are_not_drawn(tmp_path: Path) -> None:
     assert np.isnan(loss).tolist() == [False, True, False]
 
 
-def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StrettoError, match="nothing-here"):
-        write_run_report(tmp_path / "nothing-here")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_event_of_another_form_is_an_error_that_names_the_run(tmp_path: Path) -> None:
     with pytest.raises(StrettoError, match=r"some-run.*event of another form"):
         _write(tmp_path / "some-run", [started(), update(1, loss="much")])
@@ -311,10 +296,3 @@ def test_exact_epochs_at_the_end_do_not_hide_what_came_before(tmp_path: Path) ->
 
 def test_residuals_over_many_powers_of_ten_are_drawn(tmp_path: Path) -> None:
     assert "plot-residual" in _solved(tmp_path, *(solving(residual_mean=10.0**-number) for number in range(1, 9)))
-
-
-def test_sizes_have_units_and_residuals_two_digits() -> None:
-    sizes = {0: "0 bytes", 999: "999 bytes", 2048: "2 kB", 5_500_000: "5.25 MB", 3 << 30: "3 GB"}
-    assert {size: format_bytes(size) for size in sizes} == sizes
-    residuals = {None: "-", 0.0: "0", 1.25e-7: "1.2e-07", 1.9: "1.9"}
-    assert {residual: format_residual(residual) for residual in residuals} == residuals

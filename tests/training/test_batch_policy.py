@@ -14,7 +14,7 @@ import pytest
 import torch
 from training_runs import at, crash, events_of, outcome, stop, train, weights
 
-from small_data import labelled
+from small_data import labelled, make_task
 from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
@@ -22,7 +22,6 @@ from stretto.large_batch import BatchTuner, ThroughputTable, probe
 from stretto.nn import carried_states
 from stretto.report import write_run_report
 from stretto.state import flatten
-from stretto.tasks import TASKS
 from stretto.training import (
     EVENTS_FILE,
     AbstractTask,
@@ -32,7 +31,6 @@ from stretto.training import (
     Trainer,
     Updater,
     batch_policy,
-    validate,
 )
 from stretto.training.batch_policy import representative_lengths
 
@@ -68,7 +66,7 @@ def _task(data: SequenceSet, **settings: Any) -> AbstractTask[Any]:
         "backend": "torch",
         **settings,
     }
-    return TASKS["classify"](validate(TASKS["classify"].Config, values, source="the test"), data)
+    return make_task("classify", data, **values)
 
 
 def _with_table(monkeypatch: pytest.MonkeyPatch, *, fixed: float, each: float) -> None:
@@ -304,7 +302,7 @@ def test_an_update_of_streams_measured_in_parts_carries_the_same_state(streams: 
     }
     found = []
     for measured in (False, True):
-        task = TASKS["language-model"](validate(TASKS["language-model"].Config, values, source="the test"), words)
+        task = make_task("language-model", words, **values)
         trainer = Trainer(task, run=Path("unused"), log=SilentLog(), resume=False)
         state = trainer.state
         state.model.double()

@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +11,11 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+from training_runs import full_disk
 
 from stretto.errors import StrettoError
 from stretto.training import CHECKPOINT_FOLDER
 from stretto.training.checkpoint import STATE_FILE, TENSORS_FILE, Checkpoint, load_newest, save_checkpoint
-
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-import torch
-from stretto.errors import StrettoError
-from stretto.training.checkpoint import Checkpoint, save_checkpoint
-
-run = Path(sys.argv[1])
-save_checkpoint(run, Checkpoint(tensors={"w": torch.arange(8.0)}, state={"update": 1}), update=1, keep=2)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-for tensors, state in (({"w": torch.zeros(100_000)}, {"update": 2}), ({"w": torch.zeros(3)}, {"filler": "x" * 50_000})):
-    try:
-        save_checkpoint(run, Checkpoint(tensors=tensors, state=state), update=2, keep=2)
-    except StrettoError as error:
-        print(error)
-"""
 
 
 def _checkpoint(update: int) -> Checkpoint:
@@ -185,17 +167,14 @@ def test_a_failure_while_writing_leaves_the_earlier_ones_whole(
     assert load_newest(tmp_path).refused == ()
 
 
-@pytest.mark.slow
-def test_a_full_disk_leaves_the_earlier_checkpoint_and_no_rest(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2
-    assert all("could not write the checkpoint" in line and "update-00000002" in line for line in lines)
+@pytest.mark.parametrize("sizes", [(100_000, 0), (3, 50_000)], ids=["tensors", "state"])
+def test_a_full_disk_leaves_the_earlier_checkpoint_and_no_rest(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    _saved(tmp_path, 1)
+    too_large = Checkpoint(tensors={"w": torch.zeros(sizes[0])}, state={"filler": "x" * sizes[1]})
+    with full_disk(20_000), pytest.raises(StrettoError, match=r"could not write the checkpoint .*update-00000002"):
+        save_checkpoint(tmp_path, too_large, update=2, keep=2)
     assert _names(tmp_path) == ["update-00000001"]
-    found = load_newest(tmp_path)
-    assert (found.refused, found.checkpoint.state) == ((), {"update": 1})
-    assert torch.equal(found.checkpoint.tensors["w"], torch.arange(8.0))
+    _assert_same(load_newest(tmp_path).checkpoint, _checkpoint(1))
 
 
 def test_what_a_crash_left_behind_is_cleared_away(tmp_path: Path) -> None:

@@ -1,32 +1,14 @@
 """The record of a run: made late, never glued to a torn line, and read as it counts in the end."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from training_runs import full_disk
 
 from stretto.errors import StrettoError
 from stretto.training import EVENTS_FILE, Event, EventLog, read_events
-
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-from stretto.errors import StrettoError
-from stretto.training.events import EventLog
-
-log = EventLog(Path(sys.argv[1]))
-log.emit("small")
-resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))
-try:
-    for number in range(100):
-        log.emit("update", update=number, filler="x" * 90)
-except StrettoError as error:
-    print(error)
-log.close()
-"""
 
 
 def _write(path: Path, *events: Event) -> None:
@@ -133,10 +115,11 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / "file") in str(info.value)
 
 
-@pytest.mark.slow
 def test_a_full_disk_is_reported_once_and_the_record_stays_readable(tmp_path: Path) -> None:
-    path = tmp_path / EVENTS_FILE
-    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"could not write to {str(path)!r}" in done.stdout
-    assert _kinds(path)[:2] == [("small", None), ("update", 0)]
+    log = EventLog(tmp_path / EVENTS_FILE)
+    log.emit("update", update=1)
+    with full_disk(400):
+        with pytest.raises(StrettoError, match="could not write to"):
+            log.emit("update", update=2, filler="x" * 900)
+        log.close()
+    assert _kinds(tmp_path) == [("update", 1)]

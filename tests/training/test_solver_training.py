@@ -29,7 +29,6 @@ from stretto.training import (
     SilentLog,
     SolverRecord,
     Trainer,
-    check_compatible,
     evaluate,
     read_events,
     validate,
@@ -142,16 +141,6 @@ def test_sequences_are_found_again_in_shuffled_and_bucketed_batches(tmp_path: Pa
     assert len({event["length"] for event in events_of(tmp_path, "update")}) > 2
 
 
-@pytest.mark.slow
-def test_boundaries_that_are_carried_are_nearer_than_those_that_are_not(tmp_path: Path) -> None:
-    """With a tiny cache nothing is found again, and every chunk starts from nothing."""
-    known = _solving(tmp_path / "known", batch_size=1, learning_rate=1e-6)
-    lost = _solving(tmp_path / "lost", batch_size=1, learning_rate=1e-6, cache_megabytes=1e-6)
-    assert known[0].residual_mean == lost[0].residual_mean
-    assert known[-1].residual_mean < 0.1 * lost[-1].residual_mean
-    assert lost[-1].cache_bytes == 0
-
-
 @pytest.mark.parametrize(
     ("changes", "stop_at"),
     [
@@ -228,11 +217,6 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, changes
 def test_more_chunks_than_steps_are_fine(tmp_path: Path) -> None:
     (solving,) = _solving(tmp_path, chunks=1000, batch_size=1, epochs=1)
     assert solving.residual_max > 0
-
-
-def test_a_warm_start_is_refused_on_several_ranks() -> None:
-    with pytest.raises(StrettoError, match="there are 2 ranks"):
-        check_compatible(_task(solver="warm_start", chunks=4).config, world_size=2)
 
 
 def test_boundaries_that_are_nan_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

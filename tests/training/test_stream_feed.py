@@ -129,36 +129,6 @@ def test_the_same_streams_continue_where_they_were_left(used: int) -> None:
     assert later.carried.state is None
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    legs=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=3),
-    num_words=st.integers(60, 120),
-)
-def test_other_ranks_read_what_is_left_once(legs: list[tuple[int, int]], num_words: int) -> None:
-    seen: list[tuple[int, int]] = []
-    state: dict[str, Any] | None = None
-    for at, (size, wanted) in enumerate([*legs, (2, 1000)]):
-        feeds = [_feed(num_words, rank=rank, size=size) for rank in range(size)]
-        if state is not None:
-            before = state["streams"]["num_streams"]
-            resumed_as = [feed.load_state_dict(state) for feed in feeds]
-            assert {is_replanned for is_replanned, _ in resumed_as} == {before != 3 * size}
-            assert all(
-                (f"cut into {3 * size} streams, not {before}" in message) == is_replanned
-                for is_replanned, message in resumed_as
-            )
-            start = state["streams"]["used"] if before == 3 * size else 0
-        else:
-            start = 0
-        used = min(wanted, len(feeds[0]) - start - (at < len(legs)))
-        for feed in feeds:
-            feed.begin_epoch(0, _Model())
-            seen += _pairs(list(feed)[:used])
-        state = feeds[0].state_dict(epoch=0, batches_done=start + used)
-        assert feeds[0].left == pytest.approx(1.0) or at
-    assert sorted(seen) == [(word, word + 1) for word in range(num_words - 1)]
-
-
 def test_the_same_streams_on_other_ranks_keep_their_states() -> None:
     """Two ranks with three streams each, then one with six."""
     feeds = [_feed(rank=rank, size=2) for rank in range(2)]

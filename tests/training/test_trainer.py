@@ -1,6 +1,6 @@
 """The training loop stopped at every place there is, and resumed: digit for digit the run that was never stopped.
 
-Shape legend: S steps of all sequences, N sequences.
+Shape legend: N sequences.
 """
 
 import signal
@@ -12,11 +12,20 @@ import pytest
 import torch
 from training_runs import at, crash, events_of, interrupt, outcome, stop, train
 
+from small_data import make_task, task_data
 from stretto.batching import Batch
-from stretto.data import Labels, SequenceSet, Transcripts
+from stretto.data import SequenceSet
 from stretto.errors import StrettoError
-from stretto.tasks import TASKS
-from stretto.training import CHECKPOINT_FOLDER, AbstractTask, LossSum, SilentLog, Trainer, read_events, validate
+from stretto.training import (
+    CHECKPOINT_FOLDER,
+    EVENTS_FILE,
+    AbstractTask,
+    EventLog,
+    LossSum,
+    SilentLog,
+    Trainer,
+    read_events,
+)
 from stretto.training.checkpoint import TENSORS_FILE
 
 EPOCHS, UPDATES = 3, 4
@@ -25,22 +34,12 @@ EPOCHS, UPDATES = 3, 4
 def _data(name: str, *, seed: int = 0) -> SequenceSet:
     rng = np.random.default_rng(seed)
     lengths_N = np.where(np.arange(40) % 2, rng.integers(8, 12, 40), rng.integers(2, 5, 40))
-    common: dict[str, Any] = {"offsets": np.cumsum([0, *lengths_N]), "split_N": np.repeat([0, 1, 2], [24, 8, 8])}
-    if name == "language-model":
-        return SequenceSet.from_flat(rng.integers(0, 5, lengths_N.sum()), alphabet="abcde", **common)
-    features_SF = rng.normal(size=(lengths_N.sum(), 3)).astype(np.float32)
-    if name == "classify":
-        return SequenceSet.from_flat(
-            features_SF, targets=Labels.check(np.arange(40) % 3, names=None, source=""), **common
-        )
-    return SequenceSet.from_flat(
-        features_SF, targets=Transcripts.of(["ab" if n > 4 else "b" for n in lengths_N]), **common
-    )
+    return task_data(name, lengths_N, rng, parts=(24, 8, 8))
 
 
 def _task(name: str, *, data: SequenceSet | None = None, **settings: Any) -> AbstractTask[Any]:
     values = {"epochs": EPOCHS, "batch_size": 6, "hidden_size": 8, "num_buckets": 2, "dropout": 0.3, **settings}
-    return TASKS[name](validate(TASKS[name].Config, values, source="the test"), data or _data(name))
+    return make_task(name, data or _data(name), **values)
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +180,16 @@ def test_trainers_that_take_turns_train_as_each_alone(tmp_path: Path) -> None:
     turns = [(losses(first), torch.rand(5), losses(second)) for _ in range(EPOCHS)]
     assert [[turn[0] for turn in turns], [turn[2] for turn in turns]] == alone
     assert alone[0] != alone[1]
+
+
+@pytest.mark.parametrize("schedule", ["one-cycle", "ptb"])
+def test_epochs_after_the_last_have_its_rate(tmp_path: Path, schedule: str) -> None:
+    task = _task("classify", schedule=schedule, epochs=1)
+    trainer = Trainer(task, run=tmp_path, log=EventLog(tmp_path / EVENTS_FILE), resume=False)
+    assert [trainer.train_epoch().epoch for _ in range(3)] == [1, 2, 3]
+    rates = [event["rate"] for event in events_of(tmp_path, "update")]
+    end = trainer.state.optimizer.param_groups[0]["lr"]
+    assert rates[UPDATES:] == [end] * (2 * UPDATES)
 
 
 def test_random_state_and_signal_handlers_are_as_they_were_afterwards(tmp_path: Path) -> None:

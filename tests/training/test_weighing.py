@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.data import PARTS, Labels, SequenceSet
+from small_data import make_task, task_data
+from stretto.data import PARTS, SequenceSet
 from stretto.distributed import World
 from stretto.tasks import TASKS, find_task
-from stretto.training import AbstractTask, SilentLog, Trainer, TrainState, Updater, validate
+from stretto.training import AbstractTask, SilentLog, Trainer, TrainState, Updater
 
 QUICK = ("classify", "language-model")
 """Tasks whose data are there at once."""
@@ -37,11 +38,7 @@ def _data(name: str, *, most: int) -> SequenceSet:
     """So many sequences of each part at most."""
     if name == "classify":
         rng = np.random.default_rng(0)
-        offsets = np.concatenate([[0], np.cumsum(rng.integers(1, 30, 90))])
-        labels = Labels.check(np.arange(90) % 3, names=None, source="")
-        data = SequenceSet.from_flat(
-            rng.normal(size=(offsets[-1], 2)).astype(np.float32), offsets=offsets, targets=labels
-        )
+        data = task_data(name, rng.integers(1, 30, 90), rng, parts=(60, 15, 15))
     else:
         data = _embedded(name)
     return data.subset(np.concatenate([np.flatnonzero(data.split_N == part)[:most] for part in range(len(PARTS))]))
@@ -51,7 +48,7 @@ def _task(name: str, **settings: Any) -> AbstractTask[Any]:
     values = {"hidden_size": 4, "backend": "torch", "batch_size": 8, "num_buckets": 3, "dropout": 0.0, **settings}
     if name == "language-model":
         values["layout"] = "passages"
-    return find_task(name)(validate(find_task(name).Config, values, source="the test"), _data(name, most=44))
+    return make_task(name, _data(name, most=44), **values)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +60,7 @@ def _task(name: str, **settings: Any) -> AbstractTask[Any]:
     ],
 )
 def test_a_task_knows_how_many_elements_its_losses_are_sums_over(name: str, settings: dict[str, Any]) -> None:
-    values = {"hidden_size": 4, "backend": "torch", **settings}
-    task = find_task(name)(validate(find_task(name).Config, values, source="the test"), _data(name, most=20))
+    task = make_task(name, _data(name, most=20), hidden_size=4, backend="torch", **settings)
     model, part = task.build_model().eval(), task.data.part("train")
     with torch.no_grad():
         counts = [task.loss(model(b), b).count for b in task.eval_batches(part, world=World(), device="cpu")]

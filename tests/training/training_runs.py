@@ -1,8 +1,10 @@
 """Runs for tests: trained, stopped or crashed at a chosen event, and compared bit for bit."""
 
+import contextlib
 import os
+import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,17 @@ def stop(
     last = read_events(run)[-1]
     assert (last["event"], last["update"]) == ("interrupted", info.value.update)
     return info.value.update
+
+
+@contextlib.contextmanager
+def full_disk(most: int) -> Iterator[None]:
+    """Within it files cannot grow beyond so many bytes, which a program sees as a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def events_of(run: Path, *kinds: str) -> list[Event]:

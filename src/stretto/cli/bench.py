@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from stretto.cells import GRU, LSTM, Cell, Elman, store_layer
 from stretto.cli.flags import check_flags, parse
@@ -100,7 +101,7 @@ class Contender:
     def train(self) -> list[torch.Tensor]:
         """Forward and backward; the outputs."""
         self.module.zero_grad(set_to_none=True)
-        outputs = _tensors(self._forward())
+        outputs = [leaf for leaf in tree_leaves(self._forward()) if torch.is_tensor(leaf) and leaf.is_floating_point()]
         if not any(output.requires_grad for output in outputs):
             raise StrettoError(
                 "no output depends on a parameter", fix="Name something that is trained: with parameters, not detached."
@@ -274,14 +275,6 @@ def _layer_size(model: nn.Module) -> int | None:
         if isinstance(module, RNN):
             return input_size_of(module.cells[0])
     return None
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """All floating-point tensors in nested tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        return [value] if value.is_floating_point() else []
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 def _time(ours: Contender, peer: Contender, settings: BenchSettings) -> list[dict[str, Any]]:

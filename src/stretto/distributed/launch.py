@@ -21,20 +21,10 @@ STORE_NAME: Final = "ranks"
 def launch_ranks(
     words: Sequence[str], *, nproc: int, threads: int | None, max_restarts: int, module: str = "stretto"
 ) -> int:
-    """Run a module's command line as several ranks, and restart all of them when one is lost.
+    """Run `python -m module *words` as `nproc` ranks, and restart all of them when one is lost, if that is allowed.
 
-    Args:
-        words: The command line without the program's name.
-        nproc: Number of ranks.
-        threads: Of each rank; by default the cores are divided evenly.
-        max_restarts: How often to restart, at most.
-        module: Run as `python -m`.
-
-    Returns:
-        The exit code that the ranks agreed on.
-
-    Raises:
-        StrettoError: This machine has too few cores.
+    Each rank has so many threads; by default the cores are divided evenly. Returns the exit code that the ranks agreed
+    on.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if nproc > MAX_RANKS_PER_CORE * cores:

@@ -123,15 +123,9 @@ class World:
         self.all_reduce_sum([0.0])
 
     def require_equal(self, what: str, value: str, *, fix: str) -> None:
-        """Check that all ranks have the same.
+        """Check that all ranks have the same value, as text, of which only a digest is sent.
 
-        Args:
-            what: Named in the error: "the training data".
-            value: What this rank has, as text; only a digest of it is sent.
-            fix: What to do about a difference.
-
-        Raises:
-            StrettoError: On every rank, if any two differ.
+        On every rank, a difference is an error that names `what`, such as "the training data", and how to fix it.
         """
         digest = hashlib.sha256(value.encode()).digest()
         # Four bytes at a time are exact in a float64.
@@ -194,12 +188,8 @@ def is_rank0() -> bool:
 def join_ranks(*, device: str = "cpu", timeout_minutes: float = 10.0) -> Iterator[World]:
     """Join the ranks that this process was started with, for as long as the context lasts.
 
-    Args:
-        device: Where this rank trains; GPUs are joined by NCCL, everything else by gloo.
-        timeout_minutes: How long to wait for another rank, at the start and in every exchange.
-
-    Raises:
-        StrettoError: The other ranks cannot be reached, or run other versions.
+    GPUs are joined by NCCL, everything else by gloo. The time-out is for the start and for every exchange. Ranks that
+    run other versions are refused.
     """
     restarts, launch = _env_int("TORCHELASTIC_RESTART_COUNT", 0), os.environ.get("TORCHELASTIC_RUN_ID", "")
     launch = "" if launch == NO_LAUNCH_ID else launch

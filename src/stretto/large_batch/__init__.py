@@ -15,51 +15,32 @@ from stretto.large_batch.noise import (
 )
 from stretto.large_batch.optimizers import MOMENTUM, OptimizerName, make_optimizer, parameters_by_gate
 from stretto.large_batch.scaling import LargeBatch, ScalingRule
-from stretto.large_batch.schedules import (
-    AbstractDecay,
-    Constant,
-    Cosine,
-    DecayName,
-    Exponential,
-    FlatThenDivide,
-    Polynomial,
-    ScheduleName,
-    Step,
-    make_decay,
-)
+from stretto.large_batch.schedules import DecayName, ScheduleName
 from stretto.large_batch.throughput import Entry, ThroughputTable, probe
 from stretto.large_batch.tuner import BatchTuner, Decision
 
 __all__ = [
     "MOMENTUM",
-    "AbstractDecay",
     "AbstractSplit",
     "BatchTuner",
     "Candidate",
     "Choice",
-    "Constant",
-    "Cosine",
     "DecayName",
     "Decision",
     "Entry",
-    "Exponential",
-    "FlatThenDivide",
     "Guard",
     "LargeBatch",
     "Noise",
     "NoiseScale",
     "OptimizerName",
-    "Polynomial",
     "ScalingRule",
     "ScheduleName",
     "SplitByMicroBatch",
     "SplitByRank",
     "SplitNorms",
-    "Step",
     "ThroughputTable",
     "choose_batch",
     "local_curvature",
-    "make_decay",
     "make_optimizer",
     "make_split",
     "noise_of",

@@ -26,16 +26,13 @@ from stretto.checks import check_float, check_int
 from stretto.distributed import World
 from stretto.errors import StrettoError
 
-STATE_VERSION: Final = 5
+STATE_VERSION: Final = 6
 DEBIASED_AVERAGES: Final = ("max_exp_avg_sq", "exp_avg_sq")
 """Averages of squared gradients that start at zero, as the Adam family and LAMB keep them."""
 PLAIN_AVERAGES: Final = ("square_avg", "sum")
 """Averages or sums of squared gradients that are used as they are: RMSprop, Adagrad."""
 ADAPTIVE_OPTIONS: Final = ("betas", "alpha")
 """Options of optimisers that have such averages after their first update."""
-BLOCKS_PER_MEMORY: Final = 8
-MAX_BLOCKS: Final = 24
-MIN_BLOCKS_FOR_ERROR: Final = 4
 SMALLEST_SQUARE: Final = 1e-100
 SIZE_MEMORY_UPDATES: Final = 8
 """Updates over which the usual size of gradients is averaged."""
@@ -320,15 +317,9 @@ def _read_and_average(
 
 
 def make_split(replica: nn.Module, optimizer: Optimizer, *, world: World) -> AbstractSplit | None:
-    """The split that suits a model: by rank under `DistributedDataParallel`, else by micro-batch.
+    """The split that suits a model as one of the ranks trains it: by rank under DDP, else by micro-batch.
 
-    Args:
-        replica: The model, as one of the ranks trains it.
-        optimizer: Gradients are measured in the units that it steps in.
-        world: The ranks.
-
-    Returns:
-        The split; None for a model that several ranks hold without exchanging gradients.
+    None for a model that several ranks hold without exchanging gradients.
     """
     if isinstance(replica, DistributedDataParallel):
         return SplitByRank(replica, world=world, optimizer=optimizer)
@@ -420,9 +411,9 @@ class NoiseScale:
         self.memory = check_int(memory, name="memory", owner="NoiseScale")
         self.min_updates = check_int(min_updates, name="min_updates", owner="NoiseScale")
         self.num_updates = self.num_nonfinite = 0
-        # Sums over stretches of updates, the newest last. Of each update: weight; trace, square and square squared, all
-        # relative to the usual size of gradients; one over that size. These five fade alike. Last, how many updates.
-        self._blocks: list[list[float]] = []
+        # Sums over updates, which fade alike. Of each update: weight; trace, square and square squared, all relative to
+        # the usual size of gradients; one over that size.
+        self._sums = [0.0] * 5
         self._usual_size: float | None = None
         # The usual size in the units of `observe_norm`: now, and when the last update was measured.
         self._observed: float | None = None
@@ -447,25 +438,16 @@ class NoiseScale:
         noise = noise_of(norms)
         keep = 1.0 - 1.0 / self.memory
         relative = 1.0 / self._size_before(norms.square_of_mean)
-        for block in self._blocks:
-            block[:5] = [keep * value for value in block[:5]]
-        if not self._blocks or self._blocks[-1][5] >= max(1, self.memory // BLOCKS_PER_MEMORY):
-            self._blocks.append([0.0] * 6)
         square = relative * noise.square
-        for at, value in enumerate((1.0, relative * noise.trace, square, square**2, relative)):
-            self._blocks[-1][at] += stands_for * value
-        self._blocks[-1][5] += 1.0
+        own = (1.0, relative * noise.trace, square, square**2, relative)
+        self._sums = [keep * total + stands_for * value for total, value in zip(self._sums, own, strict=True)]
         self._squared_weights = keep**2 * self._squared_weights + stands_for**2
-        if len(self._blocks) > MAX_BLOCKS:
-            oldest, second = self._blocks[:2]
-            self._blocks[:2] = [[a + b for a, b in zip(oldest, second, strict=True)]]
         self.num_updates += 1
 
     def observe_norm(self, square: float) -> None:
-        """Note the squared gradient norm of an update, measured or not; call it after `add`.
+        """Note the squared gradient norm of an update, measured or not, in any unit; call it after `add`.
 
-        Args:
-            square: In whatever units, the same for all updates; NaN and inf are left out.
+        NaN and inf are left out.
         """
         if math.isfinite(square):
             self._observed = _follow(square, self._observed)
@@ -504,32 +486,13 @@ class NoiseScale:
         square, error = self._mean(2, by=0), 2.0 * self._error_of_square
         return max(0.0, self._mean(1, by=0)) / max(square, error) if square + error > 0 else None
 
-    @property
-    def standard_error(self) -> float | None:
-        """Of the scale: a weighted jackknife over stretches of updates; None before there are four."""
-        scale, count = self.scale, len(self._blocks)
-        if scale is None or count < MIN_BLOCKS_FOR_ERROR:
-            return None
-        weight, trace, square = (math.fsum(block[at] for block in self._blocks) for at in range(3))
-        pseudo, shares = [], []
-        for block in self._blocks:
-            if square - block[2] <= 0:
-                return math.inf
-            share = weight / block[0]
-            pseudo.append(share * scale - (share - 1) * max(0.0, trace - block[1]) / (square - block[2]))
-            shares.append(share)
-        middle = math.fsum(value / share for value, share in zip(pseudo, shares, strict=True))
-        spread = math.fsum((value - middle) ** 2 / (share - 1) for value, share in zip(pseudo, shares, strict=True))
-        return math.sqrt(spread / count)
-
     def __str__(self) -> str:
         if self.num_updates < self.min_updates:
             return f"the noise scale is not known yet: {self.num_updates} of {self.min_updates} updates measured"
-        scale, error = self.scale, self.standard_error
-        if scale is None:
+        if self.scale is None:
             found = f"the squared gradient averages {self.square:.3g}, the noise of a sequence {self.trace:.3g}"
             return f"too noisy to measure: {found}"
-        return f"the noise scale is {scale:.4g} sequences" + ("" if error is None else f" +- {error:.2g}")
+        return f"the noise scale is {self.scale:.4g} sequences"
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that was measured, ready for JSON."""
@@ -540,7 +503,7 @@ class NoiseScale:
             "usual_size": self._usual_size,
             "observed": [self._observed, self._observed_then],
             "squared_weights": self._squared_weights,
-            "blocks": [list(block) for block in self._blocks],
+            "sums": list(self._sums),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -551,7 +514,7 @@ class NoiseScale:
                 fix="Begin a new measurement.",
             )
         self.num_updates, self.num_nonfinite = int(state["num_updates"]), int(state["num_nonfinite"])
-        self._blocks = [[float(value) for value in block] for block in state["blocks"]]
+        self._sums = [float(value) for value in state["sums"]]
         self._usual_size, self._squared_weights = state["usual_size"], float(state["squared_weights"])
         self._observed, self._observed_then = state["observed"]
 
@@ -562,12 +525,11 @@ class NoiseScale:
             return math.inf
         spread = math.sqrt(max(0.0, self._mean(3, by=0) - self._mean(2, by=0) ** 2))
         # The number of equally weighted updates that would be as certain; one less, for the mean is their own.
-        effective = math.fsum(block[0] for block in self._blocks) ** 2 / self._squared_weights
+        effective = self._sums[0] ** 2 / self._squared_weights
         return spread / math.sqrt(max(effective - 1.0, SMALLEST_SQUARE))
 
     def _mean(self, at: int, *, by: int) -> float:
-        weight = math.fsum(block[by] for block in self._blocks)
-        return math.fsum(block[at] for block in self._blocks) / weight if weight else math.nan
+        return self._sums[at] / self._sums[by] if self._sums[by] else math.nan
 
     def _size_before(self, square_of_mean: float) -> float:
         """The usual squared gradient before this one, which is then taken into account; near it, if it jumps."""

@@ -213,9 +213,6 @@ def parameters_by_gate(model: nn.Module) -> list[nn.Parameter]:
     gate and a candidate differ in the size of their weights and gradients. Weights that are one matrix stay as they
     are: those of `torch.nn.RNN`, projections, everything outside recurrent layers, and biases, which have no trust
     ratio. Your own cells are split if they derive from `AbstractGatedCell`.
-
-    Args:
-        model: Any module.
     """
     rows: dict[int, int] = {}
     for module in model.modules():

@@ -14,14 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, OneCycleLR
 from stretto.checks import check_choice, check_float, check_int
 from stretto.errors import StrettoError
 from stretto.large_batch.optimizers import OptimizerName, make_optimizer
-from stretto.large_batch.schedules import (
-    AbstractDecay,
-    Constant,
-    ScheduleName,
-    WarmupThenDecay,
-    make_decay,
-    refuse_unused,
-)
+from stretto.large_batch.schedules import Decay, ScheduleName, WarmupThenDecay, check_schedule
 
 ScalingRule = Literal["legw", "sqrt", "linear", "none"]
 ONE_CYCLE_WARMUP_SHARE: Final = 0.15
@@ -47,7 +40,7 @@ class LargeBatch:
 
     A gradient of B sequences has the mean square norm |G|^2 (1 + phi / B) with the noise scale phi, so a clipping
     threshold bites less often in larger batches, and more of the rate comes through. `clip_norm` stays as it is by
-    default: right for a threshold that is there for the rare explosion. With `clip="scaled"` it follows the expected
+    default: right for a threshold that is there for the rare explosion. With a `noise_scale` it follows the expected
     norm, by sqrt((1 + phi / B) / (1 + phi / B0)), and bites about as often as at the base batch: right if most updates
     are clipped, so that the threshold sets their size.
 
@@ -61,8 +54,7 @@ class LargeBatch:
             published, sets no bound: with k = 64, a warm-up of 0.1 epochs becomes 6.4.
         epochs: Epochs of the whole run, where known.
         base_clip_norm: The largest norm of a gradient at the base batch.
-        clip: Whether that stays "unchanged" or is "scaled", which needs `noise_scale`.
-        noise_scale: phi, in sequences; see `NoiseScale`.
+        noise_scale: phi, in sequences, by which `clip_norm` follows the batch; see `NoiseScale`.
 
     Raises:
         StrettoError: A number is out of range, the batch is smaller than its base, or warm-up would fill the run.
@@ -83,12 +75,10 @@ class LargeBatch:
     warmup_cap: float | None = None
     epochs: float | None = None
     base_clip_norm: float | None = None
-    clip: Literal["unchanged", "scaled"] = "unchanged"
     noise_scale: float | None = None
 
     def __post_init__(self) -> None:
         check_choice(self.rule, name="rule", choices=get_args(ScalingRule), owner="LargeBatch")
-        check_choice(self.clip, name="clip", choices=("unchanged", "scaled"), owner="LargeBatch")
         for name in ("base_batch_size", "batch_size"):
             check_int(getattr(self, name), name=name, owner="LargeBatch")
         check_float(self.base_lr, name="base_lr", above=0.0, owner="LargeBatch")
@@ -122,27 +112,13 @@ class LargeBatch:
 
     @property
     def clip_norm(self) -> float | None:
-        """The largest norm of a gradient; None if the base has none."""
-        if self.clip == "unchanged" or self.noise_scale is None:
-            return self.base_clip_norm
-        return self.scaled_clip(self.noise_scale)
+        """The largest norm of a gradient; None if the base has none.
 
-    def scaled_clip(self, noise_scale: float) -> float:
-        """The threshold that bites at this batch about as often as `base_clip_norm` at the base batch.
-
-        It is as large a multiple of the expected norm, the root of |G|^2 (1 + phi / B): unchanged without noise, and
-        smaller by sqrt(k) where everything is noise.
-
-        Args:
-            noise_scale: phi, in sequences.
-
-        Raises:
-            StrettoError: phi is negative, NaN or inf, or there is no `base_clip_norm`.
+        It is unchanged without noise, and smaller by sqrt(k) where everything is noise.
         """
-        if self.base_clip_norm is None:
-            raise StrettoError("there is no base_clip_norm to scale", fix="Give LargeBatch(base_clip_norm=...).")
-        check_float(noise_scale, name="noise_scale", at_least=0.0)
-        here, base = (1.0 + noise_scale / size for size in (self.batch_size, self.base_batch_size))
+        if self.base_clip_norm is None or self.noise_scale is None:
+            return self.base_clip_norm
+        here, base = (1.0 + self.noise_scale / size for size in (self.batch_size, self.base_batch_size))
         return self.base_clip_norm * math.sqrt(here / base)
 
     def warmup_updates(self, *, updates_per_epoch: float) -> int:
@@ -158,7 +134,7 @@ class LargeBatch:
         parameters: nn.Module | Iterable[torch.Tensor],
         *,
         optimizer: OptimizerName = "sgd",
-        decay: AbstractDecay | ScheduleName | None = None,
+        decay: ScheduleName | Decay = "constant",
         updates_per_epoch: int,
         epochs: float | None = None,
         weight_decay: float = 0.0,
@@ -169,7 +145,8 @@ class LargeBatch:
         Args:
             parameters: The model, or its parameters.
             optimizer: "sgd", "momentum", "nesterov", "adam", "adamw", "lars" or "lamb"; see `make_optimizer`.
-            decay: A decay or the name of a schedule, see `make_decay`; the rate stays at its peak by default.
+            decay: "constant", "poly", "exponential", "step", "cosine", "ptb" or "one-cycle"; or a function of your own:
+                the factor of the peak rate after so many epochs.
             updates_per_epoch: Updates per epoch at this batch size.
             epochs: Epochs of the whole run, if not given before; "one-cycle", "poly", "step" and "cosine" need them.
             weight_decay: Of matrices; biases and gains have none.
@@ -185,13 +162,13 @@ class LargeBatch:
             )
         whole = self if epochs is None else dataclasses.replace(self, epochs=epochs)
         made = make_optimizer(optimizer, parameters, lr=self.lr, weight_decay=weight_decay, gates=gates)
-        return made, whole.schedule(made, decay=Constant() if decay is None else decay, updates=updates_per_epoch)
+        return made, whole.schedule(made, decay=decay, updates=updates_per_epoch)
 
     def schedule(
         self,
         optimizer: Optimizer,
         *,
-        decay: AbstractDecay | ScheduleName,
+        decay: ScheduleName | Decay,
         updates: float,
         updates_epochs: float = 1,
         done: int = 0,
@@ -206,25 +183,25 @@ class LargeBatch:
 
         Args:
             optimizer: At the peak rate.
-            decay: How the rate falls, or the name of a schedule.
+            decay: As for `build`.
             updates: Updates in `updates_epochs` epochs.
             updates_epochs: One, unless only the updates of several epochs together are known.
             done: Updates already made.
             default_warmup: Warm up as is usual for the schedule, whatever `warmup_epochs` says: 15 % of the run in
                 "one-cycle", 100 updates from a tenth of the rate in "constant".
-            decay_factor: For a decay by name, see `make_decay`.
-            flat_epochs: Likewise.
+            decay_factor: What "exponential" (0.95), "step" (0.1) and "ptb" (0.5) multiply the rate by when it falls.
+            flat_epochs: Epochs between falls in "step" (a third of the run), and before them in "ptb" (4).
 
         Raises:
             StrettoError: The schedule needs the number of epochs, or does not use a number given.
         """
+        check_schedule(decay, epochs=self.epochs, decay_factor=decay_factor, flat_epochs=flat_epochs)
         for group in optimizer.param_groups:
             if group.pop("initial_lr", None) is not None:
                 group["lr"] = self.lr
         schedule: LRScheduler
         if decay == "one-cycle":
-            refuse_unused(decay, decay_factor=decay_factor, flat_epochs=flat_epochs)
-            epochs = self._known_epochs(decay)
+            epochs = self.epochs or 0.0
             # With plain SGD it would introduce a momentum.
             has_momentum = all("betas" in group or group.get("momentum") for group in optimizer.param_groups)
             schedule = OneCycleLR(
@@ -234,40 +211,25 @@ class LargeBatch:
                 pct_start=ONE_CYCLE_WARMUP_SHARE if default_warmup else self.warmup_epochs / epochs,
                 cycle_momentum=has_momentum,
             )
+        elif default_warmup and decay == "constant":
+            schedule = LinearLR(optimizer, start_factor=0.1, total_iters=CONSTANT_WARMUP_UPDATES)
         else:
-            falling = decay
-            if isinstance(falling, str):
-                falling = make_decay(falling, epochs=self.epochs, decay_factor=decay_factor, flat_epochs=flat_epochs)
-            if not isinstance(falling, AbstractDecay):
-                raise StrettoError(
-                    f"decay={decay!r} cannot be used", fix="Give the name of a schedule, or a decay of make_decay."
-                )
-            if falling.needs_epochs:
-                self._known_epochs(falling.name)
-            if default_warmup and falling == Constant():
-                schedule = LinearLR(optimizer, start_factor=0.1, total_iters=CONSTANT_WARMUP_UPDATES)
-            else:
-                factors = WarmupThenDecay(
-                    falling,
-                    warmup_updates=self.warmup_updates(updates_per_epoch=updates / updates_epochs),
-                    updates=updates,
-                    updates_epochs=updates_epochs,
-                    epochs=self.epochs,
-                )
-                schedule = LambdaLR(optimizer, factors)
+            factors = WarmupThenDecay(
+                decay,
+                warmup_updates=self.warmup_updates(updates_per_epoch=updates / updates_epochs),
+                updates=updates,
+                updates_epochs=updates_epochs,
+                epochs=self.epochs,
+                decay_factor=decay_factor,
+                flat_epochs=flat_epochs,
+            )
+            schedule = LambdaLR(optimizer, factors)
         with warnings.catch_warnings():
             # torch warns when a schedule moves before the optimiser does; it has moved, under another schedule.
             warnings.simplefilter("ignore", UserWarning)
             for _ in range(done):
                 schedule.step()
         return schedule
-
-    def _known_epochs(self, name: str) -> float:
-        if self.epochs is None:
-            raise StrettoError(
-                f"the schedule {name!r} needs the number of epochs", fix="Give epochs=... to LargeBatch or build."
-            )
-        return self.epochs
 
     def _refuse_contradictions(self) -> None:
         if self.rule != "none" and self.batch_size < self.base_batch_size:
@@ -281,10 +243,10 @@ class LargeBatch:
                 f"warmup_cap={self.warmup_cap} was given without epochs, of which it is a share",
                 fix="Give epochs=..., the length of the whole run.",
             )
-        if self.clip == "scaled" and (self.base_clip_norm is None or self.noise_scale is None):
+        if self.noise_scale is not None and self.base_clip_norm is None:
             raise StrettoError(
-                f"clip='scaled' was given with base_clip_norm={self.base_clip_norm} and noise_scale={self.noise_scale}",
-                fix="Give both, or leave clip out.",
+                f"noise_scale={self.noise_scale} was given, and there is no base_clip_norm to scale by it",
+                fix="Give base_clip_norm=... too, or leave noise_scale out.",
             )
         if self.epochs is not None and self.warmup_epochs >= self.epochs:
             raise StrettoError(

@@ -4,8 +4,7 @@ import dataclasses
 import gc
 import itertools
 import math
-import os
-import threading
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +20,10 @@ MEMORY_MARGIN: Final = 1.2
 """Memory that a size is expected to need, as a multiple of what the size before suggests."""
 FREE_MEMORY_SHARE: Final = 0.8
 """Share of the free memory that a probe may use by default."""
-MEMORY_POLL_SECONDS: Final = 0.001
 OUT_OF_MEMORY: Final = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
-PROCESS_MEMORY: Final = Path("/proc/self/statm")
+PROCESS_MEMORY: Final = Path("/proc/self/status")
+RESET_PEAK: Final = Path("/proc/self/clear_refs")
+"""Where Linux forgets the largest resident memory of this process, if "5" is written there."""
 SYSTEM_MEMORY: Final = Path("/proc/meminfo")
 CGROUP: Final = Path("/sys/fs/cgroup")
 
@@ -216,16 +216,14 @@ class _MemoryWatch:
     def __init__(self, device: torch.device | str, *, max_bytes: int | None) -> None:
         self._device = torch.device(device)
         self._is_cuda = self._device.type == "cuda"
-        self._can_look = self._is_cuda or PROCESS_MEMORY.exists()
+        self._can_look = self._is_cuda or self._reset_peak()
         self.limit = float(max_bytes) if max_bytes is not None else self.now() + FREE_MEMORY_SHARE * self._free()
 
     def now(self) -> int:
         """Bytes in use; 0 where memory cannot be watched."""
         if self._is_cuda:
             return torch.cuda.memory_allocated(self._device)
-        if not self._can_look:
-            return 0
-        return int(PROCESS_MEMORY.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return _kilobytes(PROCESS_MEMORY, "VmRSS") * 1024 if self._can_look else 0
 
     def peak_of(self, work: Callable[[], object]) -> int:
         """Do the work; the most bytes in use meanwhile."""
@@ -234,21 +232,9 @@ class _MemoryWatch:
             work()
             torch.cuda.synchronize(self._device)
             return torch.cuda.max_memory_allocated(self._device)
-        # Most of the memory of an update is freed when it ends, so a thread polls while it runs.
-        peak, over = [self.now()], threading.Event()
-
-        def poll() -> None:
-            while not over.wait(MEMORY_POLL_SECONDS):
-                peak[0] = max(peak[0], self.now())
-
-        poller = threading.Thread(target=poll, daemon=True)
-        poller.start()
-        try:
-            work()
-        finally:
-            over.set()
-            poller.join()
-        return max(peak[0], self.now())
+        can_look = self._can_look and self._reset_peak()
+        work()
+        return _kilobytes(PROCESS_MEMORY, "VmHWM") * 1024 if can_look else 0
 
     def synchronize(self) -> None:
         """Wait until a GPU has finished."""
@@ -264,18 +250,27 @@ class _MemoryWatch:
     def _free(self) -> float:
         if self._is_cuda:
             return float(torch.cuda.mem_get_info(self._device)[0])
-        free = math.inf
-        if SYSTEM_MEMORY.exists():
-            text = SYSTEM_MEMORY.read_text(encoding="ascii")
-            lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-            if "MemAvailable" in lines:
-                free = float(lines["MemAvailable"].split()[0]) * 1024
+        free = _kilobytes(SYSTEM_MEMORY, "MemAvailable") * 1024 if SYSTEM_MEMORY.exists() else math.inf
         bound, used = (CGROUP / "memory.max", CGROUP / "memory.current")
         if bound.exists() and used.exists():
             limit = bound.read_text(encoding="ascii").strip()
             if limit.isdigit():
                 free = min(free, max(0.0, float(limit) - float(used.read_text(encoding="ascii"))))
         return free
+
+    @staticmethod
+    def _reset_peak() -> bool:
+        """Let the peak begin anew at what is in use; False where that cannot be done."""
+        try:
+            RESET_PEAK.write_text("5", encoding="ascii")
+        except OSError:
+            return False
+        return True
+
+
+def _kilobytes(file: Path, name: str) -> int:
+    """A number of a file that has lines such as "VmRSS:    1234 kB"."""
+    return int(re.findall(rf"^{name}:\s*(\d+) kB$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)[0])
 
 
 @final

@@ -210,11 +210,7 @@ class BatchTuner:
         return self._table is not None and self.noise.num_updates >= enough
 
     def decide(self, *, epoch: float) -> Decision:
-        """Decide what to train with from here on; the decision is in force at once.
-
-        Args:
-            epoch: Epochs done; 1.5 in the middle of the second.
-        """
+        """Decide what to train with from here on, after so many epochs; the decision is in force at once."""
         self._measured_at_decision = self.noise.num_updates
         obstacle = self._obstacle(epoch)
         if obstacle or self._table is None:
@@ -246,13 +242,10 @@ class BatchTuner:
         return self._record("grow" if grows else "shrink", reason, epoch=epoch, choice=choice)
 
     def roll_back(self, reason: str) -> Decision:
-        """Return to the batch before, after trouble, and never again to one as large as that in force.
+        """Return to the batch before, after the trouble that `observe` named, and never again to one as large.
 
         The caller loads the weights and the optimiser from before that batch. At the first batch there is none before:
         the decision keeps it, and says so.
-
-        Args:
-            reason: What went wrong, as `observe` returned it.
         """
         failed, self._trouble = self.batch_size, ""
         self.guard.restart()

@@ -75,14 +75,8 @@ class Inspection:
     none is marked for training. Batches are padded to their longest sequence.
     """
 
-    name: str
-    num_sequences: int
+    data: SequenceSet
     parts: Mapping[str, int]  # sequences of train, valid and test
-    num_steps: int
-    num_features: int
-    target_kind: str
-    memory_mapped: bool
-    notes: Sequence[str]
     whose: str  # "training sequences", or "sequences" for all
     batch_size: int | None
     max_padded_steps: int | None
@@ -115,14 +109,8 @@ def inspect_lengths(
     real = int(lengths_N.sum())
     shuffled = shuffled_padded_steps(lengths_N, batch_size=batch_size, max_padded_steps=max_padded_steps)
     return Inspection(
-        name=data.name,
-        num_sequences=len(data),
+        data=data,
         parts={part: int((data.split_N == number).sum()) for number, part in enumerate(PARTS)},
-        num_steps=data.num_steps,
-        num_features=data.num_features,
-        target_kind=TARGET_KINDS.get(type(data.targets), "transcripts"),
-        memory_mapped=data.memory_mapped,
-        notes=data.notes,
         whose="training sequences" if train_N.any() else "sequences",
         batch_size=batch_size,
         max_padded_steps=max_padded_steps,
@@ -172,7 +160,7 @@ def render(inspection: Inspection) -> RenderableType:
             table.add_row(*row)
     histogram, longest = inspection.histogram, int(inspection.quantiles[1.0])
     lengths = f"Lengths of the {sum(histogram.counts):,} {inspection.whose}"
-    parts: list[RenderableType] = [Text(_printable(inspection.name), style="bold"), counts]
+    parts: list[RenderableType] = [Text(_printable(inspection.data.name), style="bold"), counts]
     parts += [Text.assemble((lengths, "bold"), (", bucket edges at the side", "dim")), quantiles]
     parts += [LengthBars(histogram=histogram, edges=inspection.edges, longest=longest)]
     parts += [Text(f"Buckets with {_batch_rule(inspection)}", style="bold"), buckets]
@@ -249,7 +237,7 @@ def write_inspection_page(inspection: Inspection, path: Path) -> None:
     shortest, median, longest = (f"{inspection.quantiles[share]:,.0f}" for share in (0.0, 0.5, 1.0))
     saved = f"{ratio:.1f}x fewer" if ratio >= 1 else f"{1 / ratio:.1f}x more"
     numbers = [
-        ("Sequences", f"{inspection.num_sequences:,}", f"{inspection.num_steps:,} steps in all"),
+        ("Sequences", f"{len(inspection.data):,}", f"{inspection.data.num_steps:,} steps in all"),
         ("Median length", median, f"from {shortest} to {longest} steps"),
         ("Padding, shuffled", f"{inspection.shuffled_padding:.1%}", "of padded steps"),
         ("Padding, in buckets", f"{inspection.padding:.1%}", f"{len(inspection.edges)} buckets"),
@@ -261,7 +249,7 @@ def write_inspection_page(inspection: Inspection, path: Path) -> None:
     names, values = zip(*_quantile_rows(inspection), strict=True)
     buckets = paragraph(f"With {_batch_rule(inspection)}. {_verdict(inspection)}")
     text = page(
-        title=f"Lengths of {inspection.name}",
+        title=f"Lengths of {inspection.data.name}",
         subtitle=f"What its batches will be: {_batch_rule(inspection)}",
         top=[headline(numbers)],
         sections=[
@@ -276,14 +264,14 @@ def write_inspection_page(inspection: Inspection, path: Path) -> None:
 
 def _count_rows(inspection: Inspection) -> list[tuple[str, str]]:
     """What the set holds, as names and values."""
-    parts = ", ".join(f"{count:,} {part}" for part, count in inspection.parts.items())
-    where = "memory-mapped from disk" if inspection.memory_mapped else "in memory"
+    data, parts = inspection.data, ", ".join(f"{count:,} {part}" for part, count in inspection.parts.items())
+    where = "memory-mapped from disk" if data.memory_mapped else "in memory"
     return [
-        ("sequences", f"{inspection.num_sequences:,} ({parts})"),
-        ("steps", f"{inspection.num_steps:,}"),
-        ("features", f"{inspection.num_features:,} per step, {where}"),
-        ("targets", inspection.target_kind),
-        *(("note", note) for note in inspection.notes),
+        ("sequences", f"{len(data):,} ({parts})"),
+        ("steps", f"{data.num_steps:,}"),
+        ("features", f"{data.num_features:,} per step, {where}"),
+        ("targets", TARGET_KINDS.get(type(data.targets), "transcripts")),
+        *(("note", note) for note in data.notes),
     ]
 
 

@@ -63,19 +63,9 @@ RESIDUAL: Final = (
 
 
 def write_run_report(run: Path, out: Path | None = None) -> Path:
-    """Write the page of a run: one HTML file that needs nothing else.
+    """Write the page of a run, by default as `report.html` in its folder: one HTML file that needs nothing else.
 
-    A run that is not finished, was interrupted or has no update yet gets a page of what there is.
-
-    Args:
-        run: The run folder, which holds `events.jsonl`.
-        out: The page; None is `report.html` in the run folder.
-
-    Returns:
-        Where the page is.
-
-    Raises:
-        StrettoError: The folder holds no record of a run, or one that does not make sense.
+    A run that is not finished, was interrupted or has no update yet gets a page of what there is. Returns where it is.
     """
     try:
         text = _page(RunRecord(run), run=run)

@@ -226,14 +226,15 @@ class TunedBatch(BatchPolicy):
         before, clip_norm = self._state.batch_size, self._state.clip_norm
         decision = self._tuner.decide(epoch=epoch)
         if decision.action != "keep" and decision.noise_scale is not None and clipped > MOSTLY_CLIPPED:
-            recipe = LargeBatch(
+            scaled = LargeBatch(
                 base_batch_size=before,
                 base_lr=decision.lr,
                 batch_size=decision.batch_size,
                 rule="none",
                 base_clip_norm=clip_norm,
+                noise_scale=decision.noise_scale,
             )
-            clip_norm = recipe.scaled_clip(decision.noise_scale)
+            clip_norm = scaled.clip_norm or clip_norm
             reason = f"{decision.reason}; {clipped:.0%} of gradients were clipped, now at {clip_norm:.3g}"
             decision = dataclasses.replace(decision, reason=reason)
         return Replan(decision=decision, clip_norm=clip_norm)

@@ -30,7 +30,7 @@ from stretto.training.events import AbstractLog
 CHECKPOINT_FOLDER: Final = "checkpoints"
 TENSORS_FILE: Final = "tensors.safetensors"
 STATE_FILE: Final = "state.json"
-VERSION: Final = 5
+VERSION: Final = 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,14 +38,8 @@ def evaluate(
 ) -> Evaluation:
     """Loss and metrics of the model on every sequence of `part`, divided among the ranks.
 
-    Args:
-        task: Loss and metric.
-        model: The model.
-        part: The sequences.
-        device: Where the model is.
-        final: Take the task's `final_score`, for which more time may be spent.
-        world: The ranks.
-        by_solver: Run through time with the solver of training, instead of sequentially.
+    `final` takes the task's `final_score`, for which more time may be spent. `by_solver` runs through time with the
+    solver of training, instead of sequentially.
     """
     world = world or World()
     loss, count = 0.0, 0

@@ -6,7 +6,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from stretto.large_batch import LargeBatch, make_optimizer
 from stretto.training.checkpoint import Checkpoint
@@ -92,16 +92,14 @@ class TrainState:
         self.clip_norm = config.clip_norm
 
     def reschedule(self, *, done: int, remaining: int, batch_size: int) -> None:
-        """Continue with another batch; the optimiser keeps its moments.
-
-        Args:
-            done: Updates done, counted at the new batch.
-            remaining: Updates to come.
-            batch_size: Sequences of an update from now on.
-        """
+        """Continue with another batch, after so many updates counted at that batch; the optimiser keeps its moments."""
         self.batch_size = batch_size
         self.recipe = self._scaled()
         self.schedule = self._schedule(done + remaining, done=done)
+
+    def hold_rate(self) -> None:
+        """Keep the learning rate as it is from here on: for epochs after the last that the schedule was made for."""
+        self.schedule = ConstantLR(self.optimizer, factor=1.0)
 
     def _scaled(self) -> LargeBatch:
         """The peak rate and the warm-up for the batch in force.

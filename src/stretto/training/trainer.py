@@ -209,7 +209,12 @@ class Trainer:
             self._writer.wait()
 
     def train_epoch(self) -> EpochRecord:
-        """Train to the end of the current epoch, evaluate on the validation part, and save."""
+        """Train to the end of the current epoch, evaluate on the validation part, and save.
+
+        Epochs beyond those of the settings are trained at the last rate of the schedule.
+        """
+        if self.state.epoch >= self._config.epochs:
+            self.state.hold_rate()
         record = self._train_epoch()
         self._writer.wait()
         return record

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -33,8 +33,6 @@ from stretto.training.task import AbstractTask, LossSum
 MAX_NAMED_SEQUENCES: Final = 64
 NORM_EPSILON: Final = 1e-6
 """Added to the norm that a gradient is divided by, as torch's clipping does."""
-
-Item = TypeVar("Item")
 
 
 @final
@@ -127,7 +125,7 @@ class Updater:
     Args:
         task: Loss and settings.
         state: What is trained; its position is read, not written.
-        world: The ranks.
+        world: All ranks.
         stop: Set when this rank is asked to stop; all ranks learn of it in the next update.
         errors: Deferred errors of rank 0, which all ranks raise in the next update.
         time_parallel: How ranks divide the steps of sequences; by default they do not.
@@ -180,7 +178,7 @@ class Updater:
         """Make one update.
 
         Args:
-            batches: Of this rank; they are drawn one ahead.
+            batches: Of this rank, at least one.
             measure_noise: Whether to measure the parts of the gradient.
             skip_nonfinite: Whether to leave the weights as they are if the loss or gradient is NaN or inf, instead of
                 raising; by default as the settings say.
@@ -193,8 +191,9 @@ class Updater:
             self._split.begin(is_on=measure_noise)
         self._state.optimizer.zero_grad(set_to_none=True)
         with detect_lost_rank():
-            for number, (batch, is_last) in enumerate(_mark_last(batches)):
-                reduced = self._add(batch, number=number, is_last=is_last)
+            drawn = list(batches)
+            for number, batch in enumerate(drawn):
+                reduced = self._add(batch, number=number, is_last=number == len(drawn) - 1)
                 self._on_batch(len(batch))
             total = reduced()
             # What follows the last gradient is the all-reduce, and waiting for the slowest rank.
@@ -310,13 +309,3 @@ class Updater:
 
     def _note_time(self, parameter: torch.Tensor) -> None:  # noqa: ARG002
         self._computed = time.perf_counter()
-
-
-def _mark_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
-    """Each item, and whether it is the last."""
-    remaining = iter(items)
-    current = next(remaining)
-    for following in remaining:
-        yield current, False
-        current = following
-    yield current, True
