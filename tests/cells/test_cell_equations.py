@@ -214,28 +214,6 @@ def test_a_cell_follows_its_equations(name: str, seed: int, bias: bool) -> None:
         assert torch.equal(y, state[0] if isinstance(state, tuple) else state)
 
 
-def _count(cell: Cell) -> int:
-    return sum(parameter.numel() for parameter in cell.parameters())
-
-
-def test_cells_that_torch_does_not_have_have_as_many_parameters_as_their_equations() -> None:
-    block, bias = H * (F + H), 2 * H
-    assert _count(cells.GRU(F, H, reset="before")) == 3 * (block + bias)
-    assert _count(cells.ImplicitGRU(F, H)) == 3 * (block + bias)
-    assert _count(cells.PeepholeLSTM(F, H)) == 4 * (block + bias) + 3 * H
-    assert _count(cells.CoupledLSTM(F, H)) == 3 * (block + bias)
-    assert _count(cells.MultiplicativeLSTM(F, H)) == 4 * (block + bias) + block
-    assert _count(cells.LayerNormLSTM(F, H)) == 4 * block + 2 * (4 * H + 4 * H + H)
-    assert _count(cells.LayerNormGRU(F, H)) == 3 * block + 2 * 2 * (2 * H + H)
-    assert _count(cells.LayerNormGRU(F, H, bias=False)) == 3 * block + 2 * (2 * H + H)
-    assert _count(cells.LiGRU(F, H)) == 2 * block + 2 * 2 * H
-    assert _count(cells.LiGRU(F, H, norm="none")) == 2 * (block + bias)
-    assert _count(cells.MinimalGatedUnit(F, H)) == 2 * (block + bias)
-    assert _count(cells.IndRNN(F, H)) == H * F + 2 * H
-    assert _count(cells.Clockwork(F, H, periods=(1,))) == block + bias
-    assert _count(cells.AttentionCell(F, H)) == 3 * (block + bias) + H * H + 3 * H * H
-
-
 PERIODS = st.lists(st.integers(1, 6), min_size=1, max_size=4, unique=True).map(sorted)
 
 

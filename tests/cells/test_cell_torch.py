@@ -26,6 +26,7 @@ from stretto.cells import (
     store_layer,
 )
 from stretto.errors import StrettoError
+from stretto.kernels import loop_over_steps
 from stretto.state import flatten
 
 LAYERS: dict[str, tuple[type[nn.Module], type[Cell], dict[str, Any]]] = {
@@ -67,11 +68,7 @@ def test_parameters_steps_and_gradients_equal_those_of_torch(
 
 
 def _run(cell: Cell, x_BTF: torch.Tensor) -> tuple[torch.Tensor, State]:
-    state, outputs = cell.initial_state(len(x_BTF)), []
-    for x_BF in x_BTF.unbind(dim=1):
-        y, state = cell(x_BF, state)
-        outputs.append(y)
-    return torch.stack(outputs, dim=1), state
+    return loop_over_steps(cell, x_BTF, cell.initial_state(len(x_BTF)))
 
 
 F, H = 3, 5

@@ -136,7 +136,7 @@ def _explained(run: Run, *words: str) -> Any:
         ("mine:torch_cell", "GRU", {"state0": [3]}),
         ("torch.nn:LSTMCell", "LSTM", {"state0": [128], "state1": [128]}),
         ("package/cells.py:cell", "GRU", {"state0": [3]}),
-        ("stretto.graph:gru_graph", "GraphCell", {"state0": [128]}),
+        ("stretto.graph:two_loop_graph", "GraphCell", {"state0": [128]}),
     ],
 )
 def test_a_cell_is_found(run: Run, cell: str, name: str, states: dict[str, list[int]]) -> None:

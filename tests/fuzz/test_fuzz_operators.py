@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeAlias
 
 import pytest
-import torch
-from fuzz_cell import Case, Op, Recipe
+from fuzz_cell import Case, Recipe
 from fuzz_comparison import Batch, Net, assert_same, by_stretto
 from fuzz_operations import (
     BINARY,
@@ -20,7 +19,6 @@ from fuzz_operations import (
 from fuzz_strategies import LONG_RUN
 from fuzz_writer import Writer
 from hypothesis import strategies as st
-from torch.nn import functional
 
 from stretto.kernels import Backend
 
@@ -120,15 +118,3 @@ def test_every_operator_is_compiled(names: str) -> None:
 @pytest.mark.parametrize("names", _groups([*EXOTIC_UNARY, *EXOTIC_BINARY]))
 def test_every_rare_operator_runs_with_or_without_compiled_code(names: str) -> None:
     _check(names, "auto")
-
-
-@pytest.mark.usefixtures("quick_compiler")
-def test_the_slope_of_a_hard_sigmoid_is_torch_s() -> None:
-    """Torch takes a sixth in single precision even for doubles."""
-    x_BTF = torch.zeros(1, 1, 1, dtype=torch.float64, requires_grad=True)
-    code = (Op("add", (0, 1)), Op("hardsigmoid", (2,)))
-    y_BTF, _ = Net([Recipe(x=(1,), states=((1,),), code=code, after=(3,), y=3)]).rnn("cpp")(x_BTF)
-    (slope_BTF,) = torch.autograd.grad(y_BTF.sum(), x_BTF)
-    (expected_BTF,) = torch.autograd.grad(functional.hardsigmoid(x_BTF).sum(), x_BTF)
-    assert y_BTF.item() == pytest.approx(0.5, abs=1e-15)
-    assert slope_BTF.item() == pytest.approx(expected_BTF.item(), abs=1e-15)

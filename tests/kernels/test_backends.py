@@ -17,11 +17,11 @@ from stretto.kernels import (
     Backend,
     Built,
     Cotangents,
-    GraphProgram,
     LoopCall,
     LoopGradients,
     LoopResult,
     Program,
+    TracedProgram,
     TracedStep,
     all_backends,
     backend_names,
@@ -74,7 +74,7 @@ class Own(AbstractBackend):
     def build(self, step: TracedStep) -> Program:
         """A kernel for each loop."""
         assert step.plan is not None
-        return GraphProgram(step.plan, [[Recording(body) for body in level] for level in step.bodies])
+        return TracedProgram(step.plan, [[Recording(body) for body in level] for level in step.bodies])
 
 
 @pytest.fixture

@@ -89,6 +89,16 @@ def test_norms_have_gradients_of_gradients() -> None:
     assert torch.autograd.gradgradcheck(lambda *items: norm(*items, 1e-5), given)
 
 
+def test_norms_have_gradients_of_several_losses_at_once() -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 5), (5,), (5,))]
+    y_PN, d_LPN = norm(*given, 1e-5), torch.randn(3, 4, 5, dtype=torch.float64)
+    found = torch.autograd.grad(y_PN, given, d_LPN, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y_PN, given, d_PN, retain_graph=True) for d_PN in d_LPN]
+    for one, others in zip(found, zip(*each, strict=True), strict=True):
+        _assert_close(one, torch.stack(others), 1e-12)
+
+
 @pytest.mark.parametrize("N", [1, 20, 96, 130])
 def test_threads_do_not_change_a_bit_of_norms(N: int, set_threads: Callable[[int], None]) -> None:
     torch.manual_seed(1)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import stretto
 from stretto.kernels import buffer_pool
 from stretto.kernels.buffer_pool import BufferPool, _round_up, empty
+from stretto.state import flatten
 
 NUMBERS = 1 << 20
 """Enough for a pooled buffer, in single precision."""
@@ -144,16 +145,12 @@ def test_threads_get_memory_of_their_own(pool: BufferPool) -> None:
     assert not wrong
 
 
-def _parts(state: Any) -> list[torch.Tensor]:
-    return [part for item in state for part in _parts(item)] if isinstance(state, tuple) else [state]
-
-
 def _everything(rnn: stretto.RNN, x_BTF: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
     rnn.zero_grad()
     x = x_BTF.clone().requires_grad_()
     y, state = rnn(x, lengths=lengths)
     # Two layers of graph, a first backward that keeps it, and a second that does not.
-    loss = (y * y).sum() + sum(part.sum() for part in _parts(state))
+    loss = (y * y).sum() + sum(part.sum() for part in flatten(state))
     loss.backward(retain_graph=True)
     loss.backward()
     return [y.detach().clone(), x.grad.clone(), *(p.grad.clone() for p in rnn.parameters())]

@@ -20,7 +20,6 @@ QUICK_CASES: Final = {
     "test_masks_of_whole_sequences_are_the_definition_s_in_training": 2,
     "test_cells_equal_the_definition_and_are_compiled_where_possible": 16,
     "test_inputs_of_any_magnitude": 12,
-    "test_padded_batches": 12,
     "test_what_is_drawn_in_the_loop_is_the_same_for_compiled_code": 3,
     "test_all_steps_and_sequences": 1,
     "test_shared_rows_equal_the_definition": 2,

@@ -6,11 +6,11 @@ Shape legend: B sequences, F features, H hidden units.
 from typing import Any, Final
 
 import torch
-from parity_cells import F
 from torch import nn
 from torch.nn import functional
 
 import stretto
+from cell_settings import F
 from stretto.cells import Cell
 
 H: Final = 6

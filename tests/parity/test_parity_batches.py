@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parity_cells import F, layer
+from parity_cells import layer
 from parity_oracle import KERNELS, assert_close, assert_equal, defined, noise
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import stretto
+from cell_settings import F
 from stretto.state import flatten, map_state
 
 H, T, B = 7, 11, 4
@@ -97,13 +98,3 @@ def test_no_sequences(backend: str, both_ways: bool, T: int, lengths: list[int] 
     assert [tuple(part.shape) for part in flatten(state)] == [(0, H)] * (8 if both_ways else 4)
     y_BTO.sum().backward()
     assert not any(p.grad is not None and bool(p.grad.any()) for p in rnn.parameters())
-
-
-@pytest.mark.parametrize("backend", KERNELS)
-def test_all_sequences_end_before_the_last_step(backend: str) -> None:
-    rnn = layer("gru", H, backend=backend, bidirectional=True)
-    x_BTF = noise(B, T, F)
-    y_BTO, state = rnn(x_BTF, lengths=[4] * B)
-    short_BTO, same = rnn(x_BTF[:, :4])
-    assert_equal([y_BTO[:, :4], *flatten(state)], [short_BTO, *flatten(same)])
-    assert not y_BTO[:, 4:].any()

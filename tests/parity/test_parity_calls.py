@@ -5,15 +5,14 @@ Shape legend: B sequences, T steps, F features, H hidden units.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
-from parity_cells import F, drawn, layer
+from parity_cells import drawn, layer
 from parity_oracle import KERNELS, assert_close, assert_equal, assert_same_bits, defined, found, noise
-from torch.utils.checkpoint import checkpoint
 
 import stretto
+from cell_settings import F
 from stretto.state import flatten
 
 H, T, B = 7, 11, 4
@@ -122,23 +121,6 @@ def test_backward_twice(lstm: stretto.RNN) -> None:
     first = torch.autograd.grad(y_BTH.sum(), inputs, retain_graph=True)
     second = torch.autograd.grad(2 * y_BTH.sum(), inputs)
     assert_close([2 * gradient for gradient in first], second)
-
-
-def test_gradients_add_up_over_calls(lstm: stretto.RNN) -> None:
-    x_BTF = noise(B, T, F)
-    for _ in range(2):
-        lstm(x_BTF)[0].sum().backward()
-    once = torch.autograd.grad(lstm(x_BTF)[0].sum(), list(lstm.parameters()))
-    assert_close([parameter.grad for parameter in lstm.parameters()], [2 * gradient for gradient in once])
-
-
-def test_checkpointing(lstm: stretto.RNN) -> None:
-    x_BTF = noise(B, T, F).requires_grad_()
-    inputs = [x_BTF, *lstm.parameters()]
-    ones = torch.autograd.grad(lstm(x_BTF, lengths=LENGTHS)[0].square().sum(), inputs)
-    y_BTH: Any = checkpoint(lambda x_BTF: lstm(x_BTF, lengths=LENGTHS)[0], x_BTF, use_reentrant=False)
-    others = torch.autograd.grad(y_BTH.square().sum(), inputs)
-    assert_equal(ones, others)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

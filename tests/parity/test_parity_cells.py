@@ -12,8 +12,10 @@ from typing import Final
 
 import pytest
 import torch
-from parity_cells import SETTINGS, drawn, layer
+from parity_cells import drawn, layer
 from parity_oracle import assert_parity, assert_same_bits, error_of, errors_of, found
+
+from cell_settings import SETTINGS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

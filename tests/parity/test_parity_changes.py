@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from parity_cells import F
 from parity_oracle import Batch, assert_close, defined, error_of, found, noise
 from parity_own_cells import H, OneState, own_layer
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from cell_settings import F
 from stretto.state import flatten
 
 

@@ -7,8 +7,10 @@ import math
 
 import pytest
 import torch
-from parity_cells import F, drawn, layer
+from parity_cells import drawn, layer
 from parity_oracle import KERNELS, Batch, assert_parity, defined, noise
+
+from cell_settings import F
 
 SCALES = [0.0, 1e-300, 1e-30, 1e-8, 50.0, 1e4, 1e8]
 

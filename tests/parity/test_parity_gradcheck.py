@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from parity_cells import SETTINGS, F, layer
+from parity_cells import layer
 from parity_oracle import KERNELS, assert_close, defined, noise
 from parity_own_cells import ConstantState, Detached, LoopBehindLoop
 
 import stretto
+from cell_settings import SETTINGS, F
 from stretto.cells import Cell
 from stretto.state import flatten
 

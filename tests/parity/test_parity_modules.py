@@ -3,78 +3,24 @@
 Shape legend: B sequences, T steps, F features, H hidden units.
 """
 
-import copy
-import io
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from parity_cells import F, drawn, layer
+from parity_cells import drawn, layer
 from parity_oracle import (
     KERNELS,
-    assert_close,
-    assert_equal,
     assert_parity,
     assert_same_bits,
     defined,
     error_of,
     found,
-    noise,
 )
 from parity_own_cells import Counting, H
-from torch import nn
 
 import stretto
-from stretto import cells
-
-COPIES: dict[str, Callable[[stretto.RNN], stretto.RNN]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda rnn: pickle.loads(pickle.dumps(rnn)),
-    "torch.save": lambda rnn: _saved_and_loaded(rnn, weights_only=False),
-}
-
-
-def _saved_and_loaded(value: Any, *, weights_only: bool) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)
-
-
-@pytest.mark.parametrize("after_a_call", [True, False])
-@pytest.mark.parametrize("way", COPIES)
-def test_copies_make_the_same_numbers_and_are_apart(way: str, after_a_call: bool) -> None:
-    rnn = layer("recurrent-dropout", 7, num_layers=2, bidirectional=True)
-    batch = drawn(rnn, T=5, B=3, lengths=[2, 5, 0])
-    if after_a_call:
-        found(rnn, batch)
-    twin = COPIES[way](rnn)
-    assert_same_bits(found(rnn, batch), found(twin, batch))
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.mul_(1.5)
-    assert_parity(rnn, batch)
-    assert_parity(twin, batch)
-    assert error_of(found(twin, batch).values["y"], found(rnn, batch).values["y"]) > 0.01
-
-
-def test_weights_go_round_by_state_dict() -> None:
-    rnn, other = (layer("layer-norm-lstm", 7, num_layers=2, seed=seed) for seed in (0, 1))
-    batch = drawn(rnn, T=5, B=3)
-    found(other, batch)
-    stored = _saved_and_loaded(rnn.state_dict(), weights_only=True)
-    assert all(isinstance(value, torch.Tensor) for value in stored.values())
-    other.load_state_dict(stored)
-    assert_same_bits(found(rnn, batch), found(other, batch))
-
-
-def test_a_copied_cell_can_be_made_again_for_further_layers() -> None:
-    cell = pickle.loads(pickle.dumps(copy.deepcopy(cells.GRU(F, 7, reset="before"))))
-    rnn = stretto.RNN(cell.double(), num_layers=2)
-    assert [one.reset for one in rnn.cells] == ["before", "before"]
-    assert_parity(rnn, drawn(rnn, T=5, B=3))
+from cell_settings import F
 
 
 @pytest.fixture
@@ -121,30 +67,6 @@ def test_half_precision_runs_without_compiled_code(dtype: torch.dtype) -> None:
     assert str(dtype).removeprefix("torch.") in rnn.explain().reason
 
 
-@pytest.mark.parametrize("backend", KERNELS)
-def test_autocast_leaves_the_loop_in_full_precision(backend: str) -> None:
-    rnn, fresh = (layer("lstm", 33, dtype=torch.float32, backend=backend) for _ in range(2))
-    x_BTF = torch.randn(3, 5, F)
-    y_BTH, _ = rnn(x_BTF)
-    gradients = torch.autograd.grad(y_BTH.sum(), list(rnn.parameters()))
-    for one in (rnn, fresh):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            same_BTH, _ = one(x_BTF)
-        found_gradients = torch.autograd.grad(same_BTH.sum(), list(one.parameters()))
-        assert_equal([y_BTH, *gradients], [same_BTH, *found_gradients])
-
-
-def test_inputs_of_half_precision_under_autocast() -> None:
-    rnn, below = layer("lstm", 33, dtype=torch.float32), nn.Linear(F, F)
-    x_BTF = torch.randn(3, 5, F)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        half_BTF = below(x_BTF)
-        assert half_BTF.dtype == torch.bfloat16
-        y_BTH, _ = rnn(half_BTF)
-    full_BTH, _ = rnn(half_BTF.float())
-    assert error_of(y_BTH, full_BTH) < 0.01
-
-
 def test_autocast_leaves_whole_numbers_alone() -> None:
     rnn = stretto.RNN(Counting())
     x_BTF, given = torch.randn(2, 3, F), (torch.zeros(2, H), torch.tensor([1, 2]))
@@ -170,19 +92,6 @@ def test_training_and_evaluation_take_turns() -> None:
     assert error_of(found(rnn, batch, seed=1).values["y"], still.values["y"]) > 0.01
     rnn.eval()
     assert_same_bits(found(rnn, batch), still)
-
-
-@pytest.mark.parametrize("backend", KERNELS)
-def test_functional_call(backend: str) -> None:
-    rnn = layer("lstm", 7, backend=backend)
-    x_BTF = noise(3, 5, F)
-    given = {name: (2 * value).detach().requires_grad_() for name, value in rnn.named_parameters()}
-    y_BTH, _ = torch.func.functional_call(rnn, given, (x_BTF,))
-    gradients = torch.autograd.grad(y_BTH.square().sum(), list(given.values()))
-    twin = copy.deepcopy(rnn)
-    twin.load_state_dict(given)
-    twin(x_BTF)[0].square().sum().backward()
-    assert_close(gradients, [parameter.grad for parameter in twin.parameters()])
 
 
 @pytest.mark.parametrize("backend", KERNELS)

@@ -8,7 +8,7 @@ from typing import Any
 import parity_own_cells
 import pytest
 import torch
-from parity_cells import F, drawn
+from parity_cells import drawn
 from parity_oracle import (
     KERNELS,
     Batch,
@@ -40,6 +40,7 @@ from parity_own_cells import (
 from torch import nn
 
 import stretto
+from cell_settings import F
 from stretto.cells import LSTM, Cell
 from stretto.errors import StrettoError
 from stretto.state import flatten
@@ -133,18 +134,6 @@ def test_what_nothing_depends_on_gets_no_gradient(backend: str) -> None:
     y_BTH.sum().backward()
     graded = {name for name, parameter in rnn.cells[0].named_parameters() if parameter.grad is not None}
     assert graded == {"inward.weight", "inward.bias", "around.weight", "around.bias"}
-
-
-@pytest.mark.parametrize("frozen", ["inward.weight", "around.weight", "around.bias"])
-def test_frozen_parameters(frozen: str) -> None:
-    rnn = own_layer(OneState)
-    rnn.cells[0].get_parameter(frozen).requires_grad_(False)
-    batch = drawn(rnn, T=4, B=3, lengths=[4, 1, 2])
-    results = assert_parity(rnn, batch)
-    assert f"0.{frozen}" not in results["cpp"].gradients
-    y_BTH, _ = rnn(batch.x_BTF)
-    y_BTH.sum().backward()
-    assert rnn.cells[0].get_parameter(frozen).grad is None
 
 
 @pytest.mark.parametrize("both_ways", [True, False])

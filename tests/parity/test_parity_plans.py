@@ -5,7 +5,7 @@ Shape legend: F features, H hidden units.
 
 import pytest
 import torch
-from parity_cells import F, layer
+from parity_cells import layer
 from parity_own_cells import (
     Concatenated,
     DelayLine,
@@ -19,6 +19,7 @@ from parity_own_cells import (
 )
 
 import stretto
+from cell_settings import F
 from stretto.cells import Cell
 
 GEMMS: dict[str, tuple[int, int, int]] = {

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parity_cells import SETTINGS, drawn, layer
+from parity_cells import drawn, layer
 from parity_oracle import assert_parity, assert_same_bits, found
 from parity_own_cells import ConstantState, DelayLine, LoopBehindLoop, TwoLoops, own_layer
 
+from cell_settings import SETTINGS
 from stretto.cells import Cell
 
 BATCHES: dict[str, tuple[int, list[int]]] = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parity_cells import F, drawn, layer
+from parity_cells import drawn, layer
 from parity_oracle import (
     KERNELS,
     Batch,
@@ -29,6 +29,7 @@ from parity_own_cells import (
     own_layer,
 )
 
+from cell_settings import F
 from stretto.cells import Cell
 from stretto.state import flatten
 

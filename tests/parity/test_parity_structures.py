@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from parity_cells import F
 from parity_oracle import KERNELS, Batch, assert_close, assert_parity, noise
 from parity_own_cells import H, OneState, own_layer
 from torch import nn
 
 import stretto
+from cell_settings import F
 from stretto.cells import Cell
 from stretto.errors import StrettoError
 
@@ -34,29 +34,6 @@ class Named(OneState):
     def forward(self, x_t: torch.Tensor, state: Any) -> Any:
         h_BH = self.new(x_t, state.hidden + state.slow)
         return h_BH, Memory(hidden=h_BH, slow=0.9 * state.slow + 0.1 * h_BH)
-
-
-class Nested(OneState):
-    """Tuples in tuples, one of them of one part."""
-
-    def initial_state(self, batch_size: int) -> Any:
-        return (self.zeros(batch_size, H), (self.zeros(batch_size, H),)), self.zeros(batch_size, 1)
-
-    def forward(self, x_t: torch.Tensor, state: Any) -> Any:
-        (h_BH, (slow_BH,)), count_B1 = state
-        h_BH = self.new(x_t, h_BH + slow_BH / (1 + count_B1))
-        return h_BH, ((h_BH, (0.9 * slow_BH + 0.1 * h_BH,)), count_B1 + 1)
-
-
-def test_nested_states() -> None:
-    rnn = own_layer(Nested)
-    batch = Batch(x_BTF=noise(4, 6, F), lengths=[3, 0, 6, 2])
-    assert_parity(rnn, batch)
-    _, state = rnn(batch.x_BTF)
-    (_, (slow_BH,)), count_B1 = state
-    assert slow_BH.shape == (4, H)
-    assert count_B1.tolist() == [[6]] * 4
-    assert_parity(rnn, Batch(x_BTF=batch.x_BTF, lengths=batch.lengths, state=state))
 
 
 @pytest.mark.parametrize("both_ways", [True, False])

@@ -409,18 +409,3 @@ def test_recurrences_one_after_another_equal_substitution(lengths: list[int], S:
     linear_T[starts] = 0
     found_TS, expected_TS = solve_recurrence(linear_T, offset_TS), torch.cat(alone)
     assert float((found_TS - expected_TS).abs().max()) <= 1e-12 * max(1.0, float(expected_TS.abs().max()))
-
-
-@pytest.mark.parametrize("T", [2, 3, 17, 100, 1024])
-def test_it_takes_few_rounds_and_few_products(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = []
-    compose = newton._compose
-
-    def counted(second_T: torch.Tensor, first_T: torch.Tensor) -> Any:
-        rounds.append(len(second_T))
-        return compose(second_T, first_T)
-
-    monkeypatch.setattr(newton, "_compose", counted)
-    solve_recurrence(*_drawn(T, 2, "dense"))
-    assert len(rounds) == int(math.log2(T))
-    assert sum(rounds) < T

@@ -18,12 +18,11 @@ from stretto.graph.network import (
     GraphCell,
     Layer,
     delayed_graph,
-    gru_graph,
     lstm_graph,
     peephole_lstm_graph,
     two_loop_graph,
 )
-from stretto.graph.node import BatchDim, Node, concrete_shape, evaluate, run
+from stretto.graph.node import BatchDim, Node, concrete_shape, evaluate, run, topological_sort
 from stretto.graph.operators import is_view
 from stretto.graph.summary import LoopSummary, Operator, Product, Summary, format_shape
 from stretto.graph.trace import Untraceable, call_cell, check_outputs, constant_fill, trace
@@ -57,11 +56,11 @@ __all__ = [
     "draw",
     "evaluate",
     "format_shape",
-    "gru_graph",
     "is_view",
     "lstm_graph",
     "peephole_lstm_graph",
     "run",
+    "topological_sort",
     "trace",
     "two_loop_graph",
 ]

@@ -22,6 +22,7 @@ cutting at s stops both paths for H; s is saved and q computed again from it. Cu
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import networkx as nx
@@ -30,7 +31,7 @@ import torch
 from stretto.graph.analyse import Loop
 from stretto.graph.node import Node, concrete_shape, evaluate, needed_for
 from stretto.graph.operators import DECOMPOSED, EXPENSIVE, is_view, why_not_rowwise
-from stretto.graph.trace import TRACED_BATCH_SIZES, StepGraph, Untraceable, merge_recordings, record
+from stretto.graph.trace import StepGraph, Untraceable, record
 
 
 class Kind(str, Enum):
@@ -86,14 +87,10 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
     sources += [(Kind.PER_STEP, node) for node in loop.per_step]
     sources += [(Kind.WEIGHT, node) for node in loop.weights]
     sources += [(Kind.CONSTANT, graph.states[index]) for index in loop.constants_per_row]
-    inputs = [node for _, node in sources]
-    outputs = [*(graph.next_states[index] for index in loop.states), *loop.outputs]
     try:
-        recordings = [_record(rows, inputs, outputs, loop.nodes, graph) for rows in TRACED_BATCH_SIZES]
+        recording, found = record(partial(_run_both_ways, graph, loop, [node for _, node in sources]))
     except RuntimeError as error:
         raise Untraceable(f"the loop could not be differentiated: {error}") from error
-    (first, found), (second, _) = recordings
-    nodes = merge_recordings(first, second)
     ports = [
         Port(kind, source, node, gradient)
         for (kind, source), node, gradient in zip(sources, found["inputs"], found["gradients"], strict=True)
@@ -106,42 +103,38 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
         state_gradients=found["cotangents"][:count],
         output_gradients=found["cotangents"][count:],
     )
-    return _take_apart(nodes, body)
+    return _take_apart(recording.nodes, body)
 
 
-def _record(rows: int, sources: list[Node], outputs: list[Node], nodes: list[Node], graph: StepGraph) -> Any:
+def _run_both_ways(graph: StepGraph, loop: Loop, sources: list[Node], recorder: Any, rows: int) -> dict[str, Any]:
+    """Run the loop's step and its gradient; the nodes of its inputs and outputs, and of the gradients of both."""
+    outputs = [*(graph.next_states[index] for index in loop.states), *loop.outputs]
     device = next((tensor.device for tensor in graph.constants.values()), torch.device("cpu"))
 
     def example(node: Node) -> torch.Tensor:
         return torch.zeros(concrete_shape(node.shape, rows), dtype=node.dtype, device=device)
 
-    def run(recorder: Any) -> dict[str, Any]:
-        inputs = [example(source) for source in sources]
-        cotangents = [example(node) for node in outputs]
-        found: dict[str, Any] = {
-            "inputs": [recorder.enter(t, s.name) for t, s in zip(inputs, sources, strict=True)],
-            "cotangents": [recorder.enter(t, f"d_{n.name}") for t, n in zip(cotangents, outputs, strict=True)],
-        }
-        for tensor in inputs:
-            tensor.requires_grad_(tensor.is_floating_point())
-        with torch.enable_grad(), recorder:
-            values = dict(zip(sources, inputs, strict=True))
-            values.update((node, tensor) for node, tensor in graph.constants.items() if node not in values)
-            for node in nodes:
-                values[node] = evaluate(node, values, rows, op=DECOMPOSED.get(node.label))
-            made = [values[node] for node in outputs]
-            found["outputs"] = [recorder.look_up(tensor) for tensor in made]
-            linked = [(t, d) for t, d in zip(made, cotangents, strict=True) if t.requires_grad]
-            wanted = [tensor for tensor in inputs if tensor.requires_grad]
-            gradients = _gradients([t for t, _ in linked], wanted, [d for _, d in linked])
-            by_input = {id(tensor): gradient for tensor, gradient in zip(wanted, gradients, strict=True)}
-            found["gradients"] = [
-                None if by_input.get(id(tensor)) is None else recorder.look_up(by_input[id(tensor)])
-                for tensor in inputs
-            ]
-        return found
-
-    return record(run)
+    inputs = [example(source) for source in sources]
+    cotangents = [example(node) for node in outputs]
+    found: dict[str, Any] = {
+        "inputs": [recorder.enter(t, s.name) for t, s in zip(inputs, sources, strict=True)],
+        "cotangents": [recorder.enter(t, f"d_{n.name}") for t, n in zip(cotangents, outputs, strict=True)],
+    }
+    for tensor in inputs:
+        tensor.requires_grad_(tensor.is_floating_point())
+    with recorder:
+        values = dict(zip(sources, inputs, strict=True))
+        values.update((node, tensor) for node, tensor in graph.constants.items() if node not in values)
+        for node in loop.nodes:
+            values[node] = evaluate(node, values, rows, op=DECOMPOSED.get(node.label))
+        made = [values[node] for node in outputs]
+        found["outputs"] = [recorder.look_up(tensor) for tensor in made]
+        linked = [(t, d) for t, d in zip(made, cotangents, strict=True) if t.requires_grad]
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        gradients = iter(_gradients([t for t, _ in linked], wanted, [d for _, d in linked]))
+        # `look_up` leaves None as it is.
+        found["gradients"] = [recorder.look_up(next(gradients)) if t.requires_grad else None for t in inputs]
+    return found
 
 
 def _gradients(

@@ -25,7 +25,7 @@ from enum import Enum
 
 import networkx as nx
 
-from stretto.graph.node import Node, sort_nodes
+from stretto.graph.node import Node, topological_sort
 from stretto.graph.operators import is_pointwise, is_random, is_view, why_not_rowwise
 from stretto.graph.rewrite import drop_unused, merge_products, split_products_of_concatenations
 from stretto.graph.trace import StepGraph, Untraceable
@@ -101,8 +101,9 @@ def analyse(graph: StepGraph) -> Plan:
         Untraceable: Something outside the loops mixes the rows of the batch, so steps cannot be laid out as rows.
     """
     rewrites = _rewrite(graph)
-    constants, cycles, order = *_cycles(graph), graph.nodes
-    level = _levels(graph, constants, cycles)
+    constants = {index for index, state in enumerate(graph.states) if state not in graph.changing}
+    cycles = _cycles(graph)
+    level = _levels(graph, cycles)
     cycle_of = {node: index for index, cycle in enumerate(cycles) for node in cycle}
     stage = _stages(graph, cycle_of, level)
     users = _users(graph)
@@ -115,13 +116,13 @@ def analyse(graph: StepGraph) -> Plan:
         if stage[node] is Stage.SUNK:
             stage[node] = Stage.LOOP
     maps: list[list[Node]] = [[] for _ in range(depth + 1)]
-    for node in order:
+    for node in graph.nodes:
         if stage.get(node) in {Stage.HOISTED, Stage.SUNK}:
             if reason := why_not_rowwise(node):
                 raise Untraceable(reason)
             maps[level[node]].append(node)
     _drop_unread_views(maps, loops, graph)
-    maps = [_with_shifts(graph, nodes, constants, cycle_of) for nodes in maps]
+    maps = [_with_shifts(graph, nodes, cycle_of) for nodes in maps]
     return Plan(graph=graph, stage=stage, maps=maps, loops=by_level, constants_per_row=constants, rewrites=rewrites)
 
 
@@ -130,7 +131,7 @@ def _rewrite(graph: StepGraph) -> list[str]:
     if count := split_products_of_concatenations(graph):
         rewrites.append(f"{count} product(s) of a concatenation split, so that the input's part leaves the loop")
     drop_unused(graph)
-    if count := merge_products(graph, set().union(*(cycle for cycle in _cycles(graph)[1]))):
+    if count := merge_products(graph, set().union(*_cycles(graph))):
         rewrites.append(f"{count} product(s) in the loop merged with another one of the same vector")
     return rewrites
 
@@ -153,27 +154,22 @@ def _stages(graph: StepGraph, cycle_of: dict[Node, int], level: dict[Node, int])
     return stage
 
 
-def _cycles(graph: StepGraph) -> tuple[set[int], list[set[Node]]]:
-    """Parts of the state that never change, and the loops through time."""
-    constants = {
-        index for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True)) if old is new
-    }
+def _cycles(graph: StepGraph) -> list[set[Node]]:
+    """The loops through time."""
     network = nx.DiGraph()
     network.add_nodes_from(graph.nodes)
     network.add_edges_from((item, node) for node in graph.nodes for item in node.inputs)
-    for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True)):
-        if index not in constants:
-            network.add_edge(new, old)
+    network.add_edges_from((new, old) for old, new in graph.changing.items())
     cycles = [set(part) for part in nx.strongly_connected_components(network) if len(part) > 1]
     cycle_of = {node: cycle for cycle in cycles for node in cycle}
     for node in graph.nodes:
         # The parts of an operator with several outputs stay with it, also those that nothing in the loop reads.
         if node.op is operator.getitem and node.args[0] in cycle_of:
             cycle_of[node.args[0]].add(node)
-    return constants, cycles
+    return cycles
 
 
-def _levels(graph: StepGraph, constants: set[int], cycles: list[set[Node]]) -> dict[Node, int]:
+def _levels(graph: StepGraph, cycles: list[set[Node]]) -> dict[Node, int]:
     """The level of every node: a topological sort of the graph whose nodes are the components."""
     component = {node: index for index, cycle in enumerate(cycles) for node in cycle}
     for index, node in enumerate(node for node in graph.nodes if node not in component):
@@ -182,9 +178,7 @@ def _levels(graph: StepGraph, constants: set[int], cycles: list[set[Node]]) -> d
     network.add_nodes_from(component.values())
     for node in graph.nodes:
         network.add_edges_from((component[item], component[node]) for item in node.inputs)
-    for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True)):
-        if index not in constants:
-            network.add_edge(component[new], component[old])
+    network.add_edges_from((component[new], component[old]) for old, new in graph.changing.items())
     network.remove_edges_from([(index, index) for index in component.values()])
     found: dict[int, int] = {}
     for index in nx.topological_sort(network):
@@ -241,17 +235,14 @@ def _loop(
     _absorb_results(graph, inside, stage=stage, level=level, mine=mine, states=own)
     _absorb_views(inside, stage)
     nodes = [node for node in graph.nodes if node in inside]
-    known = inside | {graph.states[index] for index in states}
-    read: dict[Node, None] = {}
-    for node in nodes:
-        read.update((item, None) for item in node.inputs if item not in known)
+    read = dict.fromkeys(item for node in nodes for item in node.inputs if item not in inside and item not in own)
     next_states = {graph.next_states[index] for index in states}
     constant_nodes = {graph.states[index]: index for index in constants}
+    varying = [node for node in read if node.has_rows or node is graph.x]
     emitted = [
         node
         for node in nodes
-        if stage[node] is not Stage.HOISTED
-        and stage[node] is not Stage.ONCE
+        if stage[node] not in {Stage.HOISTED, Stage.ONCE}
         and node not in next_states
         and node.dtype is not None
         and (node in outputs or any(user not in inside for user in users.get(node, [])))
@@ -259,12 +250,8 @@ def _loop(
     return Loop(
         states=states,
         nodes=nodes,
-        per_step=[
-            n
-            for n in read
-            if stage.get(n) is not Stage.ONCE and n not in constant_nodes and (n.has_rows or n is graph.x)
-        ],
-        weights=[node for node in read if not node.has_rows and node is not graph.x],
+        per_step=[node for node in varying if stage.get(node) is not Stage.ONCE and node not in constant_nodes],
+        weights=[node for node in read if node not in varying],
         constants_per_row=[constant_nodes[node] for node in read if node in constant_nodes],
         outputs=emitted,
         level=mine,
@@ -310,17 +297,13 @@ def _absorb_results(
             inside.add(node)
 
 
-def _with_shifts(graph: StepGraph, nodes: list[Node], constants: set[int], cycle_of: dict[Node, int]) -> list[Node]:
+def _with_shifts(graph: StepGraph, nodes: list[Node], cycle_of: dict[Node, int]) -> list[Node]:
     """A state on no loop is its next state, shifted by one step: insert it after the node that computes that."""
-    after = {
-        old: new
-        for index, (old, new) in enumerate(zip(graph.states, graph.next_states, strict=True))
-        if index not in constants and old not in cycle_of
-    }
+    after = {old: new for old, new in graph.changing.items() if old not in cycle_of}
     here = {*nodes, *after}
     reads = {node: [item for item in node.inputs if item in here] for node in nodes}
     reads.update((old, [new] if new in here else []) for old, new in after.items())
-    return sort_nodes(nodes, reads.__getitem__)
+    return topological_sort(nodes, reads.__getitem__)
 
 
 def _drop_unread_views(maps: list[list[Node]], loops: list[Loop], graph: StepGraph) -> None:

@@ -876,31 +876,6 @@ def peephole_lstm_graph(input_size: int, hidden_size: int) -> Graph:
     return graph
 
 
-def gru_graph(input_size: int, hidden_size: int) -> Graph:
-    """A GRU as `torch.nn.GRUCell` computes it, which resets after the product with the weights."""
-    graph = Graph()
-    x = graph.input("x", input_size)
-    for gate in ("reset_gate", "update_gate"):
-        graph.layer(gate, hidden_size, activation="sigmoid", bias=True)
-        graph.connect(x, gate)
-        graph.connect("h", gate, delay=1)
-    graph.layer("recalled", hidden_size, bias=True)
-    graph.connect("h", "recalled", delay=1)
-    _add_product(graph, "reset", hidden_size, of=("reset_gate", "recalled"))
-    graph.layer("candidate", hidden_size, activation="tanh", bias=True)
-    graph.connect(x, "candidate")
-    graph.connect("reset", "candidate", kind="identity")
-    graph.layer("renewal", hidden_size, activation="one_minus")
-    graph.connect("update_gate", "renewal", kind="identity")
-    _add_product(graph, "written", hidden_size, of=("renewal", "candidate"))
-    _add_product(graph, "kept", hidden_size, of=("update_gate",), earlier="h")
-    graph.layer("h", hidden_size)
-    graph.connect("written", "h", kind="identity")
-    graph.connect("kept", "h", kind="identity")
-    graph.output("h")
-    return graph
-
-
 def delayed_graph(input_size: int, hidden_size: int, delays: Sequence[int] = (1, 3)) -> Graph:
     """A simple recurrent layer that reads its own value of several steps ago, with weights for each delay.
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ class BatchDim:
 
 
 Size: TypeAlias = "int | BatchDim"
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -116,9 +117,9 @@ def needed_for(outputs: list[Node], *, stop: "set[Node] | None" = None) -> set[N
     return found
 
 
-def sort_nodes(nodes: Iterable[Node], reads: Callable[[Node], Iterable[Node]]) -> list[Node]:
+def topological_sort(nodes: Iterable[T], reads: Callable[[T], Iterable[T]]) -> list[T]:
     """The nodes and all that they read, each after what it reads, otherwise in their order."""
-    order: dict[Node, None] = {}
+    order: dict[T, None] = {}
     for node in nodes:
         waiting = [node]
         while waiting:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stretto.graph.node import Node, Size, needed_for, sort_nodes
+from stretto.graph.node import Node, Size, needed_for, topological_sort
 from stretto.graph.trace import StepGraph
 
 aten = torch.ops.aten
@@ -103,7 +103,7 @@ def merge_products(graph: StepGraph, loop: set[Node]) -> int:
             )
         graph.nodes.extend(made)
     if saved:
-        graph.nodes = sort_nodes(graph.nodes, lambda node: node.inputs)
+        graph.nodes = topological_sort(graph.nodes, lambda node: node.inputs)
     return saved
 
 

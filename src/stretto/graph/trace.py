@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.errors import StrettoError
-from stretto.graph.node import BatchDim, Node, map_leaves
+from stretto.graph.node import BatchDim, Node, T, map_leaves
 from stretto.state import describe, flatten, unflatten
 
 TRACED_BATCH_SIZES: Final = (3, 5)
@@ -219,34 +219,34 @@ def _functional(func: Any) -> Any:
     return getattr(packet, overload)
 
 
-def record(run: "Callable[[_Recorder], Any]", *, blocks_no_grad: bool = False) -> tuple[Recording, Any]:
-    """Record one run; random numbers it draws do not disturb the caller's.
+def record(run: "Callable[[_Recorder, int], T]", *, blocks_no_grad: bool = False) -> tuple[Recording, T]:
+    """Record a function at both batch sizes; random numbers it draws do not disturb the caller's.
 
     Args:
-        run: Names its inputs with `recorder.enter(tensor, name)`, does its work inside `with recorder:`, and returns
-            anything.
+        run: Takes the number of rows, names its inputs with `recorder.enter(tensor, name)`, does its work inside
+            `with recorder:`, and returns anything.
         blocks_no_grad: Whether what runs under `torch.no_grad` is recorded as cut off from its inputs.
-    """
-    recorder = _Recorder(blocks_no_grad=blocks_no_grad)
-    with torch.random.fork_rng(devices=[]):
-        result = run(recorder)
-    return recorder.recording, result
 
-
-def merge_recordings(one: Recording, other: Recording) -> list[Node]:
-    """The nodes of `one`, with sizes that follow the number of rows as `BatchDim`s.
+    Returns:
+        The first recording, with sizes that follow the number of rows as `BatchDim`s, and what `run` returned there.
 
     Raises:
         Untraceable: The two runs did different things.
     """
+    found = []
+    for rows in TRACED_BATCH_SIZES:
+        recorder = _Recorder(blocks_no_grad=blocks_no_grad)
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            found.append((recorder.recording, run(recorder, rows)))
+    (one, result), (other, _) = found
     if [node.op for node in one.nodes] != [node.op for node in other.nodes]:
         raise Untraceable("the step does different things for different numbers of rows")
     twin = dict(zip(one.nodes, other.nodes, strict=True))
-    for first, second in zip(one.nodes, other.nodes, strict=True):
+    for first, second in twin.items():
         first.shape = tuple(_merge_sizes(a, b) for a, b in zip(first.shape, second.shape, strict=True))
         first.args = _merge_arguments(first.args, second.args, twin)
         first.kwargs = _merge_arguments(first.kwargs, second.kwargs, twin)
-    return one.nodes
+    return one, result
 
 
 def _merge_sizes(first: Any, second: Any) -> Any:
@@ -300,6 +300,11 @@ class StepGraph:
     parameters: dict[str, Node]
     constants: dict[Node, torch.Tensor]
 
+    @property
+    def changing(self) -> dict[Node, Node]:
+        """Each part of the state that changes, with what it becomes."""
+        return {old: new for old, new in zip(self.states, self.next_states, strict=True) if new is not old}
+
 
 def trace(cell: nn.Module, *, x_shape: tuple[int, ...], x_dtype: torch.dtype, state: Any) -> StepGraph:
     """Record one step of `cell`.
@@ -317,35 +322,21 @@ def trace(cell: nn.Module, *, x_shape: tuple[int, ...], x_dtype: torch.dtype, st
     tensors: Mapping[str, torch.Tensor] = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
     device = next((tensor.device for tensor in (*tensors.values(), *flatten(state))), torch.device("cpu"))
     row_shapes = [(tuple(part.shape[1:]), part.dtype) for part in flatten(state)]
-    recordings: list[tuple[Recording, dict[str, Any]]] = []
-    for rows in TRACED_BATCH_SIZES:
 
-        def run(recorder: Any, rows: int = rows) -> dict[str, Any]:
-            x = _example((rows, *x_shape), x_dtype, device)
-            parts = [_example((rows, *shape), dtype, device) for shape, dtype in row_shapes]
-            found: dict[str, Any] = {"x": recorder.enter(x, "x")}
-            found["states"] = [recorder.enter(part, f"state{index}") for index, part in enumerate(parts)]
-            found["parameters"] = {
-                name: recorder.enter(tensor, name.replace(".", "_")) for name, tensor in tensors.items()
-            }
-            with recorder, _MemoryReads():
-                y, after = _try_step(cell, x, unflatten(state, parts))
-            _refuse_custom_gradients(recorder, [y, *flatten(after)])
-            found["y"], found["next"] = recorder.look_up(y), [recorder.look_up(part) for part in flatten(after)]
-            return found
+    def run(recorder: _Recorder, rows: int) -> dict[str, Any]:
+        x = _example((rows, *x_shape), x_dtype, device)
+        parts = [_example((rows, *shape), dtype, device) for shape, dtype in row_shapes]
+        found: dict[str, Any] = {"x": recorder.enter(x, "x")}
+        found["states"] = [recorder.enter(part, f"state{index}") for index, part in enumerate(parts)]
+        found["parameters"] = {name: recorder.enter(t, name.replace(".", "_")) for name, t in tensors.items()}
+        with recorder, _MemoryReads():
+            y, after = _try_step(cell, x, unflatten(state, parts))
+        _refuse_custom_gradients(recorder, [y, *flatten(after)])
+        found["y"], found["next_states"] = recorder.look_up(y), [recorder.look_up(part) for part in flatten(after)]
+        return found
 
-        with torch.enable_grad():
-            recordings.append(record(run, blocks_no_grad=True))
-    (first, found), (second, _) = recordings
-    return StepGraph(
-        nodes=merge_recordings(first, second),
-        x=found["x"],
-        states=found["states"],
-        next_states=found["next"],
-        y=found["y"],
-        parameters=found["parameters"],
-        constants=first.constants,
-    )
+    recording, found = record(run, blocks_no_grad=True)
+    return StepGraph(nodes=recording.nodes, constants=recording.constants, **found)
 
 
 def call_cell(

@@ -8,7 +8,6 @@ from stretto.kernels.backends.base import (
     Backend,
     Cotangents,
     LayerCall,
-    LayerOperator,
     LoopCall,
     LoopGradients,
     LoopResult,
@@ -29,10 +28,10 @@ from stretto.kernels.backends.cpp.compiler import (
     load,
 )
 from stretto.kernels.backends.plain import loop_over_steps
-from stretto.kernels.backward import without_weights
+from stretto.kernels.backward import differentiate, differentiate_by_torch, without_weights
 from stretto.kernels.build import Built, SaveChoice, build, unseen_by_hooks
 from stretto.kernels.layout import Layout
-from stretto.kernels.program import GraphProgram, wavefront_chunks
+from stretto.kernels.program import TracedProgram, wavefront_chunks
 
 __all__ = [
     "MARCH_VARIABLE",
@@ -42,9 +41,7 @@ __all__ = [
     "Built",
     "Compiler",
     "Cotangents",
-    "GraphProgram",
     "LayerCall",
-    "LayerOperator",
     "Layout",
     "LoopCall",
     "LoopGradients",
@@ -52,11 +49,14 @@ __all__ = [
     "NoCompiler",
     "Program",
     "SaveChoice",
+    "TracedProgram",
     "TracedStep",
     "all_backends",
     "backend_names",
     "build",
     "describe_machine",
+    "differentiate",
+    "differentiate_by_torch",
     "find_compiler",
     "library_folder",
     "load",

@@ -2,8 +2,8 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -49,9 +49,30 @@ def laid_out_like(gradient_KN: torch.Tensor, weight_KN: torch.Tensor) -> torch.T
     return gradient_KN.t().contiguous().t()
 
 
+def differentiate(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
+    wanted: Sequence[torch.Tensor | None],
+    *,
+    create_graph: bool = False,
+) -> list[torch.Tensor | None]:
+    """Gradients of the wanted tensors, from tensors and the gradients that arrive at them; the graph is kept.
+
+    A wanted tensor that does not require a gradient, or that nothing depends on, gets None.
+    """
+    given = [(made, d) for made, d in pairs if made.requires_grad and d is not None]
+    moving = [tensor for tensor in wanted if tensor is not None and tensor.requires_grad]
+    if not given or not moving:
+        return [None] * len(wanted)
+    made, arriving = zip(*given, strict=True)
+    found = iter(
+        torch.autograd.grad(made, moving, arriving, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    )
+    return [next(found) if tensor is not None and tensor.requires_grad else None for tensor in wanted]
+
+
 def differentiate_by_torch(
-    run: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-    tensors: Sequence[torch.Tensor],
+    run: Callable[[list[Any]], list[torch.Tensor]],
+    tensors: Sequence[torch.Tensor | None],
     cotangents: Sequence[torch.Tensor | None],
     needed: Sequence[bool],
 ) -> list[torch.Tensor | None]:
@@ -66,15 +87,6 @@ def differentiate_by_torch(
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # Aliases: what leads from one of these tensors to another outside of the operator is not followed here.
-        tensors = [tensor.view_as(tensor) for tensor in tensors]
-        made = run(tensors)
-        linked = [(out, d) for out, d in zip(made, cotangents, strict=True) if d is not None and out.requires_grad]
-        wanted = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
-        found = iter(
-            torch.autograd.grad(
-                [out for out, _ in linked], wanted, [d for _, d in linked], create_graph=again, allow_unused=True
-            )
-            if linked
-            else [None] * len(wanted)
-        )
-        return [next(found) if needs else None for needs in needed]
+        own = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
+        found = differentiate(zip(run(own), cotangents, strict=True), own, create_graph=again)
+    return [d if needs else None for d, needs in zip(found, needed, strict=True)]

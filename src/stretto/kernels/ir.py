@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, final
 
-from stretto.graph import Node
+from stretto.graph import Node, topological_sort
 
 
 class Unsupported(Exception):  # noqa: N818 - not an error: another backend runs instead, and the message says why
@@ -217,15 +217,4 @@ def operands_of(value: AbstractValue) -> tuple[AbstractValue, ...]:
 
 def in_order(roots: Iterable[Root]) -> list[AbstractValue]:
     """All values that the roots need, each behind its operands."""
-    done: dict[AbstractValue, None] = {}
-    for root in roots:
-        waiting = [root.value]
-        while waiting:
-            top = waiting[-1]
-            missing = [item for item in operands_of(top) if item not in done]
-            if missing:
-                waiting.extend(missing)
-                continue
-            waiting.pop()
-            done[top] = None
-    return list(done)
+    return topological_sort((root.value for root in roots), operands_of)

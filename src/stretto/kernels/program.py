@@ -29,7 +29,7 @@ MAX_WAVE_SHARE: Final = 0.75
 
 
 @final
-class GraphProgram(Program):
+class TracedProgram(Program):
     """A plan with a kernel for each loop, by level."""
 
     def __init__(self, plan: Plan, kernels: Sequence[Sequence[AbstractKernel]]) -> None:

@@ -30,7 +30,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 
-from stretto.kernels import without_weights
+from stretto.kernels import differentiate, differentiate_by_torch, without_weights
 from stretto.solvers.base import Problem, Solution, residual_norm
 from stretto.solvers.chunks import Chunks
 
@@ -220,24 +220,6 @@ def differentiable_chunks(
     return y_PF, states, [end.detach() for end in ends]
 
 
-def differentiate(
-    pairs: Sequence[tuple[torch.Tensor, MaybeTensor]], wanted: Sequence[torch.Tensor], *, create_graph: bool = False
-) -> list[MaybeTensor]:
-    """Gradients of the wanted tensors, from tensors and the gradients that arrive at them; the graph is kept.
-
-    A wanted tensor that does not require a gradient, or that nothing depends on, gets None.
-    """
-    given = [(made, d) for made, d in pairs if made.requires_grad and d is not None]
-    moving = [tensor for tensor in wanted if tensor.requires_grad]
-    if not given or not moving:
-        return [None] * len(wanted)
-    made, arriving = zip(*given, strict=True)
-    found = iter(
-        torch.autograd.grad(made, moving, arriving, retain_graph=True, create_graph=create_graph, allow_unused=True)
-    )
-    return [next(found) if tensor.requires_grad else None for tensor in wanted]
-
-
 class _Bridge(torch.autograd.Function):
     """What a graph over chunks has computed, with the gradient that an adjoint solver finds in it."""
 
@@ -262,15 +244,14 @@ class _Bridge(torch.autograd.Function):
         chunks: Chunks = ctx.graph.chunks
         _, _, _, _, *needs = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            found = _sequential_gradients(problem, [d_y_PF, *d_finals], needs, create_graph=True)
-            return None, None, None, None, *found
+            return None, None, None, None, *_sequential_gradients(problem, [d_y_PF, *d_finals], needs)
         graph: ChunkGraph = dataclasses.replace(ctx.graph, d_ends=_d_ends(chunks, ctx.graph.ends, d_finals))
         graph.d_outputs = [None] * len(graph.outputs)
         if d_y_PF is not None:
             graph.d_outputs = torch.split(chunks.to_chunks(d_y_PF), [len(part) for part in graph.outputs])
         d_leaves, d_starts, stats = ctx.adjoint.solve(graph)
         if stats.failure:
-            found = _sequential_gradients(problem, [d_y_PF, *d_finals], needs, create_graph=False)
+            found = _sequential_gradients(problem, [d_y_PF, *d_finals], needs)
         else:
             d_x_PF, *d_parameters = d_leaves
             d_x_PF = None if d_x_PF is None else chunks.to_sequences(d_x_PF)
@@ -323,14 +304,12 @@ def _d_initial(chunks: Chunks, d_start: MaybeTensor, d_final: MaybeTensor, end: 
 
 
 def _sequential_gradients(
-    problem: Problem, arriving: Sequence[MaybeTensor], needs: Sequence[bool], *, create_graph: bool
+    problem: Problem, arriving: Sequence[MaybeTensor], needs: Sequence[bool]
 ) -> list[MaybeTensor]:
     """The gradient of a sequential run under autograd, in the order input, states, parameters."""
-    if create_graph:
-        # Aliases, so that a path from one of these tensors to another elsewhere is not followed here.
-        own = [tensor.view_as(tensor) for tensor in problem.inputs]
-    else:
-        own = [tensor.detach().requires_grad_(needed) for tensor, needed in zip(problem.inputs, needs, strict=True)]
-    with torch.enable_grad():
+
+    def run(own: list[torch.Tensor]) -> list[torch.Tensor]:
         y_PF, states = problem.with_inputs(own).run_all()
-    return differentiate(list(zip([y_PF, *states], arriving, strict=True)), own, create_graph=create_graph)
+        return [y_PF, *states]
+
+    return differentiate_by_torch(run, problem.inputs, arriving, needs)

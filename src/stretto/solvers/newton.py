@@ -34,8 +34,8 @@ import numpy as np
 import torch
 
 from stretto.checks import check_choice, check_float, check_int
-from stretto.kernels import Layout
-from stretto.solvers.adjoint import ReverseSweeps, differentiable_chunks, differentiate
+from stretto.kernels import Layout, differentiate
+from stretto.solvers.adjoint import ReverseSweeps, differentiable_chunks
 from stretto.solvers.backoff import Backoff, BackoffKey, backoff_key
 from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, fall_back, has_halved, residual_norm
 from stretto.solvers.chunks import Chunks

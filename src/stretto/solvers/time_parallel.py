@@ -28,8 +28,8 @@ from torch import distributed
 
 from stretto.checks import check_float, check_int
 from stretto.errors import StrettoError
-from stretto.kernels import Layout
-from stretto.solvers.adjoint import MaybeTensor, differentiate
+from stretto.kernels import Layout, differentiate
+from stretto.solvers.adjoint import MaybeTensor
 from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, residual_norm, run_sequentially
 
 SEGMENT_STEPS: Final = 1024

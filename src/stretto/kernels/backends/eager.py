@@ -18,7 +18,7 @@ from stretto.kernels.backends.base import (
     Program,
     TracedStep,
 )
-from stretto.kernels.program import GraphProgram
+from stretto.kernels.program import TracedProgram
 
 
 @final
@@ -32,7 +32,7 @@ class EagerBackend(AbstractBackend):
     def build(self, step: TracedStep) -> Program:
         """Kernels that interpret the loops."""
         assert step.plan is not None
-        return GraphProgram(step.plan, [[EagerKernel(body) for body in level] for level in step.bodies])
+        return TracedProgram(step.plan, [[EagerKernel(body) for body in level] for level in step.bodies])
 
 
 @final

@@ -13,7 +13,7 @@ from stretto.kernels.backends.cpp.generate import generate
 from stretto.kernels.backends.cpp.kernel import CppKernel, dtype_of
 from stretto.kernels.backends.cpp.layer import FusedLayer
 from stretto.kernels.ir import Unsupported
-from stretto.kernels.program import GraphProgram
+from stretto.kernels.program import TracedProgram
 
 
 @final
@@ -52,7 +52,7 @@ class CppBackend(AbstractBackend):
         products.start()
         try:
             kernels = [[CppKernel(body) for body in level] for level in step.bodies]
-            program = GraphProgram(step.plan, kernels)
+            program = TracedProgram(step.plan, kernels)
         finally:
             products.join()
         program.operator = FusedLayer.of(step.plan, [kernel for level in kernels for kernel in level])

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from stretto.kernels.backends.cpp.compiler import NoCompiler, load
 from stretto.kernels.backends.cpp.generate import CPP_TYPES, header_text
+from stretto.kernels.backward import differentiate_by_torch, is_batched
 from stretto.kernels.buffer_pool import empty
 
 ROW_BLOCK: Final = 96
@@ -172,34 +173,28 @@ class _Norm(torch.autograd.Function):
         x_PN, gain_N, bias_N = ctx.saved_tensors
         means_P, scales_P = ctx.of_rows
         needs_x, needs_gain, needs_bias, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled():
-            return *_differentiable(gradients[0], (x_PN, gain_N, bias_N), ctx.needs_input_grad[:3], ctx.eps), None
+        if torch.is_grad_enabled() or is_batched(gradients[0]):
+
+            def run(own: list[Any]) -> list[torch.Tensor]:
+                return [functional.layer_norm(own[0], own[0].shape[-1:], own[1], own[2], ctx.eps)]
+
+            given = x_PN, gain_N, bias_N
+            return *differentiate_by_torch(run, given, gradients, ctx.needs_input_grad[:3]), None
         x_PN, d_PN = _in_rows(x_PN), _in_rows(gradients[0])
         rows, columns = x_PN.shape
         threads = threads_for(rows * columns)
         gain = None if gain_N is None else gain_N.contiguous()
         library = _functions(x_PN.dtype)
-        given = (x_PN.data_ptr(), x_PN.stride(0), d_PN.data_ptr(), d_PN.stride(0))
+        read = (x_PN.data_ptr(), x_PN.stride(0), d_PN.data_ptr(), d_PN.stride(0))
         stored = (means_P.data_ptr(), scales_P.data_ptr())
         d_x = empty(rows, columns, dtype=x_PN.dtype) if needs_x else None
         if d_x is not None:
-            library.stretto_norm_gradient(*given, _pointer(gain), *stored, d_x.data_ptr(), rows, columns, threads)
+            library.stretto_norm_gradient(*read, _pointer(gain), *stored, d_x.data_ptr(), rows, columns, threads)
         d_gain = d_bias = None
         if needs_gain or needs_bias:
             d_gain, d_bias = empty(columns, dtype=x_PN.dtype), empty(columns, dtype=x_PN.dtype)
-            library.stretto_norm_sums(*given, *stored, d_gain.data_ptr(), d_bias.data_ptr(), rows, columns, threads)
+            library.stretto_norm_sums(*read, *stored, d_gain.data_ptr(), d_bias.data_ptr(), rows, columns, threads)
         return d_x, d_gain if needs_gain else None, d_bias if needs_bias else None, None
-
-
-def _differentiable(d_PN: torch.Tensor, given: tuple[Any, ...], needed: tuple[bool, ...], eps: float) -> list[Any]:
-    """The gradient as something that can itself be differentiated."""
-    # Aliases: what leads from one of these tensors to another elsewhere is not followed here.
-    own = [None if item is None else item.view_as(item) for item in given]
-    x_PN: Any = own[0]
-    made_PN = functional.layer_norm(x_PN, x_PN.shape[-1:], own[1], own[2], eps)
-    wanted = [item for item, needs in zip(own, needed, strict=True) if needs and item is not None]
-    found = iter(torch.autograd.grad(made_PN, wanted, d_PN, create_graph=True))
-    return [next(found) if needs else None for needs in needed]
 
 
 def can_norm(x: torch.Tensor, shape: list[int], *scales: torch.Tensor | None) -> bool:

@@ -161,9 +161,9 @@ class _LoopWriter:
 
     def lines(self) -> list[str]:
         """The code."""
-        return self._store() if self.group.kind == "store" else self._reduce()
+        return self._store_lines() if self.group.kind == "store" else self._reduction_lines()
 
-    def _store(self) -> list[str]:
+    def _store_lines(self) -> list[str]:
         outer, (size, inner) = self.axes[:-1], self.axes[-1] if self.axes else (1, None)
         for item in self.group.items:
             value = self._code(item.expression, outer, inner)
@@ -178,31 +178,32 @@ class _LoopWriter:
             lines = [f"for (int64_t i{d} = 0; i{d} < {size}; i{d}++) {{", *_indent(lines), "}"]
         return lines
 
-    def _reduce(self) -> list[str]:
+    def _reduction_lines(self) -> list[str]:
+        """Sums, maxima or minima over the dimensions that the group reduces."""
         axes = self.axes or [(1, len(self.group.dims) - 1)]
-        summed = [axis for axis in axes if axis[1] in self.group.axes]
+        reduced = [axis for axis in axes if axis[1] in self.group.axes]
         kept = [axis for axis in axes if axis[1] not in self.group.axes]
         # Either lanes hold parts of one sum, which are added up at the end, or each lane holds a sum of its own.
-        across = (bool(summed) and axes[-1] is summed[-1]) or not kept
-        size, inner = (summed[-1] if summed else (1, None)) if across else kept[-1]
-        outer = kept + summed[:-1] if across else kept[:-1] + summed
+        across_lanes = (bool(reduced) and axes[-1] is reduced[-1]) or not kept
+        size, inner = (reduced[-1] if reduced else (1, None)) if across_lanes else kept[-1]
+        outer = kept + reduced[:-1] if across_lanes else kept[:-1] + reduced
         starts, ends = [], []
         for n, item in enumerate(self.group.items):
             assert isinstance(item.value, Reduce)
             kind = item.value.kind
             starts.append(f"vec sum{n} = broadcast({INITIAL[kind]});")
             value = self._code(item.expression, outer, inner)
-            if across:
+            if across_lanes:
                 value = f"keep<L>({value}, {INITIAL[kind]})"
                 ends.append(f"{item.buffer.name}_b[{self._place(item.target, kept, None)}] = {FINISH[kind]}(sum{n});")
                 self.used[item.buffer] = None
             else:
                 ends.append(self._write(item, f"sum{n}", kept[:-1], inner))
             self.body.append(f"sum{n} = {COMBINE[kind].format(f'sum{n}', value)};")
-        if across:
-            sums = self._nest(_sweep(size, self.body), summed[:-1])
+        if across_lanes:
+            sums = self._nest(_sweep(size, self.body), reduced[:-1])
             return self._nest(["{", *_indent([*starts, *sums, *ends]), "}"], kept)
-        return self._nest(_sweep(size, [*starts, *self._nest(self.body, summed), *ends]), kept[:-1])
+        return self._nest(_sweep(size, [*starts, *self._nest(self.body, reduced), *ends]), kept[:-1])
 
     def _place(self, place: Affine, outer: Sequence[_Axis], inner: int | None) -> str:
         """An address without the innermost dimension, or with it where it moves by single elements."""
