@@ -85,7 +85,7 @@ def test_the_loop_computes_what_torch_does(net: Any) -> None:
 
 JAX_AGAINST_TORCH = f"""
 from bench.contenders import *
-from bench.harness import check_equal
+from stretto.timing import check_equal
 shape = {SHAPE!r}
 cell, batch = draw_cell("GRU", shape), draw_batch(shape)
 theirs = torch_contender(torch_layer([cell], "GRU", shape), batch=batch).results()

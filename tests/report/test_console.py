@@ -52,7 +52,7 @@ def test_plain_lines_have_the_numbers_of_the_events() -> None:
     assert lines[6] == "warning: the checkpoint [/bold] cannot be used"
     table = [line.strip("│┃ ").split() for line in lines[8:]]
     shown = {row[0]: row for row in table if row}
-    wanted = {"cer": "4.32%", "cer_beam": "4.11%", "loss": "0.234", "seconds": "754.6", "padding": "5.2%"}
+    wanted = {"cer": "4.32%", "cer_beam": "4.11%", "loss": "0.2345", "seconds": "754.6", "padding": "5.2%"}
     assert {name: shown[name][-1] for name in wanted} == wanted
     assert "41,234" in text
 

@@ -11,8 +11,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Table
 from rich.text import Text
 
-from stretto.report.figures import is_share
-from stretto.report.run_page import format_bytes, format_residual, is_reported
+from stretto.report.run_page import format_bytes, format_metric, format_residual, is_reported
 from stretto.training import Event, Subscriber
 
 SOLVERS: Final = {
@@ -164,11 +163,6 @@ def _solving(solving: Mapping[str, Any]) -> str:
     fell_back = f", {solving['fell_back']} of {solving['batches']} fell back" if solving["fell_back"] else ""
     mean, most = format_residual(solving["residual_mean"]), format_residual(solving["residual_max"])
     return f"  residual {mean}, at most {most}{fell_back}"
-
-
-def format_metric(name: str, value: float) -> str:
-    """Shares as percentages, anything else as a number."""
-    return f"{value:.2%}" if is_share(name) else f"{value:.3f}"
 
 
 def result_table(event: Event) -> Table:

@@ -140,10 +140,10 @@ def _numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     tested = (finished.get("metrics") or {}).get(record.metric)
     name = figures.metric_name(record.metric)
     if tested is not None:
-        yield sentence(name), _metric(record.metric, tested), "on the test sequences"
+        yield sentence(name), format_metric(record.metric, tested), "on the test sequences"
     elif epochs:
         detail = f"on the validation sequences, after epoch {epochs[-1]['epoch']}"
-        yield sentence(name), _metric(record.metric, epochs[-1]["value"]), detail
+        yield sentence(name), format_metric(record.metric, epochs[-1]["value"]), detail
     seconds = finished.get("seconds")
     if seconds is None and len(record.updates):
         seconds = float(record.updates.seconds_S[-1])
@@ -302,7 +302,7 @@ def _results(record: RunRecord) -> Html:
     metrics = record.finished.get("metrics") or {}
     if metrics:
         parts.append(paragraph("On the test sequences, at the end:"))
-        parts.append(facts((figures.metric_name(name), _metric(name, value)) for name, value in metrics.items()))
+        parts.append(facts((figures.metric_name(name), format_metric(name, value)) for name, value in metrics.items()))
     if record.epochs:
         metric = figures.metric_name(record.metric)
         header = ["epoch", "update", "train loss", "valid loss", metric, "seconds", "padding"]
@@ -312,9 +312,9 @@ def _results(record: RunRecord) -> Html:
                 _number(epoch["update"]),
                 _number(epoch.get("train_loss")),
                 _number(epoch.get("valid_loss")),
-                _metric(record.metric, epoch.get("value")),
+                format_metric(record.metric, epoch.get("value")),
                 _number(epoch.get("seconds")),
-                _metric("padding", epoch.get("padding")),
+                format_metric("padding", epoch.get("padding")),
             ]
             for epoch in record.epochs
         ]
@@ -354,7 +354,8 @@ def _settings(settings: dict[str, Any] | None) -> Html:
     )
 
 
-def _metric(name: str, value: float | None) -> str:
+def format_metric(name: str, value: float | None) -> str:
+    """Shares as percentages, anything else as a number."""
     if value is None:
         return "not known"
     return f"{value:.2%}" if figures.is_share(name) else _number(value)
