@@ -131,30 +131,6 @@ def test_the_order_of_declaring_does_not_matter(build) -> None:
         assert torch.equal(_run(cell, x_BTF), expected)
 
 
-def test_the_state_holds_what_delays_need_and_moves_on_by_one() -> None:
-    graph = Graph()
-    graph.input("x", 2)
-    for name in ("a", "b", "c"):
-        graph.layer(name, 3, activation="tanh")
-    graph.connect("x", "a")
-    graph.connect("a", "b", delay=3)
-    graph.connect("a", "b", delay=1)
-    graph.connect("x", "b", delay=2)
-    graph.connect("b", "c")
-    graph.output("c")
-    cell = graph.cell()
-    assert cell.state_names == ("x_1", "x_2", "a_1", "a_2", "a_3")
-    state = cell.initial_state(4)
-    assert [tuple(value.shape) for value in state] == [(4, 2), (4, 2), (4, 3), (4, 3), (4, 3)]
-    x_BF = torch.randn(4, 2)
-    _, following = cell(x_BF, state)
-    assert following[0] is x_BF
-    assert following[1] is state[0]
-    assert following[3] is state[2]
-    assert following[4] is state[3]
-    torch.testing.assert_close(following[2], torch.tanh(x_BF @ cell.weight_x_to_a_d0.T))
-
-
 def test_parameters_have_readable_names_that_never_clash() -> None:
     graph = Graph()
     for name in ("a", "a_to_b", "state"):
@@ -218,25 +194,6 @@ def test_which_of_several_inputs_would_change_size_is_not_defined() -> None:
     graph.connect("z", "lower")
     with pytest.raises(StrettoError, match=r"2 inputs, 'x', 'z'"):
         graph.cell().with_input_size(5)
-
-
-def test_a_layer_fed_by_constants_alone_can_be_kept_and_put_out() -> None:
-    graph = Graph()
-    graph.input("x", 1)
-    graph.constant("one", 2, value=3.0)
-    graph.layer("fixed", 2, activation="negate")
-    graph.layer("mixed", 3)
-    graph.connect("one", "fixed", kind="identity")
-    graph.connect("fixed", "mixed", kind="identity", destination_range=(0, 2), delay=1)
-    graph.connect("fixed", "mixed", kind="identity", source_range=(0, 1), destination_range=(1, 2))
-    graph.connect("x", "mixed", kind="identity", destination_range=(2, 3))
-    for name in ("one", "fixed", "mixed"):
-        graph.output(name)
-    y_BTF = _run(graph.cell(), torch.tensor([[[1.0], [2.0]], [[5.0], [6.0]]]))
-    assert y_BTF.tolist() == [
-        [[3.0, 3.0, -3.0, -3.0, 0.0, -3.0, 1.0], [3.0, 3.0, -3.0, -3.0, -3.0, -6.0, 2.0]],
-        [[3.0, 3.0, -3.0, -3.0, 0.0, -3.0, 5.0], [3.0, 3.0, -3.0, -3.0, -3.0, -6.0, 6.0]],
-    ]
 
 
 def test_what_is_known_early_is_added_first() -> None:

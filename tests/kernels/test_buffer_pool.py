@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import stretto
 from stretto.kernels import buffer_pool
-from stretto.kernels.buffer_pool import BufferPool, _round_up, empty
+from stretto.kernels.buffer_pool import BufferPool, empty
 from stretto.state import flatten
 
 NUMBERS = 1 << 20
@@ -108,13 +108,6 @@ def test_live_tensors_never_share_memory(steps: list[tuple[int, bool]]) -> None:
         places = sorted((t.data_ptr(), t.data_ptr() + len(t)) for t, _ in alive)
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(places))
         assert all(bool((t == value).all()) for t, value in alive)
-
-
-@given(st.integers(1, 1 << 40))
-def test_sizes_are_rounded_up_by_an_eighth_at_most(size: int) -> None:
-    rounded = _round_up(size)
-    assert size <= rounded <= max(size + 1, size * 1.125)
-    assert _round_up(rounded) == rounded
 
 
 def test_the_pool_holds_little_more_than_was_needed_at_once() -> None:
