@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stretto import RNN, cells
+from stretto import RNN, Newton, cells
 from stretto.cells import Cell, State
 from stretto.graph import delayed_graph, two_loop_graph
 from stretto.nn.explanation import PLACES, Explanation
@@ -166,13 +166,15 @@ def test_every_backend_is_listed_with_a_reason(monkeypatch: pytest.MonkeyPatch) 
     assert (asked.backend, asked.reason) == ("eager", "backend='eager' was asked for")
     monkeypatch.setenv("CXX", "no-such-compiler")
     without = _explained(cells.GRU(3, 4), backend="auto")
-    assert without.backend == "eager"
+    solved = _explained(cells.GRU(3, 4), backend="auto", solver=Newton())
+    assert (without.backend, solved.backend) == ("torch", "eager")
+    assert dict(without.backends)["eager"] == "the cell as it is takes less time"
     assert "no-such-compiler" in without.reason
-    for explained in (asked, without):
+    for explained in (asked, without, solved):
         assert [name for name, _ in explained.backends] == ["cpp", "eager", "torch"]
-        assert dict(explained.backends)["eager"] == "taken"
+        assert dict(explained.backends)[explained.backend] == "taken"
         assert f"not cpp: {explained.reason}" in " ".join(str(explained).split())
-        assert "operator by operator" in explained.svg()
+        assert explained.backend in explained.svg()
         assert json.loads(json.dumps(explained.as_dict()))["backends"] == dict(explained.backends)
 
 

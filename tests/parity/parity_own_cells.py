@@ -371,9 +371,9 @@ class Gamma(OneState):
 
 
 ODD: dict[type[Cell], tuple[str, str]] = {
-    Counting: ("eager", "int64"),
-    Switch: ("eager", "bool"),
-    Gamma: ("eager", "lgamma"),
+    Counting: ("torch", "int64"),
+    Switch: ("torch", "bool"),
+    Gamma: ("torch", "lgamma"),
     Sorted: ("torch", "rows of the batch"),
     OverwritesState: ("torch", "in place"),
     Branching: ("torch", "depends on the data"),

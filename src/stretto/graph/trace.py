@@ -401,13 +401,14 @@ def _try_step(cell: nn.Module, x: torch.Tensor, state: Any) -> tuple[torch.Tenso
 
 
 def _check_step(cell: nn.Module, x: torch.Tensor, y: torch.Tensor, after: Any, before: Any) -> None:
-    name, was, new = type(cell).__name__, describe(before), describe(after)
-    if was == new:
-        was, new = (
-            ", ".join(f"{tuple(part.shape[1:])} {part.dtype} on {part.device}" for part in flatten(state))
-            for state in (before, after)
-        )
-    if was != new or any(part.shape[:1] != x.shape[:1] for part in flatten(after)):
+    name = type(cell).__name__
+    if not _is_alike(before, after):
+        was, new = describe(before), describe(after)
+        if was == new:
+            was, new = (
+                ", ".join(f"{tuple(part.shape[1:])} {part.dtype} on {part.device}" for part in flatten(state))
+                for state in (before, after)
+            )
         raise StrettoError(
             f"{name}.forward takes a state with rows of {was} and returns one with rows of {new}",
             fix="Return a state of the same structure, shapes and dtypes as it was given.",
@@ -417,6 +418,14 @@ def _check_step(cell: nn.Module, x: torch.Tensor, y: torch.Tensor, after: Any, b
             f"{name}.forward returned an output of shape {tuple(y.shape)}",
             fix="Return one output row for each row of x_t.",
         )
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        is_tensor = isinstance(other, torch.Tensor)
+        return is_tensor and one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    are_nested = isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)) and len(one) == len(other)
+    return are_nested and all(map(_is_alike, one, other))
 
 
 def _refuse_custom_gradients(recorder: _Recorder, results: Sequence[torch.Tensor]) -> None:

@@ -58,6 +58,7 @@ def build(
     state: Any,
     backend: Backend = "auto",
     device: torch.device | None = None,
+    needs_loops: bool = False,
 ) -> Built:
     """Trace, analyse and compile one step of `cell`.
 
@@ -69,6 +70,7 @@ def build(
         backend: "auto" uses generated code where possible; "cpp" requires it; "eager" runs the same loops operator by
             operator; "torch" calls the cell itself at each step.
         device: Where it will run; by default where the state is.
+        needs_loops: Whether a solver runs the loops, so that "auto" takes a backend that has some if it can.
 
     Raises:
         StrettoError: If `backend` generates code and cannot for this cell; the reason is named.
@@ -79,7 +81,7 @@ def build(
     if any(item.needs_graph for item in all_backends() if backend in {"auto", item.name}):
         _trace(step, x_shape, x_dtype)
     middle = time.perf_counter()
-    taken, program, choices = _choose(step, backend)
+    taken, program, choices = _choose(step, backend, needs_loops=needs_loops)
     return Built(
         program=program,
         backend=taken.name,
@@ -115,7 +117,9 @@ def _device_of(cell: nn.Module, state: Any) -> torch.device:
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-def _choose(step: TracedStep, wanted: str) -> tuple[AbstractBackend, Program, tuple[tuple[str, str], ...]]:
+def _choose(
+    step: TracedStep, wanted: str, *, needs_loops: bool
+) -> tuple[AbstractBackend, Program, tuple[tuple[str, str], ...]]:
     """The first backend that can run the step, its program, and what became of each backend."""
     choices: list[tuple[str, str]] = []
     found: tuple[AbstractBackend, Program] | None = None
@@ -126,6 +130,8 @@ def _choose(step: TracedStep, wanted: str) -> tuple[AbstractBackend, Program, tu
             reason = f"backend={wanted!r} was asked for"
         elif found is not None:
             reason = f"{found[0].name} is taken first"
+        elif wanted == "auto" and backend.is_reference and not needs_loops:
+            reason = "the cell as it is takes less time"
         else:
             program, reason = _try(backend, step, wanted)
             if program is not None:

@@ -308,7 +308,14 @@ class RNN(nn.Module):
         if built is None:
             self._last_features = self._last_features or features
             self._last_dtype = self._last_dtype or dtype
-            built = build(cell.module, x_shape=features, x_dtype=dtype, state=initial, backend=backend)
+            built = build(
+                cell.module,
+                x_shape=features,
+                x_dtype=dtype,
+                state=initial,
+                backend=backend,
+                needs_loops=self.solver != "serial",
+            )
             self._built[key] = built
         return built
 

@@ -230,12 +230,14 @@ class AbstractBackend(ABC):
         description: What happens, in a few words for `explain`.
         needs_graph: Whether it runs only cells that could be traced.
         generates_code: Whether it compiles something. If a user names such a backend, nothing else runs instead.
+        is_reference: Whether it takes longer than the cell as it is, so that "auto" takes it only if loops are needed.
     """
 
     name: ClassVar[str]
     description: ClassVar[str]
     needs_graph: ClassVar[bool] = True
     generates_code: ClassVar[bool] = True
+    is_reference: ClassVar[bool] = False
 
     def unavailable(self) -> str | None:
         """Why it runs nothing on this machine; None if it does."""

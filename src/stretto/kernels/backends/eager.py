@@ -1,4 +1,4 @@
-"""The loop run with PyTorch's operators: the reference, and what runs where no code can be generated.
+"""The loop run with PyTorch's operators: the reference, and what solvers run where no code can be generated.
 
 The same nodes are in the loop as in generated code; hoisting, sinking and deferral do not depend on who runs it.
 """
@@ -28,6 +28,7 @@ class EagerBackend(AbstractBackend):
     name: ClassVar[str] = "eager"
     description: ClassVar[str] = "the loops run operator by operator"
     generates_code: ClassVar[bool] = False
+    is_reference: ClassVar[bool] = True
 
     def build(self, step: TracedStep) -> Program:
         """Kernels that interpret the loops."""

@@ -3,6 +3,7 @@
 Shape legend: B sequences, T steps, P rows of all steps together, F features of the input.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, final
@@ -48,17 +49,20 @@ class PlainProgram(Program):
         """Everything at once: there are no loops to ask for."""
         own = {**dict(self.cell.named_parameters()), **dict(self.cell.named_buffers())}
         replaced = any(parameters[name] is not tensor for name, tensor in own.items())
-        now = list(states)
-        outputs = []
-        for step in range(layout.num_steps):
-            start, count = int(layout.starts_T[step]), int(layout.rows_T[step])
-            x, before = x_PF[start : start + count], unflatten(self.structure, [s[:count] for s in now])
-            y, after = call_cell(self.cell, x, before, tensors=parameters if replaced else None)
+        tensors = parameters if replaced else None
+        state, count = unflatten(self.structure, states), layout.num_rows
+        ended: list[list[torch.Tensor]] = []  # states of the sequences that are over, the shortest first
+        outputs: list[torch.Tensor] = []
+        for x in torch.split(x_PF, [int(rows) for rows in layout.rows_T]) if layout.num_steps else ():
+            if len(x) < count:
+                count = len(x)
+                ended.append([part[count:] for part in flatten(state)])
+                state = map_state(operator.itemgetter(slice(count)), state)
+            y, state = call_cell(self.cell, x, state, tensors=tensors)
             outputs.append(y)
-            now = [
-                new if count == len(old) else torch.cat([new, old[count:]])
-                for new, old in zip(flatten(after), now, strict=True)
-            ]
+        now = flatten(state)
+        if ended:
+            now = [torch.cat(parts[::-1]) for parts in zip(*ended, now, strict=True)]
         if not outputs:
             with torch.no_grad():
                 one = x_PF.new_zeros(1, *x_PF.shape[1:])
