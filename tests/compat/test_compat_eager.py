@@ -386,6 +386,15 @@ def flattened_gradients(use: Use, layer: type[nn.RNNBase]) -> Any:
 
 
 @CASES.add(each=KINDS)
+def hessian_times_vector(use: Use, layer: type[nn.RNNBase]) -> Any:
+    model = use(layer(F, use.H, num_layers=2, bidirectional=True).double())
+    weights = list(model.parameters())
+    found = torch.autograd.grad(loss_of(model(batch())), weights, create_graph=True)
+    flat = torch.cat([gradient.view(-1) for gradient in found])
+    return torch.autograd.grad(flat @ torch.ones_like(flat), weights), [gradient.stride() for gradient in found]
+
+
+@CASES.add(each=KINDS)
 def layout_of_results(use: Use, layer: type[nn.RNNBase]) -> Any:
     """Whoever calls `view` on an output, a state or a gradient can still do so."""
     model, x_TBF = use(layer(F, use.H, num_layers=2).double()), batch()

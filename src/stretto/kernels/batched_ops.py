@@ -35,7 +35,7 @@ class _Product(torch.autograd.Function):
             return (
                 d_PN.sum_to_size(ctx.bias_shape) if needs_bias else None,
                 d_PN @ weight_KN.t() if needs_x else None,
-                x_PK.t() @ d_PN if needs_weight else None,
+                laid_out_like(x_PK.t() @ d_PN, weight_KN) if needs_weight else None,
             )
         return (
             column_sums(d_PN).sum_to_size(ctx.bias_shape) if needs_bias else None,

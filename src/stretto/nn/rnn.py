@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
 from stretto.cells import cell_from
-from stretto.checks import check_choice, check_float, check_int
+from stretto.checks import check_bool, check_choice, check_float, check_int
 from stretto.errors import StrettoError
 from stretto.graph import call_cell
 from stretto.kernels import (
@@ -89,8 +89,8 @@ class RNN(nn.Module):
         super().__init__()
         _check(num_layers, dropout, backend, save, solver)
         self.num_layers = num_layers
-        self.bidirectional = bidirectional
-        self.batch_first = batch_first
+        self.bidirectional = check_bool(bidirectional, name="bidirectional")
+        self.batch_first = check_bool(batch_first, name="batch_first")
         self.dropout = dropout
         self.backend = backend
         self.save = save
@@ -210,6 +210,7 @@ class RNN(nn.Module):
         def direction(index: int, features: tuple[int, ...]) -> Direction:
             cell, initial = cells[index], states[index]
             _check_width(cell.module, features, packed.x_PF)
+            _check_devices(cell, packed.x_PF, initial)
             built[index] = self._build(cell, features, packed.x_PF.dtype, initial, backend=backend)
             _warn_if_slower(cell.module, built[index], wanted=backend)
             variants = None if self.solver == "serial" else self._variants(cell.module, initial, index)
@@ -230,7 +231,15 @@ class RNN(nn.Module):
         self, layout: Layout, layers: Sequence[Sequence[Direction]], x_PF: torch.Tensor, call: SolverCall | None
     ) -> StackResult:
         dropout = self.dropout if self.training else 0.0
-        return run_stack(layers, layout, x_PF, dropout=dropout, save=self.save, call=call)
+        try:
+            return run_stack(layers, layout, x_PF, dropout=dropout, save=self.save, call=call)
+        except RuntimeError as error:
+            if x_PF.is_floating_point() or "dtype" not in str(error):
+                raise
+            raise StrettoError(  # whole numbers are for cells that look them up in a table
+                f"{type(self.cells[0]).__name__} cannot take an input of {x_PF.dtype}: {error}",
+                fix="Convert it, with x.to(...).",
+            ) from error
 
     def _solver_call(self, packed: PackedBatch, sample_ids: Sequence[int] | torch.Tensor | None) -> SolverCall | None:
         """The solver and the ids of the sequences; None for a sequential run."""
@@ -286,6 +295,8 @@ class RNN(nn.Module):
             StrettoError: If the input size is not known.
         """
         cell = _inspect(self.cells[0])
+        if input_size is not None:
+            check_int(input_size, name="input_size")
         features = (input_size,) if input_size else self._last_features or (_input_size(cell.module),)
         dtype = self._last_dtype or _floating_dtype(cell.tensors) or torch.get_default_dtype()
         built = self._build(cell, features, dtype, _initial(cell.module, 1), backend=self.backend)
@@ -350,6 +361,12 @@ class RNN(nn.Module):
                     f"the state has the shapes {have} and the cell's own has {want}",
                     fix="Give a state as it is returned, with a row for each sequence.",
                 )
+            for part, wanted in zip(flatten(one), flatten(own), strict=True):
+                if part.is_floating_point() != wanted.is_floating_point():
+                    raise StrettoError(
+                        f"the state is of {part.dtype} and the cell's own of {wanted.dtype}",
+                        fix="Give a state as it is returned.",
+                    )
         return [unflatten(own, flatten(one)) for one, own in zip(given, made, strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -440,6 +457,17 @@ def _check_width(cell: nn.Module, features: tuple[int, ...], x: torch.Tensor) ->
             f"the input has {features[-1] if features else 0} features per step and {type(cell).__name__} takes {size}",
             fix="Give (batch, steps, features) with that many features, or make the cell with another input_size.",
         )
+
+
+def _check_devices(cell: "_Inspected", x: torch.Tensor, initial: Any) -> None:
+    """An error unless all is on one device; a scalar may be on the CPU, as with torch's operators."""
+    for name, tensors in (("state", flatten(initial)), ("parameters", cell.tensors.values())):
+        wrong = next((t.device for t in tensors if t.device != x.device and t.dim() > 0), None)
+        if wrong is not None:
+            raise StrettoError(
+                f"the input is on {x.device} and the {name} of {type(cell.module).__name__} on {wrong}",
+                fix="Move them to one device, with x.to(...) or rnn.to(...).",
+            )
 
 
 def _warn_if_slower(cell: nn.Module, built: Built, *, wanted: Backend) -> None:

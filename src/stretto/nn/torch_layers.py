@@ -32,7 +32,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from stretto import cells
-from stretto.checks import check_choice
+from stretto.checks import check_bool, check_choice
 from stretto.errors import StrettoError
 from stretto.kernels import Backend, Built, build
 from stretto.nn.choice import Kind, expected_speedup, fill_parameters
@@ -90,6 +90,7 @@ def accelerate(model: Module, *, backend: Backend = "auto", measure: bool = True
     """
     check_module(model)
     check_choice(backend, name="backend", choices=get_args(Backend))
+    check_bool(measure, name="measure")
     _install()
     taken, left = [], []
     for name, module in recurrent_modules(model):
@@ -239,8 +240,8 @@ def _run(layer: nn.RNNBase, original: Callable[..., Any], x: Any, hx: Any, lengt
     backend: str = layer.__dict__[BACKEND]
     if isinstance(x, torch.Tensor) and x.is_nested:
         return _run_jagged(layer, original, x, hx, lengths)
-    if lengths is not None and (isinstance(x, PackedSequence) or x.dim() != 3):
-        raise StrettoError("lengths are for padded batches", fix="Give (batch, steps, features), or no lengths.")
+    if lengths is not None:
+        _check_ragged(layer, x, hx)
     reason = "backend='torch' was asked for" if backend == "torch" else torch_only(layer, x, hx, backend)
     if not reason and lengths is None and backend == "auto" and not _is_faster(layer, x):
         reason = "torch is faster for such batches"
@@ -250,6 +251,18 @@ def _run(layer: nn.RNNBase, original: Callable[..., Any], x: Any, hx: Any, lengt
     if backend in {"cpp", "eager"} and not is_looked_at():
         warn_once(f"{type(layer).__name__} runs as torch's own layer instead of {backend!r}: {reason}")
     return original(layer, x, hx) if lengths is None else _run_packed(layer, original, x, hx, lengths)
+
+
+def _check_ragged(layer: nn.RNNBase, x: Any, hx: Any) -> None:
+    """What comes with `lengths`, of which torch's own checks know nothing."""
+    if not isinstance(x, torch.Tensor) or x.dim() != 3:
+        raise StrettoError("lengths are for padded batches", fix="Give (batch, steps, features), or no lengths.")
+    if hx is not None:
+        given = list(hx) if layer.mode == "LSTM" and isinstance(hx, (tuple, list)) else [hx]
+        have = [tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__ for part in given]
+        want = _state_shapes(layer, _num_rows(layer, x))
+        if have != want:
+            raise StrettoError(f"the state is {have} and {type(layer).__name__} takes {want}", fix="Give that.")
 
 
 def _run_jagged(layer: nn.RNNBase, original: Callable[..., Any], x: torch.Tensor, hx: Any, lengths: Any) -> Any:
