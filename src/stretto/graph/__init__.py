@@ -23,7 +23,7 @@ from stretto.graph.network import (
     two_loop_graph,
 )
 from stretto.graph.node import BatchDim, Node, concrete_shape, evaluate, run, topological_sort
-from stretto.graph.operators import is_view
+from stretto.graph.operators import is_random, is_view
 from stretto.graph.summary import LoopSummary, Operator, Product, Summary, format_shape
 from stretto.graph.trace import Untraceable, call_cell, check_outputs, constant_fill, trace
 
@@ -56,6 +56,7 @@ __all__ = [
     "draw",
     "evaluate",
     "format_shape",
+    "is_random",
     "is_view",
     "lstm_graph",
     "peephole_lstm_graph",

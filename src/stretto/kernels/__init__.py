@@ -32,8 +32,10 @@ from stretto.kernels.backward import differentiate, differentiate_by_torch, with
 from stretto.kernels.build import Built, SaveChoice, build, unseen_by_hooks
 from stretto.kernels.layout import Layout
 from stretto.kernels.program import TracedProgram, wavefront_chunks
+from stretto.kernels.registered import CALLS, kept_size, parameter_names, register_operators, register_programs, repeats
 
 __all__ = [
+    "CALLS",
     "MARCH_VARIABLE",
     "AbstractBackend",
     "AbstractKernel",
@@ -58,10 +60,15 @@ __all__ = [
     "differentiate",
     "differentiate_by_torch",
     "find_compiler",
+    "kept_size",
     "library_folder",
     "load",
     "loop_over_steps",
+    "parameter_names",
     "register",
+    "register_operators",
+    "register_programs",
+    "repeats",
     "run_together",
     "unregister",
     "unseen_by_hooks",

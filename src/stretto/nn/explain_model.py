@@ -6,7 +6,16 @@ from typing import Final, final
 from torch import nn
 
 from stretto.nn.rnn import RNN
-from stretto.nn.torch_layers import BACKEND, RECORDS, LayerRecord, check_module, recurrent_modules, speedup_of, unfit
+from stretto.nn.torch_layers import (
+    BACKEND,
+    RECORDS,
+    LayerRecord,
+    check_module,
+    compiled_calls,
+    recurrent_modules,
+    speedup_of,
+    unfit,
+)
 
 NO_CALL: Final = "not called yet"
 SINGLE_STEP_REMEDY: Final = (
@@ -26,7 +35,8 @@ class LayerExplanation:
         backend: What ran most of its calls: "cpp", "eager" or "torch"; empty before the first call.
         reason: Why torch's own implementation ran; empty if it did not.
         remedy: What to change to make it faster; empty if there is nothing.
-        calls: How many there were; None where nobody counts them.
+        calls: How many there were, without those of compiled graphs; None where nobody counts them.
+        compiled_calls: In graphs of `torch.compile(fullgraph=True)`, of all layers of these sizes together.
         speedup: Of generated code over torch's own for the last batch; None if there was none.
     """
 
@@ -36,10 +46,13 @@ class LayerExplanation:
     reason: str = ""
     remedy: str = ""
     calls: int | None = None
+    compiled_calls: int = 0
     speedup: float | None = None
 
     def __str__(self) -> str:
         calls = "" if self.calls is None else f", {self.calls} call{'s' * (self.calls != 1)}"
+        if self.compiled_calls:
+            calls += f", {self.compiled_calls} in compiled graphs by all layers of these sizes"
         lines = [f"{self.name or 'the model'} ({self.kind}): {self.backend or 'undecided'}{calls}"]
         if self.speedup is not None:
             lines.append(f"    {self.speedup:.1f} times torch's speed, measured on a layer of these sizes")
@@ -100,12 +113,14 @@ def _explain(name: str, module: nn.Module) -> LayerExplanation:
     if BACKEND not in module.__dict__:
         remedy = "call stretto.accelerate(model)"
         return LayerExplanation(name=name, kind=kind, backend="torch", reason="not accelerated", remedy=remedy)
-    record = RECORDS.get(module)
+    assert isinstance(module, nn.RNNBase)
+    record, compiled = RECORDS.get(module), compiled_calls(module)
     if record is None or not record.calls:
-        return LayerExplanation(name=name, kind=kind, backend="", reason=NO_CALL)
+        backend = "" if not compiled else "eager" if module.__dict__[BACKEND] == "eager" else "cpp"
+        reason = "" if compiled else NO_CALL
+        return LayerExplanation(name=name, kind=kind, backend=backend, reason=reason, compiled_calls=compiled)
     (backend, why), _ = record.calls.most_common(1)[0]
     total = sum(record.calls.values())
-    assert isinstance(module, nn.RNNBase)
     return LayerExplanation(
         name=name,
         kind=kind,
@@ -113,6 +128,7 @@ def _explain(name: str, module: nn.Module) -> LayerExplanation:
         reason=why,
         remedy=SINGLE_STEP_REMEDY if record.single_steps * 2 > total else "",
         calls=total,
+        compiled_calls=compiled,
         speedup=_speedup(module, record),
     )
 

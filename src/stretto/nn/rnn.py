@@ -5,6 +5,8 @@ Shape legend: B sequences, T steps, F features of the input, O of the output, P 
 
 import copy
 import inspect
+import uuid
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -26,12 +28,17 @@ from stretto.kernels import (
     Layout,
     Program,
     SaveChoice,
+    TracedProgram,
     backend_names,
     build,
     loop_over_steps,
+    parameter_names,
+    register_programs,
+    repeats,
     unseen_by_hooks,
 )
 from stretto.nn.auto import SolverAutotuner
+from stretto.nn.compiled import evaluated, operators_are_usable, run_layers
 from stretto.nn.explanation import Explanation
 from stretto.nn.guards import is_looked_at, opaque, unusual_tensor, warn_once
 from stretto.nn.ragged import PackedBatch, pack_batch, values_of
@@ -99,6 +106,7 @@ class RNN(nn.Module):
         self._built: dict[Any, Built] = {}
         self._held: dict[int, dict[str, nn.Module]] = {}
         self._autotuner = SolverAutotuner()
+        self._in_graphs: dict[Any, _InGraph] = {}
         self.solutions: tuple[Solution, ...] = ()
 
     @property
@@ -135,8 +143,16 @@ class RNN(nn.Module):
             state = None if state is None else map_state(lambda part: part.unsqueeze(0), state)
             y, after = self.forward(x.unsqueeze(dim), state, lengths, sample_ids=sample_ids)
             return y.squeeze(dim), map_state(lambda part: part.squeeze(0), after)
-        if torch.compiler.is_compiling() and torch.compiler.is_exporting():
-            return self._loop_over_steps(x, state, lengths)
+        if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():
+                return self._loop_over_steps(x, state, lengths)
+            if isinstance(x, torch.Tensor) and not x.is_nested and x.dim() > 2 and x.numel() and lengths is None:
+                size = getattr(self.cells[0], "input_size", None)
+                # A size that is compared with a number is no symbol any more, and one that is not remains one.
+                features = (size,) if x.dim() == 3 and x.shape[2] == size else tuple(x.shape[2:])
+                names = _operator_names(self, features, x.dtype, x.device.type)
+                if names is not None and sample_ids is None and operators_are_usable():
+                    return self._run_in_graph(x, state, *names)
         return self._call(x, state, lengths, sample_ids)
 
     @opaque
@@ -164,6 +180,23 @@ class RNN(nn.Module):
                 for initial, final_state in zip(states, result.states, strict=True)
             ]
             return packed.unpack(result.y_PF), after[0] if len(after) == 1 else tuple(after)
+
+    def _run_in_graph(
+        self, x: torch.Tensor, state: Any, programs: list[list[str]], parameters: list[list[str]]
+    ) -> tuple[Any, Any]:
+        """What Dynamo traces: a registered operator for each layer."""
+        x_TBF = x.transpose(0, 1) if self.batch_first else x
+        states = self._states(state, x_TBF.shape[1])
+        y_TBF, finals = run_layers(
+            programs,
+            x_TBF,
+            [flatten(initial) for initial in states],
+            [[_tensor_of(cell, name) for name in names] for cell, names in zip(self.cells, parameters, strict=True)],
+            dropout=self.dropout if self.training else 0.0,
+        )
+        after = [unflatten(initial, parts) for initial, parts in zip(states, finals, strict=True)]
+        y = y_TBF.transpose(0, 1) if self.batch_first else y_TBF
+        return y, after[0] if len(after) == 1 else tuple(after)
 
     def _loop_over_steps(self, x: Any, state: Any, lengths: Any) -> tuple[Any, Any]:
         """A Python loop of operators alone, for those who look at them: transforms, tracers, modes, subclasses."""
@@ -338,7 +371,7 @@ class RNN(nn.Module):
 
     def _states(self, state: Any, num_rows: int) -> list[Any]:
         made = [_initial(cell, num_rows) for cell in self.cells]
-        is_known = torch._C._get_tracing_state() is None  # sizes are tensors otherwise
+        is_known = torch.compiler.is_compiling() or torch._C._get_tracing_state() is None  # or sizes are tensors
         for cell, own in zip(self.cells, made, strict=True):
             if is_known and any(part.dim() == 0 or part.shape[0] != num_rows for part in flatten(own)):
                 shapes = [tuple(part.shape) for part in flatten(own)]
@@ -371,7 +404,7 @@ class RNN(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without compiled code, which is found in the cache again."""
-        return {**self.__dict__, "_built": {}, "_held": {}, "_autotuner": SolverAutotuner()}
+        return {**self.__dict__, "_built": {}, "_held": {}, "_in_graphs": {}, "_autotuner": SolverAutotuner()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RNN":
         twin = type(self).__new__(type(self))
@@ -386,6 +419,88 @@ class RNN(nn.Module):
             value = getattr(self, name)
             shown += "" if value == usual else f"{', ' if shown else ''}{name}={value!r}"
         return shown
+
+
+@final
+class _InGraph:
+    """A cell of a layer that a compiled graph runs by name, as long as the layer lives."""
+
+    def __init__(self, rnn: RNN, index: int, features: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.name = f"rnn:{uuid.uuid4().hex}"  # graphs are stored, and another process must not find another cell
+        self._rnn, self._index, self._features, self._dtype = weakref.ref(rnn), index, features, dtype
+        with torch.no_grad():
+            self._initial = _initial(rnn.cells[index], 1)
+
+    def build(self) -> Built | None:
+        """As every call does: what the step depends on may have changed since the graph was compiled."""
+        rnn = self._rnn()
+        if rnn is None:
+            return None
+        cell = _inspect(rnn.cells[self._index])
+        return rnn._build(cell, self._features, self._dtype, self._initial, backend=rnn.backend)
+
+    def find_program(self) -> TracedProgram | None:
+        """The program, if a graph can run it."""
+        built = self.build()
+        program = None if built is None else built.program
+        return program if isinstance(program, TracedProgram) and repeats(program) else None
+
+
+_IN_GRAPHS: Final["weakref.WeakValueDictionary[str, _InGraph]"] = weakref.WeakValueDictionary()
+
+
+def _find_program(name: str) -> TracedProgram | None:
+    found = _IN_GRAPHS.get(name)
+    return None if found is None else found.find_program()
+
+
+register_programs("rnn", _find_program)
+
+
+@evaluated
+def _operator_names(
+    rnn: RNN, features: tuple[int, ...], dtype: torch.dtype, device: str
+) -> tuple[list[list[str]], list[list[str]]] | None:
+    """Names of the programs of each layer, and of the parameters of each; None if no graph can run them."""
+    if device != "cpu" or rnn.solver != "serial" or rnn.save != "auto":
+        return None
+    num_directions = 2 if rnn.bidirectional else 1
+    programs: list[list[str]] = []
+    parameters: list[list[str]] = []
+    for number in range(rnn.num_layers):
+        programs.append([])
+        shapes = []
+        for index in range(number * num_directions, (number + 1) * num_directions):
+            key = (index, features, dtype)
+            found = rnn._in_graphs.get(key)
+            if found is None:
+                found = rnn._in_graphs[key] = _InGraph(rnn, index, features, dtype)
+                _IN_GRAPHS[found.name] = found
+            cell = _inspect(rnn.cells[index])
+            # One that does not fit, or is not to be seen by generated code, is left to `_call`.
+            if cell.dtype not in {None, dtype} or _unusual(torch.empty(0), None, [cell]):
+                return None
+            width = getattr(cell.module, "input_size", None)
+            if isinstance(width, int) and dtype.is_floating_point and features[-1:] != (width,):
+                return None
+            program = found.find_program()
+            if program is None:
+                return None
+            programs[-1].append(found.name)
+            parameters.append(parameter_names(program))
+            shapes.append(program.plan.graph.y.row_shape)
+        if num_directions > 1:
+            shapes = [shape or (1,) for shape in shapes]
+        features = (*shapes[0][:-1], *([sum(shape[-1] for shape in shapes)] if shapes[0] else []))
+    return programs, parameters
+
+
+def _tensor_of(cell: nn.Module, name: str) -> torch.Tensor:
+    """A parameter or buffer by its name."""
+    found: Any = cell
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
 
 
 def _output_shape(built: Built, cell: nn.Module, features: tuple[int, ...], initial: Any) -> tuple[int, ...]:

@@ -34,8 +34,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from stretto import cells
 from stretto.checks import check_bool, check_choice
 from stretto.errors import StrettoError
-from stretto.kernels import Backend, Built, build
+from stretto.kernels import CALLS, Backend, Built, TracedProgram, build, kept_size, parameter_names, register_programs
 from stretto.nn.choice import Kind, expected_speedup, fill_parameters
+from stretto.nn.compiled import admit_layers, evaluated, layers_are_traced, operators_are_usable, run_layers
 from stretto.nn.guards import PLAIN_TENSORS, is_looked_at, opaque, unusual_tensor, warn_once
 from stretto.nn.ragged import check_lengths, pack_batch, reverse_padded
 from stretto.nn.stack import Direction, run_stack
@@ -61,6 +62,7 @@ _TORCH_FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "RNN_TANH": torch.rnn_tanh,
     "RNN_RELU": torch.rnn_relu,
 }
+_DTYPE_NAMES: Final = {torch.float32: "float32", torch.float64: "float64"}
 _log = logging.getLogger("stretto")
 
 
@@ -203,6 +205,7 @@ def _install() -> None:
             found = kind.__dict__["forward"]
             if not isinstance(found, _Forward):
                 kind.forward = _Forward(found)  # type: ignore[method-assign, assignment]
+        admit_layers(BACKEND, _Forward.__get__.__code__)
 
 
 def _accelerated(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,11 +214,14 @@ def _accelerated(original: Callable[..., Any]) -> Callable[..., Any]:
     TorchScript compiles the source of `forward`: it follows `__wrapped__`, looks up names in `__globals__`, and wants
     the line number to lie within the class. It gets torch's own source, so a scripted layer is torch's.
     """
-    run, is_compiling, is_exporting, may_inline = _run, *_COMPILER
+    run, run_in_graph, is_compiling, is_exporting, is_traced = _run, _run_in_graph, *_COMPILER
 
     def forward(self: nn.RNNBase, input: Any, hx: Any = None, lengths: Any = None) -> Any:  # noqa: A002
-        if is_compiling() and (is_exporting() or may_inline()):
-            return original(self, input, hx)
+        if is_compiling() and lengths is None:
+            if is_exporting():
+                return original(self, input, hx)
+            if is_traced():
+                return run_in_graph(self, original, input, hx)
         return run(self, original, input, hx, lengths)
 
     made = types.FunctionType(
@@ -228,11 +234,7 @@ def _accelerated(original: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(original)(made)
 
 
-def _dynamo_inlines_layers() -> bool:
-    return bool(torch._dynamo.config.allow_rnn)  # asked while Dynamo traces: it is imported
-
-
-_COMPILER: Final = (torch.compiler.is_compiling, torch.compiler.is_exporting, _dynamo_inlines_layers)
+_COMPILER: Final = (torch.compiler.is_compiling, torch.compiler.is_exporting, layers_are_traced)
 
 
 @opaque
@@ -274,6 +276,110 @@ def _run_jagged(layer: nn.RNNBase, original: Callable[..., Any], x: torch.Tensor
     packed = PackedSequence(batch.x_PF, sizes_T, batch.order_B, torch.argsort(batch.order_B))
     y, after = _run(layer, original, packed, hx, None)
     return batch.unpack(y.data), after
+
+
+def _run_in_graph(layer: nn.RNNBase, original: Callable[..., Any], x: Any, hx: Any) -> Any:
+    """What Dynamo traces of a layer: a registered operator for each layer, or what it traces of torch's own.
+
+    The batch is not measured, since what Dynamo makes of torch's own is an operator for each step.
+    """
+    if not isinstance(x, torch.Tensor) or x.is_nested:
+        return _run(layer, original, x, hx, None)
+    weights = [getattr(layer, name) for name in layer._flat_weights_names]
+    given = [] if hx is None else list(hx) if isinstance(hx, (tuple, list)) else [hx]
+    if (
+        layer.__dict__[BACKEND] == "torch"
+        or x.dim() not in {2, 3}
+        or x.dtype not in DTYPES
+        or any(t.device.type != "cpu" or t.dtype != x.dtype for t in (x, *given, *weights))
+        or x.numel() == 0
+        or [tuple(weight.shape) for weight in weights] != _weight_shapes(layer, x.shape[-1])
+        or not operators_are_usable()
+    ):
+        return original(layer, x, hx)
+    programs = _complete_names(_program_names(layer, weights[0].shape[1], x.dtype))
+    if programs is None:
+        return original(layer, x, hx)
+    is_single = x.dim() == 2
+    x_TBF = x.unsqueeze(1) if is_single else x.transpose(0, 1) if layer.batch_first else x
+    wanted = _state_shapes(layer, x_TBF.shape[1])
+    if given:
+        if is_single:
+            given = [state.unsqueeze(1) for state in given]
+        is_tuple = isinstance(hx, (tuple, list))
+        if is_tuple != (layer.mode == "LSTM") or [tuple(state.shape) for state in given] != wanted:
+            return original(layer, x, hx)  # says what is wrong
+    states = given or [x.new_zeros(shape) for shape in wanted]
+    count = _num_slices(layer)
+    per_program = len(weights) // count
+    y_TBF, finals = run_layers(
+        [[name] * _num_directions(layer) for name in programs],
+        x_TBF,
+        [[state[index] for state in states] for index in range(count)],
+        [weights[index * per_program : (index + 1) * per_program] for index in range(count)],
+        dropout=layer.dropout if layer.training else 0.0,
+    )
+    after = [torch.stack([parts[index] for parts in finals]) for index in range(len(states))]
+    if is_single:
+        y, after = y_TBF.squeeze(1), [state.squeeze(1) for state in after]
+    else:
+        y = y_TBF.transpose(0, 1) if layer.batch_first else y_TBF
+    return y, tuple(after) if layer.mode == "LSTM" else after[0]
+
+
+def _program_names(layer: nn.RNNBase, width: int, dtype: torch.dtype) -> list[str]:
+    """By which registered operators find the program of each layer, in this process and in others: all its sizes."""
+    backend = "eager" if layer.__dict__[BACKEND] == "eager" else "auto"
+    rest = f"{layer.hidden_size}:{layer.proj_size}:{int(layer.bias)}:{_DTYPE_NAMES.get(dtype)}:{backend}"
+    widths = [width] + [output_width(layer)] * (layer.num_layers - 1)
+    return [f"torch:{layer.mode}:{width}:{rest}" for width in widths]
+
+
+def _built_of(name: str) -> Built:
+    """The program of such a name."""
+    _, mode, width, hidden, proj, bias, dtype, backend = name.split(":")[:8]
+    return _layer_program(
+        mode,
+        input_size=int(width),
+        hidden_size=int(hidden),
+        proj_size=int(proj),
+        bias=bool(int(bias)),
+        dtype=getattr(torch, dtype),
+        backend="eager" if backend == "eager" else "auto",
+    )
+
+
+def _find_program(name: str) -> TracedProgram | None:
+    program = _built_of(name).program
+    return program if isinstance(program, TracedProgram) else None
+
+
+@evaluated
+def _complete_names(names: list[str]) -> list[str] | None:
+    """The names if there is code for them all, each with what the operator keeps.
+
+    Compilers store graphs: one that was made with another Stretto, which kept something else, must not be found.
+    """
+    completed = []
+    for name in names:
+        program, (proj, bias, _, backend) = _find_program(name), name.split(":")[4:]
+        wanted = _weight_names(bias=bias == "1", proj_size=int(proj))
+        if program is None or parameter_names(program) != wanted:
+            return None
+        if _built_of(name).backend != ("eager" if backend == "eager" else "cpp"):
+            return None
+        completed.append(f"{name}:{kept_size(program)}")
+    return completed
+
+
+def compiled_calls(layer: nn.RNNBase) -> int:
+    """How often compiled graphs have called layers with the sizes of this one."""
+    weight = layer._flat_weights[0]
+    assert weight is not None
+    name, *further = _program_names(layer, int(weight.shape[1]), weight.dtype)
+    wanted = [name] * _num_directions(layer)
+    calls = (count for key, count in CALLS.items() if [part.rpartition(":")[0] for part in key.split(" ")] == wanted)
+    return sum(calls) // (1 + further.count(name))
 
 
 def _record(layer: nn.RNNBase, x: Any, backend: str, reason: str) -> None:
@@ -561,11 +667,14 @@ def _program(layer: nn.RNNBase, width: int, dtype: torch.dtype, backend: str) ->
 
 def weights_of(layer: nn.RNNBase, index: int) -> dict[str, torch.Tensor]:
     """The parameters of one layer and direction, by the names that a cell gives them."""
-    names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if layer.bias else [])]
-    if layer.proj_size:
-        names.append("weight_hr")
+    names = _weight_names(bias=layer.bias, proj_size=layer.proj_size)
     first = index * len(names)
     return dict(zip(names, layer._flat_weights[first : first + len(names)], strict=True))  # type: ignore[arg-type]
+
+
+def _weight_names(*, bias: bool, proj_size: int) -> list[str]:
+    names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if bias else [])]
+    return [*names, "weight_hr"] if proj_size else names
 
 
 def input_width(layer: nn.RNNBase) -> int:
@@ -610,6 +719,9 @@ def _states_LBH(layer: nn.RNNBase, x: torch.Tensor, hx: Any, num_rows: int) -> l
     if hx is None:
         return [x.new_zeros(shape) for shape in _state_shapes(layer, num_rows)]
     return list(hx) if isinstance(hx, (tuple, list)) else [hx]
+
+
+register_programs("torch", _find_program)
 
 
 def open_forget_gates(lstm: nn.LSTM) -> None:

@@ -11,7 +11,7 @@ Shape legend: B sequences, P rows of all steps together; each tensor has further
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal, TypeAlias, final
+from typing import Any, ClassVar, Final, Literal, Self, TypeAlias, final
 
 import torch
 from torch import nn
@@ -153,6 +153,38 @@ class LayerOperator(ABC):
     @abstractmethod
     def run_all(cls, calls: "Sequence[LayerCall]") -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
         """Run programs that do not depend on each other; outputs (P, ...) and final states of each."""
+
+    @abstractmethod
+    def kept_shapes(self, total: int) -> list[tuple[int, ...]]:
+        """The shapes of what `run_forward` keeps for a batch of so many rows, which may be a symbol."""
+
+    @classmethod
+    @abstractmethod
+    def run_forward(
+        cls, operators: "Sequence[Self]", layout: Layout, tensors: Sequence[torch.Tensor], *, keep: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Without autograd: outputs and final states of each program, and what is kept for the backward pass.
+
+        Args:
+            operators: Of programs that do not depend on each other.
+            layout: Of all of them.
+            tensors: Of each the rows, initial states and parameters, contiguous.
+            keep: Whether there will be a backward pass.
+        """
+
+    @classmethod
+    @abstractmethod
+    def run_backward(
+        cls,
+        operators: "Sequence[Self]",
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
+        cotangents: Sequence[torch.Tensor | None],
+        *,
+        needed: Sequence[bool],
+    ) -> list[torch.Tensor | None]:
+        """Gradients of `tensors`, of which some are needed, from the outputs with what was kept and their gradients."""
 
 
 class Program(ABC):

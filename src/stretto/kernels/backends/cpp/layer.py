@@ -144,6 +144,12 @@ class FusedLayer(LayerOperator):
         read = {item.rows for item in self.weight_gradients}
         read |= kernel.functions["backward"].reads
         self.keeps_feeds = any(role is not None and role[0] == "per_step" for role in read)
+        kept = {"after": body.next_states, "output": body.outputs, "saved": body.saved}
+        if self.keeps_feeds:
+            kept["per_step"] = [port.node for port in body.ports_of(Kind.PER_STEP)]
+        sizes = {(role, index): node.row_size for role, nodes in kept.items() for index, node in enumerate(nodes)}
+        self.kept_sizes = {role: size for role, size in sizes.items() if role != self.y_role}
+        """Elements per row of the values that are made forward and read backward."""
         self.num_inputs = 1 + self.num_states + len(self.names)
         read_backward = {*self.vectors["backward"], *(weight[0] for weight, _ in self.feeds)}
         read_backward |= {position for position, _ in self.matrices["backward"]}
@@ -210,18 +216,46 @@ class FusedLayer(LayerOperator):
 
     def kept_places(self, total: int, num_rows: int, *, keep: bool) -> tuple[dict[Role, int], int]:
         """Where the values lie that are made forward and read backward, in elements, and how many there are."""
-        body, end = self.kernel.body, 0
         places: dict[Role, int] = {}
-        lists = {"after": body.next_states, "output": body.outputs, "saved": body.saved}
-        if self.keeps_feeds:
-            lists["per_step"] = [port.node for port in body.ports_of(Kind.PER_STEP)]
-        for role, nodes in lists.items():
-            for index, node in enumerate(nodes):
-                if (role, index) != self.y_role:
-                    places[role, index] = end
-                    # What nothing will read again gets one row for each sequence.
-                    end += aligned((total if keep or role != "saved" else num_rows) * node.row_size)
+        end = 0
+        for (role, index), size in self.kept_sizes.items():
+            places[role, index] = end
+            # What nothing will read again gets one row for each sequence.
+            end += aligned((total if keep or role != "saved" else num_rows) * size)
         return places, end
+
+    def kept_shapes(self, total: int) -> list[tuple[int, ...]]:
+        """One piece of memory."""
+        return [(self.kept_places(total, 0, keep=True)[1],)]
+
+    @classmethod
+    def run_forward(
+        cls, operators: Sequence["FusedLayer"], layout: Layout, tensors: Sequence[torch.Tensor], *, keep: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """All loops at once."""
+        made = _run_forward(_batches(operators, [layout] * len(operators), tensors), keep=keep)
+        for layer, (_, kept) in zip(operators, made, strict=True):
+            places = {} if kept is None else layer.kept_places(layout.total, layout.num_rows, keep=True)[0]
+            for role, start in places.items():
+                end = start + layout.total * layer.kept_sizes[role]
+                kept[end : aligned(end)] = 0.0  # type: ignore[index] # what lies between values is a result, too
+        return [t for results, _ in made for t in results], [kept for _, kept in made if kept is not None]
+
+    @classmethod
+    def run_backward(
+        cls,
+        operators: Sequence["FusedLayer"],
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
+        cotangents: Sequence[torch.Tensor | None],
+        *,
+        needed: Sequence[bool],
+    ) -> list[torch.Tensor | None]:
+        """All loops at once."""
+        count = len(operators)
+        batches = _batches(operators, [layout] * count, tensors)
+        return _run_backward(batches, list(zip(made[:count], made[count:], strict=True)), cotangents, needed)
 
 
 def _require(holds: bool) -> None:
