@@ -8,7 +8,7 @@ import copy
 import gc
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import pytest
@@ -23,7 +23,7 @@ from stretto.kernels import register_operators
 
 F, H = 5, 6
 SHAPES: Final = [(4, 3, F), (7, 2, F), (3, 9, F)]
-COMPILERS: Final = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+COMPILERS: Final = ["aot_eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "inductor"))]
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 LAYERS: Final[dict[str, tuple[type[nn.RNNBase], dict[str, Any]]]] = {
@@ -45,7 +45,12 @@ def one_graph() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=LAYERS)
+def one_quick(names: Iterable[str], quick: str) -> list[Any]:
+    """All of them, of which one is not slow."""
+    return [name if name == quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.fixture(params=one_quick(LAYERS, "rnn-both-ways"))
 def layer(request: pytest.FixtureRequest) -> nn.RNNBase:
     kind, options = LAYERS[request.param]
     return kind(F, H, **options).double()
@@ -82,7 +87,7 @@ class Gated(Scaled):
 CELLS: Final[dict[str, type[stretto.Cell]]] = {"lstm": stretto.cells.LSTM, "scaled": Scaled, "gated": Gated}
 
 
-@pytest.fixture(params=CELLS)
+@pytest.fixture(params=one_quick(CELLS, "gated"))
 def cell(request: pytest.FixtureRequest) -> stretto.Cell:
     return CELLS[request.param](F, H).double()  # type: ignore[call-arg]
 
@@ -379,7 +384,7 @@ OPERATORS: Final = [
 @pytest.mark.parametrize(
     ("kind", "num_directions", "sizes", "dtype"),
     [
-        pytest.param(*case, dtype, marks=pytest.mark.slow if (index + is_single) % 2 else ())
+        pytest.param(*case, dtype, marks=pytest.mark.slow if index or is_single else ())
         for index, case in enumerate(OPERATORS)
         for is_single, dtype in enumerate((torch.float64, torch.float32))
     ],
