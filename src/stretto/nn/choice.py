@@ -41,9 +41,9 @@ ROUNDS: Final = 4
 """Timed runs of each; the fastest counts."""
 MAX_RETRIES: Final = 12
 """How many disturbed runs are taken again before one is kept."""
-MAX_WORK: Final = 1 << 27
+MAX_WORK: Final = 1 << 29
 """Multiplications of a long run, at most: a layer with more rows is measured on fewer."""
-FORMAT: Final = 2
+FORMAT: Final = 3
 Run: TypeAlias = Callable[[nn.RNNBase, Any], Any]
 
 
