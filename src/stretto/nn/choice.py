@@ -41,6 +41,8 @@ ROUNDS: Final = 4
 """Timed runs of each; the fastest counts."""
 MAX_RETRIES: Final = 12
 """How many disturbed runs are taken again before one is kept."""
+MAX_SECONDS: Final = 0.4
+"""After so long no run is taken again, and no further round begins."""
 MAX_WORK: Final = 1 << 29
 """Multiplications of a long run, at most: a layer with more rows is measured on fewer."""
 FORMAT: Final = 3
@@ -143,9 +145,12 @@ def _time(kind: Kind, runs: dict[str, Run]) -> dict[str, Line]:
         for x in inputs.values():
             for run in runs.values():
                 _one_run(run, layer, x, weights, training=kind.training)
-        for _ in range(ROUNDS):
+        end = time.perf_counter() + MAX_SECONDS
+        for number in range(ROUNDS):
+            if number and time.perf_counter() > end:
+                break
             for (name, steps), fastest in best.items():
-                seconds = _quiet_run(runs[name], layer, inputs[steps], weights, training=kind.training)
+                seconds = _quiet_run(runs[name], layer, inputs[steps], weights, training=kind.training, end=end)
                 best[name, steps] = min(fastest, seconds)
     return {name: _line(best[name, SHORT], best[name, LONG]) for name in runs}
 
@@ -155,13 +160,15 @@ def _line(short: float, long: float) -> Line:
     return Line(max(0.0, long - LONG * per_step), per_step)
 
 
-def _quiet_run(run: Run, layer: nn.RNNBase, x: Any, weights: list[nn.Parameter], *, training: bool) -> float:
+def _quiet_run(
+    run: Run, layer: nn.RNNBase, x: Any, weights: list[nn.Parameter], *, training: bool, end: float
+) -> float:
     """Seconds of a run during which no other process took a core from us; after some tries, of the fastest one."""
     fastest = math.inf
     for _ in range(MAX_RETRIES):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         fastest = min(fastest, _one_run(run, layer, x, weights, training=training))
-        if resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == before:
+        if resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == before or time.perf_counter() > end:
             break
     return fastest
 
