@@ -1,0 +1,110 @@
+"""The backend that generates Triton, as the registry knows it."""
+
+import importlib.metadata
+from typing import ClassVar, Final, final
+
+import torch
+
+from stretto.errors import StrettoError
+from stretto.extras import optional
+from stretto.graph import Body
+from stretto.kernels.backends.base import AbstractBackend, Program, TracedStep
+from stretto.kernels.backends.triton import interpreter
+from stretto.kernels.backends.triton.emit import Tiles
+from stretto.kernels.backends.triton.generate import generate
+from stretto.kernels.backends.triton.kernel import TritonKernel
+from stretto.kernels.backends.triton.model import gpu_of, predict_graph, predict_triton
+from stretto.kernels.backends.triton.modes import ROWS, choose_tiles, first_that_fits
+from stretto.kernels.backends.triton.targets import target_of, too_old
+from stretto.kernels.ir import Unsupported
+from stretto.kernels.lower import Way, real_dtype
+from stretto.kernels.program import TracedProgram
+
+WAYS: Final[tuple[Way, Way]] = ("forward", "backward")
+
+
+@final
+class TritonBackend(AbstractBackend):
+    """Generates Triton for GPUs and compiles it on first use; interpreted on the CPU where Triton is told to."""
+
+    name: ClassVar[str] = "triton"
+    description: ClassVar[str] = "the loops run as generated Triton"
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether kernels are interpreted, which takes long."""
+        return interpreter.is_on()
+
+    def is_meant_for(self, device: torch.device) -> bool:
+        """GPUs, of AMD too, which torch calls the same."""
+        return device.type == "cuda"
+
+    def unavailable(self) -> str | None:
+        """Why nothing can be compiled."""
+        try:
+            optional("triton.language")
+        except StrettoError as error:
+            return str(error)
+        if not hasattr(optional("triton"), "knobs"):
+            return f"Triton {importlib.metadata.version('triton')} is too old: 3.5 is needed"
+        return None
+
+    def supports(self, body: Body, device: torch.device) -> str | None:
+        """Bodies on a GPU, of operators and dtypes that code can be generated for."""
+        if reason := self.unavailable():
+            return reason
+        if device.type == "cpu" and not interpreter.is_on():
+            return "Triton's kernels run on a GPU, and this runs on the CPU; TRITON_INTERPRET=1 interprets them, slowly"
+        if device.type not in {"cuda", "cpu"}:
+            return f"Triton's kernels run on a GPU, and this runs on {device.type}"
+        if device.type == "cuda" and (reason := too_old(device)):
+            return reason
+        try:
+            real_dtype(body)
+            for way in WAYS:
+                generate(body, way, Tiles())
+        except Unsupported as reason:
+            return str(reason)
+        return None
+
+    def leaves(self, step: TracedStep) -> str | None:
+        """Loops whose weights take longer to read in each step than a CUDA graph takes to run the operators."""
+        if step.device.type != "cuda" or step.plan is None or self.refuses(step) is not None:
+            return None
+        bodies = [body for level in step.bodies for body in level]
+        gpu = gpu_of(target_of(step.device))
+        operands = max((_operands(step) or real_dtype(body) for body in bodies), key=lambda dtype: dtype.itemsize)
+        own, graph = predict_triton(bodies, gpu, rows=ROWS, operands=operands), predict_graph(bodies)
+        if own.middle <= graph.middle:
+            return None
+        return (
+            f"a model says that a kernel, which reads all weights in each step, takes {own.middle:.0f} us per step on "
+            f"the {gpu.name}, and CUDA graphs {graph.middle:.0f} us; neither was measured"
+        )
+
+    def build(self, step: TracedStep) -> Program:
+        """Kernels of the loops."""
+        assert step.plan is not None
+        operands = _operands(step)
+        kernels = [[_kernel(body, step.device, operands) for body in level] for level in step.bodies]
+        return TracedProgram(step.plan, kernels)
+
+
+def _operands(step: TracedStep) -> torch.dtype | None:
+    """The 16 bits that a cell has outside of its loops; None if it has others."""
+    assert step.plan is not None
+    narrow = set(step.plan.graph.narrow.values())
+    return next(iter(narrow)) if len(narrow) == 1 else None
+
+
+def _kernel(body: Body, device: torch.device, operands: torch.dtype | None) -> TritonKernel:
+    """With the best tiles that fit."""
+    taken = operands or real_dtype(body)
+    target = target_of(device)
+    tiles: dict[Way, Tiles] = {}
+    for way in WAYS:
+        if device.type == "cpu":
+            tiles[way] = choose_tiles(body, way, taken, target)
+            continue
+        tiles[way], _ = first_that_fits(body, way, operands=taken, target=target)
+    return TritonKernel(body, device=device, tiles=tiles, operands=operands)

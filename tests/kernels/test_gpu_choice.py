@@ -1,0 +1,178 @@
+"""What runs on a GPU, by stand-ins for one: which kernels, or which slower way and why. None is needed."""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import stretto
+from stretto.errors import StrettoError
+from stretto.graph import Body
+from stretto.kernels import Built, build
+from stretto.kernels.backends.triton import backend, model, modes, targets
+from stretto.kernels.backends.triton.backend import TritonBackend
+
+triton = pytest.importorskip("triton")
+GPU = torch.device("cuda")
+Facts = dict[str, Any]
+H100: Facts = {"major": 9, "minor": 0, "shared_memory_per_block_optin": 227 << 10}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Facts], None]:
+    """Says that there is a GPU; nothing runs on it."""
+
+    def put(facts: Facts) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(**facts))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (facts["major"], facts["minor"]))
+        # What it would hold on the GPU.
+        monkeypatch.setattr(backend, "TritonKernel", _Kernel)
+
+    return put
+
+
+class _Kernel:
+    """As far as `explain` looks at it."""
+
+    fallback = ""
+    cost = None
+
+    def __init__(self, body: Body, *, tiles: Any, **_: Any) -> None:
+        self.body, self.tiles = body, tiles
+
+
+def built(cell: stretto.Cell, **options: Any) -> Built:
+    return build(
+        cell, x_shape=(4,), x_dtype=torch.float32, state=cell.initial_state(1), device=GPU, backend="auto", **options
+    )
+
+
+def test_small_cells_get_kernels_and_large_ones_cuda_graphs(gpu: Callable[[Facts], None]) -> None:
+    gpu(H100)
+    small = built(stretto.cells.GRU(4, 16))
+    assert (small.backend, small.reason, small.fastest) == ("triton", "", "triton")
+    large = built(stretto.cells.GRU(4, 2048))
+    assert (large.backend, large.reason) == ("cudagraph", "")
+    assert "a model says" in dict(large.choices)["triton"]
+    assert "neither was measured" in dict(large.choices)["triton"]
+
+
+def test_a_gpu_that_is_too_old(gpu: Callable[[Facts], None]) -> None:
+    gpu({"major": 7, "minor": 5})
+    made = built(stretto.cells.GRU(4, 16))
+    assert made.backend == "cudagraph"
+    assert made.reason == "Triton's kernels need a GPU of compute capability 8.0, and this one has 7.5"
+
+
+def test_without_triton(gpu: Callable[[Facts], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(H100)
+    monkeypatch.setattr(TritonBackend, "unavailable", lambda _: "the package 'triton' is missing")
+    made = built(stretto.cells.GRU(4, 16))
+    assert (made.backend, made.reason) == ("cudagraph", "the package 'triton' is missing")
+
+
+def test_a_triton_that_is_too_old(gpu: Callable[[Facts], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(H100)
+    monkeypatch.delattr(triton, "knobs")
+    made = built(stretto.cells.GRU(4, 16))
+    assert made.backend == "cudagraph"
+    assert made.reason.startswith("Triton 3.")
+    assert made.reason.endswith("is too old: 3.5 is needed")
+
+
+def test_an_interpreter_that_fails_is_named_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(
+        pytest.importorskip("triton.runtime.interpreter").InterpreterBuilder, "create_masked_load", fail
+    )
+    rnn = stretto.RNN(stretto.cells.GRU(3, 4), backend="triton")
+    with pytest.raises(StrettoError, match=r"the interpreter of Triton 3\..* failed: .*0-dimensional.* Unset"):
+        rnn(torch.randn(2, 3, 3))
+
+
+def test_a_compiler_that_fails_is_named_with_its_version(
+    gpu: Callable[[Facts], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("PassManager::run failed")
+
+    gpu(H100)
+    monkeypatch.setattr(modes, "compiled_usage", fail)
+    made = built(stretto.cells.GRU(4, 16))
+    assert made.backend == "cudagraph"
+    assert made.reason.startswith("Triton 3.")
+    assert made.reason.endswith("could not compile the loop for sm_90: PassManager::run failed")
+
+
+def test_the_next_mode_is_taken_where_shared_memory_is_short(
+    gpu: Callable[[Facts], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what was compiled, whatever the estimate was; and none if none fits."""
+    used: list[modes.Tiles] = []
+
+    def usage(body: Body, way: str, tiles: modes.Tiles, **_: Any) -> targets.Usage:
+        used.append(tiles)
+        shared = 300 << 10 if tiles.stages != 2 else 10 << 10
+        return targets.Usage(128, 0, shared, uses_tensor_cores=True, num_barriers=1)
+
+    gpu(H100)
+    monkeypatch.setattr(modes, "compiled_usage", usage)
+    made = built(stretto.cells.GRU(4, 16))
+    assert made.backend == "triton"
+    (kernel,) = made.program.loops
+    assert {tiles.stages for tiles in kernel.tiles.values()} == {2}  # type: ignore[attr-defined]
+    assert used[0].resident
+    gpu({**H100, "shared_memory_per_block_optin": 1 << 10})
+    made = built(stretto.cells.GRU(4, 17))
+    assert made.backend == "cudagraph"
+    assert made.reason == "a program needs 300 KiB of shared memory, and sm_90 has 1"
+
+
+@pytest.mark.parametrize("name", model.GPUS)
+def test_the_model_knows_what_costs(name: str) -> None:
+    """Not how much: more units, more rows and streamed weights never cost less."""
+    gpu = model.GPUS[name]
+    bodies = [built_on_cpu(stretto.cells.GRU(4, H)) for H in (32, 64, 256, 1024)]
+    each = [model.predict_triton(item, gpu, rows=16, operands=torch.float32) for item in bodies]
+    assert [item.low for item in each] == sorted(item.low for item in each)
+    assert all(item.low < item.middle < item.high for item in each)
+    many = model.predict_triton(bodies[0], gpu, rows=16 * 1000, operands=torch.float32)
+    assert many.low > each[0].low
+    assert model.predict_triton(bodies[2], gpu, rows=16, operands=torch.bfloat16).low < each[2].low
+    graphs = {model.predict_graph(item).low for item in bodies}
+    assert len(graphs) == 1
+
+
+def test_the_model_is_within_its_range_of_published_figures() -> None:
+    """Four points of FlashRNN's, which its range was chosen after: a change of the model must not lose them."""
+    for H, published in ((16, 1.92), (32, 1.41), (64, 1.94), (128, 3.15)):
+        found = model.predict_triton(
+            built_on_cpu(stretto.cells.LSTM(4, H)),
+            model.GPUS["sm_90"],
+            rows=16,
+            operands=torch.bfloat16,
+            backward=False,
+        )
+        assert found.low < published < 1.35 * found.high
+
+
+def built_on_cpu(cell: stretto.Cell) -> list[Body]:
+    state = cell.initial_state(1)
+    return build(cell, x_shape=(4,), x_dtype=torch.float32, state=state, backend="eager").program.bodies
+
+
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_a_kernel_compiles_for_each_target_within_its_limits(name: str) -> None:
+    """Of many in `docs/measurements/gpu-targets.md`; a small sample."""
+    (body,) = built_on_cpu(stretto.cells.GRU(4, 64))
+    for way in backend.WAYS:
+        _, usage = modes.first_that_fits(body, way, operands=torch.bfloat16, target=targets.TARGETS[name])
+        assert usage.spilled_bytes == 0
+        assert usage.uses_tensor_cores
+        assert usage.num_barriers >= 1
+        assert not usage.exceeds(targets.TARGETS[name])
