@@ -5,12 +5,13 @@ Shape legend: T steps, B sequences, F features of the input, H hidden units.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, cast
+from typing import Final, Literal, cast
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from bench import gpu_kernels
 from bench.contenders import (
     JAX,
     Batch,
@@ -47,8 +48,11 @@ class KernelsSettings(Settings):
         thread_counts: Numbers of threads that the part "threads" compares.
         rounds: Rounds of an interleaved run; in each, every contender has a turn of at least a tenth of a second.
         budget: Seconds after which a run of at least three rounds begins no further one.
+        device: "cuda" runs kernels on a GPU beside cuDNN, CUDA graphs and a Python loop; "interpreter" the same, tiny,
+            on the CPU. Both leave out the parts.
     """
 
+    device: Literal["cpu", "cuda", "interpreter"] = "cpu"
     only: tuple[str, ...] = ()
     thread_counts: tuple[Count, ...] = (1, 2)
     rounds: Count = 10
@@ -110,6 +114,9 @@ Row = tuple[str | int | float | bool | None, ...]
 @bench("kernels", title="Kernels beside torch.nn, JAX and a Python loop")
 def run(settings: KernelsSettings, report: Report) -> None:
     """Run the parts that were asked for."""
+    if settings.device != "cpu":
+        gpu_kernels.run(settings.device, report, settings.timing)
+        return
     missing = missing_peers()
     for what, why in missing.items():
         report.skip(what, why)

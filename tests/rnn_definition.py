@@ -25,7 +25,13 @@ def step(cell: nn.Module, x_BF: torch.Tensor, state: Any) -> tuple[torch.Tensor,
 
 
 def by_hand(
-    cells: Sequence[nn.Module], x_BTF: torch.Tensor, *, lengths: Sequence[int] | None, state: Any, num_directions: int
+    cells: Sequence[nn.Module],
+    x_BTF: torch.Tensor,
+    *,
+    lengths: Sequence[int] | None,
+    state: Any,
+    num_directions: int,
+    resets_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Outputs, zero behind each end, and the tensors of all final states, by the definition.
 
@@ -35,22 +41,25 @@ def by_hand(
         lengths: Steps of each sequence; None for all T.
         state: As a layer takes it; None for the cells' own.
         num_directions: 1 or 2.
+        resets_BT: Before which steps a sequence starts anew; backwards, after which.
     """
     num_rows, num_steps = x_BTF.shape[:2]
-    states = [cell.initial_state(num_rows) for cell in cells]  # type: ignore[operator]
+    states = fresh = [cell.initial_state(num_rows) for cell in cells]  # type: ignore[operator]
     if state is not None:
         states = [state] if len(cells) == 1 else list(state)
     outputs, finals = [], []
     for row in range(num_rows):
         length = num_steps if lengths is None else lengths[row]
         inputs = list(x_BTF[row : row + 1, :length].unbind(1))
+        borders = [False] * (length + 1) if resets_BT is None else [*resets_BT[row, :length].tolist(), False]
         ends = []
         for first in range(0, len(cells), num_directions):
             both = []
             for backwards in range(num_directions):
-                now, made = map_state(lambda part: part[row : row + 1], states[first + backwards]), []  # noqa: B023
-                for x_BF in reversed(inputs) if backwards else inputs:
-                    y_BO, now = step(cells[first + backwards], x_BF, now)
+                index, made = first + backwards, []
+                now, new = (map_state(lambda part: part[row : row + 1], all_of[index]) for all_of in (states, fresh))  # noqa: B023
+                for t in reversed(range(length)) if backwards else range(length):
+                    y_BO, now = step(cells[index], inputs[t], new if borders[t + backwards] else now)
                     made.append(y_BO)
                 both.append(made[::-1] if backwards else made)
                 ends += flatten(now)

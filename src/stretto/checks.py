@@ -6,6 +6,8 @@ from collections.abc import Collection
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from stretto.errors import StrettoError
 
 
@@ -51,10 +53,10 @@ def check_float(
 
 
 def check_bool(value: Any, *, name: str, owner: str = "") -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
+    """True or False: Python's or numpy's."""
+    if not isinstance(value, (bool, np.bool_)):
         raise _unfit(value, name, owner, fix=f"Give {name} as True or False.")
-    return value
+    return bool(value)
 
 
 def check_choice(value: Any, *, name: str, choices: Collection[str], owner: str = "") -> str:

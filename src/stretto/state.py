@@ -1,19 +1,24 @@
-"""The state of a cell: a tensor, or nested tuples of tensors. Shape legend: B sequences, S all units of a state.
+"""Tensors in a structure: the state of a cell, and what goes into a step and comes out.
 
-Everything that takes states apart does it with these five functions:
+Shape legend: B sequences, S all units of a state.
 
-    flatten      (h, (c, m))  ->  [h, c, m]
+A structure is a tensor, or tuples, named tuples, lists, dicts and whatever else is registered as a pytree with PyTorch,
+nested in any way. Everything that takes one apart does it with these functions:
+
+    flatten      (h, {"c": c, "m": m})  ->  [h, c, m]        dicts in the order of their keys' names
     unflatten    the way back, with other values in the same structure
     map_state    a function of every tensor
+    is_alike     whether two have the same structure, and tensors of the same shapes and types
     pack         [h_BH, c_BH]  ->  one tensor (B, S), the parts side by side
     unpack       the way back
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.utils import _pytree
 
 from stretto.errors import StrettoError
 
@@ -21,26 +26,52 @@ Item = TypeVar("Item")
 
 
 def flatten(state: Any) -> list[torch.Tensor]:
-    """The tensors of a state: a tensor, or nested tuples and lists of them."""
+    """The tensors of a state, part by part."""
     if isinstance(state, torch.Tensor):
         return [state]
+    return [tensor for item in children(state) for tensor in flatten(item)]
+
+
+def children(state: Any) -> Sequence[Any]:
+    """What a structure consists of, one level down; nothing for None.
+
+    Raises:
+        StrettoError: It is not a structure of tensors.
+    """
     if isinstance(state, (tuple, list)):
-        return [tensor for item in state for tensor in flatten(item)]
-    raise StrettoError(
-        f"a state must be a tensor or a tuple of tensors, and this is {type(state).__name__}",
-        fix="Return tensors from initial_state and forward, one for each part of the state.",
-    )
+        return state
+    if isinstance(state, dict):
+        return [state[key] for key in sorted(state, key=str)]
+    if state is None:
+        return ()
+    node = _pytree.SUPPORTED_NODES.get(type(state))
+    if node is None:
+        raise StrettoError(
+            f"a state must be a tensor or a tuple of tensors, and this is {type(state).__name__}",
+            fix="Return tensors from initial_state and forward, one for each part of the state, in nested tuples, "
+            "lists, dicts, named tuples or classes registered with torch.utils._pytree.register_dataclass.",
+        )
+    return list(node.flatten_fn(state)[0])
 
 
 def unflatten(state: Any, values: Sequence[Item]) -> Any:
-    """`values` in the structure of `state`; a named tuple keeps its names, a list becomes a tuple."""
+    """`values` in the structure of `state`, which keeps its types and names."""
     remaining = iter(values)
 
     def fill(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return next(remaining)
+        items = [fill(item) for item in children(part)]
         if isinstance(part, (tuple, list)):
-            items = [fill(item) for item in part]
-            return type(part)(*items) if hasattr(part, "_fields") else tuple(items)
-        return next(remaining)
+            return type(part)(*items) if hasattr(part, "_fields") else items if isinstance(part, list) else tuple(items)
+        if isinstance(part, dict):
+            made = part.copy()
+            made.update(zip(sorted(part, key=str), items, strict=True))
+            return made
+        if part is None:
+            return None
+        node = _pytree.SUPPORTED_NODES[type(part)]
+        return node.unflatten_fn(items, node.flatten_fn(part)[1])
 
     return fill(state)
 
@@ -79,6 +110,39 @@ def unpack(states_BS: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.
 
 def describe(state: Any) -> str:
     """The structure in words: "(Tensor, (Tensor, Tensor))"."""
+    if isinstance(state, torch.Tensor):
+        return "Tensor"
     if isinstance(state, (tuple, list)):
         return f"({', '.join(map(describe, state))})"
-    return "Tensor" if isinstance(state, torch.Tensor) else type(state).__name__
+    if isinstance(state, dict):
+        return f"{{{', '.join(f'{key}: {describe(state[key])}' for key in sorted(state, key=str))}}}"
+    if type(state) in _pytree.SUPPORTED_NODES:
+        return f"{type(state).__name__}({', '.join(map(describe, children(state)))})"
+    return type(state).__name__
+
+
+def structure_of(state: Any) -> Hashable:
+    """Types and names of a structure without its tensors: those that are equal look the same to a cell."""
+    if isinstance(state, torch.Tensor):
+        return torch.Tensor
+    names = tuple(sorted(state, key=str)) if isinstance(state, dict) else ()
+    return type(state), names, tuple(map(structure_of, children(state)))
+
+
+def is_alike(one: Any, other: Any, *, compares_tensors: bool = True) -> bool:
+    """Whether two structures are nested alike, tuples like lists, and their tensors have the same shape and type."""
+    if isinstance(one, torch.Tensor):
+        if not isinstance(other, torch.Tensor):
+            return False
+        if not compares_tensors:
+            return True
+        return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    if isinstance(one, (tuple, list)):
+        if not isinstance(other, (tuple, list)):
+            return False
+    elif type(one) is not type(other) or (isinstance(one, dict) and one.keys() != other.keys()):
+        return False
+    items = children(one), children(other)
+    return len(items[0]) == len(items[1]) and all(
+        is_alike(a, b, compares_tensors=compares_tensors) for a, b in zip(*items, strict=True)
+    )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
 
+import stretto
 from stretto.cells import (
     GRU,
     LSTM,
@@ -120,7 +121,7 @@ class Twisted(nn.GRUCell):
     """Computes something else with the same parameters."""
 
 
-@pytest.mark.parametrize("module", [nn.Linear(F, H), nn.LSTM(F, H), Twisted(F, H), LSTM(F, H)])
+@pytest.mark.parametrize("module", [nn.Linear(F, H), nn.TransformerEncoderLayer(F * H, 1), Twisted(F, H), LSTM(F, H)])
 def test_modules_other_than_torchs_cells_are_refused(module: nn.Module) -> None:
     with pytest.raises(StrettoError, match=f"{type(module).__name__} has no matching cell"):
         cell_from(module)
@@ -199,3 +200,29 @@ def test_layers_that_do_not_fit_are_refused_and_left_alone(name: str, move: obje
         move(cell, module, **where)
     for weight, earlier in zip((*cell.parameters(), *module.parameters()), before, strict=True):
         assert torch.equal(weight, earlier)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.RNN(3, 4, 2, nonlinearity="relu", bidirectional=True),
+        lambda: nn.GRU(3, 4, 2, bias=False, bidirectional=True),
+        lambda: nn.LSTM(3, 4, 2, bidirectional=True),
+        lambda: nn.LSTM(3, 4, 2, proj_size=2, bidirectional=True),
+    ],
+)
+def test_cells_share_the_parameters_of_layers(make: Any) -> None:
+    module = make().double()
+    cells = [cell_from(module, layer=layer, reverse=reverse) for layer in (0, 1) for reverse in (False, True)]
+    assert {id(weight) for cell in cells for weight in cell.parameters()} == set(map(id, module.parameters()))
+    rnn = stretto.RNN(cells, 2, bidirectional=True, batch_first=False, backend="torch")
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    torch.testing.assert_close(rnn(x)[0], module(x)[0], rtol=1e-10, atol=1e-10)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    before = rnn(x)[0]
+    before.square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(rnn(x)[0], before)
+    torch.testing.assert_close(rnn(x)[0], module(x)[0], rtol=1e-10, atol=1e-10)
+    with pytest.raises(StrettoError, match="has no layer 2"):
+        cell_from(module, layer=2)

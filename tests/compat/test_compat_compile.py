@@ -152,6 +152,12 @@ def test_plain_layers_are_refused_as_ever() -> None:
         torch.compile(model[0], backend="eager", fullgraph=True)(torch.randn(*SHAPES[0]))
 
 
+def test_exporters_say_themselves_whether_layers_are_traced() -> None:
+    for layer in (nn.GRU(F, H), stretto.accelerate(nn.GRU(F, H), backend="cpp")):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="allow_rnn=True"):
+            torch._dynamo.export(layer)(batch(*SHAPES[0]))
+
+
 def test_without_fullgraph_the_graph_breaks_as_with_plain_layers() -> None:
     counts = []
     for layer in (nn.GRU(F, H), stretto.accelerate(nn.GRU(F, H), backend="cpp")):

@@ -66,7 +66,14 @@ class Silent(nn.GRU):
     """A subclass that adds nothing."""
 
 
-@CASES.add(each={**KINDS, "scaled": Scaled, "silent": Silent})
+class Named(nn.GRU):
+    """A subclass that calls torch's forward by its name."""
+
+    def forward(self, x: torch.Tensor, hx: Any = None) -> Any:  # type: ignore[override]
+        return nn.GRU.forward(self, x, hx)
+
+
+@CASES.add(each={**KINDS, "scaled": Scaled, "silent": Silent, "named": Named})
 def identity(use: Use, layer: type[nn.RNNBase]) -> Any:
     model = use(nn.Sequential(layer(F, use.H, num_layers=2, dropout=0.5).double()))
     first = learn(model[0], batch())
@@ -89,6 +96,23 @@ def classes_stay_as_they_are(use: Use, layer: type[nn.RNNBase]) -> Any:
     other = type(model)(F, use.H).double()
     cell = use(nn.Sequential(nn.LSTMCell(F, use.H), nn.GRUCell(F, use.H)).double())
     return learn(other, batch()), learn(cell[0], batch(B, F)), learn(cell[1], batch(B, F)), repr(cell)
+
+
+@CASES.add(each={"accelerated-before": False, "accelerated-meanwhile": True})
+def forward_is_replaced_for_a_while(use: Use, meanwhile: bool) -> Any:
+    model, found, calls = nn.GRU(F, use.H).double(), nn.GRU.forward, []
+
+    def counted(*given: Any) -> Any:
+        calls.append(len(given))
+        return found(*given)
+
+    use(model if not meanwhile else nn.GRU(F, use.H))
+    nn.GRU.forward = counted  # type: ignore[method-assign, assignment]
+    try:
+        result = learn(use(model), batch())
+    finally:
+        nn.GRU.forward = found  # type: ignore[method-assign]
+    return result, calls, learn(model, batch())
 
 
 @CASES.add(each=KINDS)
@@ -216,6 +240,7 @@ ACCELERATED: dict[str, Callable[[], Any]] = {
     "projected": lambda: nn.LSTM(F, 6, proj_size=2),
     "subclass": lambda: Scaled(F, 6),
     "silent-subclass": lambda: Silent(F, 6),
+    "named-subclass": lambda: Named(F, 6),
     "weight-norm": lambda: nn.utils.weight_norm(nn.GRU(F, 6), "weight_hh_l0"),
     "parametrized": lambda: parametrizations.weight_norm(nn.GRU(F, 6), "weight_hh_l0"),
     "pruned": lambda: prune.l1_unstructured(nn.GRU(F, 6), "weight_hh_l0", amount=0.5),
@@ -228,6 +253,17 @@ def test_kernels_run(make: Callable[[], nn.Module]) -> None:
     model = make().double()
     assert _operators(model) & {"aten::lstm", "aten::gru", "aten::rnn_tanh"}
     assert not _operators(stretto.accelerate(model, backend="cpp")) & {"aten::lstm", "aten::gru", "aten::rnn_tanh"}
+
+
+def test_kernels_run_after_forward_was_replaced_for_a_while() -> None:
+    model, found = stretto.accelerate(nn.GRU(F, 6).double(), backend="cpp"), nn.GRU.forward
+    nn.GRU.forward = lambda *given, **_: found(*given)  # type: ignore[method-assign, assignment]
+    try:
+        assert "not torch's own" in stretto.explain(stretto.accelerate(nn.GRU(F, 6))).layers[0].reason
+    finally:
+        nn.GRU.forward = found  # type: ignore[method-assign]
+    assert "aten::gru" not in _operators(model)
+    assert "aten::gru" not in _operators(stretto.accelerate(nn.GRU(F, 6).double(), backend="cpp"))
 
 
 # Threads, processes, machines

@@ -69,13 +69,25 @@ def low_precision(use: Use, dtype: torch.dtype) -> Any:
     return learn(use(nn.GRU(F, use.H).to(dtype)), batch(dtype=dtype))
 
 
-@CASES.add(each={"rnn": nn.RNN, "gru": nn.GRU})
-def autocast(use: Use, layer: type[nn.RNNBase]) -> Any:
-    model, x_TBF = use(layer(F, use.H)), batch(dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = model(x_TBF)
-    loss_of(result).backward()
-    return result, gradients(model)
+DTYPES = {"single": torch.float32, "double": torch.float64, "bfloat16": torch.bfloat16, "half": torch.float16}
+
+
+@CASES.add(each={f"{kind}-{name}": (KINDS[kind], DTYPES[name]) for kind in ("rnn", "gru") for name in DTYPES})
+def dtypes_under_autocast(use: Use, given: tuple[type[nn.RNNBase], torch.dtype]) -> Any:
+    layer, dtype = given
+    model = use(layer(F, use.H).to(torch.float64 if dtype == torch.float64 else torch.float32))
+    found = []
+    for low in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=low):
+            for state in (None, torch.zeros(1, B, use.H, dtype=dtype)):
+                found += [tensor.dtype for tensor in model(batch(dtype=dtype), state)]
+    return found
+
+
+@CASES.add()
+def double_precision_under_autocast(use: Use) -> Any:
+    with torch.autocast("cpu"):
+        return learn(use(nn.LSTM(F, use.H).double()), batch())
 
 
 @CASES.add(each=KINDS)

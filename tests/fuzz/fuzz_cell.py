@@ -91,6 +91,7 @@ class Case:
         strided: Whether the input and the given state lie scattered in memory.
         packed: Whether the batch is given as a PackedSequence, if no sequence is empty.
         weighted: Whether the loss weighs every element differently; otherwise it is a plain sum.
+        resets: Share of the steps before which a sequence starts anew.
         seed: Of all random numbers.
     """
 
@@ -102,12 +103,21 @@ class Case:
     strided: bool = False
     packed: bool = False
     weighted: bool = True
+    resets: float = 0.0
     seed: int = 0
 
     @property
     def num_steps(self) -> int:
         """Steps of the padded batch."""
         return max(self.lengths) + self.padding
+
+
+def run_code(recipe: Recipe, leaves: list[torch.Tensor | None], registers: list[Any]) -> list[Any]:
+    """All registers after the operators of a recipe, from the first ones and what the cell owns."""
+    for op, own in zip(recipe.code, leaves, strict=True):
+        given = (registers[read] for read in op.reads)
+        registers.append(RUN[op.name](*given, *op.settings) if own is None else own)
+    return registers
 
 
 @final
@@ -132,11 +142,21 @@ class FuzzCell(stretto.Cell):
 
     def initial_state(self, batch_size: int) -> Any:
         """Zeros, or learnt rows."""
+        return self.nested(self.start(batch_size))
+
+    def start(self, batch_size: int) -> list[torch.Tensor]:
+        """The parts of the initial state."""
         if self.recipe.initial == "learned":
-            parts = [getattr(self, f"start{i}").expand(batch_size, *s) for i, s in enumerate(self.recipe.states)]
-        else:
-            parts = [torch.zeros(batch_size, *sizes, dtype=torch.float64) for sizes in self.recipe.states]
-        return self.nested(parts)
+            return [getattr(self, f"start{i}").expand(batch_size, *s) for i, s in enumerate(self.recipe.states)]
+        return [torch.zeros(batch_size, *sizes, dtype=torch.float64) for sizes in self.recipe.states]
+
+    def leaves(self) -> list[torch.Tensor | None]:
+        """What the cell owns, beside the operators."""
+        first = self.recipe.first
+        return [
+            getattr(self, f"r{first + index}") if op.name in LEAVES else None
+            for index, op in enumerate(self.recipe.code)
+        ]
 
     def nested(self, parts: list[torch.Tensor]) -> Any:
         """Parts of a state in the structure the recipe asks for."""
@@ -146,10 +166,5 @@ class FuzzCell(stretto.Cell):
 
     def forward(self, x_t: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
         """One step."""
-        registers: list[Any] = [x_t, *flatten(state)]
-        for index, op in enumerate(self.recipe.code):
-            if op.name in LEAVES:
-                registers.append(getattr(self, f"r{self.recipe.first + index}"))
-            else:
-                registers.append(RUN[op.name](*(registers[read] for read in op.reads), *op.settings))
+        registers = run_code(self.recipe, self.leaves(), [x_t, *flatten(state)])
         return registers[self.recipe.y], self.nested([registers[after] for after in self.recipe.after])

@@ -4,14 +4,14 @@ Shape legend: B sequences, T steps, F features of the input.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Protocol, Self, final
 
 import torch
 from fuzz_cell import Case, FuzzCell, Recipe
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import stretto
 from rnn_definition import by_hand
@@ -34,19 +34,14 @@ class Batch:
     loss_on: Any
     weighted: bool
     seed: int
+    resets_BT: torch.Tensor | None = None
     packed: bool = False
     twice: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe, case: Case, *, twice: bool = False) -> "Batch":
         """Random tensors."""
-        generator = torch.Generator().manual_seed(case.seed)
-        count = len(case.lengths)
-
-        def drawn(*sizes: int) -> torch.Tensor:
-            pairs = 0.8 * torch.randn(*sizes, 2, dtype=torch.float64, generator=generator)
-            return pairs[..., 0] if case.strided else pairs[..., 0].contiguous()
-
+        drawn, count = drawing(case), len(case.lengths)
         x_BTF = drawn(count, case.num_steps, *recipe.x)
         state = [drawn(count, *sizes) for sizes in recipe.states]
         return cls(
@@ -56,6 +51,7 @@ class Batch:
             case.loss_on,
             case.weighted,
             case.seed,
+            resets_of(case),
             packed=case.packed and min(case.lengths) > 0,
             twice=twice,
         )
@@ -68,6 +64,40 @@ class Batch:
             for name, tensor in {**named, **dict(module.named_parameters())}.items()
             if tensor.requires_grad
         }
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """The same with other numbers."""
+        return replace(
+            self,
+            x_BTF=move(self.x_BTF.detach()).requires_grad_(self.x_BTF.requires_grad),
+            state=None if self.state is None else [move(part.detach()).requires_grad_() for part in self.state],
+        )
+
+
+def drawing(case: Case) -> Callable[..., torch.Tensor]:
+    """What draws the tensors of a case, one after another, given their sizes."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def drawn(*sizes: int) -> torch.Tensor:
+        pairs = 0.8 * torch.randn(*sizes, 2, dtype=torch.float64, generator=generator)
+        return pairs[..., 0] if case.strided else pairs[..., 0].contiguous()
+
+    return drawn
+
+
+def resets_of(case: Case) -> torch.Tensor | None:
+    """Where the sequences of a case start anew; None if nowhere."""
+    generator = torch.Generator().manual_seed(case.seed + 3)
+    shape = (len(case.lengths), case.num_steps)
+    return torch.rand(shape, generator=generator) < case.resets if case.resets else None
+
+
+class Definition(Protocol):
+    """A net and a batch for it, as far as it matters here whether results mean anything."""
+
+    def by_definition(self, batch: Any) -> "Results": ...
+
+    def parameters(self) -> Any: ...
 
 
 @final
@@ -104,25 +134,34 @@ class Net(nn.Module):
         """Each sequence by itself, layer by layer, each step a call of the cell."""
         state = None if batch.state is None else self.each[0].nested(batch.state)
         y, finals = by_hand(
-            self.each, batch.x_BTF, lengths=batch.lengths, state=state, num_directions=self.num_directions
+            self.each,
+            batch.x_BTF,
+            lengths=batch.lengths,
+            state=state,
+            num_directions=self.num_directions,
+            resets_BT=batch.resets_BT,
         )
-        return results_of(self, batch, y, finals)
+        return results_of(self, batch, [y], finals)
 
 
 def by_stretto(rnn: stretto.RNN, net: Net, batch: Batch) -> Results:
     """The same with the library."""
     y, after = called(rnn, net, batch)
-    return results_of(net, batch, y, flatten(after))
+    return results_of(net, batch, [y], flatten(after))
 
 
 def called(rnn: stretto.RNN, net: Net, batch: Batch) -> tuple[torch.Tensor, Any]:
     """Outputs, padded with zeros, and the state after each sequence."""
     state = None if batch.state is None else net.each[0].nested(batch.state)
     if not batch.packed:
-        y, after = rnn(batch.x_BTF, state, lengths=list(batch.lengths))
+        y, after = rnn(batch.x_BTF, state, lengths=list(batch.lengths), resets=batch.resets_BT)
         return y, after
-    packed = pack_padded_sequence(batch.x_BTF, torch.tensor(batch.lengths), batch_first=True, enforce_sorted=False)
-    made, after = rnn(packed, state)
+
+    def pack(padded: torch.Tensor) -> PackedSequence:
+        return pack_padded_sequence(padded, torch.tensor(batch.lengths), batch_first=True, enforce_sorted=False)
+
+    resets = None if batch.resets_BT is None else pack(batch.resets_BT)
+    made, after = rnn(pack(batch.x_BTF), state, resets=resets)
     y, _ = pad_packed_sequence(made, batch_first=True, total_length=batch.x_BTF.shape[1])
     return y, after
 
@@ -141,14 +180,15 @@ def assert_same_without_gradients(rnn: stretto.RNN, net: Net, batch: Batch, want
         assert_identical(found, wanted.values)
 
 
-def results_of(module: nn.Module, batch: Batch, y: torch.Tensor, states: Sequence[torch.Tensor]) -> Results:
+def results_of(module: nn.Module, batch: Any, ys: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> Results:
     """Values, and the gradients of a loss that reads them."""
     generator = torch.Generator().manual_seed(batch.seed + 1)
-    made = {"y": y, **{f"last state {index}": state for index, state in enumerate(states)}}
+    made = {"y" if len(ys) == 1 else f"y {index}": y for index, y in enumerate(ys)}
+    made.update((f"last state {index}", state) for index, state in enumerate(states))
     loss = torch.zeros((), dtype=torch.float64)
-    for position, (_, tensor) in enumerate(made.items()):
+    for position, tensor in enumerate(made.values(), 1 - len(ys)):
         weight = torch.randn(tensor.shape, dtype=torch.float64, generator=generator)
-        counts = {"y": position == 0, "last": position > 0, "both": True}.get(batch.loss_on, position == 1)
+        counts = {"y": position <= 0, "last": position > 0, "both": True}.get(batch.loss_on, position == 1)
         if counts:
             loss = loss + (tensor * weight if batch.weighted else tensor).sum()
     inputs = batch.inputs(module)
@@ -184,7 +224,7 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return gap / size if gap == gap else float("inf")  # noqa: PLR0124 - not a number
 
 
-def is_meaningful(net: Net, batch: Batch, results: Results) -> bool:
+def is_meaningful(net: Definition, batch: Any, results: Results) -> bool:
     """Whether results are finite and follow the inputs smoothly, so that the last digits of a value cannot decide."""
     tensors = [tensor for tensor in results.all.values() if tensor.numel()]
     if not all(bool(tensor.isfinite().all()) and tensor.abs().max() < 1e6 for tensor in tensors):
@@ -194,16 +234,11 @@ def is_meaningful(net: Net, batch: Batch, results: Results) -> bool:
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return tensor + NUDGE * torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
 
-    near = replace(
-        batch,
-        x_BTF=moved(batch.x_BTF.detach()).requires_grad_(batch.x_BTF.requires_grad),
-        state=None if batch.state is None else [moved(part.detach()).requires_grad_() for part in batch.state],
-    )
     twin = copy.deepcopy(net)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.copy_(moved(parameter))
-    other = twin.by_definition(near)
+    other = twin.by_definition(batch.moved(moved))
     return all(difference(other.all[name], tensor) < 1e4 * NUDGE for name, tensor in results.all.items())
 
 

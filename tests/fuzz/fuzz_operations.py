@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import stretto
+
 LEAVES: Final = ("parameter", "frozen", "buffer", "constant")
 """Tensors the cell owns: settings are their sizes, values are drawn when the cell is made."""
 
@@ -68,6 +70,88 @@ class Spike(torch.autograd.Function):
         return gradients[0] / (1 + a * a)
 
 
+class Pair(torch.autograd.Function):
+    """Two results, saved by `setup_context`, with a gradient that is not theirs."""
+
+    @staticmethod
+    def forward(a: torch.Tensor, scale: float) -> Any:
+        """A square and a multiple."""
+        return a * a * scale, a * scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        """Keep the input and the number."""
+        ctx.save_for_backward(inputs[0])
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Something smooth."""
+        (a,) = ctx.saved_tensors
+        return (gradients[0] * torch.tanh(a) + 0.5 * gradients[1]) * ctx.scale, None
+
+
+def part_in_place(a: torch.Tensor) -> torch.Tensor:
+    """Parts and views of a copy, written in place."""
+    made = 0.5 * a
+    if a.dim() > 1:
+        last = made[..., -1]
+        made[..., 0] += 0.3
+        made[..., ::2].mul_(0.9)
+        made.flatten(1)[:, :1].add_(last.reshape(len(a), -1)[:, :1])
+        made[..., -1] = a[..., 0]
+    return made.add_(0.1)
+
+
+def _flat(a: torch.Tensor) -> torch.Tensor:
+    """All of a row, with no two elements alike."""
+    v = a.reshape(a.shape[0], -1)
+    return v + 0.013 * torch.arange(v.shape[1], dtype=a.dtype)
+
+
+def _as_wide(part: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """One number for each row, beside what it was made of."""
+    return part.reshape(-1, *[1] * (a.dim() - 1))
+
+
+def _matrix(v: torch.Tensor) -> torch.Tensor:
+    """A positive definite matrix of each row."""
+    s = torch.tanh(v.mean(1))
+    return torch.stack([s + 3.0, s, s, s * s + 2.0], 1).view(-1, 2, 2)
+
+
+def places_of_rows(a: torch.Tensor) -> torch.Tensor:
+    """Elements of each row by the number of the row and theirs, in reverse."""
+    v = a.reshape(a.shape[0], -1)
+    return v[torch.arange(len(v))[:, None], torch.arange(v.shape[1] - 1, -1, -1)].view_as(a)
+
+
+def put_into_rows(a: torch.Tensor) -> torch.Tensor:
+    """An element of each row, chosen by the row, is replaced."""
+    v = _flat(a).clone()
+    v[torch.arange(len(v)), v.detach().argmax(1)] = 0.5 * v[:, -1]
+    return v.view(a.shape)
+
+
+def beside_rows(a: torch.Tensor) -> torch.Tensor:
+    """Features and rows in one dimension, as graph convolutions have them."""
+    v = a.reshape(a.shape[0], -1)
+    m = v.t().reshape(1, -1)
+    return torch.cat([m, 0.5 * m], 0).sum(0).reshape(v.shape[1], -1).t().reshape(a.shape)
+
+
+def looked_up(a: torch.Tensor) -> torch.Tensor:
+    """A table, read at a place that the row chooses."""
+    place = (a.reshape(a.shape[0], -1).sum(1) > 0.1).long()
+    return a * _as_wide(functional.embedding(place, torch.tensor([[0.5], [1.5]], dtype=a.dtype)), a)
+
+
+def convolved(a: torch.Tensor) -> torch.Tensor:
+    """A small convolution along the row."""
+    kernel = torch.tensor([[[0.2, 0.5, 0.3]]], dtype=a.dtype)
+    return functional.conv1d(a.reshape(a.shape[0], 1, -1), kernel, padding=1).view(a.shape)
+
+
 def without_gradient(a: torch.Tensor) -> torch.Tensor:
     """A gate that gradients do not pass."""
     with torch.no_grad():
@@ -77,7 +161,8 @@ def without_gradient(a: torch.Tensor) -> torch.Tensor:
 
 EXOTIC_UNARY: Final[dict[str, Callable[..., Any]]] = {
     "selu": functional.selu,
-    "celu": lambda a: functional.celu(a, 0.8),
+    # Torch's own derivative rounds the number to single precision.
+    "celu": lambda a: functional.celu(a, 0.75),
     "mish": functional.mish,
     "relu6": lambda a: functional.relu6(a + 3.0),
     # Torch's own derivative has a sixth in single precision, whatever the numbers are in.
@@ -103,6 +188,36 @@ EXOTIC_UNARY: Final[dict[str, Callable[..., Any]]] = {
     "nan_to_num": torch.nan_to_num,
     "no_grad": without_gradient,
     "spike": lambda a: a + Spike.apply(a),  # type: ignore[no-untyped-call]
+    "pair": lambda a: sum(Pair.apply(a, 0.4)),  # type: ignore[no-untyped-call]
+    "cosh": lambda a: torch.cosh(a.clamp(-1, 1)),
+    "tan": lambda a: torch.tan(a.clamp(-1, 1)),
+    "asin": lambda a: torch.asin(0.8 * torch.tanh(a)),
+    "acos": lambda a: torch.acos(0.8 * torch.tanh(a)),
+    "acosh": lambda a: torch.acosh(a * a + 1.5),
+    "atanh": lambda a: torch.atanh(0.8 * torch.tanh(a)),
+    "erfc": torch.erfc,
+    "log10": lambda a: torch.log10(a.abs() + 0.5),
+    "fmod": lambda a: a + 0.1 * torch.fmod(3 * a, 1.3),
+    "finite": lambda a: torch.where(torch.isfinite(a) & ~torch.isinf(a), a, 0.0),
+    "row_second": lambda a: (0.5 * a.unsqueeze(0)).squeeze(0) + a[None].transpose(0, 1)[:, 0],
+    "part_in_place": part_in_place,
+    "places_of_rows": places_of_rows,
+    "put_into_rows": put_into_rows,
+    "beside_rows": beside_rows,
+    "looked_up": looked_up,
+    "convolved": convolved,
+    "pooled": lambda a: functional.avg_pool1d(a.reshape(a.shape[0], 1, -1), 3, 1, 1).view(a.shape),
+    "distances": lambda a: torch.cdist(_flat(a)[..., None], _flat(a)[..., None] + 9.0).mean(-1).view(a.shape),
+    "number_of_its_own": lambda a: a * torch.tensor(0.7, dtype=a.dtype) + torch.as_tensor(0.1).to(a.dtype),
+    "solved": lambda a: (
+        a + _as_wide(torch.linalg.solve(_matrix(_flat(a)), _flat(a).mean(1).view(-1, 1, 1).expand(-1, 2, 1))[:, 0], a)
+    ),
+    "log_determinant": lambda a: a * 0.3 + 0.1 * _as_wide(torch.logdet(_matrix(_flat(a))), a),
+    "cholesky": lambda a: a * 0.3 + 0.1 * _as_wide(torch.linalg.cholesky(_matrix(_flat(a)))[:, 1, 0], a),
+    "median": lambda a: 0.5 * a + 0.2 * _as_wide(_flat(a).median(1).values, a),
+    "largest": lambda a: 0.5 * a + 0.2 * _as_wide(_flat(a).topk(1).values, a),
+    "cummax": lambda a: 0.3 * _flat(a).cummax(1).values.view(a.shape),
+    "straight_through": lambda a: 0.5 * a + stretto.straight_through(a > 0.1, torch.sigmoid(a)),
     "in_place": lambda a: (0.5 * a).add_(0.2).mul_(0.9),
     "in_place_relu": lambda a: functional.relu(a + 0.1, inplace=True),
     "sum_of_all_features": lambda a: 0.2 * a.reshape(a.shape[0], -1).sum(1).view(-1, *[1] * (a.dim() - 1)) + 0.5 * a,
@@ -212,11 +327,28 @@ PRODUCT: Final[dict[str, Callable[..., Any]]] = {
     "read_out": lambda weights, values: torch.bmm(weights.unsqueeze(1), values).squeeze(1),
     "outer": lambda a, b: a.unsqueeze(-1) * b.unsqueeze(-2),
     "dot": lambda a, b: (a * b).sum(-1, keepdim=True),
-}
-
-EXOTIC_PRODUCT: Final[dict[str, Callable[..., Any]]] = {
     "einsum": lambda keys, query: torch.einsum("bmd,bd->bm", keys, query),
     "batched": lambda keys, query: (keys @ query.unsqueeze(-1)).squeeze(-1),
+}
+
+HEADS: Final[dict[str, Callable[..., Any]]] = {
+    "heads_einsum": lambda a, weight: torch.einsum("bnd,nde->bne", a, weight),
+    "heads_bmm": lambda a, weight: torch.bmm(a.transpose(0, 1), weight).transpose(0, 1),
+    "heads_matmul": lambda a, weight: (a.unsqueeze(-2) @ weight).squeeze(-2),
+    "heads_left": lambda a, weight: (weight.mT @ a.unsqueeze(-1)).squeeze(-1),
+    "mixed_heads": lambda a, weight: torch.einsum("nde,bnd->bde", weight, a),
+}
+"""Each of some rows (n, d) by a matrix of its own (n, d, e)."""
+
+ELSEWHERE: Final[dict[str, Callable[..., Any]]] = {
+    "leading_one": lambda a: functional.softplus(a[None] - 0.1)[0],
+    "stacked_first": lambda a: torch.stack([a, a * a]).softmax(0)[1],
+    "turned_and_back": lambda a: 0.5 * torch.tanh(a.transpose(0, -1)).transpose(0, -1),
+    "joined_first": lambda a: torch.cat([a[None], a[None] * 0.5]).sum(0),
+}
+"""The rows are in another dimension than the first for a while."""
+
+EXOTIC_PRODUCT: Final[dict[str, Callable[..., Any]]] = {
     "rms_norm": lambda a: functional.rms_norm(a, a.shape[-1:], eps=0.1),
     "glu": lambda a: functional.glu(a, -1),
     "cosine": lambda a, b: functional.cosine_similarity(a, b + 0.1, dim=-1).unsqueeze(-1),
@@ -265,6 +397,8 @@ RUN: Final[dict[str, Callable[..., Any]]] = {
     **REDUCTION,
     **OVER,
     **PRODUCT,
+    **HEADS,
+    **ELSEWHERE,
     **CHOICE,
     **ROWS,
     **EXOTIC,

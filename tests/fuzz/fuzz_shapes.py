@@ -1,6 +1,6 @@
 """Random views, reductions and products of rows: each function writes a few lines of a recipe."""
 
-from fuzz_operations import EXOTIC_REDUCTION, EXOTIC_SHAPE, OVER, REDUCTION
+from fuzz_operations import ELSEWHERE, EXOTIC_REDUCTION, EXOTIC_SHAPE, HEADS, OVER, REDUCTION
 from fuzz_writer import LARGEST, ROWS, Register, Writer
 
 
@@ -159,9 +159,27 @@ def batched(w: Writer) -> None:
     elif kind == "read_out" and weights is not None:
         w.add("read_out", weights, matrix)
     elif query is not None:
-        scores = w.add(w.one_of(("attend", *(("einsum", "batched") if w.exotic else ()))), matrix, query)
+        scores = w.add(w.one_of(("attend", "einsum", "batched")), matrix, query)
         if kind == "attention":
             w.add("read_out", w.add("softmax", scores, settings=(-1,)), matrix)
+
+
+def heads(w: Writer) -> None:
+    """A matrix for each part of a row."""
+    one = w.pick_rows(2)
+    if one is None:
+        vector = _shaped(w)
+        count = w[vector].example.numel() // ROWS
+        first = w.one_of(divisor for divisor in (2, 3, 1) if count % divisor == 0)
+        one = w.add("view", vector, settings=(first, count // first))
+    number, size = w[one].sizes
+    columns = w.number(1, min(4, LARGEST // max(number, size)))
+    w.add(w.one_of(HEADS), one, w.add("parameter", settings=(number, size, columns)))
+
+
+def elsewhere(w: Writer) -> None:
+    """Rows that are not first for a while."""
+    w.add(w.one_of(ELSEWHERE), _shaped(w))
 
 
 def exotic(w: Writer) -> None:

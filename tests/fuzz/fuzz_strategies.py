@@ -51,6 +51,8 @@ KINDS: Final = (
     *[shapes.reduction] * 2,
     *[shapes.over] * 2,
     *[shapes.batched] * 2,
+    *[shapes.heads] * 2,
+    shapes.elsewhere,
     shapes.layer_norm,
     shapes.stack,
     pointwise.comparison,
@@ -66,14 +68,20 @@ _sizes: st.SearchStrategy[Sizes] = st.one_of(_vectors, _vectors, _vectors, _matr
 
 @st.composite
 def recipes(
-    draw: Draw, *, exotic: bool = False, shortest: int = 0, longest: int = 12, width: int | None = None
+    draw: Draw,
+    *,
+    exotic: bool = False,
+    shortest: int = 0,
+    longest: int = 12,
+    width: int | None = None,
+    fewest_states: int = 1,
 ) -> Recipe:
     """Cells, with operators that no code is generated for if `exotic`; writing takes `shortest` to `longest` turns.
 
     With a `width`, input and output are vectors, and the input has that many features.
     """
     x: Sizes = draw(st.one_of(_vectors, _vectors, _matrices)) if width is None else (width,)
-    states = tuple(draw(st.lists(_sizes, min_size=1, max_size=4)))
+    states = tuple(draw(st.lists(_sizes, min_size=fewest_states, max_size=4)))
     w = Writer(draw, x, states, exotic=exotic)
     kinds = (*KINDS, *[shapes.exotic] * 4) if exotic else KINDS
     for _ in range(draw(st.integers(shortest, longest))):
@@ -154,5 +162,6 @@ def cases(draw: Draw) -> Case:
         strided=draw(st.sampled_from((False, False, True))),
         packed=draw(st.sampled_from((False, False, True))),
         weighted=draw(st.sampled_from((True, True, False))),
+        resets=draw(st.sampled_from((0.0, 0.0, 0.3, 1.0))),
         seed=draw(st.integers(0, 2**16)),
     )

@@ -27,7 +27,11 @@ saves: st.SearchStrategy[SaveChoice] = st.sampled_from(("auto", "states"))
 def _check_eager(recipe: Recipe, case: Case, save: SaveChoice, *, twice: bool = False) -> stretto.RNN:
     net = Net([recipe], seed=case.seed)
     batch = Batch.of(recipe, case, twice=twice)
-    wanted = net.by_definition(batch)
+    try:
+        wanted = net.by_definition(batch)
+    except RuntimeError as error:  # some operators are differentiated once only
+        assume(not (twice and "is not implemented" in str(error)))
+        raise
     assume(is_meaningful(net, batch, wanted))
     rnn = net.rnn("eager", save)
     found = by_stretto(rnn, net, batch)
@@ -51,7 +55,7 @@ def test_cells_of_rare_operators_agree_with_their_definition(recipe: Recipe, cas
 
 
 @fuzzed(10, share=0.3)
-@given(recipes(), cases(), saves)
+@given(st.one_of(recipes(), recipes(exotic=True, shortest=3)), cases(), saves)
 def test_gradients_can_be_differentiated_again(recipe: Recipe, case: Case, save: SaveChoice) -> None:
     _check_eager(recipe, case, save, twice=True)
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import stretto
 from stretto.errors import StrettoError
@@ -36,8 +38,9 @@ def x_TBF() -> torch.Tensor:
 
 @pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache without measurements, and a process that knows of none; compiled kernels are where they were."""
+    """A cache without measurements, a process that knows of none, and no other work; compiled kernels stay."""
     (tmp_path / "choices").mkdir(mode=0o700)
+    monkeypatch.setattr(choice, "_quiet_run", lambda run, **_: (run(), True))
     monkeypatch.setattr(choice, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(choice, "_known", {})
     return tmp_path / "choices"
@@ -105,6 +108,141 @@ def test_the_faster_one_may_change_with_the_length(
         layer = stretto.accelerate(nn.GRU(F, H).double())
         layer(torch.zeros(steps, B, F, dtype=torch.float64))
         assert _backend(layer) == faster
+
+
+LARGE_ROWS = 2048
+"""Rows of x_TBF that are more than `LARGE` bytes of gates."""
+
+
+@pytest.mark.parametrize(("short_speedup", "decides"), [(1.0, "large"), (0.2, "short"), (4.0, "short")])
+def test_large_batches_are_measured_as_they_are_where_short_runs_do_not_decide(
+    short_speedup: float, decides: str, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def time(kind: choice.Kind, runs: dict[str, Any]) -> tuple[dict[str, choice.Line], bool]:
+        asked.append(kind.large_steps)
+        speedup = 2.0 if kind.large_steps else short_speedup
+        return {"generated": choice.Line(0.0, 1.0), "torch": choice.Line(0.0, speedup)}, True
+
+    monkeypatch.setattr(choice, "_time", time)
+    layer = stretto.accelerate(nn.GRU(F, H).double())
+    large_TBF = torch.zeros(45, LARGE_ROWS, F, dtype=torch.float64)
+    with torch.no_grad():
+        layer(large_TBF[:2])
+        assert asked == [0], "a small batch is measured by short runs alone"
+        layer(large_TBF)
+        layer(large_TBF[:-1])
+    assert asked == ([0, 32] if decides == "large" else [0])
+    assert _backend(layer) == ("torch" if short_speedup < 1 else "cpp")
+    assert len(_measured(fresh_cache)) == len(asked)
+
+
+def test_a_measurement_that_other_work_disturbed_is_not_kept(
+    x_TBF: torch.Tensor, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "_quiet_run", lambda run, **_: (run(), False))
+    layer = stretto.accelerate(nn.GRU(F, H).double())
+    layer(x_TBF)
+    assert _measured(fresh_cache) == []
+    monkeypatch.setattr(choice, "_quiet_run", lambda run, **_: (run(), True))
+    monkeypatch.setattr(choice, "_known", {})
+    layer(x_TBF)
+    assert len(_measured(fresh_cache)) == 1
+
+
+def test_packed_batches_are_measured_as_ragged_as_they_are(x_TBF: torch.Tensor, fresh_cache: Path) -> None:
+    layer = stretto.accelerate(nn.GRU(F, H).double())
+    wanted = stretto.restore(copy.deepcopy(layer))
+    x_TBF = x_TBF.repeat(4, 1, 1)
+    number_of_kinds = [([20, 20, 20], 1), ([20, 12, 2], 2), ([20, 14, 1], 2), ([20, 19, 18], 3), ([16, 16, 16], 3)]
+    for lengths, kinds in number_of_kinds:
+        packed = pack_padded_sequence(x_TBF[: lengths[0]], torch.tensor(lengths))
+        found, expected = layer(packed)[1], wanted(packed)[1]
+        assert (found - expected).abs().max() <= 1e-10
+        assert len(_measured(fresh_cache)) == kinds, lengths
+
+
+@given(num_rows=st.integers(1, 40), fill=st.sampled_from([1.0, *choice.FILLS]))
+def test_the_measured_batch_is_as_ragged_as_its_kind(num_rows: int, fill: float) -> None:
+    kind = choice.Kind(
+        mode="GRU",
+        input_size=1,
+        hidden_size=1,
+        proj_size=0,
+        num_layers=1,
+        bidirectional=False,
+        bias=True,
+        dtype=torch.float64,
+        training=False,
+        input_gradient=False,
+        fill=fill,
+        num_rows=num_rows,
+        threads=1,
+    )
+    _, lengths_B = pad_packed_sequence(choice._input(kind, choice.LONG))
+    assert lengths_B.max() == choice.LONG
+    # A sum over places instead of an integral is off by one place at most, and whole steps by one step.
+    assert abs(lengths_B.double().mean() / choice.LONG - fill) <= 1.0 / num_rows + 1.0 / choice.LONG
+
+
+def test_the_gradient_of_the_input_makes_another_kind(x_TBF: torch.Tensor, fresh_cache: Path) -> None:
+    layer = stretto.accelerate(nn.GRU(F, H).double())
+    layer(x_TBF)
+    layer(x_TBF.requires_grad_())
+    assert len(_measured(fresh_cache)) == 2
+    with torch.no_grad():
+        layer(x_TBF)
+        layer(x_TBF.detach())
+    assert len(_measured(fresh_cache)) == 3
+
+
+def test_batches_left_to_torch_are_counted_and_right(
+    x_TBF: torch.Tensor, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = {"generated": choice.Line(1.0, 1.0), "torch": choice.Line(0.1, 0.1)}
+    monkeypatch.setattr(choice, "_time", lambda *_: (lines, True))
+    layer = stretto.accelerate(nn.GRU(F, H).double())
+    plain = stretto.restore(copy.deepcopy(layer))
+    for number in range(1, 6):
+        for batch in (x_TBF + number, x_TBF[:1] + number):
+            assert torch.equal(layer(batch)[0], plain(batch)[0])
+        (explained,) = stretto.explain(layer).layers
+        assert (explained.backend, explained.calls) == ("torch", 2 * number)
+    lines |= {"generated": choice.Line(0.01, 0.01)}
+    monkeypatch.setattr(choice, "_known", {})
+    for path in fresh_cache.iterdir():
+        path.unlink()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        layer(x_TBF)
+    finally:
+        torch.set_num_threads(threads)
+    (explained,) = stretto.explain(layer).layers
+    assert (explained.calls, explained.speedup) == (11, pytest.approx(10))
+
+
+def test_a_disturbed_measurement_is_told_without_its_number(
+    x_TBF: torch.Tensor, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = {"generated": choice.Line(1e-6, 1e-6), "torch": choice.Line(1.0, 1.0)}
+    monkeypatch.setattr(choice, "_time", lambda *_: (lines, False))
+    monkeypatch.setattr(choice, "_disturbed", set())
+    layer = stretto.accelerate(nn.GRU(F, H).double())
+    layer(x_TBF)
+    (explained,) = stretto.explain(layer).layers
+    assert explained.disturbed
+    assert "other work had the cores" in str(explained)
+    assert "times" not in str(explained)
+    assert not list(fresh_cache.iterdir())
+
+
+@pytest.mark.parametrize(("short", "long"), [(1.0, 2.0), (1.0, 9.0), (3.0, 1.0)])
+def test_a_line_goes_through_the_long_run_and_never_below_zero(short: float, long: float) -> None:
+    line = choice._line(short, long)
+    assert line.at(choice.LONG) == pytest.approx(long)
+    assert min(line.fixed, line.per_step) >= 0
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"generated": [1]}', '{"generated": ["x", 1], "torch": [1, 1]}'])

@@ -151,7 +151,10 @@ def test_nothing_recurrent_is_shown() -> None:
 def test_generated_code_makes_fewer_passes_than_operators() -> None:
     eager, compiled = _explained(cells.GRU(3, 4)), _explained(cells.GRU(3, 4), backend="auto")
     assert (compiled.backend, compiled.reason) == ("cpp", "")
-    assert compiled.backends == (("cpp", "taken"), ("eager", "cpp is taken first"), ("torch", "cpp is taken first"))
+    assert compiled.backends == (
+        ("cpp", "taken"),
+        *((name, "cpp is taken first") for name in ("triton", "cudagraph", "eager", "torch")),
+    )
     for name in ("forward_passes", "backward_passes"):
         assert 0 < compiled.counts[name] < eager.counts[name]
     same = set(compiled.counts) - {"forward_passes", "backward_passes"}
@@ -171,7 +174,7 @@ def test_every_backend_is_listed_with_a_reason(monkeypatch: pytest.MonkeyPatch) 
     assert dict(without.backends)["eager"] == "the cell as it is takes less time"
     assert "no-such-compiler" in without.reason
     for explained in (asked, without, solved):
-        assert [name for name, _ in explained.backends] == ["cpp", "eager", "torch"]
+        assert [name for name, _ in explained.backends] == ["cpp", "triton", "cudagraph", "eager", "torch"]
         assert dict(explained.backends)[explained.backend] == "taken"
         assert f"not cpp: {explained.reason}" in " ".join(str(explained).split())
         assert explained.backend in explained.svg()

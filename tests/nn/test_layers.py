@@ -1,4 +1,4 @@
-"""Features on a common scale, and several steps as one, against NumPy and naive loops.
+"""Dropout, features on a common scale, and several steps as one, against NumPy, torch and naive loops.
 
 Shape legend: B sequences, T steps, U stacked steps, F features, S steps of all sequences.
 """
@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from stretto.data import SequenceSet
-from stretto.nn import Standardise, layers, stack_steps, stacked_lengths
+from stretto.nn import Dropout, Standardise, layers, stack_steps, stacked_lengths
 
 
 def _set(features_SF: npt.NDArray[Any], lengths: list[int]) -> SequenceSet:
@@ -111,3 +112,63 @@ def test_lengths_count_a_last_group_that_is_not_full(lengths: list[int], factor:
     found_B = stacked_lengths(torch.tensor(lengths), factor=factor)
     assert found_B.dtype == torch.int64
     assert found_B.tolist() == [math.ceil(length / factor) for length in lengths]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shape=st.lists(st.integers(0, 9), min_size=0, max_size=3),
+    p=st.floats(0.001, 0.999) | st.sampled_from([0.0, 1.0]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
+    seed=st.integers(0, 2**32),
+    is_transposed=st.booleans(),
+)
+def test_dropout_keeps_or_clears_each_value_with_its_gradient(
+    *, shape: list[int], p: float, dtype: torch.dtype, seed: int, is_transposed: bool
+) -> None:
+    torch.manual_seed(seed)
+    x = torch.rand(shape, dtype=torch.float64).to(dtype) + 1
+    x = x.transpose(0, -1) if is_transposed and x.ndim else x
+    x.requires_grad_()
+    dropout = Dropout(p)
+    y = dropout(x)
+    assert y.dtype == dtype
+    assert not x.numel() or y.stride() == nn.functional.dropout(x, p).stride()
+    y.backward(torch.full_like(y, 2.0))
+    assert x.grad is not None
+    scale = 0.0 if p == 1.0 else 1.0 if p == 0.0 else 65536 / round((1 - p) * 65536)
+    kept = y != 0
+    torch.testing.assert_close(y, torch.where(kept, x * torch.tensor(scale, dtype=dtype), torch.zeros_like(x)))
+    torch.testing.assert_close(x.grad, 2 * kept * torch.tensor(scale, dtype=dtype))
+    torch.manual_seed(seed + 1)
+    once = dropout(x)
+    torch.manual_seed(seed + 1)
+    assert torch.equal(dropout(x), once)
+    assert dropout.eval()(x) is x
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.77])
+def test_dropout_clears_as_often_as_asked_wherever_a_value_is(p: float) -> None:
+    """In each of four places that share 64 bits, and whatever the value before was."""
+    torch.manual_seed(3)
+    kept_N = (Dropout(p)(torch.ones(400_000)) != 0).double()
+    allowed = 5 * math.sqrt(p * (1 - p) / 100_000)
+    assert (kept_N.view(-1, 4).mean(dim=0) - (1 - p)).abs().max() < allowed
+    for lag in (1, 2, 4):
+        assert abs(float((kept_N[lag:] * kept_N[:-lag]).mean()) - (1 - p) ** 2) < allowed
+    assert float(Dropout(p)(torch.ones(400_000)).mean()) == pytest.approx(1.0, abs=allowed / (1 - p))
+
+
+def test_dropout_is_torchs_where_tensors_stand_for_many_or_are_whole_numbers() -> None:
+    x_BF = torch.ones(5, 8)
+    torch.manual_seed(0)
+    found = torch.func.vmap(Dropout(0.5), randomness="different")(x_BF)
+    torch.manual_seed(0)
+    assert torch.equal(found, torch.func.vmap(nn.Dropout(0.5), randomness="different")(x_BF))
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.func.vmap(Dropout(0.5))(x_BF)
+    assert torch.autograd.gradgradcheck(
+        lambda x: (torch.manual_seed(0), Dropout(0.3)(x))[1] ** 2,
+        torch.rand(7, dtype=torch.float64, requires_grad=True),
+    )
+    with pytest.raises(ValueError, match="probability"):
+        Dropout(1.5)

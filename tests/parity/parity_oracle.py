@@ -100,7 +100,7 @@ def _leaves_of(batch: Batch, dtype: torch.dtype) -> Batch:
 
 def _result(y_BTO: torch.Tensor, finals: list[torch.Tensor], batch: Batch, cells: nn.Module) -> Result:
     values = {"y": y_BTO, **{f"final {index}": tensor for index, tensor in enumerate(finals)}}
-    inputs = {"x": batch.x_BTF}
+    inputs = {"x": batch.x_BTF} if batch.x_BTF.requires_grad else {}
     if batch.state is not None:
         inputs |= {f"state {i}": part for i, part in enumerate(flatten(batch.state)) if part.requires_grad}
     inputs |= {name: parameter for name, parameter in cells.named_parameters() if parameter.requires_grad}
@@ -110,7 +110,7 @@ def _result(y_BTO: torch.Tensor, finals: list[torch.Tensor], batch: Batch, cells
     for tensor in values.values():
         weight = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         if tensor.requires_grad:
-            total = total + (tensor * weight.to(tensor.dtype)).sum()
+            total = total + (tensor * weight.to(tensor)).sum()
     gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)
     if total.requires_grad:
         gradients = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)

@@ -252,6 +252,81 @@ class WritesInPlace(OneState):
         return sum_BH.mul_(0.5).tanh_()
 
 
+class WritesToParts(TwoStates):
+    """Parts of the state, and views of them, are written in place."""
+
+    def forward(self, x_t: torch.Tensor, state: Any) -> Any:
+        h_BH = self.new(x_t, state[0])
+        memory_BH = state[1].clone()
+        memory_BH[:, 0] = h_BH[:, 1]
+        memory_BH[:, 1::2] *= 0.5
+        memory_BH.view(-1, 1, H)[:, 0].add_(x_t[:, :1])
+        return h_BH + memory_BH, (h_BH, memory_BH.clamp_(-1, 1))
+
+
+class TorchInside(TwoStates):
+    """Torch's own cell and layer, which is called for one step, time first."""
+
+    def __init__(self, input_size: int = F) -> None:
+        super().__init__(input_size)
+        self.cell = nn.GRUCell(input_size, H)
+        self.layer = nn.LSTM(H, H)
+
+    def forward(self, x_t: torch.Tensor, state: Any) -> Any:
+        h_BH = self.cell(x_t, state[0])
+        y_1BH, (_, c_1BH) = self.layer(h_BH[None], (h_BH[None], state[1].unsqueeze(0)))
+        return y_1BH[0], (h_BH, c_1BH.squeeze(0))
+
+
+class Spike(torch.autograd.Function):
+    """A step with the derivative of something smoother."""
+
+    @staticmethod
+    def forward(ctx: Any, v_BH: torch.Tensor, slope: float) -> torch.Tensor:
+        """One where positive."""
+        ctx.save_for_backward(v_BH)
+        ctx.slope = slope
+        return (v_BH > 0).to(v_BH.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """That of a fast sigmoid."""
+        (v_BH,) = ctx.saved_tensors
+        return gradients[0] / (1 + ctx.slope * v_BH.abs()) ** 2, None
+
+
+class Outer(torch.autograd.Function):
+    """Two results, saved by `setup_context`, with gradients that are not those of what is computed."""
+
+    @staticmethod
+    def forward(a_BH: torch.Tensor, b_BH: torch.Tensor) -> Any:
+        """A product and a sum."""
+        return a_BH * b_BH, a_BH + b_BH
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        """Keep the factors."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Thrice the first product's, and half of the sum's."""
+        a_BH, b_BH = ctx.saved_tensors
+        product, total = gradients
+        return 3 * product * b_BH + total if ctx.needs_input_grad[0] else None, product * a_BH + 0.5 * total
+
+
+class Spiking(TwoStates):
+    """Gradients of its own, inside the loop and on the input."""
+
+    def forward(self, x_t: torch.Tensor, state: Any) -> Any:
+        v_BH = 0.9 * state[0] + self.new(Spike.apply(x_t, 1.0), state[1])  # type: ignore[no-untyped-call]
+        spike_BH: torch.Tensor = Spike.apply(v_BH - 0.1, 2.0)  # type: ignore[no-untyped-call]
+        product_BH, sum_BH = Outer.apply(spike_BH, v_BH)  # type: ignore[no-untyped-call]
+        spike_BH = stretto.straight_through(spike_BH > 0.5, torch.sigmoid(spike_BH + v_BH))
+        return spike_BH + product_BH, (v_BH * (1 - spike_BH), 0.3 * sum_BH)
+
+
 class Concatenated(OneState):
     """One product of the input and the state side by side."""
 
@@ -344,38 +419,24 @@ class Centred(OneState):
         return h_BH - h_BH.mean(dim=0), h_BH
 
 
-class OverwritesState(TwoStates):
-    """Writes into the state that it was given."""
-
-    def forward(self, x_t: torch.Tensor, state: Any) -> Any:
-        h_BH = self.new(x_t, state[0])
-        memory_BH = state[1].clone()
-        memory_BH[:, 0] = h_BH[:, 1]
-        return h_BH + memory_BH, (h_BH, memory_BH)
-
-
 class Sorted(OneState):
-    """An operator that no code is generated for."""
+    """Units in order."""
 
     def forward(self, x_t: torch.Tensor, state: Any) -> Any:
         h_BH = torch.sort(self.new(x_t, state), dim=1).values
         return h_BH, h_BH
 
 
-class Gamma(OneState):
+class Bessel(OneState):
     """An operator within a row that no code is generated for."""
 
     def forward(self, x_t: torch.Tensor, state: Any) -> Any:
-        h_BH = torch.lgamma(2 + self.new(x_t, state))
+        h_BH = torch.special.i0e(2 + self.new(x_t, state))
         return h_BH, h_BH
 
 
 ODD: dict[type[Cell], tuple[str, str]] = {
-    Counting: ("torch", "int64"),
-    Switch: ("torch", "bool"),
-    Gamma: ("torch", "lgamma"),
-    Sorted: ("torch", "rows of the batch"),
-    OverwritesState: ("torch", "in place"),
+    Bessel: ("torch", "i0e"),
     Branching: ("torch", "depends on the data"),
     BatchNormed: ("torch", "batch"),
     Centred: ("torch", "mixes the rows"),

@@ -49,6 +49,7 @@ OWN: list[type[Cell]] = [
     kind
     for _, kind in sorted(vars(parity_own_cells).items())
     if isinstance(kind, type)
+    and issubclass(kind, Cell)
     and kind.__module__ == parity_own_cells.__name__
     and kind not in {*ODD, OneState, parity_own_cells.TwoStates, Noisy}
 ]

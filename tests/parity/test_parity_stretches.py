@@ -24,8 +24,8 @@ from parity_own_cells import (
     DelayLine,
     LearnedStart,
     Noisy,
-    OverwritesState,
     Stateless,
+    WritesToParts,
     own_layer,
 )
 
@@ -56,7 +56,7 @@ def test_stretches_both_ways_in_layers() -> None:
     assert_parity(rnn, drawn(rnn, T=100, B=len(LENGTHS), lengths=LENGTHS, given=True), kernels=["cpp"])
 
 
-@pytest.mark.parametrize("cell", [ConstantState, Counting, DelayLine, LearnedStart, OverwritesState, Stateless])
+@pytest.mark.parametrize("cell", [ConstantState, Counting, DelayLine, LearnedStart, Stateless, WritesToParts])
 def test_stretches_of_own_cells(cell: type[Cell]) -> None:
     rnn = own_layer(cell, save="states")
     assert_parity(rnn, drawn(rnn, T=100, B=len(LENGTHS), lengths=LENGTHS, given=True), kernels=["auto"])

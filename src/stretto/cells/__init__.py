@@ -4,7 +4,7 @@ from stretto.cells.cell import AbstractGatedCell, Cell, State
 from stretto.cells.elman import Clockwork, Elman, IndRNN
 from stretto.cells.gru import GRU, AttentionCell, ImplicitGRU, LayerNormGRU, LiGRU, MinimalGatedUnit
 from stretto.cells.lstm import LSTM, CoupledLSTM, LayerNormLSTM, MultiplicativeLSTM, PeepholeLSTM, ProjectedLSTM
-from stretto.cells.torch_weights import cell_from, load_layer, store_layer
+from stretto.cells.torch_weights import cell_from, load_layer, matching_cell, step_of_torch, store_layer
 from stretto.cells.wrappers import RecurrentDropout, Zoneout
 
 __all__ = [
@@ -30,5 +30,7 @@ __all__ = [
     "Zoneout",
     "cell_from",
     "load_layer",
+    "matching_cell",
+    "step_of_torch",
     "store_layer",
 ]

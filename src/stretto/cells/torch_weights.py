@@ -1,7 +1,7 @@
 """Weights from and to the recurrent modules of torch."""
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
@@ -12,38 +12,89 @@ from stretto.cells.gru import GRU
 from stretto.cells.lstm import LSTM, ProjectedLSTM
 from stretto.errors import StrettoError
 
+StepFunction: TypeAlias = Callable[[torch.Tensor, Any], tuple[torch.Tensor, Any]]
 WEIGHT_NAMES: Final = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
-def cell_from(module: nn.Module) -> Cell:
-    """The cell of Stretto that matches a cell of torch and shares its parameters: training one trains the other.
+def cell_from(module: nn.Module, *, layer: int = 0, reverse: bool = False) -> Cell:
+    """The cell of Stretto that matches a cell, or a layer, of torch and shares its parameters: training one trains the
+    other, and `state_dict` and optimiser of the original go on as they were.
 
     Args:
-        module: A `torch.nn.RNNCell`, `GRUCell` or `LSTMCell`.
+        module: A `torch.nn.RNNCell`, `GRUCell` or `LSTMCell`, or a `torch.nn.RNN`, `GRU` or `LSTM`.
+        layer: Which of its layers.
+        reverse: Whether to take the backward direction of a bidirectional one.
 
     Raises:
-        StrettoError: The module is anything else, a subclass included, or its weights are not plain parameters.
+        StrettoError: The module is anything else, a subclass included, it has no such layer, or its weights are not
+            plain parameters.
     """
     # A subclass may compute something else, so only torch's own classes match.
-    if not isinstance(module, nn.RNNCellBase) or type(module) not in (nn.RNNCell, nn.GRUCell, nn.LSTMCell):
+    is_layer = type(module) in (nn.RNN, nn.GRU, nn.LSTM)
+    if not is_layer and type(module) not in (nn.RNNCell, nn.GRUCell, nn.LSTMCell):
         raise StrettoError(
             f"{type(module).__name__} has no matching cell",
-            fix="Give a torch.nn.RNNCell, GRUCell or LSTMCell, not a subclass; for layers see "
-            "stretto.cells.load_layer.",
+            fix="Give a torch.nn.RNNCell, GRUCell, LSTMCell, RNN, GRU or LSTM, not a subclass.",
         )
-    kind, options = _matching_cell(module)
+    assert isinstance(module, (nn.RNNCellBase, nn.RNNBase))
+    suffix = _suffix(layer, reverse=reverse) if is_layer else ""
+    if not hasattr(module, f"weight_ih{suffix}") or (not is_layer and (layer or reverse)):
+        raise _no_layer(module, layer, reverse=reverse)
+    parameters = {name: getattr(module, name + suffix, None) for name in (*WEIGHT_NAMES, "weight_hr")}
+    kind, options = matching_cell(module)
+    sizes = {"proj_size": module.proj_size} if kind is ProjectedLSTM else {}
+    width = getattr(module, f"weight_ih{suffix}").shape[1]
     # These parameters are replaced below, so spend neither memory nor random numbers on them.
     with torch.device("meta"):
-        cell: Cell = kind(module.input_size, module.hidden_size, bias=module.bias, **options)
-    for name in WEIGHT_NAMES:
-        parameter = getattr(module, name)
+        cell: Cell = kind(width, module.hidden_size, bias=module.bias, **options, **sizes)
+    for name, parameter in parameters.items():
         if parameter is not None and not isinstance(parameter, nn.Parameter):
             raise StrettoError(
-                f"{name} of the {type(module).__name__} is computed from other tensors and cannot be shared",
+                f"{name}{suffix} of the {type(module).__name__} is computed from other tensors and cannot be shared",
                 fix="Remove its parametrisation, weight norm or pruning first.",
             )
-        setattr(cell, name, parameter)
+        if parameter is not None or name in WEIGHT_NAMES:
+            setattr(cell, name, parameter)
     return cell.train(module.training)
+
+
+def step_of_torch(cell: nn.Module) -> StepFunction | None:
+    """One step of a cell by PyTorch's function for it, which takes less time than the cell's own operators.
+
+    None for cells that have none, and for those that somebody has changed: by a subclass, hooks or computed weights.
+    """
+    find = _STEPS_OF_TORCH.get(type(cell))
+    if find is None or "forward" in cell.__dict__ or cell._forward_hooks or cell._forward_pre_hooks:
+        return None
+    return find(cell)
+
+
+def _step_elman(cell: Elman) -> StepFunction:
+    run = torch.rnn_relu_cell if cell.nonlinearity == "relu" else torch.rnn_tanh_cell
+    return lambda x, state: (_gates(run, cell, x, state),) * 2
+
+
+def _step_gru(cell: GRU) -> StepFunction | None:
+    return (lambda x, state: (_gates(torch.gru_cell, cell, x, state),) * 2) if cell.reset == "after" else None
+
+
+def _step_lstm(cell: LSTM) -> StepFunction:
+    def step(x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        after = _gates(torch.lstm_cell, cell, x, state)
+        return after[0], after
+
+    return step
+
+
+def _gates(run: Any, cell: Any, x: torch.Tensor, state: Any) -> Any:
+    return run(x, state, cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh)
+
+
+_STEPS_OF_TORCH: Final[dict[type, Callable[[Any], StepFunction | None]]] = {
+    Elman: _step_elman,
+    GRU: _step_gru,
+    LSTM: _step_lstm,
+}
 
 
 def load_layer(cell: Cell, module: nn.Module, *, layer: int = 0, reverse: bool = False) -> None:
@@ -80,7 +131,7 @@ def store_layer(cell: Cell, module: nn.Module, *, layer: int = 0, reverse: bool 
             outside.copy_(inside)
 
 
-def _matching_cell(module: nn.Module) -> tuple[Any, dict[str, str]]:
+def matching_cell(module: nn.Module) -> tuple[Any, dict[str, str]]:
     """The class that does a step of a module of torch, and the option that decides what it computes."""
     if isinstance(module, (nn.RNN, nn.RNNCell)):
         return Elman, {"nonlinearity": module.nonlinearity}
@@ -99,21 +150,18 @@ def _pairs(cell: Cell, module: nn.Module, *, layer: int, reverse: bool) -> list[
         raise StrettoError(
             f"{type(module).__name__} has no layers of recurrent weights", fix="Give a torch.nn.RNN, GRU or LSTM."
         )
-    kind, options = _matching_cell(module)
+    kind, options = matching_cell(module)
     given = {name: str(getattr(cell, name)) for name in ("nonlinearity", "reset") if hasattr(cell, name)}
     if type(cell) is not kind or given != options:
         raise StrettoError(
             f"{_describe(type(cell), given)} does not compute what a layer of {type(module).__name__} does",
             fix=f"Use {_describe(kind, options)}; for a wrapped cell, give its .cell.",
         )
-    suffix = f"_l{layer}{'_reverse' if reverse else ''}"
+    suffix = _suffix(layer, reverse=reverse)
     inside = dict(cell.named_parameters())
     outside = {name[: -len(suffix)]: value for name, value in module.named_parameters() if name.endswith(suffix)}
     if not outside:
-        raise StrettoError(
-            f"{module} has no layer {layer}{' in reverse' if reverse else ''}",
-            fix="Count layers from 0, and ask for reverse only if the module is bidirectional.",
-        )
+        raise _no_layer(module, layer, reverse=reverse)
     here, there = _describe_sizes(inside), _describe_sizes(outside)
     if here != there:
         raise StrettoError(
@@ -121,6 +169,17 @@ def _pairs(cell: Cell, module: nn.Module, *, layer: int, reverse: bool) -> list[
             fix="Make the cell with the sizes, the bias and the dtype of that layer.",
         )
     return [(inside[name], outside[name]) for name in inside]
+
+
+def _suffix(layer: int, *, reverse: bool) -> str:
+    return f"_l{layer}{'_reverse' if reverse else ''}"
+
+
+def _no_layer(module: nn.Module, layer: int, *, reverse: bool) -> StrettoError:
+    return StrettoError(
+        f"{module} has no layer {layer}{' in reverse' if reverse else ''}",
+        fix="Count layers from 0, and ask for reverse only if the module is bidirectional.",
+    )
 
 
 def _describe_sizes(parameters: dict[str, nn.Parameter]) -> str:

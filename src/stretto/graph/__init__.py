@@ -2,6 +2,9 @@
 
 node, operators          what a graph is made of, and what is known about PyTorch's operators
 trace                    a cell -> StepGraph
+memory, equations, decompose, custom_gradient
+                         what the trace makes of writes in place, of torch's own cells, of operators that are made of
+                         simpler ones, and of functions with a gradient of their own
 rewrite, analyse         StepGraph -> Plan: what is computed once, hoisted, in a loop, or sunk
 adjoint                  Loop -> Body: the loop with its backward step, and what is deferred
 summary, draw            a plan in numbers and as a picture
@@ -10,6 +13,7 @@ network                  `stretto.Graph`: layers and connections with delays, as
 
 from stretto.graph.adjoint import Body, Kind, derive
 from stretto.graph.analyse import Loop, Plan, Stage, analyse
+from stretto.graph.custom_gradient import straight_through
 from stretto.graph.draw import document, draw
 from stretto.graph.network import (
     ACTIVATIONS,
@@ -24,8 +28,9 @@ from stretto.graph.network import (
 )
 from stretto.graph.node import BatchDim, Node, concrete_shape, evaluate, run, topological_sort
 from stretto.graph.operators import is_random, is_view
+from stretto.graph.rewrite import widen
 from stretto.graph.summary import LoopSummary, Operator, Product, Summary, format_shape
-from stretto.graph.trace import Untraceable, call_cell, check_outputs, constant_fill, trace
+from stretto.graph.trace import Untraceable, constant_fill, trace
 
 __all__ = [
     "ACTIVATIONS",
@@ -46,8 +51,6 @@ __all__ = [
     "Summary",
     "Untraceable",
     "analyse",
-    "call_cell",
-    "check_outputs",
     "concrete_shape",
     "constant_fill",
     "delayed_graph",
@@ -61,7 +64,9 @@ __all__ = [
     "lstm_graph",
     "peephole_lstm_graph",
     "run",
+    "straight_through",
     "topological_sort",
     "trace",
     "two_loop_graph",
+    "widen",
 ]

@@ -29,9 +29,11 @@ import networkx as nx
 import torch
 
 from stretto.graph.analyse import Loop
+from stretto.graph.custom_gradient import CustomGradient
 from stretto.graph.node import Node, concrete_shape, evaluate, needed_for
-from stretto.graph.operators import DECOMPOSED, EXPENSIVE, is_view, why_not_rowwise
-from stretto.graph.trace import StepGraph, Untraceable, record
+from stretto.graph.operators import DECOMPOSED, EXPENSIVE, is_view, uses_number_of_rows, why_not_rowwise
+from stretto.graph.rows import rows_first
+from stretto.graph.trace import Functions, StepGraph, Untraceable, record
 
 
 class Kind(str, Enum):
@@ -68,6 +70,10 @@ class Body:
     saved: list[Node] = field(default_factory=list)  # stored for the backward pass, which computes all else again
     to_deferred: list[Node] = field(default_factory=list)  # values of the backward loop that deferred operators read
 
+    under_autograd: "Body | None" = (
+        None  # the step as it was called, where some of its operators have their own gradient
+    )
+
     _by_kind: dict[Kind, list[Port]] = field(default_factory=dict, repr=False)
 
     def ports_of(self, kind: Kind) -> list[Port]:
@@ -86,11 +92,16 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
     sources = [(Kind.STATE, graph.states[index]) for index in loop.states]
     sources += [(Kind.PER_STEP, node) for node in loop.per_step]
     sources += [(Kind.WEIGHT, node) for node in loop.weights]
-    sources += [(Kind.CONSTANT, graph.states[index]) for index in loop.constants_per_row]
-    try:
-        recording, found = record(partial(_run_both_ways, graph, loop, [node for _, node in sources]))
-    except RuntimeError as error:
-        raise Untraceable(f"the loop could not be differentiated: {error}") from error
+    sources += [(Kind.CONSTANT, node) for node in loop.constants]
+    # Zeros are places that every table has, but nothing that an integer can be divided by.
+    for fill in (0, 1):
+        run = partial(_run_both_ways, graph, loop, [node for _, node in sources], fill=fill)
+        try:
+            recording, found = record(run)
+            break
+        except RuntimeError as error:
+            if fill or "ZeroDivisionError" not in str(error):
+                raise Untraceable(f"the loop could not be differentiated: {error}") from error
     ports = [
         Port(kind, source, node, gradient)
         for (kind, source), node, gradient in zip(sources, found["inputs"], found["gradients"], strict=True)
@@ -103,16 +114,28 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
         state_gradients=found["cotangents"][:count],
         output_gradients=found["cotangents"][count:],
     )
-    return _take_apart(recording.nodes, body)
+    if any(isinstance(node.op, CustomGradient) for node in loop.nodes):
+        # What was recorded here has their forwards operator by operator: autograd would differentiate those.
+        body.under_autograd = Body(
+            ports=[Port(kind, source, source, None) for kind, source in sources],
+            next_states=[graph.next_states[index] for index in loop.states],
+            outputs=list(loop.outputs),
+            state_gradients=[],
+            output_gradients=[],
+            forward=list(loop.nodes),
+        )
+    return _take_apart(rows_first(recording.nodes), body)
 
 
-def _run_both_ways(graph: StepGraph, loop: Loop, sources: list[Node], recorder: Any, rows: int) -> dict[str, Any]:
+def _run_both_ways(
+    graph: StepGraph, loop: Loop, sources: list[Node], recorder: Any, rows: int, *, fill: int
+) -> dict[str, Any]:
     """Run the loop's step and its gradient; the nodes of its inputs and outputs, and of the gradients of both."""
     outputs = [*(graph.next_states[index] for index in loop.states), *loop.outputs]
     device = next((tensor.device for tensor in graph.constants.values()), torch.device("cpu"))
 
     def example(node: Node) -> torch.Tensor:
-        return torch.zeros(concrete_shape(node.shape, rows), dtype=node.dtype, device=device)
+        return torch.full(concrete_shape(node.shape, rows), fill, dtype=node.dtype, device=device)
 
     inputs = [example(source) for source in sources]
     cotangents = [example(node) for node in outputs]
@@ -122,7 +145,7 @@ def _run_both_ways(graph: StepGraph, loop: Loop, sources: list[Node], recorder: 
     }
     for tensor in inputs:
         tensor.requires_grad_(tensor.is_floating_point())
-    with recorder:
+    with recorder, Functions():
         values = dict(zip(sources, inputs, strict=True))
         values.update((node, tensor) for node, tensor in graph.constants.items() if node not in values)
         for node in loop.nodes:
@@ -171,6 +194,9 @@ def _take_apart(nodes: list[Node], body: Body) -> Body:
     for node in deferred:
         if reason := _why_not_a_sum(node):
             raise Untraceable(reason)
+    for node in nodes:
+        if node in late and uses_number_of_rows(node):
+            raise Untraceable(f"the gradient is computed with {node.label}, which uses the number of rows")
     # Inputs, states and outputs are stored anyway, so the backward pass reads them for free.
     free = {port.node for port in body.ports} | set(outputs)
     read = {item for node in nodes if node in late and (node in in_loop or node in deferred) for item in node.inputs}
@@ -202,7 +228,9 @@ def _why_not_a_sum(node: Node) -> str | None:
     """
     if why_not_rowwise(node) is None or node.label in _SAME_ELEMENTS:
         return None
-    if node.label in {"mm", "sum", "embedding_dense_backward"} and not node.has_rows:
+    if node.label == "convolution_backward" and list(node.args[-1]) == [False, True, False]:
+        return None
+    if node.label in {"mm", "sum", "gradient_of_heads", "embedding_dense_backward"} and not node.has_rows:
         return None
     return f"the gradient of a weight is computed with {node.label}, which is not known to be a sum over rows"
 

@@ -26,9 +26,10 @@ from enum import Enum
 import networkx as nx
 
 from stretto.graph.node import Node, topological_sort
-from stretto.graph.operators import is_pointwise, is_random, is_view, why_not_rowwise
-from stretto.graph.rewrite import drop_unused, merge_products, split_products_of_concatenations
-from stretto.graph.trace import StepGraph, Untraceable
+from stretto.graph.operators import is_pointwise, is_random, is_view, uses_number_of_rows, why_not_rowwise
+from stretto.graph.rewrite import drop_unused, look_up_rows, merge_products, split_products_of_concatenations
+from stretto.graph.rows import rows_first
+from stretto.graph.trace import StepGraph, Untraceable, constant_fill
 
 
 class Stage(str, Enum):
@@ -49,7 +50,7 @@ class Loop:
         nodes: Its operators, in order.
         per_step: Values it reads that differ between steps.
         weights: Values it reads that are the same for all rows and steps.
-        constants_per_row: Indices of the parts of the state that it reads and that never change.
+        constants: Values it reads that are the same at every step, though not for every row.
         outputs: Values, other than next states, that are read outside.
         level: How many loops there are up to it, itself included.
     """
@@ -58,7 +59,7 @@ class Loop:
     nodes: list[Node]
     per_step: list[Node]
     weights: list[Node]
-    constants_per_row: list[int]
+    constants: list[Node]
     outputs: list[Node]
     level: int
 
@@ -74,6 +75,7 @@ class Plan:
             the next state had one step earlier.
         loops: Loops by level; those of one level do not depend on each other.
         constants_per_row: Indices of the parts of the state that never change.
+        per_row: Operators on these and on weights alone, in order: once for each sequence, as keys of a memory are.
         rewrites: What was rewritten, in words.
     """
 
@@ -82,6 +84,7 @@ class Plan:
     maps: list[list[Node]]
     loops: list[list[Loop]]
     constants_per_row: set[int]
+    per_row: list[Node]
     rewrites: list[str] = field(default_factory=list)
 
     @property
@@ -98,16 +101,21 @@ def analyse(graph: StepGraph) -> Plan:
     """Rewrite `graph` so that as much as possible can leave the loops, and give every operator its stage.
 
     Raises:
-        Untraceable: Something outside the loops mixes the rows of the batch, so steps cannot be laid out as rows.
+        Untraceable: Something outside the loops mixes the rows of the batch, so steps cannot be laid out as rows, or a
+            value is the number of rows, which is another one wherever steps are laid out as rows.
     """
     rewrites = _rewrite(graph)
+    if (node := next(filter(uses_number_of_rows, graph.nodes), None)) is not None:
+        name = "full" if node.op is constant_fill else node.label
+        raise Untraceable(f"{name} uses the number of rows")
     constants = {index for index, state in enumerate(graph.states) if state not in graph.changing}
     cycles = _cycles(graph)
     level = _levels(graph, cycles)
     cycle_of = {node: index for index, cycle in enumerate(cycles) for node in cycle}
     stage = _stages(graph, cycle_of, level)
     users = _users(graph)
-    loops = [_loop(graph, cycle, stage=stage, level=level, constants=constants, users=users) for cycle in cycles]
+    unchanging = _once_per_row(graph, constants, {node for node, when in stage.items() if when is Stage.ONCE})
+    loops = [_loop(graph, cycle, stage=stage, level=level, constants=unchanging, users=users) for cycle in cycles]
     depth = max([*level.values(), 0])
     by_level: list[list[Loop]] = [[] for _ in range(depth + 1)]
     for loop in sorted(loops, key=lambda loop: loop.states):
@@ -120,14 +128,26 @@ def analyse(graph: StepGraph) -> Plan:
         if stage.get(node) in {Stage.HOISTED, Stage.SUNK}:
             if reason := why_not_rowwise(node):
                 raise Untraceable(reason)
-            maps[level[node]].append(node)
-    _drop_unread_views(maps, loops, graph)
+            if node not in unchanging:
+                maps[level[node]].append(node)
+    per_row = [node for node in graph.nodes if node in unchanging and node.op is not None]
+    _drop_unread_views([per_row, *maps], loops, graph)
     maps = [_with_shifts(graph, nodes, cycle_of) for nodes in maps]
-    return Plan(graph=graph, stage=stage, maps=maps, loops=by_level, constants_per_row=constants, rewrites=rewrites)
+    return Plan(
+        graph=graph,
+        stage=stage,
+        maps=maps,
+        loops=by_level,
+        constants_per_row=constants,
+        per_row=per_row,
+        rewrites=rewrites,
+    )
 
 
 def _rewrite(graph: StepGraph) -> list[str]:
-    rewrites = []
+    rewrites = ["half precision computed in single precision"] if graph.narrow else []
+    look_up_rows(graph)
+    graph.nodes = rows_first(graph.nodes)
     if count := split_products_of_concatenations(graph):
         rewrites.append(f"{count} product(s) of a concatenation split, so that the input's part leaves the loop")
     drop_unused(graph)
@@ -198,6 +218,19 @@ def _weights_only(graph: StepGraph) -> set[Node]:
     return {node for node in graph.nodes if node not in varying}
 
 
+def _once_per_row(graph: StepGraph, constants: set[int], once: set[Node]) -> set[Node]:
+    """The parts of the state that never change, and what is computed row by row from them and from weights alone."""
+    found = {graph.states[index] for index in constants}
+    still = once | {node for node in graph.nodes if node.op is None and node is not graph.x} - set(graph.states)
+    for node in graph.nodes:
+        read = node.inputs
+        if any(item in found for item in read) and all(item in found or item in still for item in read):
+            is_per_row = node.has_rows or node.dtype is None
+            if is_per_row and not is_random(node) and why_not_rowwise(node) is None:
+                found.add(node)
+    return found
+
+
 def _feeding_loops(graph: StepGraph, cycle_of: dict[Node, int]) -> set[Node]:
     """Nodes outside of loops that a loop waits for."""
     feeding: set[Node] = set()
@@ -224,7 +257,7 @@ def _loop(
     *,
     stage: dict[Node, Stage],
     level: dict[Node, int],
-    constants: set[int],
+    constants: set[Node],
     users: dict[Node, list[Node]],
 ) -> Loop:
     states = [index for index, state in enumerate(graph.states) if state in cycle]
@@ -237,7 +270,6 @@ def _loop(
     nodes = [node for node in graph.nodes if node in inside]
     read = dict.fromkeys(item for node in nodes for item in node.inputs if item not in inside and item not in own)
     next_states = {graph.next_states[index] for index in states}
-    constant_nodes = {graph.states[index]: index for index in constants}
     varying = [node for node in read if node.has_rows or node is graph.x]
     emitted = [
         node
@@ -250,9 +282,9 @@ def _loop(
     return Loop(
         states=states,
         nodes=nodes,
-        per_step=[node for node in varying if stage.get(node) is not Stage.ONCE and node not in constant_nodes],
+        per_step=[node for node in varying if stage.get(node) is not Stage.ONCE and node not in constants],
         weights=[node for node in read if node not in varying],
-        constants_per_row=[constant_nodes[node] for node in read if node in constant_nodes],
+        constants=[node for node in read if node in constants],
         outputs=emitted,
         level=mine,
     )
@@ -282,7 +314,10 @@ def _absorb_results(
     mine: int,
     states: set[Node],
 ) -> None:
-    """Keep pointwise work on values of the loop, other than states, in it: sinking it would store those values."""
+    """Keep pointwise work on values of the loop in it, where it is part of a pass over the elements of a row.
+
+    Sinking it would store those values, and each operator would read and write all steps by itself.
+    """
     for node in graph.nodes:
         if stage.get(node) is not Stage.SUNK or level[node] != mine or node in inside:
             continue
@@ -293,7 +328,7 @@ def _absorb_results(
             item in inside or item in states or stage.get(item, Stage.ONCE) is not Stage.SUNK for item in read
         )
         own = all(item in inside or item in states or level[item] < mine for item in read)
-        if reachable and own and any(item in inside and item not in graph.next_states for item in read):
+        if reachable and own and any(item in inside for item in read):
             inside.add(node)
 
 
@@ -308,7 +343,9 @@ def _with_shifts(graph: StepGraph, nodes: list[Node], cycle_of: dict[Node, int])
 
 def _drop_unread_views(maps: list[list[Node]], loops: list[Loop], graph: StepGraph) -> None:
     """Views that loops have absorbed are not made outside as well."""
-    read = {graph.y, *graph.next_states} | {node for loop in loops for node in [*loop.per_step, *loop.weights]}
+    read = {graph.y, *graph.next_states} | {
+        node for loop in loops for node in [*loop.per_step, *loop.weights, *loop.constants]
+    }
     for level in reversed(maps):
         for node in reversed(level):
             if node in read or not is_view(node):

@@ -242,7 +242,7 @@ def _band_keys(plan: Plan) -> dict[Node, BandKey]:
     """The band of the input, of every part of the state and of every operator."""
     graph, sunk = plan.graph, (len(plan.loops), 0, 0)
     keys: dict[Node, BandKey] = {graph.x: INPUT}
-    for level, nodes in enumerate(plan.maps):
+    for level, nodes in enumerate([plan.per_row + plan.maps[0], *plan.maps[1:]]):
         keys.update((node, (level, 1, 0)) for node in nodes)
     for level, loops in enumerate(plan.loops):
         for position, loop in enumerate(loops):

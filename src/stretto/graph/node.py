@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 
@@ -135,6 +135,13 @@ def concrete_shape(shape: tuple[Size, ...], rows: int) -> list[int]:
     return [size.factor * rows if isinstance(size, BatchDim) else size for size in shape]
 
 
+# The strides of a value may be others than those it had when the step was recorded.
+_OF_ANY_STRIDES: Final[dict[Callable[..., Any], Callable[..., Any]]] = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+
+
 def evaluate(node: Node, values: dict[Node, Any], rows: int, *, op: Callable[..., Any] | None = None) -> Any:
     """The value of one node, given those it reads; `op` runs in the place of the node's own operator."""
 
@@ -143,7 +150,7 @@ def evaluate(node: Node, values: dict[Node, Any], rows: int, *, op: Callable[...
             return values[value]
         return value.factor * rows if isinstance(value, BatchDim) else value
 
-    op = op or node.op
+    op = op or _OF_ANY_STRIDES.get(node.op, node.op)  # type: ignore[arg-type]
     assert op is not None
     if not node.kwargs and all(isinstance(item, Node) for item in node.args):
         return op(*(values[item] for item in node.args))

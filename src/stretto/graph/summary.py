@@ -8,7 +8,7 @@ from stretto.graph.analyse import Loop, Plan, Stage
 from stretto.graph.node import BatchDim, Node
 from stretto.graph.operators import is_view
 
-PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "product_of_heads", "gradient_of_heads"})
 """Operators that multiply matrices."""
 
 SAME_VALUE: Final = frozenset({"alias", "detach"})

@@ -28,8 +28,11 @@ from stretto.kernels.backends.cpp.compiler import (
     load,
 )
 from stretto.kernels.backends.plain import loop_over_steps
+from stretto.kernels.backends.triton import compiles_for, interpreted
 from stretto.kernels.backward import differentiate, differentiate_by_torch, without_weights
-from stretto.kernels.build import Built, SaveChoice, build, unseen_by_hooks
+from stretto.kernels.buffer_pool import empty
+from stretto.kernels.build import Built, SaveChoice, build, unseen_by_hooks, why_nothing_is_compiled
+from stretto.kernels.export_c import CSource, export_c
 from stretto.kernels.layout import Layout
 from stretto.kernels.program import TracedProgram, wavefront_chunks
 from stretto.kernels.registered import CALLS, kept_size, parameter_names, register_operators, register_programs, repeats
@@ -41,6 +44,7 @@ __all__ = [
     "AbstractKernel",
     "Backend",
     "Built",
+    "CSource",
     "Compiler",
     "Cotangents",
     "LayerCall",
@@ -56,10 +60,14 @@ __all__ = [
     "all_backends",
     "backend_names",
     "build",
+    "compiles_for",
     "describe_machine",
     "differentiate",
     "differentiate_by_torch",
+    "empty",
+    "export_c",
     "find_compiler",
+    "interpreted",
     "kept_size",
     "library_folder",
     "load",
@@ -73,5 +81,6 @@ __all__ = [
     "unregister",
     "unseen_by_hooks",
     "wavefront_chunks",
+    "why_nothing_is_compiled",
     "without_weights",
 ]

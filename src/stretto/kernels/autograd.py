@@ -108,7 +108,7 @@ class _Loops(torch.autograd.Function):
 
             def run(given: list[torch.Tensor]) -> list[torch.Tensor]:
                 made = [
-                    EagerKernel(call.kernel.body).forward(call, keep=False)
+                    EagerKernel.under_autograd(call.kernel.body).forward(call, keep=False)
                     for call in _calls(kernels, ctx.layouts, given)
                 ]
                 return [tensor for item in made for tensor in (*item.after, *item.outputs, *item.finals)]

@@ -32,7 +32,7 @@ def version_of(tensor: torch.Tensor) -> torch.Tensor:
     under another version counter (`tensor.data`), and the backward pass asks this one whether they still hold.
     """
     watched = tensor.detach()
-    watched.data = torch.empty(0, dtype=tensor.dtype)
+    watched.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return watched
 
 

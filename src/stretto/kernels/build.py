@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, final
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from stretto.checks import check_choice
 from stretto.errors import StrettoError
-from stretto.graph import Plan, Untraceable, analyse, derive, trace
+from stretto.graph import Plan, Untraceable, analyse, derive, trace, widen
 from stretto.kernels.backends.base import (
     AbstractBackend,
     Backend,
@@ -21,6 +21,7 @@ from stretto.kernels.backends.base import (
     backend_names,
 )
 from stretto.kernels.ir import Unsupported
+from stretto.signature import PLAIN, Packing, StepSignature
 from stretto.state import flatten
 
 SaveChoice: TypeAlias = Literal["auto", "states"]
@@ -42,11 +43,25 @@ class Built:
     analysis_seconds: float
     compile_seconds: float
     """Time to generate and compile, or to find compiled code in the cache; 0 if none is."""
+    fastest: str
+    """The backend that "auto" would rather have taken on this device."""
+
+    @property
+    def outputs(self) -> Packing | None:
+        """How several outputs of a step lie side by side; None for one."""
+        return self.program.outputs if self.plan is None else self.plan.graph.outputs
+
+    @property
+    def unset(self) -> Sequence[str]:
+        """Names of what the step sets, and compiled code does not."""
+        return () if self.plan is None else self.plan.graph.unset
 
     @property
     def reason(self) -> str:
-        """Why the fastest backend was not taken; empty if it was."""
-        first = self.choices[0][1]
+        """Why the fastest backend was not taken, or does not run as it should; empty if it does."""
+        if fallback := next((kernel.fallback for kernel in self.program.loops if kernel.fallback), ""):
+            return fallback
+        first = dict(self.choices)[self.fastest]
         return "" if first == TAKEN else first
 
 
@@ -58,28 +73,33 @@ def build(
     state: Any,
     backend: Backend = "auto",
     device: torch.device | None = None,
+    signature: StepSignature = PLAIN,
     needs_loops: bool = False,
+    holders: Sequence[Any] | None = None,
 ) -> Built:
     """Trace, analyse and compile one step of `cell`.
 
     Args:
-        cell: Called as `cell(x_t, state)`.
+        cell: Called as `signature` says.
         x_shape: Sizes of a row of the input.
         x_dtype: Of the input.
         state: A state, for its structure, shapes and dtypes.
-        backend: "auto" uses generated code where possible; "cpp" requires it; "eager" runs the same loops operator by
-            operator; "torch" calls the cell itself at each step.
+        backend: "auto" uses generated code where possible; "cpp" and "triton" require it, for the CPU and for GPUs;
+            "cudagraph" replays the loops' operators on a GPU; "eager" runs them one by one; "torch" calls the cell
+            itself at each step.
         device: Where it will run; by default where the state is.
+        signature: By default `cell(x_t, state)`.
         needs_loops: Whether a solver runs the loops, so that "auto" takes a backend that has some if it can.
+        holders: What the step may change besides, which is undone; by default attributes of the cell.
 
     Raises:
         StrettoError: If `backend` generates code and cannot for this cell; the reason is named.
     """
     check_choice(backend, name="backend", choices=backend_names())
     start = time.perf_counter()
-    step = TracedStep(cell, state, device or _device_of(cell, state))
+    step = TracedStep(cell, state, device or _device_of(cell, state), signature)
     if any(item.needs_graph for item in all_backends() if backend in {"auto", item.name}):
-        _trace(step, x_shape, x_dtype)
+        _trace(step, x_shape, x_dtype, needs_loops=needs_loops, holders=holders)
     middle = time.perf_counter()
     taken, program, choices = _choose(step, backend, needs_loops=needs_loops)
     return Built(
@@ -90,21 +110,58 @@ def build(
         plan=step.plan if taken.needs_graph else None,
         analysis_seconds=middle - start,
         compile_seconds=time.perf_counter() - middle if taken.generates_code else 0.0,
+        fastest=_fastest(step) or choices[0][0],
     )
 
 
-def unseen_by_hooks() -> AbstractContextManager[None]:
-    """What autograd saves inside is not shown to hooks on saved tensors, such as those of gradient checkpointing."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+def _fastest(step: TracedStep) -> str | None:
+    """The backend that "auto" would take on the device if all could run the cell."""
+    meant = (item for item in all_backends() if item.is_meant_for(step.device))
+    return next((item.name for item in meant if not item.leaves(step)), None)
 
 
-def _trace(step: TracedStep, x_shape: tuple[int, ...], x_dtype: torch.dtype) -> None:
+@contextlib.contextmanager
+def unseen_by_hooks() -> Iterator[None]:
+    """What autograd saves inside is not shown to hooks on saved tensors, such as those of gradient checkpointing.
+
+    It is gone afterwards: an output that its own operator saves would keep itself, and all that it was made of, alive.
+    """
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> int:
+        saved.append(tensor)
+        return len(saved) - 1
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__):
+            yield
+    finally:
+        saved.clear()
+
+
+def _trace(
+    step: TracedStep,
+    x_shape: tuple[int, ...],
+    x_dtype: torch.dtype,
+    *,
+    needs_loops: bool,
+    holders: Sequence[Any] | None,
+) -> None:
     kind = _device_of(step.cell, step.state).type
     full_precision = contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
     try:
         # Whoever calls first may be without gradients; what is built is for everybody.
         with torch.inference_mode(mode=False), full_precision, unseen_by_hooks():
-            graph = trace(step.cell, x_shape=x_shape, x_dtype=x_dtype, state=step.state)
+            graph = trace(
+                step.cell,
+                x_shape=x_shape,
+                x_dtype=x_dtype,
+                state=step.state,
+                signature=step.signature,
+                holders=holders,
+            )
+            if kind == "cpu" and not needs_loops:
+                widen(graph)
             plan = analyse(graph)
             step.bodies = [[derive(graph, loop) for loop in level] for level in plan.loops]
             step.plan = plan
@@ -115,6 +172,16 @@ def _trace(step: TracedStep, x_shape: tuple[int, ...], x_dtype: torch.dtype) -> 
 def _device_of(cell: nn.Module, state: Any) -> torch.device:
     tensors = [*cell.parameters(), *cell.buffers(), *flatten(state)]
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def why_nothing_is_compiled(device: torch.device) -> str:
+    """Why no code can be compiled for a device on this machine, whatever the cell; empty if it can."""
+    backend = next((backend for backend in all_backends() if backend.is_meant_for(device)), None)
+    try:
+        return "" if backend is None else backend.unavailable() or ""
+    except StrettoError as error:
+        # The cache of kernels cannot be used.
+        return error.problem
 
 
 def _choose(
@@ -132,6 +199,8 @@ def _choose(
             reason = f"{found[0].name} is taken first"
         elif wanted == "auto" and backend.is_reference and not needs_loops:
             reason = "the cell as it is takes less time"
+        elif wanted == "auto" and backend.is_meant_for(step.device) and (left := backend.leaves(step)):
+            reason = left
         else:
             program, reason = _try(backend, step, wanted)
             if program is not None:

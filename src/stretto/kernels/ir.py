@@ -10,7 +10,7 @@ work, so that the latter can be fused into whatever reads it: `h = tanh(x + W h)
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, final
 
@@ -47,6 +47,8 @@ class Buffer:
     where: Where
     strides: tuple[int, ...]
     size: int = 0
+    integer: bool = False
+    """Whether its elements are 64-bit integers; all others are real numbers."""
 
     @property
     def name(self) -> str:
@@ -65,9 +67,10 @@ class Affine:
 
 @dataclass(eq=False, slots=True)
 class AbstractValue:
-    """Something a row has, of sizes `dims`."""
+    """Something a row has, of sizes `dims`: real numbers, or 64-bit integers. Truth values are real: 1 and 0."""
 
     dims: tuple[int, ...]
+    integer: bool = field(default=False, kw_only=True)
 
 
 @final
@@ -77,13 +80,44 @@ class Read(AbstractValue):
 
     buffer: Buffer
 
+    def __post_init__(self) -> None:
+        self.integer = self.buffer.integer
+
 
 @final
 @dataclass(eq=False, slots=True)
 class Constant(AbstractValue):
     """One number everywhere."""
 
-    number: float
+    number: float | int
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Position(AbstractValue):
+    """The integer that an affine function of the position is."""
+
+    index: Affine
+
+    def __post_init__(self) -> None:
+        self.integer = True
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Gather(AbstractValue):
+    """Elements of a value in memory, whose place along `axis` is computed: `base[place]` with `index` added there.
+
+    The place along `axis` itself is zero. The index has the rank of the result and broadcasts to it.
+    """
+
+    base: AbstractValue
+    index: AbstractValue
+    place: tuple[Affine, ...]
+    axis: int
+
+    def __post_init__(self) -> None:
+        self.integer = self.base.integer
 
 
 @final
@@ -107,6 +141,9 @@ class View(AbstractValue):
     base: AbstractValue
     index: tuple[Affine, ...]
 
+    def __post_init__(self) -> None:
+        self.integer = self.base.integer
+
 
 @final
 @dataclass(eq=False, slots=True)
@@ -114,6 +151,9 @@ class Reshape(AbstractValue):
     """Another value's elements, in the same order, under other sizes."""
 
     base: AbstractValue
+
+    def __post_init__(self) -> None:
+        self.integer = self.base.integer
 
 
 @final
@@ -125,20 +165,24 @@ class Reduce(AbstractValue):
     operand: AbstractValue
     axes: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        self.integer = self.operand.integer
+
 
 @final
 @dataclass(eq=False, slots=True)
 class Weight:
-    """A matrix that stays the same over all steps: K rows, N columns."""
+    """A matrix that stays the same over all steps: K rows, N columns; or one for each head."""
 
     K: int
     N: int
+    heads: int = 1
 
 
 @final
 @dataclass(eq=False, slots=True)
 class Product(AbstractValue):
-    """Row vectors times a weight matrix."""
+    """Row vectors times a weight matrix; with heads, the last dimension but one is theirs, and each has a matrix."""
 
     operand: AbstractValue
     weight: Weight
@@ -151,6 +195,9 @@ class Join(AbstractValue):
 
     parts: tuple[AbstractValue, ...]
     axis: int
+
+    def __post_init__(self) -> None:
+        self.integer = self.parts[0].integer
 
 
 @final
@@ -210,6 +257,8 @@ def operands_of(value: AbstractValue) -> tuple[AbstractValue, ...]:
         return (value.base,)
     if isinstance(value, (Reduce, Product)):
         return (value.operand,)
+    if isinstance(value, Gather):
+        return (value.base, value.index)
     if isinstance(value, Join):
         return value.parts
     return ()

@@ -11,6 +11,7 @@ Shape legend: B sequences, T steps, P rows of all steps together.
 """
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, final
@@ -26,7 +27,7 @@ class Layout:
 
     lengths_B: np.ndarray[Any, np.dtype[np.int64]]
     _bounds: dict[int, "array[int]"] = field(default_factory=dict, repr=False)
-    _on_device: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict, repr=False)
+    _on_device: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def even(*, num_steps: int, num_rows: int) -> "Layout":
@@ -132,7 +133,7 @@ class Layout:
             return first
         if self.is_even:
             return torch.cat([first, after[: self.total - self.num_nonempty]])
-        return torch.cat([first, after.index_select(0, self.on_device(self._earlier_P, after.device))])
+        return torch.cat([first, after.index_select(0, self.on_device("_earlier_P", after.device))])
 
     def last(self, after: torch.Tensor, initial: torch.Tensor) -> torch.Tensor:
         """What each sequence had at its last step (B, ...); `initial` where it is empty."""
@@ -140,20 +141,116 @@ class Layout:
             return initial
         if self.is_even:
             return after[self.total - self.num_rows :]
-        last = after.index_select(0, self.on_device(self.last_B, after.device)[: self.num_nonempty])
+        last = after.index_select(0, self.on_device("last_B", after.device)[: self.num_nonempty])
         return torch.cat([last, initial[self.num_nonempty :]])
 
-    def on_device(self, index: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """One of the layout's index tables on a device; each is copied there once."""
-        if device.type == "cpu":
-            return index
-        return self._on_device.setdefault((id(index), device), index.to(device))
+    def on_device(self, name: str, device: torch.device) -> torch.Tensor:
+        """One of the layout's tables, such as "last_B", on a device; each is copied there once."""
+        table = getattr(self, name)
+        if isinstance(table, torch.Tensor) and device.type == "cpu":
+            return table
+        if (name, device) not in self._on_device:
+            self._on_device[name, device] = torch.as_tensor(table, device=device)
+        return self._on_device[name, device]
+
+    def tables(self, device: torch.device) -> list[torch.Tensor]:
+        """`starts_T`, `rows_T` and `lengths_B`, for compiled code."""
+        return [self.on_device(name, device) for name in ("starts_T", "rows_T", "lengths_B")]
 
     def spread(self, per_row: torch.Tensor) -> torch.Tensor:
-        """One row of `per_row` (B, ...) for each row of its sequence (P, ...)."""
+        """One row of `per_row` (B, ...), or several, for each row of its sequence (P, ...)."""
+        if several := len(per_row) - self.num_rows:
+            each = several // self.num_rows + 1
+            return self.spread(per_row.reshape(self.num_rows, each, *per_row.shape[1:])).flatten(0, 1)
         if self.is_even:
             return per_row.repeat(self.num_steps, *[1] * (per_row.dim() - 1))
-        return per_row.index_select(0, self.on_device(self.sequence_P, per_row.device))
+        return per_row.index_select(0, self.on_device("sequence_P", per_row.device))
+
+    def stretches(self, most: int) -> "Iterator[Stretch]":
+        """All steps in stretches of so many at most, each a power of two, as are their rows or they are all rows."""
+        first = 0
+        while first < self.num_steps:
+            steps = 1 << (min(most, self.num_steps - first).bit_length() - 1)
+            rows = min(1 << (int(self.rows_T[first]) - 1).bit_length(), self.num_nonempty)
+            yield Stretch(first, steps, rows)
+            first += steps
+
+    def dense_rows(self, stretch: "Stretch", device: torch.device, *, back: int = 0) -> torch.Tensor:
+        """The row of each step and sequence of a stretch, or of steps further back; a sequence that has ended keeps its
+        last.
+        """
+        key = (f"dense {stretch} {back}", device)
+        if key not in self._on_device:
+            steps = stretch.first - back + np.arange(1 if back else stretch.steps)
+            rows = np.arange(stretch.rows)
+            steps_SR = np.minimum(steps[:, None], self.lengths_B[None, : stretch.rows] - 1)
+            self._on_device[key] = torch.as_tensor((self.starts_T[steps_SR] + rows).ravel(), device=device)
+        return self._on_device[key]
+
+    def places(self, stretch: "Stretch", device: torch.device, *, running: bool) -> torch.Tensor:
+        """Places among all steps and sequences of a stretch where a sequence is still running, or those where not."""
+        key = (f"running {stretch} {running}", device)
+        if key not in self._on_device:
+            rows_S = self.rows_T[stretch.first : stretch.first + stretch.steps]
+            places_SR = np.arange(stretch.steps * stretch.rows).reshape(stretch.steps, stretch.rows)
+            running_SR = np.arange(stretch.rows) < rows_S[:, None]
+            self._on_device[key] = torch.as_tensor(places_SR[running_SR == running], device=device)
+        return self._on_device[key]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Steps from `first` on, of so many rows at each: a rectangle of steps and sequences."""
+
+    first: int
+    steps: int
+    rows: int
+
+    def _span(self, layout: Layout) -> tuple[int, int, bool]:
+        """Its rows among all rows, and whether it has no other place."""
+        begin, end = int(layout.starts_T[self.first]), int(layout.starts_T[self.first + self.steps])
+        return begin, end, end - begin == self.steps * self.rows
+
+    def dense(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """The rectangle of a value of all rows (P, ...)."""
+        begin, end, is_full = self._span(layout)
+        if is_full:
+            each = len(tensor) // layout.total
+            return tensor[begin * each : end * each]
+        return _select(tensor, layout.dense_rows(self, tensor.device), layout.total)
+
+    def dense_gradient(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Likewise of a gradient, which is zero where a sequence has ended."""
+        dense = self.dense(tensor, layout)
+        if not self._span(layout)[2]:
+            each = len(tensor) // layout.total
+            ended = layout.places(self, tensor.device, running=False)
+            dense.view(-1, each, *dense.shape[1:]).index_fill_(0, ended, 0)
+        return dense
+
+    def before(self, after: torch.Tensor, initial: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """The state before the first step (R, ...)."""
+        if self.first == 0:
+            return initial[: self.rows].to(after.dtype)
+        return after.index_select(0, layout.dense_rows(self, after.device, back=1))
+
+    def store(self, whole: torch.Tensor, tensor: torch.Tensor, layout: Layout) -> None:
+        """Copy the rows that there are from a rectangle to their place among all rows."""
+        begin, end, is_full = self._span(layout)
+        each = len(whole) // layout.total
+        if not is_full:
+            running = layout.places(self, tensor.device, running=True)
+            tensor = _select(tensor, running, self.steps * self.rows)
+        whole[begin * each : end * each].copy_(tensor)
+
+
+def _select(tensor: torch.Tensor, rows: torch.Tensor, total: int) -> torch.Tensor:
+    """Rows of a value that has one of them, or several side by side, for each of `total`."""
+    each = len(tensor) // total
+    if each == 1:
+        return tensor.index_select(0, rows)
+    return tensor.reshape(total, each, *tensor.shape[1:]).index_select(0, rows).flatten(0, 1)
 
 
 @lru_cache(maxsize=64)

@@ -1,11 +1,14 @@
 """Pointwise operators of PyTorch as named operators of the loop IR.
 
 The IR's names are PyTorch's wherever there is one; each backend has a table from these names to its own code.
-Truth values are numbers: 1 for true, 0 for false.
+Truth values are numbers: 1 for true, 0 for false. Operands are all real or all integers, but for the condition of
+`where`; operators that differ for integers have names of their own.
 """
 
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
+
+import torch
 
 from stretto.graph import Node
 from stretto.kernels.ir import AbstractValue, Constant, Map, Unsupported
@@ -16,16 +19,53 @@ Rule: TypeAlias = "Callable[[Node, Take], AbstractValue]"
 COSTLY: Final = frozenset(
     {
         *("div", "reciprocal", "sqrt", "rsqrt", "pow", "exp", "expm1", "log", "log1p", "erf", "sin", "cos", "atan"),
-        *("remainder", "sigmoid", "tanh", "silu", "gelu", "softplus", "elu", "addcdiv"),
+        *(
+            "exp2",
+            "log2",
+            "log10",
+            "erfc",
+            "tan",
+            "asin",
+            "acos",
+            "sinh",
+            "cosh",
+            "asinh",
+            "acosh",
+            "atanh",
+            "atan2",
+            "hypot",
+            "lgamma",
+            "digamma",
+            "erfinv",
+        ),
+        *("remainder", "fmod", "floor_divide", "integer_remainder", "integer_fmod", "integer_floor_divide"),
+        *("integer_trunc_divide", "sigmoid", "tanh", "silu", "gelu", "softplus", "elu", "addcdiv"),
         *("silu_backward", "gelu_backward", "softplus_backward", "elu_backward"),
     }
 )
 """Operators that take many times as long as an addition."""
 
 
+_COMPARISONS: Final = ("gt", "ge", "lt", "le", "eq", "ne")
+_REAL_RESULT: Final = frozenset({*_COMPARISONS, "to_real"})
+
+
 def apply(op: str, dims: tuple[int, ...], *operands: AbstractValue, costly: bool | None = None, **attrs: Any) -> Map:
     """An operator of the IR on some operands."""
-    return Map(dims, op, operands, attrs, op in COSTLY if costly is None else costly)
+    is_costly = op in COSTLY if costly is None else costly
+    integer = op == "to_integer" or (op not in _REAL_RESULT and any(item.integer for item in operands))
+    return Map(dims, op, operands, attrs, is_costly, integer=integer)
+
+
+def convert(value: AbstractValue, dims: tuple[int, ...], dtype: torch.dtype) -> AbstractValue:
+    """A value as one of another dtype; from a wider integer to a narrower one it wraps around."""
+    if dtype is torch.bool:
+        return apply("ne", dims, value, Constant((), 0, integer=value.integer))
+    if dtype.is_floating_point:
+        return apply("to_real", dims, value) if value.integer else value
+    whole = value if value.integer else apply("to_integer", dims, value)
+    info = torch.iinfo(dtype)
+    return whole if info.bits == 64 else apply("wrap", dims, whole, bits=info.bits, signed=info.min < 0)
 
 
 def _rule(op: str, operands: int, **defaults: Any) -> Rule:
@@ -40,9 +80,52 @@ def _rule(op: str, operands: int, **defaults: Any) -> Rule:
     return rule
 
 
-def _reversed_difference(node: Node, take: Take) -> AbstractValue:
-    alpha = node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)
-    return apply("sub", node.row_shape, take(node.args[1]), take(node.args[0]), alpha=alpha)
+def _sum(sign: str, *, swapped: bool = False) -> Rule:
+    """The sum or difference of a value and `alpha` times another one."""
+
+    def rule(node: Node, take: Take) -> AbstractValue:
+        one, other = (take(item) for item in (node.args[1::-1] if swapped else node.args[:2]))
+        alpha = node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)
+        if node.dtype is torch.bool:
+            return apply("maximum", node.row_shape, one, other)
+        if other.integer and alpha != 1:
+            other, alpha = apply("mul", other.dims, other, take(alpha)), 1
+        return apply(sign, node.row_shape, one, other, alpha=alpha)
+
+    return rule
+
+
+def _division(node: Node, take: Take) -> AbstractValue:
+    """A quotient, as it is or rounded, or what is left of it."""
+    one, other = (take(item) for item in node.args[:2])
+    rounding = node.kwargs.get("rounding_mode", node.args[2] if len(node.args) > 2 else None)
+    op = node.label if node.label != "div" or rounding is None else f"{rounding}_divide"
+    if one.integer:
+        return apply(f"integer_{op}", node.row_shape, one, other)
+    if op == "trunc_divide":
+        return apply("trunc", node.row_shape, apply("div", node.row_shape, one, other))
+    return apply(op, node.row_shape, one, other)
+
+
+def _of_bits(node: Node, take: Take) -> AbstractValue:
+    """An operator on the bits of integers, or on truth values."""
+    values = [take(item) for item in node.args]
+    op = _BITS[node.label]
+    if values[0].integer:
+        return apply(op, node.row_shape, *values)
+    if op == "bitwise_not":
+        return apply("eq", node.row_shape, values[0], take(0))
+    return apply({"bitwise_and": "mul", "bitwise_or": "maximum", "bitwise_xor": "ne"}[op], node.row_shape, *values)
+
+
+def _of_truths(op: str) -> Rule:
+    """An operator on truth values, which may be given as numbers."""
+
+    def rule(node: Node, take: Take) -> AbstractValue:
+        values = [apply("ne", (value := take(item)).dims, value, take(0)) for item in node.args]
+        return apply(op, node.row_shape, *values)
+
+    return rule
 
 
 def _power(node: Node, take: Take) -> AbstractValue:
@@ -54,7 +137,7 @@ def _power(node: Node, take: Take) -> AbstractValue:
 
 
 def _clamp(**defaults: Any) -> Rule:
-    """Between two bounds, of which the defaults name the arguments; None is no bound."""
+    """Between two bounds, of which the defaults name the arguments; None means unbounded."""
 
     def rule(node: Node, take: Take) -> AbstractValue:
         bounds = defaults | dict(zip(defaults, node.args[1:], strict=False)) | dict(node.kwargs)
@@ -79,15 +162,35 @@ def _elu_backward(node: Node, take: Take) -> AbstractValue:
 
 
 def _logical_not(node: Node, take: Take) -> AbstractValue:
-    return apply("eq", node.row_shape, take(node.args[0]), Constant((), 0.0))
+    return apply("eq", node.row_shape, take(node.args[0]), take(0))
 
 
+_BITS: Final = {
+    **{op: op for op in ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not")},
+    **dict.fromkeys(("bitwise_left_shift", "__lshift__"), "lshift"),
+    **dict.fromkeys(("bitwise_right_shift", "__rshift__"), "rshift"),
+}
 _UNARY: Final = (
     *("neg", "abs", "sign", "reciprocal", "sqrt", "rsqrt", "exp", "expm1", "log", "log1p", "erf", "sin", "cos"),
-    *("atan", "floor", "ceil", "trunc", "round", "sigmoid", "tanh", "relu", "hardsigmoid", "silu"),
+    *("exp2", "log2", "log10", "erfc", "tan", "asin", "acos", "sinh", "cosh", "asinh", "acosh", "atanh"),
+    *(
+        "lgamma",
+        "digamma",
+        "erfinv",
+        "atan",
+        "floor",
+        "ceil",
+        "trunc",
+        "round",
+        "sigmoid",
+        "tanh",
+        "relu",
+        "hardsigmoid",
+        "silu",
+    ),
 )
 _BINARY: Final = (
-    *("mul", "div", "remainder", "maximum", "minimum", "gt", "ge", "lt", "le", "eq", "ne", "logical_and", "logical_or"),
+    *("mul", "maximum", "minimum", "atan2", "hypot", *_COMPARISONS),
     *("sigmoid_backward", "tanh_backward", "silu_backward", "hardsigmoid_backward"),
 )
 
@@ -95,9 +198,14 @@ POINTWISE: Final[dict[str, Rule]] = {
     **{op: _rule(op, 1) for op in _UNARY},
     **{op: _rule(op, 2) for op in _BINARY},
     "sgn": _rule("sign", 1),
-    "add": _rule("add", 2, alpha=1),
-    "sub": _rule("sub", 2, alpha=1),
-    "rsub": _reversed_difference,
+    "add": _sum("add"),
+    "sub": _sum("sub"),
+    "rsub": _sum("sub", swapped=True),
+    **dict.fromkeys(("div", "remainder", "fmod", "floor_divide"), _division),
+    **dict.fromkeys(_BITS, _of_bits),
+    "logical_and": _of_truths("mul"),
+    "logical_or": _of_truths("maximum"),
+    "logical_xor": _of_truths("ne"),
     "pow": _power,
     "clamp": _clamp(min=None, max=None),
     "clamp_min": _rule("maximum", 2),

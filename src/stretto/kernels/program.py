@@ -39,6 +39,9 @@ class TracedProgram(Program):
         self._once = plan.nodes_at(Stage.ONCE)
         read = {item for level in plan.maps for node in level for item in node.inputs}
         self._read_by_maps = {index for index, state in enumerate(plan.graph.states) if state in read}
+        read |= {plan.graph.y, *plan.graph.next_states}
+        self._spread = [node for node in plan.per_row if node in read and node.dtype is not None]
+        self._spread += [plan.graph.states[index] for index in plan.constants_per_row & self._read_by_maps]
 
     @property
     def cost(self) -> Cost | None:
@@ -53,6 +56,27 @@ class TracedProgram(Program):
         parameters: Mapping[str, torch.Tensor],
     ) -> LoopCoroutine:
         """Do everything but the loops; see `Program`."""
+        graph = self.plan.graph
+        if not graph.narrow:
+            return self._coroutine(layout, x_PF, states, parameters)
+        states = [as_node_dtype(state, node) for state, node in zip(states, graph.states, strict=True)]
+        parameters = {name: as_node_dtype(parameters[name], node) for name, node in graph.parameters.items()}
+        return self._narrowed(self._coroutine(layout, as_node_dtype(x_PF, graph.x), states, parameters))
+
+    def _narrowed(self, coroutine: LoopCoroutine) -> LoopCoroutine:
+        """What a step computed in single precision, in the dtypes that it has outside."""
+        graph = self.plan.graph
+        y, finals = yield from coroutine
+        finals = [t.to(graph.narrow.get(node, t.dtype)) for t, node in zip(finals, graph.states, strict=True)]
+        return y.to(graph.narrow.get(graph.y, y.dtype)), finals
+
+    def _coroutine(
+        self,
+        layout: Layout,
+        x_PF: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+    ) -> LoopCoroutine:
         graph, plan = self.plan.graph, self.plan
         values: dict[Node, Any] = dict(graph.constants)
         values.update((node, parameters[name]) for name, node in graph.parameters.items())
@@ -66,8 +90,11 @@ class TracedProgram(Program):
         states = [state.contiguous() for state in states]
         run(self._once, values, layout.total)
         finals: dict[int, torch.Tensor] = {index: states[index] for index in plan.constants_per_row}
-        for index in plan.constants_per_row & self._read_by_maps:
-            self._value(graph.states[index], values, layout, states)
+        same = values | {graph.states[index]: states[index] for index in plan.constants_per_row}
+        for node in plan.per_row:
+            same[node] = evaluate_batched(node, same, layout.num_rows)
+        for node in self._spread:
+            values[node] = layout.spread(same[node])
         for loops, kernels, maps in zip(plan.loops, self.kernels, plan.maps, strict=True):
             if loops:
                 results = yield [
@@ -77,7 +104,7 @@ class TracedProgram(Program):
                         states=[states[index] for index in loop.states],
                         per_step=[self._value(node, values, layout, states) for node in loop.per_step],
                         weights=[values[node] for node in loop.weights],
-                        constants=[states[index] for index in loop.constants_per_row],
+                        constants=[same[node] for node in loop.constants],
                     )
                     for loop, kernel in zip(loops, kernels, strict=True)
                 ]

@@ -24,8 +24,10 @@ from stretto.kernels.ir import (
     Affine,
     Buffer,
     Constant,
+    Gather,
     Join,
     Map,
+    Position,
     Product,
     Read,
     Reduce,
@@ -48,10 +50,23 @@ ALIGNMENT: Final = 32
 @final
 @dataclass(eq=False, slots=True)
 class Load:
-    """An element of a buffer."""
+    """An element of a buffer; or any of them, if it stands for a `Fetch`."""
 
     buffer: Buffer
     address: Affine
+    anywhere: bool = False
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Fetch:
+    """An element of a buffer at a computed place: `index` times `stride` behind the address."""
+
+    load: Load
+    index: "Expression"
+    stride: int
+    size: int
+    """The index is below it."""
 
 
 @final
@@ -64,7 +79,7 @@ class Apply:
     operands: "tuple[Expression, ...]"
 
 
-Expression: TypeAlias = Load | Apply | Constant
+Expression: TypeAlias = Load | Fetch | Apply | Constant | Position
 """What is computed at every place of a loop."""
 
 
@@ -115,7 +130,8 @@ class Schedule:
         copies = self._choose_homes(roots)
         self.groups = self._group(self._items(copies))
 
-    def _scratch(self, dims: tuple[int, ...], *, where: Where = Where.SCRATCH, padded: bool = False) -> Buffer:
+    def _scratch(self, value: AbstractValue, *, where: Where = Where.SCRATCH, padded: bool = False) -> Buffer:
+        dims = value.dims
         strides = contiguous(dims)
         size = math.prod(dims)
         if padded:
@@ -123,14 +139,15 @@ class Schedule:
             strides = (*(stride // dims[-1] * width for stride in strides[:-1]), 1)
             size = size // dims[-1] * width
         offset = self.sizes[where]
-        self.sizes[where] += -(-size // ALIGNMENT) * ALIGNMENT
-        return Buffer(where.value, offset, where, strides)
+        # Scratch memory is counted in real numbers; an integer is as long as one or two of them.
+        self.sizes[where] += -(-size // ALIGNMENT) * ALIGNMENT * (1 + value.integer)
+        return Buffer(where.value, offset, where, strides, integer=value.integer)
 
     def _choose_homes(self, roots: list[Root]) -> list[Root]:
         """Find places in memory; returns the roots that are copies of what lies elsewhere."""
         copies = []
         for root in roots:
-            fixed = isinstance(root.value, (Product, Reduce, Read, Constant)) or root.value in self.homes
+            fixed = isinstance(root.value, (Product, Reduce, Read, Constant, Position)) or root.value in self.homes
             if fixed:
                 copies.append(root)
             else:
@@ -150,14 +167,18 @@ class Schedule:
 
     def _choose_home(self, value: AbstractValue, *, often: bool) -> None:
         if isinstance(value, Product):
-            self.homes[value] = self._scratch(value.dims, padded=True)
+            self.homes[value] = self._scratch(value, padded=True)
             if self._pointer(value.operand) is None:
                 # A product reads its operand from memory, element after element.
                 self._settle(value.operand)
         elif isinstance(value, Reduce):
-            self.homes[value] = self._scratch(value.dims, where=Where.PRIVATE)
+            self.homes[value] = self._scratch(value, where=Where.PRIVATE)
         elif isinstance(value, Map) and value.costly and often:
             self._settle(value)
+        elif isinstance(value, Gather):
+            self._settle(value.base)
+            if often:
+                self._settle(value)
         elif isinstance(value, Reshape) and not _can_reshape(value):
             self._settle(value.base, contiguously=True)
 
@@ -170,7 +191,7 @@ class Schedule:
         if isinstance(value, (Read, Constant)):
             return
         if value not in self.homes:
-            self.homes[value] = self._scratch(value.dims)
+            self.homes[value] = self._scratch(value)
         elif contiguously and self.homes[value].strides != contiguous(value.dims):
             raise Unsupported("a reshape of padded memory")
 
@@ -247,7 +268,9 @@ class Schedule:
                 same = [
                     at
                     for maker, at in makers
-                    if maker.kind == "store" and (maker.dims, maker.target) == (item.dims, load.address)
+                    if not load.anywhere
+                    and maker.kind == "store"
+                    and (maker.dims, maker.target) == (item.dims, load.address)
                 ]
                 if same and item.kind == "store":
                     earliest = max(earliest, same[0])
@@ -267,6 +290,18 @@ class Schedule:
 
 def loads_in(expression: Expression) -> list[Load]:
     """Every load of an expression, each once."""
+    return [item for item in _parts(expression) if isinstance(item, Load)]
+
+
+def places_in(expression: Expression) -> list[Affine]:
+    """What an expression has of the positions in the loop: addresses, and positions themselves."""
+    items = _parts(expression)
+    return [
+        item.address if isinstance(item, Load) else item.index for item in items if isinstance(item, (Load, Position))
+    ]
+
+
+def _parts(expression: Expression) -> list[Expression]:
     seen: dict[Expression, None] = {}
     waiting = [expression]
     while waiting:
@@ -274,7 +309,8 @@ def loads_in(expression: Expression) -> list[Load]:
         if item not in seen:
             seen[item] = None
             waiting.extend(item.operands if isinstance(item, Apply) else ())
-    return [item for item in seen if isinstance(item, Load)]
+            waiting.extend((item.load, item.index) if isinstance(item, Fetch) else ())
+    return list(seen)
 
 
 @final
@@ -303,6 +339,10 @@ class _Resolver:
             return self._load(self.homes[value], self.homes[value].strides, index)
         if isinstance(value, Constant):
             return value
+        if isinstance(value, Position):
+            return Position((), _compose((value.index,), index, len(self.sizes))[0])
+        if isinstance(value, Gather):
+            return self._fetch(value, index)
         if isinstance(value, Map):
             return Apply(value.op, value.attrs, tuple(self._operand(item, index) for item in value.operands))
         if isinstance(value, View):
@@ -325,6 +365,13 @@ class _Resolver:
     def _operand(self, item: AbstractValue, index: tuple[Affine, ...]) -> Expression:
         mine = zip(item.dims, index[len(index) - len(item.dims) :], strict=True)
         return self(item, tuple(unit(None, len(self.sizes)) if size == 1 else part for size, part in mine))
+
+    def _fetch(self, value: Gather, index: tuple[Affine, ...]) -> Fetch:
+        base = value.base
+        buffer = base.buffer if isinstance(base, Read) else self.homes[base]
+        place = _compose(value.place, index, len(self.sizes))
+        load = Load(buffer, _address(buffer.strides, place, len(self.sizes)), anywhere=True)
+        return Fetch(load, self._operand(value.index, index), buffer.strides[value.axis], base.dims[value.axis])
 
     def _load(self, buffer: Buffer, strides: tuple[int, ...], index: tuple[Affine, ...]) -> Load:
         return Load(buffer, _address(strides, index, len(self.sizes)))

@@ -12,16 +12,20 @@ process:
             +--------------------- T
                8     32
 
+Batches of many megabytes leave these lines: memory is then taken from the system and given back at every step, and
+whoever needs more of it loses. Where the lines do not decide by a clear margin, such a batch is measured at its own
+size, cut off after as many steps as show this.
+
 The measured layer is one of our own with the sizes of the user's. It touches neither the user's weights and graph nor
 the random state, and its cost does not grow with the user's batch.
 """
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,22 +41,35 @@ from stretto.kernels import describe_machine
 
 SHORT: Final = 8
 LONG: Final = 32
-ROUNDS: Final = 4
-"""Timed runs of each; the fastest counts."""
+ROUNDS: Final = 8
+"""Timed runs of each, if they are short; the fastest counts."""
 MAX_RETRIES: Final = 12
 """How many disturbed runs are taken again before one is kept."""
 MAX_SECONDS: Final = 0.4
 """After so long no run is taken again, and no further round begins."""
 MAX_WORK: Final = 1 << 29
 """Multiplications of a long run, at most: a layer with more rows is measured on fewer."""
-FORMAT: Final = 3
+LARGE: Final = 1 << 23
+"""Bytes of all gates of a batch from which on short runs may not tell how long it takes."""
+MAX_LARGE: Final = 1 << 26
+"""Bytes of all gates of a batch that is measured, at most."""
+CLEAR_SPEEDUPS: Final = (0.5, 1.25)
+"""Outside of these, short runs decide about large batches too."""
+FILLS: Final = (0.75, 0.5, 0.25, 0.125, 0.0625)
+"""What ragged batches are measured at. Equal lengths are a kind of their own: they cost torch far less."""
+FORMAT: Final = 5
 Run: TypeAlias = Callable[[nn.RNNBase, Any], Any]
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Layers and batches that cost the same per step. Rows are those of the next power of two."""
+    """Layers and batches that cost the same per step. Rows are those of the next power of two.
+
+    Attributes:
+        fill: Real steps of a packed batch over those of its longest sequence times its rows, roughly; 0 for a tensor.
+        large_steps: Steps of a large batch that is measured as a whole; 0 for lines from short runs.
+    """
 
     mode: str
     input_size: int
@@ -63,9 +80,17 @@ class Kind:
     bias: bool
     dtype: torch.dtype
     training: bool
-    packed: bool
+    input_gradient: bool
+    fill: float
     num_rows: int
     threads: int
+    large_steps: int = 0
+
+    @property
+    def gates(self) -> int:
+        """Values of all gates, for each row and step."""
+        gates = {"LSTM": 4, "GRU": 3}.get(self.mode, 1)
+        return gates * self.hidden_size * self.num_layers * (2 if self.bidirectional else 1)
 
     @property
     def key(self) -> str:
@@ -88,6 +113,7 @@ class Line:
 
 
 _known: dict[Kind, tuple[Line, Line]] = {}
+_disturbed: set[Kind] = set()
 _measuring = threading.Lock()
 
 
@@ -100,6 +126,28 @@ def expected_speedup(kind: Kind, *, num_steps: int, generated: Run, original: Ru
         generated: Runs a layer on generated code.
         original: Runs a layer as torch does.
     """
+    speedup = _speedup(kind, num_steps, generated, original)
+    bytes_per_step = kind.num_rows * kind.gates * kind.dtype.itemsize
+    least, most = CLEAR_SPEEDUPS
+    if num_steps * bytes_per_step < LARGE or not least < speedup < most:
+        return speedup
+    steps = min(num_steps, max(LONG, MAX_LARGE // bytes_per_step))
+    steps = 1 << (steps.bit_length() - 1)  # a few lengths stand for all
+    return _speedup(dataclasses.replace(kind, large_steps=steps), num_steps, generated, original)
+
+
+def was_disturbed(kind: Kind) -> bool:
+    """Whether other work on the machine took part in the last measurement of such layers."""
+    return any(dataclasses.replace(each, large_steps=0) == kind for each in _disturbed)
+
+
+def rounded_fill(num_real_steps: int, *, num_steps: int, num_rows: int) -> float:
+    """The fill of a packed batch, as kinds tell batches apart: 1 for equal lengths alone."""
+    fill = max(num_real_steps, 1) / max(num_steps * num_rows, 1)
+    return 1.0 if fill >= 1.0 else min(FILLS, key=lambda near: abs(math.log(near / fill)))
+
+
+def _speedup(kind: Kind, num_steps: int, generated: Run, original: Run) -> float:
     lines = _known.get(kind)
     if lines is None:
         with _measuring:
@@ -110,8 +158,11 @@ def expected_speedup(kind: Kind, *, num_steps: int, generated: Run, original: Ru
 
 
 def _measure(kind: Kind, generated: Run, original: Run) -> tuple[Line, Line]:
-    found = _time(kind, {"generated": generated, "torch": original})
-    _store(kind, found)
+    found, is_quiet = _time(kind, {"generated": generated, "torch": original})
+    if is_quiet:
+        _store(kind, found)
+    else:
+        _disturbed.add(kind)  # the next process measures again
     return found["generated"], found["torch"]
 
 
@@ -136,48 +187,72 @@ def _store(kind: Kind, found: dict[str, Line]) -> None:
         write_text_atomically(folder / f"{kind.key}.json", json.dumps(stored))
 
 
-def _time(kind: Kind, runs: dict[str, Run]) -> dict[str, Line]:
-    best = {(name, steps): math.inf for name in runs for steps in (SHORT, LONG)}
+def _time(kind: Kind, runs: dict[str, Run]) -> tuple[dict[str, Line], bool]:
+    """The line of each, and whether each of its points was measured without other processes in the way."""
+    lengths = (kind.large_steps,) if kind.large_steps else (SHORT, LONG)
+    best = {(name, steps): math.inf for name in runs for steps in lengths}
+    quiet = set()
     with _undisturbed(training=kind.training):
         layer = _layer(kind)
-        inputs = {steps: _input(kind, steps) for steps in (SHORT, LONG)}
-        weights = list(layer.parameters())
-        for x in inputs.values():
-            for run in runs.values():
-                _one_run(run, layer, x, weights, training=kind.training)
+        inputs = {steps: _input(kind, steps) for steps in lengths}
+        weights: list[torch.Tensor] = list(layer.parameters())
+        warm_up = _input(kind, SHORT)  # what is done once: threads are started, libraries loaded
+        for run in runs.values():
+            _one_run(run, layer, warm_up, weights, training=kind.training)
         end = time.perf_counter() + MAX_SECONDS
         for number in range(ROUNDS):
             if number and time.perf_counter() > end:
                 break
             for (name, steps), fastest in best.items():
-                seconds = _quiet_run(runs[name], layer, inputs[steps], weights, training=kind.training, end=end)
+                run = functools.partial(_one_run, runs[name], layer, inputs[steps], weights, training=kind.training)
+                seconds, is_quiet = _quiet_run(run, end=end)
                 best[name, steps] = min(fastest, seconds)
-    return {name: _line(best[name, SHORT], best[name, LONG]) for name in runs}
+                quiet |= {(name, steps)} if is_quiet else set()
+    if kind.large_steps:
+        lines = {name: Line(0.0, best[name, kind.large_steps] / kind.large_steps) for name in runs}
+    else:
+        lines = {name: _line(best[name, SHORT], best[name, LONG]) for name in runs}
+    return lines, quiet == best.keys()
 
 
 def _line(short: float, long: float) -> Line:
-    per_step = max(0.0, (long - short) / (LONG - SHORT))
-    return Line(max(0.0, long - LONG * per_step), per_step)
+    per_step = min(max(0.0, (long - short) / (LONG - SHORT)), long / LONG)
+    return Line(long - LONG * per_step, per_step)
 
 
-def _quiet_run(
-    run: Run, layer: nn.RNNBase, x: Any, weights: list[nn.Parameter], *, training: bool, end: float
-) -> float:
-    """Seconds of a run during which no other process took a core from us; after some tries, of the fastest one."""
+def _quiet_run(run: Callable[[], float], *, end: float) -> tuple[float, bool]:
+    """Seconds of a run during which no other process took a core from us, and True.
+
+    After some tries, or at the end of the time for it: those of the fastest run, and False.
+    """
     fastest = math.inf
     for _ in range(MAX_RETRIES):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-        fastest = min(fastest, _one_run(run, layer, x, weights, training=training))
-        if resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == before or time.perf_counter() > end:
+        before = _times_interrupted()
+        seconds = run()
+        if _times_interrupted() == before:
+            return seconds, True
+        fastest = min(fastest, seconds)
+        if time.perf_counter() > end:
             break
-    return fastest
+    return fastest, False
 
 
-def _one_run(run: Run, layer: nn.RNNBase, x: Any, weights: list[nn.Parameter], *, training: bool) -> float:
+def _times_interrupted() -> int:
+    """How often another process took a core from us; always 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # pragma: no cover - Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def _one_run(run: Run, layer: nn.RNNBase, x: Any, weights: list[torch.Tensor], *, training: bool) -> float:
     start = time.perf_counter()
     y, _ = run(layer, x)
     if training:
-        torch.autograd.grad((y if isinstance(y, torch.Tensor) else y.data).sum(), weights)
+        data = x if isinstance(x, torch.Tensor) else x.data
+        wanted = [*weights, data] if data.requires_grad else weights
+        torch.autograd.grad((y if isinstance(y, torch.Tensor) else y.data).sum(), wanted)
     return time.perf_counter() - start
 
 
@@ -218,8 +293,12 @@ def fill_parameters(module: nn.Module, value: float, dtype: torch.dtype) -> None
 
 
 def _input(kind: Kind, steps: int) -> Any:
-    gates = {"LSTM": 4, "GRU": 3}.get(kind.mode, 1) * kind.num_layers * (2 if kind.bidirectional else 1)
-    per_row = LONG * gates * kind.hidden_size * (kind.hidden_size + kind.input_size)
-    rows = max(1, min(kind.num_rows, MAX_WORK // per_row))
-    x_TBF = torch.full((steps, rows, kind.input_size), 0.5, dtype=kind.dtype)
-    return pack_padded_sequence(x_TBF, torch.full((rows,), steps)) if kind.packed else x_TBF
+    per_row = LONG * kind.gates * (kind.hidden_size + kind.input_size)
+    rows = kind.num_rows if kind.large_steps else max(1, min(kind.num_rows, MAX_WORK // per_row))
+    x_TBF = torch.full((steps, rows, kind.input_size), 0.5, dtype=kind.dtype, requires_grad=kind.input_gradient)
+    if not kind.fill:
+        return x_TBF
+    # Lengths steps * u^p at even places u in (0, 1] have a mean of steps / (p + 1).
+    places_B = torch.arange(rows, 0, -1) / rows
+    lengths_B = (steps * places_B ** (1 / kind.fill - 1)).round().long().clamp(min=1)
+    return pack_padded_sequence(x_TBF, lengths_B)

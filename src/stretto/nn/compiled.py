@@ -73,8 +73,8 @@ def _admit(builder: ModuleType, mark: str, descriptor: CodeType) -> None:
         if mark not in value.__dict__:
             return refuse(self, value)
         torch._dynamo.eval_frame.skip_code(descriptor)
-        if not self.tx.output.root_tx.one_graph:
-            return refuse(self, value)
+        if self.tx.output.export or not self.tx.output.root_tx.one_graph:
+            return refuse(self, value)  # exporters set `allow_rnn` themselves
         with torch._dynamo.config.patch(allow_rnn=True):
             return refuse(self, value)
 

@@ -1,11 +1,14 @@
 """What became of every recurrent layer of a model: who runs it, why, and what to change."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Any, Final, final, overload
 
 from torch import nn
 
+from stretto.nn.explanation import Explanation
 from stretto.nn.rnn import RNN
+from stretto.nn.scan import explain_scan
 from stretto.nn.torch_layers import (
     BACKEND,
     RECORDS,
@@ -32,12 +35,13 @@ class LayerExplanation:
     Attributes:
         name: In the model.
         kind: Its class.
-        backend: What ran most of its calls: "cpp", "eager" or "torch"; empty before the first call.
+        backend: What ran most of its calls: "cpp", "triton", "eager" or "torch"; empty before the first call.
         reason: Why torch's own implementation ran; empty if it did not.
         remedy: What to change to make it faster; empty if there is nothing.
         calls: How many there were, without those of compiled graphs; None where nobody counts them.
         compiled_calls: In graphs of `torch.compile(fullgraph=True)`, of all layers of these sizes together.
         speedup: Of generated code over torch's own for the last batch; None if there was none.
+        disturbed: Whether other work on the machine took part in the measurement of the speedup.
     """
 
     name: str
@@ -48,13 +52,16 @@ class LayerExplanation:
     calls: int | None = None
     compiled_calls: int = 0
     speedup: float | None = None
+    disturbed: bool = False
 
     def __str__(self) -> str:
         calls = "" if self.calls is None else f", {self.calls} call{'s' * (self.calls != 1)}"
         if self.compiled_calls:
             calls += f", {self.compiled_calls} in compiled graphs by all layers of these sizes"
         lines = [f"{self.name or 'the model'} ({self.kind}): {self.backend or 'undecided'}{calls}"]
-        if self.speedup is not None:
+        if self.disturbed:
+            lines.append("    other work had the cores while its speed was measured; a new process measures again")
+        elif self.speedup is not None:
             lines.append(f"    {self.speedup:.1f} times torch's speed, measured on a layer of these sizes")
         if self.reason:
             lines.append(f"    {self.reason}")
@@ -78,17 +85,33 @@ class ModelExplanation:
     __repr__ = __str__
 
 
-def explain(model: nn.Module) -> ModelExplanation:
+@overload
+def explain(model: nn.Module) -> ModelExplanation: ...
+
+
+@overload
+def explain(model: Callable[..., Any], init: Any, xs: Any, **options: Any) -> Explanation: ...
+
+
+def explain(model: Any, *scanned: Any, **options: Any) -> ModelExplanation | Explanation:
     """Say of every recurrent layer of a model who runs it, why, how fast, and what to change.
 
     Args:
-        model: Any module, accelerated or not. What is said of speed and of calls is about those made so far.
+        model: Any module, accelerated or not. What is said of speed and of calls is about those made so far. Or the
+            step of a `stretto.scan`.
+        scanned: The other arguments of that scan.
+        options: Its keyword arguments.
+
+    Returns:
+        A paragraph for each recurrent layer; of a step how it is computed, like `RNN.explain`.
 
     Example:
         >>> model = stretto.accelerate(torch.nn.Sequential(torch.nn.GRU(8, 32)))
         >>> stretto.explain(model).layers[0].reason
         'not called yet'
     """
+    if scanned:
+        return explain_scan(model, *scanned, **options)
     check_module(model)
     found = [_explain_rnn(name, module) for name, module in model.named_modules() if isinstance(module, RNN)]
     inside = {id(part) for module in model.modules() if isinstance(module, RNN) for part in module.modules()}
@@ -101,7 +124,7 @@ def _explain_rnn(name: str, rnn: RNN) -> LayerExplanation:
     built = rnn.last_built
     if built is None:
         return LayerExplanation(name=name, kind=kind, backend="", reason=NO_CALL)
-    remedy = "" if built.backend == "cpp" else "see `rnn.explain()`, and change the cell as it says"
+    remedy = "" if built.backend in {"cpp", "triton"} else "see `rnn.explain()`, and change the cell as it says"
     return LayerExplanation(name=name, kind=kind, backend=built.backend, reason=built.reason, remedy=remedy)
 
 
@@ -121,6 +144,7 @@ def _explain(name: str, module: nn.Module) -> LayerExplanation:
         return LayerExplanation(name=name, kind=kind, backend=backend, reason=reason, compiled_calls=compiled)
     (backend, why), _ = record.calls.most_common(1)[0]
     total = sum(record.calls.values())
+    speedup, disturbed = _speedup(module, record)
     return LayerExplanation(
         name=name,
         kind=kind,
@@ -129,12 +153,21 @@ def _explain(name: str, module: nn.Module) -> LayerExplanation:
         remedy=SINGLE_STEP_REMEDY if record.single_steps * 2 > total else "",
         calls=total,
         compiled_calls=compiled,
-        speedup=_speedup(module, record),
+        speedup=speedup,
+        disturbed=disturbed,
     )
 
 
-def _speedup(layer: nn.RNNBase, record: LayerRecord) -> float | None:
+def _speedup(layer: nn.RNNBase, record: LayerRecord) -> tuple[float | None, bool]:
     if record.last is None or not any(backend == "cpp" for backend, _ in record.calls):
-        return None
-    dtype, num_steps, num_rows, packed, training = record.last
-    return speedup_of(layer, dtype=dtype, num_steps=num_steps, num_rows=num_rows, packed=packed, training=training)
+        return None, False
+    dtype, num_steps, num_rows, fill, training, input_gradient = record.last
+    return speedup_of(
+        layer,
+        dtype=dtype,
+        num_steps=num_steps,
+        num_rows=num_rows,
+        fill=fill,
+        training=training,
+        input_gradient=input_gradient,
+    )

@@ -32,7 +32,7 @@ class Explanation:
 
     Attributes:
         name: Of the cell.
-        backend: "cpp", "eager" or "torch".
+        backend: "cpp", "triton", "eager" or "torch".
         reason: Why the fastest backend was not taken; empty if it was.
         backends: Every backend in the order of preference, with "taken" or the reason why it was not.
         counts: Operators at each place: `once`, `hoisted`, `loop`, `sunk`, `deferred`. How many `loops`. Cost per

@@ -1,9 +1,10 @@
 """Who else sees a call of a layer: compilers, tracers, transforms and modes, to which generated code is opaque."""
 
+import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
@@ -15,10 +16,46 @@ PLAIN_TENSORS: Final = (torch.Tensor, nn.Parameter)
 _WHY_DISABLED: Final = "Stretto runs generated code of its own here: compile with fullgraph=False"
 
 
-@functools.cache
+_LISTENERS: Final[list[Callable[[str], None]]] = []
+
+
 def warn_once(text: str) -> None:
-    """Warn, the first time that there is this to say."""
-    warnings.warn(text, stacklevel=2)
+    """Tell whoever listens, each time; or else warn, the first time that there is this to say."""
+    if _LISTENERS:
+        _LISTENERS[-1](text)
+    else:
+        _warn(text)
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
+
+
+@contextlib.contextmanager
+def warnings_to(listener: Callable[[str], None]) -> Iterator[None]:
+    """Give `listener` what layers have to say, such as that something slower runs than expected; once each."""
+    said: set[str] = set()
+
+    def listen(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            listener(text)
+
+    _LISTENERS.append(listen)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listen)
+
+
+def warn_of_unset(name: str, unset: Iterable[str]) -> None:
+    """Say once what a step leaves for others to look at, and compiled code does not."""
+    if unset:
+        warn_once(
+            f"{name} sets {' and '.join(unset)} at each step. Compiled, it does not, and what was there before stays: "
+            "return it as an output if you read it."
+        )
 
 
 def is_looked_at() -> str:

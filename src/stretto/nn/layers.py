@@ -1,4 +1,4 @@
-"""Small layers around a recurrent net: attention, features on a common scale, several steps as one.
+"""Small layers around a recurrent net: attention, dropout, features on a common scale, several steps as one.
 
 Shape legend: B sequences, T steps, F features, G groups of features; of attention, U query steps, S key steps, H units.
 """
@@ -17,6 +17,45 @@ from stretto.data import SequenceSet
 
 MAX_BLOCK_VALUES: Final = 1 << 22
 """Values of the training data that are measured at once."""
+DRAWN_RANGE: Final = 1 << 16
+"""Numbers that each value of a dropout mask draws one of: four of them are a number of 64 bits."""
+
+
+@final
+class Dropout(nn.Dropout):
+    """`torch.nn.Dropout`, sooner on a CPU, where drawing random numbers takes longer than all else that dropout does.
+
+    Four values share the 64 random bits that torch draws for each of them. So `p` is rounded to a multiple of 1/65,536,
+    and what is kept is scaled by the share that is really kept: the mean is exact. The masks follow from torch's random
+    state, as ever, but are not those that `torch.nn.Dropout` would draw. On other devices, and in what is compiled or
+    transformed (`torch.compile`, `torch.func`), this is `torch.nn.Dropout`.
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Each value zero with probability `p`, or scaled up; in evaluation `x` itself."""
+        is_plain = x.device.type == "cpu" and x.is_floating_point() and x.layout == torch.strided and not x.is_nested
+        if (
+            not (self.training and is_plain and 0.0 < self.p < 1.0)
+            or torch.compiler.is_compiling()
+            or _is_transformed()
+        ):
+            return super().forward(x)
+        kept = min(max(1, round((1.0 - self.p) * DRAWN_RANGE)), DRAWN_RANGE - 1)
+        drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(1 << 63), None).view(torch.int16)
+        # As `x` lies in memory, be it transposed.
+        mask = torch.empty_like(x, requires_grad=False)
+        values = mask.as_strided((x.numel(),), (1,))
+        torch.lt(drawn[: x.numel()], kept - DRAWN_RANGE // 2, out=values)
+        return x * mask.mul_(DRAWN_RANGE / kept)
+
+
+def _is_transformed() -> bool:
+    """Whether `torch.func` is at work, whose tensors stand for many."""
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return active is not None and bool(active())
 
 
 @final

@@ -3,12 +3,13 @@
 Shape legend: B sequences, T steps, F features of the input, O of the output, P real steps of all sequences.
 """
 
+import contextlib
 import copy
-import inspect
 import uuid
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, Literal, NamedTuple, final, get_args
@@ -18,10 +19,9 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 
-from stretto.cells import cell_from
+from stretto.cells import cell_from, step_of_torch
 from stretto.checks import check_bool, check_choice, check_float, check_int
 from stretto.errors import StrettoError
-from stretto.graph import call_cell
 from stretto.kernels import (
     Backend,
     Built,
@@ -40,11 +40,23 @@ from stretto.kernels import (
 from stretto.nn.auto import SolverAutotuner
 from stretto.nn.compiled import evaluated, operators_are_usable, run_layers
 from stretto.nn.explanation import Explanation
-from stretto.nn.guards import is_looked_at, opaque, unusual_tensor, warn_once
-from stretto.nn.ragged import PackedBatch, pack_batch, values_of
+from stretto.nn.guards import is_looked_at, opaque, unusual_tensor, warn_of_unset, warn_once
+from stretto.nn.ragged import PackedBatch, cut_at_resets, is_one_input, pack_inputs, values_of
 from stretto.nn.stack import Direction, SolverCall, StackResult, assemble, run_stack
+from stretto.signature import (
+    PLAIN,
+    Packing,
+    Returns,
+    StepSignature,
+    call_cell,
+    call_step,
+    check_forward,
+    has_initial_state,
+    initial_state,
+    spreads_state,
+)
 from stretto.solvers import AbstractSolver, CellVariants, Solution
-from stretto.state import flatten, map_state, unflatten
+from stretto.state import describe, flatten, map_state, structure_of, unflatten
 
 TORCH_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
 _VALUES: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
@@ -61,18 +73,27 @@ class RNN(nn.Module):
     cost their real steps only. Results are those of calling the cell at every step.
 
     Args:
-        cell: A `stretto.Cell`, one of torch's cells, or a list of cells: one for each layer and direction, in the order
-            of torch's states (layer 0 forward, layer 0 backward, layer 1 forward, ...).
+        cell: A `stretto.Cell`, one of torch's cells, any other module that does a step, or a list of them: one for each
+            layer and direction, in the order of torch's states (layer 0 forward, layer 0 backward, layer 1 forward,
+            ...). Its forward takes `(x_t, state)`, or the parts of the state as arguments of their own, and returns the
+            new state, or an output and the new state.
         num_layers: Layers. Those above the first are copies of the cell with parameters of their own.
         bidirectional: Whether each layer also reads backwards, from each sequence's own end.
         batch_first: Whether batches are (B, T, F), as by default, or (T, B, F).
         dropout: Fraction of each layer's outputs, except the last's, dropped in training.
-        backend: "auto" runs generated code where possible; "cpp" requires it; "eager" runs the same loops operator by
-            operator; "torch" calls the cell itself at each step.
+        backend: "auto" runs generated code where possible; "cpp" and "triton" require it, for the CPU and for GPUs;
+            "cudagraph" replays the loops' operators on a GPU; "eager" runs them one by one; "torch" calls the cell
+            itself at each step.
         save: What is stored for the backward pass: "auto" stores what is costly to compute again; "states" stores
             outputs and states at intervals, and computes the rest again: long sequences in little memory.
         solver: How to run through time. "serial": sequentially; "auto": measures whether solving chunks of time at once
             is faster, and uses what is; or a solver, such as `stretto.Shooting`. See also `rnn.solution`.
+        state: What the cell's state is, if it has no `initial_state(batch_size)`: a number of units, a `torch.Size`, or
+            a tensor with the values of a row, or several of these in tuples, dicts or named tuples. It starts with
+            zeros, of the dtype of the parameters.
+        returns: What the cell returns. "auto" reads it by its structure: what is nested like the state is the state,
+            and its first part the output; a pair with such a state is an output and the state. "state and output" is
+            for cells that return a pair in that order.
 
     Example:
         >>> rnn = stretto.RNN(stretto.cells.GRU(8, 32), num_layers=2)
@@ -92,6 +113,8 @@ class RNN(nn.Module):
         backend: Backend = "auto",
         save: SaveChoice = "auto",
         solver: AbstractSolver | Literal["serial", "auto"] = "serial",
+        state: Any = None,
+        returns: Returns = "auto",
     ) -> None:
         super().__init__()
         _check(num_layers, dropout, backend, save, solver)
@@ -102,11 +125,15 @@ class RNN(nn.Module):
         self.backend = backend
         self.save = save
         self.solver = solver
-        self.cells = nn.ModuleList(_make_cells(cell, num_layers, 2 if bidirectional else 1))
+        self.state_sizes = state
+        check_choice(returns, name="returns", choices=get_args(Returns))
+        self.returns: Returns = returns
+        self.cells = nn.ModuleList(_make_cells(cell, num_layers, 2 if bidirectional else 1, sizes=state))
         self._built: dict[Any, Built] = {}
         self._held: dict[int, dict[str, nn.Module]] = {}
         self._autotuner = SolverAutotuner()
         self._in_graphs: dict[Any, _InGraph] = {}
+        self._spreads: dict[int, bool] = {}
         self.solutions: tuple[Solution, ...] = ()
 
     @property
@@ -118,75 +145,235 @@ class RNN(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor | PackedSequence,
+        x: Any,
         state: Any = None,
         lengths: Any = None,
         *,
+        constants: Any = None,
+        resets: Any = None,
+        teacher: torch.Tensor | None = None,
         sample_ids: Sequence[int] | torch.Tensor | None = None,
     ) -> tuple[Any, Any]:
         """Run all sequences.
 
         Args:
-            x: (B, T, F), or (T, B, F) unless `batch_first`; a single sequence (T, F); a PackedSequence; or a nested
-                tensor with `layout=torch.jagged`.
+            x: (B, T, F), or (T, B, F) unless `batch_first`; a single sequence (T, F); whole numbers (B, T), such as
+                tokens; a PackedSequence; or a nested tensor with `layout=torch.jagged`. Several inputs are padded
+                batches in a tuple, dict or named tuple, and come to the cell in the same structure.
             state: The state before the first step, as it is returned; by default the cells' own.
             lengths: Steps of each sequence, in any order; all T by default.
+            constants: What is the same at every step: a tensor with a row for each sequence, or several in a tuple or
+                dict. The cells get them as their third argument.
+            resets: Truth values, (B, T) or (T, B) like the input, or packed like it: whether the state before a step is
+                the one that the cell starts from, as after the end of an episode or between documents in one row. The
+                backward direction starts anew at the same borders: at the last step before each reset.
+            teacher: Truth values, (B, T) or (T, B) like the input: where one is false, a step takes the last layer's
+                output of the step before as its input, and not that of `x`, as in scheduled sampling and closed loops.
+                The first step of a sequence, and one before which it is reset, takes that of `x`.
             sample_ids: A whole number for each sequence, by which a solver recognises it in later calls.
 
         Returns:
-            Outputs of the same kind as `x`, zero after each sequence's end, and the state after each sequence's last
-            step. For one layer of one direction that is the cell's state; otherwise a tuple with one for each layer
-            and direction, in the order of torch's.
+            Outputs of the same kind as `x`, in the structure in which the cell returns them, zero after each sequence's
+            end, and the state after each sequence's last step. For one layer of one direction that is the cell's state;
+            otherwise a tuple with one for each layer and direction, in the order of torch's.
         """
-        if isinstance(x, torch.Tensor) and x.dim() == 2 and not x.is_nested:
+        if isinstance(x, torch.Tensor) and x.dim() == 2 and not x.is_nested and x.is_floating_point():
             dim = 0 if self.batch_first else 1
             state = None if state is None else map_state(lambda part: part.unsqueeze(0), state)
-            y, after = self.forward(x.unsqueeze(dim), state, lengths, sample_ids=sample_ids)
-            return y.squeeze(dim), map_state(lambda part: part.squeeze(0), after)
+            constants = None if constants is None else map_state(lambda part: part.unsqueeze(0), constants)
+            resets = resets.unsqueeze(dim) if isinstance(resets, torch.Tensor) else resets
+            teacher = teacher.unsqueeze(dim) if isinstance(teacher, torch.Tensor) else teacher
+            x, further = x.unsqueeze(dim), {"constants": constants, "resets": resets, "teacher": teacher}
+            y, after = self.forward(x, state, lengths, **further, sample_ids=sample_ids)
+            return map_state(lambda part: part.squeeze(dim), y), map_state(lambda part: part.squeeze(0), after)
+        if teacher is not None:
+            return self._feed_back(x, state, lengths, constants, resets, teacher)
         if torch.compiler.is_compiling():
             if torch.compiler.is_exporting():
-                return self._loop_over_steps(x, state, lengths)
-            if isinstance(x, torch.Tensor) and not x.is_nested and x.dim() > 2 and x.numel() and lengths is None:
+                return self._loop_over_steps(x, state, lengths, constants, resets)
+            is_padded = isinstance(x, torch.Tensor) and not x.is_nested and x.dim() > 2 and x.numel()
+            if is_padded and lengths is None and constants is None and resets is None:
                 size = getattr(self.cells[0], "input_size", None)
                 # A size that is compared with a number is no symbol any more, and one that is not remains one.
                 features = (size,) if x.dim() == 3 and x.shape[2] == size else tuple(x.shape[2:])
                 names = _operator_names(self, features, x.dtype, x.device.type)
                 if names is not None and sample_ids is None and operators_are_usable():
                     return self._run_in_graph(x, state, *names)
-        return self._call(x, state, lengths, sample_ids)
+        return self._call(x, state, lengths, constants, resets, sample_ids)
+
+    def step(self, x_t: Any, state: Any = None, *, constants: Any = None) -> tuple[Any, Any]:
+        """One step of all layers, for rollouts and streams: what `forward` returns for a single step, in less time.
+
+        Args:
+            x_t: (B, F), or (F) of a single sequence, or several inputs (B, ...) in a tuple, dict or named tuple.
+            state: The state before the step, as it is returned; by default the cells' own.
+            constants: What is the same at every step.
+
+        Returns:
+            The output (B, ...) and the state after the step.
+
+        Raises:
+            StrettoError: The layer is bidirectional.
+        """
+        if self.bidirectional:
+            raise StrettoError(
+                "a bidirectional layer has no single step: its backward direction begins at a sequence's end",
+                fix="Give whole sequences to the layer, or make it with bidirectional=False.",
+            )
+        if isinstance(x_t, torch.Tensor):
+            if x_t.dim() == 1:
+                given = [
+                    None if one is None else map_state(lambda t: t.unsqueeze(0), one) for one in (state, constants)
+                ]
+                y, after = self.step(x_t.unsqueeze(0), given[0], constants=given[1])
+                return y.squeeze(0), map_state(lambda part: part.squeeze(0), after)
+            kind = x_t.device.type
+        else:
+            kind = values_of(map_state(lambda part: part.unsqueeze(1), x_t)).device.type
+        if not (kind != "meta" and torch.is_autocast_enabled(kind)):
+            try:
+                return self._step_once(x_t, state, constants)
+            except StrettoError:
+                raise
+            except Exception as error:
+                if torch.compiler.is_compiling():
+                    raise
+                del error
+        dim = 1 if self.batch_first else 0
+        y, after = self.forward(map_state(lambda part: part.unsqueeze(dim), x_t), state, constants=constants)
+        return map_state(lambda part: part.squeeze(dim), y), after
 
     @opaque
-    def _call(self, x: Any, state: Any, lengths: Any, sample_ids: Any) -> tuple[Any, Any]:
+    def _feed_back(  # noqa: PLR0917 - the arguments of forward
+        self, x: Any, state: Any, lengths: Any, constants: Any, resets: Any, teacher: Any
+    ) -> tuple[Any, Any]:
+        """All layers as one step, whose output is its next input where nobody teaches it."""
+        if self.bidirectional or self.solver != "serial" or _has_own_lengths(x):
+            raise StrettoError(
+                "teacher= is for padded batches, layers of one direction and solver='serial'",
+                fix="Give a padded batch and lengths=, or leave out teacher=.",
+            )
+        data, time = values_of(x), 1 if self.batch_first else 0
+        if not isinstance(teacher, torch.Tensor) or teacher.dtype != torch.bool or teacher.shape != data.shape[:2]:
+            kind = f"{tuple(teacher.shape)} of {teacher.dtype}" if isinstance(teacher, torch.Tensor) else repr(teacher)
+            raise StrettoError(
+                f"teacher is {kind} and the input {tuple(data.shape)}",
+                fix="Give truth values with the batch and time dimensions of the input.",
+            )
+        is_first = torch.arange(data.shape[time], device=data.device) == 0
+        teacher = teacher | (is_first if self.batch_first else is_first[:, None])
+        teacher = teacher if resets is None else teacher | resets
+        inner = self._held.setdefault(-1, {}).get("step of all layers")
+        if inner is None:
+            inner = RNN(_AllLayers(self), batch_first=self.batch_first, backend=self.backend, save=self.save)
+            self._held[-1]["step of all layers"] = inner
+        assert isinstance(inner, RNN)
+        inner.training = inner.cells[0].training = self.training
+        y, after = inner._call((x, teacher), state, lengths, constants, resets, None, feeds_back=True)
+        return y, after
+
+    def _step_once(self, x_t: Any, state: Any, constants: Any, *, calls_cells: bool = False) -> tuple[Any, Any]:
+        """The cells called once, or torch's functions for a step of them. Nothing is built."""
+        count = len(self.cells)
+        if state is None:
+            states = self._own_states(None, (x_t if isinstance(x_t, torch.Tensor) else flatten(x_t)[0]).shape[0])
+        else:
+            states = [state] if count == 1 else list(state)
+        after = []
+        for index, (cell, own) in enumerate(zip(self.cells, states, strict=True)):
+            if index:
+                _check_single(cell, x_t)
+                x_t = functional.dropout(x_t, self.dropout, training=self.training) if self.dropout else x_t
+            run = None if constants is not None or calls_cells else step_of_torch(cell)
+            if run is not None:
+                x_t, new = run(x_t, own)
+            else:
+                carried = own if constants is None else (own, constants)
+                signature = self._step_signature(index, carried, has_constants=constants is not None)
+                x_t, new = call_step(cell, x_t, carried, signature=signature)
+                new = signature.own_state(new)
+                new = new if type(new) is torch.Tensor else unflatten(own, flatten(new))
+            after.append(new)
+        return x_t, after[0] if count == 1 else tuple(after)
+
+    def _step_signature(self, index: int, state: Any, *, has_constants: bool) -> StepSignature:
+        form = StepSignature(has_constants=has_constants, returns=self.returns)
+        spreads = self._spreads.get(index)
+        if spreads is None:
+            spreads = spreads_state(self.cells[index], state, form)
+            if spreads is None:
+                raise LookupError("how the cell is called is found by forward")
+            self._spreads[index] = spreads
+        return replace(form, spreads_state=True) if spreads else form
+
+    @opaque
+    def _call(  # noqa: PLR0917 - the arguments of forward
+        self,
+        x: Any,
+        state: Any,
+        lengths: Any,
+        constants: Any,
+        resets: Any,
+        sample_ids: Any,
+        *,
+        feeds_back: bool = False,
+    ) -> tuple[Any, Any]:
         data = values_of(x)
         cells = [_inspect(cell) for cell in self.cells]
         has_autocast = not data.is_meta and torch.is_autocast_enabled(data.device.type)
-        x, state = self._match_dtype(x, state, cells[0].dtype, convert=has_autocast)
+        x, state, constants = self._match_dtype(x, state, constants, cells[0].dtype, convert=has_autocast)
         with torch.autocast(data.device.type, enabled=False) if has_autocast else nullcontext():
-            seen = is_looked_at() or _unusual(data, state, cells)
-            if seen and isinstance(x, torch.Tensor) and not (x.is_nested or _is_readable(lengths)):
+            given = [] if is_one_input(x) else flatten(x)
+            seen = is_looked_at() or _unusual(data, (state, constants, given), cells)
+            if seen and not (_has_own_lengths(x) or _is_readable(lengths)):
                 self.solutions = ()
-                return self._loop_over_steps(x, state, lengths)
-            packed = pack_batch(x, lengths, batch_first=self.batch_first)
-            states = self._states(state, packed.layout.num_rows)
-            layers = self._assemble(packed, states, cells, backend="torch" if seen else self.backend)
-            run = partial(self._run, packed.layout)
+                return self._loop_over_steps(x, state, lengths, constants, resets, feeds_back=feeds_back)
+            packed, inputs = pack_inputs(x, lengths, batch_first=self.batch_first)
+            num_rows, has_constants = packed.layout.num_rows, constants is not None
+            further = [constants] * has_constants + ([_no_output(x[0], num_rows)] if feeds_back else [])
+            states = self._states(state, num_rows, further)
+            form = StepSignature(
+                inputs=inputs, has_constants=has_constants, feeds_back=feeds_back, returns=self.returns
+            )
+            layout, x_PF, starts = packed.layout, packed.x_PF, [packed.sort_rows(initial) for initial in states]
+            segments = None if resets is None else cut_at_resets(packed, resets, batch_first=self.batch_first)
+            if segments is not None:
+                own = states if state is None else self._states(None, num_rows, further)
+                fresh = map(packed.sort_rows, own)
+                layout, x_PF = segments.layout, segments.cut(x_PF)
+                starts = [
+                    segments.start_states(given, new, reverse=self._is_reverse(index))
+                    for index, (given, new) in enumerate(zip(starts, fresh, strict=True))
+                ]
+            layers, built = self._assemble(x_PF, starts, cells, form, backend="torch" if seen else self.backend)
+            run = partial(self._run, layout)
             if self.solver == "auto" and not seen:
-                result = self._autotuner.run(layers, packed.layout, packed.x_PF, run=run)
+                result = self._autotuner.run(layers, layout, x_PF, run=run)
             else:
-                result = run(layers, packed.x_PF, None if seen else self._solver_call(packed, sample_ids))
+                call = None if seen else self._solver_call(packed, sample_ids, is_cut=segments is not None)
+                result = run(layers, x_PF, call)
             self.solutions = tuple(result.solutions)
-            after = [
-                packed.restore_rows(unflatten(initial, final_state))
-                for initial, final_state in zip(states, result.states, strict=True)
-            ]
-            return packed.unpack(result.y_PF), after[0] if len(after) == 1 else tuple(after)
+            finals, y_PF = result.states, result.y_PF
+            after = [form.own_state(unflatten(initial, final)) for initial, final in zip(states, finals, strict=True)]
+            if segments is not None:
+                y_PF = segments.join(y_PF)
+                after = [
+                    segments.end_states(final, reverse=self._is_reverse(index)) for index, final in enumerate(after)
+                ]
+            after = list(map(packed.restore_rows, after))
+            outputs = [built[index].outputs for index in range(len(built))][-len(layers[-1]) :]
+            return _unpack(packed, y_PF, outputs), after[0] if len(after) == 1 else tuple(after)
+
+    def _is_reverse(self, index: int) -> bool:
+        """Whether a layer and direction, by its number, reads backwards."""
+        return self.bidirectional and index % 2 == 1
 
     def _run_in_graph(
         self, x: torch.Tensor, state: Any, programs: list[list[str]], parameters: list[list[str]]
     ) -> tuple[Any, Any]:
         """What Dynamo traces: a registered operator for each layer."""
         x_TBF = x.transpose(0, 1) if self.batch_first else x
-        states = self._states(state, x_TBF.shape[1])
+        states = self._own_states(state, x_TBF.shape[1])
         y_TBF, finals = run_layers(
             programs,
             x_TBF,
@@ -198,67 +385,120 @@ class RNN(nn.Module):
         y = y_TBF.transpose(0, 1) if self.batch_first else y_TBF
         return y, after[0] if len(after) == 1 else tuple(after)
 
-    def _loop_over_steps(self, x: Any, state: Any, lengths: Any) -> tuple[Any, Any]:
+    def _loop_over_steps(
+        self, x: Any, state: Any, lengths: Any, constants: Any, resets: Any, *, feeds_back: bool = False
+    ) -> tuple[Any, Any]:
         """A Python loop of operators alone, for those who look at them: transforms, tracers, modes, subclasses."""
-        if values_of(x) is not x:
+        if _has_own_lengths(x):
             raise StrettoError(
                 f"{type(x).__name__} cannot be exported as an input", fix="Export a padded batch and lengths=."
             )
-        x_BTF = x if self.batch_first else x.transpose(0, 1)
-        num_rows = x_BTF.shape[0]
+        data = values_of(x)
+        x_BTF = x if self.batch_first else map_state(lambda part: part.transpose(0, 1), x)
+        num_rows, num_steps = data.shape[:2] if self.batch_first else (data.shape[1], data.shape[0])
         real_BT = None
         if lengths is not None:
-            lengths_B1, steps_T = lengths.to(x.device)[:, None], torch.arange(x_BTF.shape[1], device=x.device)
+            lengths_B1, steps_T = lengths.to(data.device)[:, None], torch.arange(num_steps, device=data.device)
             real_BT = steps_T < lengths_B1
             reversed_BT = torch.where(real_BT, lengths_B1 - 1 - steps_T, steps_T)
-            rows_B1 = torch.arange(num_rows, device=x.device)[:, None]
+            rows_B1 = torch.arange(num_rows, device=data.device)[:, None]
             # Padding may hold anything, and NaN times a gradient of zero is NaN.
-            x_BTF = x_BTF.masked_fill(~real_BT.reshape(*real_BT.shape, *[1] * (x_BTF.dim() - 2)), 0)
+            behind_BT = ~real_BT
+            x_BTF = map_state(
+                lambda part: part.masked_fill(behind_BT.reshape(*behind_BT.shape, *[1] * (part.dim() - 2)), 0), x_BTF
+            )
+
+        def reverse(part: torch.Tensor) -> torch.Tensor:
+            return part.flip(1) if real_BT is None else part[rows_B1, reversed_BT]
+
+        has_constants = constants is not None
+        form = StepSignature(has_constants=has_constants, feeds_back=feeds_back, returns=self.returns)
+        further = [constants] * has_constants + ([_no_output(x[0], num_rows)] if feeds_back else [])
         ends = []
-        states = self._states(state, num_rows)
+        states = self._states(state, num_rows, further)
+        fresh = [None] * len(states) if resets is None else self._states(None, num_rows, further)
+        resets_BT = None
+        if resets is not None:
+            resets_BT = resets if self.batch_first else resets.transpose(0, 1)
+            resets_BT = resets_BT if real_BT is None else resets_BT & real_BT
         num_directions = 2 if self.bidirectional else 1
         for number in range(self.num_layers):
             if number and self.dropout:
                 x_BTF = functional.dropout(x_BTF, self.dropout, training=self.training)
             outputs = []
             for index in range(number * num_directions, (number + 1) * num_directions):
-                given_BTF = x_BTF
+                given_BTF, fresh_BT = x_BTF, resets_BT
                 if index % num_directions:
-                    given_BTF = x_BTF.flip(1) if real_BT is None else x_BTF[rows_B1, reversed_BT]
-                y_BTF, after = loop_over_steps(self.cells[index], given_BTF, states[index], real_BT=real_BT)
-                if index % num_directions:
-                    y_BTF = y_BTF.flip(1) if real_BT is None else y_BTF[rows_B1, reversed_BT]
-                outputs.append(y_BTF[..., None] if self.bidirectional and y_BTF.dim() == 2 else y_BTF)
-                ends.append(unflatten(states[index], flatten(after)))
-            x_BTF = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-        y = x_BTF if self.batch_first else x_BTF.transpose(0, 1)
+                    given_BTF = map_state(reverse, x_BTF)
+                    if resets_BT is not None:  # backwards, a segment begins at the step before a reset
+                        fresh_BT = reverse(torch.cat([resets_BT[:, 1:], torch.zeros_like(resets_BT[:, :1])], dim=1))
+                spreads = self._spreads.get(index, bool(spreads_state(self.cells[index], states[index], form)))
+                y_BTF, after = loop_over_steps(
+                    self.cells[index],
+                    given_BTF,
+                    states[index],
+                    real_BT=real_BT,
+                    resets_BT=fresh_BT,
+                    fresh=fresh[index],
+                    signature=replace(form, spreads_state=spreads),
+                )
+                outputs.append(map_state(reverse, y_BTF) if index % num_directions else y_BTF)
+                ends.append(form.own_state(unflatten(states[index], flatten(after))))
+            x_BTF = outputs[0] if len(outputs) == 1 else map_state(partial(_side_by_side, num_lead=2), *outputs)
+            if number + 1 < self.num_layers:
+                _check_single(self.cells[number * num_directions], x_BTF)
+        y = x_BTF if self.batch_first else map_state(lambda part: part.transpose(0, 1), x_BTF)
         return y, ends[0] if len(ends) == 1 else tuple(ends)
 
     def _assemble(
-        self, packed: PackedBatch, states: list[Any], cells: list["_Inspected"], *, backend: Backend
-    ) -> list[list[Direction]]:
-        """The layers, each direction with its program, its tensors and its initial state."""
+        self,
+        x_PF: torch.Tensor,
+        states: list[Any],
+        cells: list["_Inspected"],
+        form: StepSignature,
+        *,
+        backend: Backend,
+    ) -> tuple[list[list[Direction]], dict[int, Built]]:
+        """The layers, each direction with its program, its tensors and its initial state; and what was built."""
         built: dict[int, Built] = {}
+        signatures: dict[int, StepSignature] = {}
 
         def direction(index: int, features: tuple[int, ...]) -> Direction:
             cell, initial = cells[index], states[index]
-            _check_width(cell.module, features, packed.x_PF)
-            _check_devices(cell, packed.x_PF, initial)
-            built[index] = self._build(cell, features, packed.x_PF.dtype, initial, backend=backend)
+            signature = signatures[index] = self._signature(index, form, features, x_PF, initial)
+            if signature.inputs is None:
+                _check_width(cell.module, features, x_PF)
+            _check_devices(cell, x_PF, initial)
+            built[index] = self._build(cell, features, x_PF.dtype, initial, backend=backend, signature=signature)
             _warn_if_slower(cell.module, built[index], wanted=backend)
-            variants = None if self.solver == "serial" else self._variants(cell.module, initial, index)
-            return Direction(built[index].program, cell.tensors, flatten(packed.sort_rows(initial)), variants)
+            variants = None if self.solver == "serial" else self._variants(cell.module, initial, index, signature)
+            return Direction(built[index].program, cell.tensors, flatten(initial), variants)
 
         def output_shape(index: int, features: tuple[int, ...]) -> tuple[int, ...]:
-            return _output_shape(built[index], cells[index].module, features, states[index])
+            return _output_shape(built[index], cells[index].module, features, states[index], signatures[index])
 
-        return assemble(
+        layers = assemble(
             direction,
             output_shape=output_shape,
-            features=tuple(packed.x_PF.shape[1:]),
+            features=tuple(x_PF.shape[1:]),
             num_layers=self.num_layers,
             num_directions=2 if self.bidirectional else 1,
         )
+        return layers, built
+
+    def _signature(
+        self, index: int, form: StepSignature, features: tuple[int, ...], x_PF: torch.Tensor, initial: Any
+    ) -> StepSignature:
+        """How the cell of a layer and direction is called. Where two ways are possible, both are tried, once."""
+        cell = self.cells[index]
+        form = form if index < (2 if self.bidirectional else 1) else replace(form, inputs=None)
+        spreads = self._spreads.get(index)
+        if spreads is None:
+            spreads = spreads_state(cell, initial, form)
+            if spreads is None:
+                spreads = _try_both(cell, x_PF.new_zeros(3, *features), initial, form)
+            self._spreads[index] = spreads
+        return replace(form, spreads_state=spreads)
 
     def _run(
         self, layout: Layout, layers: Sequence[Sequence[Direction]], x_PF: torch.Tensor, call: SolverCall | None
@@ -274,12 +514,16 @@ class RNN(nn.Module):
                 fix="Convert it, with x.to(...).",
             ) from error
 
-    def _solver_call(self, packed: PackedBatch, sample_ids: Sequence[int] | torch.Tensor | None) -> SolverCall | None:
+    def _solver_call(
+        self, packed: PackedBatch, sample_ids: Sequence[int] | torch.Tensor | None, *, is_cut: bool
+    ) -> SolverCall | None:
         """The solver and the ids of the sequences; None for a sequential run."""
         if not isinstance(self.solver, AbstractSolver):
             return None
         if sample_ids is None:
             return SolverCall(self.solver)
+        if is_cut:
+            raise StrettoError("sample_ids were given with resets", fix="Give one of the two.")
         try:
             ids = [check_int(number, name="sample_ids", at_least=-(1 << 63)) for number in sample_ids]
         except TypeError:
@@ -292,31 +536,38 @@ class RNN(nn.Module):
         order = range(len(ids)) if packed.order_B is None else packed.order_B.tolist()
         return SolverCall(self.solver, tuple(ids[number] for number in order))
 
-    def _match_dtype(self, x: Any, state: Any, own: torch.dtype | None, *, convert: bool) -> tuple[Any, Any]:
-        """The input and state in the dtype of the parameters: converted under autocast, refused otherwise."""
+    def _match_dtype(
+        self, x: Any, state: Any, constants: Any, own: torch.dtype | None, *, convert: bool
+    ) -> tuple[Any, Any, Any]:
+        """Inputs, state and constants in the dtype of the parameters: converted under autocast, refused otherwise."""
         cell = self.cells[0]
         data = x.data if isinstance(x, PackedSequence) else x
         if convert and own is not None:
+
+            def match(part: torch.Tensor) -> torch.Tensor:
+                return part.to(own) if part.is_floating_point() else part
+
             if isinstance(x, PackedSequence):
-                x = PackedSequence(data.to(own), x.batch_sizes, x.sorted_indices, x.unsorted_indices)
-            elif x.is_floating_point():
-                x = x.to(own)
-            if state is not None:
-                state = map_state(lambda part: part.to(own) if part.is_floating_point() else part, state)
-            return x, state
-        given = [data, *([] if state is None else flatten(state))]
+                x = PackedSequence(match(data), x.batch_sizes, x.sorted_indices, x.unsorted_indices)
+            else:
+                x = map_state(match, x)
+            return x, map_state(match, state), map_state(match, constants)
+        given = flatten((data, state, constants))
         wrong = next((t.dtype for t in given if t.is_floating_point() and own is not None and t.dtype != own), None)
         if wrong is not None:
             raise StrettoError(
                 f"the input or state is of {wrong} and the parameters of {type(cell).__name__} are of {own}",
                 fix="Convert one to the other, with x.to(...) or rnn.to(...).",
             )
-        return x, state
+        return x, state, constants
 
     def initial_state(self, batch_size: int) -> Any:
         """The state that `forward` starts from when none is given."""
-        made = [_initial(cell, batch_size) for cell in self.cells]
+        made = [self._initial(cell, batch_size) for cell in self.cells]
         return made[0] if len(made) == 1 else tuple(made)
+
+    def _initial(self, cell: nn.Module, num_rows: int) -> Any:
+        return initial_state(cell, num_rows, sizes=self.state_sizes)
 
     def explain(self, input_size: int | None = None) -> Explanation:
         """What is computed where, and the cost per step, of the first cell; the other layers are alike.
@@ -330,13 +581,16 @@ class RNN(nn.Module):
         cell = _inspect(self.cells[0])
         if input_size is not None:
             check_int(input_size, name="input_size")
-        features = (input_size,) if input_size else self._last_features or (_input_size(cell.module),)
-        dtype = self._last_dtype or _floating_dtype(cell.tensors) or torch.get_default_dtype()
-        built = self._build(cell, features, dtype, _initial(cell.module, 1), backend=self.backend)
+        last, initial = self._last, self._initial(cell.module, 1)
+        features = (input_size,) if input_size else (_input_size(cell.module),) if last is None else last.features
+        dtype = _floating_dtype(cell.tensors) or torch.get_default_dtype() if last is None else last.dtype
+        signature = PLAIN
+        if last is not None and features == last.features:
+            signature, initial = last.signature, last.initial
+        built = self._build(cell, features, dtype, initial, backend=self.backend, signature=signature)
         return Explanation.of(built, type(cell.module).__name__)
 
-    _last_features: tuple[int, ...] | None = None
-    _last_dtype: torch.dtype | None = None
+    _last: "_Described | None" = None
 
     @property
     def last_built(self) -> Built | None:
@@ -344,33 +598,58 @@ class RNN(nn.Module):
         return next(reversed(self._built.values()), None)
 
     def _build(
-        self, cell: "_Inspected", features: tuple[int, ...], dtype: torch.dtype, initial: Any, *, backend: Backend
+        self,
+        cell: "_Inspected",
+        features: tuple[int, ...],
+        dtype: torch.dtype,
+        initial: Any,
+        *,
+        backend: Backend,
+        signature: StepSignature = PLAIN,
     ) -> Built:
         shapes = tuple((part.shape[1:], part.dtype, part.device.type) for part in flatten(initial))
-        key = (features, dtype, shapes, backend, cell.fingerprint)
+        key = (features, dtype, shapes, structure_of(initial), backend, signature, cell.fingerprint)
         built = self._built.get(key)
         if built is None:
-            self._last_features = self._last_features or features
-            self._last_dtype = self._last_dtype or dtype
+            if cell.module is self.cells[0]:
+                row = map_state(lambda part: torch.zeros_like(part[:1]), initial)
+                self._last = _Described(features, dtype, signature, row)
             built = build(
                 cell.module,
                 x_shape=features,
                 x_dtype=dtype,
                 state=initial,
                 backend=backend,
+                signature=signature,
                 needs_loops=self.solver != "serial",
             )
             self._built[key] = built
         return built
 
-    def _variants(self, cell: nn.Module, initial: Any, place: int) -> CellVariants:
+    def _variants(self, cell: nn.Module, initial: Any, place: int, signature: StepSignature) -> CellVariants:
         def program(module: nn.Module, features: tuple[int, ...], dtype: torch.dtype) -> Program:
             return self._build(_inspect(module), features, dtype, initial, backend=self.backend).program
 
+        if signature != PLAIN:
+            # The hooks of a cell take one input and its own state alone, so solvers do without them.
+            cell = _Hookless(cell)
         return CellVariants(cell=cell, build=program, modules=self._held.setdefault(place, {}))
 
-    def _states(self, state: Any, num_rows: int) -> list[Any]:
-        made = [_initial(cell, num_rows) for cell in self.cells]
+    def _states(self, state: Any, num_rows: int, further: Sequence[Any]) -> list[Any]:
+        """The state that each layer and direction starts from, with what programs carry beside it."""
+        own = self._own_states(state, num_rows)
+        if not further:
+            return own
+        wrong = next((part for part in flatten(further) if part.dim() == 0 or part.shape[0] != num_rows), None)
+        if wrong is not None:
+            raise StrettoError(
+                f"a constant has the shape {tuple(wrong.shape)} and the batch has {num_rows} sequences",
+                fix="Give a row for each sequence, with expand if they are alike; what all share is a buffer.",
+            )
+        return [(initial, *further) for initial in own]
+
+    def _own_states(self, state: Any, num_rows: int) -> list[Any]:
+        made = [self._initial(cell, num_rows) for cell in self.cells]
         is_known = torch.compiler.is_compiling() or torch._C._get_tracing_state() is None  # or sizes are tensors
         for cell, own in zip(self.cells, made, strict=True):
             if is_known and any(part.dim() == 0 or part.shape[0] != num_rows for part in flatten(own)):
@@ -421,6 +700,28 @@ class RNN(nn.Module):
         return shown
 
 
+class _AllLayers(nn.Module):
+    """A step of all layers of an RNN, as one cell."""
+
+    def __init__(self, rnn: RNN) -> None:
+        super().__init__()
+        self.cells = rnn.cells
+        self.initial_state = rnn.initial_state
+        self.step = partial(rnn._step_once, calls_cells=True)
+
+    def forward(self, x_t: Any, state: Any, constants: Any = None) -> tuple[Any, Any]:
+        """The step."""
+        return self.step(x_t, state, constants)
+
+
+class _Hookless(nn.Module):
+    """What solvers see of a cell that has inputs, constants or a state they cannot hand to its hooks."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.train(cell.training)
+
+
 @final
 class _InGraph:
     """A cell of a layer that a compiled graph runs by name, as long as the layer lives."""
@@ -429,7 +730,7 @@ class _InGraph:
         self.name = f"rnn:{uuid.uuid4().hex}"  # graphs are stored, and another process must not find another cell
         self._rnn, self._index, self._features, self._dtype = weakref.ref(rnn), index, features, dtype
         with torch.no_grad():
-            self._initial = _initial(rnn.cells[index], 1)
+            self._initial = rnn._initial(rnn.cells[index], 1)
 
     def build(self) -> Built | None:
         """As every call does: what the step depends on may have changed since the graph was compiled."""
@@ -437,13 +738,21 @@ class _InGraph:
         if rnn is None:
             return None
         cell = _inspect(rnn.cells[self._index])
-        return rnn._build(cell, self._features, self._dtype, self._initial, backend=rnn.backend)
+        x, form = torch.zeros(1, dtype=self._dtype), StepSignature(returns=rnn.returns)
+        signature = rnn._signature(self._index, form, self._features, x, self._initial)
+        return rnn._build(cell, self._features, self._dtype, self._initial, backend=rnn.backend, signature=signature)
 
     def find_program(self) -> TracedProgram | None:
         """The program, if a graph can run it."""
         built = self.build()
         program = None if built is None else built.program
-        return program if isinstance(program, TracedProgram) and repeats(program) else None
+        if (
+            not isinstance(program, TracedProgram)
+            or program.plan.graph.outputs is not None
+            or program.plan.graph.narrow
+        ):
+            return None
+        return program if repeats(program) else None
 
 
 _IN_GRAPHS: Final["weakref.WeakValueDictionary[str, _InGraph]"] = weakref.WeakValueDictionary()
@@ -503,32 +812,83 @@ def _tensor_of(cell: nn.Module, name: str) -> torch.Tensor:
     return found  # type: ignore[no-any-return]
 
 
-def _output_shape(built: Built, cell: nn.Module, features: tuple[int, ...], initial: Any) -> tuple[int, ...]:
-    """The shape of one step of the output."""
+def _output_shape(
+    built: Built, cell: nn.Module, features: tuple[int, ...], initial: Any, signature: StepSignature
+) -> tuple[int, ...]:
+    """The shape of one step of the output, which goes into the next layer."""
     if built.plan is not None:
+        _check_single(cell, None if built.outputs is None else built.outputs.template)
         return built.plan.graph.y.row_shape
     with torch.enable_grad(), unseen_by_hooks(), torch.random.fork_rng(devices=[]):
         like_part = flatten(initial)
-        x = torch.zeros(2, *features, dtype=like_part[0].dtype if like_part else None)
-        y, _ = call_cell(cell, x, unflatten(initial, [part.new_zeros(2, *part.shape[1:]) for part in like_part]))
+        like = like_part[0] if like_part else torch.empty(0)
+        x = torch.zeros(2, *features, dtype=like.dtype, device=like.device)
+        rows = unflatten(initial, [part.new_zeros(2, *part.shape[1:]) for part in like_part])
+        y, _ = call_step(cell, x, rows, signature=signature)
+    _check_single(cell, y)
     return tuple(y.shape[1:])
 
 
-def _initial(cell: nn.Module, num_rows: int) -> Any:
-    return cell.initial_state(num_rows)  # type: ignore[operator]
+def _check_single(cell: nn.Module, y: Any) -> None:
+    """An error if what goes into the next layer is several outputs."""
+    if y is not None and not isinstance(y, torch.Tensor):
+        raise StrettoError(
+            f"{type(cell).__name__} returns several outputs, {describe(y)}, and there is another layer above",
+            fix="Return one tensor from the cells of all layers but the last.",
+        )
 
 
-def _make_cells(cell: nn.Module | Sequence[nn.Module], num_layers: int, directions: int) -> list[nn.Module]:
+def _unpack(packed: PackedBatch, y_PF: torch.Tensor, outputs: Sequence[Packing | None]) -> Any:
+    """Outputs in the form of the batch, in the structure in which the cell returned them, directions side by side."""
+    known = [packing for packing in outputs if packing is not None]
+    if not known:
+        return packed.unpack(y_PF)
+    columns = torch.split(y_PF, [sum(packing.widths) for packing in known], dim=1)
+    found = [packing.unpack(part_PF) for packing, part_PF in zip(known, columns, strict=True)]
+    for packing, tree in zip(known, found, strict=True):
+        packing.check_exact(flatten(tree), name="output")
+    joined = found[0] if len(found) == 1 else map_state(partial(_side_by_side, num_lead=1), *found)
+    return map_state(packed.unpack, joined)
+
+
+def _no_output(x: Any, num_rows: int) -> Any:
+    """What is in the place of the output before the first step, which does not read it."""
+    return map_state(lambda part: part.new_zeros(num_rows, *part.shape[2:]), x)
+
+
+def _side_by_side(*parts: torch.Tensor, num_lead: int) -> torch.Tensor:
+    """Two directions, of which each row has a feature at least."""
+    return torch.cat([part if part.dim() > num_lead else part[..., None] for part in parts], dim=-1)
+
+
+def _try_both(cell: nn.Module, x: torch.Tensor, initial: Any, form: StepSignature) -> bool:
+    """Whether the items of the state are arguments of their own, of a cell that could be called either way."""
+    rows = map_state(lambda part: part.new_zeros(3, *part.shape[1:]), initial)
+    with torch.no_grad(), unseen_by_hooks(), torch.random.fork_rng(devices=[]):
+        for spreads in (False, True):
+            with contextlib.suppress(Exception):  # the cell's own comes again when it runs
+                call_step(cell, x, rows, signature=replace(form, spreads_state=spreads))
+                return spreads
+    return False
+
+
+def _has_own_lengths(x: Any) -> bool:
+    return isinstance(x, PackedSequence) or (isinstance(x, torch.Tensor) and x.is_nested)
+
+
+def _make_cells(
+    cell: nn.Module | Sequence[nn.Module], num_layers: int, directions: int, *, sizes: Any
+) -> list[nn.Module]:
     wanted = num_layers * directions
     if isinstance(cell, (list, tuple, nn.ModuleList)):
-        cells = [_check_cell(item) for item in cell]
+        cells = [_check_cell(item, sizes) for item in cell]
         if len(cells) != wanted:
             raise StrettoError(
                 f"{len(cells)} cells were given for {num_layers} layers of {directions} directions",
                 fix=f"Give {wanted} cells, or one to be made again.",
             )
         return cells
-    cell = _check_cell(cell)
+    cell = _check_cell(cell, sizes)
     if wanted == 1:
         return [cell]
     if not callable(getattr(cell, "with_input_size", None)):
@@ -541,27 +901,23 @@ def _make_cells(cell: nn.Module | Sequence[nn.Module], num_layers: int, directio
     return first + [cell.with_input_size(size * directions) for _ in range(wanted - directions)]  # type: ignore[operator]
 
 
-def _check_cell(cell: Any) -> nn.Module:
+def _check_cell(cell: Any, sizes: Any) -> nn.Module:
     """The cell, or one of ours for one of torch's."""
-    if isinstance(cell, TORCH_CELLS):
+    if type(cell) in TORCH_CELLS:
         return cell_from(cell)
-    if not isinstance(cell, nn.Module) or not callable(getattr(cell, "initial_state", None)):
+    if not isinstance(cell, nn.Module) or not has_initial_state(cell, sizes):
+        if isinstance(cell, nn.Module):
+            raise StrettoError(
+                f"{cell!r} is not a cell: the state that it starts from is not known",
+                fix="Give the sizes of its state, as in stretto.RNN(cell, state=64) or state=(64, 64), or give the "
+                "cell a method initial_state(batch_size).",
+            )
         raise StrettoError(
             f"{cell!r} is not a cell",
-            fix="Subclass stretto.Cell: give it initial_state(batch_size) and forward(x_t, state).",
+            fix="Give a module with forward(x_t, state), such as a subclass of stretto.Cell; functions are for "
+            "stretto.scan.",
         )
-    for name, given in (("forward", ("x_t", "state")), ("initial_state", ("batch_size",))):
-        try:
-            signature = inspect.signature(getattr(cell, name))
-        except (TypeError, ValueError):  # not a Python function
-            continue
-        try:
-            signature.bind(*given)
-        except TypeError as error:
-            raise StrettoError(
-                f"{type(cell).__name__}.{name}{signature} cannot be called as {name}({', '.join(given)}): {error}",
-                fix=f"Let it take {' and '.join(given)}, and nothing else without a default.",
-            ) from None
+    check_forward(cell, sizes)
     return cell
 
 
@@ -587,21 +943,22 @@ def _check_devices(cell: "_Inspected", x: torch.Tensor, initial: Any) -> None:
 
 def _warn_if_slower(cell: nn.Module, built: Built, *, wanted: Backend) -> None:
     """Say once of each class and reason that something slower runs than what was asked for."""
-    fastest = built.choices[0][0] if wanted == "auto" else wanted
+    fastest = built.fastest if wanted == "auto" else wanted
     if built.backend != fastest:
         warn_once(
             f"{type(cell).__name__} runs by backend {built.backend!r} ({built.description}), not by {fastest!r}: "
             f"{dict(built.choices)[fastest]}. Change the cell so that this is not so (rnn.explain() has the details), "
             f"or choose backend={built.backend!r}."
         )
+    elif built.backend != "torch":
+        warn_of_unset(type(cell).__name__, built.unset)
 
 
-def _unusual(data: torch.Tensor, state: Any, cells: Sequence["_Inspected"]) -> str:
+def _unusual(data: torch.Tensor, given: Any, cells: Sequence["_Inspected"]) -> str:
     """Why nothing but PyTorch's operators can read a call's tensors; empty if there is no such reason."""
     if data.is_meta:
         return "the input is on meta"
-    states = [] if state is None else flatten(state)
-    return unusual_tensor((data, *states, *(tensor for cell in cells for tensor in cell.tensors.values())))
+    return unusual_tensor((data, *flatten(given), *(tensor for cell in cells for tensor in cell.tensors.values())))
 
 
 def _is_readable(lengths: Any) -> bool:
@@ -631,7 +988,7 @@ def _output_size(cell: nn.Module) -> int:
     like_part = next((t for t in tensors if t.is_floating_point()), torch.zeros(()))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         x = torch.zeros(2, _input_size(cell), dtype=like_part.dtype, device=like_part.device)
-        y, _ = call_cell(cell, x, _initial(cell, 2))
+        y, _ = call_cell(cell, x, cell.initial_state(2))  # type: ignore[operator]
     return int(y.shape[-1])
 
 
@@ -647,6 +1004,15 @@ def _check(num_layers: int, dropout: float, backend: str, save: str, solver: Any
             f"save={save!r} was given with solver={solver!r}, which stores what its chunks need",
             fix='Choose one of the two: save="auto", or solver="serial".',
         )
+
+
+class _Described(NamedTuple):
+    """What was built last for the first cell: the shape and dtype of a row of its input, its call and its state."""
+
+    features: tuple[int, ...]
+    dtype: torch.dtype
+    signature: StepSignature
+    initial: Any
 
 
 @final

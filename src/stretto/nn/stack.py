@@ -118,7 +118,7 @@ def run_stack(
     for number, layer in enumerate(layers):
         if number and dropout:
             x_PF = functional.dropout(x_PF, dropout)
-        inputs = [_reverse_rows(layout, x_PF) if reverse else x_PF for reverse in range(len(layer))]
+        inputs = [reverse_rows(layout, x_PF) if reverse else x_PF for reverse in range(len(layer))]
         if call is not None:
             solved = [
                 call.solver.solve(_problem(direction, layout, rows_PF, call, number=number, reverse=reverse))
@@ -131,7 +131,7 @@ def run_stack(
         else:
             results = _run_at_once((each, layout, rows_PF) for each, rows_PF in zip(layer, inputs, strict=True))
         finals += [states for _, states in results]
-        outputs = [_reverse_rows(layout, y) if reverse else y for reverse, (y, _) in enumerate(results)]
+        outputs = [reverse_rows(layout, y) if reverse else y for reverse, (y, _) in enumerate(results)]
         if len(outputs) > 1:
             outputs = [y if y.dim() > 1 else y[:, None] for y in outputs]
         x_PF = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
@@ -181,12 +181,12 @@ def _in_stretches(
     return [(torch.cat(outputs[index :: len(layer)]), list(each.states)) for index, each in enumerate(current)]
 
 
-def _reverse_rows(layout: Layout, x_PF: torch.Tensor) -> torch.Tensor:
+def reverse_rows(layout: Layout, x_PF: torch.Tensor) -> torch.Tensor:
     """Each sequence back to front."""
     if layout.is_even:
         steps = x_PF.reshape(layout.num_steps, layout.num_rows, *x_PF.shape[1:])
         return steps.flip(0).reshape(x_PF.shape)
-    return x_PF.index_select(0, layout.on_device(layout.reversed_P, x_PF.device))
+    return x_PF.index_select(0, layout.on_device("reversed_P", x_PF.device))
 
 
 def _wave(stack: Sequence[Direction], layout: Layout, x_PF: torch.Tensor, *, dropout: float, count: int) -> StackResult:

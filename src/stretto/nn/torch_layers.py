@@ -21,7 +21,7 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, TypeVar, final, get_args
@@ -35,17 +35,22 @@ from stretto import cells
 from stretto.checks import check_bool, check_choice
 from stretto.errors import StrettoError
 from stretto.kernels import CALLS, Backend, Built, TracedProgram, build, kept_size, parameter_names, register_programs
-from stretto.nn.choice import Kind, expected_speedup, fill_parameters
+from stretto.nn.choice import Kind, expected_speedup, fill_parameters, rounded_fill, was_disturbed
 from stretto.nn.compiled import admit_layers, evaluated, layers_are_traced, operators_are_usable, run_layers
 from stretto.nn.guards import PLAIN_TENSORS, is_looked_at, opaque, unusual_tensor, warn_once
-from stretto.nn.ragged import check_lengths, pack_batch, reverse_padded
+from stretto.nn.ragged import check_lengths, cut_at_resets, pack_batch, reverse_padded, values_of
 from stretto.nn.stack import Direction, run_stack
+from stretto.state import map_state
 
 Module = TypeVar("Module", bound=nn.Module)
 KINDS: Final = (nn.RNN, nn.GRU, nn.LSTM)
 DTYPES: Final = (torch.float32, torch.float64)
 BACKEND: Final = "_stretto_backend"
+ON_GPUS: Final = ("triton", "cudagraph")
 """The attribute of an accelerated layer. Its value is a plain string: it can be saved and read without Stretto."""
+TORCH_IS_FASTER: Final = "torch is faster for such batches"
+MAX_KNOWN_BATCHES: Final = 1024
+"""Shapes of batches that a layer remembers as left to torch."""
 UNMEASURED: Final = "auto, unmeasured"
 """Its value for "auto" that takes generated code wherever there is some."""
 _OWN_METHODS: Final = (
@@ -64,6 +69,7 @@ _TORCH_FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
 }
 MIN_SPEEDUP: Final = 1.03
 """How much faster generated code is expected to be for "auto" to take it: a tie goes to torch's own layer."""
+CPU: Final = torch.device("cpu")
 _DTYPE_NAMES: Final = {torch.float32: "float32", torch.float64: "float64"}
 _log = logging.getLogger("stretto")
 
@@ -76,11 +82,16 @@ def accelerate(model: Module, *, backend: Backend = "auto", measure: bool = True
     (`torch.export`, tracing, `torch.func`) finds torch's own. `restore` undoes it, and `explain` says what became of
     each layer.
 
+    An accelerated layer takes two more arguments, which torch's own does not have: `lengths=` of the sequences of a
+    padded batch, and `resets=`, truth values with the batch and time dimensions of the input, which say before which
+    steps the state is zero again, as after the end of an episode.
+
     Args:
         model: Any module; it is also returned.
         backend: "auto" takes the generated kernel or torch's own, whichever is expected to be faster for a batch.
-            "cpp" always takes the generated kernel, "eager" runs the same loops operator by operator, and "torch"
-            always runs torch's own. Where "cpp" or "eager" cannot run a batch, torch's own does, with a warning.
+            "cpp" always takes the generated kernel, "triton" the one for GPUs, "eager" runs the same loops operator by
+            operator, and "torch" always runs torch's own. Where one of them cannot run a batch, torch's own does, with
+            a warning.
         measure: Whether "auto" measures which of the two is faster, once for each kind of layer and machine. If not,
             it takes the generated kernel wherever there is one.
 
@@ -145,14 +156,13 @@ def unfit(module: nn.Module) -> str:
         return "a cell, called once per step from Python: give the loop's body to stretto.RNN"
     if not isinstance(module, KINDS):
         return "not a torch.nn.RNN, GRU or LSTM"
-    changed = [name for name in _OWN_METHODS if getattr(type(module), name) is not getattr(_kind_of(module), name)]
-    if changed:
-        return f"{type(module).__name__} has a {changed[0]} of its own"
+    kind = next(kind for kind in KINDS if isinstance(module, kind))
+    for name in _OWN_METHODS:
+        if name in module.__dict__ or getattr(type(module), name) is not getattr(kind, name):
+            return f"{type(module).__name__} has a {name} of its own"
+    if not _is_torchs(kind.__dict__["forward"]):
+        return f"torch.nn.{kind.__name__}.forward is not torch's own"
     return ""
-
-
-def _kind_of(layer: nn.Module) -> type[nn.RNNBase]:
-    return next(kind for kind in KINDS if isinstance(layer, kind))
 
 
 def _require_code(name: str, layer: nn.Module) -> None:
@@ -174,30 +184,47 @@ class LayerRecord:
     Attributes:
         calls: By backend and reason.
         single_steps: Calls of one step.
-        last: The last batch that was not a single step: dtype, T, B, whether packed, whether gradients were wanted.
+        last: The last batch that was not a single step: dtype, T, B, fill as in `Kind`, whether gradients were wanted,
+            and whether one of the input was.
+        step_left_to_torch: The shape of the last single step that was.
+        left_to_torch: Batches for which torch's own layer is faster, as `_batch_key` names them, and whether they are
+            single steps.
     """
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     single_steps: int = 0
-    last: tuple[torch.dtype, int, int, bool, bool] | None = None
+    last: tuple[torch.dtype, int, int, float, bool, bool] | None = None
+    step_left_to_torch: torch.Size | None = None
+    left_to_torch: dict[tuple[Any, ...], bool] = field(default_factory=dict)
 
 
 RECORDS: Final["weakref.WeakKeyDictionary[nn.Module, LayerRecord]"] = weakref.WeakKeyDictionary()
 
 
 class _Forward:
-    """In the place of `forward` in a class of torch's: a layer that is not accelerated gets what was there before."""
+    """In the place of `forward` in a class of torch's: a layer that is not accelerated gets what was there before.
+
+    The class itself gives a function that makes the same choice, for those who call `nn.LSTM.forward(layer, x)`, or
+    replace the method for a while and put back what they had found.
+    """
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self.original = original
-        self.accelerated = _accelerated(original)
+        self.accelerated = accelerated = _accelerated(original)
+        mark = BACKEND
+
+        def forward(self: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
+            return (accelerated if mark in self.__dict__ else original)(self, *args, **kwargs)
+
+        self.of_class = _in_place_of(original, forward)
 
     def __get__(self, layer: nn.Module | None, owner: type | None = None) -> Any:
         if layer is None:
-            return self.original
+            return self.of_class
         return (self.accelerated if BACKEND in layer.__dict__ else self.original).__get__(layer, owner)
 
 
+_FORWARDS: Final[dict[type[nn.RNNBase], _Forward]] = {}
 _installing = threading.Lock()
 
 
@@ -205,27 +232,27 @@ def _install() -> None:
     with _installing:
         for kind in KINDS:
             found = kind.__dict__["forward"]
-            if not isinstance(found, _Forward):
-                kind.forward = _Forward(found)  # type: ignore[method-assign, assignment]
+            if kind not in _FORWARDS and _is_torchs(found):
+                _FORWARDS[kind] = _Forward(found)
+            if kind in _FORWARDS and found in {_FORWARDS[kind].original, _FORWARDS[kind].of_class}:
+                kind.forward = _FORWARDS[kind]  # type: ignore[method-assign, assignment]
         admit_layers(BACKEND, _Forward.__get__.__code__)
 
 
-def _accelerated(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of an accelerated layer, which looks like torch's own to those who read its source.
+def _is_torchs(forward: Any) -> bool:
+    """Whether it is torch's own, or ours in its place."""
+    return isinstance(forward, _Forward) or getattr(forward, "__globals__", None) is vars(nn.modules.rnn)
+
+
+def _in_place_of(original: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function `forward`, which looks like torch's own to those who read its source.
 
     TorchScript compiles the source of `forward`: it follows `__wrapped__`, looks up names in `__globals__`, and wants
-    the line number to lie within the class. It gets torch's own source, so a scripted layer is torch's.
+    the line number to lie within the class. It gets torch's own source, so a scripted layer is torch's. Names are those
+    of torch's module there, so `forward` has what it uses in its closure.
     """
-    run, run_in_graph, is_compiling, is_exporting, is_traced = _run, _run_in_graph, *_COMPILER
-
-    def forward(self: nn.RNNBase, input: Any, hx: Any = None, lengths: Any = None) -> Any:  # noqa: A002
-        if is_compiling() and lengths is None:
-            if is_exporting():
-                return original(self, input, hx)
-            if is_traced():
-                return run_in_graph(self, original, input, hx)
-        return run(self, original, input, hx, lengths)
-
+    assert isinstance(forward, types.FunctionType)
+    assert isinstance(original, types.FunctionType)
     made = types.FunctionType(
         forward.__code__.replace(co_firstlineno=original.__code__.co_firstlineno),
         original.__globals__,
@@ -236,25 +263,104 @@ def _accelerated(original: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(original)(made)
 
 
+def _accelerated(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an accelerated layer."""
+    run, run_in_graph, is_compiling, is_exporting, is_traced = _run, _run_in_graph, *_COMPILER
+    find_record, tensor_type, left = RECORDS.get, torch.Tensor, ("torch", TORCH_IS_FASTER)
+
+    def forward(
+        self: nn.RNNBase,
+        input: Any,  # noqa: A002
+        hx: Any = None,
+        lengths: Any = None,
+        resets: Any = None,
+    ) -> Any:
+        if lengths is None and resets is None:
+            if is_compiling():
+                if is_exporting():
+                    return original(self, input, hx)
+                if is_traced():
+                    return run_in_graph(self, original, input, hx)
+            elif (
+                (known := find_record(self)) is not None
+                and type(input) is tensor_type
+                and input.shape == known.step_left_to_torch
+            ):
+                # A loop over single steps, where each microsecond counts.
+                known.calls[left] += 1
+                known.single_steps += 1
+                return original(self, input, hx)
+        return run(self, original, input, hx, lengths, resets)
+
+    return _in_place_of(original, forward)
+
+
 _COMPILER: Final = (torch.compiler.is_compiling, torch.compiler.is_exporting, layers_are_traced)
 
 
 @opaque
-def _run(layer: nn.RNNBase, original: Callable[..., Any], x: Any, hx: Any, lengths: Any) -> Any:
+def _run(  # noqa: PLR0917 - those of forward
+    layer: nn.RNNBase, original: Callable[..., Any], x: Any, hx: Any, lengths: Any, resets: Any = None
+) -> Any:
+    if torch.is_autocast_enabled("cpu") and (dtypes := _dtypes_under_autocast(layer, x, hx)) is not None:
+        within, given = dtypes
+        with torch.autocast("cpu", enabled=False):
+            hx = None if hx is None else map_state(lambda part: part.to(within), hx)
+            y, after = _run(layer, original, x.to(within), hx, lengths, resets)
+            return y.to(given), map_state(lambda part: part.to(given), after)
+    if resets is not None:
+        return _run_segments(layer, original, x, hx, lengths, resets)
     backend: str = layer.__dict__[BACKEND]
+    # A batch that torch is known to be faster for gets there at once: what is looked at below takes as long as a few
+    # steps of torch's layer.
+    is_plain = type(x) is torch.Tensor and lengths is None and backend == "auto"
+    if is_plain and (known := RECORDS.get(layer)) and (is_step := known.left_to_torch.get(_batch_key(x))) is not None:
+        known.calls["torch", TORCH_IS_FASTER] += 1
+        known.single_steps += is_step
+        return original(layer, x, hx)
     if isinstance(x, torch.Tensor) and x.is_nested:
         return _run_jagged(layer, original, x, hx, lengths)
     if lengths is not None:
         _check_ragged(layer, x, hx)
     reason = "backend='torch' was asked for" if backend == "torch" else torch_only(layer, x, hx, backend)
     if not reason and lengths is None and backend == "auto" and not _is_faster(layer, x):
-        reason = "torch is faster for such batches"
-    _record(layer, x, "torch" if reason else "eager" if backend == "eager" else "cpp", reason)
+        reason = TORCH_IS_FASTER
+    _record(layer, x, "torch" if reason else _runs_on(backend), reason)
     if not reason:
         return run_generated(layer, x, hx, lengths)
-    if backend in {"cpp", "eager"} and not is_looked_at():
+    if backend in {"cpp", "triton", "cudagraph", "eager"} and not is_looked_at():
         warn_once(f"{type(layer).__name__} runs as torch's own layer instead of {backend!r}: {reason}")
+    if reason is TORCH_IS_FASTER and is_plain:
+        left = RECORDS[layer].left_to_torch
+        is_step = _num_steps(layer, x) == 1
+        if is_step:
+            RECORDS[layer].step_left_to_torch = x.shape
+        if len(left) < MAX_KNOWN_BATCHES:
+            left[_batch_key(x)] = is_step
     return original(layer, x, hx) if lengths is None else _run_packed(layer, original, x, hx, lengths)
+
+
+def _dtypes_under_autocast(layer: nn.RNNBase, x: Any, hx: Any) -> tuple[torch.dtype, torch.dtype] | None:
+    """What a call under autocast computes in, and what it returns. None for calls that torch's layers take as they are.
+
+    As in `stretto.RNN` it computes in the dtype of the weights, which is wider. What torch returns is found as it is
+    in torch: float64 is left alone, and a state that is added to takes part in the promotion of its own dtype.
+    """
+    data = x.data if isinstance(x, PackedSequence) else x
+    within: torch.dtype = layer._flat_weights[0].dtype  # type: ignore[union-attr]
+    states = [] if hx is None else list(hx) if isinstance(hx, (tuple, list)) else [hx]
+    if not all(isinstance(t, torch.Tensor) and t.is_cpu and t.is_floating_point() for t in (data, *states)):
+        return None
+    if torch.float64 in {within, data.dtype}:
+        return (within, within) if all(t.dtype is within for t in (data, *states)) else None
+    given = torch.get_autocast_dtype("cpu")
+    if layer.mode == "GRU" or (layer.mode == "LSTM" and data.dtype is torch.float16):
+        given = torch.promote_types(given, states[-1].dtype if states else data.dtype)
+    return (within, given) if within in DTYPES else None
+
+
+def _batch_key(x: torch.Tensor) -> tuple[Any, ...]:
+    return (x.shape, x.dtype, x.requires_grad, torch.is_grad_enabled(), torch.get_num_threads())
 
 
 def _check_ragged(layer: nn.RNNBase, x: Any, hx: Any) -> None:
@@ -278,6 +384,53 @@ def _run_jagged(layer: nn.RNNBase, original: Callable[..., Any], x: torch.Tensor
     packed = PackedSequence(batch.x_PF, sizes_T, batch.order_B, torch.argsort(batch.order_B))
     y, after = _run(layer, original, packed, hx, None)
     return batch.unpack(y.data), after
+
+
+def _run_segments(  # noqa: PLR0917 - those of forward
+    layer: nn.RNNBase, original: Callable[..., Any], x: Any, hx: Any, lengths: Any, resets: Any
+) -> Any:
+    """A batch that is cut where its sequences are reset, as the packed batch of its segments."""
+    if isinstance(x, torch.Tensor) and x.dim() == 2 and not x.is_nested:
+        dim = 0 if layer.batch_first else 1
+        hx = None if hx is None else map_state(lambda state: state.unsqueeze(1), hx)
+        resets = resets.unsqueeze(dim) if isinstance(resets, torch.Tensor) else resets
+        y, after = _run_segments(layer, original, x.unsqueeze(dim), hx, lengths, resets)
+        return y.squeeze(dim), map_state(lambda state: state.squeeze(1), after)
+    if lengths is not None:
+        _check_ragged(layer, x, hx)
+    values_of(x)
+    batch = pack_batch(x, lengths, batch_first=layer.batch_first)
+    segments = cut_at_resets(batch, resets, batch_first=layer.batch_first)
+    count = segments.layout.num_nonempty
+    if not count:
+        return _run(layer, original, x, hx, lengths)
+    is_reverse = [layer.bidirectional and index % 2 == 1 for index in range(_num_slices(layer))]
+
+    def start(state_LBH: torch.Tensor) -> torch.Tensor:
+        if batch.order_B is not None:
+            state_LBH = state_LBH.index_select(1, batch.order_B.to(state_LBH.device))
+        states = zip(state_LBH, torch.zeros_like(state_LBH), is_reverse, strict=True)
+        return torch.stack([segments.start_states(given, new, reverse=back) for given, new, back in states])
+
+    starts = None if hx is None else map_state(start, hx)
+    sizes_T = torch.from_numpy(segments.layout.rows_T)
+    packed = PackedSequence(segments.cut(batch.x_PF), sizes_T)
+    given = None if starts is None else map_state(lambda state: state[:, :count], starts)
+    y, after = _run(layer, original, packed, given, None)
+
+    def end(state_LSH: torch.Tensor, *begun: torch.Tensor) -> torch.Tensor:
+        missing = len(segments.sequence_S) - count  # sequences without steps keep their state
+        if missing:
+            kept = begun[0][:, count:] if begun else state_LSH.new_zeros(len(state_LSH), missing, state_LSH.shape[2])
+            state_LSH = torch.cat([state_LSH, kept], dim=1)
+        pairs = zip(state_LSH, is_reverse, strict=True)
+        state_LBH = torch.stack([segments.end_states(state, reverse=back) for state, back in pairs])
+        if batch.order_B is None:
+            return state_LBH
+        return state_LBH.index_select(1, torch.argsort(batch.order_B).to(state_LBH.device))
+
+    finals = map_state(end, after) if starts is None else map_state(end, after, starts)
+    return batch.unpack(segments.join(y.data)), finals
 
 
 def _run_in_graph(layer: nn.RNNBase, original: Callable[..., Any], x: Any, hx: Any) -> Any:
@@ -368,7 +521,7 @@ def _complete_names(names: list[str]) -> list[str] | None:
         wanted = _weight_names(bias=bias == "1", proj_size=int(proj))
         if program is None or parameter_names(program) != wanted:
             return None
-        if _built_of(name).backend != ("eager" if backend == "eager" else "cpp"):
+        if _built_of(name).backend != _runs_on(backend):
             return None
         completed.append(f"{name}:{kept_size(program)}")
     return completed
@@ -399,7 +552,14 @@ def _record(layer: nn.RNNBase, x: Any, backend: str, reason: str) -> None:
         record.single_steps += 1
     else:
         data = x.data if is_packed else x
-        record.last = (data.dtype, num_steps, _num_rows(layer, x), is_packed, torch.is_grad_enabled())
+        record.last = (
+            data.dtype,
+            num_steps,
+            _num_rows(layer, x),
+            _fill(layer, x),
+            torch.is_grad_enabled(),
+            data.requires_grad,
+        )
 
 
 def torch_only(layer: nn.RNNBase, x: Any, hx: Any, backend: str) -> str:  # noqa: PLR0911 - one return per reason
@@ -422,7 +582,7 @@ def torch_only(layer: nn.RNNBase, x: Any, hx: Any, backend: str) -> str:  # noqa
         if (
             type(tensor) not in PLAIN_TENSORS
             or tensor.is_neg()
-            or not tensor.is_cpu
+            or (tensor.device != data.device if backend in ON_GPUS else not tensor.is_cpu)
             or tensor.dtype is not dtype
             or tensor.layout is not torch.strided
         ):
@@ -440,7 +600,7 @@ def torch_only(layer: nn.RNNBase, x: Any, hx: Any, backend: str) -> str:  # noqa
         wanted = [(n, h) if is_single else (n, b, h) for n, b, h in _state_shapes(layer, _num_rows(layer, x))]
         if isinstance(hx, (tuple, list)) != (layer.mode == "LSTM") or [tuple(s.shape) for s in states] != wanted:
             return "the state does not fit the layer"
-    return _no_code(layer, data.dtype, backend)
+    return _no_code(layer, data.dtype, backend, data.device)
 
 
 def _has_its_parameters(layer: nn.RNNBase) -> bool:
@@ -462,11 +622,19 @@ def _weight_shapes(layer: nn.RNNBase, input_width: int) -> list[tuple[int, ...]]
     return shapes
 
 
-def _no_code(layer: nn.RNNBase, dtype: torch.dtype, backend: str) -> str:
+def _runs_on(backend: str) -> str:
+    """The backend whose programs run a layer, by what was asked for."""
+    return backend if backend in {"eager", *ON_GPUS} else "cpp"
+
+
+def _no_code(layer: nn.RNNBase, dtype: torch.dtype, backend: str, device: torch.device = CPU) -> str:
     """Why nothing could be built for a layer; empty if something was."""
     for width in (input_width(layer), output_width(layer))[: layer.num_layers]:
-        built = _program(layer, width, dtype, backend)
-        if built.backend != ("eager" if backend == "eager" else "cpp"):
+        try:
+            built = _program(layer, width, dtype, backend, device)
+        except StrettoError as error:
+            return error.problem
+        if built.backend != _runs_on(backend):
             warn_once(f"{type(layer).__name__} runs as torch's own layer: {built.reason}; see `stretto doctor`")
             return built.reason
     return ""
@@ -479,9 +647,19 @@ def _is_well_formed(x: PackedSequence) -> bool:
 
 
 def speedup_of(
-    layer: nn.RNNBase, *, dtype: torch.dtype, num_steps: int, num_rows: int, packed: bool, training: bool
-) -> float:
-    """How many times faster than torch's own generated code is expected to be for such a batch."""
+    layer: nn.RNNBase,
+    *,
+    dtype: torch.dtype,
+    num_steps: int,
+    num_rows: int,
+    fill: float,
+    training: bool,
+    input_gradient: bool,
+) -> tuple[float, bool]:
+    """How many times faster than torch's own generated code is expected to be for such a batch; `fill` as in `Kind`.
+
+    And whether other work on the machine disturbed the measurement.
+    """
     kind = Kind(
         mode=layer.mode,
         input_size=input_width(layer),
@@ -492,30 +670,40 @@ def speedup_of(
         bias=layer.bias,
         dtype=dtype,
         training=training,
-        packed=packed,
+        input_gradient=training and input_gradient,
+        fill=fill,
         num_rows=1 << (num_rows - 1).bit_length(),
         threads=torch.get_num_threads(),
     )
-    return expected_speedup(kind, num_steps=num_steps, generated=run_generated, original=_run_original)
+    speedup = expected_speedup(kind, num_steps=num_steps, generated=run_generated, original=_run_original)
+    return speedup, was_disturbed(kind)
+
+
+def _fill(layer: nn.RNNBase, x: Any) -> float:
+    if not isinstance(x, PackedSequence):
+        return 0.0
+    return rounded_fill(len(x.data), num_steps=_num_steps(layer, x), num_rows=_num_rows(layer, x))
 
 
 def _run_original(layer: nn.RNNBase, x: Any) -> Any:
-    return type(layer).forward(layer, x)
+    return _FORWARDS[type(layer)].original(layer, x)
 
 
 def _is_faster(layer: nn.RNNBase, x: Any) -> bool:
     is_packed = isinstance(x, PackedSequence)
-    return (
-        speedup_of(
-            layer,
-            dtype=(x.data if is_packed else x).dtype,
-            num_steps=_num_steps(layer, x),
-            num_rows=_num_rows(layer, x),
-            packed=is_packed,
-            training=torch.is_grad_enabled(),
-        )
-        >= MIN_SPEEDUP
+    if not is_packed and _num_steps(layer, x) == 1:
+        return False  # there is no loop to make faster
+    data = x.data if is_packed else x
+    speedup, _ = speedup_of(
+        layer,
+        dtype=data.dtype,
+        num_steps=_num_steps(layer, x),
+        num_rows=_num_rows(layer, x),
+        fill=_fill(layer, x),
+        training=torch.is_grad_enabled(),
+        input_gradient=data.requires_grad,
     )
+    return speedup >= MIN_SPEEDUP
 
 
 def run_generated(layer: nn.RNNBase, x: Any, hx: Any = None, lengths: Any = None) -> Any:
@@ -537,7 +725,7 @@ def run_generated(layer: nn.RNNBase, x: Any, hx: Any = None, lengths: Any = None
     num_directions, width, dtype = _num_directions(layer), packed.x_PF.shape[1], packed.x_PF.dtype
     layers = []
     for first in range(0, _num_slices(layer), num_directions):
-        program = _program(layer, width, dtype, backend).program
+        program = _program(layer, width, dtype, backend, packed.x_PF.device).program
         layers.append(
             [
                 Direction(
@@ -570,7 +758,18 @@ def run_ragged(layer: nn.RNNBase, x: torch.Tensor, lengths: Any) -> torch.Tensor
     """
     if is_accelerated(layer, x):
         return run_generated(layer, x, lengths=lengths)[0]  # type: ignore[no-any-return]
-    return _run_padded(layer, x, lengths)
+    layer._update_flat_weights()
+    weights = [list(weights_of(layer, index).values()) for index in range(_num_slices(layer))]
+    x_BTF = x if layer.batch_first else x.transpose(0, 1)
+    y_BTH = run_padded(
+        layer.mode,
+        weights,
+        x_BTF,
+        lengths,
+        bidirectional=layer.bidirectional,
+        dropout=layer.dropout if layer.training else 0.0,
+    )
+    return y_BTH if layer.batch_first else y_BTH.transpose(0, 1)
 
 
 def is_accelerated(layer: nn.RNNBase, x: torch.Tensor) -> bool:
@@ -581,28 +780,46 @@ def is_accelerated(layer: nn.RNNBase, x: torch.Tensor) -> bool:
     return backend != "torch" and not torch_only(layer, like_x, None, backend)
 
 
-def _run_padded(layer: nn.RNNBase, x: torch.Tensor, lengths: Any) -> torch.Tensor:
-    """Torch's own layers, one direction at a time, on the padded batch."""
-    layer._update_flat_weights()
-    x_BTF = x if layer.batch_first else x.transpose(0, 1)
-    lengths_B = torch.from_numpy(check_lengths(lengths, *x_BTF.shape[:2])).to(x.device)
-    behind_BT1 = (torch.arange(x_BTF.shape[1], device=x.device) >= lengths_B[:, None])[..., None]
+def run_padded(
+    mode: str,
+    weights: Sequence[list[torch.Tensor]],
+    x_BTF: torch.Tensor,
+    lengths: Any,
+    *,
+    bidirectional: bool,
+    dropout: float,
+) -> torch.Tensor:
+    """Outputs of torch's own layers, one direction at a time, on the padded batch.
+
+    Args:
+        mode: As in `torch.nn.RNNBase`.
+        weights: Of each layer and direction, in torch's order.
+        x_BTF: The batch.
+        lengths: Of its sequences; outputs are zero after each one's end.
+        bidirectional: Whether every second of the weights is of a backward direction.
+        dropout: Share dropped between layers.
+    """
+    num_directions = 2 if bidirectional else 1
+    lengths_B = torch.from_numpy(check_lengths(lengths, *x_BTF.shape[:2])).to(x_BTF.device)
+    behind_BT1 = (torch.arange(x_BTF.shape[1], device=x_BTF.device) >= lengths_B[:, None])[..., None]
     # Padding may hold anything, and NaN times a gradient of zero is NaN.
     x_BTF = x_BTF.masked_fill(behind_BT1, 0.0)
-    zeros = [x_BTF.new_zeros(1, *shape[1:]) for shape in _state_shapes(layer, len(x_BTF))]
-    run = _TORCH_FUNCTIONS[layer.mode]
-    for number in range(layer.num_layers):
-        if number and layer.dropout:
-            x_BTF = functional.dropout(x_BTF, layer.dropout, training=layer.training)
+    run = _TORCH_FUNCTIONS[mode]
+    for first in range(0, len(weights), num_directions):
+        if first and dropout:
+            x_BTF = functional.dropout(x_BTF, dropout)
         outputs = []
-        for reverse in range(_num_directions(layer)):
+        for reverse, tensors in enumerate(weights[first : first + num_directions]):
             given_BTF = reverse_padded(x_BTF, lengths_B) if reverse else x_BTF
-            weights = list(weights_of(layer, number * _num_directions(layer) + reverse).values())
-            state = tuple(zeros) if layer.mode == "LSTM" else zeros[0]
-            y_BTH = run(given_BTF, state, weights, layer.bias, 1, 0.0, layer.training, False, True)[0]
+            # The products with the state have its width in, and those of an LSTM four times its cell's width out.
+            hidden = x_BTF.new_zeros(1, len(x_BTF), tensors[1].shape[1])
+            cell = x_BTF.new_zeros(1, len(x_BTF), tensors[1].shape[0] // 4)
+            state = (hidden, cell) if mode == "LSTM" else hidden
+            needs_gradient = torch.is_grad_enabled()
+            y_BTH = run(given_BTF, state, tensors, len(tensors) > 3, 1, 0.0, needs_gradient, False, True)[0]
             outputs.append(reverse_padded(y_BTH, lengths_B) if reverse else y_BTH)
         x_BTF = torch.cat(outputs, dim=-1).masked_fill(behind_BT1, 0.0)
-    return x_BTF if layer.batch_first else x_BTF.transpose(0, 1)
+    return x_BTF
 
 
 def _run_packed(layer: nn.RNNBase, original: Callable[..., Any], x: torch.Tensor, hx: Any, lengths: Any) -> Any:
@@ -635,7 +852,15 @@ def _run_packed(layer: nn.RNNBase, original: Callable[..., Any], x: torch.Tensor
 
 @lru_cache(maxsize=256)
 def _layer_program(
-    mode: str, *, input_size: int, hidden_size: int, proj_size: int, bias: bool, dtype: torch.dtype, backend: Backend
+    mode: str,
+    *,
+    input_size: int,
+    hidden_size: int,
+    proj_size: int,
+    bias: bool,
+    dtype: torch.dtype,
+    backend: Backend,
+    device: torch.device = CPU,
 ) -> Built:
     """The program of one layer and direction. Weights are given when it runs, so that all layers alike share it."""
     cell: cells.Cell
@@ -651,11 +876,11 @@ def _layer_program(
                 input_size, hidden_size, nonlinearity="relu" if mode == "RNN_RELU" else "tanh", bias=bias
             )
     fill_parameters(cell, 0.0, dtype)
-    state, device = cell.initial_state(1), torch.device("cpu")
+    state = cell.initial_state(1)
     return build(cell, x_shape=(input_size,), x_dtype=dtype, state=state, device=device, backend=backend)
 
 
-def _program(layer: nn.RNNBase, width: int, dtype: torch.dtype, backend: str) -> Built:
+def _program(layer: nn.RNNBase, width: int, dtype: torch.dtype, backend: str, device: torch.device) -> Built:
     return _layer_program(
         layer.mode,
         input_size=width,
@@ -663,7 +888,8 @@ def _program(layer: nn.RNNBase, width: int, dtype: torch.dtype, backend: str) ->
         proj_size=layer.proj_size,
         bias=layer.bias,
         dtype=dtype,
-        backend="eager" if backend == "eager" else "auto",
+        backend=backend if backend in {"eager", *ON_GPUS} else "auto",
+        device=device,
     )
 
 

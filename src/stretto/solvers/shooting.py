@@ -169,6 +169,8 @@ class Shooting(AbstractSolver):
         edges: Sequence[int] = (),
         until_converged: bool = False,
     ) -> None:
+        if cache is not None and not isinstance(cache, TrajectoryCache):
+            raise StrettoError(f"cache={cache!r} is no TrajectoryCache", fix="Give a TrajectoryCache, or leave it out.")
         self.num_chunks: int | Literal["auto"] = "auto"
         if num_chunks != "auto":
             self.num_chunks = check_int(num_chunks, name="num_chunks", owner="Shooting")

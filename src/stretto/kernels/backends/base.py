@@ -20,8 +20,9 @@ from stretto.errors import StrettoError
 from stretto.graph import Body, Kind, Node, Plan
 from stretto.kernels.batched_ops import Deferral
 from stretto.kernels.layout import Layout
+from stretto.signature import PLAIN, Packing, StepSignature
 
-Backend: TypeAlias = Literal["auto", "cpp", "eager", "torch"]
+Backend: TypeAlias = Literal["auto", "cpp", "triton", "cudagraph", "eager", "torch"]
 """What runs a recurrent layer; "auto" takes the first of the registry that can."""
 
 LoopCoroutine: TypeAlias = "Generator[list[LoopCall], list[LoopResult], tuple[torch.Tensor, list[torch.Tensor]]]"
@@ -137,6 +138,11 @@ class AbstractKernel(ABC):
         return None
 
     @property
+    def fallback(self) -> str:
+        """Why it has come to run a loop another way than its backend says; empty if it has not."""
+        return ""
+
+    @property
     def passes(self) -> tuple[int, int] | None:
         """Loops over a row's elements per step, forward and backward; None if there is one for each operator."""
         return None
@@ -193,10 +199,12 @@ class Program(ABC):
     Attributes:
         loops: What runs its loops, in order; none if nothing is known about the cell.
         operator: What runs all of it at once, if there is such a thing.
+        outputs: How several outputs of a step lie side by side, as far as is known; None for one.
     """
 
     loops: Sequence[AbstractKernel] = ()
     operator: LayerOperator | None = None
+    outputs: Packing | None = None
 
     @property
     def bodies(self) -> list[Body]:
@@ -241,11 +249,12 @@ class LayerCall:
 @final
 @dataclass(slots=True)
 class TracedStep:
-    """One step of a cell, as a backend gets it, with a state for its structure."""
+    """One step of a cell, as a backend gets it, with a state for its structure, and how it is called."""
 
     cell: nn.Module
     state: Any
     device: torch.device
+    signature: StepSignature = PLAIN
     plan: Plan | None = None
     """What is computed where; None if the cell could not be traced."""
     bodies: list[list[Body]] = field(default_factory=list)
@@ -262,14 +271,21 @@ class AbstractBackend(ABC):
         description: What happens, in a few words for `explain`.
         needs_graph: Whether it runs only cells that could be traced.
         generates_code: Whether it compiles something. If a user names such a backend, nothing else runs instead.
-        is_reference: Whether it takes longer than the cell as it is, so that "auto" takes it only if loops are needed.
     """
 
     name: ClassVar[str]
     description: ClassVar[str]
     needs_graph: ClassVar[bool] = True
     generates_code: ClassVar[bool] = True
-    is_reference: ClassVar[bool] = False
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it takes longer than the cell as it is, so that "auto" takes it only if loops are needed."""
+        return False
+
+    def is_meant_for(self, device: torch.device) -> bool:  # noqa: ARG002
+        """Whether it is worth a word that it did not take a cell on a device."""
+        return self.generates_code
 
     def unavailable(self) -> str | None:
         """Why it runs nothing on this machine; None if it does."""
@@ -277,6 +293,10 @@ class AbstractBackend(ABC):
 
     def supports(self, body: Body, device: torch.device) -> str | None:  # noqa: ARG002
         """Why it cannot run a loop on a device; None if it can, as by default."""
+        return None
+
+    def leaves(self, step: TracedStep) -> str | None:  # noqa: ARG002
+        """Why "auto" should pass over it although it could run a cell; None if it should not, as by default."""
         return None
 
     @abstractmethod

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from stretto.graph import BatchDim, Kind, Node, concrete_shape, run
+from stretto.graph import BatchDim, Body, Kind, Node, concrete_shape, run
 from stretto.kernels.backends.base import (
     AbstractBackend,
     AbstractKernel,
@@ -28,7 +28,11 @@ class EagerBackend(AbstractBackend):
     name: ClassVar[str] = "eager"
     description: ClassVar[str] = "the loops run operator by operator"
     generates_code: ClassVar[bool] = False
-    is_reference: ClassVar[bool] = True
+
+    @property
+    def is_reference(self) -> bool:
+        """It is what generated code is compared with."""
+        return True
 
     def build(self, step: TracedStep) -> Program:
         """Kernels that interpret the loops."""
@@ -39,6 +43,11 @@ class EagerBackend(AbstractBackend):
 @final
 class EagerKernel(AbstractKernel):
     """One operator after another, sequentially."""
+
+    @classmethod
+    def under_autograd(cls, body: Body) -> "EagerKernel":
+        """A kernel whose forward autograd can differentiate."""
+        return cls(body.under_autograd or body)
 
     def forward(self, call: LoopCall, *, keep: bool) -> LoopResult:
         """Run all steps."""
@@ -97,7 +106,8 @@ class EagerKernel(AbstractKernel):
             ]
             for index, port in enumerate(ports[Kind.CONSTANT]):
                 if port.gradient is not None:
-                    constants[index] = _extend(constants[index][:count] + values[port.gradient], constants[index])
+                    more = values[port.gradient]
+                    constants[index] = _extend(constants[index][: len(more)] + more, constants[index])
         stacked = {node: _stack(rows[::-1], node, call) for node, rows in history.items()}
         return LoopGradients(
             states=carried,
@@ -118,7 +128,10 @@ class EagerKernel(AbstractKernel):
                 for port, tensor in zip(self.body.ports_of(Kind.PER_STEP), call.per_step, strict=True)
             ],
             Kind.WEIGHT: call.weights,
-            Kind.CONSTANT: [tensor[:count] for tensor in call.constants],
+            Kind.CONSTANT: [
+                tensor[_span(port.node, slice(count))]
+                for port, tensor in zip(self.body.ports_of(Kind.CONSTANT), call.constants, strict=True)
+            ],
         }
         for kind, given in tensors.items():
             values.update((port.node, tensor) for port, tensor in zip(self.body.ports_of(kind), given, strict=True))
@@ -129,7 +142,7 @@ def _span(node: Node, rows: slice) -> slice:
     """The rows of a value that has several for each row of the batch."""
     first = node.shape[0]
     assert isinstance(first, BatchDim)
-    return slice(rows.start * first.factor, rows.stop * first.factor)
+    return slice((rows.start or 0) * first.factor, rows.stop * first.factor)
 
 
 def _extend(running: torch.Tensor, all_rows: torch.Tensor) -> torch.Tensor:

@@ -5,15 +5,16 @@ Shape legend: B sequences, T steps, P rows of all steps together, F features of 
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
 
-from stretto.graph import call_cell, check_outputs
 from stretto.kernels.backends.base import AbstractBackend, LoopCoroutine, Program, TracedStep
 from stretto.kernels.layout import Layout
+from stretto.signature import PLAIN, Packing, StepSignature, call_step, check_outputs
 from stretto.state import flatten, map_state, unflatten
 
 
@@ -28,16 +29,17 @@ class TorchBackend(AbstractBackend):
 
     def build(self, step: TracedStep) -> Program:
         """Nothing to do."""
-        return PlainProgram(step.cell, step.state)
+        return PlainProgram(step.cell, step.state, step.signature)
 
 
 @final
 class PlainProgram(Program):
     """A Python loop over a cell; `structure` is a state of the cell, for its structure."""
 
-    def __init__(self, cell: nn.Module, structure: Any) -> None:
+    def __init__(self, cell: nn.Module, structure: Any, signature: StepSignature = PLAIN) -> None:
         self.cell = cell
         self.structure = structure
+        self.signature = signature
 
     def coroutine(
         self,
@@ -53,52 +55,76 @@ class PlainProgram(Program):
         state, count = unflatten(self.structure, states), layout.num_rows
         ended: list[list[torch.Tensor]] = []  # states of the sequences that are over, the shortest first
         outputs: list[torch.Tensor] = []
-        for x in torch.split(x_PF, [int(rows) for rows in layout.rows_T]) if layout.num_steps else ():
-            if len(x) < count:
-                count = len(x)
+        sizes = [int(rows) for rows in layout.rows_T]
+        for x, rows in zip(torch.split(x_PF, sizes) if sizes else (), sizes, strict=True):
+            if rows < count:
+                count = rows
                 ended.append([part[count:] for part in flatten(state)])
                 state = map_state(operator.itemgetter(slice(count)), state)
-            y, state = call_cell(self.cell, x, state, tensors=tensors)
-            outputs.append(y)
+            y, state = call_step(self.cell, x, state, signature=self.signature, tensors=tensors)
+            outputs.append(y if isinstance(y, torch.Tensor) else self._pack(y))
         now = flatten(state)
         if ended:
             now = [torch.cat(parts[::-1]) for parts in zip(*ended, now, strict=True)]
         if not outputs:
             with torch.no_grad():
                 one = x_PF.new_zeros(1, *x_PF.shape[1:])
-                y, _ = call_cell(self.cell, one, unflatten(self.structure, [s.new_zeros(1, *s.shape[1:]) for s in now]))
-            outputs.append(y[:0])
+                rows = unflatten(self.structure, [s.new_zeros(1, *s.shape[1:]) for s in now])
+                y, _ = call_step(self.cell, one, rows, signature=self.signature)
+            outputs.append((y if isinstance(y, torch.Tensor) else self._pack(y))[:0])
         check_outputs(self.cell, outputs)
         return torch.cat(outputs), now
         yield []  # type: ignore[unreachable]  # what makes this a coroutine, though it asks for no loops
 
+    def _pack(self, y: Any) -> torch.Tensor:
+        """Several outputs side by side."""
+        found = Packing.of(y)
+        if self.outputs != found:
+            self.outputs = found
+        return found.pack(y)
+
 
 def loop_over_steps(
-    cell: nn.Module, x_BTF: torch.Tensor, state: Any, *, real_BT: torch.Tensor | None = None
-) -> tuple[torch.Tensor, Any]:
+    cell: nn.Module,
+    x_BTF: Any,
+    state: Any,
+    *,
+    real_BT: torch.Tensor | None = None,
+    resets_BT: torch.Tensor | None = None,
+    fresh: Any = None,
+    signature: StepSignature = PLAIN,
+) -> tuple[Any, Any]:
     """Outputs (B, T, ...) and the last state by operators alone, whatever a transform or a tracer makes of them.
 
     Args:
         cell: The cell.
-        x_BTF: Its inputs.
+        x_BTF: Its inputs, as they are: several are not packed.
         state: The state before the first step.
         real_BT: Which steps there are; outputs of the others are zero, and the state stays as it is.
+        resets_BT: Before which steps the state is `fresh`.
+        fresh: A state.
+        signature: How the cell is called.
     """
-    outputs = []
-    for step, x_BF in enumerate(x_BTF.unbind(1)):
-        y, after = call_cell(cell, x_BF, state)
+    signature = replace(signature, inputs=None)
+    outputs: list[Any] = []
+    for step, parts in enumerate(zip(*(part.unbind(1) for part in flatten(x_BTF)), strict=True)):
+        if resets_BT is not None:
+            state = map_state(partial(_keep, resets_BT[:, step]), fresh, state)
+        y, after = call_step(cell, unflatten(x_BTF, parts), state, signature=signature)
         if real_BT is not None:
             real_B = real_BT[:, step]
-            y = _keep(real_B, y, torch.zeros_like(y))
+            y = map_state(lambda part, keep=real_B: _keep(keep, part, torch.zeros_like(part)), y)
             after = map_state(partial(_keep, real_B), after, state)
         outputs.append(y)
         state = after
     if not outputs:
         with torch.no_grad():
-            y, _ = call_cell(cell, x_BTF.new_zeros(x_BTF.shape[0], *x_BTF.shape[2:]), state)
-        return y.unsqueeze(1)[:, :0], state
-    check_outputs(cell, outputs)
-    return torch.stack(outputs, 1), state
+            rows = map_state(lambda part: part.new_zeros(part.shape[0], *part.shape[2:]), x_BTF)
+            y, _ = call_step(cell, rows, state, signature=signature)
+        return map_state(lambda part: part.unsqueeze(1)[:, :0], y), state
+    for parts in zip(*map(flatten, outputs), strict=True):
+        check_outputs(cell, parts)
+    return map_state(lambda *parts: torch.stack(parts, 1), *outputs), state
 
 
 def _keep(real_B: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:

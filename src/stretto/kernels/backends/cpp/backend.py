@@ -10,9 +10,10 @@ from stretto.kernels.backends.base import AbstractBackend, Program, TracedStep
 from stretto.kernels.backends.cpp.batched import find_library
 from stretto.kernels.backends.cpp.compiler import NoCompiler, find_compiler
 from stretto.kernels.backends.cpp.generate import generate
-from stretto.kernels.backends.cpp.kernel import CppKernel, dtype_of
+from stretto.kernels.backends.cpp.kernel import CppKernel
 from stretto.kernels.backends.cpp.layer import FusedLayer
 from stretto.kernels.ir import Unsupported
+from stretto.kernels.lower import real_dtype
 from stretto.kernels.program import TracedProgram
 
 
@@ -23,6 +24,10 @@ class CppBackend(AbstractBackend):
     name: ClassVar[str] = "cpp"
     description: ClassVar[str] = "the loops run as generated C++"
 
+    def is_meant_for(self, device: torch.device) -> bool:
+        """The CPU."""
+        return device.type == "cpu"
+
     def unavailable(self) -> str | None:
         """Why nothing can be compiled."""
         try:
@@ -32,11 +37,11 @@ class CppBackend(AbstractBackend):
         return None
 
     def supports(self, body: Body, device: torch.device) -> str | None:
-        """Bodies of float32 or float64 on the CPU, of operators that code can be generated for."""
+        """Bodies on the CPU, of operators and dtypes that code can be generated for."""
         if device.type != "cpu":
             return f"code is generated for the CPU, and this runs on {device.type}"
         try:
-            dtype_of(body)
+            real_dtype(body)
             generate(body, "forward")
             generate(body, "backward")
         except Unsupported as reason:
@@ -47,7 +52,7 @@ class CppBackend(AbstractBackend):
         """Compile the loops, and at the same time the products outside of them: the first batch needs both."""
         assert step.plan is not None
         bodies = [body for level in step.bodies for body in level]
-        dtype = dtype_of(bodies[0]) if bodies else torch.float32
+        dtype = real_dtype(bodies[0]) if bodies else torch.float32
         products = threading.Thread(target=find_library, args=(dtype,), daemon=True)
         products.start()
         try:

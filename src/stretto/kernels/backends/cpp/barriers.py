@@ -9,26 +9,14 @@ the same, no thread has to wait: a gate's product and the pointwise work on it n
     ------------------- barrier -------------------      the next product reads all elements again
 """
 
-from dataclasses import dataclass
-from typing import Final, TypeAlias, final
+from typing import Final, final
 
+from stretto.kernels.hazards import Accesses, Hazards, Owner
 from stretto.kernels.ir import Affine, Product, Weight, Where
 from stretto.kernels.schedule import Group, Item, Schedule, loads_in
 
 WHOLE_PANELS: Final = 32
 """Elements of a panel of the widest vectors: sizes that are multiples are shared out in panels on any machine."""
-
-Owner: TypeAlias = "tuple[int, int] | str | None"
-"""Accesses with the same owner touch the same elements from the same thread; None is every thread, any element."""
-
-
-@final
-@dataclass(slots=True)
-class _Accesses:
-    """The memory that a group reads and writes, by name, with whose share of it."""
-
-    reads: list[tuple[str, Owner]]
-    writes: list[tuple[str, Owner]]
 
 
 @final
@@ -55,8 +43,7 @@ class Barriers:
             assert isinstance(item.value, Product)
             weight, block = item.value.weight, self._block(item, item.value)
             self.blocks[weight] = weight.N if self.blocks.get(weight, block) != block else block
-        self._since: list[_Accesses] = []
-        self._head: list[_Accesses] | None = None
+        self._hazards = Hazards()
 
     def _block(self, item: Item, product: Product) -> int:
         columns = product.weight.N
@@ -65,7 +52,7 @@ class Barriers:
         sizes = set()
         for group, load in self.loads:
             if load.buffer is item.buffer:
-                moved = _moved(group.dims, load.address)
+                moved = None if load.anywhere else _moved(group.dims, load.address)
                 if moved is None or columns % moved[0] or moved[1] or moved[0] % WHOLE_PANELS:
                     return columns
                 sizes.add(moved[0])
@@ -73,31 +60,28 @@ class Barriers:
 
     def must_wait(self, group: Group) -> bool:
         """Whether the group reads or overwrites what another thread made or reads since the last barrier."""
-        wanted = self._accesses(group)
-        if any(_clash(earlier, wanted) for earlier in self._since):
-            self._head = self._head or self._since
-            self._since = [wanted]
-            return True
-        self._since.append(wanted)
-        return False
+        return self._hazards.must_wait(self._accesses(group))
 
     def must_wait_at_end(self) -> bool:
         """Whether the first groups of the next step must wait for the last ones of this."""
-        return any(_clash(_in_next_step(tail), head) for tail in self._since for head in self._head or self._since)
+        return self._hazards.must_wait_at_end()
 
-    def _accesses(self, group: Group) -> _Accesses:
+    def _accesses(self, group: Group) -> Accesses:
         if group.kind == "product":
             (item,) = group.items
             assert isinstance(item.value, Product)
             block = self.blocks[item.value.weight]
             owner: Owner = (block, 0) if block % WHOLE_PANELS == 0 else "panels"
+            if item.value.weight.heads > 1:
+                owner = "heads"
             reads: list[tuple[str, Owner]] = [(load.buffer.name, None) for load in loads_in(item.expression)]
-            return _Accesses(reads, writes=[(item.buffer.name, owner)])
-        found = _Accesses([], [])
+            return Accesses(reads, writes=[(item.buffer.name, owner)])
+        found = Accesses()
         for item in group.items:
             for load in loads_in(item.expression):
                 if load.buffer.where is not Where.PRIVATE:
-                    found.reads.append((load.buffer.name, _owner(group, load.address)))
+                    owner = None if load.anywhere else _owner(group, load.address)
+                    found.reads.append((load.buffer.name, owner))
             if item.buffer.where is not Where.PRIVATE:
                 found.writes.append((item.buffer.name, _owner(group, item.target)))
         return found
@@ -121,30 +105,3 @@ def _owner(group: Group, place: Affine) -> Owner:
     if all(size == 1 for size in group.dims):
         return "last"
     return _moved(group.dims, place)
-
-
-def _clash(earlier: _Accesses, later: _Accesses) -> bool:
-    pairs = ((earlier.writes, later.reads), (earlier.reads, later.writes), (earlier.writes, later.writes))
-    return any(
-        name == other and (mine is None or mine != theirs)
-        for one, two in pairs
-        for name, mine in one
-        for other, theirs in two
-    )
-
-
-def _in_next_step(accesses: _Accesses) -> _Accesses:
-    """The same memory by the names it has in the next step."""
-    return _Accesses(
-        reads=[(later, owner) for name, owner in accesses.reads if (later := _later(name))],
-        writes=[(later, owner) for name, owner in accesses.writes if (later := _later(name))],
-    )
-
-
-def _later(name: str) -> str | None:
-    """A state becomes the state before; gradients of states swap places; of other things each step has its own."""
-    role = name.rstrip("0123456789")
-    swapped = {"after": "before", "carry_out": "carry_in", "carry_in": "carry_out"}
-    if role in swapped:
-        return swapped[role] + name.removeprefix(role)
-    return name if role in {"scratch", "saved", "d_constant"} else None

@@ -13,15 +13,18 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias, final
 
 from stretto.kernels.backends.cpp.barriers import Barriers
-from stretto.kernels.backends.cpp.ops import number, template
-from stretto.kernels.ir import Affine, Buffer, Constant, Product, Reduce, Weight, Where
-from stretto.kernels.schedule import Expression, Group, Item, Load, Schedule, loads_in
+from stretto.kernels.backends.cpp.ops import integer, number, template
+from stretto.kernels.ir import Affine, Buffer, Constant, Position, Product, Reduce, Weight, Where
+from stretto.kernels.schedule import ALIGNMENT, Apply, Expression, Fetch, Group, Item, Load, Schedule, places_in
 
 INITIAL = {"sum": "0", "max": "-INFINITE", "min": "INFINITE"}
+INITIAL_INTEGER = {"sum": "0", "max": "INT64_MIN", "min": "INT64_MAX"}
 COMBINE = {"sum": "{0} + {1}", "max": "maximum({1}, {0})", "min": "minimum({1}, {0})"}
 FINISH = {"sum": "reduce_sum", "max": "reduce_max", "min": "reduce_min"}
 _Axis: TypeAlias = "tuple[int, int]"
 """The size of a dimension of a loop, or of several that were merged, and the last of them."""
+FEW_ELEMENTS = 16
+"""Fewer elements than this side by side are not the innermost loop if there is a longer one."""
 WAIT = "if (TEAM) barrier->wait(rank, size);"
 
 
@@ -74,7 +77,7 @@ class StepWriter:
             writer = _LoopWriter(group, self.blocks)
             bodies += writer.lines()
             used.update((buffer, None) for buffer in writer.used)
-        pointers = [f"real* const {buffer.name}_b = {_row_pointer(buffer, 'b')};" for buffer in used]
+        pointers = [f"{element_of(buffer)}* const {buffer.name}_b = {_row_pointer(buffer, 'b')};" for buffer in used]
         return ["for (int64_t b = first; b < end; b++) {", *_indent(pointers + bodies), "}"]
 
     def _product(self, group: Group) -> list[str]:
@@ -83,7 +86,8 @@ class StepWriter:
         assert isinstance(item.expression, Load)
         source, offset = item.expression.buffer, item.expression.address.constant
         weight = item.value.weight
-        many = math.prod(item.value.dims[:-1])
+        heads = weight.heads
+        many = math.prod(item.value.dims[:-1]) // heads
         blocks = self.weight_blocks[weight]
         panels = f"panels_of({weight.N // blocks})"
         share = (
@@ -93,6 +97,8 @@ class StepWriter:
         target = item.buffer
         call = f"product<{weight.K}, {weight.N}>"
         packed = f"call.packed + {self.places[weight]}"
+        if heads > 1:
+            return self._product_of_heads(item, item.expression, many)
         if many == 1:
             start = f"{_row_pointer(source, 'first')} + {offset}"
             stride = _row_stride(source)
@@ -104,6 +110,35 @@ class StepWriter:
             f"{_row_pointer(target, 'b')}, {width}, {many}, {share}, room);"
         )
         return ["for (int64_t b = first; b < end; b++)", f"  {inner}"]
+
+    def _product_of_heads(self, item: Item, operand: Load, many: int) -> list[str]:
+        """A product for each head; threads share out the heads."""
+        assert isinstance(item.value, Product)
+        weight, target = item.value.weight, item.buffer
+        width = target.strides[-2]
+        size = weight.K * (-(-weight.N // ALIGNMENT) * ALIGNMENT)
+        row = "first" if many == 1 else "b"
+        source = f"{_row_pointer(operand.buffer, row)} + {operand.address.constant} + g * {weight.K}"
+        packed = f"call.packed + {self.places[weight]} + g * {size}"
+        result = f"{_row_pointer(target, row)} + g * {width}"
+        strides = (_row_stride(operand.buffer), _row_stride(target), "end - first")
+        if many > 1:
+            strides = (str(weight.heads * weight.K), str(weight.heads * width), str(many))
+        panels = f"0, panels_of({weight.N})"
+        call = (
+            f"product<{weight.K}, {weight.N}>({source}, {strides[0]}, {packed}, {result}, {strides[1]}, {strides[2]}, "
+            f"{panels}, room);"
+        )
+        share = (
+            f"TEAM ? {weight.heads} * rank / size : 0; g < (TEAM ? {weight.heads} * (rank + 1) / size : {weight.heads})"
+        )
+        lines = [f"for (int64_t g = {share}; g++)", f"  {call}"]
+        return lines if many == 1 else ["for (int64_t b = first; b < end; b++)", *_indent(lines)]
+
+
+def element_of(buffer: Buffer) -> str:
+    """The type of its elements."""
+    return "int64_t" if buffer.integer else "real"
 
 
 def _row_stride(buffer: Buffer) -> str:
@@ -119,10 +154,10 @@ def _row_stride(buffer: Buffer) -> str:
 
 def _row_pointer(buffer: Buffer, row: str) -> str:
     """Where a row begins."""
-    if buffer.where is Where.SCRATCH:
-        return f"(call.scratch + {row} * SCRATCH + {buffer.index})"
-    if buffer.where is Where.PRIVATE:
-        return f"(own + {row} * PRIVATE + {buffer.index})"
+    if buffer.where in {Where.SCRATCH, Where.PRIVATE}:
+        memory, size = ("call.scratch", "SCRATCH") if buffer.where is Where.SCRATCH else ("own", "PRIVATE")
+        place = f"({memory} + {row} * {size} + {buffer.index})"
+        return f"reinterpret_cast<int64_t*>{place}" if buffer.integer else place
     if buffer.where is Where.UNIFORM:
         return buffer.name
     return f"({buffer.name} + {row} * {_row_stride(buffer)})"
@@ -140,11 +175,13 @@ class _LoopWriter:
         self.body: list[str] = []
         self.axes = self._axes()
 
+    def _all_places(self) -> list[Affine]:
+        places = [place for item in self.group.items for place in places_in(item.expression)]
+        return places + [item.target for item in self.group.items]
+
     def _axes(self) -> list[_Axis]:
         """Dimensions of the loop that count, merged where all that is read and written lies in one piece."""
-        dims, reduced = self.group.dims, self.group.axes
-        places = [load.address for item in self.group.items for load in loads_in(item.expression)]
-        places += [item.target for item in self.group.items]
+        dims, reduced, places = self.group.dims, self.group.axes, self._all_places()
         merged: list[_Axis] = []
         for d in (d for d, size in enumerate(dims) if size != 1):
             size, last = merged[-1] if merged else (1, d)
@@ -164,7 +201,8 @@ class _LoopWriter:
         return self._store_lines() if self.group.kind == "store" else self._reduction_lines()
 
     def _store_lines(self) -> list[str]:
-        outer, (size, inner) = self.axes[:-1], self.axes[-1] if self.axes else (1, None)
+        axes = self._longest_last(self.axes)
+        outer, (size, inner) = axes[:-1], axes[-1] if axes else (1, None)
         for item in self.group.items:
             value = self._code(item.expression, outer, inner)
             self.names["load", item.buffer, item.target] = value
@@ -172,6 +210,20 @@ class _LoopWriter:
         team = "TEAM" if not outer else "false"
         guarded = self._nest(_sweep(size, self.body, team=team), outer)
         return guarded if not outer else ["if (!TEAM || rank == 0) {", *_indent(guarded), "}"]
+
+    def _longest_last(self, axes: list[_Axis]) -> list[_Axis]:
+        """The dimensions, last the one that is best for vectors: few elements, as a small window has, are not."""
+        if not axes or axes[-1][0] >= FEW_ELEMENTS or min(size for size, _ in axes) == 0:
+            return axes
+        places = self._all_places()
+
+        def cost(axis: _Axis) -> float:
+            size, d = axis
+            together = (size // 8 + size % 8) / size
+            return sum(together if place.factors[d] in {0, 1} else 1.0 for place in places) + 4 / size
+
+        best = min(reversed(axes), key=cost)
+        return [*(axis for axis in axes if axis is not best), best]
 
     def _nest(self, lines: list[str], outer: Sequence[_Axis]) -> list[str]:
         for size, d in reversed(outer):
@@ -182,7 +234,7 @@ class _LoopWriter:
         """Sums, maxima or minima over the dimensions that the group reduces."""
         axes = self.axes or [(1, len(self.group.dims) - 1)]
         reduced = [axis for axis in axes if axis[1] in self.group.axes]
-        kept = [axis for axis in axes if axis[1] not in self.group.axes]
+        kept = self._longest_last([axis for axis in axes if axis[1] not in self.group.axes])
         # Either lanes hold parts of one sum, which are added up at the end, or each lane holds a sum of its own.
         across_lanes = (bool(reduced) and axes[-1] is reduced[-1]) or not kept
         size, inner = (reduced[-1] if reduced else (1, None)) if across_lanes else kept[-1]
@@ -191,10 +243,11 @@ class _LoopWriter:
         for n, item in enumerate(self.group.items):
             assert isinstance(item.value, Reduce)
             kind = item.value.kind
-            starts.append(f"vec sum{n} = broadcast({INITIAL[kind]});")
+            initial = (INITIAL_INTEGER if item.value.integer else INITIAL)[kind]
+            starts.append(f"auto sum{n} = {'broadcast_integer' if item.value.integer else 'broadcast'}({initial});")
             value = self._code(item.expression, outer, inner)
             if across_lanes:
-                value = f"keep<L>({value}, {INITIAL[kind]})"
+                value = f"keep<L>({value}, {initial})"
                 ends.append(f"{item.buffer.name}_b[{self._place(item.target, kept, None)}] = {FINISH[kind]}(sum{n});")
                 self.used[item.buffer] = None
             else:
@@ -216,7 +269,13 @@ class _LoopWriter:
     def _code(self, expression: Expression, outer: Sequence[_Axis], inner: int | None) -> str:
         """Write what computes `expression` and name the result; what was computed before is used again."""
         if isinstance(expression, Constant):
-            return number(expression.number)
+            return integer(int(expression.number)) if expression.integer else number(expression.number)
+        if isinstance(expression, Position):
+            text = f"broadcast_integer({self._place(expression.index, outer, inner)})"
+            factor = _factor(expression.index, inner)
+            return text if factor == 0 else f"({text} + lane_numbers<{factor}>())"
+        if isinstance(expression, Fetch):
+            return self._fetch(expression, outer, inner)
         if isinstance(expression, Load):
             key: object = ("load", expression.buffer, expression.address)
             if key not in self.names:
@@ -228,7 +287,7 @@ class _LoopWriter:
                     block = expression.address.constant // self.axes[-1][0]
                     place = f"interleaved<{blocks}>(j) + {block} * PANEL"
                 if factor == 0:
-                    text = f"broadcast({pointer}[{place}])"
+                    text = f"broadcast{'_integer' if expression.buffer.integer else ''}({pointer}[{place}])"
                 elif factor == 1:
                     text = f"load<L>({pointer} + {place})"
                 else:
@@ -242,9 +301,26 @@ class _LoopWriter:
             self.names[key] = self._assign(text)
         return self.names[key]
 
+    def _fetch(self, fetch: Fetch, outer: Sequence[_Axis], inner: int | None) -> str:
+        index = self._code(fetch.index, outer, inner)
+        load, factor = fetch.load, _factor(fetch.load.address, inner)
+        self.used[load.buffer] = None
+        place = f"{load.buffer.name}_b + {self._place(load.address, outer, inner)}"
+        same = inner is None or not _moves(fetch.index, inner)
+        # Where all lanes have one index, such as that of a row of a table, they read from one stretch of memory.
+        checked = f"in_range<{1 if same else 'L'}>({index}, {fetch.size})"
+        text = f"gather<L>({place}, {factor}, {checked}, {fetch.stride})"
+        if same:
+            place = f"{place} + {fetch.stride} * {checked}[0]"
+            text = f"load<L>({place})" if factor == 1 else f"load_strided<L>({place}, {factor})"
+        key = ("fetch", text)
+        if key not in self.names:
+            self.names[key] = self._assign(text)
+        return self.names[key]
+
     def _assign(self, text: str) -> str:
         name = f"v{len(self.body)}"
-        self.body.append(f"const vec {name} = {text};")
+        self.body.append(f"const auto {name} = {text};")
         return name
 
     def _write(self, item: Item, value: str, outer: Sequence[_Axis], inner: int | None) -> str:
@@ -255,6 +331,17 @@ class _LoopWriter:
         if factor in {0, 1}:
             return f"store<L>({pointer} + {place}, {value});"
         return f"store_strided<L>({pointer} + {place}, {factor}, {value});"
+
+
+def _moves(expression: Expression, inner: int) -> bool:
+    """Whether its value depends on the place along the innermost dimension."""
+    if isinstance(expression, Position):
+        return expression.index.factors[inner] != 0
+    if isinstance(expression, Apply):
+        return any(_moves(item, inner) for item in expression.operands)
+    if isinstance(expression, Fetch):
+        return expression.load.address.factors[inner] != 0 or _moves(expression.index, inner)
+    return isinstance(expression, Load) and expression.address.factors[inner] != 0
 
 
 def _factor(place: Affine, inner: int | None) -> int:

@@ -21,7 +21,7 @@ from typing import Final, final
 import torch
 
 from stretto.graph import Body
-from stretto.kernels.backends.cpp.emit import StepWriter
+from stretto.kernels.backends.cpp.emit import StepWriter, element_of
 from stretto.kernels.ir import Buffer, LoopIR, Product, Weight, Where
 from stretto.kernels.lower import Way, lower
 from stretto.kernels.schedule import ALIGNMENT, Schedule, loads_in
@@ -52,6 +52,7 @@ class Generated:
         work: Multiplications of one row's step; an element of a loop counts as several.
         shares_columns: Whether threads may share few rows, if it turns out to be faster.
         usually_shares_columns: Whether they do over too few steps to measure it.
+        has_integers: Whether some values are integers.
         lines: The code.
     """
 
@@ -66,6 +67,7 @@ class Generated:
     work: int
     shares_columns: bool
     usually_shares_columns: bool
+    has_integers: bool
     lines: list[str]
 
 
@@ -80,11 +82,11 @@ def generate(body: Body, way: Way) -> Generated:
     schedule = Schedule(ir.roots)
     packed = [0]
     for weight in ir.weights.values():
-        packed.append(packed[-1] + weight.K * (-(-weight.N // ALIGNMENT) * ALIGNMENT))
+        packed.append(packed[-1] + weight.heads * weight.K * (-(-weight.N // ALIGNMENT) * ALIGNMENT))
     writer = StepWriter(schedule, dict(zip(ir.weights.values(), packed, strict=False)))
     step = writer.lines()
     products = [value for value in schedule.order if isinstance(value, Product)]
-    elements = sum(weight.K * weight.N for weight in ir.weights.values())
+    elements = sum(weight.heads * weight.K * weight.N for weight in ir.weights.values())
     pointwise = sum(math.prod(group.dims) for group in schedule.groups if group.kind != "product")
     made = Generated(
         ir=ir,
@@ -98,11 +100,13 @@ def generate(body: Body, way: Way) -> Generated:
         packed=packed,
         scratch=schedule.sizes[Where.SCRATCH],
         private=schedule.sizes[Where.PRIVATE],
-        room=max((product.weight.K for product in products), default=0),
+        # Several vectors of a row are multiplied at once, row by row.
+        room=max((math.prod(item.operand.dims) // item.weight.heads for item in products), default=0),
         passes=len(schedule.groups) - len(products),
         work=elements + POINTWISE_WORK * pointwise,
         shares_columns=elements >= TEAM_MIN_ELEMENTS,
         usually_shares_columns=elements >= TEAM_USUAL_ELEMENTS,
+        has_integers=any(buffer.integer for buffer in ir.buffers) or any(value.integer for value in schedule.order),
         lines=[],
     )
     made.lines = _function(way, made, step, writer.weight_blocks)
@@ -115,19 +119,22 @@ def _function(way: Way, made: Generated, step: list[str], blocks: Mapping[Weight
     steady: list[str] = []
     each: list[str] = []
     for position, buffer in enumerate(buffers):
-        base, name, size = f"call.buffers[{position}]", buffer.name, buffer.size
+        name, size, element = buffer.name, buffer.size, element_of(buffer)
+        base, initial = (f"reinterpret_cast<{element}*>(call.buffers[{at}])" for at in (position, position + 1))
+        if not buffer.integer:
+            base, initial = f"call.buffers[{position}]", f"call.buffers[{position + 1}]"
         moving = {
             Where.PACKED: f"{base} + start * {size}",
             Where.SAVED: f"{base} + (call.keep ? start : 0) * {size}",
             Where.STRIDED: f"{base} + start * {name}_stride",
-            Where.BEFORE: f"t ? {base} + call.starts[t - 1] * {size} : call.buffers[{position + 1}]",
+            Where.BEFORE: f"t ? {base} + call.starts[t - 1] * {size} : {initial}",
             Where.CARRY_IN: f"{base} + ((t + 1) & 1) * call.num_rows * {size}",
             Where.CARRY_OUT: f"{base} + (t & 1) * call.num_rows * {size}",
         }
         if buffer.where is Where.STRIDED:
             steady.append(f"const int64_t {name}_stride = call.strides[{position}];")
         lines_of = each if buffer.where in moving else steady
-        lines_of.append(f"real* const {name} = {moving.get(buffer.where, base)};")
+        lines_of.append(f"{element}* const {name} = {moving.get(buffer.where, base)};")
     rest = "continue" if way == "backward" else "break"
     arguments = "const Call& call, int64_t first, int64_t last, int64_t from, int64_t to, int rank, int size"
     lines = [
@@ -169,23 +176,35 @@ def _function(way: Way, made: Generated, step: list[str], blocks: Mapping[Weight
         f'extern "C" void {way}_pack(const Call* call) {{',
         "  (void)call;",
     ]
+    at = 0
     for number, weight in enumerate(made.ir.weights.values()):
-        strides = f"call->weight_strides[{2 * number}], call->weight_strides[{2 * number + 1}]"
-        sizes = f"{weight.K}, {weight.N}, call->packed + {made.packed[number]}"
-        lines.append(f"  pack_blocks<{blocks.get(weight, 1)}>(call->weights[{number}], {strides}, {sizes});")
+        source, target = f"call->weights[{number}]", f"call->packed + {made.packed[number]}"
+        if weight.heads > 1:
+            size = (made.packed[number + 1] - made.packed[number]) // weight.heads
+            lines.append(f"  for (int64_t g = 0; g < {weight.heads}; g++)")
+            source, target = f"{source} + g * call->weight_strides[{at}]", f"{target} + g * {size}"
+            at += 1
+        strides = f"call->weight_strides[{at}], call->weight_strides[{at + 1}]"
+        sizes = f"{weight.K}, {weight.N}, {target}"
+        lines.append(f"  pack_blocks<{blocks.get(weight, 1)}>({source}, {strides}, {sizes});")
+        at += 2
     return [*lines, "}"]
 
 
 def _final_lines(buffers: list[Buffer]) -> list[str]:
     """Copies of each sequence's last state, or of its first if it has no steps."""
-    places = {(buffer.role, buffer.index): f"call->buffers[{at}]" for at, buffer in enumerate(buffers)}
+    places = {
+        (buffer.role, buffer.index): f"reinterpret_cast<{element_of(buffer)}*>(call->buffers[{at}])"
+        for at, buffer in enumerate(buffers)
+    }
     copies = []
     for buffer in buffers:
         if buffer.role == "final":
             index, size = buffer.index, buffer.size
             after = f"{places['after', index]} + (call->starts[steps - 1] + b) * {size}"
             source = f"steps ? {after} : {places['initial', index]} + b * {size}"
-            copies.append(f"__builtin_memcpy({places['final', index]} + b * {size}, {source}, {size} * sizeof(real));")
+            target, length = f"{places['final', index]} + b * {size}", f"{size} * sizeof({element_of(buffer)})"
+            copies.append(f"__builtin_memcpy({target}, {source}, {length});")
     if not copies:
         return []
     return [
@@ -205,5 +224,6 @@ def header_text(*names: str) -> str:
 
 def source_of(functions: list[Generated], dtype: torch.dtype) -> str:
     """A whole C++ file."""
-    parts = [f"#define REAL {CPP_TYPES[dtype]}", header_text(*HEADERS)]
+    headers = [*HEADERS, "integers.h"] if any(function.has_integers for function in functions) else HEADERS
+    parts = [f"#define REAL {CPP_TYPES[dtype]}", header_text(*headers)]
     return "\n".join([*parts, *("\n".join(function.lines) for function in functions), ""])

@@ -17,9 +17,8 @@ from typing import Any, Final, TypeAlias, final
 
 import torch
 
-from stretto.graph import Body, Kind, Node, concrete_shape, run
+from stretto.graph import Body, Kind, Node, run
 from stretto.kernels.backends.base import (
-    AbstractKernel,
     Cost,
     Cotangents,
     LoopCall,
@@ -29,29 +28,13 @@ from stretto.kernels.backends.base import (
 from stretto.kernels.backends.cpp.batched import threads_for
 from stretto.kernels.backends.cpp.compiler import load
 from stretto.kernels.backends.cpp.generate import Generated, generate, source_of
+from stretto.kernels.backends.generated import GeneratedKernel, Tensors
 from stretto.kernels.buffer_pool import empty
-from stretto.kernels.ir import Unsupported
 from stretto.kernels.layout import Layout
-from stretto.kernels.lower import REAL_DTYPES, Way, value_dtypes
+from stretto.kernels.lower import Way
 
-_Tensors: TypeAlias = "dict[str, Sequence[Any]]"
-"""Tensors by their role in the loop IR; None where the generated code has no such buffer."""
 CACHE_LINE_ELEMENTS: Final = 64
 """Elements that pieces of one memory begin at multiples of, so that no two threads write to one cache line."""
-
-
-def dtype_of(body: Body) -> torch.dtype:
-    """The real dtype of all values of a loop.
-
-    Raises:
-        Unsupported: If there are several, or no code is generated for it.
-    """
-    kinds = value_dtypes(body)
-    real = [kind for kind in kinds if kind is not torch.bool]
-    if len(real) != 1 or real[0] not in REAL_DTYPES:
-        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
-        raise Unsupported(f"the loop's values are of {names}; code is generated for float32 or float64")
-    return real[0]
 
 
 class _Call(ctypes.Structure):
@@ -73,7 +56,7 @@ class _Job(ctypes.Structure):
 
 
 @final
-class CppKernel(AbstractKernel):
+class CppKernel(GeneratedKernel):
     """One function for all steps forward, one for all steps backward.
 
     Raises:
@@ -81,8 +64,7 @@ class CppKernel(AbstractKernel):
     """
 
     def __init__(self, body: Body) -> None:
-        super().__init__(body)
-        self.dtype = dtype_of(body)
+        super().__init__(body, device=torch.device("cpu"))
         self.functions: dict[Way, Generated] = {
             "forward": generate(body, "forward"),
             "backward": generate(body, "backward"),
@@ -91,18 +73,22 @@ class CppKernel(AbstractKernel):
         self.library = load(self.source, torch_version=torch.__version__)
         names = ("forward_pack", "forward_work", "backward_pack", "backward_work")
         self.addresses = {name: ctypes.cast(getattr(self.library, name), ctypes.c_void_p).value or 0 for name in names}
-        per_step = [port.node for port in body.ports_of(Kind.PER_STEP)]
-        made = (*body.next_states, *body.outputs, *body.saved, *body.to_deferred, *per_step)
-        self._one_row = {node: concrete_shape(node.shape, 1) for node in made}
-        # The gradient of what nothing depends on: one row for all, the distance between rows is zero.
-        arriving = (*body.next_states, *body.outputs)
-        self.zeros = torch.zeros(max((node.row_size for node in arriving), default=0), dtype=self.dtype)
 
     @property
     def cost(self) -> Cost:
         """What the generator counted."""
         work = sum(function.work for function in self.functions.values())
         return Cost(work, self.functions["forward"].usually_shares_columns)
+
+    def raise_errors(self) -> None:
+        """Raise what torch's operators would have raised in a step that was run."""
+        if not any(function.has_integers for function in self.functions.values()):
+            return
+        found = self.library.stretto_errors()
+        if found & 1:
+            raise IndexError("index out of range in a step of the loop")
+        if found & 2:
+            raise RuntimeError("ZeroDivisionError")
 
     @property
     def passes(self) -> tuple[int, int]:
@@ -123,13 +109,15 @@ class CppKernel(AbstractKernel):
         made, given = [], []
         for call in calls:
             kernel = _kernel_of(call)
-            result = kernel._empty_result(call.layout, keep=keep)
+            result = kernel.empty_result(call.layout, keep=keep)
             made.append(result)
-            given.append(kernel._inputs(call, result) | {"final": result.finals})
+            given.append(kernel.inputs(call, result) | {"final": result.finals})
             if call.layout.total == 0:
                 for final_state, initial in zip(result.finals, call.states, strict=True):
                     final_state.copy_(initial)
         _run_all("forward", calls, given, keep=keep)
+        for call, result in zip(calls, made, strict=True):
+            _kernel_of(call).give_out(result)
         return made
 
     @classmethod
@@ -140,70 +128,13 @@ class CppKernel(AbstractKernel):
         made, given = [], []
         for call, result, arriving in zip(calls, results, cotangents, strict=True):
             kernel = _kernel_of(call)
-            gradients, tensors = kernel._empty_gradients(call, arriving)
+            gradients, tensors = kernel.empty_gradients(call, arriving)
             made.append(gradients)
-            given.append(kernel._inputs(call, result) | tensors)
+            given.append(kernel.inputs(call, result) | tensors)
         _run_all("backward", calls, given, keep=True)
+        for call, gradients in zip(calls, made, strict=True):
+            _kernel_of(call).give_out_gradients(gradients)
         return made
-
-    def _inputs(self, call: LoopCall, result: LoopResult) -> _Tensors:
-        """What both directions read or write: contiguous rows of the loop's dtype."""
-        return {
-            "before": result.after,
-            "initial": [self._rows(tensor) for tensor in call.states],
-            "per_step": [self._rows(tensor) for tensor in call.per_step],
-            "constant": [self._rows(tensor) for tensor in call.constants],
-            "after": result.after,
-            "output": result.outputs,
-            "saved": result.saved,
-        }
-
-    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype is self.dtype and tensor.is_contiguous():
-            return tensor
-        return tensor.to(self.dtype).contiguous()
-
-    def _empty(self, rows: int, node: Node) -> torch.Tensor:
-        first, *rest = self._one_row[node]
-        return empty(first * rows, *rest, dtype=self.dtype)
-
-    def _empty_result(self, layout: Layout, *, keep: bool) -> LoopResult:
-        """Memory for what the loop makes; what nothing will need again gets one row for each sequence."""
-        body, total, rows = self.body, layout.total, layout.num_rows
-        return LoopResult(
-            after=[self._empty(total, node) for node in body.next_states],
-            outputs=[self._empty(total, node) for node in body.outputs],
-            finals=[self._empty(rows, node) for node in body.next_states],
-            saved=[self._empty(total if keep else rows, node) for node in body.saved],
-        )
-
-    def _empty_gradients(self, call: LoopCall, arriving: Cotangents) -> tuple[LoopGradients, _Tensors]:
-        """Memory for gradients, and the same by role."""
-        body, total = self.body, call.layout.total
-        carried = []
-        for state, last in zip(call.states, arriving.finals, strict=True):
-            # Two, since a step reads one and writes the other. A sequence joins at its last step, whichever is read
-            # there: both start as its final gradient.
-            carry = empty(2, *state.shape, dtype=self.dtype)
-            carried.append(carry.zero_() if last is None else carry.copy_(last.expand_as(carry)))
-        ports = body.ports_of(Kind.PER_STEP)
-        per_step = [None if port.gradient is None else self._empty(total, port.node) for port in ports]
-        by_node = {port.gradient: item for port, item in zip(ports, per_step, strict=True) if item is not None}
-        to_deferred = [by_node[node] if node in by_node else self._empty(total, node) for node in body.to_deferred]
-        constants = [
-            None if port.gradient is None else torch.zeros(tensor.shape, dtype=self.dtype)
-            for port, tensor in zip(body.ports_of(Kind.CONSTANT), call.constants, strict=True)
-        ]
-        gradients = LoopGradients([carry[0] for carry in carried], per_step, constants, to_deferred)
-        return gradients, {
-            "carry_in": carried,
-            "carry_out": carried,
-            "d_after": [self.zeros if item is None else self._rows(item) for item in arriving.after],
-            "d_output": [self.zeros if item is None else self._rows(item) for item in arriving.outputs],
-            "d_per_step": per_step,
-            "to_deferred": to_deferred,
-            "d_constant": constants,
-        }
 
 
 def _kernel_of(call: LoopCall) -> CppKernel:
@@ -211,7 +142,7 @@ def _kernel_of(call: LoopCall) -> CppKernel:
     return call.kernel
 
 
-def _run_all(way: Way, calls: Sequence[LoopCall], given: Sequence[_Tensors], *, keep: bool) -> None:
+def _run_all(way: Way, calls: Sequence[LoopCall], given: Sequence[Tensors], *, keep: bool) -> None:
     """Share loops and rows out to threads, and run them."""
     chosen = [(call, tensors) for call, tensors in zip(calls, given, strict=True) if call.layout.total]
     if not chosen:
@@ -223,6 +154,8 @@ def _run_all(way: Way, calls: Sequence[LoopCall], given: Sequence[_Tensors], *, 
         for (layout, kernel), (call, tensors) in zip(runs, chosen, strict=True)
     ]
     launch(way, runs, made, threads=threads, team=team)
+    for _, kernel in runs:
+        kernel.raise_errors()
 
 
 def share_out(way: Way, runs: Sequence[tuple[Layout, CppKernel]]) -> tuple[int, int]:
@@ -263,7 +196,7 @@ def _arguments(
     function: Generated,
     layout: Layout,
     weights: Sequence[torch.Tensor],
-    tensors: _Tensors,
+    tensors: Tensors,
     *,
     keep: bool,
     team: int,
@@ -273,7 +206,7 @@ def _arguments(
     run(function.ir.prepared, values, layout.total)
     pointed = [tensors[role][index] for role, index, _ in function.own_buffers]
     strides = [0 if item is kernel.zeros else own[2] for item, own in zip(pointed, function.own_buffers, strict=True)]
-    pointed += [values[node].to(kernel.dtype).contiguous() for node in function.ir.uniforms]
+    pointed += [values[node].to(kernel.stored(node)).contiguous() for node in function.ir.uniforms]
     matrices = [values[node].to(kernel.dtype) for node in function.ir.weights]
     lists = (
         strides,

@@ -116,7 +116,7 @@ class FusedLayer(LayerOperator):
         results = [*(graph.next_states[index] for index in loop.states), *loop.outputs]
         values = (graph.x, *graph.states, *results, *body.saved)
         _require(not plan.constants_per_row and loop.states == list(range(len(graph.states))))
-        _require({node for level in plan.maps for node in level} == set(loop.per_step))
+        _require({node for level in plan.maps for node in level} == set(loop.per_step) and not plan.per_row)
         _require(graph.y in results and len(graph.x.row_shape) == 1)
         _require(all(node.dtype is kernel.dtype for node in values))
         self.kernel, self.num_states = kernel, len(graph.states)
@@ -134,6 +134,7 @@ class FusedLayer(LayerOperator):
         for way, function in kernel.functions.items():
             self.buffers[way] = [((role, index), size) for role, index, size in function.own_buffers]
             self.vectors[way] = [self._stored(node, sources)[0] for node in function.ir.uniforms]
+            _require(all(weight.heads == 1 for weight in function.ir.weights.values()))
             self.matrices[way] = [self._stored(node, sources) for node in function.ir.weights]
         roles = _roles(kernel)
         self.weight_gradients = [
@@ -742,7 +743,9 @@ def _run_by_torch(
         asked = next(coroutine)
         try:
             while True:
-                asked = coroutine.send([EagerKernel(call.kernel.body).forward(call, keep=False) for call in asked])
+                asked = coroutine.send(
+                    [EagerKernel.under_autograd(call.kernel.body).forward(call, keep=False) for call in asked]
+                )
         except StopIteration as end:
             y, finals = end.value
             made += [y, *finals]

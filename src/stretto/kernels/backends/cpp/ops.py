@@ -14,6 +14,11 @@ def number(value: float) -> str:
     return f"broadcast(real({value!r}))"
 
 
+def integer(value: int) -> str:
+    """A 64-bit integer in every lane."""
+    return f"broadcast_integer({value}ll)" if value > -(1 << 63) else "broadcast_integer(INT64_MIN)"
+
+
 def template(op: str, attrs: Mapping[str, Any]) -> str:
     """A C++ expression in which `{0}`, `{1}`, ... stand for the operands."""
     found = OPS[op]
@@ -76,13 +81,28 @@ def _elu_backward(alpha: float, scale: float, input_scale: float, is_result: boo
 
 _UNARY: Final = (
     *("abs", "sign", "sqrt", "exp", "expm1", "log", "log1p", "erf", "sin", "cos", "atan", "floor", "ceil", "trunc"),
-    *("round", "sigmoid", "tanh", "relu"),
+    *("round", "sigmoid", "tanh", "relu", "exp2", "log2", "log10", "erfc", "tan", "asin", "acos", "sinh", "cosh"),
+    *("asinh", "acosh", "atanh", "lgamma", "digamma", "erfinv"),
 )
 _COMPARISONS: Final = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "eq": "==", "ne": "!="}
 
+INTEGER_DIVISIONS: Final = ("integer_remainder", "integer_fmod", "integer_floor_divide", "integer_trunc_divide")
+
 OPS: Final[dict[str, str | Callable[..., str]]] = {
     **{op: f"{op}({{0}})" for op in _UNARY},
-    **{op: f"{op}({{0}}, {{1}})" for op in ("pow", "remainder", "maximum", "minimum")},
+    **{
+        op: f"{op}({{0}}, {{1}})"
+        for op in ("pow", "atan2", "hypot", "remainder", "fmod", "floor_divide", "maximum", "minimum")
+    },
+    **{op: f"{op}<L>({{0}}, {{1}})" for op in INTEGER_DIVISIONS},
+    **{f"bitwise_{op}": f"{{0}} {sign} {{1}}" for op, sign in (("and", "&"), ("or", "|"), ("xor", "^"))},
+    "bitwise_not": "~{0}",
+    "lshift": "{0} << {1}",
+    "rshift": "{0} >> {1}",
+    "to_real": "to_real({0})",
+    "to_integer": "to_integer({0})",
+    "wrap": lambda bits, signed: f"wrap<{bits}, {str(signed).lower()}>({{0}})",
+    "round_single": "round_single({0})",
     **{op: f"flag({{0}} {sign} {{1}})" for op, sign in _COMPARISONS.items()},
     "copy": "{0}",
     "add": _scaled("+"),
@@ -104,8 +124,6 @@ OPS: Final[dict[str, str | Callable[..., str]]] = {
     "addcmul": lambda value: f"{{0}} + {number(value)} * {{1}} * {{2}}",
     "addcdiv": lambda value: f"{{0}} + {number(value)} * {{1}} / {{2}}",
     "where": "where({0}, {1}, {2})",
-    "logical_and": "flag(({0} != broadcast(0)) & ({1} != broadcast(0)))",
-    "logical_or": "flag(({0} != broadcast(0)) | ({1} != broadcast(0)))",
     "sigmoid_backward": "{0} * (broadcast(1) - {1}) * {1}",
     "tanh_backward": "{0} * (broadcast(1) - {1} * {1})",
     "threshold_backward": "select({1} <= {2}, broadcast(0), {0})",

@@ -29,8 +29,44 @@ namespace libm {
   INLINE float name(float a, float b) { return __builtin_##name##f(a, b); }    \
   INLINE double name(double a, double b) { return __builtin_##name(a, b); }
 ONE_ARGUMENT(sqrt) ONE_ARGUMENT(log) ONE_ARGUMENT(log1p) ONE_ARGUMENT(expm1) ONE_ARGUMENT(erf) ONE_ARGUMENT(sin)
+ONE_ARGUMENT(exp2) ONE_ARGUMENT(log2) ONE_ARGUMENT(log10) ONE_ARGUMENT(erfc) ONE_ARGUMENT(tan) ONE_ARGUMENT(asin)
+ONE_ARGUMENT(acos) ONE_ARGUMENT(sinh) ONE_ARGUMENT(cosh) ONE_ARGUMENT(asinh) ONE_ARGUMENT(acosh) ONE_ARGUMENT(atanh)
+ONE_ARGUMENT(lgamma) ONE_ARGUMENT(fabs) TWO_ARGUMENTS(atan2) TWO_ARGUMENTS(hypot)
 ONE_ARGUMENT(cos) ONE_ARGUMENT(atan) ONE_ARGUMENT(floor) ONE_ARGUMENT(ceil) ONE_ARGUMENT(trunc) ONE_ARGUMENT(nearbyint)
-TWO_ARGUMENTS(pow) TWO_ARGUMENTS(fmod)
+ONE_ARGUMENT(exp) TWO_ARGUMENTS(pow) TWO_ARGUMENTS(fmod)
+// By its recurrence up to where the asymptotic series is exact; below a half by its reflection.
+INLINE real digamma(real x) {
+  constexpr real pi = 3.14159265358979323846;
+  constexpr real series[] = {-1. / 12, 691. / 32760, -1. / 132, 1. / 240, -1. / 252, 1. / 120, -1. / 12};
+  real found = 0, sum = 0;
+  if (x == 0) return -INFINITE;
+  if (x < real(0.5)) {
+    real part = x - nearbyint(x);
+    if (part == 0) return NOT_A_NUMBER;
+    found = -pi / tan(pi * part);
+    x = 1 - x;
+  }
+  for (; x < 8; x += 1) found -= 1 / x;
+  for (real factor : series) sum = (sum + factor) / (x * x);
+  return found + log(x) - real(0.5) / x + sum;
+}
+// Rational functions, and two of Newton's steps.
+INLINE real erfinv(real y) {
+  real size = fabs(y), z = y * y, x;
+  if (!(size <= 1)) return NOT_A_NUMBER;
+  if (size == 1) return y * INFINITE;
+  if (size <= real(0.7)) {
+    x = y * (((real(-0.140543331) * z + real(0.914624893)) * z + real(-1.645349621)) * z + real(0.886226899)) /
+        ((((real(0.012229801) * z + real(-0.329097515)) * z + real(1.442710462)) * z + real(-2.118377725)) * z + 1);
+  } else {
+    z = sqrt(-log((1 - size) / 2));
+    x = (((real(1.641345311) * z + real(3.429567803)) * z + real(-1.62490649)) * z + real(-1.970840454)) /
+        ((real(1.637067800) * z + real(3.543889200)) * z + 1);
+    x = y < 0 ? -x : x;
+  }
+  for (int i = 0; i < 2; i++) x -= (erf(x) - y) / (real(1.12837916709551257390) * exp(-x * x));
+  return x;
+}
 }  // namespace libm
 
 INLINE vec broadcast(real x) { return x - vec{}; }  // x - 0 is x to the last bit, and compilers know it
@@ -82,6 +118,9 @@ INLINE vec sqrt(vec x) {
   for (int i = 0; i < LANES; i++) r[i] = libm::sqrt(x[i]);
   return r;
 }
+// Converted as a whole: g++ 12 leaves out a loop over lanes that converts to float and back.
+typedef float floatvec __attribute__((vector_size(LANES * 4)));
+INLINE vec round_single(vec x) { return __builtin_convertvector(__builtin_convertvector(x, floatvec), vec); }
 INLINE vec relu(vec x) { return select(x < broadcast(0), broadcast(0), x); }
 
 // e^r - 1 for |r| <= ln 2 / 2 by Taylor's series, whose rest is below half a unit in the last place.
@@ -162,6 +201,21 @@ LANE_BY_LANE(erf, libm::erf(a))
 LANE_BY_LANE(sin, libm::sin(a))
 LANE_BY_LANE(cos, libm::cos(a))
 LANE_BY_LANE(atan, libm::atan(a))
+LANE_BY_LANE(exp2, libm::exp2(a))
+LANE_BY_LANE(log2, libm::log2(a))
+LANE_BY_LANE(log10, libm::log10(a))
+LANE_BY_LANE(erfc, libm::erfc(a))
+LANE_BY_LANE(erfinv, libm::erfinv(a))
+LANE_BY_LANE(lgamma, libm::lgamma(a))
+LANE_BY_LANE(digamma, libm::digamma(a))
+LANE_BY_LANE(tan, libm::tan(a))
+LANE_BY_LANE(asin, libm::asin(a))
+LANE_BY_LANE(acos, libm::acos(a))
+LANE_BY_LANE(sinh, libm::sinh(a))
+LANE_BY_LANE(cosh, libm::cosh(a))
+LANE_BY_LANE(asinh, libm::asinh(a))
+LANE_BY_LANE(acosh, libm::acosh(a))
+LANE_BY_LANE(atanh, libm::atanh(a))
 LANE_BY_LANE(floor, libm::floor(a))
 LANE_BY_LANE(ceil, libm::ceil(a))
 LANE_BY_LANE(trunc, libm::trunc(a))
@@ -171,11 +225,35 @@ INLINE vec pow(vec x, vec y) {
   for (int i = 0; i < LANES; i++) r[i] = libm::pow(x[i], y[i]);
   return r;
 }
+INLINE vec atan2(vec x, vec y) {
+  vec r;
+  for (int i = 0; i < LANES; i++) r[i] = libm::atan2(x[i], y[i]);
+  return r;
+}
+INLINE vec hypot(vec x, vec y) {
+  vec r;
+  for (int i = 0; i < LANES; i++) r[i] = libm::hypot(x[i], y[i]);
+  return r;
+}
 INLINE vec remainder(vec x, vec y) {  // of the divisor's sign, as Python's %
   vec r;
   for (int i = 0; i < LANES; i++) {
     real m = libm::fmod(x[i], y[i]);
     r[i] = (m != 0 && (m < 0) != (y[i] < 0)) ? m + y[i] : m;
+  }
+  return r;
+}
+INLINE vec fmod(vec x, vec y) {
+  vec r;
+  for (int i = 0; i < LANES; i++) r[i] = libm::fmod(x[i], y[i]);
+  return r;
+}
+INLINE vec floor_divide(vec x, vec y) {  // rounded once: the quotient of what fmod leaves is whole up to rounding
+  vec r;
+  for (int i = 0; i < LANES; i++) {
+    const real a = x[i], b = y[i], m = libm::fmod(a, b);
+    const real q = (a - m) / b - ((m != 0 && (m < 0) != (b < 0)) ? 1 : 0), low = libm::floor(q);
+    r[i] = b == 0 ? a / b : q == 0 ? a / b * 0 : q - low > real(0.5) ? low + 1 : low;
   }
   return r;
 }
