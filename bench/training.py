@@ -4,11 +4,13 @@ How much sooner does Stretto reach the quality of the script? Both train an epoc
 machine's load hits both, once the same weights have given the same loss, gradient and quality on both sides.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -26,6 +28,7 @@ from stretto.batching import Batch, collate
 from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
+from stretto.large_batch import LargeBatch, OptimizerName, first_run_epochs, make_optimizer
 from stretto.nn import fresh_state
 from stretto.tasks import find_task
 from stretto.timing import check_equal
@@ -36,6 +39,7 @@ from stretto.training import (
     TrainConfig,
     Trainer,
     evaluate,
+    run_auto,
     validate,
     with_preset,
 )
@@ -48,6 +52,10 @@ QUICK_EPOCHS: Final = 2
 QUICK_SHARE: Final = 0.05
 SHARES: Final[dict[str, float]] = {"digits": 0.2, "digit-images": 0.1, "language-model": 0.05, "translate": 0.05}
 """The share of the data in a folder to train on unless another is asked for."""
+FIRST_RATE: Final = 0.4
+"""Of Muon, times the root of the updates: what `--auto` tries first."""
+FIRST_ADAM_RATE: Final = 0.003
+WARMUP_SHARE: Final = 0.1
 EXTRA_EPOCHS: Final = 1.5
 """How many times the epochs of the plain script Stretto may train."""
 TASK_SETTINGS: Final[dict[str, dict[str, Any]]] = {"language-model": {"preset": "ptb-small"}}
@@ -68,7 +76,11 @@ class TrainingSettings(Settings):
         epochs: Of the plain script; left out, the task's own number. Stretto may train half as many more.
         fraction: The share of the training data to use; left out, all of the embedded data, and of those in a folder
             as much as lets the five tasks end within half an hour on two cores.
-        batch_size: Auto lets Stretto choose the batch by measuring, from the task's own on; own keeps that.
+        side: What trains beside the plain script. Stretto has the script's optimiser and schedule; with --batch-size
+            own, what it gains is due to kernels and buckets alone. Auto is `stretto train --auto`, which looks for
+            others: its trials count. Recipe is the plain script once more with what --auto tries first, Muon and a
+            linear decay over a quarter of the epochs: what that gains is due to the recipe alone.
+        batch_size: For stretto: auto lets it choose the batch by measuring, from the task's own on; own keeps that.
         accuracy_points: How many percent points of accuracy below the plain script's last epoch count as the same.
         perplexity_percent: The same for perplexity, in percent above it.
         cer_points: The same for the character error rate, in percent points above it.
@@ -80,6 +92,7 @@ class TrainingSettings(Settings):
     data: Path | None = None
     epochs: Count | None = None
     fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    side: Literal["stretto", "auto", "recipe"] = "stretto"
     batch_size: Literal["auto", "own"] = "auto"
     accuracy_points: NotNegative = 0.2
     perplexity_percent: NotNegative = 1.0
@@ -190,7 +203,7 @@ def _make_task(name: str, settings: TrainingSettings, report: Report) -> tuple[A
     if epochs is not None:
         values["epochs"] = epochs
     config = _make_config(name, values)
-    if settings.batch_size == "auto":
+    if settings.side == "stretto" and settings.batch_size == "auto":
         try:
             config = _make_config(name, {**values, "batch_size": "auto", "base_batch_size": config.first_batch_size})
         except StrettoError:
@@ -200,6 +213,10 @@ def _make_task(name: str, settings: TrainingSettings, report: Report) -> tuple[A
 
 def _make_config(name: str, values: dict[str, Any]) -> TrainConfig:
     return validate(find_task(name).Config, with_preset(find_task(name).Config, values), source="the benchmark")
+
+
+def _with_auto(task: AbstractTask[Any], data: SequenceSet) -> AbstractTask[Any]:
+    return type(task)(dataclasses.replace(task.config, auto=True), data)
 
 
 def compare(
@@ -216,11 +233,21 @@ def compare(
         progress("both sides with the same weights")
         start = check_same_start(task, stretto, baseline, margin=margin)
         plain = PlainContender(baseline.script, batch_size=baseline.batch_size)
-        comparison = train_in_turn(plain, stretto, epochs=task.config.epochs, margin=margin, progress=progress)
+        beside: Contender = stretto
+        with contextlib.ExitStack() as ended:
+            if settings.side == "auto":
+                beside = auto = AutoContender(_with_auto(task, data), run=Path(place) / "auto")
+                ended.callback(auto.close)
+            elif settings.side == "recipe":
+                other = baseline_of(task, data)
+                copy_weights(stretto.model, other.script)
+                beside = RecipeContender(other.script, batch_size=other.batch_size, epochs=task.config.epochs)
+                report.note(f"{task.name}: {beside.recipe}")
+            comparison = train_in_turn(plain, beside, epochs=task.config.epochs, margin=margin, progress=progress)
     if comparison.stretto.error:
         count = len(comparison.stretto.epochs)
         report.note(f"{task.name}: stretto stopped after {count} epochs: {comparison.stretto.error}")
-    for decision in stretto.clock.decisions:
+    for decision in (beside.clock if isinstance(beside, AutoContender) else stretto.clock).decisions:
         report.note(f"{task.name}: {decision}")
     return start, comparison
 
@@ -281,6 +308,10 @@ class Clock(AbstractLog):
             self.batch_size = self._next_batch_size
         elif kind == "probe":
             self.probe_seconds += float(values["seconds"])
+        elif kind == "auto":
+            self._next_batch_size = values.get("batch_size", self._next_batch_size)
+            if values["action"] != "trial":
+                self.decisions.append(f"{values['action']} {values.get('recipe', '')}: {values['reason']}")
         elif kind == "batch" and values["action"] != "keep":
             self._next_batch_size = values["batch_size"]
             self.decisions.append(f"after epoch {values['epoch']}, {values['action']} to {values['batch_size']}")
@@ -320,6 +351,110 @@ class StrettoContender:
         task = self._task
         found = evaluate(task, self.model, task.data.part("valid"), device=task.config.device)
         return found.metrics[task.metric]
+
+
+@final
+class AutoContender(AbstractLog):
+    """`stretto train --auto`, an epoch at a time: it runs in a thread of its own, which waits after each epoch.
+
+    The clock runs as for `StrettoContender`; building the model and trials are in the first epoch.
+    """
+
+    def __init__(self, task: AbstractTask[Any], *, run: Path) -> None:
+        self.clock = Clock(task.config.first_batch_size * task.config.accumulate)
+        self._task, self._run = task, run
+        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
+        self._values: list[float] = []
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
+
+    def train_epoch(self) -> EpochTiming:
+        """Train one epoch and measure.
+
+        Raises:
+            StrettoError: All epochs are done.
+        """
+        count, begin = len(self._values), time.perf_counter()
+        self._mine.release()
+        self._theirs.acquire()
+        if self._error is not None:
+            raise self._error
+        if len(self._values) == count:
+            raise StrettoError("--auto has come to its end", fix="Give it more epochs.")
+        seconds = self.clock.last_update - begin
+        return EpochTiming(seconds=seconds, value=self._values[-1], batch_size=self.clock.batch_size)
+
+    def emit(self, kind: str, **values: Any) -> None:
+        """Note an event, and wait after an epoch."""
+        self.clock.emit(kind, **values)
+        if kind == "epoch":
+            self._values.append(float(values["value"]))
+            self._theirs.release()
+            self._mine.acquire()
+            if self._is_closed:
+                raise SystemExit
+
+    def close(self) -> None:
+        """End the thread, wherever it waits."""
+        self._is_closed = True
+        self._mine.release()
+        self._thread.join()
+
+    def _train(self) -> None:
+        torch.set_num_threads(self._threads)
+        self._mine.acquire()
+        try:
+            if not self._is_closed:
+                self._run.mkdir()
+                plain = Trainer(self._task, run=self._run, log=self, resume=False)
+                run_auto(self._task, run=self._run, log=self, world=World(), plain=plain, resume=False)
+        except SystemExit:
+            pass
+        except BaseException as error:  # noqa: BLE001  # raised where the epoch was asked for
+            self._error = error
+        self._theirs.release()
+
+
+@final
+class RecipeContender:
+    """A plain script with Muon, or Adam if it has no recurrent matrices, and a linear decay over fewer epochs."""
+
+    def __init__(self, script: PlainScript, *, batch_size: int, epochs: int) -> None:
+        self._plain, self._left = PlainContender(script, batch_size=batch_size), first_run_epochs(epochs)
+        per_epoch = script.updates_per_epoch
+        rates: dict[OptimizerName, float] = {
+            "muon": float(f"{FIRST_RATE / math.sqrt(self._left * per_epoch):.2g}"),
+            "adam": FIRST_ADAM_RATE,
+        }
+        try:
+            make_optimizer("muon", script.model, lr=1.0)
+            name: OptimizerName = "muon"
+        except StrettoError:
+            name = "adam"
+        scaled = LargeBatch(
+            base_batch_size=batch_size,
+            base_lr=rates[name],
+            base_warmup_epochs=WARMUP_SHARE * self._left,
+            batch_size=batch_size,
+            epochs=self._left,
+        )
+        optimizer, schedule = scaled.build(script.model, optimizer=name, decay="linear", updates_per_epoch=per_epoch)
+        script.use(optimizer, schedule, clip_norm=1.0)
+        self.recipe = f"{name} at {rates[name]:g}, {self._left} epochs of {per_epoch} updates"
+
+    def train_epoch(self) -> EpochTiming:
+        """Train one epoch and measure.
+
+        Raises:
+            StrettoError: All epochs are done.
+        """
+        if not self._left:
+            raise StrettoError("the recipe has come to its end", fix="Give it more epochs.")
+        self._left -= 1
+        return self._plain.train_epoch()
 
 
 # The check before the clock ------------------------------------------------------------------------------------------

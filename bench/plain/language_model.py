@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 State = tuple[torch.Tensor, torch.Tensor]
 
@@ -82,10 +82,23 @@ class PlainLanguageModel:
             dropout=dropout,
             scale=init_scale,
         )
-        self._optimizer = SGD(self.model.parameters(), lr=learning_rate)
+        self._optimizer: Optimizer = SGD(self.model.parameters(), lr=learning_rate)
         # Stepped once an epoch.
-        self._schedule = LambdaLR(self._optimizer, lambda done: decay_factor ** max(0, done + 1 - flat_epochs))
+        self._schedule: LRScheduler = LambdaLR(
+            self._optimizer, lambda done: decay_factor ** max(0, done + 1 - flat_epochs)
+        )
         self._window, self._clip_norm = window, clip_norm
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Updates of one epoch."""
+        return -(-(len(self._train_UB) - 1) // self._window)
+
+    def use(self, optimizer: Optimizer, schedule: LRScheduler, *, clip_norm: float) -> None:
+        """Train with another optimiser, and with a schedule that is stepped once an update."""
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+        constant = LambdaLR(SGD(self.model.parameters()), lambda done: 1.0)  # noqa: ARG005
+        self._optimizer, self._schedule, self._clip_norm = optimizer, constant, clip_norm
 
     def epoch(self) -> None:
         """Train one epoch."""

@@ -44,6 +44,15 @@ class ShuffledScript(abc.ABC):
             self._optimizer, max_lr=learning_rate, total_steps=epochs * len(self._loader) + 1, pct_start=0.15
         )
 
+    @property
+    def updates_per_epoch(self) -> int:
+        """Updates of one epoch."""
+        return len(self._loader)
+
+    def use(self, optimizer: Optimizer, schedule: LRScheduler, *, clip_norm: float) -> None:
+        """Train with another optimiser, and with a schedule that is stepped once an update."""
+        self._optimizer, self._schedule, self._clip_norm = optimizer, schedule, clip_norm
+
     def epoch(self) -> None:
         """Train one epoch."""
         self.model.train()

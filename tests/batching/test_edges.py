@@ -179,7 +179,7 @@ def test_great_lengths_do_not_overflow() -> None:
         (np.zeros(0), "no lengths"),
         ([4, 0, 3], r"sequence 1 has length 0\b"),
         ([4, 3, -7, -8], r"sequence 2 has length -7\b"),
-        ([[1, 2], [3, 4]], r"shape \(2, 2\)"),
+        ([[1, 2, 3], [3, 4, 5]], r"shape \(2, 3\)"),
         (5, r"shape \(\)"),
         ([1.0, 2.5], "float64"),
         ([1.0, math.nan], "float64"),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.batching import BucketSampler, SamplerReport, adjacent_correlation
+from stretto.batching import BucketSampler, SamplerReport, adjacent_correlation, shuffled_padded_steps
 
 Ints = npt.NDArray[np.int64]
 
@@ -101,6 +101,8 @@ def recount(chosen: dict[str, Any], *, world_size: int, epoch: int) -> SamplerRe
         waiting += max(longest_of_ranks)
         working += sum(longest_of_ranks) / world_size
         means.append(sum(of_step) / len(of_step))
+    limits = {name: chosen.get(name) for name in ("batch_size", "max_padded_steps")}
+    shuffled = shuffled_padded_steps(np.array(lengths), **limits)
     return SamplerReport(
         epoch=epoch,
         num_sequences=drawn,
@@ -110,6 +112,7 @@ def recount(chosen: dict[str, Any], *, world_size: int, epoch: int) -> SamplerRe
         shapes_to_edge=len(shapes_to_edge),
         padding=1 - real / padded,
         padding_to_edge=1 - real / padded_to_edge,
+        shuffled_padding=1 - real / shuffled,
         largest_batch=largest,
         most_rows=most_rows,
         straggler=waiting / working,

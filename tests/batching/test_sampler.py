@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from stretto.batching import BucketSampler
 from stretto.errors import StrettoError
@@ -26,6 +27,7 @@ def options(draw: st.DrawFn) -> Options:
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=120))
     longest = max(lengths)
     chosen: Options = {"lengths": lengths, "shuffle": draw(st.booleans()), "seed": draw(st.integers(0, 2**70))}
+    chosen["largest_first"] = draw(st.booleans())
     caps = draw(st.sampled_from(["rows", "steps", "both"]))
     if caps != "steps":
         chosen["batch_size"] = draw(st.integers(1, 20))
@@ -349,3 +351,43 @@ def test_a_copy_of_a_sampler_continues_on_its_own() -> None:
     twin = pickle.loads(pickle.dumps(sampler))
     assert list(twin) == list(copy.deepcopy(sampler)) == list(sampler)
     assert first == list(BucketSampler(np.arange(1, 60), batch_size=4, num_buckets=3))[:5]
+
+
+def test_it_is_a_batch_sampler_of_torch() -> None:
+    sampler = BucketSampler(LENGTHS, batch_size=8)
+    assert isinstance(sampler, BatchSampler)
+    assert (sampler.batch_size, sampler.drop_last, sampler.sampler) == (8, False, sampler)
+    sampler.sampler.set_epoch(3)
+    assert sampler.epoch == 3
+
+
+def test_ranks_that_are_joined_later_share_the_rest_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    samplers = [BucketSampler(LENGTHS, batch_size=8) for _ in range(2)]
+    drawn = draw_steps(samplers[:1], 3)
+    state = samplers[0].state_dict()
+    samplers[1].load_state_dict(state)
+    for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 0)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    batches, whole = list(samplers[0]), samplers[0].batches_per_epoch
+    assert (samplers[0].rank, samplers[0].world_size, samplers[0].epoch) == (0, 2, 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    others = list(samplers[1])
+    assert (samplers[1].rank, samplers[1].world_size, len(others)) == (1, 2, len(batches))
+    assert sorted(drawn + flat(batches) + flat(others)) == list(range(200))
+    assert whole == len(samplers[0]) == BucketSampler(LENGTHS, batch_size=8, rank=0, world_size=2).batches_per_epoch
+    # Who named the ranks keeps them.
+    assert sorted(flat(list(BucketSampler(LENGTHS, batch_size=8, rank=0, world_size=1)))) == list(range(200))
+
+
+def test_a_framework_that_would_share_the_batches_again_is_refused_with_the_remedy() -> None:
+    """As Lightning makes a batch sampler again: outside its hooks by position, inside by name."""
+    theirs = SequentialSampler(range(200))
+    again: list[Callable[[], BucketSampler]] = [
+        lambda: BucketSampler(theirs, batch_size=8, drop_last=False),  # type: ignore[arg-type]
+        lambda: BucketSampler(LENGTHS, batch_size=8, sampler=theirs),  # type: ignore[arg-type]
+    ]
+    for make in again:
+        with pytest.raises(StrettoError, match="use_distributed_sampler=False"):
+            make()
+    with pytest.raises(StrettoError, match="drops nothing"):
+        BucketSampler(LENGTHS, batch_size=8, drop_last=True)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from bench.baselines import Baseline, baseline_of
 from bench.task_data import open_data, take_share
 from bench.training import (
     TASK_NAMES,
+    AutoContender,
     Comparison,
     EpochTiming,
     LearningCurve,
@@ -247,3 +248,27 @@ def test_a_whole_run_of_two_tasks(quick_compiler: None, monkeypatch: pytest.Monk
     assert all(seconds > 0 for seconds in column([epochs], "probe s"))
     assert all(error <= 1e-4 for error in column([starts], "error"))
     assert len(report.figures) == 2
+
+
+@pytest.mark.parametrize(
+    ("side", "words"), [("auto", "digits: run muon"), ("recipe", "digits: muon at 0.16, 2 epochs")]
+)
+def test_another_recipe_trains_beside_the_plain_script(
+    side: str, words: str, quick_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "TASK_SETTINGS", {"digits": SMALL["digits"]})
+    report = measure("training", "--quick", "--tasks", "digits", "--side", side)
+    _, epochs, _ = report.tables
+    # As many as the recipe planned; the plain script waits for each of its turns.
+    assert column([epochs], "stretto epochs") == column([epochs], "plain epochs") == [2]
+    assert any(note.startswith(words) for note in report.notes)
+
+
+def test_a_contender_that_is_closed_ends_its_thread(tmp_path: Path) -> None:
+    task = _task("digits", _data("digits"), auto=True)
+    for epochs in (0, 1):
+        contender = AutoContender(task, run=tmp_path / str(epochs))
+        for _ in range(epochs):
+            assert contender.train_epoch().seconds > 0
+        contender.close()
+        assert not contender._thread.is_alive()

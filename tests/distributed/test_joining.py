@@ -10,7 +10,7 @@ import pytest
 from worlds import run_world
 
 from quick_starts import quick_starts
-from stretto.distributed import World, join_ranks
+from stretto.distributed import World, is_distributed, join_ranks
 from stretto.errors import StrettoError
 
 
@@ -57,6 +57,52 @@ def test_variables_that_are_no_numbers(variable: str, value: str, monkeypatch: p
     monkeypatch.setenv(variable, value)
     with pytest.raises(StrettoError, match=f"the variable {variable} is '{value}'"), join_ranks():
         pass
+
+
+STEP = {
+    "SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "gpu[03-05,07]-a,cpu1", "SLURM_JOB_ID": "40001",
+}  # fmt: skip
+PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ("5", "7", "1", "2", "gpu03-a", "25001")),
+        ({"SLURM_NODEID": "3", "SLURM_STEP_ID": "2"}, ("5", "7", "1", "1", "gpu03-a", "25003")),
+        ({"MASTER_ADDR": "head", "MASTER_PORT": "9"}, ("5", "7", "1", "2", "head", "9")),
+        ({"SLURM_STEP_NODELIST": "n1,n2"}, ("5", "7", "1", "2", "n1", "25001")),
+        ({"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "7"}, ("5", "7", "1", "7", "127.0.0.1", "25001")),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ("0", "2", None, None, None, None)),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, (None,) * 6),
+        ({"SLURM_PROCID": None}, (None,) * 6),
+        # The variables of a task that are documented longest.
+        (
+            {"SLURM_STEP_NUM_TASKS": None, "SLURM_STEP_TASKS_PER_NODE": None, "SLURM_STEP_NODELIST": None}
+            | {"SLURM_NODELIST": "n[1-7]"},
+            ("5", "7", "1", "1", "n1", "25001"),
+        ),
+        # The script of sbatch, in which there is no step.
+        ({"SLURM_STEP_NUM_TASKS": None, "ENVIRONMENT": "BATCH"}, (None,) * 6),
+        ({"ENVIRONMENT": "BATCH"}, ("5", "7", "1", "2", "gpu03-a", "25001")),
+    ],
+)
+def test_tasks_of_srun_are_ranks(
+    changes: dict[str, str | None], expected: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Patched as a whole, so that what is set is gone afterwards.
+    given = {name: value for name, value in {**STEP, **changes}.items() if value is not None}
+    monkeypatch.setattr(os, "environ", given)
+    assert is_distributed() == (expected[0] is not None)
+    assert tuple(given.get(name) for name in PLACES) == expected
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_NODEID"])
+def test_variables_of_srun_that_are_no_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", STEP | {name: "many"})
+    with pytest.raises(StrettoError, match=f"the variable {name} is 'many'"):
+        is_distributed()
 
 
 def _as_an_older_release(rank: int) -> None:

@@ -15,6 +15,7 @@ from worlds import run_world
 
 import stretto
 from stretto.distributed import World, global_count, scale_loss
+from stretto.large_batch import make_optimizer
 
 LENGTHS = (3, 9, 1, 4, 7, 2, 5, 6, 8)
 SHARES = {0: (0, 1, 2, 3, 4, 5), 1: (6, 7), 2: (8,), 3: ()}
@@ -55,6 +56,27 @@ def _error(model: torch.nn.Module) -> float:
     wanted = _expected()
     scale = max(float(gradient.abs().max()) for gradient in wanted)
     return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)) / scale
+
+
+def _muon(world: World | None) -> list[list[float]]:
+    """The weights after three updates; without ranks, those of one process."""
+    model = _model()
+    replica = model if world is None else DistributedDataParallel(model)
+    share = tuple(range(len(LENGTHS))) if world is None else _share(world)
+    optimizer = make_optimizer("muon", model, lr=0.02)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = _losses(replica, share)
+        (loss / len(LENGTHS) if world is None else scale_loss(loss, len(share))).backward()
+        optimizer.step()
+    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+
+def test_muon_makes_the_same_updates_on_all_ranks_as_one_process_does(tmp_path: Path) -> None:
+    first, second = run_world(2, _muon, tmp_path)
+    assert first == second
+    for found, wanted in zip(first, _muon(None), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-9, abs=1e-11)
 
 
 def _share(world: World) -> tuple[int, ...]:

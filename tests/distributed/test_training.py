@@ -1,5 +1,6 @@
 """Training on several ranks: what is recorded, refused, resumed, and what one rank's error does."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from worlds import StopAt, rank0_log, run_world
 from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.training import AbstractLog, Trainer, read_events
+from stretto.large_batch import search
+from stretto.training import AbstractLog, Trainer, auto, read_events, run_auto
 
 
 def _trainer(
@@ -140,3 +142,26 @@ def _train_a_part(world: World, run: str) -> str:
     except Exception as stopped:  # noqa: BLE001 - of several kinds
         return type(stopped).__name__
     return "it ran to its end"
+
+
+def _train_auto(world: World, run: str, resume: bool) -> list[Any]:
+    search.MIN_TRIAL_UPDATES = 0.1  # type: ignore[misc, assignment]
+    auto.MUON_RATES = ((1, 0.1),)  # type: ignore[misc, assignment]
+    task = tiny_task("classify", accumulate=1)
+    task.config = dataclasses.replace(task.config, auto=True, epochs=4, learning_rate=0.01)
+    plain = Trainer(task, run=Path(run), log=rank0_log(world, run), resume=False, world=world)
+    result = run_auto(task, run=Path(run), log=rank0_log(world, run), world=world, plain=plain, resume=resume)
+    total = sum(float(parameter.detach().double().sum()) for parameter in result.model.parameters())
+    return [total, result.epochs, result.metrics]
+
+
+@pytest.mark.slow
+def test_ranks_try_recipes_and_train_the_best_together(tmp_path: Path) -> None:
+    first, second = run_world(2, _train_auto, tmp_path / "world", str(tmp_path / "run"), False)
+    assert first == second
+    assert first[1] == 4
+    events = [event for event in read_events(tmp_path / "run") if event["event"] == "auto"]
+    assert [event["action"] for event in events][:5] == [*["trial"] * 4, "run"]
+    # Everything is trained: what is left is the test.
+    again = run_world(2, _train_auto, tmp_path / "again", str(tmp_path / "run"), True)
+    assert again == [first, first]

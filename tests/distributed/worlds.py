@@ -71,7 +71,7 @@ def _worker(rank: int, size: int, folder: str, prepare: Prepare | None, work: Ca
 
 def compile_quickly(rank: int) -> None:
     """Code that is compiled quickly rather than well, in a process of a world."""
-    compiler.BASE_FLAGS = tuple("-O0" if flag == "-O3" else flag for flag in compiler.BASE_FLAGS)  # type: ignore[misc]
+    compiler.BASE_FLAGS = tuple("-O0" if flag == "-O2" else flag for flag in compiler.BASE_FLAGS)  # type: ignore[misc]
 
 
 def rank0_log(world: World, run: Path | str) -> AbstractLog:

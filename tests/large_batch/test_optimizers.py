@@ -24,9 +24,10 @@ from stretto.cells import (
 )
 from stretto.errors import StrettoError
 from stretto.large_batch import OptimizerName, make_optimizer, parameters_by_gate
-from stretto.large_batch.optimizers import Gate
+from stretto.large_batch.gates import Gate
 
-NAMES = get_args(OptimizerName)
+NAMES = tuple(name for name in get_args(OptimizerName) if name != "muon")
+"""Muon has tests of its own."""
 
 
 def _model(seed: int = 0) -> nn.Module:
@@ -242,3 +243,36 @@ def test_gates_follow_a_model_that_is_moved_and_are_copied_with_it() -> None:
         gates[0].fill_(7.0)
     assert (twin.weight_ih_l0[:4] == 7.0).all()
     assert not (model.weight_ih_l0[:4] == 7.0).any()
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov"])
+def test_sparse_gradients_make_the_updates_of_dense_ones(name: str) -> None:
+    ends = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 2)).double()
+        optimizer = make_optimizer(name, model, lr=0.1)
+        for token in (1, 3, 1):
+            optimizer.zero_grad()
+            torch.autograd.backward(model(torch.tensor([token, token, 2])).square().sum())
+            optimizer.step()
+        ends.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight_decay", "words"),
+    [
+        *(
+            (name, 0.0, rf"embedding '1' are sparse, which '{name}' .*sparse=False")
+            for name in ("adam", "lamb", "muon")
+        ),
+        ("sgd", 0.1, r"'sgd' with a weight decay of 0\.1 does not take"),
+    ],
+)
+def test_sparse_gradients_are_refused_before_any_update(name: str, weight_decay: float, words: str) -> None:
+    model = nn.ModuleList([nn.GRU(2, 3), nn.Embedding(4, 2, sparse=True)])
+    with pytest.raises(StrettoError, match=words):
+        make_optimizer(name, model, lr=0.1, weight_decay=weight_decay)
+    model[1].requires_grad_(False)
+    make_optimizer(name, model, lr=0.1, weight_decay=weight_decay)

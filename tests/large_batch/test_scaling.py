@@ -38,7 +38,8 @@ def test_the_published_settings_for_imagenet(batch: int, lr: float, warmup: floa
 
 
 @pytest.mark.parametrize(
-    ("rule", "lr", "warmup"), [("legw", 4.0, 3.2), ("sqrt", 4.0, 0.2), ("linear", 16.0, 0.2), ("none", 1.0, 0.2)]
+    ("rule", "lr", "warmup"),
+    [("legw", 4.0, 3.2), ("sqrt", 4.0, 0.2), ("linear", 16.0, 0.2), ("updates", 4.0, 0.2), ("none", 1.0, 0.2)],
 )
 def test_the_rules(rule: Any, lr: float, warmup: float) -> None:
     recipe = LargeBatch(**BASE, batch_size=320, rule=rule)
@@ -59,6 +60,18 @@ def test_warm_up_keeps_its_updates_and_the_step_its_variance(base: int, times: i
     assert large.lr**2 / large.batch_size == pytest.approx(small.lr**2 / small.batch_size)
     few = small.warmup_updates(updates_per_epoch=steps * times)
     assert abs(large.warmup_updates(updates_per_epoch=steps) - few) <= 1
+
+
+@given(epochs=st.floats(0.5, 50), base_epochs=st.floats(0.5, 50), times=st.integers(1, 64), steps=st.integers(1, 9999))
+def test_the_rule_updates_keeps_the_rate_times_the_root_of_all_updates(
+    epochs: float, base_epochs: float, times: int, steps: int
+) -> None:
+    """And the share of the run that warms up; whatever the number of epochs."""
+    settings = {"base_batch_size": 10, "base_lr": 0.02, "base_warmup_epochs": 0.1 * base_epochs}
+    recipe = LargeBatch(**settings, batch_size=10 * times, epochs=epochs, base_epochs=base_epochs, rule="updates")
+    base_updates, updates = base_epochs * steps * times, epochs * steps
+    assert recipe.lr * math.sqrt(updates) == pytest.approx(0.02 * math.sqrt(base_updates))
+    assert recipe.warmup_epochs == pytest.approx(0.1 * epochs)
 
 
 @given(cap=st.floats(0, 0.99), epochs=st.floats(0.5, 50), steps=st.integers(1, 500), batch=st.integers(20, 5000))
@@ -151,6 +164,8 @@ def test_a_scaled_threshold_bites_as_often() -> None:
         ({"base_warmup_epochs": -0.1}, r"base_warmup_epochs=-0.1"),
         ({"epochs": 0}, r"epochs=0"),
         ({"rule": "cubic"}, r"rule='cubic'.*'legw'"),
+        ({"base_epochs": 5, "epochs": 2}, r"base_epochs=5 was given with the rule 'legw'"),
+        ({"base_epochs": 5, "rule": "updates"}, r"base_epochs=5 .* epochs=None"),
         ({"warmup_cap": 1.0, "epochs": 3}, r"warmup_cap=1.0"),
         ({"warmup_cap": 0.2}, r"warmup_cap=0.2 was given without epochs"),
         ({"epochs": 6}, r"warm-up of 6.4 epochs \(0.2 at a batch of 20, now 640\) fills .* 6 epochs.*warmup_cap"),

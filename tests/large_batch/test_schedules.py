@@ -32,6 +32,8 @@ def test_a_decay_starts_at_the_peak_never_rises_and_never_passes_zero(name: str,
     [
         ("poly", 2.5, 0.75**2),
         ("poly", 12.0, 0.0),
+        ("linear", 2.5, 0.75),
+        ("linear", 12.0, 0.0),
         ("exponential", 1.5, 0.95**1.5),
         ("step", 3.333, 1.0),
         ("step", 3.334, 0.1),
@@ -65,7 +67,7 @@ def test_the_ptb_recipe_is_that_of_the_published_code(flat: int, divide_by: floa
 @pytest.mark.parametrize(
     ("schedule", "numbers", "words"),
     [
-        ("linear", {}, r"decay='linear'.*'poly'"),
+        ("triangle", {}, r"decay='triangle'.*'poly'"),
         (0.5, {}, r"decay=0.5.*'poly'"),
         ("one-cycle", {"decay_factor": 0.5}, r"decay_factor=0.5 .* 'one-cycle'.*Leave it out"),
         ("poly", {"decay_factor": 0.5}, r"decay_factor=0.5 .* 'poly'"),

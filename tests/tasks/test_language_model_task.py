@@ -11,15 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from task_gradients import assert_padding_changes_nothing, built
 from torch.nn import functional
 
 from stretto.batching import collate
 from stretto.data import SequenceSet, read_text
 from stretto.errors import StrettoError
-from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling, summed_cross_entropy
+from stretto.tasks.language_model import LanguageModelConfig, LanguageModelling
 
 PASSAGES = ["ab", "a rose is a rose", "so it is", "is it", "be", "to be or not"]
 
@@ -43,7 +41,7 @@ def test_padding_changes_nothing(text: SequenceSet, num_layers: int) -> None:
 
 def test_perplexity_is_the_exponential_of_the_mean_loss(text: SequenceSet) -> None:
     task = _task(text)
-    model, batch = built(task), collate([text[0], text[1]])
+    model, batch = built(task).eval(), collate([text[0], text[1]])
     with torch.no_grad():
         output_BUC = model(batch)
     nats = 0.0
@@ -55,6 +53,20 @@ def test_perplexity_is_the_exponential_of_the_mean_loss(text: SequenceSet) -> No
     assert task.summary(task.score(output_BUC, batch)) == {"perplexity": pytest.approx(math.exp(nats / count))}
     output_BUC[..., text.alphabet.index("b")] = 1e6
     assert math.isfinite(task.summary(task.score(output_BUC, batch))["perplexity"])
+
+
+def test_the_bias_can_begin_at_the_frequencies(text: SequenceSet) -> None:
+    torch.manual_seed(0)
+    model = _task(text, frequency_bias=True, init_scale=0.1).build_model()
+    train = text.part("train")
+    letters = [text.alphabet[int(number)] for n in range(len(train)) for number in train[n].features_TF[:, 0]]
+    shares = model.predict.bias.softmax(dim=0).tolist()
+    for letter, share in zip(text.alphabet, shares, strict=True):
+        assert share == pytest.approx((1 + letters.count(letter)) / (len(text.alphabet) + len(letters)), rel=1e-5)
+    torch.manual_seed(0)
+    plain = _task(text, init_scale=0.1).build_model()
+    assert torch.equal(plain.predict.weight, model.predict.weight)
+    assert not torch.allclose(plain.predict.bias, model.predict.bias)
 
 
 def test_samples_show_what_is_expected_at_each_place(text: SequenceSet) -> None:
@@ -104,46 +116,12 @@ def test_without_padding_the_loss_is_the_same_to_the_last_digit(text: SequenceSe
     assert task.loss(output_BUC, same).total == task.loss(behind_BUC, padded).total
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    num_steps=st.integers(1, 9),
-    num_words=st.integers(1, 30),
-    scale=st.sampled_from([0.1, 1.0, 1e3]),
-    weight=st.sampled_from([1.0, -0.5, 3.0]),
-    seed=st.integers(0, 1000),
-)
-def test_values_and_gradients_are_torchs(
-    num_steps: int, num_words: int, scale: float, weight: float, seed: int
-) -> None:
-    torch.manual_seed(seed)
-    scores_PC = (torch.randn(num_steps, num_words, dtype=torch.float64) * scale).requires_grad_()
-    targets_P = torch.randint(-1, num_words, (num_steps,))
-    before_PC = scores_PC.detach().clone()
-    mine = summed_cross_entropy(scores_PC * 1.0, targets_P)
-    (found_PC,) = torch.autograd.grad(mine * weight, scores_PC)
-    theirs = functional.cross_entropy(scores_PC, targets_P, ignore_index=-1, reduction="sum")
-    (wanted_PC,) = torch.autograd.grad(theirs * weight, scores_PC)
-    assert mine.item() == theirs.item()
-    torch.testing.assert_close(found_PC, wanted_PC, rtol=1e-12, atol=1e-14)
-    assert torch.equal(scores_PC, before_PC)
-    with torch.no_grad():
-        assert summed_cross_entropy(scores_PC, targets_P).item() == theirs.item()
-
-
-def test_a_loss_of_nan_has_a_gradient_of_nan() -> None:
-    scores_PC = torch.tensor([[0.0, float("nan")], [1.0, 2.0]], requires_grad=True)
-    loss = summed_cross_entropy(scores_PC, torch.tensor([0, 1]))
-    (found_PC,) = torch.autograd.grad(loss, scores_PC)
-    assert torch.isnan(loss)
-    assert torch.isnan(found_PC[0]).all()
-
-
-def test_the_gradient_can_be_taken_again() -> None:
-    scores_PC, targets_P = torch.randn(4, 6, dtype=torch.float64, requires_grad=True), torch.tensor([0, 5, -1, 2])
-    loss = summed_cross_entropy(scores_PC, targets_P)
-    (first_PC,) = torch.autograd.grad(loss, scores_PC, retain_graph=True)
-    kept_PC = first_PC.clone()
-    first_PC.mul_(7.0)
-    (second_PC,) = torch.autograd.grad(loss, scores_PC)
-    assert torch.equal(second_PC, kept_PC)
-    assert torch.autograd.gradcheck(lambda scores: summed_cross_entropy(scores, targets_P), (scores_PC,))
+def test_in_training_the_model_returns_the_nats_that_its_scores_have(text: SequenceSet) -> None:
+    task = _task(text)
+    model, batch = built(task), collate([text[0], text[1], text[4]])
+    nats_BU = model(batch)
+    assert nats_BU.shape == (3, batch.features_BTF.shape[1] - 1)
+    assert not nats_BU[~batch.mask[:, 1:]].any()
+    expected = task.loss(model.eval()(batch), batch)
+    assert nats_BU.sum().item() == pytest.approx(float(expected.total), rel=1e-12)
+    assert task.loss(nats_BU, batch).count == expected.count

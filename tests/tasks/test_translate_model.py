@@ -102,21 +102,29 @@ def _gradients(model: TranslateModel, loss: torch.Tensor) -> dict[str, torch.Ten
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def _cross_entropy(scores_PC: torch.Tensor, pieces_P: torch.Tensor) -> torch.Tensor:
+    smoothing = TranslateConfig().label_smoothing
+    return functional.cross_entropy(scores_PC, pieces_P, reduction="sum", label_smoothing=smoothing)
+
+
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
 @pytest.mark.parametrize("tie_output", [True, False])
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
 def test_a_batch_is_its_sentences_by_plain_torch(backend: str, tie_output: bool, num_layers: int) -> None:
     model = _model(backend=backend, tie_output=tie_output, num_layers=num_layers)
     batch = _batch(PAIRS)
+    losses_BU = model(batch)
+    model.eval()
     scores_PC = model(batch)[split_sides(batch)[1][0] != PAD]
     pieces_P = torch.tensor([piece for _, target in PAIRS for piece in (*target, END)])
     alone_PC = torch.cat([_plain_scores(model, source, [BEGIN, *target]) for source, target in PAIRS])
     torch.testing.assert_close(scores_PC, alone_PC, rtol=1e-10, atol=1e-12)
-    found = _gradients(model, functional.cross_entropy(scores_PC, pieces_P, reduction="sum"))
-    wanted = _gradients(model, functional.cross_entropy(alone_PC, pieces_P, reduction="sum"))
-    assert found.keys() == wanted.keys() == dict(model.named_parameters()).keys()
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-12, msg=name)
+    wanted = _gradients(model, _cross_entropy(alone_PC, pieces_P))
+    for loss in (_cross_entropy(scores_PC, pieces_P), losses_BU.sum()):
+        found = _gradients(model, loss)
+        assert found.keys() == wanted.keys() == dict(model.named_parameters()).keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
 @settings(deadline=None, max_examples=30)

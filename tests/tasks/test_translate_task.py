@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from stretto.batching import Batch, collate
 from stretto.data import LinePairs, SequenceSet, line_pairs, make_number_words, parallel_set
+from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.tasks import PAD, Translate, detect_bleu_words
 from stretto.tasks.translate import (
@@ -69,6 +70,34 @@ def test_a_pair_is_as_long_as_the_longer_of_its_texts() -> None:
         assert [p for p in pieces_T2[:, 0].tolist() if p != PAD] == source
         assert [p for p in pieces_T2[:, 1].tolist() if p != PAD] == [*target, END]
     assert task.data.split_N.tolist() == [0, 0, 0, 0, 1, 2]
+
+
+def test_batches_come_from_buckets_of_both_lengths() -> None:
+    data = make_number_words(num_train=300)
+    task = Translate(TranslateConfig(hidden_size=4, max_padded_steps=700, largest_first=True), data)
+    train = task.data.part("train")
+    lengths_N2 = task.bucket_lengths(train)
+    encoded = [task.vocabulary.encode([text])[0] for text in line_pairs(data.part("train")).sources]
+    assert lengths_N2[:, 0].tolist() == [len(pieces) for pieces in encoded]
+    assert lengths_N2.max(axis=1).tolist() == train.lengths_N.tolist()
+    assert task.num_elements(train) == lengths_N2[:, 1].sum()
+    feed = task.feed(world=World())
+    report, real, padded, sizes = feed.report(), 0, 0, list[int]()
+    for batch in feed:
+        assert batch.indices is not None
+        rows = [task.data.numbers_N.tolist().index(number) for number in batch.indices.tolist()]
+        sides_B2 = task.bucket_lengths(task.data)[rows]
+        sizes.append(len(batch) * int(sides_B2.max(axis=0).sum()))
+        assert task.count_steps(batch) == (sides_B2.sum(), sizes[-1])
+        real, padded = real + int(sides_B2.sum()), padded + sizes[-1]
+    assert max(sizes) == sizes[0] <= 700
+    assert real == lengths_N2.sum()
+    assert report["padding"] == pytest.approx(1 - real / padded)
+    assert sum(feed.shares.values()) == pytest.approx(1.0)
+    for edge in feed.shares:
+        assert task.count_steps(feed.example(3, edge))[1] <= 3 * edge
+    with pytest.raises(StrettoError, match="more than max_padded_steps"):
+        Translate(TranslateConfig(hidden_size=4, max_padded_steps=20), data).feed(world=World())
 
 
 def test_padding_changes_nothing() -> None:
@@ -212,7 +241,7 @@ def test_directions_that_the_data_do_not_have_and_small_vocabularies_are_refused
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.text(st.characters(codec="utf-8")), min_size=1, max_size=5))
 def test_pieces_give_any_text_back(texts: list[str]) -> None:
-    vocabulary = Vocabulary([text for pair in TEXTS for text in pair], max_pieces=300)
+    vocabulary = Vocabulary.learn([text for pair in TEXTS for text in pair], max_pieces=300)
     rows = vocabulary.encode(texts)
     assert vocabulary.decode(rows) == [text.strip() for text in texts]
     assert all(len(MARKS) <= piece < vocabulary.size for row in rows for piece in row)

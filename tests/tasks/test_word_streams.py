@@ -47,7 +47,7 @@ def _plain(model: TextNet, words_S: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("window", [1, 7, 1000])
 def test_windows_are_one_unbroken_run(text: SequenceSet, window: int, backend: str) -> None:
     task = _task(text, window=window, num_layers=2, backend=backend, batch_size=3)
-    model: Any = built(task)
+    model: Any = built(task).eval()
     found: dict[int, list[torch.Tensor]] = {}
     said: dict[int, list[torch.Tensor]] = {}
     feed = task.feed(world=World())
@@ -89,7 +89,7 @@ def test_loss_and_gradients_are_those_of_plain_torch(text: SequenceSet) -> None:
 
 def test_the_scores_of_a_window_are_not_copied(text: SequenceSet) -> None:
     task = _task(text)
-    model, batch = task.build_model(), next(iter(task.feed(world=World())))
+    model, batch = task.build_model().eval(), next(iter(task.feed(world=World())))
     scores_BTC = model(batch)
     rows_PC = scores_BTC.transpose(0, 1).flatten(0, 1)
     assert rows_PC.data_ptr() == scores_BTC.data_ptr()
@@ -214,20 +214,22 @@ def test_without_data_there_are_words_in_streams(tmp_path: Path, monkeypatch: py
 def test_presets_are_defaults_that_flags_and_files_override(tmp_path: Path) -> None:
     file = tmp_path / "own.toml"
     file.write_text("preset = 'ptb-small'\nhidden-size = 50\nepochs = 3\n", encoding="utf-8")
-    small = _config("language-model", ["--preset", "ptb-small", "--window", "9"])
+    small = _config("language-model", LanguageModelling, ["--preset", "ptb-small", "--window", "9"])
     assert isinstance(small, LanguageModelConfig)
     facts = (small.hidden_size, small.num_layers, small.batch_size, small.learning_rate, small.clip_norm, small.epochs)
     assert facts == (200, 2, 20, 20.0, 0.25, 13)
     assert (small.window, small.init_scale, small.optimizer, small.schedule) == (9, 0.1, "sgd", "ptb")
-    mixed = _config("language-model", ["--config", str(file), "--epochs", "4"])
+    mixed = _config("language-model", LanguageModelling, ["--config", str(file), "--epochs", "4"])
     assert (mixed.hidden_size, mixed.epochs, mixed.batch_size, mixed.learning_rate) == (50, 4, 20, 20.0)
-    large = _config("language-model", ["--preset=ptb-large"])
+    other = _config("language-model", LanguageModelling, ["--preset", "ptb-small", "--schedule", "linear"])
+    assert (other.schedule, other.decay_factor, other.flat_epochs, other.hidden_size) == ("linear", None, None, 200)
+    large = _config("language-model", LanguageModelling, ["--preset=ptb-large"])
     assert isinstance(large, LanguageModelConfig)
     assert (large.hidden_size, large.dropout, large.input_dropout, large.window) == (1500, 0.65, 0.65, 35)
     assert large.decay_factor == pytest.approx(1 / 1.15)
-    assert _config("language-model", []) == LanguageModelConfig()
+    assert _config("language-model", LanguageModelling, []) == LanguageModelConfig()
     with pytest.raises(StrettoError, match="preset: "):
-        _config("language-model", ["--preset", "ptb-huge"])
+        _config("language-model", LanguageModelling, ["--preset", "ptb-huge"])
     with pytest.raises(StrettoError, match="preset: "):
         stretto.train("language-model", preset="ptb-huge", out=tmp_path / "out")
 

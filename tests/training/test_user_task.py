@@ -115,3 +115,26 @@ def test_a_count_of_elements_that_disagrees_with_the_losses_is_an_error(tmp_path
 def test_without_buckets_the_count_is_not_used(tmp_path: Path, data: SequenceSet) -> None:
     result = stretto.train(_Forgetful(TrainConfig(**SMALL | {"num_buckets": 1}), data), out=tmp_path / "run")
     assert result.epochs == 2
+
+
+def test_sparse_gradients_train_as_dense_ones_do(tmp_path: Path, data: SequenceSet) -> None:
+    class Net(_Net):
+        def __init__(self, hidden_size: int, *, sparse: bool) -> None:
+            super().__init__(hidden_size)
+            self.sign = nn.Embedding(2, hidden_size, sparse=sparse)
+
+        def forward(self, batch: Batch) -> torch.Tensor:
+            signs_BTH = self.sign((batch.features_BTF[..., 0] > 0).long())
+            output: torch.Tensor = self.out(self.gru(batch.features_BTF)[0] + signs_BTH)
+            return output
+
+    losses = []
+    for sparse in (False, True):
+
+        class Task(_NextValue):
+            def build_model(self, sparse: bool = sparse) -> nn.Module:
+                return Net(self.config.hidden_size, sparse=sparse)
+
+        config = TrainConfig(**SMALL, optimizer="sgd", schedule="constant", learning_rate=0.05, clip_norm=0.5)
+        losses.append(stretto.train(Task(config, data), out=tmp_path / str(sparse)).metrics["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

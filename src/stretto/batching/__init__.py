@@ -3,7 +3,7 @@
 from stretto.batching.collate import NO_STEP, Batch, collate
 from stretto.batching.cost import StepCost
 from stretto.batching.edges import as_lengths, bucket_of, optimal_edges, padded_cost
-from stretto.batching.plan import EpochPlan, SamplerReport, adjacent_correlation, shuffled_padded_steps
+from stretto.batching.plan import EpochPlan, SamplerReport, adjacent_correlation, shuffled_padded_steps, steps_of
 from stretto.batching.sampler import BucketSampler
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "optimal_edges",
     "padded_cost",
     "shuffled_padded_steps",
+    "steps_of",
 ]

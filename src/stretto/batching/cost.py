@@ -15,24 +15,31 @@ import numpy.typing as npt
 
 from stretto.errors import StrettoError
 
-Cost = Callable[[Any], Any]
+Cost = Callable[..., Any]
 
 
-def evaluate_cost(lengths_V: npt.NDArray[np.int64], cost: Cost) -> npt.NDArray[np.float64]:
-    """Evaluate `cost` at each length, in one call when it takes arrays and one by one when it does not."""
+def evaluate_cost(lengths_V: npt.NDArray[np.int64], cost: Cost | None) -> npt.NDArray[Any]:
+    """Evaluate `cost` at each length, in one call when it takes arrays and one by one when it does not.
+
+    Of pairs (V, 2) it is a function of two lengths. None counts the steps of a sequence, or of both.
+    """
+    is_pairs = lengths_V.ndim > 1
+    if cost is None:
+        return lengths_V.sum(axis=1) if is_pairs else lengths_V
+    columns = lengths_V.T if is_pairs else lengths_V[None]
     try:
-        given = np.asarray(cost(lengths_V), dtype=np.float64)
-        if given.shape == lengths_V.shape:
+        given = np.asarray(cost(*columns), dtype=np.float64)
+        if given.shape == columns[0].shape:
             return given
     except (TypeError, ValueError) as error:
         if isinstance(error, StrettoError):
             raise
     try:
-        return np.array([float(cost(int(length))) for length in lengths_V], dtype=np.float64)
+        return np.array([float(cost(*map(int, row))) for row in columns.T], dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise StrettoError(
-            f"cost could not be evaluated at a length ({error})",
-            fix="It must take a length and return one number.",
+            f"cost could not be evaluated at a {'pair of lengths' if is_pairs else 'length'} ({error})",
+            fix=f"It must take {'two lengths' if is_pairs else 'a length'} and return one number.",
         ) from error
 
 

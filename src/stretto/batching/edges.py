@@ -9,7 +9,19 @@ sub-problems of one depth in one vectorised pass: O(K n log n) for n distinct le
                     |              |          |
     edges           3              7         14       every sequence is padded to the edge on its right
 
-Shape legend: N sequences, K buckets, V distinct lengths, R rows of one pass, C candidates of one pass.
+Pairs of lengths, such as source and target, are padded to an edge in each: to a corner that holds both.
+
+    target  +---------------+     Corners of which each holds the one before are found exactly: the best ones up to a
+            |      .     .  |     corner extend the best up to a smaller one; what lies between is padded to the larger.
+            +-------+  .    |     Pairs of very different lengths, far from the diagonal, would still be padded a lot.
+            | .  .  |       |     So corners are then moved, one by one, to wherever they save most, until none can.
+            +----+  |    .  |     The result is at most as dear as any nested corners, which those of buckets by the
+            | .. | .| .     |     longer of the two lengths are; no move, of one corner, improves it. To divide pairs
+            +----+--+-------+     among K corners at the least cost of all is not attempted.
+                      source
+
+Shape legend: N sequences, K buckets, V distinct lengths, R rows of one pass, C candidates of one pass; of pairs, D
+distinct ones, V lengths of the first and U of the second to cut at, P places in that grid, X of which hold pairs.
 """
 
 from typing import Literal
@@ -25,6 +37,11 @@ from stretto.errors import StrettoError
 Values = npt.NDArray[np.float64] | npt.NDArray[np.int64]
 
 MAX_AUTO_BUCKETS = 64
+PAIR = 2
+MAX_PAIR_LENGTHS = 32
+"""Lengths of either side of pairs that edges are tried at; more distinct ones are rounded up to as many first."""
+ROUNDING = 1e-12
+"""What sums of costs may differ by without being better."""
 TYPICAL_BATCH = 32
 
 
@@ -38,23 +55,33 @@ def optimal_edges(
     """The bucket edges of least total cost when every sequence is padded to the edge of its bucket.
 
     Args:
-        lengths: Steps of each sequence, at least 1.
+        lengths: Steps of each sequence, at least 1; of shape (N, 2) for pairs, such as source and target.
         num_buckets: How many buckets, or "auto": as many as pay for themselves, at most 64.
         cost: The cost of one sequence padded to a length: any non-decreasing function. None counts steps.
-            `stretto.batching.StepCost` is the model t = a + L (s0 + s1 B), fitted to a few timed steps.
+            `stretto.batching.StepCost` is the model t = a + L (s0 + s1 B), fitted to a few timed steps. For pairs a
+            function of both lengths, non-decreasing in each; None adds them.
         bucket_price: What one more bucket costs, in units of `cost` (a ragged tail batch, one more shape); used by
             "auto". None is half a batch of 32 average sequences.
 
     Returns:
         Rising edges; bucket k holds the lengths above edge k - 1 up to and including edge k. The last edge is the
-        greatest length. Fewer than `num_buckets` edges when there are fewer distinct lengths.
+        greatest length. Fewer than `num_buckets` edges when there are fewer distinct lengths. For pairs (K, 2), by
+        rising cost: a pair belongs to the first bucket that holds both its lengths. These are at most as dear as the
+        best of which each holds the one before, and no other place of one of them is better; of more than 32 distinct
+        lengths of either side, edges are tried at 32.
 
     Example:
         >>> optimal_edges([2, 3, 3, 9, 10], 2)
         array([ 3, 10])
+        >>> optimal_edges([(2, 3), (3, 9), (3, 8), (9, 4), (8, 4)], 3)
+        array([[2, 3],
+               [3, 9],
+               [9, 4]])
     """
-    distinct_V, counts_V = np.unique(as_lengths(lengths), return_counts=True)
-    cost_V = _check_cost(distinct_V, cost, count=int(counts_V.sum()))
+    lengths_N = as_lengths(lengths, pairs=True)
+    distinct_V, counts_V = _distinct(lengths_N)
+    is_pairs = lengths_N.ndim == PAIR
+    cost_V = evaluate_cost(distinct_V, cost) if is_pairs else _check_cost(distinct_V, cost, count=len(lengths_N))
     if num_buckets == "auto":
         average = float((np.abs(cost_V) * counts_V).sum()) / float(counts_V.sum())
         price = TYPICAL_BATCH / 2 * average if bucket_price is None else bucket_price
@@ -63,39 +90,48 @@ def optimal_edges(
         most = min(MAX_AUTO_BUCKETS, len(distinct_V))
     else:
         most, price = min(check_int(num_buckets, name="num_buckets"), len(distinct_V)), 0.0
+    if is_pairs:
+        return _pair_edges(distinct_V, counts_V, cost, most=most, price=price)
     return distinct_V[_optimal_cuts(cost_V, counts_V, most=most, price=price)]
 
 
 def padded_cost(lengths: npt.ArrayLike, edges: npt.ArrayLike, cost: Cost | None = None) -> float:
     """The total cost of `lengths` when each is padded to its edge: what `optimal_edges` minimises."""
-    lengths_N = as_lengths(lengths)
+    lengths_N = as_lengths(lengths, pairs=True)
     edges_K = np.asarray(edges, dtype=np.int64)
-    if len(edges_K) == 0 or lengths_N.max() > edges_K[-1]:
+    if len(edges_K) == 0 or (bucket_N := bucket_of(lengths_N, edges_K)).max() == len(edges_K):
+        longest = lengths_N.max() if lengths_N.ndim == 1 else " and ".join(map(str, lengths_N.max(axis=0)))
         raise StrettoError(
-            f"a sequence of {lengths_N.max()} steps is beyond the edges {edges_K.tolist()}",
+            f"a sequence of {longest} steps is beyond the edges {edges_K.tolist()}",
             fix="The last edge must be at least the greatest length.",
         )
-    padded_N = edges_K[bucket_of(lengths_N, edges_K)]
-    return float(padded_N.sum() if cost is None else evaluate_cost(padded_N, cost).sum())
+    return float(evaluate_cost(edges_K[bucket_N], cost).sum())
 
 
 def bucket_of(lengths_N: npt.NDArray[np.int64], edges_K: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The number of the bucket that each length falls into."""
-    return np.searchsorted(edges_K, lengths_N, side="left")
+    """The number of the bucket that each length, or pair of lengths, falls into: the first that holds it."""
+    if lengths_N.ndim == 1:
+        return np.searchsorted(edges_K, lengths_N, side="left")
+    bucket_N = np.full(len(lengths_N), len(edges_K), dtype=np.int64)
+    for number in range(len(edges_K) - 1, -1, -1):
+        bucket_N[(lengths_N <= edges_K[number]).all(axis=1)] = number
+    return bucket_N
 
 
-def as_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Lengths as an array of int64: at least one sequence, each of at least one step."""
+def as_lengths(lengths: npt.ArrayLike, *, pairs: bool = False) -> npt.NDArray[np.int64]:
+    """Lengths as an array of int64: at least one sequence, each of at least one step.
+
+    They are flat, or, if `pairs` are welcome, of shape (N, 2).
+    """
+    fix = "Give one whole number per sequence, as a flat list or array" + (
+        ", or two, of shape (N, 2)." if pairs else "."
+    )
     try:
         given = lengths.cpu().numpy() if isinstance(lengths, torch.Tensor) else np.asarray(lengths)
     except ValueError as error:
-        raise StrettoError(
-            f"lengths are not a flat list ({error})", fix="Give one whole number per sequence, as a flat list or array."
-        ) from error
-    if given.ndim != 1:
-        raise StrettoError(
-            f"lengths have shape {given.shape}", fix="Give one whole number per sequence, as a flat list or array."
-        )
+        raise StrettoError(f"lengths are not a flat list ({error})", fix=fix) from error
+    if given.ndim != 1 and not (pairs and given.shape[1:] == (PAIR,)):
+        raise StrettoError(f"lengths have shape {given.shape}", fix=fix)
     if len(given) == 0:
         raise StrettoError("there are no lengths", fix="Give the length of at least one sequence.")
     if not np.issubdtype(given.dtype, np.integer):
@@ -105,18 +141,151 @@ def as_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
                 f"lengths of type {given.dtype} are not whole numbers of steps", fix="Give whole numbers."
             )
     # The padded steps of a whole epoch must fit in an int64, however they are padded.
-    great = np.flatnonzero(given > np.iinfo(np.int64).max // len(given))
-    if len(great):
+    for wrong, problem, fix in (
+        (given > np.iinfo(np.int64).max // given.size, "more than can be counted", "Check the lengths."),
+        (given < 1, "", "Remove sequences that have no steps."),
+    ):
+        if wrong.any():
+            first = tuple(int(index[0]) for index in np.nonzero(wrong))
+            named = f"sequence {first[0]} has length {given[first]}" + (f", {problem}" if problem else "")
+            raise StrettoError(named, fix=fix)
+    return given.astype(np.int64)
+
+
+def _distinct(lengths_N: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The distinct lengths, or pairs, rising, and how often each occurs."""
+    if lengths_N.ndim == 1:
+        return np.unique(lengths_N, return_counts=True)
+    # By one number for each pair; NumPy's own way to sort rows takes ten times as long.
+    (first_V, place_N), (second_V, other_N) = (np.unique(side_N, return_inverse=True) for side_N in lengths_N.T)
+    numbers_D, counts_D = np.unique(place_N * len(second_V) + other_N, return_counts=True)
+    return np.stack([first_V[numbers_D // len(second_V)], second_V[numbers_D % len(second_V)]], axis=1), counts_D
+
+
+def _pair_edges(
+    pairs_D2: npt.NDArray[np.int64], counts_D: npt.NDArray[np.int64], cost: Cost | None, *, most: int, price: float
+) -> npt.NDArray[np.int64]:
+    """At most so many corners, by rising cost: the best nested ones, moved; `price` is paid for each."""
+    first_V, second_U = (_few_lengths(side_D, counts_D) for side_D in pairs_D2.T)
+    counts_VU = np.zeros((len(first_V), len(second_U)), dtype=np.int64)
+    np.add.at(counts_VU, tuple(map(np.searchsorted, (first_V, second_U), pairs_D2.T)), counts_D)
+    places_P2 = np.stack([side.ravel() for side in np.meshgrid(first_V, second_U, indexing="ij")], axis=1)
+    cost_P = _check_pair_cost(places_P2, cost, shape=counts_VU.shape, count=int(counts_D.sum()))
+    most = min(most, len(places_P2))
+    nested_K = _nested_corners(cost_P.reshape(counts_VU.shape), counts_VU, most=most, price=price)
+    corners_K2 = places_P2[_moved_corners(nested_K, cost_P, counts_VU, most=most, price=price)]
+    # Lengths may have been rounded up: lower the corners to what is padded to them.
+    bucket_D = bucket_of(pairs_D2, corners_K2)
+    lowered_K2 = np.zeros_like(corners_K2)
+    np.maximum.at(lowered_K2, bucket_D, pairs_D2)
+    lowered_K2 = lowered_K2[np.unique(bucket_D)]
+    return lowered_K2[np.lexsort((*lowered_K2.T, evaluate_cost(lowered_K2, cost)))]
+
+
+def _few_lengths(lengths_D: npt.NDArray[np.int64], counts_D: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The distinct lengths, or, of very many, the edges of the buckets that pad these lengths least."""
+    distinct_V, places_D = np.unique(lengths_D, return_inverse=True)
+    if len(distinct_V) <= MAX_PAIR_LENGTHS:
+        return distinct_V
+    counts_V = np.zeros(len(distinct_V), dtype=np.int64)
+    np.add.at(counts_V, places_D, counts_D)
+    return distinct_V[_optimal_cuts(distinct_V, counts_V, most=MAX_PAIR_LENGTHS, price=0.0)]
+
+
+def _check_pair_cost(
+    places_P2: npt.NDArray[np.int64], cost: Cost | None, *, shape: tuple[int, ...], count: int
+) -> npt.NDArray[np.float64]:
+    cost_P = evaluate_cost(places_P2, cost).astype(np.float64)
+    cost_VU = cost_P.reshape(shape)
+    rises = [np.diff(cost_VU, axis=axis, prepend=np.take(cost_VU, [0], axis=axis)) >= 0 for axis in (0, 1)]
+    wrong = np.flatnonzero(~(rises[0] & rises[1] & np.isfinite(cost_VU)))
+    if len(wrong):
         raise StrettoError(
-            f"sequence {great[0]} has length {given[great[0]]}, more than can be counted", fix="Check the lengths."
+            f"cost is {cost_P[wrong[0]]} at lengths {places_P2[wrong[0]].tolist()}: not finite, or less than for "
+            "shorter ones",
+            fix="Padding further must never be cheaper: give a cost that does not fall in either length.",
         )
-    lengths_N = given.astype(np.int64)
-    short = np.flatnonzero(lengths_N < 1)
-    if len(short):
-        raise StrettoError(
-            f"sequence {short[0]} has length {lengths_N[short[0]]}", fix="Remove sequences that have no steps."
-        )
-    return lengths_N
+    with np.errstate(over="ignore"):
+        if not np.isfinite(np.abs(cost_P).max() * count):
+            raise StrettoError(
+                f"cost is {cost_P[-1]} at lengths {places_P2[-1].tolist()}, too much to add up over {count} pairs",
+                fix="Count it in a larger unit.",
+            )
+    return cost_P
+
+
+def _nested_corners(
+    cost_VU: npt.NDArray[np.float64], counts_VU: npt.NDArray[np.int64], *, most: int, price: float
+) -> npt.NDArray[np.int64]:
+    """Places of the cheapest corners of which each holds the one before, at most so many."""
+    held_VU = counts_VU.cumsum(axis=0).cumsum(axis=1).astype(np.float64)
+    num_first, num_second = counts_VU.shape
+    # The least cost of the pairs that a corner holds, if it is the last of k + 1 corners, and which is the one before.
+    least_KVU = np.repeat((cost_VU * held_VU)[None], most, axis=0)
+    before_KVU = np.zeros(least_KVU.shape, dtype=np.int64)
+    for i in range(num_first):
+        for j in range(num_second):
+            added_C = cost_VU[i, j] * (held_VU[i, j] - held_VU[: i + 1, : j + 1]).ravel()
+            tried_KC = least_KVU[:-1, : i + 1, : j + 1].reshape(most - 1, len(added_C)) + added_C
+            chosen_K = tried_KC.argmin(axis=1)
+            rows_K, columns_K = np.divmod(chosen_K, j + 1)
+            least_KVU[1:, i, j] = tried_KC[np.arange(most - 1), chosen_K]
+            before_KVU[1:, i, j] = rows_K * num_second + columns_K
+    total_K = least_KVU[:, -1, -1] + (price * np.arange(1, most + 1) if price else 0.0)
+    corners = [counts_VU.size - 1]
+    for k in range(int(total_K.argmin()), 0, -1):
+        corners.append(int(before_KVU[k].flat[corners[-1]]))
+    return np.unique(corners)
+
+
+def _moved_corners(
+    corners_K: npt.NDArray[np.int64],
+    cost_P: npt.NDArray[np.float64],
+    counts_VU: npt.NDArray[np.int64],
+    *,
+    most: int,
+    price: float,
+) -> npt.NDArray[np.int64]:
+    """Corners moved, added or left out, one at a time, while that lowers the cost; by rising cost."""
+    num_second = counts_VU.shape[1]
+    (row_P, column_P), held_X = np.divmod(np.arange(counts_VU.size), num_second), np.flatnonzero(counts_VU)
+    counts_X = counts_VU.flat[held_X].astype(np.float64)
+    holds_PX = (row_P[held_X] <= row_P[:, None]) & (column_P[held_X] <= column_P[:, None])
+
+    def saved(cost_C: npt.NDArray[np.float64], of_C: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """What one more corner saves at each place, if these pairs cost so much without it."""
+        gains_PC: npt.NDArray[np.float64] = np.maximum(cost_C - cost_P[:, None], 0.0) * holds_PX[:, of_C]
+        return gains_PC @ counts_X[of_C]
+
+    def better(corners: list[int]) -> list[int] | None:
+        """The corners after the first change that is found to lower the cost."""
+        cost_KX = np.where(holds_PX[corners], cost_P[corners, None], np.inf)
+        cost_KX = np.vstack([cost_KX, np.full_like(cost_KX[0], np.inf)])
+        owner_X, (least_X, next_X) = cost_KX.argmin(axis=0), np.partition(cost_KX, 1, axis=0)[:2]
+        added_P, least_gain = saved(least_X, np.arange(len(held_X))), ROUNDING * float(np.abs(least_X) @ counts_X)
+        place = int(added_P.argmax())
+        if len(corners) < most and added_P[place] > price + least_gain:
+            return [*corners, place]
+        for number, corner in enumerate(corners):
+            # Without it, its pairs cost what they do at the next; where there is none, what replaces it must hold them.
+            own_C = np.flatnonzero(owner_X == number)
+            is_bare_C = np.isinf(next_X[own_C])
+            without_C = np.where(is_bare_C, cost_P[-1], next_X[own_C])
+            saved_P = added_P + saved(without_C, own_C) - saved(least_X[own_C], own_C)
+            saved_P[~holds_PX[:, own_C[is_bare_C]].all(axis=1)] = -np.inf
+            place = int(saved_P.argmax())
+            lost = float((without_C - least_X[own_C]) @ counts_X[own_C]) + least_gain
+            others = [*corners[number + 1 :], *corners[:number]]
+            if price > max(lost, saved_P[place]) and not is_bare_C.any():
+                return others
+            if saved_P[place] > lost and place != corner:
+                return [*others, place]
+        return None
+
+    corners: list[int] = corners_K.tolist()
+    while (changed := better(corners)) is not None:
+        corners = changed
+    return np.array(sorted(corners, key=lambda place: (cost_P[place], place)), dtype=np.int64)
 
 
 def _check_cost(distinct_V: npt.NDArray[np.int64], cost: Cost | None, *, count: int) -> Values:

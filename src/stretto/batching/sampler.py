@@ -15,28 +15,38 @@ Shape legend: N sequences, K buckets, M members of a segment.
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any, Final, Literal, final
 
 import numpy as np
 import numpy.typing as npt
 import torch.distributed
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from stretto.batching.cost import Cost, evaluate_cost
 from stretto.batching.edges import as_lengths, bucket_of, optimal_edges
-from stretto.batching.plan import Buckets, EpochPlan, SamplerReport, measure_plan, plan_epoch
-from stretto.checks import check_int
+from stretto.batching.plan import Buckets, EpochPlan, SamplerReport, measure_plan, plan_epoch, steps_of
+from stretto.checks import check_bool, check_int
 from stretto.errors import StrettoError
 
 STATE_VERSION: Final = 2
+
+LIGHTNING_FIX: Final = (
+    "Make the Trainer with use_distributed_sampler=False; for Trainer.predict give a loader without a BucketSampler."
+)
+ACCELERATE_FIX: Final = (
+    "Leave the loader out of accelerator.prepare(...) and move batches with batch.to(accelerator.device); "
+    "in a Trainer, let get_train_dataloader return the loader unprepared."
+)
+ACCELERATE_SHARES: Final = ("BatchSamplerShard", "DataLoaderDispatcher")
 
 Segments = tuple[tuple[int, int, int], ...]
 """For each segment of an epoch: ranks, most sequences per batch (0 for any number), batches done."""
 
 
 @final
-class BucketSampler(Sampler[list[int]]):
+class BucketSampler(BatchSampler):
     """Batches of sequences of similar length, for a plain `torch.utils.data.DataLoader`.
 
     Buckets are cut where padding costs least (`optimal_edges`). Each epoch draws new batches within the buckets and a
@@ -47,17 +57,27 @@ class BucketSampler(Sampler[list[int]]):
 
     Iterating to the end moves on to the next epoch; `set_epoch` chooses one. `resize` continues with other batches.
 
+    Pairs of sequences, such as source and target, have two lengths each, in an array of shape (N, 2): buckets are cut
+    in both, and padded steps are those of both sides, each padded to its longest.
+
+    It is a `torch.utils.data.BatchSampler` that shares the batches among ranks itself: a framework that would share
+    them a second time gets an error with the remedy.
+
     Args:
-        lengths: Steps of each sequence, at least 1.
+        lengths: Steps of each sequence, at least 1; of shape (N, 2) for pairs.
         batch_size: Most sequences of one rank's batch.
         max_padded_steps: Most padded steps (rows times longest) of one rank's batch, a hard cap. Give either or both.
         num_buckets: How many buckets, or "auto": as many as save more than the partial last batch that each one adds.
         edges: Bucket edges to use instead of the optimal ones.
-        cost: The cost of one sequence padded to a length, non-decreasing; None counts steps.
+        cost: The cost of one sequence padded to a length (of a pair, to two), non-decreasing; None counts steps.
         shuffle: Whether to draw membership and order at random. Otherwise everything is sorted by length.
+        largest_first: Whether the first epoch begins with the batch of most padded steps, so that one update shows
+            whether memory suffices.
         seed: Of all draws.
-        rank: This rank; None asks `torch.distributed`, 0 when it is not running.
-        world_size: Number of ranks; None asks `torch.distributed`, 1 when it is not running.
+        rank: This rank; None asks `torch.distributed` whenever batches are planned, 0 when it is not running.
+        world_size: Number of ranks; None asks `torch.distributed` likewise, 1 when it is not running.
+        sampler: Always None: where frameworks put a sampler of theirs, which is refused.
+        drop_last: Always False: every sequence comes.
 
     Example:
         >>> sampler = BucketSampler([5, 90, 6, 88], batch_size=2, num_buckets=2)
@@ -75,11 +95,19 @@ class BucketSampler(Sampler[list[int]]):
         edges: npt.ArrayLike | None = None,
         cost: Cost | None = None,
         shuffle: bool = True,
+        largest_first: bool = False,
         seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
+        sampler: None = None,
+        drop_last: Literal[False] = False,
     ) -> None:
-        self._lengths_N = as_lengths(lengths)
+        if sampler is not None or isinstance(lengths, Sampler):
+            raise _sharded_twice("Lightning", fix=LIGHTNING_FIX)
+        if drop_last:
+            raise StrettoError("drop_last=True was given to a BucketSampler, which drops nothing", fix="Leave it out.")
+        self.drop_last = False
+        self._lengths_N = as_lengths(lengths, pairs=True)
         self._batch_size = self._rows = None if batch_size is None else _whole("batch_size", batch_size)
         self._max_padded_steps = None if max_padded_steps is None else _whole("max_padded_steps", max_padded_steps)
         if batch_size is None and max_padded_steps is None:
@@ -90,8 +118,10 @@ class BucketSampler(Sampler[list[int]]):
         self._num_buckets = int(num_buckets) if isinstance(num_buckets, np.integer) else num_buckets
         self._cost = cost
         self._given_edges_K = None if edges is None else self._check_edges(edges)
-        self._shuffle = bool(shuffle)
+        self._shuffle = check_bool(shuffle, name="shuffle")
+        self._largest_first = check_bool(largest_first, name="largest_first")
         self._seed = _whole("seed", seed, at_least=0)
+        self._given_ranks = rank, world_size
         self.rank, self.world_size = _resolve_rank(rank, world_size)
         self._buckets: dict[tuple[int, int | None], Buckets] = {}
         self._epoch = 0
@@ -102,18 +132,24 @@ class BucketSampler(Sampler[list[int]]):
         _ = self._current_buckets  # so that bad edges or costs are refused now
 
     @property
-    def batch_size(self) -> int | None:
+    def sampler(self) -> "BucketSampler":  # type: ignore[override]
+        """Itself: what Lightning and others tell the epoch to."""
+        return self
+
+    @property
+    def batch_size(self) -> int | None:  # type: ignore[override]
         """Most sequences of one rank's batch, as given or as last resized."""
         return self._rows
 
     @property
     def edges(self) -> npt.NDArray[np.int64]:
-        """The bucket edges in use, rising; the last is at least the greatest length."""
+        """The bucket edges in use, rising; the last is at least the greatest length. For pairs, (K, 2)."""
         return self._current_buckets.edges_K
 
     @property
     def batches_per_epoch(self) -> int:
         """Batches per rank of a whole epoch at the current batch size."""
+        self._follow_ranks()
         buckets = self._current_buckets
         counts_K = np.bincount(buckets.bucket_N, minlength=len(buckets.edges_K))
         return int((-(-counts_K // (buckets.rows_K * self.world_size))).sum())
@@ -126,6 +162,7 @@ class BucketSampler(Sampler[list[int]]):
     @property
     def plan(self) -> EpochPlan:
         """The plan of the current epoch."""
+        self._follow_ranks()
         if self._plan is None:
             self._plan = self._compute_plan()
         return self._plan
@@ -134,6 +171,7 @@ class BucketSampler(Sampler[list[int]]):
         return self.plan.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
+        _refuse_accelerate()
         plan, self._done = self.plan, self._start
         for batch in range(self._start, plan.num_batches):
             self._done = batch + 1
@@ -178,6 +216,8 @@ class BucketSampler(Sampler[list[int]]):
         else:
             # A prefetching loader may have moved the sampler on while training is still in the epoch before.
             closed, done = self._previous[1] if epoch == self._previous[0] else (), 0
+        if batches_done is not None:
+            check_int(batches_done, name="batches_done", at_least=0)
         return {
             "version": STATE_VERSION,
             "epoch": epoch,
@@ -192,6 +232,8 @@ class BucketSampler(Sampler[list[int]]):
 
         With another world size the rest of the epoch is planned again: still every sequence exactly once.
         """
+        if not isinstance(state, dict):
+            raise _bad_state(f"it is a {type(state).__name__}")
         if state.get("version") != STATE_VERSION:
             raise StrettoError(
                 f"the sampler's state has version {state.get('version')!r}, not {STATE_VERSION}",
@@ -203,8 +245,11 @@ class BucketSampler(Sampler[list[int]]):
                 fix="Restore it into a BucketSampler with the same lengths, sizes, buckets, seed and shuffle.",
             )
         *closed, (world_size, rows, done) = _segments(state)
+        epoch = state.get("epoch")
+        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
+            raise _bad_state(f"the epoch is {epoch!r}")
         self._rows = rows or None
-        self._move_to(int(state["epoch"]))
+        self._move_to(epoch)
         if world_size == self.world_size:
             self._closed, self._start = tuple(closed), done
         else:
@@ -223,7 +268,17 @@ class BucketSampler(Sampler[list[int]]):
             buckets=self._current_buckets,
             world_size=self.world_size,
             epoch=self._epoch,
+            batch_size=self._rows,
+            max_padded_steps=self._max_padded_steps,
         )
+
+    def _follow_ranks(self) -> None:
+        """If ranks were joined after this was made, as in Lightning, the rest of the epoch is theirs together."""
+        rank, world_size = _resolve_rank(*self._given_ranks)
+        if world_size != self.world_size:
+            state = self.state_dict()
+            self.rank, self.world_size = rank, world_size
+            self.load_state_dict(state)
 
     def _move_to(self, epoch: int) -> None:
         self._previous = (self._epoch, self._closed)
@@ -252,6 +307,7 @@ class BucketSampler(Sampler[list[int]]):
             buckets=self._buckets_of(world_size, rows),
             world_size=world_size,
             rng=np.random.default_rng([self._seed, self._epoch, number]) if self._shuffle else None,
+            largest_first=self._largest_first and self._epoch == 0,
         )
 
     @property
@@ -272,51 +328,68 @@ class BucketSampler(Sampler[list[int]]):
         rows_K = np.full(len(edges_K), min(rows or most, most))
         if self._max_padded_steps is not None:
             # More padded steps than all sequences have together cap nothing, and might not fit in an int64.
-            capped = min(self._max_padded_steps, most * int(edges_K[-1]))
-            rows_K = np.minimum(rows_K, np.maximum(1, capped // edges_K))
+            steps_K = steps_of(edges_K)
+            capped = min(self._max_padded_steps, most * int(steps_K.max()))
+            rows_K = np.minimum(rows_K, np.maximum(1, capped // steps_K))
         return Buckets(edges_K=edges_K, bucket_N=bucket_of(self._lengths_N, edges_K), rows_K=rows_K)
 
     def _price(self, world_size: int, rows: int | None) -> float:
         """One more bucket adds one more partial group, half empty on average: half a group of average sequences."""
-        cost_N = self._lengths_N.astype(np.float64)
-        if self._cost is not None:
-            distinct, inverse = np.unique(self._lengths_N, return_inverse=True)
-            cost_N = np.abs(evaluate_cost(distinct, self._cost))[inverse]
-        by_budget = self._max_padded_steps / self._lengths_N.mean() if self._max_padded_steps is not None else np.inf
+        steps_N = steps_of(self._lengths_N)
+        cost_N = steps_N.astype(np.float64) if self._cost is None else np.abs(self._cost_of_each())
+        by_budget = self._max_padded_steps / steps_N.mean() if self._max_padded_steps is not None else np.inf
         return float(min(rows or np.inf, by_budget) * world_size * cost_N.mean() / 2)
 
+    def _cost_of_each(self) -> npt.NDArray[np.float64]:
+        """Evaluated once for each distinct length."""
+        distinct, inverse = np.unique(self._lengths_N, axis=0, return_inverse=True)
+        return evaluate_cost(distinct, self._cost)[inverse.ravel()]
+
     def _refuse_too_long(self) -> None:
-        longest = int(self._lengths_N.argmax())
-        if self._max_padded_steps is not None and self._lengths_N[longest] > self._max_padded_steps:
+        steps_N = steps_of(self._lengths_N)
+        longest = int(steps_N.argmax())
+        if self._max_padded_steps is not None and steps_N[longest] > self._max_padded_steps:
             raise StrettoError(
-                f"sequence {longest} has {self._lengths_N[longest]} steps, "
-                f"more than max_padded_steps={self._max_padded_steps}",
+                f"sequence {longest} has {steps_N[longest]} steps, more than max_padded_steps={self._max_padded_steps}",
                 fix="Raise max_padded_steps to at least that, or shorten or remove the sequence.",
             )
 
     def _check_edges(self, edges: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        is_pairs = self._lengths_N.ndim > 1
+        longest = self._lengths_N.max(axis=0)
         try:
-            edges_K = as_lengths(edges)
+            edges_K = as_lengths(edges, pairs=is_pairs)
         except StrettoError as error:
             raise StrettoError(
                 f"edges {edges!r} cannot be used: they are checked as lengths, and {error.problem}",
                 fix="Give rising whole numbers, the last at least as long as the longest sequence.",
             ) from error
-        if (np.diff(edges_K) <= 0).any() or edges_K[-1] < self._lengths_N.max():
+        if is_pairs:
+            beyond = np.flatnonzero(bucket_of(self._lengths_N, edges_K) == len(edges_K)) if edges_K.ndim > 1 else [0]
+            if len(beyond):
+                raise StrettoError(
+                    f"edges {edges_K.tolist()} do not hold pair {beyond[0]} of lengths "
+                    f"{self._lengths_N[beyond[0]].tolist()}",
+                    fix="Give edges of shape (K, 2), one of which is as long as each pair in both lengths.",
+                )
+        elif (np.diff(edges_K) <= 0).any() or edges_K[-1] < longest:
             raise StrettoError(
-                f"edges {edges_K.tolist()} do not rise up to the longest sequence ({self._lengths_N.max()} steps)",
+                f"edges {edges_K.tolist()} do not rise up to the longest sequence ({longest} steps)",
                 fix="Give rising edges, the last at least as long as the longest sequence.",
             )
         if self._max_padded_steps is not None:
             # An edge may lie beyond the longest sequence; the cap must hold when batches are padded to it.
-            edges_K = np.unique(np.minimum(edges_K, self._lengths_N.max()))
+            edges_K = np.minimum(edges_K, longest)
+            edges_K = edges_K if is_pairs else np.unique(edges_K)
         return edges_K
 
     def _digest(self) -> str:
         settings = [self._batch_size, self._max_padded_steps, self._num_buckets, self._shuffle, self._seed]
         hasher = hashlib.sha256(json.dumps(settings).encode())
+        if self._largest_first:
+            hasher.update(b"largest_first")
         if self._cost is not None:
-            hasher.update(evaluate_cost(np.unique(self._lengths_N), self._cost).tobytes())
+            hasher.update(evaluate_cost(np.unique(self._lengths_N, axis=0), self._cost).tobytes())
         hasher.update(self._lengths_N.tobytes())
         hasher.update(self._buckets_of(1, self._batch_size).edges_K.tobytes())
         return hasher.hexdigest()[:16]
@@ -331,8 +404,9 @@ def _whole(name: str, value: Any, *, at_least: int = 1) -> int:
 def _segments(state: dict[str, Any]) -> list[tuple[int, int, int]]:
     """The segments that `state_dict` wrote."""
     used = state.get("used")
-    found = [tuple(segment) for segment in used] if isinstance(used, list) else []
-    if not found or not all(len(segment) == 3 and segment[0] >= 1 and min(segment) >= 0 for segment in found):
+    found = [tuple(part) if isinstance(part, (list, tuple)) else () for part in used] if isinstance(used, list) else []
+    whole = all(isinstance(number, int) for segment in found for number in segment)
+    if not (found and whole and all(len(part) == 3 and part[0] >= 1 and min(part) >= 0 for part in found)):
         raise _bad_state(f"used={used!r}")
     return [(int(world_size), int(rows), int(done)) for world_size, rows, done in found]
 
@@ -341,6 +415,30 @@ def _bad_state(what: str) -> StrettoError:
     return StrettoError(
         f"the sampler's state does not fit: {what}", fix="Restore a state that was saved by state_dict()."
     )
+
+
+def _sharded_twice(framework: str, *, fix: str) -> StrettoError:
+    return StrettoError(
+        f"{framework} would share the batches of a BucketSampler among ranks, which it does itself: sequences would be "
+        "lost or come twice",
+        fix=fix,
+    )
+
+
+def _refuse_accelerate() -> None:
+    """Refuse to be read by Accelerate's shards of a batch sampler.
+
+    They take every n-th batch, and none of a round whose last batch is short.
+    """
+    module = sys.modules.get("accelerate.data_loader")
+    sharing = tuple(filter(None, (getattr(module, name, None) for name in ACCELERATE_SHARES)))
+    frame = sys._getframe(1) if sharing else None
+    while frame is not None:
+        reader = frame.f_locals.get("self") if frame.f_globals.get("__name__") == "accelerate.data_loader" else None
+        state = getattr(reader, "state", reader)
+        if isinstance(reader, sharing) and getattr(state, "num_processes", 1) > 1:
+            raise _sharded_twice("Accelerate", fix=ACCELERATE_FIX)
+        frame = frame.f_back
 
 
 def _resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:

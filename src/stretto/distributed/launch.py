@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import IO, Final
 
 from stretto.distributed.world import STORE_VARIABLE
 from stretto.errors import StrettoError
@@ -19,12 +20,19 @@ STORE_NAME: Final = "ranks"
 
 
 def launch_ranks(
-    words: Sequence[str], *, nproc: int, threads: int | None, max_restarts: int, module: str = "stretto"
+    words: Sequence[str],
+    *,
+    nproc: int,
+    threads: int | None,
+    max_restarts: int,
+    module: str = "stretto",
+    stdout: int | IO[bytes] | None = None,
+    stderr: int | IO[bytes] | None = None,
 ) -> int:
     """Run `python -m module *words` as `nproc` ranks, and restart all of them when one is lost, if that is allowed.
 
     Each rank has so many threads; by default the cores are divided evenly. Returns the exit code that the ranks agreed
-    on.
+    on. What the ranks print goes where the launcher's own goes, or as `subprocess.Popen` takes it.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if nproc > MAX_RANKS_PER_CORE * cores:
@@ -48,7 +56,7 @@ def launch_ranks(
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "OMP_NUM_THREADS": str(threads or max(1, cores // nproc)),
         }
-        code = _run(command, environment)
+        code = _run(command, environment, stdout=stdout, stderr=stderr)
         return _agreed_exit_code(Path(folder), otherwise=code)
 
 
@@ -74,14 +82,22 @@ def _agreed_exit_code(folder: Path, *, otherwise: int) -> int:
     return int(left[0].read_text(encoding="utf-8")) if left else otherwise
 
 
-def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+def _run(
+    command: Sequence[str],
+    environment: dict[str, str],
+    *,
+    stdout: int | IO[bytes] | None,
+    stderr: int | IO[bytes] | None,
+) -> int:
     # In a session of its own, so that Ctrl-C reaches the ranks once, through the launcher, and not twice.
-    process = subprocess.Popen(command, env=environment, start_new_session=True)  # noqa: S603
+    process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout, stderr=stderr)  # noqa: S603
 
     def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         process.send_signal(signal.SIGTERM)
 
-    earlier = {kind: signal.signal(kind, forward) for kind in (signal.SIGINT, signal.SIGTERM)}
+    # Only the main thread of a program may say what happens at signals.
+    is_main = threading.current_thread() is threading.main_thread()
+    earlier = {kind: signal.signal(kind, forward) for kind in (signal.SIGINT, signal.SIGTERM) if is_main}
     try:
         return process.wait()
     finally:

@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, final
@@ -27,6 +28,8 @@ INTERFACE_VARIABLES: Final = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET
 NO_LAUNCH_ID: Final = "none"
 """What torchrun calls a launch without --rdzv-id."""
 LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+FIRST_PORT: Final = 15_000
+NUM_PORTS: Final = 15_000
 LOST_RANK_WORDS: Final = ("gloo", "NCCL", "onnection", "Timed out", "timed out")
 """What torch's errors say when another rank is gone."""
 
@@ -175,13 +178,46 @@ class DeferredErrors:
 
 
 def is_distributed() -> bool:
-    """Whether torchrun, or `--nproc`, started this process as one of several ranks."""
+    """Whether torchrun, srun or `--nproc` started this process as one of several ranks."""
+    _read_slurm()
     return _env_int("WORLD_SIZE", 1) > 1
 
 
 def is_rank0() -> bool:
     """Whether this process is rank 0, or alone; for use before the ranks are joined."""
     return not is_distributed() or os.environ.get("RANK", "0") == "0"
+
+
+def _read_slurm() -> None:
+    """Set torchrun's variables from those of a task of `srun`, unless they are there.
+
+    The script of `sbatch` has variables of a task as well, but is no step that others belong to.
+    """
+    environment = os.environ
+    is_step = "SLURM_STEP_NUM_TASKS" in environment or environment.get("ENVIRONMENT") != "BATCH"
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    given = {"RANK", "WORLD_SIZE"} & environment.keys()
+    if given or not is_step or "SLURM_PROCID" not in environment or _env_int(size, 1) < 2:
+        return
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
+    # "gpu[03-05,07],cpu1" begins with gpu03.
+    first = re.match(r"([^\[,]*)(?:\[(\d+)[^]]*\]([^,]*))?", nodes)
+    host = "".join(part or "" for part in first.groups()) if first else ""
+    is_one_node = not {"[", ","} & set(nodes)
+    # "2(x3),1" is 2, 2, 2 and 1 tasks.
+    counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_NTASKS_PER_NODE", "")
+    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) or [(environment[size] if is_one_node else "1", "")]
+    tasks = [int(count) for count, times in pairs for _ in range(int(times or 1))]
+    places = {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment[size],
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(tasks[min(_env_int("SLURM_NODEID", 0), len(tasks) - 1)]),
+        "MASTER_ADDR": "127.0.0.1" if is_one_node else host,
+        "MASTER_PORT": str(FIRST_PORT + (_env_int("SLURM_JOB_ID", 0) + _env_int("SLURM_STEP_ID", 0)) % NUM_PORTS),
+    }
+    for name, value in places.items():
+        environment.setdefault(name, value)
 
 
 @contextlib.contextmanager
@@ -248,7 +284,7 @@ def _env_int(name: str, default: int | None = None) -> int:
         return int(text or "")
     except ValueError:
         raise StrettoError(
-            f"the variable {name} is {text!r} and must be a whole number", fix="Start the ranks with torchrun."
+            f"the variable {name} is {text!r} and must be a whole number", fix="Start the ranks with torchrun or srun."
         ) from None
 
 

@@ -1,7 +1,9 @@
 """Large batches without re-tuning: scaling rules, schedules, gradient noise, measured throughput, and the tuner."""
 
 from stretto.large_batch.choose import Candidate, Choice, choose_batch, split_share
+from stretto.large_batch.gates import parameters_by_gate
 from stretto.large_batch.guard import Guard, local_curvature
+from stretto.large_batch.muon import RULES_HEADER, Muon, format_rules, orthogonalise
 from stretto.large_batch.noise import (
     AbstractSplit,
     Noise,
@@ -13,14 +15,16 @@ from stretto.large_batch.noise import (
     noise_of,
     squared_norm,
 )
-from stretto.large_batch.optimizers import MOMENTUM, OptimizerName, make_optimizer, parameters_by_gate
+from stretto.large_batch.optimizers import MOMENTUM, OptimizerName, make_optimizer
 from stretto.large_batch.scaling import LargeBatch, ScalingRule
 from stretto.large_batch.schedules import DecayName, ScheduleName
+from stretto.large_batch.search import Job, Outcome, Recipe, RecipeSearch, first_run_epochs
 from stretto.large_batch.throughput import Entry, ThroughputTable, probe
 from stretto.large_batch.tuner import BatchTuner, Decision
 
 __all__ = [
     "MOMENTUM",
+    "RULES_HEADER",
     "AbstractSplit",
     "BatchTuner",
     "Candidate",
@@ -29,10 +33,15 @@ __all__ = [
     "Decision",
     "Entry",
     "Guard",
+    "Job",
     "LargeBatch",
+    "Muon",
     "Noise",
     "NoiseScale",
     "OptimizerName",
+    "Outcome",
+    "Recipe",
+    "RecipeSearch",
     "ScalingRule",
     "ScheduleName",
     "SplitByMicroBatch",
@@ -40,10 +49,13 @@ __all__ = [
     "SplitNorms",
     "ThroughputTable",
     "choose_batch",
+    "first_run_epochs",
+    "format_rules",
     "local_curvature",
     "make_optimizer",
     "make_split",
     "noise_of",
+    "orthogonalise",
     "parameters_by_gate",
     "probe",
     "split_share",

@@ -41,7 +41,7 @@ class Guard:
     - The product of rate and curvature was above `max_rate_times_curvature` the last three times that it was measured.
       The limit is 2 for plain gradient descent, 2 (1 + m) with momentum m.
 
-    Losses may be negative. Stationary noise, of any size and with outliers, is no trouble, nor is a falling loss.
+    Losses may be negative. Stationary noise of any size, with outliers, does not trigger it, nor does a falling loss.
 
     Args:
         tolerance: Tolerated rise of the smoothed loss, relative to the size of its best.

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from stretto.checks import check_float, check_int
 from stretto.distributed import World
 from stretto.errors import StrettoError
+from stretto.large_batch.muon import MUON_KINDS
 
 STATE_VERSION: Final = 6
 DEBIASED_AVERAGES: Final = ("max_exp_avg_sq", "exp_avg_sq")
@@ -49,8 +50,9 @@ def squared_norm(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None
 
     An optimiser that divides each element by a root mean square v of earlier gradients (Adam, AdamW, LAMB, RMSprop,
     Adagrad) sees each element of the gradient divided by sqrt(v) + eps, with v corrected for its start at zero. The
-    trust ratios of LAMB, one number per tensor, are left out. For SGD and LARS, and without an optimiser, this is the
-    plain norm.
+    trust ratios of LAMB, one number per tensor, are left out. Muon sees a gate's gradient divided by the root mean
+    square of the gate's momentum; that it also turns the gradient, to make it orthogonal, is left out. For SGD and
+    LARS, and without an optimiser, this is the plain norm.
 
     Args:
         parameters: Whose gradients; those without one count as zero.
@@ -124,6 +126,13 @@ def _average(
     parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
 ) -> tuple[torch.Tensor | None, float]:
     """The average of a parameter's squared gradients, and what to divide it by."""
+    if group.get("kind") in MUON_KINDS:
+        if not state:
+            return torch.full_like(parameter, math.nan), 1.0
+        momenta = state["momentum_buffer"].unflatten(0, (group["gates"], -1))
+        # Not zero where all gradients of a gate are.
+        squares = momenta.square().mean(dim=(1, 2), keepdim=True).clamp_(min=torch.finfo(momenta.dtype).tiny)
+        return squares.expand_as(momenta).flatten(0, 1), 1.0
     if not state and any(name in group for name in ADAPTIVE_OPTIONS):
         return torch.full_like(parameter, math.nan), 1.0
     for name in DEBIASED_AVERAGES:
@@ -382,7 +391,8 @@ class NoiseScale:
 
     t is the trace of the covariance of one sequence's gradient, G the true gradient. A batch much smaller than phi is
     mostly noise: twice the batch needs half the updates. A batch much larger than phi gains nothing from growing
-    (McCandlish et al. 2018, arXiv 1812.06162). Time steps of one sequence are not independent, so they are no unit.
+    (McCandlish et al. 2018, arXiv 1812.06162). Time steps of one sequence are not independent, so they
+    do not count as samples.
 
     Both estimates of `noise_of` are averaged over updates separately, since a mean of quotients would be biased.
     Gradients shrink during training, with Adam's units by orders of magnitude. So that old ones do not drown the

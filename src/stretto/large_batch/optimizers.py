@@ -1,28 +1,24 @@
-"""Optimisers by name: torch's own, and LARS and LAMB for large batches, with a trust ratio per matrix or per gate.
+"""Optimisers by name: torch's own, Muon for recurrent nets, and LARS and LAMB with a trust ratio per matrix or gate."""
 
-Shape legend: G gates, H hidden units, F features.
-"""
-
-import copy
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, Final, Literal, final, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from stretto.cells import AbstractGatedCell
 from stretto.checks import check_choice, check_float
 from stretto.errors import StrettoError
 from stretto.extras import optional
+from stretto.large_batch.gates import parameters_by_gate
+from stretto.large_batch.muon import FUSED_DEVICES, Muon
 
-OptimizerName = Literal["adamw", "adam", "sgd", "momentum", "nesterov", "lars", "lamb"]
+OptimizerName = Literal["adamw", "adam", "sgd", "momentum", "nesterov", "lars", "lamb", "muon"]
 TRUST_RATIO_OPTIMIZERS: Final = ("lars", "lamb")
+SPARSE_OPTIMIZERS: Final = ("sgd", "momentum", "nesterov")
 MOMENTUM: Final = 0.9
-FUSED_DEVICES: Final = ("cpu", "cuda")
-PACKED_WEIGHTS: Final = ("weight_ih", "weight_hh", "weight_read")
 
 
 def make_optimizer(
@@ -48,6 +44,8 @@ def make_optimizer(
     - "lamb" (You et al. 2020): Adam's direction plus decay w, for each matrix scaled to the length |w|. Moments are not
       corrected for their start, since the scaling cancels any factor; those of biases and gains, which are not
       scaled, are. The norm of the weights is not bounded.
+    - "muon": the momentum of every gate of a recurrent layer made orthogonal, and Adam for the rest; see `Muon`. It has
+      a group for each kind of parameter, and needs the model.
 
     Args:
         name: Which optimiser.
@@ -59,11 +57,21 @@ def make_optimizer(
             the model, for parameters do not say what they are.
 
     Raises:
-        StrettoError: There is no such optimiser, there is nothing to train, or gates were asked for where they change
-            nothing or cannot be found.
+        StrettoError: There is no such optimiser, there is nothing to train, gates were asked for where they change
+            nothing or cannot be found, or an embedding's gradients are sparse, which "sgd", "momentum" and "nesterov"
+            alone take, without weight decay.
     """
     check_choice(name, name="optimizer", choices=get_args(OptimizerName))
     check_float(weight_decay, name="weight_decay", at_least=0.0)
+    sparse = _sparse_embedding(parameters)
+    if sparse is not None and (name not in SPARSE_OPTIMIZERS or weight_decay):
+        takes = f"{name!r}{f' with a weight decay of {weight_decay:g}' if name in SPARSE_OPTIMIZERS else ''}"
+        raise StrettoError(
+            f"the gradients of the embedding {sparse!r} are sparse, which {takes} does not take",
+            fix="Make it with sparse=False, or choose 'sgd' without weight decay.",
+        )
+    if name == "muon":
+        return _muon(parameters, lr=lr, weight_decay=weight_decay, decay_biases=decay_biases, gates=gates)
     tensors = _trained_tensors(name, parameters, gates=gates)
     groups: list[dict[str, Any]] = [
         {"params": [t for t in tensors if t.dim() >= 2 or decay_biases], "weight_decay": weight_decay},
@@ -73,11 +81,39 @@ def make_optimizer(
     if name in TRUST_RATIO_OPTIMIZERS:
         return _with_trust_ratios(name, groups, lr=lr)
     # Where there is no fused code torch decides.
-    fused = True if all(t.device.type in FUSED_DEVICES and t.is_floating_point() for t in tensors) else None
+    can_fuse = sparse is None and all(t.device.type in FUSED_DEVICES and t.is_floating_point() for t in tensors)
+    fused = True if can_fuse else None
     if name in ("adam", "adamw"):
         return (Adam if name == "adam" else AdamW)(groups, lr=lr, fused=fused)
     momentum = 0.0 if name == "sgd" else MOMENTUM
     return SGD(groups, lr=lr, momentum=momentum, nesterov=name == "nesterov", fused=fused)
+
+
+def _sparse_embedding(parameters: nn.Module | Iterable[torch.Tensor]) -> str | None:
+    """The name of an embedding to train that gives sparse gradients; parameters do not say so."""
+    if not isinstance(parameters, nn.Module):
+        return None
+    modules: dict[str, nn.Module] = dict(parameters.named_modules())
+    for name, module in modules.items():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            return name
+    return None
+
+
+def _muon(
+    parameters: nn.Module | Iterable[torch.Tensor], *, lr: float, weight_decay: float, decay_biases: bool, gates: bool
+) -> Muon:
+    if gates or decay_biases:
+        raise StrettoError(
+            f"{'gates' if gates else 'decay_biases'}=True was given with the optimiser 'muon'",
+            fix="Leave it out: Muon always takes weights apart into their gates, and never decays biases and gains.",
+        )
+    if not isinstance(parameters, nn.Module):
+        raise StrettoError(
+            "the optimiser 'muon' was given parameters, which do not say what they are",
+            fix="Give the model in their place.",
+        )
+    return Muon(parameters, lr=lr, weight_decay=weight_decay)
 
 
 def _trained_tensors(name: str, parameters: nn.Module | Iterable[torch.Tensor], *, gates: bool) -> list[torch.Tensor]:
@@ -147,84 +183,3 @@ def _lamb() -> Any:
                     group["lr"] = rate
 
     return Lamb
-
-
-@final
-class Gate(nn.Parameter):
-    """Some rows of a packed weight, as a parameter that an optimiser can hold in its place.
-
-    It shares the memory of the packed weight: an update of the one is an update of the other. Its gradient is those
-    rows of the packed weight's gradient, looked up whenever it is read, so that backward, clipping, all-reduce and
-    `zero_grad` work as usual. Models never see it; the model's `state_dict` has the packed weight alone.
-    """
-
-    packed: nn.Parameter
-    """The packed weight (G H, F)."""
-    start: int
-    stop: int
-
-    def __new__(cls, packed: nn.Parameter, start: int, stop: int) -> "Gate":
-        """A view with the packed weight's own version counter, which autograd checks."""
-        gate = torch.Tensor._make_subclass(cls, packed.detach()[start:stop], packed.requires_grad)
-        gate.packed, gate.start, gate.stop = packed, start, stop
-        return gate
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Everything is done in `__new__`; `nn.Parameter` would make another tensor."""
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """These rows of the gradient of the packed weight."""
-        self._follow()
-        return None if self.packed.grad is None else self.packed.grad[self.start : self.stop]
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        """None removes the gradient of the packed weight; all of its gates are zeroed together."""
-        if value is None:
-            self.packed.grad = None
-            return
-        if self.packed.grad is None:
-            self.packed.grad = torch.zeros_like(self.packed)
-        self.packed.grad[self.start : self.stop] = value
-
-    def _follow(self) -> None:
-        """The packed weight has other memory if the model was moved to a device or into one block of memory."""
-        there = self.packed.detach()[self.start : self.stop]
-        if there.data_ptr() != self.data_ptr() or there.device != self.device:
-            self.data = there
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Gate":
-        """Of the copy of the packed weight, which is the model's copy if both are copied together."""
-        if id(self) not in memo:
-            memo[id(self)] = Gate(copy.deepcopy(self.packed, memo), self.start, self.stop)
-        copied: Gate = memo[id(self)]
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return Gate, (self.packed, self.start, self.stop)
-
-
-def parameters_by_gate(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a model in their order, packed weights of recurrent layers replaced by their gates.
-
-    `torch.nn.LSTM` and `GRU` keep the weights of 4 and 3 gates in one matrix, and so do the cells of Stretto and
-    accelerated layers. An optimiser that scales each matrix by its own norm would treat them as one, although a forget
-    gate and a candidate differ in the size of their weights and gradients. Weights that are one matrix stay as they
-    are: those of `torch.nn.RNN`, projections, everything outside recurrent layers, and biases, which have no trust
-    ratio. Your own cells are split if they derive from `AbstractGatedCell`.
-    """
-    rows: dict[int, int] = {}
-    for module in model.modules():
-        if isinstance(module, (nn.RNNBase, nn.RNNCellBase, AbstractGatedCell)):
-            for name, weight in module.named_parameters(recurse=False):
-                if name.startswith(PACKED_WEIGHTS) and weight.dim() == 2 and weight.shape[0] % module.hidden_size == 0:
-                    rows[id(weight)] = module.hidden_size
-    found: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        each = rows.get(id(parameter), 0)
-        if each and len(parameter) > each:
-            found += [Gate(parameter, start, start + each) for start in range(0, len(parameter), each)]
-        else:
-            found.append(parameter)
-    return found

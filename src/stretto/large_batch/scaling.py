@@ -16,9 +16,11 @@ from stretto.errors import StrettoError
 from stretto.large_batch.optimizers import OptimizerName, make_optimizer
 from stretto.large_batch.schedules import Decay, ScheduleName, WarmupThenDecay, check_schedule
 
-ScalingRule = Literal["legw", "sqrt", "linear", "none"]
+ScalingRule = Literal["legw", "sqrt", "linear", "updates", "none"]
 ONE_CYCLE_WARMUP_SHARE: Final = 0.15
 """Share of the run that one-cycle spends on rising, unless a warm-up is given."""
+LINEAR_WARMUP_SHARE: Final = 0.1
+"""The same for linear."""
 CONSTANT_WARMUP_UPDATES: Final = 100
 """Updates from a tenth of the rate to the whole in a constant schedule, unless a warm-up is given."""
 
@@ -36,7 +38,11 @@ class LargeBatch:
     | legw | sqrt(k) | k |
     | sqrt | sqrt(k) | unchanged |
     | linear | k | unchanged |
+    | updates | sqrt(k E0 / E) | E / E0 |
     | none | unchanged | unchanged |
+
+    The rule "updates", for Muon, also follows the number of epochs, from the E0 of the base to the E of the run: the
+    rate is in proportion to one over the square root of the updates, and the warm-up is the same share of the run.
 
     A gradient of B sequences has the mean square norm |G|^2 (1 + phi / B) with the noise scale phi, so a clipping
     threshold bites less often in larger batches, and more of the rate comes through. `clip_norm` stays as it is by
@@ -53,6 +59,7 @@ class LargeBatch:
         warmup_cap: The largest share of all updates that may be spent on warming up; it needs `epochs`. None, as
             published, sets no bound: with k = 64, a warm-up of 0.1 epochs becomes 6.4.
         epochs: Epochs of the whole run, where known.
+        base_epochs: Epochs that the base settings were tuned for, for the rule "updates"; None for as many as `epochs`.
         base_clip_norm: The largest norm of a gradient at the base batch.
         noise_scale: phi, in sequences, by which `clip_norm` follows the batch; see `NoiseScale`.
 
@@ -74,6 +81,7 @@ class LargeBatch:
     rule: ScalingRule = "legw"
     warmup_cap: float | None = None
     epochs: float | None = None
+    base_epochs: float | None = None
     base_clip_norm: float | None = None
     noise_scale: float | None = None
 
@@ -83,7 +91,7 @@ class LargeBatch:
             check_int(getattr(self, name), name=name, owner="LargeBatch")
         check_float(self.base_lr, name="base_lr", above=0.0, owner="LargeBatch")
         check_float(self.base_warmup_epochs, name="base_warmup_epochs", at_least=0.0, owner="LargeBatch")
-        for name in ("epochs", "base_clip_norm"):
+        for name in ("epochs", "base_epochs", "base_clip_norm"):
             if getattr(self, name) is not None:
                 check_float(getattr(self, name), name=name, above=0.0, owner="LargeBatch")
         if self.noise_scale is not None:
@@ -102,13 +110,18 @@ class LargeBatch:
         """The peak learning rate."""
         if self.rule == "none":
             return self.base_lr
-        return self.base_lr * (self.scale if self.rule == "linear" else math.sqrt(self.scale))
+        return self.base_lr * (self.scale if self.rule == "linear" else math.sqrt(self.scale / self._longer))
 
     @property
     def warmup_epochs(self) -> float:
         """Epochs until the peak."""
         longest = math.inf if self.warmup_cap is None or self.epochs is None else self.warmup_cap * self.epochs
-        return min(self.base_warmup_epochs * (self.scale if self.rule == "legw" else 1.0), longest)
+        return min(self.base_warmup_epochs * (self.scale if self.rule == "legw" else self._longer), longest)
+
+    @property
+    def _longer(self) -> float:
+        """How many times more epochs the run has than its base, if the rule follows them."""
+        return 1.0 if self.base_epochs is None or self.epochs is None else self.epochs / self.base_epochs
 
     @property
     def clip_norm(self) -> float | None:
@@ -144,11 +157,13 @@ class LargeBatch:
 
         Args:
             parameters: The model, or its parameters.
-            optimizer: "sgd", "momentum", "nesterov", "adam", "adamw", "lars" or "lamb"; see `make_optimizer`.
-            decay: "constant", "poly", "exponential", "step", "cosine", "ptb" or "one-cycle"; or a function of your own:
-                the factor of the peak rate after so many epochs.
+            optimizer: "sgd", "momentum", "nesterov", "adam", "adamw", "lars", "lamb" or "muon", which needs the model;
+                see `make_optimizer`.
+            decay: "constant", "linear", "poly", "exponential", "step", "cosine", "ptb" or "one-cycle"; or a function of
+                your own: the factor of the peak rate after so many epochs.
             updates_per_epoch: Updates per epoch at this batch size.
-            epochs: Epochs of the whole run, if not given before; "one-cycle", "poly", "step" and "cosine" need them.
+            epochs: Epochs of the whole run, if not given before; "one-cycle", "linear", "poly", "step" and "cosine"
+                need them.
             weight_decay: Of matrices; biases and gains have none.
             gates: For "lars" and "lamb", with the model given: a trust ratio for each gate of a recurrent layer.
 
@@ -188,7 +203,7 @@ class LargeBatch:
             updates_epochs: One, unless only the updates of several epochs together are known.
             done: Updates already made.
             default_warmup: Warm up as is usual for the schedule, whatever `warmup_epochs` says: 15 % of the run in
-                "one-cycle", 100 updates from a tenth of the rate in "constant".
+                "one-cycle", 10 % in "linear", 100 updates from a tenth of the rate in "constant".
             decay_factor: What "exponential" (0.95), "step" (0.1) and "ptb" (0.5) multiply the rate by when it falls.
             flat_epochs: Epochs between falls in "step" (a third of the run), and before them in "ptb" (4).
 
@@ -202,8 +217,10 @@ class LargeBatch:
         schedule: LRScheduler
         if decay == "one-cycle":
             epochs = self.epochs or 0.0
-            # With plain SGD it would introduce a momentum.
-            has_momentum = all("betas" in group or group.get("momentum") for group in optimizer.param_groups)
+            # With plain SGD it would introduce a momentum; Muon, which has two kinds of it, keeps both.
+            has_momentum = any(name in optimizer.defaults for name in ("betas", "momentum")) and all(
+                "betas" in group or group.get("momentum") for group in optimizer.param_groups
+            )
             schedule = OneCycleLR(
                 optimizer,
                 max_lr=self.lr,
@@ -214,9 +231,13 @@ class LargeBatch:
         elif default_warmup and decay == "constant":
             schedule = LinearLR(optimizer, start_factor=0.1, total_iters=CONSTANT_WARMUP_UPDATES)
         else:
+            by_share = default_warmup and decay == "linear"
+            total = updates * (self.epochs or 0.0) / updates_epochs
             factors = WarmupThenDecay(
                 decay,
-                warmup_updates=self.warmup_updates(updates_per_epoch=updates / updates_epochs),
+                warmup_updates=round(LINEAR_WARMUP_SHARE * total)
+                if by_share
+                else self.warmup_updates(updates_per_epoch=updates / updates_epochs),
                 updates=updates,
                 updates_epochs=updates_epochs,
                 epochs=self.epochs,
@@ -242,6 +263,11 @@ class LargeBatch:
             raise StrettoError(
                 f"warmup_cap={self.warmup_cap} was given without epochs, of which it is a share",
                 fix="Give epochs=..., the length of the whole run.",
+            )
+        if self.base_epochs is not None and (self.rule != "updates" or self.epochs is None):
+            raise StrettoError(
+                f"base_epochs={self.base_epochs} was given with the rule {self.rule!r} and epochs={self.epochs}",
+                fix="Leave it out, or give the rule 'updates' and epochs=..., the length of the run.",
             )
         if self.noise_scale is not None and self.base_clip_norm is None:
             raise StrettoError(

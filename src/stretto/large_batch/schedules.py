@@ -11,13 +11,13 @@ from typing import Any, Final, Literal, final, get_args
 from stretto.checks import check_choice, check_float, check_int
 from stretto.errors import StrettoError
 
-DecayName = Literal["constant", "poly", "exponential", "step", "cosine", "ptb"]
+DecayName = Literal["constant", "linear", "poly", "exponential", "step", "cosine", "ptb"]
 ScheduleName = Literal["one-cycle", DecayName]
 Decay = Callable[[float], float]
 """The factor of the peak rate after so many epochs, whole or not."""
 DEFAULT_FACTORS: Final = {"exponential": 0.95, "step": 0.1, "ptb": 0.5}
 PTB_FLAT_EPOCHS: Final = 4
-NEEDS_EPOCHS: Final = ("one-cycle", "poly", "step", "cosine")
+NEEDS_EPOCHS: Final = ("one-cycle", "linear", "poly", "step", "cosine")
 
 
 def check_schedule(schedule: Any, *, epochs: float | None, decay_factor: float | None, flat_epochs: int | None) -> None:
@@ -54,14 +54,15 @@ class WarmupThenDecay:
     third of the run for step, 4 for ptb), the decays are
 
         constant     1                             step      f once after every n epochs
-        poly         (1 - e/E)^2                   cosine    half a cosine, from 1 to 0
-        exponential  f^e, less at every update     ptb       1 for n epochs, then f more in each: Zaremba et al.
+        linear       1 - e/E                       cosine    half a cosine, from 1 to 0
+        poly         (1 - e/E)^2                   ptb       1 for n epochs, then f more in each: Zaremba et al.
+        exponential  f^e, less at every update
 
     Attributes are JSON-ready, so the scheduler's state is, and loading that state replaces them. There are `updates` in
     `updates_epochs` epochs: a run may know those of one epoch, or only those of all together.
     """
 
-    # A function of the user's is no part of `__dict__`, which is what a scheduler saves.
+    # A user's function is not in `__dict__`, which is what a scheduler saves.
     __slots__ = ("__dict__", "_function")
 
     def __init__(
@@ -97,8 +98,8 @@ class WarmupThenDecay:
     def _at(self, done: float) -> float:
         """The decay by name; what follows the end of the run counts as its end."""
         epochs, flat = self.epochs or math.inf, self.flat_epochs or 0
-        if self.decay == "poly":
-            return (1.0 - min(1.0, done / epochs)) ** 2
+        if self.decay in ("linear", "poly"):
+            return (1.0 - min(1.0, done / epochs)) ** (1 if self.decay == "linear" else 2)
         if self.decay == "cosine":
             return 0.5 * (1.0 + math.cos(math.pi * min(1.0, done / epochs)))
         if self.decay == "exponential":

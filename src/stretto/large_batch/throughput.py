@@ -260,7 +260,7 @@ class _MemoryWatch:
 
     @staticmethod
     def _reset_peak() -> bool:
-        """Let the peak begin anew at what is in use; False where that cannot be done."""
+        """Reset the peak to what is in use; False where that is impossible."""
         try:
             RESET_PEAK.write_text("5", encoding="ascii")
         except OSError:

@@ -5,21 +5,39 @@ Shape legend: B sequences, T steps, F features, H hidden units, C classes, P lab
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, ClassVar, TypeVar, final
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import Field
 from torch import nn
 from torch.nn import functional
+from typing_extensions import Self
 
 from stretto.batching import Batch
-from stretto.data import Labels, SequenceSet, StepLabels, cut_runs
+from stretto.data import NO_CLASS, Labels, SequenceSet, StepLabels, cut_runs
 from stretto.errors import StrettoError
-from stretto.nn import Standardise, run_ragged
-from stretto.tasks.recurrent import make_lstm, mean_over_steps
+from stretto.nn import Dropout, Standardise
+from stretto.tasks.recurrent import make_lstm, mean_over_steps, run_layers
 from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, TrainConfig
 
-C = TypeVar("C", bound=TrainConfig)
+MAX_NAMED_CLASSES: Final = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClassificationConfig(TrainConfig):
+    """What tasks with classes share.
+
+    Attributes:
+        class_weights: How much a label counts in the loss: none, all alike; balanced, in inverse proportion to how
+            often its class occurs in training, one on average.
+    """
+
+    class_weights: Literal["none", "balanced"] = "none"
+
+
+C = TypeVar("C", bound=ClassificationConfig)
 
 
 class Classification(AbstractTask[C]):
@@ -32,6 +50,7 @@ class Classification(AbstractTask[C]):
     """
 
     metric = "accuracy"
+    higher_is_better = True
     Model: ClassVar[Callable[..., nn.Module]]
     label_hint: ClassVar[str]
     target_type: ClassVar[type[Labels] | type[StepLabels]] = Labels
@@ -42,6 +61,28 @@ class Classification(AbstractTask[C]):
             kind = "labels" if self.target_type is Labels else "labels of steps"
             raise StrettoError(f"{data.name} has no {kind}", fix=self.label_hint)
         self.class_names = data.targets.names
+        self._weights_C: torch.Tensor | None = None
+        if config.class_weights == "balanced":
+            counts_C = self._class_counts(data.part("train"))
+            weights = counts_C.sum() / (np.count_nonzero(counts_C) * np.maximum(counts_C, 1))
+            self._weights_C = torch.tensor(weights, dtype=torch.float32)
+
+    def _class_counts(self, part: SequenceSet) -> npt.NDArray[np.int64]:
+        """Labels of each class."""
+        assert isinstance(part.targets, Labels)
+        return np.bincount(part.targets.values_N, minlength=len(self.class_names))
+
+    def preprocessing(self) -> dict[str, Any]:
+        """The weights of the classes in the loss."""
+        return {} if self._weights_C is None else {"class_weights": self._weights_C.tolist()}
+
+    @classmethod
+    def restore(cls, config: C, data: SequenceSet, preprocessing: dict[str, Any]) -> Self:
+        """The task with the weights of its classes."""
+        task = cls(config, data)
+        if "class_weights" in preprocessing:
+            task._weights_C = torch.tensor(preprocessing["class_weights"])
+        return task
 
     @classmethod
     def embedded_data(cls) -> SequenceSet:
@@ -59,7 +100,9 @@ class Classification(AbstractTask[C]):
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
         """Cross-entropy, counted in labels."""
         scores_PC, classes_P = self._labelled(output, batch)
-        return LossSum(total=functional.cross_entropy(scores_PC, classes_P, reduction="sum"), count=len(classes_P))
+        weights_C = None if self._weights_C is None else self._weights_C.to(scores_PC)
+        total = functional.cross_entropy(scores_PC, classes_P, weight=weights_C, reduction="sum")
+        return LossSum(total=total, count=len(classes_P))
 
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """The fraction of labels for which the best class is the right one."""
@@ -71,9 +114,52 @@ class Classification(AbstractTask[C]):
         pairs = zip(batch.targets.tolist(), output.argmax(dim=1).tolist(), strict=True)
         return [Sample(target=self.class_names[y], output=self.class_names[found]) for y, found in pairs]
 
+    def with_data(self, data: SequenceSet, *, targets: bool = True) -> Self:
+        """Labels by their names, or by their numbers where the data have no names."""
+        task = super().with_data(data, targets=targets)
+        labels = task.data.targets
+        if isinstance(labels, Labels):
+            found_N = match_classes(labels, known=self.class_names, source=data.name)[labels.values_N]
+            task.data = dataclasses.replace(data, targets=Labels(values_N=found_N, names=self.class_names))
+        elif targets:
+            raise StrettoError(f"{data.name} has no labels of sequences", fix=self.label_hint)
+        return task
+
+    def predict(self, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
+        """The most likely class, its probability, and those of all classes."""
+        rows = model(batch).double().softmax(dim=1).tolist()
+        found = [dict(zip(self.class_names, row, strict=True)) for row in rows]
+        return [
+            {"class": (best := max(row, key=row.__getitem__)), "probability": row[best], "probabilities": row}
+            for row in found
+        ]
+
+
+def match_classes(targets: Labels | StepLabels, *, known: tuple[str, ...], source: str) -> npt.NDArray[np.int64]:
+    """The number that each class of other data has among the known ones; `NO_CLASS` for one that does not occur.
+
+    Classes are matched by name. Where the data only number them and the known ones have names, the numbers are taken.
+    """
+    is_numbered = targets.names == tuple(map(str, range(len(targets.names))))
+    names = known if is_numbered and not set(targets.names) & set(known) else targets.names
+    used = np.unique(targets.values_N if isinstance(targets, Labels) else targets.values_S).tolist()
+    unknown = [targets.names[number] for number in used if number >= len(names) or names[number] not in known]
+    if unknown:
+        named = ", ".join(map(repr, unknown[:MAX_NAMED_CLASSES])) + (
+            ", ..." if len(unknown) > MAX_NAMED_CLASSES else ""
+        )
+        raise StrettoError(
+            f"{source} has classes that the model was not trained on: {named}",
+            fix=f"Leave these sequences out; it knows {len(known)}: {', '.join(known[:MAX_NAMED_CLASSES])}"
+            f"{', ...' if len(known) > MAX_NAMED_CLASSES else ''}",
+        )
+    class_of = np.full(len(targets.names), NO_CLASS)
+    class_of[used] = [known.index(names[number]) for number in used]
+    return class_of
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClassifyConfig(TrainConfig):
+class ClassifyConfig(ClassificationConfig):
     """Settings of the classification task.
 
     Attributes:
@@ -95,13 +181,13 @@ class ClassifyModel(nn.Module):
         super().__init__()
         self.standardise = Standardise.of(data.part("train"))
         self.lstm = make_lstm(data.num_features, config.hidden_size, bidirectional=True, config=config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.classify = nn.Linear(2 * config.hidden_size, num_classes)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Scores of the classes (B, C)."""
         x_BTF = self.standardise(batch.features_BTF, batch.mask)
-        hidden_BTH = self.dropout(run_ragged(self.lstm, x_BTF, batch.lengths))
+        hidden_BTH = self.dropout(run_layers(self.lstm, x_BTF, batch.lengths))
         scores_BC: torch.Tensor = self.classify(mean_over_steps(hidden_BTH, batch))
         return scores_BC
 
@@ -119,3 +205,9 @@ class Classify(Classification[ClassifyConfig]):
         if isinstance(data.targets, StepLabels):
             data = cut_runs(data, unlabelled=config.unlabelled)
         super().__init__(config, data)
+
+    def with_data(self, data: SequenceSet, *, targets: bool = True) -> Self:
+        """Sequences with a label per step are cut into runs of one label, as in training."""
+        if isinstance(data.targets, StepLabels):
+            data = cut_runs(data, unlabelled=self.config.unlabelled)
+        return super().with_data(data, targets=targets)

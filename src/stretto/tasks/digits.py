@@ -15,16 +15,16 @@ from stretto.batching import Batch
 from stretto.data import SequenceSet, load_drawn_digits
 from stretto.errors import StrettoError
 from stretto.large_batch import OptimizerName, ScheduleName
-from stretto.nn import Standardise, is_accelerated
-from stretto.tasks.classify import Classification
+from stretto.nn import Dropout, Standardise, is_accelerated
+from stretto.tasks.classify import Classification, ClassificationConfig
 from stretto.tasks.recurrent import make_lstm
-from stretto.training import Count, NotNegative, Positive, Share, TrainConfig
+from stretto.training import Count, NotNegative, Positive, Share
 
 CHANNELS: Final = (16, 32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageConfig(TrainConfig):
+class ImageConfig(ClassificationConfig):
     """What both tasks of images start from."""
 
     epochs: Count = 25
@@ -64,7 +64,7 @@ class DigitsModel(nn.Module):
         self.standardise = Standardise.of(data.part("train"), num_groups=1)
         self.transform = nn.Linear(num_features, width)
         self.lstm = make_lstm(width, size, config=config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.classify = nn.Linear(size, num_classes)
         self._can_fold = num_features * 4 * size < width * (num_features + 4 * size)
 
@@ -79,7 +79,9 @@ class DigitsModel(nn.Module):
             }
             _, (last_LBH, _) = functional_call(self.lstm, folded, (x_BTF,), {"lengths": batch.lengths})
         else:
-            _, (last_LBH, _) = self.lstm(self.transform(x_BTF), lengths=batch.lengths)
+            # A model that is exported has torch's own layer, whose sequences are as long as the tensor.
+            ragged = {} if batch.lengths is None else {"lengths": batch.lengths}
+            _, (last_LBH, _) = self.lstm(self.transform(x_BTF), **ragged)
         scores_BC: torch.Tensor = self.classify(self.dropout(last_LBH[-1]))
         return scores_BC
 
@@ -139,13 +141,13 @@ class DigitImagesModel(nn.Module):
             nn.Flatten(),
             nn.Linear(many * places, config.hidden_size),
             nn.ReLU(),
-            nn.Dropout(config.dropout),
+            Dropout(config.dropout),
             nn.Linear(config.hidden_size, num_classes),
         )
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Scores of the classes (B, C)."""
-        # What a batch is padded with beyond the rows of its images is no part of them.
+        # Padding rows are not part of the images.
         num_rows = int(batch.lengths[0])
         x_BTF = self.standardise(batch.features_BTF[:, :num_rows], batch.mask[:, :num_rows])
         # Channels last in memory: torch convolves and pools so much faster on a CPU, and keeps it from layer to layer.

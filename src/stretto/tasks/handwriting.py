@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal, final
+from typing import Annotated, Any, Final, Literal, final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,14 @@ import torch
 from pydantic import Field
 from torch import nn
 from torch.nn import functional
+from typing_extensions import Self
 
 from stretto.batching import Batch
 from stretto.data import SequenceSet, Transcripts, load_handwriting
 from stretto.errors import StrettoError
 from stretto.extras import optional
-from stretto.nn import Standardise, run_ragged, stack_steps, stacked_lengths
-from stretto.tasks.recurrent import make_lstm
+from stretto.nn import Dropout, Standardise, stack_steps, stacked_lengths
+from stretto.tasks.recurrent import Unpadded, make_lstm, run_layers
 from stretto.training import AbstractTask, Count, LossSum, Sample, Score, TrainConfig
 
 INK_FEATURES: Final = 3
@@ -54,14 +55,15 @@ class HandwritingModel(nn.Module):
         self.stack = config.stack
         self.standardise = Standardise.of(data.part("train"))
         self.lstm = make_lstm(data.num_features * config.stack, config.hidden_size, bidirectional=True, config=config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.classify = nn.Linear(2 * config.hidden_size, num_classes)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch | Unpadded) -> torch.Tensor:
         """Log-probabilities (B, U, C); rows beyond a line's end are not defined."""
         x_BTF = self.standardise(batch.features_BTF, batch.mask)
         x_BUF = stack_steps(x_BTF, factor=self.stack)
-        hidden_BUH = self.dropout(run_ragged(self.lstm, x_BUF, stacked_lengths(batch.lengths, factor=self.stack)))
+        lengths = None if isinstance(batch, Unpadded) else stacked_lengths(batch.lengths, factor=self.stack)
+        hidden_BUH = self.dropout(run_layers(self.lstm, x_BUF, lengths))
         log_probs_BUC: torch.Tensor = self.classify(hidden_BUH).log_softmax(dim=-1)
         return log_probs_BUC
 
@@ -95,12 +97,21 @@ class Handwriting(AbstractTask[HandwritingConfig]):
         return HandwritingModel(self.data, num_classes=BLANK + 1 + len(self.alphabet), config=self.config)
 
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
-        """Negative log-likelihood of the transcripts, counted in characters."""
-        codes = [[self._code_of[character] for character in text] for text in batch.targets]
+        """Negative log-likelihood of the transcripts, counted in characters.
+
+        New data may have characters that training did not have: their lines have no likelihood, and are left out.
+        """
+        rows = [row for row, text in enumerate(batch.targets) if self._code_of.keys() >= set(text)]
+        if not rows:
+            return LossSum(total=output.new_zeros(()), count=0)
+        codes = [[self._code_of[character] for character in batch.targets[row]] for row in rows]
+        lengths = stacked_lengths(batch.lengths, factor=self.config.stack)
+        if len(rows) < len(batch):
+            output, lengths = output[rows], lengths[rows]
         total = functional.ctc_loss(
             output.transpose(0, 1),
             torch.tensor([code for line in codes for code in line], device=output.device),
-            stacked_lengths(batch.lengths, factor=self.config.stack),
+            lengths,
             torch.tensor([len(line) for line in codes]),
             blank=BLANK,
             reduction="sum",
@@ -133,6 +144,23 @@ class Handwriting(AbstractTask[HandwritingConfig]):
                 batch.targets, lines, batch.features_BTF, batch.lengths.tolist(), strict=True
             )
         ]
+
+    def with_data(self, data: SequenceSet, *, targets: bool = True) -> Self:
+        """Transcripts may have characters that training did not have: these always count as errors."""
+        task = super().with_data(data, targets=targets)
+        if isinstance(task.data.targets, Transcripts):
+            _check_transcripts(data, task.data.targets, stack=self.config.stack)
+            unknown = "".join(sorted(set(task.data.targets.alphabet()) - set(self.alphabet)))
+            if unknown:
+                note = f"characters that the model does not know count as errors, in cer but not in the loss: {unknown}"
+                task.data = dataclasses.replace(data, notes=(*data.notes, note))
+        elif targets:
+            raise StrettoError(f"{data.name} has no transcripts", fix="Give ink with text.")
+        return task
+
+    def predict(self, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
+        """The text of each line, by the decoder of the settings."""
+        return [{"text": line} for line in self._decode(model(batch), batch, decoder=self.config.decoder)]
 
     def _decode(self, output: torch.Tensor, batch: Batch, *, decoder: str) -> list[str]:
         log_probs_BUC = output.float().cpu().numpy()

@@ -5,26 +5,28 @@ Shape legend: B sequences, T steps, P real steps of all sequences, F features, H
 
 import dataclasses
 from itertools import groupby
-from typing import Annotated, ClassVar, Final, final
+from typing import Annotated, Any, ClassVar, Final, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import Field
 from torch import nn
+from typing_extensions import Self
 
 from stretto.batching import Batch
 from stretto.data import NO_CLASS, SequenceSet, StepLabels, make_regimes
 from stretto.errors import StrettoError
-from stretto.nn import Standardise
-from stretto.tasks.classify import Classification
+from stretto.nn import Dropout, Standardise
+from stretto.tasks.classify import Classification, ClassificationConfig, match_classes
 from stretto.tasks.recurrent import GRULayers
-from stretto.training import Count, LabelTrack, Positive, Sample, SolverConfig
+from stretto.training import AbstractTask, Count, LabelTrack, Positive, Sample, SolverConfig
 
 SAMPLE_STEPS: Final = 400
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LabelStepsConfig(SolverConfig):
+class LabelStepsConfig(SolverConfig, ClassificationConfig):
     """Settings of the task that labels steps.
 
     Attributes:
@@ -48,7 +50,7 @@ class LabelStepsModel(nn.Module):
         super().__init__()
         self.standardise = Standardise.of(data.part("train"))
         self.gru = GRULayers(data.num_features, config=config, bidirectional=config.bidirectional)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.classify = nn.Linear(config.hidden_size * (2 if config.bidirectional else 1), num_classes)
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -72,9 +74,11 @@ class LabelSteps(Classification[LabelStepsConfig]):
     target_type = StepLabels
 
     def __init__(self, config: LabelStepsConfig, data: SequenceSet) -> None:
+        if isinstance(data.targets, StepLabels):
+            self._class_of = data.targets.without_class(config.unlabelled)[1]
         super().__init__(config, data)
         assert isinstance(data.targets, StepLabels)
-        self.class_names, self._class_of = data.targets.without_class(config.unlabelled)
+        self.class_names = data.targets.without_class(config.unlabelled)[0]
         if not self.num_elements(data.part("train")):
             raise StrettoError(
                 f"{data.name}: no step of the training sequences has a label but {config.unlabelled}",
@@ -93,10 +97,15 @@ class LabelSteps(Classification[LabelStepsConfig]):
         """Signals that switch between regimes."""
         return make_regimes()
 
+    def _class_counts(self, part: SequenceSet) -> npt.NDArray[np.int64]:
+        assert isinstance(part.targets, StepLabels)
+        counts_C: npt.NDArray[np.int64] = part.targets.counts()[self._class_of != NO_CLASS]
+        return counts_C
+
     def num_elements(self, part: SequenceSet) -> int:
         """Labelled steps."""
         assert isinstance(part.targets, StepLabels)
-        return int(part.targets.counts()[self._class_of != NO_CLASS].sum())
+        return int(self._class_counts(part).sum())
 
     def _classes(self, batch: Batch) -> torch.Tensor:
         """Classes (B, T); `NO_CLASS` where a step has no label, and after a sequence's end."""
@@ -115,6 +124,28 @@ class LabelSteps(Classification[LabelStepsConfig]):
             self._sample(truth_T[:length], best_T[:length])
             for truth_T, best_T, length in zip(truth_BT, best_BT, batch.lengths.tolist(), strict=True)
         ]
+
+    def with_data(self, data: SequenceSet, *, targets: bool = True) -> Self:
+        """Labels by their names, or by their numbers where the data have no names."""
+        task = AbstractTask.with_data(self, data, targets=targets)
+        labels, skipped = task.data.targets, self.config.unlabelled
+        if isinstance(labels, StepLabels):
+            if skipped is not None and skipped < len(labels.names):
+                # The label for unlabelled steps is not a class, whatever it is called.
+                known = (*self.class_names[:skipped], labels.names[skipped], *self.class_names[skipped:])
+                task._class_of = match_classes(labels, known=known, source=data.name)
+                task._class_of[task._class_of == skipped] = NO_CLASS
+                task._class_of[task._class_of > skipped] -= 1
+            else:
+                task._class_of = match_classes(labels, known=self.class_names, source=data.name)
+        elif targets:
+            raise StrettoError(f"{data.name} has no labels of steps", fix=self.label_hint)
+        return task
+
+    def predict(self, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
+        """The most likely class of each step."""
+        rows = zip(model(batch).argmax(dim=2).tolist(), batch.lengths.tolist(), strict=True)
+        return [{"labels": [self.class_names[number] for number in best_T[:length]]} for best_T, length in rows]
 
     def _sample(self, truth_T: torch.Tensor, best_T: torch.Tensor) -> Sample:
         at = np.unique(np.linspace(0, len(truth_T) - 1, min(len(truth_T), SAMPLE_STEPS)).round().astype(np.int64))

@@ -6,21 +6,22 @@ units, C words or characters.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, final
 
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from typing_extensions import Self
 
 from stretto.batching import NO_STEP, Batch
-from stretto.data import SequenceSet, make_text, read_word_text
+from stretto.data import UNKNOWN, SequenceSet, make_text, open_sequences, read_word_text
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.nn import CarriedState, run_ragged
-from stretto.tasks.recurrent import make_lstm
+from stretto.nn import CarriedState, Dropout, linear_cross_entropy, run_ragged
+from stretto.tasks.recurrent import Unpadded, make_lstm
 from stretto.training import (
     AbstractFeed,
     AbstractTask,
@@ -36,8 +37,13 @@ from stretto.training import (
 )
 
 MIN_TOKENS: Final = 2
+NATS_DIMS: Final = 2
+"""Dimensions of what a model returns in training: those of its scores without one."""
 SAMPLE_TOKENS = {"characters": 60, "words": 16}
 MAX_NATS = 700.0
+MAX_NAMED: Final = 5
+READ_STEPS: Final = 64
+"""Steps whose scores are in memory at once when a text is read to be continued."""
 PTB: Final[dict[str, Any]] = {
     "tokens": "words",
     "layout": "streams",
@@ -64,6 +70,8 @@ class LanguageModelConfig(TrainConfig):
         input_dropout: Fraction of the embedding dropped.
         init_scale: Weights begin uniform between minus and plus this; left out, as torch has them, with open forget
             gates.
+        frequency_bias: The output layer's bias begins at the logarithms of how often words or characters occur in
+            training, so that the first updates need not teach it.
     """
 
     epochs: Count = 5
@@ -75,6 +83,7 @@ class LanguageModelConfig(TrainConfig):
     embedding_size: Count = 32
     input_dropout: Share = 0.0
     init_scale: Positive | None = None
+    frequency_bias: bool = False
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         # Published for a loss summed over the steps of a window; a mean has rates so many times larger, and norms
@@ -119,30 +128,82 @@ class TextNet(nn.Module):
         self.carried = CarriedState(batch_dim=1)
         self.embed = nn.Embedding(num_tokens, config.embedding_size)
         self.lstm = make_lstm(config.embedding_size, size, config=config)
-        self.input_dropout, self.dropout = nn.Dropout(config.input_dropout), nn.Dropout(config.dropout)
+        self.input_dropout, self.dropout = Dropout(config.input_dropout), Dropout(config.dropout)
         self.predict = nn.Linear(size, num_tokens)
         if scale is not None:
             for weight in self.parameters():
                 nn.init.uniform_(weight, -scale, scale)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Of passages, scores (B, U, C) of steps 1 to T - 1; of windows, which have targets, of all T that follow."""
+    def forward(self, batch: Batch | Unpadded) -> torch.Tensor:
+        """Of passages, scores (B, U, C) of steps 1 to T - 1; of windows, which have targets, of all T that follow.
+
+        In training the nats (B, U) of what really comes, zero in padding: scores take far more memory and time.
+        """
+        if isinstance(batch, Unpadded):
+            return self.predict(self.lstm(self.embed(batch.features_BTF[:, :, 0]))[0])  # type: ignore[no-any-return]
         if batch.targets is not None:
-            return self._window(batch)
+            hidden_TBH = self._window(batch)
+            # Time first, as they lie in memory, so that nothing is copied.
+            return self._scored(hidden_TBH, batch.targets.transpose(0, 1)).transpose(0, 1)
         embedded_BUE = self.input_dropout(self.embed(batch.features_BTF[:, :-1, 0]))
         hidden_BUH = run_ragged(self.lstm, embedded_BUE, batch.lengths - 1)
-        scores_BUC: torch.Tensor = self.predict(self.dropout(hidden_BUH))
-        return scores_BUC
+        next_BU = batch.features_BTF[:, 1:, 0].masked_fill(~batch.mask[:, 1:], NO_STEP)
+        return self._scored(self.dropout(hidden_BUH), next_BU)
+
+    def _scored(self, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """In training the nats of what follows, or else scores of all that could."""
+        if not self.training:
+            scores: torch.Tensor = self.predict(hidden)
+            return scores
+        weight_CH, bias_C = self.predict.weight, self.predict.bias
+        return linear_cross_entropy(hidden, weight_CH, bias_C, following, ignore_index=NO_STEP)
 
     def _window(self, batch: Batch) -> torch.Tensor:
         """Only the end of the text is followed by padding; its outputs and states are not used."""
         embedded_BTE = self.input_dropout(self.embed(batch.features_BTF[:, :, 0]))
         hidden_BTH, state = self.lstm(embedded_BTE, self.carried.rows(slice(len(batch))))
         self.carried.keep(state)
-        # The layer returns its outputs with time first in memory; in that order neither they nor the scores are copied.
-        hidden_TBH = hidden_BTH.transpose(0, 1)
-        scores_PC: torch.Tensor = self.predict(self.dropout(hidden_TBH.flatten(0, 1)))
-        return scores_PC.view(*hidden_TBH.shape[:2], -1).transpose(0, 1)
+        hidden_TBH: torch.Tensor = self.dropout(hidden_BTH.transpose(0, 1))
+        return hidden_TBH
+
+    def continue_texts(self, batch: Batch, *, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The nats (B) of each text after its first step, and the likeliest next step, taken `num_steps` times (B, U).
+
+        Texts are read from an initial state, some steps at a time: the scores of a long one would fill the memory.
+        """
+        numbers_BT, lengths_B = batch.features_BTF[:, :, 0], batch.lengths
+        nats_B, last_BC = torch.zeros(len(batch), dtype=torch.float64), None
+        state: tuple[torch.Tensor, torch.Tensor] | None = None
+        for begin in range(0, numbers_BT.shape[1], READ_STEPS):
+            # Longer texts are read on beside those that have ended, whose states do not change.
+            left_B = (lengths_B - begin).clamp(0, READ_STEPS)
+            now_BT, next_BT = (
+                numbers_BT[:, begin : begin + READ_STEPS],
+                numbers_BT[:, begin + 1 : begin + READ_STEPS + 1],
+            )
+            hidden_BTH, state = self._read(now_BT, left_B, state)
+            logs_BTC = self.predict(hidden_BTH).log_softmax(dim=-1)
+            real_BT = torch.arange(next_BT.shape[1]) < (lengths_B - 1 - begin)[:, None]
+            found_BT = logs_BTC[:, : next_BT.shape[1]].gather(2, next_BT[..., None])[..., 0]
+            nats_B -= found_BT.double().cpu().masked_fill(~real_BT, 0.0).sum(dim=1)
+            ends_B = logs_BTC[torch.arange(len(batch)), (left_B - 1).clamp(min=0)]
+            is_last_B = ((left_B > 0) & (lengths_B <= begin + READ_STEPS)).to(ends_B.device)[:, None]
+            last_BC = ends_B if last_BC is None else torch.where(is_last_B, ends_B, last_BC)
+        assert last_BC is not None
+        rows = [last_BC.argmax(dim=1)]
+        ones_B = torch.ones_like(lengths_B)
+        while len(rows) < num_steps:
+            hidden_BTH, state = self._read(rows[-1][:, None], ones_B, state)
+            rows.append(self.predict(hidden_BTH[:, 0]).argmax(dim=1))
+        return nats_B, torch.stack(rows, dim=1)
+
+    def _read(
+        self, numbers_BT: torch.Tensor, lengths_B: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Outputs and the state after it, of rows which may be empty."""
+        if state is None:
+            return self.lstm(self.embed(numbers_BT), lengths=lengths_B)  # type: ignore[no-any-return]
+        return self.lstm(self.embed(numbers_BT), state, lengths=lengths_B)  # type: ignore[no-any-return]
 
 
 @final
@@ -177,7 +238,18 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
 
     def build_model(self) -> TextNet:
         """A new model."""
-        return TextNet(len(self._names), self.config)
+        model = TextNet(len(self._names), self.config)
+        if self.config.frequency_bias:
+            data = self.data
+            # A model that is built to be loaded may have no training data.
+            train_N = np.flatnonzero(data.split_N == 0)
+            pieces = zip(data.starts_N[train_N], data.lengths_N[train_N], strict=True)
+            tokens_S = np.concatenate([np.zeros(0, np.int64), *(data.features_SF[a : a + n, 0] for a, n in pieces)])
+            # Counted from one: what does not occur has a finite logarithm too.
+            counts_C = 1 + np.bincount(tokens_S.astype(np.int64), minlength=len(self._names))
+            with torch.no_grad():
+                model.predict.bias.copy_(torch.from_numpy(np.log(counts_C / counts_C.sum())))
+        return model
 
     def feed(self, *, world: World) -> AbstractFeed:
         """Windows of streams, or passages from buckets."""
@@ -200,17 +272,14 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
 
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
         """Cross-entropy of the next words or characters, counted in them."""
-        if batch.targets is not None:
-            # Time first, as the net returns its scores: so they need not be copied, which would cost as much again.
-            scores_PC, next_P = (item.transpose(0, 1).flatten(0, 1) for item in (output, batch.targets))
-            return LossSum(total=summed_cross_entropy(scores_PC, next_P), count=batch.num_steps)
-        real_BU, next_BU = batch.mask[:, 1:], batch.features_BTF[:, 1:, 0]
-        if bool(real_BU.all()):
-            scores_PC, next_P = output.flatten(0, 1), next_BU.flatten()
-        else:
-            scores_PC, next_P = output[real_BU], next_BU[real_BU]
-        total = functional.cross_entropy(scores_PC, next_P, reduction="sum")
-        return LossSum(total=total, count=batch.num_steps - len(batch))
+        is_window = batch.targets is not None
+        count = batch.num_steps if is_window else batch.num_steps - len(batch)
+        if output.dim() == NATS_DIMS:
+            return LossSum(total=output.sum(), count=count)
+        next_BU = batch.targets if is_window else batch.features_BTF[:, 1:, 0].masked_fill(~batch.mask[:, 1:], NO_STEP)
+        scores_PC, next_P = output.flatten(0, 1), next_BU.flatten()
+        total = functional.cross_entropy(scores_PC, next_P, ignore_index=NO_STEP, reduction="sum")
+        return LossSum(total=total, count=count)
 
     def num_elements(self, part: SequenceSet) -> int:
         """Words or characters but the first, of each passage or of all."""
@@ -237,6 +306,64 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
             shown.append(Sample(target=self._spell(actual), output=self._spell(expected)))
         return shown
 
+    def open(self, path: Path) -> SequenceSet:
+        """Read text as words or characters, whichever the model was trained on."""
+        if self.data.vocabulary and path.is_file() and path.name.lower().endswith((".txt", ".txt.gz")):
+            return read_word_text(path, whole=True)
+        return open_sequences(path)
+
+    def from_texts(self, texts: Sequence[str]) -> SequenceSet:
+        """Words of sentences, without an end, or characters."""
+        rows: list[Any] = [text.split() if self.data.vocabulary else text for text in texts]
+        names: Any = dict.fromkeys(name for row in rows for name in row)
+        number_of = {name: number for number, name in enumerate(names)}
+        return SequenceSet.from_flat(
+            np.array([number_of[name] for row in rows for name in row], dtype=np.int64),
+            offsets=np.cumsum([0, *map(len, rows)]),
+            split_N=np.zeros(len(rows), dtype=np.int64),
+            name="texts",
+            **({"vocabulary": tuple(names)} if self.data.vocabulary else {"alphabet": "".join(names)}),
+        )
+
+    def with_data(self, data: SequenceSet, *, targets: bool = True) -> Self:
+        """Words or characters by the model's numbers; a word that it does not know is `<unk>`, if it knows that."""
+        names: tuple[str, ...] | str = data.vocabulary if self.data.vocabulary else data.alphabet
+        kind = "words" if self.data.vocabulary else "characters"
+        if not names:
+            raise StrettoError(f"{data.name} is no text of {kind}", fix="Give text as the model was trained on.")
+        _check_numbers(data, num_tokens=len(names))
+        number_of = {name: number for number, name in enumerate(self._names)}
+        default = number_of.get(UNKNOWN, -1) if self.data.vocabulary else -1
+        known = np.array([number_of.get(name, default) for name in names], dtype=np.int64)
+        rows = zip(data.starts_N.tolist(), data.lengths_N.tolist(), strict=True)
+        used = np.unique(np.concatenate([data.features_SF[start : start + length, 0] for start, length in rows]))
+        if missing := [names[number] for number in used.tolist() if known[number] < 0]:
+            named = ", ".join(map(repr, missing[:MAX_NAMED])) + (", ..." if len(missing) > MAX_NAMED else "")
+            raise StrettoError(
+                f"{data.name} has {kind} that the model was not trained on: {named}",
+                fix="Remove or replace them in the text.",
+            )
+        numbers_SF = np.maximum(known, 0).astype(self.data.features_SF.dtype)[data.features_SF]
+        data = dataclasses.replace(
+            data, features_SF=numbers_SF, alphabet=self.data.alphabet, vocabulary=self.data.vocabulary
+        )
+        return super().with_data(data, targets=targets)
+
+    def predict(self, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
+        """The perplexity of each text, read from an initial state, and how it continues by the likeliest steps."""
+        assert isinstance(model, TextNet)
+        words = bool(self.data.vocabulary)
+        nats_B, rows = model.continue_texts(batch, num_steps=SAMPLE_TOKENS["words" if words else "characters"])
+        counts_B = (batch.lengths - 1).tolist()
+        return [
+            {
+                "perplexity": perplexity(Score(amount=nats, count=count)),
+                "words" if words else "characters": count + 1,
+                "continuation": self._spell(row),
+            }
+            for nats, count, row in zip(nats_B.tolist(), counts_B, rows.tolist(), strict=True)
+        ]
+
     def _spell(self, numbers: list[int]) -> str:
         return (" " if self.data.vocabulary else "").join(self._names[number] for number in numbers)
 
@@ -244,42 +371,6 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
 def perplexity(nats: Score) -> float:
     """The exponential of the mean loss, finite however large that is."""
     return math.exp(min(nats.ratio, MAX_NATS))
-
-
-def summed_cross_entropy(scores_PC: torch.Tensor, targets_P: torch.Tensor) -> torch.Tensor:
-    """`torch.nn.functional.cross_entropy` with `reduction="sum"`; steps whose target is -1 do not count.
-
-    With thousands of words, the softmax of a window takes as long as its layers. The gradient is computed in the memory
-    of the log-probabilities, where torch would allocate two more matrices. A second backward pass computes them again.
-    """
-    if not (torch.is_grad_enabled() and scores_PC.requires_grad):
-        return functional.cross_entropy(scores_PC, targets_P, ignore_index=NO_STEP, reduction="sum")
-    total: torch.Tensor = _SummedCrossEntropy.apply(scores_PC, targets_P)  # type: ignore[no-untyped-call]
-    return total
-
-
-class _SummedCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores_PC: torch.Tensor, targets_P: torch.Tensor) -> torch.Tensor:
-        logs_PC = torch.log_softmax(scores_PC, dim=1)
-        ctx.logs_PC = logs_PC
-        ctx.save_for_backward(scores_PC, targets_P)
-        return functional.nll_loss(logs_PC, targets_P, ignore_index=NO_STEP, reduction="sum")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        scores_PC, targets_P = ctx.saved_tensors
-        logs_PC, ctx.logs_PC = ctx.logs_PC, None
-        gradient_PC = (torch.log_softmax(scores_PC, dim=1) if logs_PC is None else logs_PC).exp_()
-        counted_P = targets_P != NO_STEP
-        rows_P = torch.arange(len(targets_P), device=targets_P.device)
-        gradient_PC[rows_P, targets_P.clamp(min=0)] -= 1.0
-        if not bool(counted_P.all()):
-            gradient_PC[~counted_P] = 0.0
-        if gradient.device.type != "cpu" or gradient.item() != 1.0:
-            gradient_PC.mul_(gradient)
-        return gradient_PC, None
 
 
 def _as_tokens(config: LanguageModelConfig, data: SequenceSet) -> SequenceSet:

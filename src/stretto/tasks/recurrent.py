@@ -10,7 +10,8 @@ from torch import nn
 
 from stretto import cells
 from stretto.batching import Batch
-from stretto.nn import RNN, accelerate, open_forget_gates, run_ragged
+from stretto.kernels import why_nothing_is_compiled
+from stretto.nn import RNN, accelerate, open_forget_gates, run_padded, run_ragged, warn_once
 from stretto.training import SolverConfig, TrainConfig
 
 
@@ -36,6 +37,31 @@ def make_lstm(
 
 
 @final
+class Unpadded:
+    """A batch of sequences of one length, as a model is exported: the length is the size of a tensor, not data."""
+
+    lengths = targets = indices = None
+
+    def __init__(self, features_BTF: torch.Tensor) -> None:
+        self.features_BTF = features_BTF
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """(B, T), all true."""
+        return torch.ones_like(self.features_BTF[..., 0], dtype=torch.bool)
+
+    def __len__(self) -> int:
+        return len(self.features_BTF)
+
+
+def run_layers(layers: nn.LSTM | nn.GRU, x_BTF: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+    """Outputs (B, T, H), zero after each sequence's end; None for sequences as long as the tensor."""
+    if lengths is None:
+        return layers(x_BTF)[0]  # type: ignore[no-any-return]
+    return run_ragged(layers, x_BTF, lengths)
+
+
+@final
 class GRULayers(nn.Module):
     """Layers of GRUs over a ragged batch: a `stretto.RNN`, which takes a solver, or torch's own layers."""
 
@@ -54,13 +80,43 @@ class GRULayers(nn.Module):
 
     def forward(self, x_BTF: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Outputs (B, T, H), zero after each sequence's end."""
-        if isinstance(self.rnn, RNN):
+        rnn = self.rnn
+        if isinstance(rnn, RNN) and batch.lengths is not None and self._only_torch(x_BTF):
+            weights: list[list[torch.Tensor]] = [[*cell.parameters()] for cell in rnn.cells]
+            dropout = rnn.dropout if self.training else 0.0
+            return run_padded("GRU", weights, x_BTF, batch.lengths, bidirectional=rnn.bidirectional, dropout=dropout)
+        if isinstance(self.rnn, RNN) and batch.lengths is not None:
             y_BTH, _ = self.rnn(x_BTF, lengths=batch.lengths, sample_ids=batch.indices)
         else:
-            y_BTH = run_ragged(self.rnn, x_BTF, batch.lengths)
+            y_BTH = run_layers(self.rnn, x_BTF, batch.lengths)
         return y_BTH  # type: ignore[no-any-return]
 
+    def _only_torch(self, x_BTF: torch.Tensor) -> bool:
+        """Whether no code can be compiled here: torch's own GRU then takes far less time than a cell step by step."""
+        assert isinstance(self.rnn, RNN)
+        if self.rnn.backend != "auto" or self.rnn.solver != "serial" or x_BTF.device.type != "cpu":
+            return False
+        reason = why_nothing_is_compiled(x_BTF.device)
+        if reason:
+            warn_once(f"GRU runs as torch's own layer: {reason}; see `stretto doctor`")
+        return bool(reason)
 
-def mean_over_steps(y_BTH: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def to_torch(self) -> nn.GRU:
+        """The same layers as torch's own, with copies of the weights."""
+        if not isinstance(self.rnn, RNN):
+            return self.rnn
+        cell, both = self.rnn.cells[0], self.rnn.bidirectional
+        assert isinstance(cell, cells.GRU)
+        gru = nn.GRU(cell.input_size, cell.hidden_size, self.rnn.num_layers, batch_first=True, bidirectional=both)
+        for index, each in enumerate(self.rnn.cells):
+            assert isinstance(each, cells.GRU)
+            layer, reverse = divmod(index, 2 if both else 1)
+            cells.store_layer(each, gru, layer=layer, reverse=bool(reverse))
+        return gru.eval()
+
+
+def mean_over_steps(y_BTH: torch.Tensor, batch: Batch | Unpadded) -> torch.Tensor:
     """The mean (B, H) over the real steps of each sequence, given outputs that are zero after its end."""
+    if isinstance(batch, Unpadded):
+        return y_BTH.mean(dim=1)
     return y_BTH.sum(dim=1) / batch.lengths.to(y_BTH)[:, None]

@@ -5,23 +5,37 @@ steps, R rows that are decoded, K translations kept of each, L pieces so far, H 
 `...` is (B, U) in training and (R,) in decoding.
 """
 
+import copy
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import Field
 from torch import nn
 from torch.nn import functional
+from typing_extensions import Self
 
 from stretto.batching import Batch
-from stretto.data import PARTS, LinePairs, SequenceSet, line_pairs, make_number_words
+from stretto.data import (
+    PARTS,
+    LinePairs,
+    NoTargets,
+    SequenceSet,
+    Transcripts,
+    decode_text,
+    line_pairs,
+    make_number_words,
+    parallel_set,
+)
 from stretto.errors import StrettoError
 from stretto.extras import optional
-from stretto.nn import Attention, run_ragged
-from stretto.tasks.language_model import perplexity
+from stretto.nn import Attention, Dropout, linear_cross_entropy, run_ragged
+from stretto.tasks.language_model import NATS_DIMS, perplexity
 from stretto.tasks.recurrent import make_lstm
 from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, Share, TrainConfig
 
@@ -127,14 +141,18 @@ class TranslateModel(nn.Module):
         if not above:
             # Without a layer above, what is attended to goes to the output straight away.
             self.join = nn.Linear(2 * size, size)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
+        self.label_smoothing = config.label_smoothing
         self.output_bias = nn.Parameter(torch.zeros(num_pieces))
         self.output_weight = None if config.tie_output else nn.Parameter(torch.empty(num_pieces, size))
         if self.output_weight is not None:
             nn.init.normal_(self.output_weight, std=size**-0.5)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Scores (B, U, C) of the target steps, each given the true pieces before it; not defined after an end."""
+        """Scores (B, U, C) of the target steps, each given the true pieces before it; not defined after an end.
+
+        In training the losses (B, U) of the true pieces, with smoothed labels, zero after an end.
+        """
         source, (target_BU, lengths) = split_sides(batch)
         memory = self.encode(*source)
         before_BU = torch.cat([torch.full_like(target_BU[:, :1], BEGIN), target_BU[:, :-1]], dim=1)
@@ -144,7 +162,16 @@ class TranslateModel(nn.Module):
             assert isinstance(layer, nn.LSTM)
             both_BUF = self.dropout(torch.cat([hidden_BUH, context_BUH], dim=-1))
             hidden_BUH = hidden_BUH + run_ragged(layer, both_BUF, lengths)
-        return self._scores(hidden_BUH, context_BUH)
+        if not self.training:
+            return self._scores(hidden_BUH, context_BUH)
+        return linear_cross_entropy(
+            self._joined(hidden_BUH, context_BUH),
+            self._output_weight(),
+            self.output_bias,
+            target_BU,
+            ignore_index=PAD,
+            label_smoothing=self.label_smoothing,
+        )
 
     def encode(self, source_BS: torch.Tensor, lengths: torch.Tensor) -> Memory:
         """What the decoder attends to."""
@@ -177,10 +204,17 @@ class TranslateModel(nn.Module):
 
     def _scores(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """Scores (..., C) from the decoder's output (..., H) and what was attended to."""
+        return functional.linear(self._joined(hidden, context), self._output_weight(), self.output_bias)
+
+    def _joined(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """What the output layer gets."""
         if not self.decoder:
             hidden = self.join(torch.cat([hidden, context], dim=-1)).tanh()
-        weight_CH = self.embed.weight if self.output_weight is None else self.output_weight
-        return functional.linear(self.dropout(hidden), weight_CH, self.output_bias)
+        joined: torch.Tensor = self.dropout(hidden)
+        return joined
+
+    def _output_weight(self) -> torch.Tensor:
+        return self.embed.weight if self.output_weight is None else self.output_weight
 
 
 def _cell(
@@ -196,8 +230,8 @@ class Translate(AbstractTask[TranslateConfig]):
     """Lines in two languages, translated from one to the other and measured in BLEU.
 
     The pieces of a line and of its translation lie side by side as the two features of a pair, `PAD` after the end of
-    the shorter one: a pair is as long as the longer of the two, the translation counted with its end mark, and buckets
-    are made by that. The vocabulary is learned from the training part.
+    the shorter one. Buckets are cut by both lengths, the translation counted with its end mark, and padded steps are
+    those of both sides. The vocabulary is learned from the training part.
 
     Translating takes the model, so `score` and `samples` use the one that `build_model` made last; they refuse scores
     of another.
@@ -209,6 +243,7 @@ class Translate(AbstractTask[TranslateConfig]):
     name = "translate"
     Config = TranslateConfig
     metric = "bleu"
+    higher_is_better = True
 
     def __init__(self, config: TranslateConfig, data: SequenceSet) -> None:
         pairs = _orient(line_pairs(data), config, name=data.name)
@@ -216,14 +251,25 @@ class Translate(AbstractTask[TranslateConfig]):
         texts = [text for side in (pairs.sources, pairs.targets) for text in (side[index] for index in trained)]
         default_size = min(MAX_PIECES, max(2 * MIN_PIECES, len(trained) // PAIRS_PER_PIECE))
         size = default_size if config.vocabulary_size == "auto" else config.vocabulary_size
-        self.vocabulary = Vocabulary(texts, max_pieces=size)
+        vocabulary = Vocabulary.learn(texts, max_pieces=size)
         words = config.bleu_words
         chosen = detect_bleu_words([pairs.targets[index] for index in trained]) if words == "auto" else words
-        self._bleu = Bleu(chosen)
+        self._take(config, data, pairs, vocabulary=vocabulary, words=chosen)
+
+    def _take(
+        self,
+        config: TranslateConfig,
+        data: SequenceSet,
+        pairs: LinePairs,
+        *,
+        vocabulary: "Vocabulary",
+        words: BleuWords,
+    ) -> None:
+        self.vocabulary, self._words, self._bleu = vocabulary, words, Bleu(words)
         self._references = dict(zip(data.numbers_N.tolist(), pairs.targets, strict=True))
         self._model: TranslateModel | None = None
-        note = f"BLEU compares {BLEU_WORD_NAMES[chosen]} (sacrebleu's {chosen})"
-        super().__init__(config, _encode_pairs(data, pairs, self.vocabulary, note=note))
+        note = f"BLEU compares {BLEU_WORD_NAMES[words]} (sacrebleu's {words})"
+        super().__init__(config, _encode_pairs(data, pairs, vocabulary, note=note))
 
     @classmethod
     def embedded_data(cls) -> SequenceSet:
@@ -238,6 +284,9 @@ class Translate(AbstractTask[TranslateConfig]):
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
         """Cross-entropy with smoothed labels, counted in target pieces and end marks."""
         pieces_BU = _target_pieces(output, batch)
+        count = int((pieces_BU != PAD).sum())
+        if output.dim() == NATS_DIMS:
+            return LossSum(total=output.sum(), count=count)
         total = functional.cross_entropy(
             output.flatten(0, 1),
             pieces_BU.flatten(),
@@ -245,12 +294,24 @@ class Translate(AbstractTask[TranslateConfig]):
             reduction="sum",
             label_smoothing=self.config.label_smoothing,
         )
-        return LossSum(total=total, count=int((pieces_BU != PAD).sum()))
+        return LossSum(total=total, count=count)
+
+    def bucket_lengths(self, part: SequenceSet) -> npt.NDArray[np.int64]:
+        """The lengths (N, 2) of source and target; where only one is known, it has at least one step."""
+        before_S2 = np.concatenate([np.zeros((1, 2), np.int64), np.cumsum(part.features_SF != PAD, axis=0)])
+        lengths_N2: npt.NDArray[np.int64] = before_S2[part.starts_N + part.lengths_N] - before_S2[part.starts_N]
+        return np.maximum(1, lengths_N2)
+
+    def count_steps(self, batch: Batch) -> tuple[int, int]:
+        """Pieces of source and target, and those that both are padded to."""
+        if not len(batch):
+            return 0, 0
+        sides = split_sides(batch)
+        return sum(int(lengths.sum()) for _, lengths in sides), sum(pieces.numel() for pieces, _ in sides)
 
     def num_elements(self, part: SequenceSet) -> int:
         """Target pieces and end marks."""
-        before_S = np.concatenate([[0], np.cumsum(part.features_SF[:, 1] != PAD)])
-        return int((before_S[part.starts_N + part.lengths_N] - before_S[part.starts_N]).sum())
+        return int(self.bucket_lengths(part)[:, 1].sum())
 
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """Nats, pieces predicted right, and the counts for BLEU of greedy translations."""
@@ -280,6 +341,53 @@ class Translate(AbstractTask[TranslateConfig]):
         width = self.config.beam_width if self.config.decoder == "beam" else 1
         texts = self._translations(output, batch, width=width)
         return [Sample(target=reference, output=text) for reference, text in zip(self._true(batch), texts, strict=True)]
+
+    def preprocessing(self) -> dict[str, Any]:
+        """The vocabulary, and what BLEU takes for a word."""
+        return {"vocabulary": self.vocabulary.to_json(), "bleu_words": self._words}
+
+    @classmethod
+    def restore(cls, config: TranslateConfig, data: SequenceSet, preprocessing: dict[str, Any]) -> Self:
+        """The task with the vocabulary that it was trained with."""
+        task = cls.__new__(cls)
+        AbstractTask.__init__(task, config, data)
+        task.vocabulary, task._words = Vocabulary(preprocessing["vocabulary"]), preprocessing["bleu_words"]
+        task._bleu, task._references, task._model = Bleu(task._words), {}, None
+        return task
+
+    def open(self, path: Path) -> SequenceSet:
+        """Read parallel text, or a file of lines to translate."""
+        if path.is_dir() or path.suffix in (".npz", ".parquet", ".arrow", ".feather"):
+            return super().open(path)
+        lines = [line.strip() for line in decode_text(path).split("\n")]
+        return dataclasses.replace(self.from_texts([line for line in lines if line]), name=path.name)
+
+    def from_texts(self, texts: Sequence[str]) -> SequenceSet:
+        """Lines to translate."""
+        if not texts or not all(text.strip() for text in texts):
+            raise StrettoError("there is an empty line, or no line at all", fix="Give lines with words.")
+        pairs = LinePairs(sources=list(texts), targets=[""] * len(texts), languages=None)
+        made = parallel_set(pairs, split_N=None, name="texts")
+        return dataclasses.replace(made, targets=NoTargets(count=len(made)), notes=())
+
+    def with_data(self, data: SequenceSet, *, targets: bool = True) -> Self:
+        """Lines encoded with the vocabulary of the model; without references, each has an empty one."""
+        is_source = isinstance(data.targets, NoTargets)
+        if is_source and targets:
+            raise StrettoError(f"{data.name} has no translations", fix="Give a folder of parallel text.")
+        if is_source:
+            data = dataclasses.replace(data, targets=Transcripts.of([""] * len(data)))
+        pairs = line_pairs(data) if is_source else _orient(line_pairs(data), self.config, name=data.name)
+        task, model = copy.copy(self), self._model
+        task._take(self.config, data, pairs, vocabulary=self.vocabulary, words=self._words)
+        task._model = model
+        return task
+
+    def predict(self, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
+        """The translation of each line, by the decoder of the settings."""
+        assert isinstance(model, TranslateModel)
+        pieces, _ = search(model, batch, width=self.config.beam_width if self.config.decoder == "beam" else 1)
+        return [{"translation": text} for text in self.vocabulary.decode(pieces)]
 
     def _guesses(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         pieces_BU = _target_pieces(output, batch)
@@ -387,17 +495,29 @@ class Vocabulary:
     Text is given back exactly, but for spaces at its ends.
 
     Args:
-        texts: What to learn from; the same texts in the same order make the same vocabulary.
-        max_pieces: Its largest size, marks included.
+        pieces: As `to_json` wrote it.
 
     Attributes:
         size: Pieces and marks.
-
-    Raises:
-        StrettoError: The package tokenizers is missing, or there is no room for every byte.
     """
 
-    def __init__(self, texts: Sequence[str], *, max_pieces: int) -> None:
+    def __init__(self, pieces: str) -> None:
+        self._pieces: Any = optional("tokenizers").Tokenizer.from_str(pieces)
+        # What looks like a mark in a text is text.
+        self._pieces.encode_special_tokens = True
+        self.size: int = self._pieces.get_vocab_size()
+
+    @classmethod
+    def learn(cls, texts: Sequence[str], *, max_pieces: int) -> "Vocabulary":
+        """Learn from texts; the same texts in the same order make the same vocabulary.
+
+        Args:
+            texts: What to learn from.
+            max_pieces: Its largest size, marks included.
+
+        Raises:
+            StrettoError: The package tokenizers is missing, or there is no room for every byte.
+        """
         if max_pieces < MIN_PIECES:
             raise StrettoError(
                 f"vocabulary_size is {max_pieces}, which has no room for every byte",
@@ -405,9 +525,9 @@ class Vocabulary:
             )
         tokenizers = optional("tokenizers")
         bytewise = tokenizers.pre_tokenizers.ByteLevel
-        self._pieces: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
-        self._pieces.pre_tokenizer = bytewise(add_prefix_space=True)
-        self._pieces.decoder = tokenizers.decoders.ByteLevel()
+        pieces = tokenizers.Tokenizer(tokenizers.models.BPE())
+        pieces.pre_tokenizer = bytewise(add_prefix_space=True)
+        pieces.decoder = tokenizers.decoders.ByteLevel()
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=max_pieces,
             min_frequency=2,
@@ -415,10 +535,12 @@ class Vocabulary:
             initial_alphabet=sorted(bytewise.alphabet()),
             show_progress=False,
         )
-        self._pieces.train_from_iterator(texts, trainer)
-        # What looks like a mark in a text is text.
-        self._pieces.encode_special_tokens = True
-        self.size: int = self._pieces.get_vocab_size()
+        pieces.train_from_iterator(texts, trainer)
+        return cls(pieces.to_str())
+
+    def to_json(self) -> str:
+        """The vocabulary as JSON."""
+        return str(self._pieces.to_str())
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The numbers of the pieces of each text."""

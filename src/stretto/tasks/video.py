@@ -5,6 +5,7 @@ units, C classes.
 """
 
 import dataclasses
+from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal, final
 
 import numpy as np
@@ -15,8 +16,8 @@ from torch import nn
 from stretto.batching import Batch
 from stretto.data import LARGEST_FRAME, SMALLEST_FRAME, Framing, SequenceSet, open_sequences
 from stretto.errors import StrettoError
-from stretto.nn import Standardise
-from stretto.tasks.classify import Classification
+from stretto.nn import Dropout, Standardise
+from stretto.tasks.classify import Classification, ClassificationConfig
 from stretto.tasks.recurrent import GRULayers, mean_over_steps
 from stretto.training import Count, Positive, SolverConfig
 
@@ -26,7 +27,7 @@ POOLED_SIZE: Final = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VideoConfig(SolverConfig):
+class VideoConfig(SolverConfig, ClassificationConfig):
     """Settings of the video task.
 
     Attributes:
@@ -86,7 +87,7 @@ class VideoModel(nn.Module):
         self.standardise, self.encode = standardise, encode
         size = config.hidden_size
         self.gru = GRULayers(size, config=config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.classify = nn.Linear(size, num_classes)
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -117,6 +118,10 @@ class Video(Classification[VideoConfig]):
         self._has_frames = data.features_SF.dtype == np.uint8
         if self._has_frames:
             _check_frames(data, config.framing)
+
+    def open(self, path: Path) -> SequenceSet:
+        """Read clips with the frames of the settings."""
+        return open_sequences(path, framing=self.config.framing if path.is_dir() else None)
 
     def build_model(self) -> VideoModel:
         """A new model."""

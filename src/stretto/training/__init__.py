@@ -1,9 +1,11 @@
 """Training: settings, tasks, feeds, updates, the trainer, checkpoints and events."""
 
-from stretto.training.checkpoint import CHECKPOINT_FOLDER
+from stretto.training.auto import AUTO_FILE, run_auto
+from stretto.training.checkpoint import BEST_FILE, CHECKPOINT_FOLDER, model_of_newest_checkpoint
 from stretto.training.config import (
     PRESET,
     Count,
+    LoggerName,
     NotNegative,
     Positive,
     Share,
@@ -11,10 +13,11 @@ from stretto.training.config import (
     TrainConfig,
     check_compatible,
     read_toml,
+    settings_to_toml,
     validate,
     with_preset,
 )
-from stretto.training.evaluate import evaluate
+from stretto.training.evaluate import Evaluation, evaluate, evaluation_mode
 from stretto.training.events import EVENTS_FILE, AbstractLog, Event, EventLog, SilentLog, Subscriber, read_events
 from stretto.training.feeds import AbstractFeed, StreamFeed, eval_windows
 from stretto.training.solver import SolverRecord
@@ -24,6 +27,8 @@ from stretto.training.trainer import MODEL_FILE, EpochRecord, Interrupted, RunRe
 from stretto.training.update import Diverged, Updater
 
 __all__ = [
+    "AUTO_FILE",
+    "BEST_FILE",
     "CHECKPOINT_FOLDER",
     "EVENTS_FILE",
     "MODEL_FILE",
@@ -34,10 +39,12 @@ __all__ = [
     "Count",
     "Diverged",
     "EpochRecord",
+    "Evaluation",
     "Event",
     "EventLog",
     "Interrupted",
     "LabelTrack",
+    "LoggerName",
     "LossSum",
     "NotNegative",
     "Positive",
@@ -57,8 +64,12 @@ __all__ = [
     "check_compatible",
     "eval_windows",
     "evaluate",
+    "evaluation_mode",
+    "model_of_newest_checkpoint",
     "read_events",
     "read_toml",
+    "run_auto",
+    "settings_to_toml",
     "stop_on_signals",
     "validate",
     "with_preset",

@@ -275,7 +275,7 @@ class TunedBatch(BatchPolicy):
         reset_carried(scratch.model)
         batch = self._feed.example(size, length)
         Updater(self._task, scratch, world=World()).update([batch], skip_nonfinite=True)
-        return batch.num_steps
+        return self._task.count_steps(batch)[0]
 
     def _allowed_seconds(self, scratch: TrainState, size: int, lengths: dict[int, float]) -> float:
         """So that a short run does not spend its time on being measured."""

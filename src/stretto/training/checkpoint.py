@@ -24,10 +24,11 @@ import torch
 
 from stretto.distributed import DeferredErrors
 from stretto.errors import StrettoError
-from stretto.files import disk_errors, sync_folder
+from stretto.files import disk_errors, sync_folder, write_atomically
 from stretto.training.events import AbstractLog
 
 CHECKPOINT_FOLDER: Final = "checkpoints"
+BEST_FILE: Final = "best.safetensors"
 TENSORS_FILE: Final = "tensors.safetensors"
 STATE_FILE: Final = "state.json"
 VERSION: Final = 6
@@ -47,6 +48,11 @@ class Checkpoint:
             merged.tensors.update(other.tensors)
             merged.state.update(other.state)
         return merged
+
+    def model(self) -> dict[str, torch.Tensor]:
+        """The weights."""
+        begin = "model."
+        return {name.removeprefix(begin): value for name, value in self.tensors.items() if name.startswith(begin)}
 
     def copy(self) -> "Checkpoint":
         """A copy in memory of its own, so that training can continue while it is written."""
@@ -105,6 +111,11 @@ def load_newest(run: Path) -> FoundCheckpoint:
     )
 
 
+def model_of_newest_checkpoint(run: Path) -> dict[str, torch.Tensor]:
+    """The weights of a run that is not finished."""
+    return load_newest(run).checkpoint.model()
+
+
 @final
 class CheckpointWriter:
     """Writes one checkpoint at a time in a thread, and records each that is on disk.
@@ -118,16 +129,24 @@ class CheckpointWriter:
         self._pending: Future[Path] | None = None
         self.seconds = 0.0
 
-    def begin(self, checkpoint: Checkpoint, *, update: int, seconds: float = 0.0) -> None:
+    def begin(self, checkpoint: Checkpoint, *, update: int, seconds: float = 0.0, is_best: bool = False) -> None:
         """Begin to write a checkpoint that nothing changes any more, and took so many seconds to prepare.
 
-        The one before is on disk and recorded by then.
+        If its model is the best so far, its weights are written by themselves too. The checkpoint before is on disk and
+        recorded by then.
         """
         self.wait()
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending = thread.submit(save_checkpoint, self._run, checkpoint, update=update, keep=self._keep)
+        self._pending = thread.submit(self._write, checkpoint, update=update, is_best=is_best)
         thread.shutdown(wait=False)
         self.seconds += seconds
+
+    def _write(self, checkpoint: Checkpoint, *, update: int, is_best: bool) -> Path:
+        if is_best:
+            # Before the checkpoint: a run that is resumed from an earlier one writes the same weights again.
+            weights = checkpoint.model()
+            write_atomically(self._run / BEST_FILE, lambda path: save_tensors(weights, path))
+        return save_checkpoint(self._run, checkpoint, update=update, keep=self._keep)
 
     def poll(self) -> None:
         """Record the checkpoint under way if it is on disk."""

@@ -1,11 +1,12 @@
 """Settings of a training run: dataclasses that give the flags, the TOML keys and the checks."""
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args, get_type_hints
 
 import pydantic
 from pydantic import Field
@@ -24,11 +25,14 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
 
 PRESET: Final = "preset"
+OF_SCHEDULES: Final = ("decay_factor", "flat_epochs")
+"""Settings that mean something with some schedules only."""
 MEGABYTE: Final = 1 << 20
 NOT_RECORDED: Final = frozenset(
-    "out resume nproc time_parallel max_restarts rank_timeout_minutes record_sequences".split()
+    "out resume log nproc time_parallel max_restarts rank_timeout_minutes record_sequences".split()
 )
 """Settings that say where and how a run is made, and may change when it resumes."""
 
@@ -43,26 +47,37 @@ class TrainConfig:
         data: A file or folder that `stretto inspect` can read; left out, the task's embedded data.
         out: The run folder; left out, the next free one under runs/.
         resume: Continue the run in `out` (left out: the latest of this task) exactly where it stopped.
+        log: Also log to CSV files, TensorBoard, Weights & Biases or MLflow; several may be named.
         epochs: Passes over the training data.
+        patience: Stop after so many epochs without a better validation metric, and test the best weights instead of
+            the last.
+        auto: Find out how to train: the settings given are the plain recipe, and others are tried beside it, briefly.
+            The best is run for few epochs, then longer as long as that pays. All runs together have `epochs` epochs.
+            The weights with the best validation metric are tested.
+        reach: Stop after the first epoch whose validation metric is as good as this: a share for accuracy, 0.96.
+        max_hours: Stop after the first epoch that ends later than this, counted from the first start.
         batch_size: Most sequences in a batch; auto begins with base_batch_size (left out: the task's own) and lets
             measurements choose a larger one.
         base_batch_size: The batch, over all ranks and accumulated batches, that learning_rate and warmup_epochs belong
             to; the rule adapts both to the batch in force. Left out, they are used as they are.
         rule: How they follow the batch. Legw: the rate by the square root, the warm-up in proportion; sqrt and linear:
-            the rate alone; none: neither.
+            the rate alone; updates, for muon: the rate by one over the square root of the updates; none: neither.
+        base_epochs: For the rule updates: the epochs that learning_rate and warmup_epochs belong to, if not as many.
         max_padded_steps: Most padded steps (sequences times longest) in a batch, a hard cap.
         num_buckets: Length buckets; 1 is plain shuffled batches, auto takes as many as pay.
+        largest_first: Begin the first epoch with its largest batch, which shows at once whether memory suffices.
         hidden_size: Units of the recurrent layer, per direction.
         num_layers: Recurrent layers.
         dropout: Share of activations dropped between layers.
         learning_rate: Peak of the schedule.
         optimizer: Sgd is plain; momentum and nesterov have a momentum of 0.9; lars and lamb scale the update of each
-            matrix by its norm, and lars counts rates in other units: 4 to 32 are usual.
+            matrix by its norm, and lars counts rates in other units: 4 to 32 are usual. Muon makes the update of each
+            gate orthogonal, with Adam for all but recurrent layers: rates of 0.01 to 0.03 are usual.
         schedule: One-cycle rises and falls over the run; constant rises once and stays; the others fall after the
-            warm-up: poly by the square of the share that is left, exponential a little at every update, step at times,
-            cosine, and ptb once per epoch after some flat ones.
-        warmup_epochs: Until the peak, at the base batch. Left out: 15 % of the run in one-cycle, 100 updates from a
-            tenth of the rate in constant, none in the others.
+            warm-up: linear to zero, poly by the square of the share that is left, exponential a little at every update,
+            step at times, cosine, and ptb once per epoch after some flat ones.
+        warmup_epochs: Until the peak, at the base batch. Left out: 15 % of the run in one-cycle, 10 % in linear, 100
+            updates from a tenth of the rate in constant, none in the others.
         warmup_cap: Largest share of the run that warmup_epochs may grow to.
         decay_factor: What the rate is multiplied by each time it falls: for exponential (0.95), step (0.1), ptb (0.5).
         flat_epochs: For ptb, epochs before the rate falls (4); for step, epochs between falls (a third of the run).
@@ -89,14 +104,21 @@ class TrainConfig:
     data: Path | None = None
     out: Path | None = None
     resume: bool = False
+    log: tuple[LoggerName, ...] = ()
     epochs: Count = 10
+    patience: Count | None = None
+    auto: bool = False
+    reach: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    max_hours: Positive | None = None
     batch_size: Count | Literal["auto"] = 32
     base_batch_size: Count | None = None
     rule: ScalingRule = "legw"
+    base_epochs: Positive | None = None
     max_padded_steps: Count | None = None
     num_buckets: Count | Literal["auto"] = "auto"
+    largest_first: bool = False
     hidden_size: Count = 128
-    num_layers: Count = 1
+    num_layers: Annotated[int, Field(ge=1, le=256)] = 1
     dropout: Share = 0.1
     learning_rate: Positive = 5e-3
     optimizer: OptimizerName = "adamw"
@@ -110,7 +132,7 @@ class TrainConfig:
     clip_norm: Positive = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     backend: Backend = "auto"
-    threads: Count | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     device: str = "cpu"
     checkpoint_minutes: Positive = 5.0
     keep_checkpoints: Count = 2
@@ -123,6 +145,11 @@ class TrainConfig:
     record_sequences: bool = False
 
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = pydantic.ConfigDict(extra="forbid")
+
+    @property
+    def tests_best(self) -> bool:
+        """Whether the weights with the best validation metric are those that are tested and loaded."""
+        return self.auto or self.patience is not None
 
     @property
     def first_batch_size(self) -> int:
@@ -181,6 +208,16 @@ class SolverConfig(TrainConfig):
 
 
 CONFLICTS: Final[tuple[tuple[Callable[[SimpleNamespace], bool], str, str], ...]] = (
+    (
+        lambda run: run.auto and (run.batch_size == "auto" or run.patience is not None),
+        "--auto was given with --batch-size {batch_size} and --patience {patience}",
+        "Give a number of sequences and leave --patience out: --auto tries larger batches, and decides when to stop.",
+    ),
+    (
+        lambda run: run.auto and (run.time_parallel > 1 or run.solver != "serial"),
+        "--auto was given with --time-parallel {time_parallel} and --solver {solver}",
+        "Leave these out: recipes are tried with layers that run sequentially.",
+    ),
     (
         lambda run: run.batch_size == "auto" and (run.accumulate > 1 or run.time_parallel > 1),
         "--batch-size auto was given with --accumulate {accumulate} and --time-parallel {time_parallel}",
@@ -269,17 +306,24 @@ def check_compatible(
 def with_preset(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings given, and the values of the preset they name for those left out.
 
-    `presets` of the class, if it has any, are settings by name. An unknown preset is left for `validate`.
+    `presets` of the class, if it has any, are settings by name. An unknown preset is left for `validate`. Of a preset
+    whose schedule is replaced, what belongs to that schedule is left out.
     """
     presets: Mapping[str, Mapping[str, Any]] = getattr(kind, "presets", {})
     name = values.get(PRESET)
-    return {**(presets.get(name, {}) if isinstance(name, str) else {}), **values}
+    preset = dict(presets.get(name, {})) if isinstance(name, str) else {}
+    if values.get("schedule", preset.get("schedule")) != preset.get("schedule"):
+        preset = {key: value for key, value in preset.items() if key not in OF_SCHEDULES}
+    return {**preset, **values}
 
 
 def validate(kind: type[C], values: Mapping[str, Any], *, source: str) -> C:
     """Build settings from plain values; all problems are shown at once, with the file or call they come from."""
+    hints = get_type_hints(kind)
+    truths = [name for name, value in values.items() if isinstance(value, bool) and not _takes_bool(hints.get(name))]
     try:
-        return pydantic.TypeAdapter(kind).validate_python(dict(values))
+        # Python's truth values are whole numbers too, and would be taken for 0 and 1.
+        return pydantic.TypeAdapter(kind).validate_python({**values, **{name: str(values[name]) for name in truths}})
     except pydantic.ValidationError as error:
         known = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
         # A union reports one line for each of its members; one line for each setting is enough.
@@ -293,13 +337,18 @@ def validate(kind: type[C], values: Mapping[str, Any], *, source: str) -> C:
 def read_toml(path: Path) -> dict[str, Any]:
     """The keys and values of a TOML file; a key may be written with dashes or underscores."""
     try:
+        if path.exists() and not path.is_file():
+            raise StrettoError(f"{str(path)!r} is not a file", fix="Name a TOML file.")
         with path.open("rb") as stream:
             values = tomllib.load(stream)
+    except StrettoError:
+        raise
     except OSError as error:
         raise StrettoError(f"could not read {str(path)!r}: {error.strerror}", fix="Check the path.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, or thousands of brackets, are no TOML error.
         raise StrettoError(
-            f"{str(path)!r} is not a TOML file: {error}", fix="Write lines such as epochs = 10."
+            f"{str(path)!r} is not a TOML file: {str(error).splitlines()[0]}", fix="Write lines such as epochs = 10."
         ) from error
     spelt = {key.replace("-", "_"): value for key, value in values.items()}
     if len(spelt) < len(values):
@@ -308,6 +357,21 @@ def read_toml(path: Path) -> dict[str, Any]:
             f"{str(path)!r} has {', '.join(twice)} with dashes and with underscores", fix="Keep one of the two."
         )
     return spelt
+
+
+def settings_to_toml(config: TrainConfig, *, title: str) -> str:
+    """The settings as a file that `--config` reads; TOML has no None, so what is None is a comment."""
+    lines = [f"# {title} --config FILE"]
+    for name, value in config.recorded().items():
+        key = name.replace("_", "-")
+        # JSON's strings, numbers, booleans and lists are TOML's too.
+        lines.append(f"# {key} is None" if value is None else f"{key} = {json.dumps(value, ensure_ascii=False)}")
+    return "\n".join(lines) + "\n"
+
+
+def _takes_bool(hint: Any) -> bool:
+    """Whether a type annotation is, or has among its members, bool or anything at all."""
+    return hint in (None, Any, bool) or any(map(_takes_bool, get_args(hint)))
 
 
 def _fault(entry: Any) -> tuple[str, str]:

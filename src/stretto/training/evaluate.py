@@ -35,17 +35,18 @@ def evaluate(
     final: bool = False,
     world: World | None = None,
     by_solver: bool = False,
+    loss_only: bool = False,
 ) -> Evaluation:
     """Loss and metrics of the model on every sequence of `part`, divided among the ranks.
 
     `final` takes the task's `final_score`, for which more time may be spent. `by_solver` runs through time with the
-    solver of training, instead of sequentially.
+    solver of training, instead of sequentially. `loss_only` leaves the metrics out, which may need much more time.
     """
     world = world or World()
     loss, count = 0.0, 0
     scores: dict[str, Score] = {}
     bad: list[int] = []
-    with _evaluation_mode(model, by_solver=by_solver):
+    with evaluation_mode(model, by_solver=by_solver):
         for batch in task.eval_batches(part, world=world, device=device):
             if not len(batch):
                 continue
@@ -57,13 +58,16 @@ def evaluate(
                 loss = total
                 break
             loss, count = loss + total, count + summed.count
+            if loss_only:
+                continue
             for name, score in (task.final_score if final else task.score)(output, batch).items():
                 scores[name] = scores[name] + score if name in scores else score
     loss, total_count, *_ = world.all_reduce_sum([loss, float(count)])
     if not math.isfinite(loss):
         named = gather_sequences(bad, world, most=MAX_NAMED_SEQUENCES)
         raise diverged(named, loss, where=f"in the evaluation of {part.name}, on sequences")
-    return Evaluation(loss=loss / max(1.0, total_count), metrics=task.summary(_sum_scores(scores, world)))
+    metrics = {} if loss_only else task.summary(_sum_scores(scores, world))
+    return Evaluation(loss=loss / max(1.0, total_count), metrics=metrics)
 
 
 def _sum_scores(scores: dict[str, Score], world: World) -> dict[str, Score]:
@@ -84,13 +88,19 @@ def _score_names(scores: dict[str, Score], world: World) -> list[str]:
 
 def sample_predictions(task: AbstractTask[Any], model: nn.Module, part: SequenceSet, *, device: str) -> list[Sample]:
     """Targets and predictions of every sequence of `part`, for the report."""
-    with _evaluation_mode(model):
-        batches = eval_batches(part, max_padded_steps=task.config.max_padded_steps, device=device, world=World())
+    with evaluation_mode(model):
+        batches = eval_batches(
+            part,
+            max_padded_steps=task.config.max_padded_steps,
+            device=device,
+            world=World(),
+            lengths=task.bucket_lengths(part),
+        )
         return [sample for batch in batches for sample in task.samples(model(batch), batch)]
 
 
 @contextlib.contextmanager
-def _evaluation_mode(model: nn.Module, *, by_solver: bool = False) -> Iterator[None]:
+def evaluation_mode(model: nn.Module, *, by_solver: bool = False) -> Iterator[None]:
     """No gradients, dropout off, nothing carried, sequential; afterwards the model is as it was."""
     was_training = model.training
     model.eval()

@@ -56,8 +56,12 @@ class EventLog(AbstractLog):
 
     def __init__(self, path: Path, *, subscribers: Sequence[Subscriber] = ()) -> None:
         self._path = path
-        self._subscribers = tuple(subscribers)
+        self._subscribers = list(subscribers)
         self._stream: TextIO | None = None
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Pass all events from now on to one more subscriber."""
+        self._subscribers.append(subscriber)
 
     def emit(self, kind: str, **values: Any) -> None:
         """Record one event."""
@@ -96,6 +100,8 @@ def read_events(path: Path) -> list[Event]:
     """
     file = path / EVENTS_FILE if path.is_dir() else path
     try:
+        if file.exists() and not file.is_file():
+            raise _no_record(path, why="not a file")
         lines = file.read_bytes().splitlines()
     except OSError as error:
         raise _no_record(path, why=str(error)) from error
@@ -105,7 +111,10 @@ def read_events(path: Path) -> list[Event]:
     events: list[Event] = []
     for event in parsed:
         if event["event"] == "resumed":
-            events = [e for e in events if e["event"] != "interrupted" and e.get("update", 0) <= event["update"]]
+            last = event.get("update")
+            if not isinstance(last, int):
+                raise _no_record(path, why="a resumption without the number of an update")
+            events = [e for e in events if e["event"] != "interrupted" and e.get("update", 0) <= last]
         events.append(event)
     return events
 
@@ -113,7 +122,7 @@ def read_events(path: Path) -> list[Event]:
 def _parsed(line: bytes) -> Event | None:
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 

@@ -7,15 +7,16 @@ R streams of all ranks, T steps of a window.
 import abc
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from stretto.batching import NO_STEP, Batch, BucketSampler, bucket_of, collate
+from stretto.batching import NO_STEP, Batch, BucketSampler, bucket_of, collate, steps_of
 from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
@@ -119,16 +120,29 @@ class AbstractFeed(abc.ABC):
 
 @final
 class BucketFeed(AbstractFeed):
-    """Every batch from one length bucket, in a new order each epoch, as a `BucketSampler` plans them."""
+    """Every batch from one length bucket, in a new order each epoch, as a `BucketSampler` plans them.
 
-    def __init__(self, part: SequenceSet, *, config: TrainConfig, batch_size: int, world: World) -> None:
+    `lengths` are what buckets are cut by: the sequences' own, or (N, 2) for pairs, whose edges count both.
+    """
+
+    def __init__(
+        self,
+        part: SequenceSet,
+        *,
+        config: TrainConfig,
+        batch_size: int,
+        world: World,
+        lengths: npt.NDArray[np.int64] | None = None,
+    ) -> None:
         self._part, self._world = part, world
+        self._lengths = part.lengths_N if lengths is None else lengths
         self.batch_size, self.num_sequences = batch_size, len(part)
         self.sampler = BucketSampler(
-            part.lengths_N,
+            self._lengths,
             batch_size=batch_size,
             max_padded_steps=config.max_padded_steps,
             num_buckets=config.num_buckets,
+            largest_first=config.largest_first,
             seed=config.seed,
             rank=world.rank,
             world_size=world.size,
@@ -136,16 +150,15 @@ class BucketFeed(AbstractFeed):
 
     @property
     def edges(self) -> list[int]:
-        """The bucket edges."""
-        return [int(edge) for edge in self.sampler.edges]
+        """The bucket edges, of pairs the sums of both sides'."""
+        return [int(edge) for edge in steps_of(self.sampler.edges)]
 
     @property
     def shares(self) -> dict[int, float]:
         """The share of the sequences in each bucket, by its edge."""
-        counts_K = np.bincount(bucket_of(self._part.lengths_N, self.sampler.edges), minlength=len(self.edges))
-        return {
-            edge: count / len(self._part) for edge, count in zip(self.edges, counts_K.tolist(), strict=True) if count
-        }
+        bucket_N = bucket_of(self._lengths, self.sampler.edges)
+        edges_N, counts_N = np.unique(np.array(self.edges)[bucket_N], return_counts=True)
+        return {int(edge): count / len(self._part) for edge, count in zip(edges_N, counts_N.tolist(), strict=True)}
 
     @property
     def left(self) -> float:
@@ -185,8 +198,8 @@ class BucketFeed(AbstractFeed):
 
     def example(self, batch_size: int, length: int) -> Batch:
         """Sequences of the bucket that this length belongs to, repeated if it has too few."""
-        bucket_N = bucket_of(self._part.lengths_N, self.sampler.edges)
-        bucket = min(int(np.searchsorted(self.sampler.edges, length)), int(bucket_N.max()))
+        bucket_N = bucket_of(self._lengths, self.sampler.edges)
+        bucket = min(int(np.searchsorted(self.edges, length)), int(bucket_N.max()))
         members_M = np.flatnonzero(bucket_N == bucket)
         chosen_B = np.resize(members_M if len(members_M) else np.arange(len(self._part)), batch_size)
         return collate([self._part[int(index)] for index in chosen_B])
@@ -202,21 +215,31 @@ class BucketFeed(AbstractFeed):
         return state["used"][-1][0] != self._world.size, ""
 
 
-def check_max_length(data: SequenceSet, *, max_padded_steps: int | None) -> None:
+def check_max_length(
+    data: SequenceSet, *, max_padded_steps: int | None, lengths: npt.NDArray[np.int64] | None = None
+) -> None:
     """Refuse a sequence longer than the cap, in training and evaluation alike, by its number in the file."""
-    longest = int(data.lengths_N.argmax())
-    if max_padded_steps is not None and data.lengths_N[longest] > max_padded_steps:
+    steps_N = steps_of(data.lengths_N if lengths is None else lengths)
+    longest = int(steps_N.argmax())
+    if max_padded_steps is not None and steps_N[longest] > max_padded_steps:
         raise StrettoError(
-            f"{data.name}: sequence {data.numbers_N[longest]} has {data.lengths_N[longest]} steps, "
+            f"{data.name}: sequence {data.numbers_N[longest]} has {steps_N[longest]} steps, "
             f"more than max_padded_steps={max_padded_steps}",
             fix="Raise --max-padded-steps to at least that, or shorten or remove the sequence.",
         )
 
 
-def eval_batches(part: SequenceSet, *, max_padded_steps: int | None, device: str, world: World) -> Iterator[Batch]:
+def eval_batches(
+    part: SequenceSet,
+    *,
+    max_padded_steps: int | None,
+    device: str,
+    world: World,
+    lengths: npt.NDArray[np.int64] | None = None,
+) -> Iterator[Batch]:
     """The batches of an evaluation: every sequence once, divided among the ranks; the last may be empty."""
     sampler = BucketSampler(
-        part.lengths_N,
+        part.lengths_N if lengths is None else lengths,
         batch_size=EVAL_BATCH_SIZE,
         max_padded_steps=max_padded_steps,
         shuffle=False,
@@ -437,7 +460,7 @@ class StreamFeed(AbstractFeed):
             carried.reset()
             if form is not None:
                 names = [f"{CARRIED_KEY}.{number}.{which}" for which in range(len(form["tensors"]))]
-                carried.state = unflatten(form["nesting"], [checkpoint.tensors[name].to(device) for name in names])
+                carried.state = _nest(form["nesting"], [checkpoint.tensors[name].to(device) for name in names])
                 carried.state = carried.rows(self._streams.share(self._world.rank))
 
     def _all_rows(self, part: torch.Tensor, batch_dim: int) -> torch.Tensor:
@@ -479,3 +502,12 @@ def _form(carried: CarriedState) -> dict[str, Any]:
     types = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     nesting = unflatten(carried.state, range(len(tensors)))
     return {"nesting": nesting, "tensors": [[*pair] for pair in zip(types, shapes, strict=True)]}
+
+
+def _nest(nesting: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The state of a form: in JSON tuples, named or not, are lists."""
+    if isinstance(nesting, list):
+        return tuple(_nest(item, tensors) for item in nesting)
+    if isinstance(nesting, dict):
+        return {key: _nest(item, tensors) for key, item in nesting.items()}
+    return None if nesting is None else tensors[nesting]

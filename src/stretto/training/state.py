@@ -47,6 +47,7 @@ class TrainState:
         updates_per_epoch: Updates of one epoch.
         batch_size: Sequences of an update, over all ranks and accumulated batches; left out, what the settings say for
             one rank.
+        first_epoch: Epochs that were trained with other settings before: schedule and warm-up are of those that follow.
 
     Attributes:
         recipe: The rate and the warm-up that follow from the batch in force.
@@ -61,10 +62,16 @@ class TrainState:
     """
 
     def __init__(
-        self, model: nn.Module, *, config: TrainConfig, updates_per_epoch: int, batch_size: int | None = None
+        self,
+        model: nn.Module,
+        *,
+        config: TrainConfig,
+        updates_per_epoch: float,
+        batch_size: int | None = None,
+        first_epoch: int = 0,
     ) -> None:
         self.model = model
-        self._config = config
+        self._config, self._epochs = config, config.epochs - first_epoch
         self.batch_size = config.first_batch_size * config.accumulate if batch_size is None else batch_size
         self.recipe = self._scaled()
         is_adamw = config.optimizer == "adamw"
@@ -79,9 +86,9 @@ class TrainState:
             decay_biases=is_adamw,
             gates=config.gates,
         )
-        self.schedule = self._schedule(config.epochs * updates_per_epoch)
+        self.schedule = self._schedule(self._epochs * updates_per_epoch)
         self.num_updates = 0
-        self.epoch = 0
+        self.epoch = first_epoch
         self.batches_done = 0
         self.seconds = 0.0
         self.train_seconds = 0.0
@@ -90,6 +97,11 @@ class TrainState:
         self.padded_steps_ratio = 1.0
         self.totals = EpochTotals()
         self.clip_norm = config.clip_norm
+
+    @property
+    def accumulate(self) -> int:
+        """Batches of one rank per update, as the settings say."""
+        return self._config.accumulate
 
     def reschedule(self, *, done: int, remaining: int, batch_size: int) -> None:
         """Continue with another batch, after so many updates counted at that batch; the optimiser keeps its moments."""
@@ -115,16 +127,17 @@ class TrainState:
             batch_size=self.batch_size,
             rule=config.rule,
             warmup_cap=config.warmup_cap,
-            epochs=config.epochs,
+            epochs=self._epochs,
+            base_epochs=config.base_epochs,
         )
 
-    def _schedule(self, total_updates: int, *, done: int = 0) -> LRScheduler:
+    def _schedule(self, total_updates: float, *, done: int = 0) -> LRScheduler:
         config = self._config
         return self.recipe.schedule(
             self.optimizer,
             decay=config.schedule,
             updates=total_updates,
-            updates_epochs=config.epochs,
+            updates_epochs=self._epochs,
             done=done,
             default_warmup=config.warmup_epochs is None,
             decay_factor=config.decay_factor,
@@ -177,7 +190,10 @@ class TrainState:
         self.batch_size = checkpoint.state["batch_size"]
         self.recipe = self._scaled()
         self.clip_norm = checkpoint.state["clip_norm"]
-        for name, value in checkpoint.state["position"].items():
+        position = checkpoint.state["position"]
+        if set(position) != set(POSITION) or min(position.values()) < 0:
+            raise ValueError(f"the position is {position}")
+        for name, value in position.items():
             setattr(self, name, value)
         self.totals = EpochTotals(**checkpoint.state["totals"])
         torch.set_rng_state(by_part["random"]["cpu"])

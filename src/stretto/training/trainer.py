@@ -18,26 +18,37 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import nn
 
 from stretto.batching import shuffled_padded_steps
-from stretto.data import SequenceSet, StepLabels
+from stretto.data import PARTS, SequenceSet, StepLabels
 from stretto.distributed import DeferredErrors, World
 from stretto.errors import StrettoError
 from stretto.files import write_atomically
 from stretto.nn import reset_carried
 from stretto.training.batch_policy import BatchPolicy, Replan, TunedBatch
-from stretto.training.checkpoint import Checkpoint, CheckpointWriter, load_newest, save_tensors
+from stretto.training.checkpoint import (
+    BEST_FILE,
+    CHECKPOINT_FOLDER,
+    Checkpoint,
+    CheckpointWriter,
+    FoundCheckpoint,
+    load_newest,
+    save_tensors,
+)
 from stretto.training.config import check_compatible
 from stretto.training.evaluate import Evaluation, evaluate, sample_predictions
 from stretto.training.events import AbstractLog, DeferredLog
 from stretto.training.solver import SolverMonitor, SolverRecord, TimeParallelSetup, summarize_solver
-from stretto.training.state import EpochTotals, TrainState
+from stretto.training.state import POSITION, EpochTotals, TrainState
 from stretto.training.task import AbstractTask
 from stretto.training.update import Update, Updater, gather_sequences
 
 MODEL_FILE: Final = "model.safetensors"
+TARGETS: Final = {"accuracy": (0.0, 1.0), "cer": (0.0, 1.0), "perplexity": (1.0, math.inf), "bleu": (0.0, 100.0)}
+"""What a metric can be, best and worst values included."""
 NUM_SAMPLES: Final = 12
 """Test sequences shown in the report."""
 
@@ -82,7 +93,8 @@ class RunResult:
     """How a run ended: what `stretto.train` returns, the event `finished` and `result.json`.
 
     Attributes:
-        metrics: On the test part: the task's metric, and `loss`.
+        metrics: On the test part: the task's metric, and `loss`; of the last weights, or of the best with `patience` or
+            `auto`.
         epochs: Passes over the training data.
         seconds: Wall clock, resumed parts included, opening the data excluded.
         padding: Share of padded steps that were padding.
@@ -117,6 +129,19 @@ class RunResult:
 
 
 @final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of a run, with settings of its own: its number, and the epochs and the time before it.
+
+    Another part than the first begins with the best weights so far, and with a new optimiser and schedule.
+    """
+
+    number: int = 0
+    first_epoch: int = 0
+    first_seconds: float = 0.0
+
+
+@final
 class Trainer:
     """Trains one model on one task.
 
@@ -126,19 +151,30 @@ class Trainer:
         log: Where events go.
         resume: Continue from the newest complete checkpoint in `run`.
         world: The ranks that train together; one alone by default.
+        part: Which part of the run in `run` this is; `epochs` of the settings is where it ends.
 
     Attributes:
         model: What is trained.
         feed: Gives the batches.
         state: Model, optimiser, schedule and position.
         policy: Chooses the batch size.
+        part: Which part of the run this is.
+        updates_per_epoch: Updates of an epoch, with the batch of the settings.
+        digest: Of the data.
         log: Where events go; its errors are deferred.
     """
 
     def __init__(
-        self, task: AbstractTask[Any], *, run: Path, log: AbstractLog, resume: bool, world: World | None = None
+        self,
+        task: AbstractTask[Any],
+        *,
+        run: Path,
+        log: AbstractLog,
+        resume: bool,
+        world: World | None = None,
+        part: Part | None = None,
     ) -> None:
-        self._task, self._run, self._config = task, run, task.config
+        self._task, self._run, self._config, self.part = task, run, task.config, part or Part()
         self._world = world = world or World()
         config = self._config
         fix = "Start all ranks with the same --time-parallel."
@@ -149,6 +185,9 @@ class Trainer:
             world_size=world.size,
             has_step_labels=isinstance(task.data.targets, StepLabels),
         )
+        for name in PARTS:
+            # Before anything is written: an epoch ends with the validation part, and a run with the test part.
+            task.data.part(name)
         self._errors = DeferredErrors(world)
         self.log: AbstractLog = DeferredLog(log, self._errors)
         self._time = TimeParallelSetup(config.time_parallel, world=world, timeout_minutes=config.rank_timeout_minutes)
@@ -160,20 +199,34 @@ class Trainer:
                 f"a batch of {batch_size} sequences is larger than the data, which has {most} to train on",
                 fix=f"Give a batch size of at most {most}.",
             )
+        lowest, highest = TARGETS.get(task.metric, (-math.inf, math.inf))
+        if config.reach is not None and not lowest <= config.reach <= highest:
+            raise StrettoError(
+                f"reach={config.reach:g} is no value of {task.metric}, which is between {lowest:g} and {highest:g}",
+                fix="Give a value in that range.",
+            )
         # Once: it reads all the data, and a checkpoint should not have to.
-        self._digest = task.data.digest()
-        world.require_equal("the data", self._digest, fix="Give every rank the same data, --seed and sizes.")
+        self.digest = task.data.digest()
+        world.require_equal("the data", self.digest, fix="Give every rank the same data, --seed and sizes.")
         self._stop = threading.Event()
         self._writer = CheckpointWriter(run, keep=config.keep_checkpoints, log=self.log, errors=self._errors)
         self._own_steps, self._waited = 0, 0.0
+        self._best: dict[str, float] = {}
+        self._best_model: dict[str, torch.Tensor] = {}
         self._begun = self._started = time.perf_counter()
         self._random = torch.get_rng_state()
         with self._own_randomness():
             torch.manual_seed(config.seed)
             self.model = model = task.build_model().to(config.device)
             self._time.set_solvers(model)
-            updates_per_epoch = math.ceil(len(self.feed) / config.accumulate)
-            self.state = TrainState(model, config=config, updates_per_epoch=updates_per_epoch, batch_size=batch_size)
+            self.updates_per_epoch = math.ceil(len(self.feed) / config.accumulate)
+            self.state = TrainState(
+                model,
+                config=config,
+                updates_per_epoch=self.updates_per_epoch,
+                batch_size=batch_size,
+                first_epoch=self.part.first_epoch,
+            )
             self._monitor = SolverMonitor(model, config=config, world=world, edges=self.feed.edges)
             self.policy = (
                 TunedBatch(task, self.state, self.feed, world=self._time.data, log=self.log)
@@ -183,7 +236,10 @@ class Trainer:
             if resume:
                 self._resume()
             else:
+                self.state.seconds = self.part.first_seconds
                 self.state.padded_steps_ratio = self._padded_steps_ratio()
+                if self.part.number and any((run / CHECKPOINT_FOLDER).glob("update-*")):
+                    self._begin_part()
         self._updater = Updater(
             task,
             self.state,
@@ -197,16 +253,54 @@ class Trainer:
 
     def run(self) -> RunResult:
         """Train to the last epoch and evaluate on the test part."""
+        self.train()
+        return self.finish()
+
+    def train(self) -> dict[str, float]:
+        """Train to the last epoch of the part; the metric after it and after the part's best: `value` and `best`."""
         self._started = time.perf_counter()
         self._begun = self._started - self.state.seconds
         try:
             with stop_on_signals(self._stop):
-                while self.state.epoch < self._config.epochs:
+                while not self._is_over():
                     self._train_epoch()
-            return self._finish()
         finally:
             # However it ends, a checkpoint that was begun is finished.
             self._writer.wait()
+        self._errors.raise_on_all()
+        return {"value": self._best.get("last", math.nan), "best": self._best.get("of_part", math.nan)}
+
+    def interrupt_if_asked(self) -> None:
+        """Stop here, where a part has ended, if any rank was asked to stop in its last epoch."""
+        if self._world.all_reduce_sum([float(self._stop.is_set())])[0]:
+            self._interrupt()
+
+    def finish(self) -> RunResult:
+        """Evaluate on the test part, and write the model."""
+        try:
+            return self._finish()
+        finally:
+            self._writer.wait()
+
+    def _is_over(self) -> bool:
+        """Whether the last epoch is done, or one that settings make the last."""
+        config, epoch = self._config, self.state.epoch
+        if epoch >= config.epochs:
+            return True
+        reason = ""
+        best = self._best.get("value", math.nan)
+        if config.reach is not None and (best == config.reach or self._is_better(best, than=config.reach)):
+            reason = f"{self._task.metric} has reached {config.reach:.4g}"
+        elif config.patience is not None and epoch - self._best.get("epoch", epoch) >= config.patience:
+            reason = f"{config.patience} epochs without a better {self._task.metric}"
+        elif config.max_hours is not None and epoch:
+            # Ranks have clocks of their own.
+            late = self._elapsed() >= 3600 * config.max_hours
+            if self._world.all_reduce_sum([float(late and self._world.is_rank0)])[0]:
+                reason = f"{config.max_hours:g} hours are over"
+        if reason:
+            self.log.emit("stopped_early", epoch=epoch, update=self.state.num_updates, reason=reason)
+        return bool(reason)
 
     def train_epoch(self) -> EpochRecord:
         """Train to the end of the current epoch, evaluate on the validation part, and save.
@@ -358,7 +452,8 @@ class Trainer:
     def _reschedule(self) -> None:
         """Let the schedule keep its place in the run, counted in updates of the batches from now on."""
         left = self._updates_left
-        progress = (self.state.epoch + 1 - self._share_left) / self._config.epochs
+        first = self.part.first_epoch
+        progress = (self.state.epoch + 1 - self._share_left - first) / (self._config.epochs - first)
         self.state.reschedule(
             done=round(left * progress / (1 - progress)),
             remaining=left,
@@ -392,9 +487,27 @@ class Trainer:
         self._record_ranks(totals.seconds)
         if state.epoch < self._config.epochs:
             self._apply(self.policy.after_epoch(clipped=totals.clipped))
-        self._save()
+        self._save(is_best=self._is_best(record))
         self._errors.raise_on_all()
         return record
+
+    def _is_best(self, record: EpochRecord) -> bool:
+        """Whether no epoch before had as good a metric; if so it is remembered."""
+        self._best["last"] = record.value
+        if self._is_better(record.value, than=self._best.get("of_part")):
+            self._best["of_part"] = record.value
+        if not self._is_better(record.value, than=self._best.get("value")):
+            return False
+        self._best |= {"value": record.value, "epoch": record.epoch}
+        if self._config.tests_best:
+            self._best_model = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        return True
+
+    def _is_better(self, value: float, *, than: float | None) -> bool:
+        """Whether a value of the metric is better than another, or is the first."""
+        if than is None:
+            return True
+        return value > than if self._task.higher_is_better else value < than
 
     def _record_ranks(self, seconds: float) -> None:
         """Record how each of several ranks did: its own real steps, and the time it waited for the slowest."""
@@ -425,6 +538,10 @@ class Trainer:
 
     def _finish(self) -> RunResult:
         state, test = self.state, self._task.data.part("test")
+        last = state.model.state_dict()
+        if self._best_model:
+            last = {name: tensor.clone() for name, tensor in last.items()}
+            state.model.load_state_dict(self._best_model)
         evaluation = self._evaluate(test, final=True)
         metrics = {**evaluation.metrics, "loss": evaluation.loss}
         if self._monitor.differs_in_use:
@@ -433,7 +550,8 @@ class Trainer:
         self._writer.wait()
         if self._world.is_rank0:
             with self._errors.defer():
-                self._write_model(test)
+                self._record_samples(test)
+                write_atomically(self._run / MODEL_FILE, lambda path: save_tensors(last, path))
         self._errors.raise_on_all()
         return RunResult(
             metrics=metrics,
@@ -449,23 +567,22 @@ class Trainer:
             model=state.model,
         )
 
-    def _write_model(self, test: SequenceSet) -> None:
+    def _record_samples(self, test: SequenceSet) -> None:
         state = self.state
         chosen = np.random.default_rng(self._config.seed).permutation(len(test))[:NUM_SAMPLES]
         samples = sample_predictions(self._task, state.model, test.subset(chosen), device=self._config.device)
         self.log.emit("samples", items=[dataclasses.asdict(sample) for sample in samples])
-        write_atomically(self._run / MODEL_FILE, lambda path: save_tensors(state.model.state_dict(), path))
 
     def _padded_steps_ratio(self) -> float:
-        train, config = self._task.data.part("train"), self._config
+        lengths, config = self._task.bucket_lengths(self._task.data.part("train")), self._config
         shuffled = shuffled_padded_steps(
-            train.lengths_N,
+            lengths,
             batch_size=config.first_batch_size,
             max_padded_steps=config.max_padded_steps,
             seed=config.seed,
         )
         padding: float = self.feed.report()["padding"]
-        return shuffled * (1.0 - padding) / train.num_steps
+        return shuffled * (1.0 - padding) / int(lengths.sum())
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._begun
@@ -477,7 +594,7 @@ class Trainer:
             return due
         return self._world.all_reduce_sum([float(due and self._world.is_rank0)])[0] > 0
 
-    def _save(self) -> None:
+    def _save(self, *, is_best: bool = False) -> None:
         """Begin to write a checkpoint; where states are carried, all ranks must call."""
         state, world = self.state, self._world
         begun, state.seconds = time.perf_counter(), self._elapsed()
@@ -487,21 +604,45 @@ class Trainer:
             return
         saved = state.to_checkpoint(
             sampler=self.feed.state_dict(epoch=state.epoch, batches_done=state.batches_done),
-            data_digest=self._digest,
+            data_digest=self.digest,
             world_size=self._time.data.size,
         )
+        saved.state["best"] = dict(self._best)
+        saved.state["part"] = dataclasses.asdict(self.part)
         checkpoint = saved.merge(self._monitor.to_checkpoint(), self.policy.to_checkpoint(), carried).copy()
         if not state.batches_done:
             self.policy.keep(checkpoint)
         if world.is_rank0:
-            self._writer.begin(checkpoint, update=state.num_updates, seconds=time.perf_counter() - begun)
+            seconds = time.perf_counter() - begun
+            self._writer.begin(checkpoint, update=state.num_updates, seconds=seconds, is_best=is_best)
+
+    def _begin_part(self) -> None:
+        """Go on where the part before ended, with the best weights so far."""
+        state, last = self.state, load_newest(self._run).checkpoint.state
+        for name in POSITION:
+            setattr(state, name, last["position"][name])
+        state.seconds = max(state.seconds, self.part.first_seconds)
+        state.batches_done = 0
+        self._best = {name: value for name, value in last["best"].items() if name != "of_part"}
+        self._best_model = safetensors.torch.load_file(self._run / BEST_FILE)
+        state.model.load_state_dict(self._best_model)
 
     def _resume(self) -> None:
         found = load_newest(self._run)
         checkpoint = found.checkpoint
         for message in found.refused:
             self.log.emit("warning", message=message)
-        if checkpoint.state["data_digest"] != self._digest:
+        try:
+            self._continue_from(found, checkpoint)
+        except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
+            # Files that a run wrote have the form that is read here; others may have been signed as well.
+            raise StrettoError(
+                f"the checkpoint {str(found.path)!r} is of another form ({error!r})",
+                fix="Remove it to resume from the one before, or start a new run.",
+            ) from error
+
+    def _continue_from(self, found: FoundCheckpoint, checkpoint: Checkpoint) -> None:
+        if checkpoint.state["data_digest"] != self.digest:
             raise StrettoError(
                 f"the data {self._task.data.name!r} is not what the run in {str(self._run)!r} was trained on",
                 fix="Resume with the same data, or start a new run.",
@@ -519,6 +660,9 @@ class Trainer:
             f"{found.path.name} {checkpoint.state['position']}",
             fix="Put the run folder where all ranks see the same.",
         )
+        self._best = checkpoint.state.get("best", {})
+        if self._best and self._config.tests_best:
+            self._best_model = safetensors.torch.load_file(self._run / BEST_FILE)
         self.policy.load(checkpoint)
         is_replanned, message = self.feed.load_state_dict(checkpoint.state["sampler"])
         self.feed.load_carried(checkpoint, self.state.model)

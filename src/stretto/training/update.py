@@ -18,12 +18,11 @@ from typing import Any, Final, final
 
 import numpy as np
 import torch
-from torch import nn
 
 from stretto.batching import Batch
 from stretto.distributed import DeferredErrors, World, detect_lost_rank, replicate
 from stretto.errors import StrettoError
-from stretto.large_batch import SplitNorms, make_split
+from stretto.large_batch import SplitNorms, make_split, squared_norm
 from stretto.nn import in_turn
 from stretto.training.feeds import AbstractFeed
 from stretto.training.solver import TimeParallelSetup
@@ -268,8 +267,9 @@ class Updater:
             own.num_nonfinite += 1
             self._bad = self._bad or (value, sequences)
         own.num_elements += loss.count
-        own.num_steps += batch.num_steps
-        own.num_padded_steps += batch.num_padded_steps
+        num_steps, num_padded_steps = self._task.count_steps(batch)
+        own.num_steps += num_steps
+        own.num_padded_steps += num_padded_steps
         if self._time.time.is_rank0:
             own.num_sequences += len(batch)
             self._sequences += sequences
@@ -282,7 +282,7 @@ class Updater:
         gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
         # DDP averaged the ranks' sums; the gradient wanted is the mean over all elements of all ranks.
         scale = self._world.size / count
-        norm = scale * float(nn.utils.get_total_norm(gradients))
+        norm = scale * math.sqrt(squared_norm(state.model.parameters()))
         if math.isfinite(norm):
             # Divided and clipped in one pass.
             torch._foreach_mul_(gradients, scale * min(1.0, state.clip_norm / (norm + NORM_EPSILON)))

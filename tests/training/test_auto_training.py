@@ -1,0 +1,227 @@
+"""`--auto`: which recipes there are, a run of several parts, stopped and resumed, and what it says."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from training_runs import crash, interrupt
+
+import stretto
+from small_data import labelled, make_task
+from stretto.distributed import World
+from stretto.errors import StrettoError
+from stretto.large_batch import Outcome, Recipe, search
+from stretto.training import AUTO_FILE, EVENTS_FILE, AbstractTask, Event, Interrupted, RunResult, auto, read_events
+
+EPOCHS = 6
+
+
+def _task(**settings: Any) -> AbstractTask[Any]:
+    rng = np.random.default_rng(0)
+    labels_N, lengths_N = np.arange(180) % 3, rng.integers(2, 6, 180)
+    features_SF = rng.normal(size=(lengths_N.sum(), 2)) + np.repeat(labels_N, lengths_N)[:, None]
+    data = labelled(features_SF.astype(np.float32), lengths_N, labels_N, parts=(120, 30, 30))
+    values = {"epochs": EPOCHS, "batch_size": 6, "hidden_size": 6, "num_buckets": 2, "backend": "torch", "auto": True}
+    return make_task("classify", data, **{**values, **settings})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_trials() -> Iterator[None]:
+    """Trials of an update or two, of two recipes: which is chosen does not depend on the clock."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "MIN_TRIAL_UPDATES", 1)
+        patch.setattr(auto, "MUON_RATES", ((1, 0.2),))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(_short_trials: None, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """A run that nothing stops."""
+    return stretto.train(_task(), out=tmp_path_factory.mktemp("whole") / "run")
+
+
+def _events(run: Path, kind: str = "auto") -> list[Event]:
+    return [event for event in read_events(run) if event["event"] == kind]
+
+
+def _outcome(run: Path) -> dict[str, Any]:
+    """All that must be the same in two runs."""
+    kept = ("action", "recipe", "epochs", "loss", "update", "value", "train_loss", "rate", "metrics")
+    events = [event for event in read_events(run) if event["event"] in ("auto", "epoch", "update", "finished")]
+    return {
+        "events": [{key: event[key] for key in kept if key in event} for event in events],
+        "best": (run / "best.safetensors").read_bytes(),
+        "last": (run / "model.safetensors").read_bytes(),
+    }
+
+
+def test_recipes_suit_the_model_and_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "MUON_RATES", ((1, 0.4), (4, 0.4)))
+    task = _task()
+    feed = task.feed(world=World())
+    recipes = auto.make_recipes(task, nn.GRU(2, 2), feed, world=World())
+    # Batches of 24 would leave 5 updates per epoch; the first run has 2 epochs.
+    rate = float(f"{0.4 / (2 * len(feed)) ** 0.5:.2g}")
+    assert [recipe.name for recipe in recipes] == ["plain", f"muon {rate:g} x6"]
+    monkeypatch.setattr(auto, "MIN_UPDATES_PER_EPOCH", 5)
+    larger = auto.make_recipes(task, nn.GRU(2, 2), feed, world=World())[-1].settings
+    assert larger["batch_size"] == 24
+    assert larger["learning_rate"] == pytest.approx(2 * rate, rel=0.05)
+    for model in (nn.Linear(2, 2), nn.Sequential(nn.GRU(2, 2).requires_grad_(False), nn.Linear(2, 2))):
+        recipes = auto.make_recipes(task, model, feed, world=World())
+        assert {recipe.settings.get("optimizer") for recipe in recipes} == {None, "adam"}
+
+
+def test_the_best_weights_of_all_parts_are_tested_and_everything_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    result = stretto.train(_task(), out="out", progress=True)
+    events = _events(result.run)
+    trials = [(event["recipe"], event["updates"]) for event in events if event["action"] == "trial"]
+    assert [name.split()[0] for name, _ in trials] == ["plain", "muon", "plain", "muon"]
+    runs = [event for event in events if event["action"] == "run"]
+    epochs = _events(result.run, "epoch")
+    assert sum(event["epochs"] for event in runs) == len(epochs) == result.epochs == EPOCHS
+    assert [epoch["epoch"] for epoch in epochs] == list(range(1, EPOCHS + 1))
+    updates = [event["update"] for event in _events(result.run, "update")]
+    assert updates == list(range(1, len(updates) + 1))
+    best = max(epoch["value"] for epoch in epochs)
+    assert events[-1]["action"] == "end"
+    assert f"the best is {best:.4g}" in events[-1]["reason"]
+    loaded = stretto.load(result.run, task=type(_task()))
+    assert loaded.weights == "best"
+    weights = dict(loaded.model.state_dict())
+    assert all(torch.equal(weights[name], weight) for name, weight in result.model.state_dict().items())
+    printed = capsys.readouterr().out
+    assert result.report is not None
+    page = result.report.read_text(encoding="utf-8")
+    assert "How it was trained" in page
+    for event in events:
+        assert event["reason"] in page or event["action"] == "trial"
+        assert (event["reason"] if event["action"] != "trial" else f"trial  {event['recipe']}: loss") in printed
+    # The schedule of each part falls to zero in it.
+    for run, after in zip(runs, [*runs[1:], None], strict=True):
+        until = len(updates) if after is None else after["update"]
+        rates = [e["rate"] for e in _events(result.run, "update") if run["update"] < e["update"] <= until]
+        assert rates[-1] < 0.1 * max(rates)
+
+
+def test_a_plain_recipe_that_is_chosen_is_the_run_without_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    def recipes(*_: Any, **__: Any) -> list[Recipe]:
+        return [Recipe(name="plain"), Recipe(name="frozen", settings={"learning_rate": 1e-12})]
+
+    monkeypatch.setattr(auto, "make_recipes", recipes)
+    chosen = stretto.train(_task(), out="auto")
+    plain = stretto.train(_task(auto=False), out="plain")
+    assert [e["recipe"] for e in _events(chosen.run) if e["action"] == "run"] == ["plain"]
+    ends = [(run / "model.safetensors").read_bytes() for run in (chosen.run, plain.run)]
+    assert ends[0] == ends[1]
+
+
+def test_it_stops_at_the_value_to_reach() -> None:
+    result = stretto.train(_task(reach=0.5), out="out")
+    epochs = _events(result.run, "epoch")
+    assert epochs[-1]["value"] >= 0.5
+    assert all(epoch["value"] < 0.5 for epoch in epochs[:-1])
+    assert _events(result.run)[-1]["reason"].startswith("the target is reached")
+    alone = stretto.train(_task(auto=False, reach=0.5), out="alone")
+    assert _events(alone.run, "stopped_early")[0]["reason"] == "accuracy has reached 0.5"
+
+
+def test_a_value_out_of_reach_is_told_before_the_end_with_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "MIN_GAIN", -1.0)
+    monkeypatch.setattr(search, "MAX_LOSS", 10.0)
+    monkeypatch.setattr(search, "MIN_TRIAL_UPDATES", 100)
+    result = stretto.train(_task(epochs=8, reach=1.0, learning_rate=1e-5, hidden_size=1), out="out")
+    runs = [event for event in _events(result.run) if event["action"] == "run"]
+    values = [event["value"] for event in _events(result.run, "epoch") if event["update"] <= runs[2]["update"]]
+    words = f"the target is 1, which is not expected to be reached: the best so far is {max(values):.4g}"
+    assert runs[2]["reason"].endswith(words)
+    assert _events(result.run)[-1]["reason"].endswith("and the target of 1 was not reached")
+
+
+def test_a_time_too_short_for_an_epoch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(task: Any, job: Any, **_: Any) -> Outcome:
+        return Outcome(loss=1.0, value=None, best=None, epochs=job.epochs, seconds=1000 * job.epochs)
+
+    monkeypatch.setattr(auto, "_try", slow)
+    with pytest.raises(StrettoError, match=r"seconds left of 1.4e\+03, too few for an epoch of .* about 1e\+03"):
+        stretto.train(_task(max_hours=0.39), out="out")
+
+
+def _stop_at(monkeypatch: pytest.MonkeyPatch, number: int, act: Any) -> None:
+    """Act at the write of this number of what was found."""
+    real, count = auto._write, iter(range(100))
+
+    def write(path: Path, text: str) -> str:
+        real(path, text)
+        if next(count) == number:
+            act()
+        return ""
+
+    monkeypatch.setattr(auto, "_write", write)
+
+
+@pytest.mark.parametrize("number", [0, 3, 4])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
+    monkeypatch: pytest.MonkeyPatch, whole: RunResult, number: int
+) -> None:
+    with monkeypatch.context() as patch:
+        _stop_at(patch, number, crash)
+        with pytest.raises(RuntimeError, match="power"):
+            stretto.train(_task(), out="out")
+    stretto.train(_task(), out="out", resume=True)
+    assert _outcome(Path("out")) == _outcome(whole.run)
+
+
+def test_an_interruption_within_a_part_is_resumed_there(monkeypatch: pytest.MonkeyPatch, whole: RunResult) -> None:
+    real = auto.Trainer._record
+
+    def record(self: Any, update: Any) -> None:
+        real(self, update)
+        if self.state.num_updates == 30:
+            interrupt()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(auto.Trainer, "_record", record)
+        with pytest.raises(Interrupted):
+            stretto.train(_task(), out="out")
+    resumed = stretto.train(_task(), out="out", resume=True)
+    assert _outcome(Path("out"))["best"] == _outcome(whole.run)["best"]
+    assert resumed.metrics == whole.metrics
+
+
+def test_a_recipe_that_diverges_gives_way_to_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def recipes(*_: Any, **__: Any) -> list[Recipe]:
+        settings = {"learning_rate": 3e38, "optimizer": "sgd", "clip_norm": 1e30, "schedule": "constant"}
+        return [Recipe(name="plain"), Recipe(name="wild", settings=settings)]
+
+    monkeypatch.setattr(auto, "make_recipes", recipes)
+    monkeypatch.setattr(search, "MIN_TRIAL_UPDATES", 100)
+    result = stretto.train(_task(), out="out")
+    runs = [event for event in _events(result.run) if event["action"] == "run"]
+    assert [(event["recipe"], event["reason"]) for event in runs][1] == ("plain", "wild diverged")
+    assert result.metrics["accuracy"] > 0.4
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batch_size": "auto"}, "--auto was given with --batch-size auto"),
+        ({"patience": 2}, "--auto was given .* --patience 2"),
+        ({"reach": 96.0}, "reach=96 is no value of accuracy, which is between 0 and 1"),
+        ({"max_hours": 1e-9}, "are too short: trials alone would take"),
+    ],
+)
+def test_bad_input_is_named_and_leaves_no_run(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(StrettoError, match=words):
+        stretto.train(_task(**settings), out="out")
+    assert not (Path("out") / AUTO_FILE).exists()
+    assert not (Path("out") / EVENTS_FILE).exists() or "max_hours" in settings
