@@ -10,7 +10,19 @@ from typing import Final
 from bench.harness import bench, run_render
 from stretto.cli import report_errors
 
-MODULES: Final = ("buckets", "busy", "faults", "kernels", "time_parallel", "training", "tuner", "workers")
+MODULES: Final = (
+    "buckets",
+    "busy",
+    "faults",
+    "gpu_prediction",
+    "gpu_targets",
+    "kernels",
+    "loops",
+    "time_parallel",
+    "training",
+    "tuner",
+    "workers",
+)
 
 
 def main(words: list[str]) -> int:

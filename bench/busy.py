@@ -67,8 +67,8 @@ class BusySettings(Settings):
         turn_seconds: Seconds of a turn.
     """
 
-    rounds: Count = 3
-    turn_seconds: float = 0.3
+    rounds: Count = 2
+    turn_seconds: float = 1.0
 
 
 @bench("busy", title="Accelerated layers beside torch's, on a quiet and on a busy machine")
@@ -111,8 +111,13 @@ def _time(
             torch.set_num_threads(threads)
             with _busy_processes(count):
                 for contender, times in zip((ours, torchs), found, strict=True):
-                    contender.run()  # not timed: the first one meets memory and threads of another turn
-                    end = time.perf_counter() + (0 if settings.quick else settings.turn_seconds)
+                    # Not timed: the first steps meet memory and threads of another turn, and the kernel of the
+                    # operating system has yet to distribute threads and busy processes over the processors.
+                    begin = time.perf_counter() + (0 if settings.quick else 0.3 * settings.turn_seconds)
+                    contender.run()
+                    while time.perf_counter() < begin:
+                        contender.run()
+                    end = begin + (0 if settings.quick else settings.turn_seconds)
                     while not times[count, threads] or time.perf_counter() < end:
                         start = time.perf_counter()
                         contender.run()

@@ -1,13 +1,16 @@
 """`python -m bench faults`: ranks that are killed, stopped or left without disk space while they train.
 
 Two runs train the same net: one undisturbed, one with faults injected. Afterwards every sequence of every epoch must
-have been used exactly once, and the final weights must be equal to the last bit. Then one of two nodes is dropped and
-comes back. Nodes are launchers of torchrun's on this machine, inside a network namespace that has nothing but loopback.
+have been used exactly once, and the final weights must be equal to the last bit. So it is for every task, with one rank
+and with two, killed before the first checkpoint, while training and while the report is written. Then one of two nodes
+is dropped and comes back. Nodes are launchers of torchrun's on this machine, inside a network namespace that has
+nothing but loopback.
 
 Shape legend: N sequences, S steps of all of them, F features.
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -34,6 +37,8 @@ from pydantic import Field
 from bench.harness import Count, Report, Settings, bench
 from stretto.data import Labels, SequenceSet, write_npz
 from stretto.errors import StrettoError
+from stretto.runs import RESULT_FILE
+from stretto.tasks import TASKS, find_task
 from stretto.training import CHECKPOINT_FOLDER, EVENTS_FILE, MODEL_FILE, read_events
 
 KINDS: Final[dict[str, str]] = {
@@ -48,6 +53,9 @@ EPOCHS_PER_FAULT: Final = 60
 MAX_PAUSE_SECONDS: Final = 2.0
 MAX_SILENCE_SECONDS: Final = 180.0
 MAX_RUN_SECONDS: Final = 3600.0
+MOMENTS: Final = ("before the first checkpoint", "while it trains", "while the report is written")
+TASK_SEQUENCES: Final = (48, 12, 12)
+"""Of the parts, which tasks are trained on when they are killed."""
 MAX_SEARCH_SECONDS: Final = 20.0
 """How long to wait for a checkpoint that is being written."""
 RANK_TIMEOUT_MINUTES: Final = 0.1
@@ -66,11 +74,12 @@ class FaultsSettings(Settings):
     """Inject faults into a run and compare it with an undisturbed one.
 
     Attributes:
-        kills: How many faults to inject.
+        kills: How many faults to inject into the run of one task; and how many runs of all tasks to kill.
         nproc: Ranks that train.
         seed: Chooses the kinds, ranks and moments.
         stops: Whether to stop ranks too, not only to kill them; each takes as long as the time-out.
         nodes: Whether to drop one of two nodes and let it come back, too.
+        tasks: Whether to kill runs of all tasks, too, each at one moment, and to resume them.
     """
 
     kills: Count = 5
@@ -78,6 +87,7 @@ class FaultsSettings(Settings):
     seed: Annotated[int, Field(ge=0)] = 0
     stops: bool = True
     nodes: bool = True
+    tasks: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +142,7 @@ class Outcome:
 def run(settings: FaultsSettings, report: Report) -> None:
     """Inject faults, and fail if anything was lost."""
     if settings.quick:
-        settings = dataclasses.replace(settings, kills=2, stops=False, nodes=False)
+        settings = dataclasses.replace(settings, kills=2, stops=False, nodes=False, tasks=False)
     begin = time.perf_counter()
     outcome = inject_faults(settings, progress=report.progress)
     rows: list[tuple[str, int | bool | str]] = [
@@ -145,6 +155,12 @@ def run(settings: FaultsSettings, report: Report) -> None:
     ]
     report.table(title=f"Faults injected into {settings.nproc} ranks", columns=("fault or result", "count"), rows=rows)
     report.failed = not (outcome.survived == settings.kills and outcome.same_weights and outcome.usage.is_exact)
+    if settings.tasks:
+        kills = kill_tasks(settings, progress=report.progress)
+        columns = ("task", "ranks", "killed", "as if it had not been")
+        table = [(kill.task, kill.ranks, kill.moment, "yes" if kill.is_same else kill.problem) for kill in kills]
+        report.table(title="Runs of all tasks, killed and resumed", columns=columns, rows=table)
+        report.failed = report.failed or not all(kill.is_same for kill in kills)
     if not settings.nodes:
         return
     try:
@@ -270,18 +286,22 @@ def _parent(process: int) -> int:
 
 def write_data(path: Path) -> Path:
     """Two kinds of noise with different means, as a ragged .npz file."""
+    write_npz(path, noise())
+    return path
+
+
+def noise() -> SequenceSet:
+    """Two kinds of noise with different means."""
     rng = np.random.default_rng(0)
     count = NUM_TRAINED + 20
     labels_N, lengths_N = np.arange(count) % 2, rng.integers(2, 30, count)
     features_SF = rng.normal(size=(lengths_N.sum(), 2)) + 2.0 * np.repeat(labels_N, lengths_N)[:, None]
-    data = SequenceSet.from_flat(
+    return SequenceSet.from_flat(
         features_SF.astype(np.float32),
         offsets=np.cumsum([0, *lengths_N]),
         targets=Labels.check(labels_N, names=["still", "moving"], source="the fault suite"),
         split_N=np.repeat([0, 1, 2], [NUM_TRAINED, 10, 10]),
     )
-    write_npz(path, data)
-    return path
 
 
 def _training_flags(data: Path, out: Path, settings: FaultsSettings) -> list[str]:
@@ -349,6 +369,96 @@ def _same_weights(one: Path, other: Path) -> bool:
     """Whether two files hold the same tensors to the last bit."""
     first, second = safetensors.torch.load_file(one), safetensors.torch.load_file(other)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# Every task ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """A run of a task that was killed and resumed."""
+
+    task: str
+    ranks: int
+    moment: str
+    problem: str
+
+    @property
+    def is_same(self) -> bool:
+        """Whether it ended with the weights of the undisturbed run."""
+        return not self.problem
+
+
+def kill_tasks(settings: FaultsSettings, *, progress: Callable[[str], None]) -> list[Kill]:
+    """Kill runs of every task at every moment, in turn, with one rank and with two; each is resumed and compared."""
+    rng = np.random.default_rng(settings.seed)
+    pairs = [(task, ranks) for ranks in (1, 2) for task in TASKS]
+    done: list[Kill] = []
+    with tempfile.TemporaryDirectory(prefix="stretto-") as place:
+        folder = Path(place)
+        for number in range(settings.kills):
+            task, ranks = pairs[number % len(pairs)]
+            moment = MOMENTS[number % len(MOMENTS)]
+            progress(f"{number + 1} of {settings.kills}: {task}, {ranks} ranks, {moment}")
+            data, whole = folder / f"{task}.npz", folder / f"{task}-{ranks}"
+            if not data.exists():
+                write_npz(data, _task_data(task))
+            flags = _task_flags(task, data, ranks)
+            problem = ""
+            if not whole.exists() and (code := _finish(_start([*flags, "--out", str(whole)]))):
+                problem = f"undisturbed, exit code {code}"
+            run = folder / f"killed-{number}"
+            problem = problem or _kill_and_resume([*flags, "--out", str(run)], run, moment, rng)
+            if not problem and not _same_weights(whole / MODEL_FILE, run / MODEL_FILE):
+                problem = "other weights"
+            done.append(Kill(task=task, ranks=ranks, moment=moment, problem=problem))
+    return done
+
+
+def _kill_and_resume(flags: list[str], run: Path, moment: str, rng: np.random.Generator) -> str:
+    """Kill a run and all its ranks at a moment, and resume it; what went wrong, if anything did."""
+    awaited = {MOMENTS[0]: EVENTS_FILE, MOMENTS[1]: f"{CHECKPOINT_FOLDER}/update-*", MOMENTS[2]: RESULT_FILE}[moment]
+    process = _start(flags)
+    deadline = time.monotonic() + MAX_SILENCE_SECONDS
+    while not any(run.glob(awaited)) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    if moment == MOMENTS[1]:
+        time.sleep(rng.uniform(0.0, 0.2))
+    _signal([process.pid, *_descendants(process.pid)], signal.SIGKILL)
+    process.wait()
+    code = _finish(_start([*flags, "--resume"]))
+    if code == USER_ERROR and (run / MODEL_FILE).exists() and read_events(run)[-1]["event"] == "finished":
+        # It was finished, but for its page.
+        code = _finish(_start(["report", str(run)]))
+    return f"exit code {code}" if code else ""
+
+
+def _descendants(process: int) -> list[int]:
+    """All processes below one, whatever session they are in."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = _parent(int(folder.name))
+        except (OSError, IndexError):
+            continue
+    found = {process}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found - {process})
+
+
+def _task_data(task: str) -> SequenceSet:
+    """A few sequences of what the task has embedded, or of two kinds of noise."""
+    if task in ("classify", "video"):
+        return noise()
+    data = find_task(task).embedded_data()
+    places = [np.flatnonzero(data.split_N == part)[:count] for part, count in enumerate(TASK_SEQUENCES)]
+    return data.subset(np.concatenate(places))
+
+
+def _task_flags(task: str, data: Path, ranks: int) -> list[str]:
+    flags = f"train {task} --epochs 3 --batch-size 4 --hidden-size 8 --backend torch --checkpoint-minutes 0.002".split()
+    return [*flags, "--data", str(data), *(["--nproc", str(ranks), "--max-restarts", "0"] if ranks > 1 else [])]
 
 
 # Two nodes -----------------------------------------------------------------------------------------------------------
@@ -442,7 +552,8 @@ def _drop(node: "subprocess.Popen[bytes]") -> None:
 
 def _signal(processes: list[int], number: signal.Signals) -> None:
     for process in processes:
-        os.kill(process, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
 
 
 def _has_sigterm_pending(process: int) -> bool:

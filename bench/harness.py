@@ -53,7 +53,7 @@ Count = Annotated[int, Field(ge=1)]
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = ROOT / "bench" / "results"
 PAGES: Final = ROOT / "docs" / "measurements"
-PACKAGES: Final = ("torch", "numpy", "jax", "lhotse", "transformers")
+PACKAGES: Final = ("torch", "triton", "numpy", "jax", "lhotse", "transformers")
 CPU_INFO: Final = Path("/proc/cpuinfo")
 WIDE: Final = 120
 SMOKE_TEST: Final = "A smoke test: its numbers mean nothing."
@@ -118,7 +118,7 @@ class Report:
         self.result: dict[str, Any] = {}
         self.failed = False
         self._goals: list[tuple[Cell, ...]] = []
-        self._json = json
+        self.json_path = json
         self._machine, self._commit = describe_machine(), _commit()
         self._date = dt.datetime.now(tz=dt.timezone.utc).date().isoformat()
 
@@ -239,8 +239,8 @@ class Report:
 
     def save(self) -> None:
         """Write the JSON file, if one was asked for, with all that there is."""
-        if self._json is not None:
-            write_text_atomically(self._json, self.to_json())
+        if self.json_path is not None:
+            write_text_atomically(self.json_path, self.to_json())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

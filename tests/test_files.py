@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.files import CACHE_VARIABLE, cache_folder, write_atomically, write_text_atomically
+from stretto.files import CACHE_VARIABLE, cache_folder, check_ending, write_atomically, write_text_atomically
 
 
 def mode(path: Path) -> int:
@@ -193,3 +193,36 @@ def test_a_file_in_the_place_of_the_cache_is_named(tmp_path: Path, monkeypatch: 
         cache_folder()
     assert repr(str(place)) in str(caught.value)
     assert place.read_text() == "mine"
+
+
+def test_a_user_without_a_home_has_a_cache_among_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    folder = cache_folder()
+    assert folder == tmp_path / f"stretto-{os.getuid()}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.rmdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StrettoError, match=CACHE_VARIABLE):
+        cache_folder()
+
+
+def test_a_cache_that_cannot_be_made_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "below"))
+    with pytest.raises(StrettoError, match=f"Set {CACHE_VARIABLE} to a folder of your own"):
+        cache_folder()
+
+
+@pytest.mark.parametrize("name", ["data.npz", "page", "page.html.npz"])
+def test_an_output_of_another_kind_is_refused(name: str) -> None:
+    with pytest.raises(StrettoError, match=r"--html .* does not end in \.html or \.htm"):
+        check_ending(Path(name), flag="--html", endings=(".html", ".htm"))
+    check_ending(Path("page.HTML"), flag="--html", endings=(".html", ".htm"))
+    check_ending(None, flag="--html", endings=(".html",))

@@ -3,14 +3,17 @@
 Shape legend: S steps of all sequences, N sequences.
 """
 
+import html
 import json
 import os
 import signal
 import threading
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -18,9 +21,12 @@ import torch
 
 import stretto
 from small_data import write_signs
-from stretto.data import read_npz
+from stretto.cli.main import main
+from stretto.data import make_regimes, read_npz, write_npz
 from stretto.errors import StrettoError
+from stretto.nn.torch_layers import _layer_program
 from stretto.runs import run_task
+from stretto.tasks import find_task
 from stretto.tasks.classify import ClassifyConfig
 from stretto.training import (
     CHECKPOINT_FOLDER,
@@ -32,6 +38,7 @@ from stretto.training import (
     Trainer,
     read_events,
 )
+from stretto.training.checkpoint import STATE_FILE, TENSORS_FILE, _checksum, load_newest
 
 SAVE_FILE = safetensors.torch.save_file
 SMALL: dict[str, Any] = {"epochs": 2, "batch_size": 6, "hidden_size": 4, "num_buckets": 2, "dropout": 0.2, "threads": 1}
@@ -53,7 +60,7 @@ def _interrupted(out: Path, data: Path, *, update: int, **settings: Any) -> None
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Interrupted):
-        run_task("classify", ClassifyConfig(data=data, out=out, **(SMALL | settings)), subscribers=[stop])
+        run_task(find_task("classify"), ClassifyConfig(data=data, out=out, **(SMALL | settings)), subscribers=[stop])
 
 
 def _same(one: RunResult, other: RunResult) -> bool:
@@ -65,7 +72,11 @@ def test_a_run_leaves_record_model_result_and_page(signs: Path) -> None:
     result = stretto.train("classify", data=signs, out="out", **SMALL)
     assert result.run == Path("out")
     names = {path.name for path in result.run.iterdir()}
-    assert names == {EVENTS_FILE, MODEL_FILE, "result.json", "report.html", CHECKPOINT_FOLDER}
+    assert names == {
+        EVENTS_FILE,
+        CHECKPOINT_FOLDER,
+        *("model.json", "settings.toml", MODEL_FILE, "best.safetensors", "result.json", "report.html"),
+    }
     written = json.loads((result.run / "result.json").read_text(encoding="utf-8"))
     assert written == result.to_dict()
     assert {"accuracy", "loss"} == written["metrics"].keys()
@@ -82,6 +93,21 @@ def test_a_run_leaves_record_model_result_and_page(signs: Path) -> None:
     files = [path for path in result.run.rglob("*") if path.is_file()]
     assert not any(zipfile.is_zipfile(path) or path.read_bytes().startswith(b"\x80") for path in files), "a pickle"
     assert not any(path.suffix == ".part" for path in files)
+
+
+def test_a_run_with_muon_says_which_parameter_is_updated_how(signs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = stretto.train("classify", data=signs, out="out", **{**SMALL, "optimizer": "muon"}, progress=True)
+    assert result.report is not None
+    page = result.report.read_text(encoding="utf-8")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["parameter", "shape", "kind", "rule"] in lines
+    for name, parameter in result.model.named_parameters():
+        line = next(line for line in lines if line and line[0] == name)
+        assert ("Muon," in line) is (".weight_ih" in name or ".weight_hh" in name)
+        assert [str(size) for size in parameter.shape] == [word for word in line[1:] if word.isdecimal()][
+            : parameter.dim()
+        ]
+        assert f">{name}<" in page
 
 
 def test_a_page_that_cannot_be_written_costs_nothing_else(signs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +132,7 @@ def test_a_full_disk_at_the_very_end_is_reported_and_the_run_can_be_resumed(
             monkeypatch.setattr(safetensors.torch, "save_file", fail)
 
     with pytest.raises(StrettoError, match=r"model\.safetensors.*no space left"):
-        run_task("classify", ClassifyConfig(data=signs, out=Path("out"), **SMALL), subscribers=[watch])
+        run_task(find_task("classify"), ClassifyConfig(data=signs, out=Path("out"), **SMALL), subscribers=[watch])
     monkeypatch.setattr(safetensors.torch, "save_file", SAVE_FILE)
     # Settings that agree with the stored ones may be given again.
     assert stretto.train("classify", data=signs, out="out", resume=True, **SMALL).epochs == 2
@@ -193,16 +219,89 @@ def test_a_finished_run_and_one_of_another_task_are_refused(signs: Path) -> None
     with pytest.raises(StrettoError, match="the run in 'done' is finished"):
         stretto.train("classify", out="done", resume=True)
     _interrupted(Path("cut"), signs, update=2)
-    with pytest.raises(StrettoError, match="'cut' is no run of the task 'handwriting'"):
+    with pytest.raises(StrettoError, match="'cut' is not a run of the task 'handwriting'"):
         stretto.train("handwriting", out="cut", resume=True)
 
 
-def test_resuming_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StrettoError, match="there is no run to resume in 'nowhere'"):
-        stretto.train("classify", out="nowhere", resume=True)
-    with pytest.raises(StrettoError, match="there is no run to resume in 'runs'"):
-        stretto.train("classify", resume=True)
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("cut", ["no folder", "an empty folder", "no first line", "no checkpoint"])
+def test_where_nothing_can_be_resumed_the_run_starts_over(signs: Path, cut: str) -> None:
+    settings = SMALL | {"backend": "torch"}
+    whole = stretto.train("classify", data=signs, out="whole", **settings)
+    if cut != "no folder":
+        Path("cut").mkdir()
+    lines = Path("whole", EVENTS_FILE).read_text(encoding="utf-8").splitlines(keepends=True)
+    if cut.startswith("no first") or cut == "no checkpoint":
+        kept = lines[0][:50] if cut == "no first line" else "".join(lines[:3])
+        Path("cut", EVENTS_FILE).write_text(kept, encoding="utf-8")
+    resumed = stretto.train("classify", data=signs, out="cut", resume=True, **settings)
+    assert _same(resumed, whole)
+    events = read_events(Path("cut"))
+    assert [event["event"] for event in events[:2]] == ["started", "warning"]
+    assert "nothing to resume" in events[1]["message"]
+
+
+@pytest.mark.slow
+def test_ranks_in_python_train_as_those_of_the_command_line_do(signs: Path) -> None:
+    settings = SMALL | {"epochs": 3, "batch_size": 3, "max_restarts": 0}
+    result = stretto.train("classify", data=signs, out="ranks", ranks=2, **settings)
+    assert read_events(Path("ranks"))[0]["world_size"] == 2
+    assert (result.run, result.epochs, result.report) == (Path("ranks"), 3, Path("ranks/report.html"))
+    saved = safetensors.torch.load_file(result.run / MODEL_FILE)
+    assert all(torch.equal(saved[name], weight) for name, weight in result.model.state_dict().items())
+    words = "--out line --nproc 2 --epochs 3 --batch-size 3 --hidden-size 4 --num-buckets 2 --dropout 0.2 --threads 1"
+    assert main(["train", "classify", "--data", str(signs), *words.split()]) == 0
+    again = safetensors.torch.load_file(Path("line", MODEL_FILE))
+    assert all(torch.equal(saved[name], weight) for name, weight in again.items())
+    with pytest.raises(StrettoError, match="'ranks' holds a run already"):
+        stretto.train("classify", data=signs, out="ranks", ranks=2, **settings)
+
+
+def test_what_other_processes_cannot_know_is_not_given_to_ranks(signs: Path) -> None:
+    with pytest.raises(StrettoError, match="2 ranks were asked for"):
+        stretto.train("classify", data=read_npz(signs), ranks=2, **SMALL)
+    with pytest.raises(StrettoError, match="2 ranks were asked for"):
+        stretto.train("classify", data=signs, nproc=2, subscribers=[print], **SMALL)
+    with pytest.raises(StrettoError, match=r"nproc: .*greater than or equal to 1"):
+        stretto.train("classify", data=signs, ranks=0, **SMALL)
+
+
+def _forge(run: Path, **changes: Any) -> None:
+    """Change the newest checkpoint and sign it again."""
+    path = load_newest(run).path
+    state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    version = state.pop("version")
+    del state["sha256"]
+    state = {key: value for key, value in (state | changes).items() if value is not None}
+    forged = {"version": version, "sha256": _checksum(path / TENSORS_FILE, state), **state}
+    (path / STATE_FILE).write_text(json.dumps(forged), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data_digest": None},
+        {"position": 3},
+        {"position": {}},
+        {"position": {"epoch": -1}},
+        {"sampler": None},
+        {"sampler": []},
+        {"sampler": {"version": "a"}},
+        {"totals": 3},
+        {"schedule": "x"},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_that_was_changed_and_signed_again_is_refused(signs: Path, changes: dict[str, Any]) -> None:
+    _interrupted(Path("cut"), signs, update=2)
+    state = json.loads((load_newest(Path("cut")).path / STATE_FILE).read_text(encoding="utf-8"))
+    assert changes.keys() <= state.keys()
+    _forge(Path("cut"), **changes)
+    with pytest.raises(StrettoError):
+        stretto.train("classify", out="cut", resume=True)
+
+
+def test_without_any_run_of_the_task_resuming_starts_the_first(signs: Path) -> None:
+    assert stretto.train("classify", data=signs, resume=True, **SMALL).run == Path("runs/classify-001")
 
 
 @pytest.mark.parametrize("left", [EVENTS_FILE, CHECKPOINT_FOLDER])
@@ -279,3 +378,36 @@ def test_the_cap_names_the_sequence_of_the_file(signs: Path) -> None:
     with pytest.raises(StrettoError, match=rf"sequence {longest} has {cap + 1} steps"):
         stretto.train("classify", data=signs, out="out", max_padded_steps=cap, **SMALL)
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("task", ["classify", "label-steps"])
+def test_a_path_that_is_slower_than_expected_is_told_everywhere(
+    signs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    _layer_program.cache_clear()
+    data = {"data": signs} if task == "classify" else {"data": _step_labels(Path("steps.npz"))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = stretto.train(task, out="shown", progress=True, **data, **SMALL)
+    told = "runs as torch's own layer: no C++ compiler was found (no-such-compiler)"
+    messages = [event["message"] for event in read_events(result.run) if event["event"] == "warning"]
+    assert [told in message for message in messages] == [True], "once"
+    assert f"warning: {messages[0]}" in capsys.readouterr().out
+    assert result.report is not None
+    assert html.escape(told, quote=True) in result.report.read_text(encoding="utf-8")
+    with pytest.warns(UserWarning, match="no-such-compiler"):
+        stretto.train(task, out="silent", **data, **SMALL)
+    # It is the same net, up to rounding.
+    monkeypatch.delenv("CXX")
+    _layer_program.cache_clear()
+    compiled = stretto.train(task, out="compiled", **data, **SMALL)
+    assert not any(event["event"] == "warning" for event in read_events(compiled.run))
+    for name, weight in result.model.state_dict().items():
+        torch.testing.assert_close(compiled.model.state_dict()[name], weight, rtol=1e-3, atol=1e-4)
+
+
+def _step_labels(path: Path) -> Path:
+    data = make_regimes()
+    write_npz(path, data.subset(np.concatenate([np.flatnonzero(data.split_N == part)[:12] for part in range(3)])))
+    return path

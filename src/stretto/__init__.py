@@ -12,17 +12,20 @@ if TYPE_CHECKING:
     from stretto.cells import Cell as Cell
     from stretto.errors import StrettoError as StrettoError
     from stretto.graph import Graph as Graph
+    from stretto.graph import straight_through as straight_through
     from stretto.large_batch import BatchTuner as BatchTuner
     from stretto.large_batch import LargeBatch as LargeBatch
     from stretto.nn import RNN as RNN
     from stretto.nn import accelerate as accelerate
     from stretto.nn import restore as restore
     from stretto.nn.explain_model import explain as explain
+    from stretto.nn.scan import scan as scan
     from stretto.runs import train as train
     from stretto.solvers import Multigrid as Multigrid
     from stretto.solvers import Newton as Newton
     from stretto.solvers import Shooting as Shooting
     from stretto.solvers import TrajectoryCache as TrajectoryCache
+    from stretto.trained import load as load
 
 FOLDERS: Final = ("cells", "distributed")
 HOMES: Final = {
@@ -40,8 +43,11 @@ HOMES: Final = {
     "accelerate": "stretto.nn",
     "collate": "stretto.batching",
     "explain": "stretto.nn",
+    "load": "stretto.trained",
     "optimal_edges": "stretto.batching",
     "restore": "stretto.nn",
+    "scan": "stretto.nn",
+    "straight_through": "stretto.graph",
     "train": "stretto.runs",
 }
 
@@ -62,8 +68,11 @@ __all__ = [
     "collate",
     "distributed",
     "explain",
+    "load",
     "optimal_edges",
     "restore",
+    "scan",
+    "straight_through",
     "train",
 ]
 

@@ -4,10 +4,13 @@ import contextlib
 import os
 import secrets
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
+
+import platformdirs
 
 from stretto.errors import StrettoError
 
@@ -18,19 +21,33 @@ LOOK_AGAIN = 0.1
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path, *, doing: str) -> Iterator[None]:
+def disk_errors(path: Path, *, doing: str, fix: str = "") -> Iterator[None]:
     """Turn a full disk or a missing permission into a `StrettoError` that names `path`."""
     try:
         yield
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        # A name with a NUL in it is a ValueError.
+        if isinstance(error, StrettoError):
+            raise
         raise StrettoError(
-            f"could not {doing} {str(path)!r}: {error.strerror or error}",
-            fix="Free space or choose another place; what was there before is untouched.",
+            f"could not {doing} {str(path)!r}: {getattr(error, 'strerror', None) or error}",
+            fix=fix or "Free space or choose another place; what was there before is untouched.",
         ) from error
+
+
+def check_ending(path: Path | None, *, flag: str, endings: tuple[str, ...]) -> None:
+    """Refuse to write to a file of another kind, which may be the user's data."""
+    if path is not None and path.suffix.lower() not in endings:
+        raise StrettoError(
+            f"{flag} {str(path)!r} does not end in {' or '.join(endings)}",
+            fix="Name a file of that kind: whatever it holds is replaced.",
+        )
 
 
 def sync_folder(folder: Path) -> None:
     """Make a rename inside `folder` durable."""
+    if os.name == "nt":  # pragma: no cover - Windows cannot open a folder, and needs no such call
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -62,7 +79,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, *, patience: float = 0.0) -> Iterator[None]:
+def locked(folder: Path, *, patience: float = 0.2) -> Iterator[None]:
     """Keep `folder`, which is made if missing, to ourselves; the lock goes when the process does, however it ends.
 
     Raises:
@@ -83,6 +100,24 @@ def locked(folder: Path, *, patience: float = 0.0) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process has `folder` to itself, on this machine; after a process was killed its lock file is left."""
+    path = folder / LOCK_FILE
+    if not path.exists():
+        return False
+    try:
+        import fcntl
+
+        # For a moment this keeps a process that begins from its lock: `locked` has a little patience.
+        with path.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (ImportError, BlockingIOError):
+        return True
+    except FileNotFoundError:
+        pass
+    return False
 
 
 def _taken(path: Path) -> TextIO | None:
@@ -108,17 +143,17 @@ def _taken(path: Path) -> TextIO | None:
 def cache_folder() -> Path:
     """The per-user cache folder: private (0700), ours, created when missing; `STRETTO_CACHE` moves it."""
     chosen = os.environ.get(CACHE_VARIABLE)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(chosen) if chosen else Path(base) / "stretto"
-    with disk_errors(folder, doing="create the cache folder"):
+    folder = Path(chosen) if chosen else _usual_cache()
+    another = f"Set {CACHE_VARIABLE} to a folder of your own that can be written to."
+    with disk_errors(folder, doing="create the cache folder", fix=another):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        status = folder.stat() if chosen else folder.lstat()
     if hasattr(os, "getuid") and status.st_uid != os.getuid():
         raise StrettoError(
             f"the cache folder {str(folder)!r} belongs to another user",
             fix=f"Set {CACHE_VARIABLE} to a folder of your own.",
         )
-    if stat.S_IMODE(status.st_mode) & 0o077:
+    if os.name != "nt" and stat.S_IMODE(status.st_mode) & 0o077:
         if chosen:
             raise StrettoError(
                 f"the cache folder {str(folder)!r} is open to other users",
@@ -126,3 +161,12 @@ def cache_folder() -> Path:
             )
         folder.chmod(0o700)
     return folder
+
+
+def _usual_cache() -> Path:
+    """Where this system keeps caches; for a user without a home, as in containers, a folder among temporary files."""
+    try:
+        Path.home()
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"stretto-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+    return Path(platformdirs.user_cache_path("stretto", appauthor=False))

@@ -16,32 +16,46 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
 
-from stretto.data import PARTS, open_sequences
-from stretto.distributed import World, detect_lost_rank, join_ranks
+from stretto.data import PARTS, SequenceSet, open_sequences
+from stretto.distributed import World, detect_lost_rank, is_distributed, join_ranks, launch_ranks
 from stretto.errors import StrettoError
 from stretto.files import disk_errors, locked, write_text_atomically
-from stretto.report import console_view, length_histogram, write_run_report
-from stretto.tasks import find_task
+from stretto.large_batch import Muon
+from stretto.nn import warnings_to
+from stretto.report import PAGE_NAME, console_view, length_histogram, open_logger, write_run_report
+from stretto.tasks import TASKS, find_task
 from stretto.timing import torch_threads
+from stretto.trained import CARD_FILE, load, write_card
 from stretto.training import (
+    AUTO_FILE,
     CHECKPOINT_FOLDER,
     EVENTS_FILE,
     PRESET,
     AbstractLog,
     AbstractTask,
+    Event,
     EventLog,
+    Interrupted,
+    LoggerName,
     RunResult,
     SilentLog,
     Subscriber,
     TrainConfig,
     Trainer,
     read_events,
+    run_auto,
+    settings_to_toml,
     validate,
     with_preset,
 )
@@ -52,14 +66,26 @@ RESULT_FILE: Final = "result.json"
 C = TypeVar("C", bound=TrainConfig)
 
 
-def train(task: str | AbstractTask[Any] = "handwriting", *, progress: bool = False, **settings: Any) -> RunResult:
+def train(
+    task: str | type[AbstractTask[Any]] | AbstractTask[Any] = "handwriting",
+    *,
+    data: str | Path | SequenceSet | None = None,
+    ranks: int | None = None,
+    progress: bool = False,
+    subscribers: Sequence[Subscriber] = (),
+    **settings: Any,
+) -> RunResult:
     """Train a task and return how it went.
 
     Args:
-        task: One of those that `stretto train --help` lists: "handwriting", "classify", ...; or a task of your own,
-            with its settings and data.
+        task: One of those that `stretto train --help` lists: "handwriting", "classify", ...; the class of a task of
+            your own; or such a task, with its settings and data.
+        data: A file or folder, or sequences in memory, as `stretto.data.from_tensors` and others make them; left out,
+            the task's own.
+        ranks: How many processes of this machine train together, each on batches of the size given.
         progress: Show progress on the terminal.
-        **settings: The settings of the task, as `stretto train TASK --help` lists them: data, out, epochs, ...
+        subscribers: Functions that are called with every event, as `events.jsonl` has them.
+        **settings: The settings of the task, as `stretto train TASK --help` lists them: out, epochs, ...
 
     Raises:
         StrettoError: The settings or the data cannot be used; the message says what to do.
@@ -69,30 +95,99 @@ def train(task: str | AbstractTask[Any] = "handwriting", *, progress: bool = Fal
         result = stretto.train("handwriting", epochs=2)
         print(result.metrics["cer"], result.report)
     """
-    name, source = task if isinstance(task, str) else task.name, "stretto.train()"
-    if isinstance(task, str):
-        kind, own = find_task(task).Config, {}
-    else:
-        kind, own = type(task.config), vars(task.config)
-        if settings.get("data") is not None:
+    source, own = "stretto.train()", {}
+    task = find_task(task) if isinstance(task, str) else task
+    if not isinstance(task, AbstractTask) and not (isinstance(task, type) and issubclass(task, AbstractTask)):
+        raise StrettoError(
+            f"task={task!r} is no task", fix=f"Give one of {', '.join(TASKS)}, or a subclass of AbstractTask."
+        )
+    if isinstance(task, AbstractTask):
+        own = vars(task.config)
+        if data is not None:
             raise StrettoError(
-                f"data={settings['data']!r} was given with a task object, which has its data",
+                f"data={data!r} was given with a task object, which has its data",
                 fix="Leave data out, or build the task with that data.",
             )
+    if hasattr(data, "__len__") and not isinstance(data, (str, os.PathLike, SequenceSet)):
+        raise StrettoError(
+            f"data= got a {type(data).__name__}",
+            fix="Give a path, or sequences made by stretto.data.from_tensors, from_pandas, from_polars or from_arrow.",
+        )
+    kind = type(task.config) if isinstance(task, AbstractTask) else task.Config
+    if ranks is not None:
+        settings["nproc"] = ranks
+    in_memory = data if isinstance(data, SequenceSet) else None
+    if data is not None and in_memory is None:
+        settings["data"] = data
     config = resolve_settings(
-        name,
+        task.name,
         kind,
         lambda default: validate(kind, {**vars(default), **settings}, source=source),
         values={**own, **{key: value for key, value in settings.items() if key == PRESET}},
         source=source,
     )
+    if config.nproc > 1 and not is_distributed():
+        if isinstance(task, AbstractTask) or in_memory is not None or subscribers:
+            raise StrettoError(
+                f"{config.nproc} ranks were asked for, and a task object, data in memory and subscribers "
+                "are known to this process alone",
+                fix="Give the class of the task and the path of its data (stretto.data.write_npz), or start this "
+                "program with torchrun.",
+            )
+        return _train_by_ranks(task, config, progress=progress)
     with contextlib.ExitStack() as stack:
-        subscribers = [stack.enter_context(console_view())] if progress else []
-        if isinstance(task, str):
-            return run_task(name, config, subscribers=subscribers)
-        task = copy.copy(task)
-        task.config = config
-        return run_task(name, config, subscribers=subscribers, task=task)
+        views = [stack.enter_context(console_view()) if progress else _warn_if_slower]
+        if isinstance(task, AbstractTask):
+            task = copy.copy(task)
+            task.config = config
+        return run_task(task, config, subscribers=[*views, *subscribers], data=in_memory)
+
+
+def _train_by_ranks(task: type[AbstractTask[Any]], config: TrainConfig, *, progress: bool) -> RunResult:
+    """Let other processes train, as `stretto train --nproc` does, and read what they wrote."""
+    out = config.out or (None if config.resume else next_run(task.name))
+    place = f"{task.__module__}:{task.__qualname__}"
+    if task.__module__ == "__main__":
+        place = f"{getattr(sys.modules['__main__'], '__file__', '')}:{task.__qualname__}"
+    name = task.name if TASKS.get(task.name) is task else place
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+        toml, said = Path(folder) / "settings.toml", Path(folder) / "said.txt"
+        toml.write_text(settings_to_toml(config, title=f"stretto train {name}"), encoding="utf-8")
+        words = ["train", name, "--config", str(toml), *([] if out is None else ["--out", str(out)])]
+        words += ["--resume"] if config.resume else []
+        for key in ("nproc", "time_parallel", "max_restarts", "rank_timeout_minutes"):
+            words += [f"--{key.replace('_', '-')}", str(getattr(config, key))]
+        words += ["--record-sequences"] if config.record_sequences else []
+        words += ["--log", *config.log] if config.log else []
+        for key, value in config.recorded().items():
+            # TOML has no None: where it is not the default, it is given as a flag.
+            words += [f"--{key.replace('_', '-')}", "None"] if value is None is not getattr(type(config), key) else []
+        with said.open("wb") as stream:
+            code = launch_ranks(
+                words,
+                nproc=config.nproc,
+                threads=config.threads,
+                max_restarts=config.max_restarts,
+                stdout=None if progress else subprocess.DEVNULL,
+                stderr=stream,
+            )
+        lines = said.read_text(encoding="utf-8", errors="replace").splitlines()
+    run = out or _find_run(task.name, config) or RUNS_FOLDER
+    if code == 128 + signal.SIGINT:
+        raise Interrupted(run, update=max((event.get("update", 0) for event in read_events(run)), default=0))
+    if code:
+        reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines[-1:]
+        raise StrettoError(
+            f"training by {config.nproc} ranks ended with exit code {code}: {''.join(reasons[-1:])}",
+            fix=f"The run folder is {str(run)!r}.",
+        )
+    values = json.loads((run / RESULT_FILE).read_text(encoding="utf-8"))
+    page = run / PAGE_NAME
+    return RunResult(
+        **{**values, "run": run},
+        report=page if page.exists() else None,
+        model=load(run, task=task, device=config.device).model,
+    )
 
 
 def resolve_settings(
@@ -106,18 +201,26 @@ def resolve_settings(
     config = overlay(validate(kind, with_preset(kind, values), source=source))
     if not config.resume:
         return config
+    found = stored_settings(name, config)
+    if found is None:
+        return config
     # What the file says is put over the stored settings so that `run_task` finds and refuses a difference.
-    stored = {**stored_settings(name, config), **values}
+    stored = {**found, **values}
     return overlay(validate(kind, stored, source=f"the run to resume, with {source},"))
 
 
 def run_task(
-    name: str, config: TrainConfig, *, subscribers: list[Subscriber], task: AbstractTask[Any] | None = None
+    task: type[AbstractTask[Any]] | AbstractTask[Any],
+    config: TrainConfig,
+    *,
+    subscribers: list[Subscriber],
+    data: SequenceSet | None = None,
 ) -> RunResult:
     """Train in a run folder, and write the result and the report into it; subscribers are called with every event.
 
-    The settings are those of `resolve_settings`. The task is by default the one of that name, with their data.
+    The settings are those of `resolve_settings`. The class of a task is given `data`, or else what they name.
     """
+    name = task.name
     _check_device(config.device)
     timeout = config.rank_timeout_minutes
     with join_ranks(device=config.device, timeout_minutes=timeout) as world, detect_lost_rank():
@@ -128,28 +231,51 @@ def run_task(
             run, resume = json.loads(
                 world.on_rank0(lambda: json.dumps(_claim(name, config, stack, is_restart=is_restart)))
             )
-            config = dataclasses.replace(config, resume=resume)
+            asked, config = config.resume, dataclasses.replace(config, resume=resume)
             if resume:
-                _refuse_changes(config, stored_settings(name, config))
+                _refuse_changes(config, stored_settings(name, config) or {})
             log: AbstractLog = (
                 EventLog(Path(run) / EVENTS_FILE, subscribers=subscribers) if world.is_rank0 else SilentLog()
             )
             stack.callback(log.close)
-            # Ranks of one machine share its cores, so that they do not compete for them.
-            share = None if world.local_size == 1 else max(1, (os.cpu_count() or 1) // world.local_size)
+            world.on_rank0(lambda: _open_loggers(config.log, Path(run), log, stack))
+            # Ranks of one machine share its cores, so that they do not compete for them; SLURM may have dealt them.
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            share = None if world.local_size == 1 else min(cores, max(1, (os.cpu_count() or 1) // world.local_size))
             stack.enter_context(torch_threads(config.threads or share))
             stack.enter_context(_memory_errors())
-            if task is None:
-                kind = find_task(name)
-                task = kind(config, kind.embedded_data() if config.data is None else open_sequences(config.data))
-            return _train(task, config, run=Path(run), log=log, world=world)
+            if not isinstance(task, AbstractTask):
+                if data is None:
+                    data = task.embedded_data() if config.data is None else open_sequences(config.data)
+                task = task(config, data)
+            return _train(task, config, run=Path(run), log=log, world=world, starts_over=asked and not resume)
 
 
-def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: AbstractLog, world: World) -> RunResult:
-    trainer = Trainer(task, run=run, log=log, resume=config.resume, world=world)
+def _open_loggers(names: Sequence[LoggerName], run: Path, log: AbstractLog, stack: contextlib.ExitStack) -> str:
+    """Let the loggers that settings name subscribe to the events of rank 0."""
+    assert isinstance(log, EventLog)
+    for name in dict.fromkeys(names):
+        logger = open_logger(name, run, warn=lambda message: log.emit("warning", message=message))
+        log.subscribe(stack.enter_context(logger))
+    return ""
+
+
+def _train(
+    task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: AbstractLog, world: World, starts_over: bool
+) -> RunResult:
+    trainer = Trainer(task, run=run, log=log, resume=config.resume and not config.auto, world=world)
+    if not config.resume or not (run / CARD_FILE).exists():
+        world.on_rank0(lambda: str(write_card(run, task, digest=trainer.digest)))
     if not config.resume:
         trainer.log.emit("started", **_describe(task, config, trainer), world_size=world.size, launch=world.launch)
-    result = trainer.run()
+    if starts_over:
+        message = f"there was nothing to resume in {str(run)!r}: it starts from the beginning"
+        trainer.log.emit("warning", message=message)
+    with warnings_to(lambda text: trainer.log.emit("warning", message=text, slower=True)):
+        if config.auto:
+            result = run_auto(task, run=run, log=log, world=world, plain=trainer, resume=config.resume)
+        else:
+            result = trainer.run()
     if not world.is_rank0:
         return result
     values = result.to_dict()
@@ -163,9 +289,16 @@ def _train(task: AbstractTask[Any], config: TrainConfig, *, run: Path, log: Abst
         return result
 
 
+def _warn_if_slower(event: Event) -> None:
+    """Where nothing is shown on the terminal: what is slower than expected, as a Python warning."""
+    if event["event"] == "warning" and event.get("slower"):
+        warnings.warn(event["message"], stacklevel=2)
+
+
 def _describe(task: AbstractTask[Any], config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
     """What is recorded at the start: the data, the batches, and what they would be without buckets."""
     data, report, padded_steps_ratio = task.data, trainer.feed.report(), trainer.state.padded_steps_ratio
+    optimizer = trainer.state.optimizer
     return {
         "task": task.name,
         "settings": config.recorded(),
@@ -176,13 +309,15 @@ def _describe(task: AbstractTask[Any], config: TrainConfig, trainer: Trainer) ->
             "features": data.num_features,
             "notes": list(data.notes),
         },
-        "edges": trainer.feed.edges,
+        # Those of pairs do not lie on one axis of lengths.
+        "edges": trainer.feed.edges if task.bucket_lengths(data.part("train")).ndim == 1 else [],
         "histogram": dataclasses.asdict(length_histogram(data.part("train").lengths_N)),
         "report": report,
         "shuffled_padding": 1.0 - (1.0 - report["padding"]) / padded_steps_ratio,
         "padded_steps_ratio": padded_steps_ratio,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "epochs": config.epochs,
+        **({"rules": optimizer.rules()} if isinstance(optimizer, Muon) else {}),
         "versions": {
             "stretto": importlib.metadata.version("stretto"),
             "torch": torch.__version__,
@@ -192,19 +327,26 @@ def _describe(task: AbstractTask[Any], config: TrainConfig, trainer: Trainer) ->
     }
 
 
-def stored_settings(name: str, config: TrainConfig) -> dict[str, Any]:
-    """The settings that the run which `config` resumes was started with."""
+def stored_settings(name: str, config: TrainConfig) -> dict[str, Any] | None:
+    """The settings that the run which `config` resumes was started with; None if it recorded nothing yet."""
     with disk_errors(config.out or RUNS_FOLDER, doing="use the run folder"):
         run = _find_run(name, config)
+    if run is None or not _has_record(run):
+        return None
     events = {event["event"]: event for event in read_events(run)}
     started = events.get("started")
-    if started is None or started["task"] != name:
+    if started is None or started.get("task") != name:
         raise StrettoError(
-            f"{str(run)!r} is no run of the task {name!r}", fix="Name the folder of such a run with --out."
+            f"{str(run)!r} is not a run of the task {name!r}", fix="Name the folder of such a run with --out."
         )
     if "finished" in events:
-        raise StrettoError(f"the run in {str(run)!r} is finished", fix="Start a new one with another --out.")
-    stored: dict[str, Any] = started["settings"]
+        raise StrettoError(
+            f"the run in {str(run)!r} is finished",
+            fix=f"Start a new one with another --out; `stretto report {run}` makes its page.",
+        )
+    stored = started.get("settings")
+    if not isinstance(stored, dict):
+        raise StrettoError(f"the record of {str(run)!r} has no settings", fix="Start a new run with another --out.")
     return stored
 
 
@@ -219,14 +361,16 @@ def _claim(name: str, config: TrainConfig, stack: contextlib.ExitStack, *, is_re
     if is_restart and out is not None:
         # Ranks of the same launch that were asked to end may still be saving.
         stack.enter_context(locked(out, patience=60.0 * config.rank_timeout_minutes))
-        resume = resume or _can_resume(out)
+        resume = True
     with disk_errors(out or RUNS_FOLDER, doing="use the run folder"):
-        run = _find_run(name, config) if resume else _new_run(name, config)
+        found = _find_run(name, config) if resume else None
+        run = _new_run(name, config) if found is None else found
     if out is None or not run.exists():
         stack.callback(_remove_if_empty, run)
     if not (is_restart and out is not None):
         stack.enter_context(locked(run))
-    return str(run), resume
+    # A run that was ended before its first checkpoint starts from the beginning, so that a job can be requeued.
+    return str(run), resume and found is not None and _can_resume(found)
 
 
 def _is_restart(config: TrainConfig, world: World) -> bool:
@@ -248,9 +392,15 @@ def _is_restart(config: TrainConfig, world: World) -> bool:
     return restarted or known == str(True)
 
 
+def _has_record(run: Path) -> bool:
+    """Whether anything is recorded: the first line is there, or checkpoints whose record is missing."""
+    record = run / EVENTS_FILE
+    return (record.exists() and b"\n" in record.read_bytes()) or any((run / CHECKPOINT_FOLDER).glob("update-*"))
+
+
 def _can_resume(run: Path) -> bool:
-    """Whether there is a checkpoint; if not, what was recorded is removed to make room for a new start."""
-    if any((run / CHECKPOINT_FOLDER).glob("update-*")):
+    """Whether there is a checkpoint or a finished trial; if not, the record is removed to make room for a new start."""
+    if any((run / CHECKPOINT_FOLDER).glob("update-*")) or (run / AUTO_FILE).exists():
         return True
     with disk_errors(run, doing="use the run folder"):
         (run / EVENTS_FILE).unlink(missing_ok=True)
@@ -278,15 +428,11 @@ def _refuse_changes(config: TrainConfig, stored: dict[str, Any]) -> None:
         )
 
 
-def _find_run(name: str, config: TrainConfig) -> Path:
-    """The run to resume: the one in `out`, or the latest of the task."""
+def _find_run(name: str, config: TrainConfig) -> Path | None:
+    """The folder of the run to resume: `out`, or the latest of the task, if there is one."""
     numbered = _numbered_runs(name)
     run = config.out or numbered.get(max(numbered, default=0))
-    if run is None or not (run / EVENTS_FILE).exists():
-        raise StrettoError(
-            f"there is no run to resume in {str(run or RUNS_FOLDER)!r}", fix="Name the folder of a run with --out."
-        )
-    return run
+    return run if run is not None and run.is_dir() else None
 
 
 def _new_run(name: str, config: TrainConfig) -> Path:
@@ -312,7 +458,7 @@ def _numbered_runs(name: str) -> dict[int, Path]:
 
 
 def _remove_if_empty(run: Path) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         # rmdir removes empty folders only: a claimed one in which nothing was recorded.
         run.rmdir()
         if run.parent == RUNS_FOLDER:

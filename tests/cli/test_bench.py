@@ -135,9 +135,9 @@ def test_a_wrong_layer_is_not_timed(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["{mine}:number"], "is no cell or model but of type int"),
-        (["GRU", "--shape", "6"], "--shape '6' is no batch"),
-        (["GRU", "--shape", "6,0,5"], "is no batch"),
+        (["{mine}:number"], "is of type int, not a cell or model"),
+        (["GRU", "--shape", "6"], "--shape '6' is not the shape of a batch"),
+        (["GRU", "--shape", "6,0,5"], "is not the shape of a batch"),
         (["{mine}:Tagger", "--shape", "6,2,5"], "failed on an input of shape (2, 6, 5)"),
         (["{mine}:ready", "--shape", "6,2,5"], "could not do a step on 5 features"),
         (["torch.nn:Linear", "--set", "in_features=3", "--set", "out_features=4"], "has no recurrent layer"),

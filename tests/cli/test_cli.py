@@ -135,7 +135,6 @@ def test_the_version(run: Run) -> None:
         ("train language-model --data signs.npz", "signs is no text"),
         ("train classify --data signs.npz --max-padded-steps 3", "sequence "),
         ("train classify --data signs.npz --out signs.npz", "'signs.npz' is a file"),
-        ("train classify --data signs.npz --out none --resume", "there is no run to resume in 'none'"),
         ("train classify --config missing.toml", "'missing.toml'"),
         ("train classify --config bad.toml", "'bad.toml' is not a TOML file"),
         ("train classify --config", "--config has no value"),

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def test_the_compiler_is_shown_and_a_kernel_tried_cold_and_from_the_cache(
 ) -> None:
     code, found = examine()
     assert code == 0
-    assert compiler.path in found["compiler"]
+    assert compiler.name in found["compiler"]
     assert compiler.version in found["compiler"]
     assert found["flags"].startswith(" ".join(compiler.flags))
     assert found["OpenMP"].startswith("yes" if "-fopenmp" in compiler.flags else "no")
@@ -80,6 +81,47 @@ def test_without_a_compiler_it_is_slower_and_nothing_is_broken(examine: Run, mon
     assert "self-test" not in found
     assert "no-such-compiler" in found["backend cpp"]
     assert "operator by operator" in found["backend eager"]
+
+
+def test_without_a_gpu_a_kernel_of_triton_is_compiled_and_interpreted(examine: Run) -> None:
+    pytest.importorskip("triton")
+    code, found = examine()
+    assert code == 0
+    assert "no GPU" in found["Triton"]
+    assert found["Triton test"].startswith("ok: a small kernel interpreted, never run on a GPU, agrees")
+    assert "sm_80, sm_90, sm_100, gfx942" in found["Triton test"]
+    assert "GPU 0" not in found
+
+
+def test_a_gpu_is_named_and_one_whose_kernel_fails_stops_a_user(examine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in: named as torch names it, and nothing can run on it."""
+    pytest.importorskip("triton")
+    facts = {"name": "A GPU", "major": 9, "minor": 0, "multi_processor_count": 132, "total_memory": 80 << 30}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(**facts))
+    code, found = examine()
+    assert code == 2
+    assert found["GPU 0"] == "A GPU, compute capability 9.0, 132 multiprocessors, 80 GiB"
+    assert "torch was built for" in found["driver"]
+    assert found["Triton test"].startswith("failed: Triton ")
+    assert "called at each step instead" in found["Triton test"]
+
+
+@pytest.mark.parametrize("wrong", ["a result", "an error"])
+def test_a_version_of_triton_that_fails_is_named(examine: Run, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    pytest.importorskip("triton")
+
+    def fail(*_: object) -> tuple[str, str]:
+        if wrong == "an error":
+            raise TypeError("only 0-dimensional arrays")
+        return "a compiled kernel and plain PyTorch disagree", ""
+
+    monkeypatch.setattr(doctor, "_disagreement", lambda name, _: fail() if name == "triton" else ("", ""))
+    code, found = examine()
+    assert code == 0  # No GPU is there that would need it.
+    assert found["Triton test"].startswith("failed: ")
+    assert ("TypeError: only 0-dim" if wrong == "an error" else "disagree") in found["Triton test"]
 
 
 def test_a_processor_that_the_compiler_does_not_know_stops_a_user(
@@ -153,10 +195,16 @@ def test_the_self_test_leaves_random_numbers_alone(compiler: Compiler) -> None:
     assert (finding.name, finding.broken) == ("self-test", False)
 
 
-# `make test` does not need what the benchmarks compare with.
+# `make test` needs neither what the benchmarks compare with, nor another compiler, nor the loggers of others.
+NOT_IN_DEV = {"compiler", "mlflow", "peers", "tensorboard", "wandb"}
+
+
 @pytest.mark.parametrize(
     "module",
-    [pytest.param(name, marks=[pytest.mark.slow] if extra == "peers" else []) for name, extra in EXTRA_OF.items()],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if extra in NOT_IN_DEV else [])
+        for name, extra in EXTRA_OF.items()
+    ],
 )
 def test_a_package_that_can_be_imported_is_shown_with_its_version(module: str) -> None:
     importlib.import_module(module)

@@ -381,3 +381,10 @@ def test_two_transcripts_of_one_sheet_and_a_folder_without_lines_are_refused(tmp
     put(tmp_path / "copy" / "a01-000u.txt", "CSR:\nanother\n")
     with pytest.raises(StrettoError, match="2 transcripts of 'a01-000u'"):
         read_iam(tmp_path)
+
+
+def test_a_number_of_a_million_digits_is_refused_at_once(tmp_path):
+    path = tmp_path / "long.inkml"
+    path.write_text(f"<ink><trace>{'1' * 1_000_000}x 2</trace></ink>", encoding="utf-8")
+    with pytest.raises(StrettoError, match="value 1 is not a plain decimal"):
+        read_inkml(path)

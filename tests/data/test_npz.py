@@ -137,6 +137,69 @@ def test_pen_positions_become_movements(tmp_path):
     np.testing.assert_allclose(data[1].features_TF.numpy(), [[0, 0, 0], [0, 1, 1]])
 
 
+def test_pen_up_marks_the_last_point_of_a_stroke(tmp_path):
+    positions = {"xy": np.array([[0, 0], [0, 10], [5, 10], [7, 7], [7, 9]]), "offsets": [0, 3, 5]}
+    np.savez(tmp_path / "down.npz", **positions, pen_down=[1, 0, 1, 1, 0])
+    np.savez(tmp_path / "up.npz", **positions, pen_up=[0, 1, 1, 0, 1])
+    one, other = read_npz(tmp_path / "down.npz"), read_npz(tmp_path / "up.npz")
+    np.testing.assert_array_equal(one.features_SF, other.features_SF)
+    np.savez(tmp_path / "both.npz", **positions, pen_up=[0, 1, 1, 0, 1], pen_down=[1, 0, 1, 1, 0])
+    with pytest.raises(StrettoError, match="`pen_down` and `pen_up`"):
+        read_npz(tmp_path / "both.npz")
+
+
+def test_members_that_are_not_used_are_named(tmp_path):
+    np.savez(tmp_path / "some.npz", x=np.zeros((4, 2)), offsets=[0, 4], writer=[1], pen_up=np.zeros(4))
+    assert "not used, of the members of the file: `pen_up`, `writer`" in read_npz(tmp_path / "some.npz").notes
+    many = {f"m{number}": np.zeros(1) for number in range(11)}
+    np.savez(tmp_path / "many.npz", x=np.zeros((4, 2)), offsets=[0, 4], **many)
+    assert any(note.endswith("`m6` and 3 more") for note in read_npz(tmp_path / "many.npz").notes)
+
+
+@pytest.mark.parametrize(("x", "alphabet"), [(np.zeros((4, 2)), [97]), (np.zeros(4, dtype=np.uint8), [0, 0])])
+def test_what_is_no_alphabet_is_not_taken_for_one(tmp_path, x, alphabet):
+    np.savez(tmp_path / "set.npz", x=x, offsets=[0, 4], alphabet=np.array(alphabet))
+    data = read_npz(tmp_path / "set.npz")
+    assert data.alphabet == ""
+    assert any("`alphabet` is ignored" in note for note in data.notes)
+
+
+@pytest.mark.parametrize("name", ["x", "xy"])
+def test_a_compressed_member_of_another_length_is_not_unpacked(tmp_path, monkeypatch, name):
+    np.savez_compressed(tmp_path / "bomb.npz", **{name: np.zeros((100_000, 2)), "offsets": [0, 4]})
+    unpacked = []
+    honest = np.lib.format.read_array
+
+    def read(member, **options):
+        array = honest(member, **options)
+        unpacked.append(array.shape)
+        return array
+
+    monkeypatch.setattr("numpy.lib.format.read_array", read)
+    with pytest.raises(StrettoError, match=r"shape \(100000, 2\) and offsets run from 0 to 4"):
+        read_npz(tmp_path / "bomb.npz")
+    assert unpacked == [(2,)]
+
+
+@pytest.mark.parametrize(
+    ("x", "problem"),
+    [
+        (np.full((4, 1), 2**63 + 5, dtype=np.uint64), r"a feature of 2\*\*63 or more"),
+        (np.full((4, 1), 5, dtype="m8[s]"), "type timedelta64"),
+    ],
+)
+def test_numbers_that_torch_does_not_have_are_refused(tmp_path, x, problem):
+    np.savez(tmp_path / "odd.npz", x=x, offsets=[0, 4])
+    with pytest.raises(StrettoError, match=problem):
+        read_npz(tmp_path / "odd.npz")
+
+
+def test_labels_in_the_billions_do_not_fill_the_memory(tmp_path):
+    np.savez(tmp_path / "set.npz", x=np.zeros((4, 1)), offsets=[0, 2, 4], y=[0, 2**40])
+    with pytest.raises(StrettoError, match=f"sequence 1 has label {2**40}, outside 0 to 1048575"):
+        read_npz(tmp_path / "set.npz")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "facts",

@@ -1,5 +1,8 @@
 """The right reader for a file or folder."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -115,3 +118,18 @@ def test_a_missing_file_is_an_error_of_its_reader(tmp_path, read):
 def test_a_missing_or_impossible_path_is_an_error(tmp_path, name, message):
     with pytest.raises(StrettoError, match=message):
         open_sequences(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["data.npz", "data.txt", "data.txt.gz", "data.parquet", "data.inkml"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(StrettoError, match="is a pipe or a device"):
+        open_sequences(tmp_path / name)
+
+
+def test_a_device_and_a_name_that_no_file_can_have_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    with pytest.raises(StrettoError, match="is a pipe or a device"):
+        open_sequences(tmp_path / "zero.txt")
+    with pytest.raises(StrettoError, match="Check the path"):
+        open_sequences("nul\0.npz")

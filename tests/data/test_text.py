@@ -228,3 +228,14 @@ def test_verbs_of_the_embedded_text_agree_with_their_subject():
         if words[0] in ("yesterday", "last-year", "once", "long-ago"):
             assert not (singular - {"guards"} | {"chase", "reach", "will"}) & set(words), sentence
         assert words[-1] == END
+
+
+@pytest.mark.parametrize("name", ["large.txt", "large.txt.gz"])
+def test_text_beyond_the_limit_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, name):
+    raw = b"a" * 101
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    monkeypatch.setattr("stretto.data.readers.text.MAX_TEXT_BYTES", 101)
+    assert read_text(tmp_path / name).num_steps == 101
+    monkeypatch.setattr("stretto.data.readers.text.MAX_TEXT_BYTES", 100)
+    with pytest.raises(StrettoError, match="too large for the memory"):
+        read_text(tmp_path / name)

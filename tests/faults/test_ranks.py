@@ -21,6 +21,7 @@ from small_data import write_signs
 from stretto.cli.main import main
 from stretto.errors import StrettoError
 from stretto.runs import run_task
+from stretto.tasks import find_task
 from stretto.tasks.classify import ClassifyConfig
 from stretto.training import EVENTS_FILE, Event, read_events
 
@@ -84,7 +85,7 @@ def _train_until_killed(data: str, out: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.set_num_threads(1)
-    run_task("classify", ClassifyConfig(data=Path(data), out=Path(out), **SMALL), subscribers=[watch])
+    run_task(find_task("classify"), ClassifyConfig(data=Path(data), out=Path(out), **SMALL), subscribers=[watch])
 
 
 def test_a_killed_process_resumes_to_the_same_weights(signs: Path, tmp_path: Path) -> None:

@@ -84,3 +84,7 @@ def test_a_plot_is_the_same_each_time_and_named() -> None:
 )
 def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> None:
     assert duration(seconds) == said
+
+
+def test_control_characters_are_shown_as_their_escapes() -> None:
+    assert escape("\x1b[31mred\x07\x9b\ttab\nline") == "\\x1b[31mred\\x07\\x9b\ttab\nline"

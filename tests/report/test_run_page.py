@@ -12,7 +12,8 @@ from run_events import Event, epoch, finished, solving, started, update
 
 from stretto.errors import StrettoError
 from stretto.extras import optional
-from stretto.report import figures, write_run_report
+from stretto.files import locked
+from stretto.report import figures, run_page, write_run_report
 from stretto.report.figures import running_mean
 
 HOSTILE = "</script><script>alert(1)</script> \"double\" 'single'"
@@ -209,6 +210,8 @@ def test_a_record_without_events(tmp_path: Path) -> None:
 def test_a_run_that_is_under_way(tmp_path: Path) -> None:
     text = _write(tmp_path, _whole()[:9])
     assert "Not finished: the last recorded update is 6" in text
+    with locked(tmp_path):
+        assert '<p class="state">Training: epoch 2 of 2, update 6</p>' in run_page(tmp_path)
     assert _values(text) == ["32.17%", "3.0 s", "1,111", f"{21 / 720:.1%}", "1.8x fewer"]
     assert "on the validation sequences, after epoch 1" in text
     assert "No test sequence has been recorded with its output yet." in text

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal, final
 
 import torch
 import tyro
+from pydantic import Field
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -22,10 +23,10 @@ from stretto.cells import GRU, LSTM, Cell, Elman, store_layer
 from stretto.cli.flags import check_flags, parse
 from stretto.cli.loading import INPUT_SIZE, SetFlags, draw, input_size_of, load_module, try_step, user_errors
 from stretto.errors import StrettoError
-from stretto.files import write_text_atomically
-from stretto.graph import call_cell
+from stretto.files import check_ending, write_text_atomically
 from stretto.kernels import Backend
 from stretto.nn import RNN, accelerate
+from stretto.signature import call_cell, has_initial_state, initial_state
 from stretto.timing import TOLERANCE, TimingBudget, check_equal, time_interleaved, torch_threads
 from stretto.training import Count, Positive
 
@@ -73,7 +74,7 @@ class BenchSettings:
     hidden_size: Count | None = None
     arguments: SetFlags = ()
     backend: Backend = "auto"
-    threads: Count | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     rounds: Count = 10
     budget: Positive = 10.0
     tolerance: Positive = TOLERANCE
@@ -132,6 +133,7 @@ class Contender:
 def run(words: list[str]) -> int:
     """Compare, then time."""
     settings = check_flags(parse(BenchSettings, words, prog="stretto bench"))
+    check_ending(settings.json, flag="--json", endings=(".json",))
     num_steps, batch_size, features = _parse_shape(settings.shape)
     module = load_module(
         settings.target,
@@ -141,9 +143,7 @@ def run(words: list[str]) -> int:
         kind="cell or model",
         input_flag="--shape T,B,F",
     )
-    is_cell = callable(getattr(module, "initial_state", None)) or isinstance(
-        module, (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
-    )
+    is_cell = has_initial_state(module)
     with torch_threads(settings.threads) as threads:
         if is_cell:
             features = features or input_size_of(module) or INPUT_SIZE
@@ -184,7 +184,9 @@ def _parse_shape(text: str) -> tuple[int, int, int | None]:
     except ValueError:
         sizes = []
     if len(sizes) not in (2, 3) or min(sizes) < 1:
-        raise StrettoError(f"--shape {text!r} is no batch", fix="Write T,B,F or T,B: --shape 200,16,64.")
+        raise StrettoError(
+            f"--shape {text!r} is not the shape of a batch", fix="Write T,B,F or T,B: --shape 200,16,64."
+        )
     return sizes[0], sizes[1], sizes[2] if len(sizes) == 3 else None
 
 
@@ -204,7 +206,7 @@ def _cell_contenders(
         return ours, Contender(f"nn.{layer.mode.partition('_')[0]}", lambda: layer(x_TBF)[0], layer), note
 
     def loop() -> torch.Tensor:
-        state: Any = cell.initial_state(shape[1])  # type: ignore[operator]
+        state = initial_state(cell, shape[1])
         outputs = []
         for x_BF in x_TBF.unbind(0):
             y_BO, state = call_cell(cell, x_BF, state)

@@ -1,5 +1,6 @@
 """`stretto doctor`."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -7,6 +8,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -19,10 +21,20 @@ from stretto.cli.flags import parse
 from stretto.errors import StrettoError
 from stretto.extras import EXTRA_OF
 from stretto.files import CACHE_VARIABLE, cache_folder
-from stretto.kernels import MARCH_VARIABLE, Compiler, NoCompiler, all_backends, find_compiler, library_folder
+from stretto.kernels import (
+    MARCH_VARIABLE,
+    Backend,
+    Compiler,
+    NoCompiler,
+    all_backends,
+    compiles_for,
+    find_compiler,
+    interpreted,
+    library_folder,
+)
 from stretto.nn import RNN
 
-PACKAGES: Final = {"HersheyFonts": "Hershey-Fonts", "PIL": "pillow"}
+PACKAGES: Final = {"mlflow": "mlflow-skinny", "HersheyFonts": "Hershey-Fonts", "PIL": "pillow"}
 """Packages that are called otherwise than their modules."""
 VECTORS: Final = {
     "__AVX512F__": "AVX-512, 64 bytes wide",
@@ -33,6 +45,8 @@ VECTORS: Final = {
 }
 """Macros by which a compiler says what its code will use, the widest first."""
 WITHOUT: Final = "cells run operator by operator instead: the same results, slower"
+WITHOUT_TRITON: Final = "On a GPU, cells are called at each step instead: the same results, slower"
+DRIVERS: Final = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 BROKEN: Final = 2
 TOLERANCE: Final = 1e-4
 
@@ -72,11 +86,13 @@ def findings() -> Iterator[Finding]:
     fused = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     yield Finding("oneDNN", f"{'yes' if fused else 'no'}: torch.nn.LSTM runs {'fused' if fused else 'step by step'}")
     yield Finding("device", "CUDA is there; --device cuda uses it" if torch.cuda.is_available() else "cpu")
+    yield from _gpus()
     try:
         yield Finding("cache", f"{cache_folder()}, private; {CACHE_VARIABLE} moves it")
     except StrettoError as error:
         yield Finding("cache", f"cannot be used: {error}", broken=True)
     yield from _kernels()
+    yield from _triton()
     # In the order in which backend="auto" tries them.
     for backend in all_backends():
         try:
@@ -97,12 +113,12 @@ def _kernels() -> Iterator[Finding]:
         compiler = find_compiler()
     except NoCompiler as reason:
         yield Finding("compiler", f"none: {reason}. {WITHOUT[:1].upper()}{WITHOUT[1:]}")
-        yield Finding("", "Install g++ or clang++, or name a compiler with CXX")
+        yield Finding("", "Install g++ or clang++, name a compiler with CXX, or: pip install 'stretto[compiler]'")
         return
     except StrettoError as error:
         yield Finding("compiler", str(error), broken=True)
         return
-    yield Finding("compiler", f"{compiler.path}, {compiler.version}; CXX names another")
+    yield Finding("compiler", f"{compiler.name}, {compiler.version}; CXX names another")
     yield Finding("flags", f"{' '.join(compiler.flags)}; {MARCH_VARIABLE} names another processor for -march")
     yield Finding("vectors", _vectors(compiler))
     parallel = "-fopenmp" in compiler.flags
@@ -119,7 +135,7 @@ def _kernels() -> Iterator[Finding]:
 
 def _vectors(compiler: Compiler) -> str:
     """What the compiler says that its code will use."""
-    command = [compiler.path, *compiler.flags, "-dM", "-E", "-x", "c++", os.devnull]
+    command = [*compiler.command, *compiler.flags, "-dM", "-E", "-x", "c++", os.devnull]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)  # noqa: S603
     except (OSError, subprocess.SubprocessError):
@@ -129,32 +145,78 @@ def _vectors(compiler: Compiler) -> str:
 
 
 def _self_test() -> Finding:
-    """A small kernel beside the same steps in plain PyTorch: outputs and gradients."""
+    """A small compiled kernel beside the same steps in plain PyTorch."""
     start = time.perf_counter()
     before = set(library_folder().glob("*.so"))
+    failure, reason = _disagreement("auto", torch.device("cpu"))
+    if failure:
+        return Finding("self-test", f"failed: {failure}. Set CXX to another compiler, and report this", broken=True)
+    if reason:
+        return Finding("self-test", f"no kernel could be made: {reason}; {WITHOUT}")
+    cold = set(library_folder().glob("*.so")) - before
+    took = f"{time.perf_counter() - start:.2f} s, {'compiled just now' if cold else 'from the cache'}"
+    return Finding("self-test", f"ok: a small kernel agrees with plain PyTorch, gradients too ({took})")
+
+
+def _gpus() -> Iterator[Finding]:
+    """Each GPU with what decides about kernels for it, and its driver."""
+    if not torch.cuda.is_available():
+        return
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        kind = found.gcnArchName if torch.version.hip else f"compute capability {found.major}.{found.minor}"
+        memory, units = found.total_memory / 2**30, found.multi_processor_count
+        yield Finding(f"GPU {index}", f"{found.name}, {kind}, {units} multiprocessors, {memory:.0f} GiB")
+    runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    texts = [path.read_text(encoding="utf-8").splitlines()[0] for path in DRIVERS if path.exists()]
+    yield Finding("driver", "; ".join([*(texts or ["version not known"]), f"torch was built for {runtime}"]))
+
+
+def _triton() -> Iterator[Finding]:
+    """A small kernel of Triton on the first GPU; on a machine without one it is compiled for one, and interpreted."""
+    backend = next(item for item in all_backends() if item.name == "triton")
+    if backend.unavailable() is not None:
+        return  # The backends' own lines say why.
+    version, start = importlib.metadata.version("triton"), time.perf_counter()
+    gpu = torch.cuda.is_available()
+    yield Finding("Triton", f"{version}; {'kernels for the GPU' if gpu else 'no GPU: its interpreter stands in'}")
+    try:
+        with contextlib.nullcontext() if gpu else interpreted():
+            failure, reason = _disagreement("triton", torch.device("cuda" if gpu else "cpu"))
+        compiled = "" if gpu else f" and compiles for {', '.join(compiles_for())}"
+    except Exception as error:  # noqa: BLE001 - whatever a driver or compiler raises is what is to be told
+        failure, reason = f"Triton {version} raised {type(error).__name__}: {error}", ""
+    if failure or reason:
+        # Without a GPU nothing else than these lines needs Triton.
+        yield Finding("Triton test", f"failed: {failure or reason}. {WITHOUT_TRITON}", broken=gpu)
+        return
+    where = "on the GPU" if gpu else "interpreted, never run on a GPU,"
+    took = f"({time.perf_counter() - start:.2f} s)"
+    yield Finding("Triton test", f"ok: a small kernel {where} agrees with plain PyTorch{compiled} {took}")
+
+
+def _disagreement(backend: Backend, device: torch.device) -> tuple[str, str]:
+    """A small kernel beside the same steps in plain PyTorch, gradients too: what is wrong, or why there is none."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        cell = Elman(3, 5)
-        x = torch.randn(4, 6, 3)
-    rnn = RNN(cell)
+        cell = Elman(3, 5).to(device)
+        x = torch.randn(4, 6, 3).to(device)
+    rnn = RNN(cell, backend=backend)
     try:
         made = _run(cell, rnn(x)[0])
     except StrettoError as error:
-        return Finding("self-test", f"failed: {error}", broken=True)
+        return str(error), ""
     explanation = rnn.explain()
-    if explanation.backend != "cpp":
-        return Finding("self-test", f"no kernel could be made: {explanation.reason}; {WITHOUT}")
+    if explanation.backend not in {"cpp", "triton"}:
+        return "", explanation.reason
     state, outputs = cell.initial_state(len(x)), []
     for step in range(x.shape[1]):
         y, state = cell(x[:, step], state)
         outputs.append(y)
     wanted = _run(cell, torch.stack(outputs, dim=1))
-    if not all(torch.allclose(one, other, atol=TOLERANCE) for one, other in zip(made, wanted, strict=True)):
-        value = "failed: a compiled kernel and plain PyTorch disagree. Set CXX to another compiler, and report this"
-        return Finding("self-test", value, broken=True)
-    cold = set(library_folder().glob("*.so")) - before
-    took = f"{time.perf_counter() - start:.2f} s, {'compiled just now' if cold else 'from the cache'}"
-    return Finding("self-test", f"ok: a small kernel agrees with plain PyTorch, gradients too ({took})")
+    if all(torch.allclose(one, other, atol=TOLERANCE) for one, other in zip(made, wanted, strict=True)):
+        return "", ""
+    return "a compiled kernel and plain PyTorch disagree", ""
 
 
 def _run(cell: Elman, y: torch.Tensor) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import tyro
 
 from stretto.cli.flags import check_flags, parse
 from stretto.cli.loading import INPUT_SIZE, SetFlags, input_size_of, load_module, try_step
-from stretto.files import write_text_atomically
+from stretto.files import check_ending, write_text_atomically
 from stretto.kernels import Backend
 from stretto.nn import RNN
 from stretto.training import Count
@@ -52,6 +52,7 @@ class ExplainSettings:
 def run(words: list[str]) -> int:
     """Explain."""
     settings = check_flags(parse(ExplainSettings, words, prog="stretto explain"))
+    check_ending(settings.svg, flag="--svg", endings=(".svg",))
     cell = load_module(
         settings.cell,
         input_size=settings.input_size,

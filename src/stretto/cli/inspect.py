@@ -2,14 +2,15 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
 
 from stretto.cli.flags import check_flags, parse
 from stretto.data import load_handwriting, open_sequences
-from stretto.report import inspect_lengths, render, write_inspection_page
+from stretto.files import check_ending
+from stretto.report import PAGE_ENDINGS, inspect_lengths, render, write_inspection_page
 from stretto.training import Count
 
 
@@ -26,7 +27,7 @@ class InspectSettings:
         html: Also write a page to this file.
     """
 
-    data: tyro.conf.Positional[str]
+    data: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA")]
     batch_size: Count | None = None
     max_padded_steps: Count | None = None
     num_buckets: Count | Literal["auto"] = "auto"
@@ -36,6 +37,7 @@ class InspectSettings:
 def run(words: list[str]) -> int:
     """Inspect a data set."""
     settings = check_flags(parse(InspectSettings, words, prog="stretto inspect"))
+    check_ending(settings.html, flag="--html", endings=PAGE_ENDINGS)
     named = settings.data == "handwriting" and not Path(settings.data).exists()
     data = load_handwriting() if named else open_sequences(settings.data)
     batch_size = 32 if settings.batch_size is None and settings.max_padded_steps is None else settings.batch_size

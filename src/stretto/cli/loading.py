@@ -19,7 +19,10 @@ from torch import nn
 import stretto.cells
 from stretto.cells import Cell
 from stretto.errors import StrettoError
-from stretto.graph import Graph, call_cell
+from stretto.graph import Graph
+from stretto.signature import call_cell, initial_state
+from stretto.tasks import find_task
+from stretto.training import AbstractTask
 
 INPUT_SIZE: Final = 64
 DEFAULT_SIZES: Final = {"input_size": INPUT_SIZE, "hidden_size": 128}
@@ -57,12 +60,31 @@ def load_module(
     module = found.cell() if isinstance(found, Graph) else found
     if not isinstance(module, nn.Module):
         raise StrettoError(
-            f"{target!r} is no {kind} but of type {type(module).__name__}",
+            f"{target!r} is of type {type(module).__name__}, not a {kind}",
             fix="Name a subclass of stretto.Cell, a cell, a stretto.Graph, or a function that makes one."
             if kind == "cell"
             else "Name a cell, a torch.nn.Module, or a class or function that makes one.",
         )
     return module
+
+
+def load_task(target: str | None) -> type[AbstractTask[Any]] | None:
+    """A task's class by its name, or MODULE:NAME or FILE.py:NAME for one of the user's own; None if none is named."""
+    if target is None:
+        return None
+    if ":" not in target:
+        return find_task(target)
+    found = _find(target, kind="task")
+    if not (isinstance(found, type) and issubclass(found, AbstractTask)):
+        raise StrettoError(f"{target!r} is not a task", fix="Name a subclass of stretto.training.AbstractTask.")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise StrettoError(f"the task {target!r} lacks {missing}", fix="Define what is missing.")
+    if lacking := [name for name in ("name", "metric") if not isinstance(getattr(found, name, None), str)]:
+        raise StrettoError(
+            f"the task {target!r} has no {' and no '.join(lacking)}", fix='Give each as a text: name = "my-task".'
+        )
+    return found
 
 
 def builtin_cells() -> list[str]:
@@ -85,7 +107,7 @@ def try_step(cell: nn.Module, input_size: int, *, target: str, input_flag: str) 
     """One step of two sequences, to find errors of the user's cell before anything else does."""
     fix = f"Fix the cell, or give the number of features that it takes: {input_flag}."
     with user_errors(f"{target!r} could not do a step on {input_size} features", fix=fix), torch.no_grad():
-        call_cell(cell, draw((2, input_size), like=cell), cell.initial_state(2))  # type: ignore[operator]
+        call_cell(cell, draw((2, input_size), like=cell), initial_state(cell, 2))
 
 
 def draw(sizes: Sequence[int], *, like: nn.Module) -> torch.Tensor:
@@ -160,7 +182,7 @@ def _import_file(path: Path) -> ModuleType:
     name = f"stretto_loaded_{path.stem}"
     specification = importlib.util.spec_from_file_location(name, path)
     if specification is None or specification.loader is None:
-        raise StrettoError(f"{str(path)!r} is no Python file", fix="Name a file that ends in .py.")
+        raise StrettoError(f"{str(path)!r} is not a Python file", fix="Name a file that ends in .py.")
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module
     with user_errors(f"the file {str(path)!r} could not be imported", fix="Fix it; python must be able to run it."):
@@ -173,14 +195,16 @@ def _literals(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or not name.isidentifier():
-            raise StrettoError(f"--set {word!r} sets nothing", fix="Write --set NAME=VALUE, such as --set bias=False.")
+            raise StrettoError(
+                f"--set {word!r} is not NAME=VALUE", fix="Write --set NAME=VALUE, such as --set bias=False."
+            )
         if name in values:
             raise StrettoError(f"--set gives {name!r} twice", fix="Give it once.")
         try:
             values[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
             raise StrettoError(
-                f"the value of --set {word!r} is no Python literal",
+                f"the value of --set {word!r} is not a Python literal",
                 fix=f"Write a number, True, False, None, a tuple, or a quoted string: --set {name}=\"'text'\".",
             ) from error
     return values

@@ -13,8 +13,13 @@ from stretto.errors import StrettoError
 
 VERBS: Final = {
     "train": "train a task on your sequences or the embedded ones",
+    "predict": "what a trained model makes of new data",
+    "evaluate": "the metrics of a trained model",
+    "export": "a model for use without Stretto: ONNX, a torch.export program, or one step in C",
     "inspect": "lengths, buckets and padding of a data set",
+    "sweep": "many runs over seeds and settings, and a page that compares them",
     "report": "the HTML page of a run",
+    "watch": "that page in a browser, refreshed while the run trains",
     "explain": "what becomes of a cell: what leaves the time loop, and what a time step costs",
     "bench": "how fast a cell or model is on this machine",
     "doctor": "what Stretto will use on this machine, and why",

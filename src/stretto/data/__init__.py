@@ -1,11 +1,13 @@
 """Sequences in: one type for a set of them, readers of files, and data sets generated from a seed."""
 
+from stretto.data.form import DataForm
+from stretto.data.memory import from_arrow, from_pandas, from_polars, from_tensors
 from stretto.data.open import open_sequences
 from stretto.data.readers.ink import line_features, pen_features, read_iam, read_inkml
 from stretto.data.readers.npz import read_npz, write_npz
 from stretto.data.readers.parallel_text import LinePairs, line_pairs, parallel_set, read_parallel_text
 from stretto.data.readers.parquet import read_parquet
-from stretto.data.readers.text import read_text, read_word_text
+from stretto.data.readers.text import UNKNOWN, decode_text, number_characters, read_text, read_word_text
 from stretto.data.readers.video import LARGEST_FRAME, SMALLEST_FRAME, Framing, read_clips
 from stretto.data.sequences import PARTS, Part, Sample, SequenceSet, cut_runs, part_of
 from stretto.data.synthetic.digits import load_drawn_digits, make_drawn_digits
@@ -20,7 +22,9 @@ __all__ = [
     "NO_CLASS",
     "PARTS",
     "SMALLEST_FRAME",
+    "UNKNOWN",
     "AbstractTargets",
+    "DataForm",
     "Framing",
     "Labels",
     "LinePairs",
@@ -31,6 +35,11 @@ __all__ = [
     "StepLabels",
     "Transcripts",
     "cut_runs",
+    "decode_text",
+    "from_arrow",
+    "from_pandas",
+    "from_polars",
+    "from_tensors",
     "line_features",
     "line_pairs",
     "load_drawn_digits",
@@ -40,6 +49,7 @@ __all__ = [
     "make_number_words",
     "make_regimes",
     "make_text",
+    "number_characters",
     "open_sequences",
     "parallel_set",
     "part_of",

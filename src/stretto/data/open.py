@@ -49,11 +49,15 @@ def open_sequences(path: Path | str, *, framing: Framing | None = None) -> Seque
     try:
         if path.is_dir():
             return _open_folder(path, framing)
-        exists = path.exists()
-    except OSError as error:
-        raise StrettoError(f"could not open {str(path)!r}: {error.strerror}", fix="Check the path.") from error
+        exists, is_file = path.exists(), path.is_file()
+    except (OSError, ValueError) as error:
+        raise StrettoError(
+            f"could not open {str(path)!r}: {getattr(error, 'strerror', error)}", fix="Check the path."
+        ) from error
     if not exists:
         raise StrettoError(f"there is no file or folder {str(path)!r}", fix="Check the path.")
+    if not is_file:
+        raise StrettoError(f"{str(path)!r} is a pipe or a device", fix="Write the data to a file first.")
     reader = _reader(path)
     if reader is None:
         raise StrettoError(f"{str(path)!r} is not of a kind that Stretto reads", fix=SUPPORTED)

@@ -13,12 +13,14 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
+from stretto.checks import check_choice
 from stretto.data.targets import NO_CLASS, AbstractTargets, Labels, NoTargets, StepLabels, Target, locate
 from stretto.errors import StrettoError
 
 Array = npt.NDArray[Any]
 Part = Literal["train", "valid", "test"]
 PARTS: Final[tuple[Part, ...]] = ("train", "valid", "test")
+SPLIT_NAMES: Final = {"train": 0, "valid": 1, "validation": 1, "dev": 1, "test": 2}
 CHUNK_ROWS = 1 << 20
 MAX_DIGEST_BYTES = 256 << 20
 
@@ -162,6 +164,7 @@ class SequenceSet(Dataset[Sample]):
 
     def part(self, part: Part) -> "SequenceSet":
         """The sequences of one split."""
+        check_choice(part, name="part", choices=PARTS)
         indices = np.flatnonzero(self.split_N == PARTS.index(part))
         if len(indices) == 0:
             raise StrettoError(
@@ -197,8 +200,7 @@ def _torch_dtype(dtype: np.dtype[np.generic]) -> type[np.generic]:
 
 
 def _check_features(features_SF: Array, *, name: str) -> None:
-    numeric = np.issubdtype(features_SF.dtype, np.number) or features_SF.dtype == np.bool_
-    if features_SF.ndim != 2 or not numeric or np.issubdtype(features_SF.dtype, np.complexfloating):
+    if features_SF.ndim != 2 or features_SF.dtype.kind not in "biuf":
         raise StrettoError(
             f"{name}: features have shape {features_SF.shape} and type {features_SF.dtype}",
             fix="Give one real number array of shape (steps of all sequences, features).",
@@ -255,16 +257,34 @@ def _check_split(
     return split_N, ()
 
 
+def number_split(values_N: Array, *, source: str) -> tuple[Array, bool]:
+    """The split for `from_flat`, from names or numbers, and whether validation is named in it."""
+    if values_N.dtype.kind not in "OU":
+        return values_N, False
+    unknown = next((row for row, name in enumerate(values_N) if name not in SPLIT_NAMES), None)
+    if unknown is not None:
+        raise StrettoError(
+            f"{source}: row {unknown} has the split {str(values_N[unknown])!r}",
+            fix=f"Use one of {', '.join(SPLIT_NAMES)}.",
+        )
+    split_N = np.array([SPLIT_NAMES[name] for name in values_N], dtype=np.uint8)
+    has_validation = bool((split_N == 1).any())
+    return (split_N, True) if has_validation else (np.minimum(split_N, 1), False)
+
+
 def _check_finite(features_SF: Array, *, offsets: Array, name: str) -> None:
-    if not np.issubdtype(features_SF.dtype, np.floating):
+    if features_SF.dtype.kind != "f" and features_SF.dtype != np.uint64:
         return
     for first in range(0, len(features_SF), CHUNK_ROWS):
         rows = features_SF[first : first + CHUNK_ROWS]
-        bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+        # Integers become int64.
+        fits = np.isfinite(rows) if rows.dtype.kind == "f" else rows < 1 << 63
+        bad = np.flatnonzero(~fits.all(axis=1))
         if len(bad):
             sequence, step = locate(offsets, first + int(bad[0]))
+            what = "a NaN or infinite feature" if rows.dtype.kind == "f" else "a feature of 2**63 or more"
             raise StrettoError(
-                f"{name}: sequence {sequence} has a NaN or infinite feature at its step {step}",
+                f"{name}: sequence {sequence} has {what} at its step {step}",
                 fix="Clean or remove that sequence; Stretto never replaces values silently.",
             )
 

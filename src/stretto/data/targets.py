@@ -17,7 +17,7 @@ T = TypeVar("T", bound="AbstractTargets")
 Identity = tuple[str | npt.NDArray[Any], ...]
 Target = int | str | npt.NDArray[np.int64] | None
 NO_CLASS: Final = -1
-MAX_UNNAMED_CLASSES = 1 << 24
+MAX_UNNAMED_CLASSES = 1 << 20
 """A larger label is a mistake in the data; names for that many classes would fill the memory."""
 
 

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Table
 from rich.text import Text
 
+from stretto.large_batch import format_rules
 from stretto.report.run_page import format_bytes, format_metric, format_residual, is_reported
 from stretto.training import Event, Subscriber
 
@@ -47,6 +48,8 @@ def print_event(console: Console, event: Event) -> None:
         lines = [f"resumed at update {event['update']}, epoch {event['epoch'] + 1}"]
     elif kind == "batch" and is_reported(event):
         lines = [f"batch {event['batch_size']}, rate {event['rate']:.3g}: {event['reason']}"]
+    elif kind == "auto":
+        lines = auto_lines(event)
     elif kind == "warning":
         lines = [f"warning: {event['message']}"]
     elif kind == "finished":
@@ -91,7 +94,7 @@ class LiveView:
             return
         if kind in ("finished", "interrupted"):
             self.close()
-        if kind == "batch":
+        if "updates_left" in event:
             self._progress.update(self._bar, total=event["update"] + event["updates_left"])
         if kind == "epoch":
             self._reset()
@@ -143,7 +146,20 @@ def start_lines(event: Event) -> list[str]:
     solver = (event.get("settings") or {}).get("solver", "serial")
     if solver != "serial":
         lines.append(f"solver {solver}: {SOLVERS.get(solver, 'see the residual')}")
+    if event.get("rules"):
+        lines += format_rules(event["rules"]).splitlines()
     return lines + [f"note: {note}" for note in data["notes"]]
+
+
+def auto_lines(event: Event) -> list[str]:
+    """A decision of `--auto`."""
+    if event["action"] == "end":
+        return [f"end: {event['reason']}"]
+    if event["action"] == "trial":
+        loss = "diverged" if event["loss"] is None else f"loss {event['loss']:.4f}"
+        return [f"trial  {event['recipe']}: {loss} after {event['epochs']:.3g} epochs, {event['seconds']:.1f} s"]
+    rules = format_rules(event["rules"]).splitlines() if "rules" in event else []
+    return [f"run  {event['recipe']}, {event['epochs']:.0f} epochs: {event['reason']}", *rules]
 
 
 def epoch_line(event: Event) -> str:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from stretto.batching import bucket_of
 from stretto.extras import optional
 from stretto.report.page import Html, escape, figure, sentence
-from stretto.report.plot import AMBER, BLUE, BY_BUCKET, GREY, PALE, TEAL, line, log_axis, plot, points
+from stretto.report.plot import AMBER, BLUE, BY_BUCKET, GREY, PALE, TEAL, epoch_axis, line, log_axis, plot, points
 from stretto.report.record import Event, Numbers, RunRecord, column
 
 MAX_POINTS = 3000
@@ -67,10 +67,9 @@ def metric_figure(record: RunRecord) -> Html:
     """The task's metric on validation data, one point per epoch."""
     name = metric_name(record.metric)
     trace = line(column(record.epochs, "epoch"), column(record.epochs, "value"), colour=AMBER, markers=True)
-    whole = {"dtick": 1} if len(record.epochs) <= 12 else {}
     tickformat = ".0%" if is_share(record.metric) else ""
     y = {"title": escape(name), "rangemode": "tozero", "tickformat": tickformat}
-    picture = plot([trace], name="metric", x={"title": "epoch"} | whole, y=y, legend=False)
+    picture = plot([trace], name="metric", x=epoch_axis(len(record.epochs)), y=y, legend=False)
     return figure(picture, title=sentence(name), caption="On the validation sequences, after each epoch.")
 
 
@@ -110,7 +109,7 @@ def shapes_figure(record: RunRecord) -> Html:
     )
     x, y = ({"title": title, "rangemode": "tozero"} for title in ("padded length in steps", "sequences in the batch"))
     picture = plot([trace], name="shapes", x=x, y=y, legend=False)
-    text = "One point per update, coloured by bucket from the shortest sequences (light) to the longest (dark)."
+    text = "One point per update, coloured by bucket from the shortest sequences (green) to the longest (violet)."
     return figure(picture, title="Shapes of the batches", caption=_caption(text, drawn, len(updates)))
 
 
@@ -129,7 +128,7 @@ def time_figure(record: RunRecord) -> Html:
         customdata=np.stack([updates.rows_S[drawn], updates.length_S[drawn]], axis=1),
         hovertemplate="%{y:.1f} ms for %{customdata[0]} sequences of %{customdata[1]} steps<extra></extra>",
     )
-    x = {"title": "padded steps of the batch (sequences times padded length)", "rangemode": "tozero"}
+    x = {"title": "padded steps of the batch", "rangemode": "tozero"}
     y = {"title": "milliseconds per update", "range": [0, 1150 * float(took[usual].max())]}
     picture = plot([trace], name="time", x=x, y=y, legend=False)
     text = "From one recorded update to the next where nothing but training lay between; colours are the buckets."
@@ -193,7 +192,7 @@ def rank_figures(epochs: Sequence[Event]) -> list[Html]:
             for rank in range(len(epochs[0][key]))
         ]
 
-    x, share = {"title": "epoch"}, {"title": "share of time", "tickformat": ".0%"}
+    x, share = epoch_axis(len(epochs)), {"title": "share of time", "tickformat": ".0%"}
     return [
         figure(
             plot(lines("steps_real"), name="rank-speed", x=x, y={"title": "real steps per second"}),
@@ -239,7 +238,13 @@ def probe_figure(entries: Sequence[Event]) -> Html:
         sizes, speeds = zip(*((e["batch_size"], e["num_steps"] / e["seconds"]) for e in own), strict=True)
         colour = (BLUE, TEAL, AMBER, GREY)[number % 4]
         traces.append(line(sizes, speeds, name=f"{length} steps", colour=colour, markers=True))
-    x = log_axis("batch size (log scale)", [float(entry["batch_size"]) for entry in entries])
+    ticks = sorted({entry["batch_size"] for entry in entries})
+    x = {
+        "title": "batch size (log scale)",
+        "type": "log",
+        "tickvals": ticks,
+        "ticktext": [f"{tick:,}" for tick in ticks],
+    }
     caption = "Forward, backward and optimiser, the fastest of a few, on a copy of the model before training."
     picture = plot(traces, name="probe", x=x, y={"title": "real steps/s"})
     return figure(picture, title="Throughput of larger batches", caption=caption)

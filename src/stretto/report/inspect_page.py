@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stretto.batching import BucketSampler, shuffled_padded_steps
+from stretto.batching import BucketSampler
 from stretto.data import PARTS, Labels, NoTargets, SequenceSet, StepLabels
 from stretto.files import write_text_atomically
 from stretto.report.figures import lengths_figure
@@ -106,8 +106,6 @@ def inspect_lengths(
         world_size=1,
     )
     report = sampler.report()
-    real = int(lengths_N.sum())
-    shuffled = shuffled_padded_steps(lengths_N, batch_size=batch_size, max_padded_steps=max_padded_steps)
     return Inspection(
         data=data,
         parts={part: int((data.split_N == number).sum()) for number, part in enumerate(PARTS)},
@@ -120,9 +118,9 @@ def inspect_lengths(
         edges=sampler.edges.tolist(),
         buckets=_buckets(sampler, lengths_N),
         batches=report.batches,
-        shuffled_padding=1.0 - real / shuffled,
+        shuffled_padding=report.shuffled_padding,
         padding=report.padding,
-        padded_steps_ratio=shuffled * (1.0 - report.padding) / real,
+        padded_steps_ratio=report.padded_steps_ratio,
     )
 
 

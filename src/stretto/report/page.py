@@ -5,6 +5,7 @@ Text becomes `Html` only through `escape`, so that the type checker finds a stri
 
 import html
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Final, NewType
 
@@ -18,9 +19,11 @@ POLICY: Final = (
 )
 
 STYLE: Final = """
-:root { color-scheme: light; --ink: #22303f; --soft: #667382; --line: #e2e6ea; --blue: #2f5d8a; --wash: #f6f8f9; }
+:root { color-scheme: light dark; --paper: #fff; --ink: #22303f; --soft: #5f6c7b; --line: #e2e6ea; --blue: #2f5d8a;
+  --wash: #f6f8f9; --done: #e6f0ee; --done-ink: #215a53; --open: #fbefdd; --open-ink: #7d5113; --wrong: #f6d9d3;
+  --wrong-ink: #8f2f24; --shade: #22303f30; }
 * { box-sizing: border-box; }
-body { margin: 0; background: #fff; color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
 main { max-width: 1100px; margin: 0 auto; padding: 48px 32px 72px; }
 h1 { margin: 0; font-size: 30px; font-weight: 650; line-height: 1.25; overflow-wrap: anywhere; }
 h2 { margin: 56px 0 16px; font-size: 21px; font-weight: 650; }
@@ -29,8 +32,8 @@ p { margin: 12px 0; max-width: 75ch; overflow-wrap: anywhere; }
 .subtitle, figcaption, .detail { color: var(--soft); }
 .subtitle { margin: 6px 0 0; }
 .state { display: inline-block; margin: 18px 0 0; padding: 4px 14px; border-radius: 16px; font-size: 15px;
-  background: #e6f0ee; color: #215a53; }
-.state.open { background: #fbefdd; color: #7d5113; }
+  background: var(--done); color: var(--done-ink); }
+.state.open { background: var(--open); color: var(--open-ink); }
 .headline { display: grid; grid-template-columns: repeat(auto-fill, minmax(180px, 1fr)); gap: 16px; margin: 28px 0 0; }
 .number { padding: 16px; background: var(--wash); border-radius: 10px; }
 .number .label { font-size: 14px; color: var(--soft); }
@@ -47,11 +50,20 @@ table { border-collapse: collapse; font-size: 15px; font-variant-numeric: tabula
 th, td { padding: 6px 28px 6px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 th { font-weight: 500; color: var(--soft); white-space: nowrap; }
 td { overflow-wrap: anywhere; }
-.columns th, .columns td { text-align: right; padding: 6px 0 6px 28px; }
+.columns th, .columns td { text-align: right; padding: 6px 0 6px 28px; white-space: nowrap; }
 .columns th:first-child, .columns td:first-child { text-align: left; padding-left: 0; }
-.scroll { overflow-x: auto; }
+/* A shade at the side shows that there is more to scroll to; it lies under a cover that scrolls along. */
+.scroll { overflow-x: auto; background: linear-gradient(to right, var(--paper) 24px, transparent 48px) local 0 0,
+  linear-gradient(to left, var(--paper) 24px, transparent 48px) local 100% 0,
+  linear-gradient(to right, var(--shade), transparent 14px) 0 0,
+  linear-gradient(to left, var(--shade), transparent 14px) 100% 0; background-repeat: no-repeat; }
+.scroll:focus-visible, .legendtoggle:focus-visible { outline: 2px solid var(--blue); outline-offset: 2px; }
 figure + .scroll, figure + table, table + .scroll { margin-top: 24px; }
-.scroll + .grid { margin-top: 28px; }
+.scroll + .grid, p + .grid { margin-top: 28px; }
+.grid + .scroll, .scroll + ul { margin-top: 20px; }
+.flow { columns: 300px; column-gap: 40px; }
+.flow table { width: 100%; }
+.flow tr { break-inside: avoid; }
 ul { margin: 0; padding-left: 20px; }
 li { margin: 4px 0; max-width: 85ch; overflow-wrap: anywhere; }
 .samples { display: flex; flex-wrap: wrap; gap: 16px; align-items: stretch; }
@@ -63,9 +75,20 @@ li { margin: 4px 0; max-width: 85ch; overflow-wrap: anywhere; }
 .sample dd { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; }
 .key { display: flex; flex-wrap: wrap; gap: 2px 16px; max-width: 430px; font-size: 14px; }
 .key i { display: inline-block; width: 11px; height: 11px; margin-right: 6px; border-radius: 2px; }
-mark { background: #f6d9d3; color: #8f2f24; border-radius: 3px; }
+mark { background: var(--wrong); color: var(--wrong-ink); border-radius: 3px; }
 footer { margin-top: 56px; font-size: 14px; color: var(--soft); overflow-wrap: anywhere; }
 @media screen and (max-width: 800px) { #plot-lengths .annotation { display: none; } }
+@media screen and (max-width: 600px) {
+  main { padding: 32px 20px 48px; }
+  th { white-space: normal; }
+}
+@media screen and (prefers-color-scheme: dark) {
+  :root { --paper: #14191f; --ink: #dde4ea; --soft: #9aa7b3; --line: #2b343d; --blue: #8fb8df; --wash: #1c232b;
+    --done: #17352f; --done-ink: #9fd8cb; --open: #3d2c12; --open-ink: #efc98f; --wrong: #54241e; --wrong-ink: #f3b9b0;
+    --shade: #0009; }
+  /* Pictures are drawn in dark ink on a clear ground: turned round in lightness, not in hue. */
+  .js-plotly-plot, .sample svg, .key i { filter: invert(1) hue-rotate(180deg); }
+}
 @page { margin: 12mm; }
 @media print {
   main { width: 1100px; max-width: none; padding: 0 32px; zoom: 0.63; }
@@ -74,10 +97,31 @@ footer { margin-top: 56px; font-size: 14px; color: var(--soft); overflow-wrap: a
 }
 """
 
+# Tab reaches the names in a legend, Enter shows and hides their curves.
+CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+PAGE_ENDINGS: Final = (".html", ".htm")
+KEYBOARD: Final = """
+new MutationObserver(() => {
+  for (const name of document.querySelectorAll(".legendtoggle:not([tabindex])")) {
+    name.setAttribute("tabindex", "0");
+    name.setAttribute("role", "button");
+    name.setAttribute("aria-label", "show or hide " + name.parentNode.textContent);
+  }
+}).observe(document, {childList: true, subtree: true});
+document.addEventListener("keydown", event => {
+  if (event.key !== "Enter" || !event.target.classList.contains("legendtoggle")) return;
+  for (const kind of ["mousedown", "mouseup"]) event.target.dispatchEvent(new MouseEvent(kind, {bubbles: true}));
+});
+"""
+
 
 def escape(value: object) -> Html:
-    """`value` as text that HTML shows and never interprets; what UTF-8 cannot encode is shown as its escape."""
-    text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+    """`value` as text that HTML shows and never interprets; what UTF-8 cannot encode is shown as its escape.
+
+    So are control characters, such as the escapes of terminals, whose place in HTML nothing defines.
+    """
+    text = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value))
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     return Html(html.escape(text, quote=True))
 
 
@@ -102,11 +146,16 @@ def facts(rows: Iterable[tuple[str, object]]) -> Html:
     return Html(f"<table>{body}</table>")
 
 
+def flow(part: Html) -> Html:
+    """A long and narrow piece in as many columns as there is room for."""
+    return Html(f'<div class="flow">{part}</div>')
+
+
 def columns(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
     """A table with one heading per column, numbers to the right."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return Html(f'<div class="scroll"><table class="columns"><tr>{head}</tr>{body}</table></div>')
+    return Html(f'<div class="scroll" tabindex="0"><table class="columns"><tr>{head}</tr>{body}</table></div>')
 
 
 def figure(picture: Html, *, title: str, caption: str, wide: bool = False) -> Html:
@@ -153,19 +202,21 @@ def page(
     sections: Iterable[tuple[str, Html]],
     footer: str,
     scripted: bool = True,
+    live: str = "",
 ) -> str:
     """The whole page: a title, which the browser's tab shows too, what is above the first section, and the sections.
 
     Titles, headings and the footer are plain text. `scripted` says whether the page has plots, which need the plotting
-    library's source inside, once.
+    library's source inside, once. `live` is a script that fetches from where the page came from.
     """
-    script = f"<script>{optional('plotly.offline').get_plotlyjs()}</script>" if scripted else ""
+    script = f"<script>{optional('plotly.offline').get_plotlyjs()}\n{KEYBOARD}</script>" if scripted else ""
+    policy = f"{POLICY}; connect-src 'self'" if live else POLICY
     body = join(Html(f"<section><h2>{escape(heading)}</h2>\n{part}</section>") for heading, part in sections)
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>{STYLE}</style>
@@ -178,6 +229,7 @@ def page(
 {body}
 <footer>{escape(footer)}</footer>
 </main>
+{f"<script>{live}</script>" if live else ""}
 </body>
 </html>
 """

@@ -15,7 +15,13 @@ PALE: Final = "#c3d2e0"
 BY_BUCKET: Final = ((0.0, "#a9d3c4"), (0.35, "#4f9fa0"), (0.7, "#2f5d8a"), (1.0, "#2b2350"))
 
 FONT: Final = {"family": "system-ui, sans-serif", "size": 13, "color": "#22303f"}
-AXIS: Final = {"gridcolor": "#e9edf0", "zeroline": False, "linecolor": "#c6ced6", "ticks": "outside", "ticklen": 4}
+AXIS: Final = {
+    "gridcolor": "rgba(34,48,63,0.1)",
+    "zeroline": False,
+    "linecolor": "#c6ced6",
+    "ticks": "outside",
+    "ticklen": 4,
+}
 
 
 def line(x: Any, y: Any, *, colour: str, name: str = "", width: int = 2, markers: bool = False, **style: Any) -> Any:
@@ -52,15 +58,15 @@ def plot(
             "height": height,
             "margin": {"l": 64, "r": 16, "t": 36 if legend else 24, "b": 52},
             "font": FONT,
-            "paper_bgcolor": "#ffffff",
-            "plot_bgcolor": "#ffffff",
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
             "xaxis": _axis(x),
             "yaxis": _axis(y),
             "shapes": list(shapes),
             "annotations": list(annotations),
             "showlegend": legend,
             "legend": {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"},
-            "hoverlabel": {"font": FONT},
+            "hoverlabel": {"font": FONT, "bgcolor": "#ffffff"},
         },
     )
     # Escapes "<", ">" and "/" inside its JSON, so that no text of the data can close the script element.
@@ -72,6 +78,11 @@ def plot(
 
 def _axis(settings: dict[str, Any]) -> dict[str, Any]:
     return AXIS | settings | {"title": {"text": settings["title"], "font": FONT, "standoff": 10}}
+
+
+def epoch_axis(num_epochs: int) -> dict[str, Any]:
+    """Ticks at whole epochs."""
+    return {"title": "epoch"} | ({"dtick": 1} if num_epochs <= 12 else {})
 
 
 def log_axis(title: str, values: Sequence[float]) -> dict[str, Any]:

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from stretto.errors import StrettoError
-from stretto.files import write_text_atomically
+from stretto.files import check_ending, is_locked, write_text_atomically
+from stretto.large_batch import RULES_HEADER
 from stretto.report import figures
 from stretto.report.page import (
+    PAGE_ENDINGS,
     Html,
     bullets,
     columns,
     duration,
     escape,
     facts,
+    flow,
     grid,
     headline,
     join,
@@ -55,6 +58,10 @@ SOLVERS: Final = {
     ),
     "auto": "Exact within the tolerance: each shape of batch used the solver that was expected to be fastest.",
 }
+TRIALS: Final = (
+    "Trials began with the same weights, each with its whole schedule in its few updates, and were measured on a part "
+    "of the validation sequences. The last two decided."
+)
 RESIDUAL: Final = (
     "The residual is the largest gap that was left between the end of one chunk of time and the start of the next, "
     "relative to states above 1: at 0 the result is the sequential one. Validation and test sequences always ran "
@@ -67,35 +74,43 @@ def write_run_report(run: Path, out: Path | None = None) -> Path:
 
     A run that is not finished, was interrupted or has no update yet gets a page of what there is. Returns where it is.
     """
+    check_ending(out, flag="--out", endings=PAGE_ENDINGS)
+    path = run / PAGE_NAME if out is None else out
+    write_text_atomically(path, run_page(run))
+    return path
+
+
+def run_page(run: Path, *, scripted: bool = True) -> str:
+    """The page of a run; without the plotting library's source if it is not `scripted`."""
     try:
-        text = _page(RunRecord(run), run=run)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        return _page(RunRecord(run), run=run, scripted=scripted)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
         if isinstance(error, StrettoError):
             raise
         raise StrettoError(
             f"the record of the run in {str(run)!r} has an event of another form ({error!r})",
             fix="Make the page with the version of Stretto that trained the run.",
         ) from error
-    path = run / PAGE_NAME if out is None else out
-    write_text_atomically(path, text)
-    return path
 
 
-def _page(record: RunRecord, *, run: Path) -> str:
+def _page(record: RunRecord, *, run: Path, scripted: bool) -> str:
     data = record.started.get("data") or {}
     title = f"{record.started['task']} on {data.get('name', 'unknown data')}" if record.started else "Training run"
     return page(
         title=title,
         subtitle=_subtitle(record),
-        top=[_state(record), headline(_numbers(record))],
+        top=[_state(record, is_training=is_locked(run)), headline(_numbers(record))],
         sections=_sections(record),
         footer=f"Run folder: {run}",
+        scripted=scripted,
     )
 
 
 def _sections(record: RunRecord) -> Iterator[tuple[str, Html]]:
     yield "Training", _training(record)
     yield "Batches", _batches(record)
+    if record.all("auto"):
+        yield "How it was trained", _auto(record.all("auto"))
     if record.all("batch"):
         yield "Batch size", _batch_size(record)
     solved = [epoch for epoch in record.epochs if epoch.get("solving")]
@@ -109,6 +124,8 @@ def _sections(record: RunRecord) -> Iterator[tuple[str, Html]]:
     yield "Results", _results(record)
     yield "Notes and warnings", _notes(record)
     yield "Settings", _settings(record.started.get("settings"))
+    if record.started.get("rules"):
+        yield "Which parameter is updated how", columns(RULES_HEADER, record.started["rules"])
     yield "Data and versions", _origin(record)
 
 
@@ -124,9 +141,13 @@ def _subtitle(record: RunRecord) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _state(record: RunRecord) -> Html:
+def _state(record: RunRecord, *, is_training: bool) -> Html:
     text, kind = "Finished", "state" if record.state == "finished" else "state open"
-    if record.state == "interrupted":
+    if is_training and record.state == "unfinished" and len(record.updates):
+        total, kind = record.started.get("epochs", 0), "state"
+        epoch = min(len(record.epochs) + 1, total)
+        text = f"Training: epoch {epoch:,} of {total:,}, update {record.updates.update_S[-1]:,.0f}"
+    elif record.state == "interrupted":
         text = f"Interrupted at update {record.last('interrupted')['update']:,}: this page shows the run up to there"
     elif record.state == "unfinished" and len(record.updates):
         text = f"Not finished: the last recorded update is {record.updates.update_S[-1]:,.0f}"
@@ -224,6 +245,29 @@ def _batch_size(record: RunRecord) -> Html:
         )
     why = bullets(f"After {_when(event)}: {event['reason']}." for event in listed)
     return join([paragraph(CHOSEN_BATCH), grid(drawn), columns(header, rows), why])
+
+
+def _auto(events: Sequence[Event]) -> Html:
+    """What `--auto` tried, and why it trained as it did."""
+    trials = [event for event in events if event["action"] == "trial"]
+    rows = [
+        [
+            event["recipe"],
+            f"{event['epochs']:.3g}",
+            f"{event['updates']:,}",
+            "diverged" if event["loss"] is None else _number(event["loss"]),
+            duration(event["seconds"]),
+        ]
+        for event in trials
+    ]
+    table = columns(["recipe", "epochs", "updates", "validation loss", "time"], rows)
+    runs = [
+        f"Update {event['update']:,}: {event['recipe']} for {event['epochs']:.0f} epochs. Why: {event['reason']}."
+        for event in events
+        if event["action"] == "run"
+    ]
+    ends = [f"End: {event['reason']}." for event in events if event["action"] == "end"]
+    return join([*([paragraph(TRIALS), table] if rows else []), bullets([*runs, *ends])])
 
 
 def is_reported(decision: Event) -> bool:
@@ -348,9 +392,11 @@ def _origin(record: RunRecord) -> Html:
 def _settings(settings: dict[str, Any] | None) -> Html:
     if not settings:
         return paragraph("Not recorded.")
-    return facts(
-        (name, value if isinstance(value, str) else "not set" if value is None else json.dumps(value))
-        for name, value in settings.items()
+    return flow(
+        facts(
+            (name, value if isinstance(value, str) else "not set" if value is None else json.dumps(value))
+            for name, value in settings.items()
+        )
     )
 
 

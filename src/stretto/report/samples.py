@@ -123,7 +123,7 @@ def stroke_path(points_T2: npt.NDArray[np.float64], pen_up_T: npt.NDArray[np.flo
 def label_track_svg(track: Mapping[str, Any]) -> Html:
     """Two bands, the target above the output, and the names of their colours below.
 
-    A track has the `names` of the labels, and `target` and `output` as runs of [label, steps]; -1 is no label.
+    A track has the `names` of the labels, and `target` and `output` as runs of [label, steps]; -1 means no label.
     """
     height = 2 * TRACK_HEIGHT + TRACK_GAP
     sides = {"target": 0, "output": TRACK_HEIGHT + TRACK_GAP}

@@ -23,7 +23,7 @@ POINTS_PER_HEIGHT = 7.0
 MAX_LINE_STEPS = 1_000_000
 NAMESPACE: Final = "{http://www.w3.org/2003/InkML}"
 TRANSCRIPT_TYPES: Final = ("truth", "transcription", "label", "normalizedLabel")
-DECIMAL: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+DECIMAL: Final = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 LINE_FILE: Final = re.compile(r"(?P<sheet>(?P<form>[A-Za-z0-9]+-[0-9]+)[A-Za-z]?)-(?P<number>[0-9]+)\.xml")
 IAM_ROOT: Final = "WhiteboardCaptureSession"
 MAX_NAMED_FILES = 12
@@ -34,6 +34,7 @@ def pen_features(
     xy_S2: npt.NDArray[Any],
     *,
     pen_down_S: npt.NDArray[Any] | None,
+    pen_up_S: npt.NDArray[Any] | None = None,
     offsets: npt.NDArray[Any],
     source: str,
 ) -> npt.NDArray[np.float32]:
@@ -42,15 +43,19 @@ def pen_features(
     Args:
         xy_S2: Positions.
         pen_down_S: 1 on the first point of each stroke; None takes each sequence as one stroke.
+        pen_up_S: 1 on the last point of each stroke, instead.
         offsets: Where each sequence begins.
         source: Named in errors.
     """
     shapes_fit = xy_S2.ndim == 2 and xy_S2.shape[1] == 2 and xy_S2.dtype.kind in "iuf"
-    flags_fit = pen_down_S is None or (pen_down_S.shape == xy_S2.shape[:1] and pen_down_S.dtype.kind in "biuf")
+    if pen_down_S is not None and pen_up_S is not None:
+        raise StrettoError(f"{source}: there are `pen_down` and `pen_up`", fix="Give one of the two.")
+    flags_S = pen_up_S if pen_down_S is None else pen_down_S
+    flags_fit = flags_S is None or (flags_S.shape == xy_S2.shape[:1] and flags_S.dtype.kind in "biuf")
     if not (shapes_fit and flags_fit and offsets_fit(offsets, num_values=len(xy_S2)) and np.diff(offsets).all()):
         raise StrettoError(
-            f"{source}: `xy` of shape {xy_S2.shape}, `pen_down` and `offsets` do not fit together",
-            fix="Give `xy` as (points, 2), one `pen_down` flag per point, and `offsets` that rise to the last point.",
+            f"{source}: `xy` of shape {xy_S2.shape}, `pen_down` or `pen_up`, and `offsets` do not fit together",
+            fix="Give `xy` as (points, 2), one flag per point, and `offsets` that rise to the last point.",
         )
     bounds: npt.NDArray[np.int64] = offsets.astype(np.int64)
     starts, lengths_N = bounds[:-1], np.diff(bounds)
@@ -72,6 +77,8 @@ def pen_features(
     first_S[starts] = True
     if pen_down_S is not None:
         first_S |= pen_down_S.astype(bool)
+    if pen_up_S is not None:
+        first_S[1:] |= pen_up_S.astype(bool)[:-1]
     features_S3[:, 2] = np.append(first_S[1:], True)
     return features_S3
 
@@ -139,6 +146,8 @@ def read_inkml(path: Path) -> SequenceSet:
 def _parse_xml(path: Path) -> Element:
     """Parse an XML file; document types and entities are refused, so nothing is expanded or fetched."""
     etree = optional("defusedxml.ElementTree")
+    if path.exists() and not path.is_file():
+        raise StrettoError(f"{str(path)!r} is not a file", fix="Remove it.")
     try:
         root: Element = etree.parse(path, forbid_dtd=True).getroot()
     except OSError as error:

@@ -33,16 +33,19 @@ from stretto.files import cache_folder, write_atomically
 Array = npt.NDArray[Any]
 LOCAL_HEADER_BYTES: Final = 30
 IMAGE_MEMBERS: Final = ("x_train", "y_train", "x_test", "y_test")
-KNOWN_MEMBERS: Final = frozenset(
-    "x scale xy pen_down offsets y class_names split split_names text text_offsets alphabet vocabulary".split(" ")
+# `offsets` first: the others are compared with them before they are read.
+KNOWN_MEMBERS: Final = tuple(
+    "offsets x scale xy pen_down pen_up y class_names split split_names text text_offsets alphabet vocabulary".split()
 )
+MAX_NAMED_MEMBERS: Final = 8
 
 
 def read_npz(path: Path) -> SequenceSet:
     """Read a ragged `.npz`.
 
     Args:
-        path: The file. `x` is (steps, features) or (steps,); pen data may instead have `xy` and `pen_down`.
+        path: The file. `x` is (steps, features) or (steps,); pen data may instead have `xy`, and `pen_down` (1 on the
+            first point of a stroke) or `pen_up` (1 on its last). Members of other names are ignored, with a note.
             With a `scale`, one factor per feature, features are `x` times `scale`.
             Targets are `y` (one class number per sequence or per step; names in `class_names`) or `text` code points
             with `text_offsets`. A `split` of 0 and 1 alone is train and test, unless `split_names` is there: then
@@ -53,7 +56,7 @@ def read_npz(path: Path) -> SequenceSet:
     Raises:
         StrettoError: The file is not a ragged `.npz`, or its arrays do not fit together.
     """
-    arrays = _read_arrays(path)
+    arrays, notes = _read_arrays(path)
     if _holds_images(arrays):
         arrays = _flatten_images(arrays, source=str(path))
     offsets = arrays["offsets"]
@@ -62,7 +65,17 @@ def read_npz(path: Path) -> SequenceSet:
     if "x" in arrays:
         features_SF = _apply_scale(arrays["x"], arrays.get("scale"), source=str(path))
     else:
-        features_SF = pen_features(arrays["xy"], pen_down_S=arrays.get("pen_down"), offsets=offsets, source=str(path))
+        features_SF = pen_features(
+            arrays["xy"],
+            pen_down_S=arrays.get("pen_down"),
+            pen_up_S=arrays.get("pen_up"),
+            offsets=offsets,
+            source=str(path),
+        )
+    alphabet = _alphabet(arrays, source=str(path))
+    if alphabet and not _numbers_characters(features_SF, alphabet):
+        alphabet = ""
+        notes += ("`alphabet` is ignored: it belongs to text, whose one feature is the number of a character",)
     return SequenceSet.from_flat(
         features_SF,
         offsets=offsets,
@@ -70,8 +83,9 @@ def read_npz(path: Path) -> SequenceSet:
         split_N=arrays.get("split"),
         split_complete="split_names" in arrays,
         name=path.stem,
-        alphabet=_alphabet(arrays, source=str(path)),
+        alphabet=alphabet,
         vocabulary=_vocabulary(arrays, source=str(path)),
+        notes=notes,
     )
 
 
@@ -116,7 +130,7 @@ def cached_set(identity: Sequence[Any], *, name: str, make: Callable[[], Sequenc
     return dataclasses.replace(read_npz(path), name=name)
 
 
-def _read_arrays(path: Path) -> dict[str, Array]:
+def _read_arrays(path: Path) -> tuple[dict[str, Array], tuple[str, ...]]:
     try:
         return _members(path)
     except FileNotFoundError:
@@ -134,7 +148,8 @@ def _read_arrays(path: Path) -> dict[str, Array]:
         ) from error
 
 
-def _members(path: Path) -> dict[str, Array]:
+def _members(path: Path) -> tuple[dict[str, Array], tuple[str, ...]]:
+    """The arrays by name, and a note of those that are left out."""
     arrays: dict[str, Array] = {}
     with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
         names = sorted(name.removesuffix(".npy") for name in archive.namelist())
@@ -144,16 +159,41 @@ def _members(path: Path) -> dict[str, Array]:
                 f"{str(path)!r} has the arrays {names} but needs `x` and `offsets`",
                 fix="Write all steps end to end as `x` and where each sequence begins as `offsets` (N + 1 numbers).",
             )
-        for info in archive.infolist():
-            name = info.filename.removesuffix(".npy")
-            if name not in (IMAGE_MEMBERS if images else KNOWN_MEMBERS):
+        known: tuple[str, ...] = IMAGE_MEMBERS if images else KNOWN_MEMBERS
+        if "x" in names:
+            known = tuple(name for name in known if name not in ("xy", "pen_down", "pen_up"))
+        infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+        for name in known:
+            if name not in infos:
                 continue
+            info = infos[name]
             if name == "x" and info.compress_type == zipfile.ZIP_STORED:
                 arrays[name] = _map_member(path, stream, info)
-            else:
-                with archive.open(info) as member:
-                    arrays[name] = npy.read_array(member, allow_pickle=False)
-    return arrays
+                continue
+            with archive.open(info) as member:
+                if name in ("x", "xy"):
+                    _check_rows(member, arrays["offsets"], name=name, path=path)
+            with archive.open(info) as member:
+                arrays[name] = npy.read_array(member, allow_pickle=False)
+    left_out = [name for name in names if name not in known]
+    if not left_out:
+        return arrays, ()
+    shown = ", ".join(f"`{name}`" for name in left_out[:MAX_NAMED_MEMBERS])
+    more = f" and {len(left_out) - MAX_NAMED_MEMBERS} more" if len(left_out) > MAX_NAMED_MEMBERS else ""
+    return arrays, (f"not used, of the members of the file: {shown}{more}",)
+
+
+def _check_rows(member: IO[bytes], offsets: Array, *, name: str, path: Path) -> None:
+    """Refuse a compressed member that is not as long as the offsets say, before it fills the memory."""
+    version = npy.read_magic(member)
+    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, _, dtype = read_header(member)
+    are_offsets = offsets.ndim == 1 and len(offsets) > 0 and offsets.dtype.kind in "iu"
+    if are_offsets and not dtype.hasobject and shape[:1] != (int(offsets[-1]),):
+        raise StrettoError(
+            f"{str(path)!r}: `{name}` has shape {shape} and offsets run from {offsets[0]} to {offsets[-1]}",
+            fix="Offsets must rise from 0 to the number of steps.",
+        )
 
 
 def _map_member(path: Path, stream: IO[bytes], info: zipfile.ZipInfo) -> Array:
@@ -221,6 +261,12 @@ def _alphabet(arrays: dict[str, Array], *, source: str) -> str:
     if code_points.ndim != 1 or not _are_code_points(code_points):
         raise StrettoError(f"{source}: `alphabet` holds no code points", fix="Give one code point a character.")
     return "".join(map(chr, code_points.tolist()))
+
+
+def _numbers_characters(features_SF: Array, alphabet: str) -> bool:
+    """Whether features are numbers of the characters of an alphabet that has each of them once."""
+    is_column = features_SF.ndim == 1 or (features_SF.ndim == 2 and features_SF.shape[1] == 1)
+    return is_column and features_SF.dtype.kind in "iu" and len(set(alphabet)) == len(alphabet)
 
 
 def _vocabulary(arrays: dict[str, Array], *, source: str) -> tuple[str, ...]:

@@ -9,14 +9,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from stretto.data.sequences import SequenceSet
+from stretto.data.sequences import SequenceSet, number_split
 from stretto.data.targets import AbstractTargets, Labels, NoTargets, Transcripts, locate
 from stretto.errors import StrettoError
 from stretto.extras import optional
 
 Array = npt.NDArray[Any]
 KNOWN_COLUMNS: Final = ("x", "y", "text", "split")
-SPLIT_NAMES: Final = {"train": 0, "valid": 1, "validation": 1, "dev": 1, "test": 2}
 
 
 def read_parquet(path: Path) -> SequenceSet:
@@ -30,8 +29,11 @@ def read_parquet(path: Path) -> SequenceSet:
     Raises:
         StrettoError: The file is damaged, has no column `x`, or a row does not fit.
     """
-    columns = _columns(path)
-    source = str(path)
+    return from_columns(_columns(path), source=str(path), name=path.stem)
+
+
+def from_columns(columns: dict[str, Any], *, source: str, name: str) -> SequenceSet:
+    """The sequences of a table with a row for each: its columns as `read_parquet` has them, by the same names."""
     features_SF, offsets = _features(columns["x"], source=source)
     split_N, complete = _split(columns["split"], source=source) if "split" in columns else (None, False)
     both = "text" in columns and "y" in columns
@@ -41,7 +43,7 @@ def read_parquet(path: Path) -> SequenceSet:
         targets=_targets(columns, count=len(offsets) - 1, source=source),
         split_N=split_N,
         split_complete=complete,
-        name=path.stem,
+        name=name,
         notes=("the columns `text` and `y` are both there: `text` is the target, `y` is not read",) if both else (),
     )
 
@@ -111,10 +113,10 @@ def _features(column: Any, *, source: str) -> tuple[Array, npt.NDArray[np.int64]
             f"{source}: column `x` has the type {column.type}",
             fix="Give a list of numbers per row, or a list of equally long lists of numbers.",
         )
-    _refuse_nulls(column, name="x", source=source)
+    refuse_nulls(column, name="x", source=source)
     steps, lengths_N = _flatten_lists(column)
     offsets = np.concatenate([[0], np.cumsum(lengths_N)]).astype(np.int64)
-    _refuse_nulls(steps, name="x", source=source, offsets=offsets)
+    refuse_nulls(steps, name="x", source=source, offsets=offsets)
     if not nested:
         return steps.to_numpy(), offsets
     values, widths_S = _flatten_lists(steps)
@@ -126,7 +128,7 @@ def _features(column: Any, *, source: str) -> tuple[Array, npt.NDArray[np.int64]
             f"the first step of all has {width}",
             fix="Give every step of every row the same number of features.",
         )
-    _refuse_nulls(values, name="x", source=source, offsets=offsets * width)
+    refuse_nulls(values, name="x", source=source, offsets=offsets * width)
     return values.to_numpy().reshape(len(widths_S), width), offsets
 
 
@@ -136,7 +138,8 @@ def _flatten_lists(column: Any) -> tuple[Any, npt.NDArray[np.int64]]:
     return compute.list_flatten(column), compute.list_value_length(column).to_numpy().astype(np.int64)
 
 
-def _refuse_nulls(column: Any, *, name: str, source: str, offsets: npt.NDArray[np.int64] | None = None) -> None:
+def refuse_nulls(column: Any, *, name: str, source: str, offsets: npt.NDArray[np.int64] | None = None) -> None:
+    """Refuse a column that has a null; `offsets` tell which row owns a value of flattened lists."""
     if column.null_count == 0:
         return
     compute = optional("pyarrow.compute")
@@ -153,12 +156,12 @@ def _targets(columns: dict[str, Any], *, count: int, source: str) -> AbstractTar
         column = columns["text"]
         if not _is_text(column):
             raise StrettoError(f"{source}: column `text` has the type {column.type}", fix="Give one string per row.")
-        _refuse_nulls(column, name="text", source=source)
+        refuse_nulls(column, name="text", source=source)
         return Transcripts.of(column.to_pylist())
     if "y" not in columns:
         return NoTargets(count=count)
     column = columns["y"]
-    _refuse_nulls(column, name="y", source=source)
+    refuse_nulls(column, name="y", source=source)
     if _is_text(column):
         names, values_N = _number_strings(column)
         return Labels.check(values_N, names=names, source=source)
@@ -180,7 +183,7 @@ def _number_strings(column: Any) -> tuple[list[str], Array]:
 
 def _split(column: Any, *, source: str) -> tuple[Array, bool]:
     """The split for `from_flat`, and whether validation is named in it."""
-    _refuse_nulls(column, name="split", source=source)
+    refuse_nulls(column, name="split", source=source)
     if not _is_text(column):
         if not optional("pyarrow").types.is_integer(column.type):
             raise StrettoError(
@@ -188,14 +191,4 @@ def _split(column: Any, *, source: str) -> tuple[Array, bool]:
                 fix="Give 0, 1, 2 or train, valid, test per row.",
             )
         return column.to_numpy(), False
-    names, values_N = _number_strings(column)
-    unknown = [number for number, name in enumerate(names) if name not in SPLIT_NAMES]
-    if unknown:
-        row = int(np.flatnonzero(np.isin(values_N, unknown))[0])
-        raise StrettoError(
-            f"{source}: row {row} has the split {names[values_N[row]]!r}",
-            fix=f"Use one of {', '.join(SPLIT_NAMES)}.",
-        )
-    split_N = np.array([SPLIT_NAMES[name] for name in names], dtype=np.uint8)[values_N]
-    has_validation = bool((split_N == 1).any())
-    return (split_N, True) if has_validation else (np.minimum(split_N, 1), False)
+    return number_split(np.array(column.to_pylist(), dtype=object), source=source)

@@ -24,6 +24,8 @@ END: Final = "<eos>"
 UNKNOWN: Final = "<unk>"
 """Stands for any word that training has not seen, if training has it."""
 MAX_NAMED_WORDS: Final = 5
+MAX_TEXT_BYTES = 1 << 31
+"""Of a file, uncompressed: more would fill the memory several times over."""
 
 
 def read_text(path: Path) -> SequenceSet:
@@ -68,8 +70,15 @@ def _text_name(path: Path) -> str:
 def decode_text(path: Path) -> str:
     """The text of a plain or compressed file in UTF-8; line ends of any system become newlines."""
     try:
-        raw = path.read_bytes()
-        plain = gzip.decompress(raw) if path.suffix.lower() == ".gz" else raw
+        # One byte more than there may be.
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as stream:
+            plain = stream.read(MAX_TEXT_BYTES + 1)
+        if len(plain) > MAX_TEXT_BYTES:
+            raise MemoryError(f"it has more than {MAX_TEXT_BYTES:,} bytes")
+    except MemoryError as error:
+        raise StrettoError(
+            f"{str(path)!r} is too large for the memory ({error})", fix="Give a part of it as a file of its own."
+        ) from error
     except FileNotFoundError:
         raise StrettoError(f"there is no file {str(path)!r}", fix="Check the path.") from None
     except (OSError, EOFError, zlib.error) as error:
@@ -91,7 +100,7 @@ def holds_word_text(folder: Path) -> bool:
     return "train" in found and len(found) > 1
 
 
-def read_word_text(path: Path) -> SequenceSet:
+def read_word_text(path: Path, *, whole: bool = False) -> SequenceSet:
     """Read sentences of words: a line is a sequence, the one feature is the word's number.
 
     Words are separated by blanks, and `<eos>` ends every line; lines without a word are left out. Words are numbered as
@@ -100,6 +109,7 @@ def read_word_text(path: Path) -> SequenceSet:
     Args:
         path: A folder with PREFIX.train.txt, PREFIX.valid.txt and PREFIX.test.txt, each plain or .gz; or one such
             file, whose last lines then serve for validation and test, a tenth each, and whose words are all known.
+        whole: Leave a single file undivided.
 
     Raises:
         StrettoError: A part is missing or there twice, a file is damaged, or a word is unknown and there is no `<unk>`.
@@ -111,6 +121,8 @@ def read_word_text(path: Path) -> SequenceSet:
         parts = {part: _replace_unknown(sentences[part], known, path=file) for part, file in files.items()}
         return word_set(parts, name=_name(files["train"]))
     lines = _read_sentences(path)
+    if whole:
+        return word_set({"train": lines, "valid": [], "test": []}, name=_text_name(path))
     tenth = max(1, len(lines) // 10)
     if len(lines) <= 2 * tenth:
         raise StrettoError(
