@@ -69,13 +69,22 @@ def set_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Non
 def quick_compiler() -> Iterator[None]:
     """A compiler that is quick rather than good, for small cells that run once; for one file of tests."""
     with pytest.MonkeyPatch.context() as patch:
-        flags = tuple("-O0" if flag == "-O3" else flag for flag in compiler.BASE_FLAGS)
+        flags = tuple("-O0" if flag == "-O2" else flag for flag in compiler.BASE_FLAGS)
         patch.setattr(compiler, "BASE_FLAGS", flags)
         compiler._find.cache_clear()
         yield
     compiler._find.cache_clear()
     # Tests of kernels that come later in this process are about code that is compiled well.
     batched.find_library.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[None]:
+    """Triton's kernels are interpreted, on the CPU; for one file of tests."""
+    pytest.importorskip("triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        yield
 
 
 @pytest.fixture(scope="session")

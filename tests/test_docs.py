@@ -1,5 +1,6 @@
 """What the documentation says must be true: every Python block runs, pages build, the tree is the tree."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from stretto.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,16 +26,13 @@ def blocks(page: Path) -> list[str]:
 
 WITH_CODE = [page for page in PAGES if blocks(page)]
 DISTRIBUTED = [page for page in WITH_CODE if any(ON_RANKS in block for block in blocks(page))]
-# The examples of extending are run one by one below.
-PLAIN = [page for page in WITH_CODE if page not in DISTRIBUTED and page.stem != "extending"]
+# The examples of extending are run one by one below, the programs of frameworks in tests/integrations.
+ONE_BY_ONE = ("extending", "frameworks")
+PLAIN = [page for page in WITH_CODE if page not in DISTRIBUTED and page.stem not in ONE_BY_ONE]
 
 
-# Multigrid over 512 steps takes as long as all other pages together.
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.slow] if page.stem == "multigrid" else []) for page in PLAIN],
-    ids=lambda page: page.stem,
-)
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("page", PLAIN, ids=lambda page: page.stem)
 def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": page.stem}
@@ -41,10 +41,17 @@ def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", DISTRIBUTED, ids=lambda page: page.stem)
-def test_the_blocks_for_ranks_run_under_torchrun(page: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, id=f"{page.stem}-{number}")
+        for page in DISTRIBUTED
+        for number, block in enumerate(blocks(page))
+    ],
+)
+def test_the_blocks_for_ranks_run_under_torchrun(block: str, tmp_path: Path) -> None:
     script = tmp_path / "own_loop.py"
-    script.write_text("\n".join(blocks(page)), encoding="utf-8")
+    script.write_text(block, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, "--local-addr=127.0.0.1", "--log-dir", str(tmp_path / "log"), "--redirects", "3", str(script)],
@@ -73,7 +80,7 @@ def test_the_documentation_builds_strictly(tmp_path: Path) -> None:
         check=False,
     )
     assert built.returncode == 0, built.stderr
-    assert (tmp_path / "site" / "bucketing" / "index.html").exists()
+    assert (tmp_path / "site" / "batches" / "index.html").exists()
 
 
 def test_pages_import_from_folders_and_no_deeper() -> None:
@@ -93,7 +100,6 @@ def test_every_page_of_the_manual_is_in_the_navigation() -> None:
         ("A cell", "hoisted"),
         ("A backend", "counting [7]"),
         ("A solver", "picard within "),
-        ("A task", "after 2 epochs"),
         ("An optimiser", "peak 0.0020 at update 7"),
     ],
 )
@@ -104,6 +110,22 @@ def test_every_example_of_extending_runs_by_itself(title: str, said: str, capsys
     torch.manual_seed(0)
     exec(compile(example, "extending.md", "exec"), {"__name__": "example"})
     assert said in capsys.readouterr().out
+
+
+def test_the_task_of_extending_is_at_most_60_lines_and_trains_with_its_own_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r'```python\n("""rising.py.*?)```', page, flags=re.DOTALL)
+    assert example.count("\n") <= 60
+    monkeypatch.chdir(tmp_path)
+    Path("rising.py").write_text(example, encoding="utf-8")
+    flags = ["--epochs", "2", "--batch-size", "8", "--hidden-size", "8", "--backend", "torch"]
+    assert main(["train", "rising.py:Rising", *flags, "--summary", "mean"]) == 0
+    assert "accuracy" in capsys.readouterr().out
+    result = json.loads(Path("runs/rising-001/result.json").read_text(encoding="utf-8"))
+    assert (result["settings"]["summary"], result["epochs"]) == ("mean", 2)
+    assert Path("runs/rising-001/report.html").exists()
 
 
 def test_the_tree_of_the_readme_is_the_tree() -> None:

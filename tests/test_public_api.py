@@ -26,8 +26,11 @@ NAMES = [
     "collate",
     "distributed",
     "explain",
+    "load",
     "optimal_edges",
     "restore",
+    "scan",
+    "straight_through",
     "train",
 ]
 HEAVY = ["torch", "numpy", "plotly", "pyarrow", "pydantic", "rich", "tyro", "safetensors"]
