@@ -201,10 +201,7 @@ NOT_IN_DEV = {"compiler", "mlflow", "peers", "tensorboard", "wandb"}
 
 @pytest.mark.parametrize(
     "module",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if extra in NOT_IN_DEV else [])
-        for name, extra in EXTRA_OF.items()
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] if extra in NOT_IN_DEV else []) for name, extra in EXTRA_OF.items()],
 )
 def test_a_package_that_can_be_imported_is_shown_with_its_version(module: str) -> None:
     importlib.import_module(module)
