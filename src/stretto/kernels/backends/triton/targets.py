@@ -125,7 +125,7 @@ def compiled_usage(body: Body, way: Way, tiles: Tiles, *, operands: torch.dtype,
 
 
 def float32_precision() -> str:
-    """"highest", "high" or "medium", as torch is set to for products on a GPU.
+    """What torch is set to for products on a GPU: "highest", "high" or "medium".
 
     torch has an older switch for it (`set_float32_matmul_precision`) and, since 2.9, a newer one, which wins here. The
     older one cannot be read once the newer one allows less precision.
