@@ -214,6 +214,13 @@ def test_settings_that_conflict_with_the_stored_ones_are_refused(
     assert Path("cut", EVENTS_FILE).read_bytes() == before
 
 
+def test_a_run_resumes_on_another_device(signs: Path) -> None:
+    """Which is the same by another name here."""
+    whole = stretto.train("classify", data=signs, out="whole", **SMALL)
+    _interrupted(Path("cut"), signs, update=2)
+    assert _same(stretto.train("classify", out="cut", resume=True, device="cpu:0"), whole)
+
+
 def test_a_finished_run_and_one_of_another_task_are_refused(signs: Path) -> None:
     stretto.train("classify", data=signs, out="done", **SMALL)
     with pytest.raises(StrettoError, match="the run in 'done' is finished"):

@@ -28,7 +28,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from stretto.data import PARTS, SequenceSet, open_sequences
-from stretto.distributed import World, detect_lost_rank, is_distributed, join_ranks, launch_ranks
+from stretto.distributed import World, detect_lost_rank, is_distributed, join_ranks, launch_ranks, take_gpu
 from stretto.errors import StrettoError
 from stretto.files import disk_errors, locked, write_text_atomically
 from stretto.large_batch import Muon
@@ -41,6 +41,7 @@ from stretto.training import (
     AUTO_FILE,
     CHECKPOINT_FOLDER,
     EVENTS_FILE,
+    MAY_CHANGE,
     PRESET,
     AbstractLog,
     AbstractTask,
@@ -221,6 +222,7 @@ def run_task(
     The settings are those of `resolve_settings`. The class of a task is given `data`, or else what they name.
     """
     name = task.name
+    take_gpu(config.device)
     _check_device(config.device)
     timeout = config.rank_timeout_minutes
     with join_ranks(device=config.device, timeout_minutes=timeout) as world, detect_lost_rank():
@@ -419,7 +421,7 @@ def _refuse_changes(config: TrainConfig, stored: dict[str, Any]) -> None:
     changed = [
         f"{key}={value!r} (was {stored.get(key)!r})"
         for key, value in config.recorded().items()
-        if value != stored.get(key)
+        if value != stored.get(key) and key not in MAY_CHANGE
     ]
     if changed:
         raise StrettoError(

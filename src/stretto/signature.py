@@ -329,13 +329,14 @@ def has_initial_state(cell: Any, sizes: Any = None) -> bool:
     return isinstance(cell, nn.Module) and (sizes is not None or _sizes_of(cell) is not None or _has_own(cell))
 
 
-def initial_state(cell: nn.Module, batch_size: int, *, sizes: Any = None) -> Any:
+def initial_state(cell: nn.Module, batch_size: int, *, sizes: Any = None, device: torch.device | None = None) -> Any:
     """The state that a cell starts from: its own, or zeros of the sizes that are given or that it names.
 
     Args:
         cell: The cell.
         batch_size: Rows.
         sizes: A number of units, a `torch.Size`, or a tensor with the values of a row, or these in a structure.
+        device: Where zeros are made for a cell that has no tensors of its own.
     """
     if sizes is None and _has_own(cell):
         try:
@@ -347,7 +348,8 @@ def initial_state(cell: nn.Module, batch_size: int, *, sizes: Any = None) -> Any
                 "stretto.RNN(cell, state=...).",
             ) from error
     floating = (tensor for tensor in (*cell.parameters(), *cell.buffers()) if tensor.is_floating_point())
-    like = next(floating, torch.zeros(()))
+    like = next(floating, None)
+    like = torch.zeros((), device=device) if like is None else like
 
     def make(size: Any) -> Any:
         if isinstance(size, torch.Tensor):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from gpu_stand_in import GpuStandIn
 from stretto.batching import Batch, BucketSampler, collate
 from stretto.data import Sample, SequenceSet
 from stretto.errors import StrettoError
@@ -196,3 +197,27 @@ def test_a_plain_loader_draws_every_sequence_and_restores(num_workers: int, worl
         seen += wanted
     assert num_workers or sorted(index for batch in seen for index in batch) == list(range(count))
     assert world_size <= count or [] in seen
+
+
+def test_a_batch_goes_to_a_gpu_through_pinned_memory() -> None:
+    """The CPU stands in for the GPU."""
+    batch = collate([(torch.randn(5, 2), 1), (torch.randn(3, 2), 0)])
+    with GpuStandIn() as gpu:
+        moved = batch.to("cuda")
+        assert (gpu.pinned, gpu.asynchronous, gpu.waiting) == (2, 2, [])
+        batch.pin_memory()
+        assert gpu.pinned == 4
+    assert torch.equal(moved.features_BTF, batch.features_BTF)
+    assert torch.equal(moved.targets, batch.targets)
+    assert moved.lengths.device.type == "cpu"
+
+
+def test_without_memory_that_can_be_pinned_a_batch_is_copied_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", fail)
+    batch = collate([torch.randn(5, 2)])
+    with GpuStandIn() as gpu:
+        assert torch.equal(batch.to("cuda").features_BTF, batch.features_BTF)
+    assert gpu.waiting == [(1, 5, 2)]

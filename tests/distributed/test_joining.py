@@ -4,13 +4,17 @@ import importlib.metadata
 import multiprocessing
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import distributed
 from worlds import run_world
 
 from quick_starts import quick_starts
-from stretto.distributed import World, is_distributed, join_ranks
+from stretto.distributed import World, is_distributed, join_ranks, take_gpu
+from stretto.distributed.world import STORE_VARIABLE
 from stretto.errors import StrettoError
 
 
@@ -118,3 +122,102 @@ def test_other_versions_are_refused_on_every_rank(tmp_path: Path) -> None:
     said = run_world(3, _nothing, tmp_path, prepare=_as_an_older_release)
     message = "the version of stretto or torch of rank 1 differs from that of rank 0. Install the same on all machines."
     assert said == [f"StrettoError: {message}"] * 3
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Says that there are GPUs, and how this rank was started; the list has the GPU that it made its own."""
+
+    def put(count: int, **places: str) -> list[int]:
+        taken: list[int] = []
+
+        def take(device: torch.device | int) -> None:
+            taken.append(device if isinstance(device, int) else device.index or 0)
+
+        monkeypatch.setattr(os, "environ", {"RANK": "5", "WORLD_SIZE": "8", **places})
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", take)
+        return taken
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "places", "expected"),
+    [
+        (4, "cuda", {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, [1]),
+        (8, "cuda", {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", STORE_VARIABLE: "/place"}, [3]),
+        # SLURM shows each task its own.
+        (1, "cuda", {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, [0]),
+        # Alone on its machine, a rank may choose.
+        (4, "cuda:2", {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, [2]),
+        (4, "cpu", {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, []),
+        (4, "cuda", {"WORLD_SIZE": "1"}, []),
+    ],
+)
+def test_each_rank_has_a_gpu_of_its_own(
+    count: int, device: str, places: dict[str, str], expected: list[int], gpus: Callable[..., list[int]]
+) -> None:
+    """By stand-ins: no GPU is needed, and none was ever used."""
+    taken = gpus(count, **places)
+    take_gpu(device)
+    assert taken == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "places", "problem"),
+    [
+        (2, "cuda", {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"}, r"rank 2 .* has no GPU: there are 2. Start 2 ranks"),
+        (
+            1,
+            "cuda",
+            {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", STORE_VARIABLE: "/place"},
+            r"there is 1. Start 1 rank ",
+        ),
+        (2, "cuda:1", {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, r"'cuda:1', and two cannot share.*--device cuda,"),
+    ],
+)
+def test_a_rank_without_a_gpu_of_its_own(
+    count: int, device: str, places: dict[str, str], problem: str, gpus: Callable[..., list[int]]
+) -> None:
+    taken = gpus(count, **places)
+    with pytest.raises(StrettoError, match=problem):
+        take_gpu(device)
+    assert taken == []
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cuda", "nccl"), ("cpu", "gloo")])
+def test_gpus_are_joined_by_nccl_and_processors_by_gloo(
+    device: str, backend: str, gpus: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    taken = gpus(2, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    monkeypatch.setitem(os.environ, STORE_VARIABLE, str(tmp_path / "store"))
+    joined: list[str] = []
+    monkeypatch.setattr(distributed, "init_process_group", lambda name, **_: joined.append(name))
+    monkeypatch.setattr(distributed, "destroy_process_group", lambda: joined.append("left"))
+    monkeypatch.setattr(World, "require_equal", lambda *_, **__: None)
+    with join_ranks(device=device) as world:
+        assert world.device == device
+    assert joined == [backend, "left"]
+    assert taken == ([1] if device == "cuda" else [])
+
+
+def test_ranks_that_share_a_gpu_are_told(gpus: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL finds in the first exchange."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(
+            "NCCL error: invalid usage\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 10"
+        )
+
+    gpus(1, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    monkeypatch.setattr(distributed, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setattr("stretto.distributed.world._open_store", lambda *_: None)
+    monkeypatch.setattr(World, "require_equal", fail)
+    with (
+        pytest.raises(StrettoError, match=r"two ranks of this machine share a GPU\. Start as many"),
+        join_ranks(device="cuda"),
+    ):
+        pass

@@ -1,8 +1,10 @@
 """What runs on a GPU, by stand-ins for one: which kernels, or which slower way and why. None is needed."""
 
+import dataclasses
+import re
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ import stretto
 from stretto.errors import StrettoError
 from stretto.graph import Body
 from stretto.kernels import Built, build
-from stretto.kernels.backends.triton import backend, model, modes, targets
+from stretto.kernels.backends.triton import backend, generate, model, modes, targets
 from stretto.kernels.backends.triton.backend import TritonBackend
+from stretto.kernels.lower import Way
 
 triton = pytest.importorskip("triton")
 GPU = torch.device("cuda")
@@ -176,3 +179,82 @@ def test_a_kernel_compiles_for_each_target_within_its_limits(name: str) -> None:
         assert usage.uses_tensor_cores
         assert usage.num_barriers >= 1
         assert not usage.exceeds(targets.TARGETS[name])
+
+
+OPERATORS: Final = {
+    "of numbers": (
+        *("expm1", "log1p", "erf", "erfc", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh"),
+        *("tanh", "trunc", "log10", "sqrt", "exp", "log", "sin", "cos", "exp2", "log2", "floor", "ceil", "abs", "sign"),
+        *("round", "sigmoid", "reciprocal", "square", "rsqrt", "neg"),
+    ),
+    "of networks": (
+        *("hardsigmoid", "leaky_relu", "silu", "gelu", "softplus", "elu", "hardswish", "relu6", "selu", "hardtanh"),
+        *("mish", "celu", "logsigmoid", "softsign"),
+    ),
+    "of two": ("pow", "atan2", "hypot", "fmod", "remainder", "maximum", "minimum"),
+    "of integers and rows": (),
+}
+
+
+class UsesAll(torch.nn.Module):
+    """The sum of what some operators make of the same numbers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = torch.nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x_t: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a = 0.8 * torch.sigmoid(x_t + h) + 0.1
+        given = (a, x_t.square() + 1.5) if self.kind == "of two" else (a,)
+        home = torch.nn.functional if self.kind == "of networks" else torch
+        total = a
+        for name in OPERATORS[self.kind]:
+            total = total + getattr(home, name)(*given)
+        if not OPERATORS[self.kind]:
+            i = (7 * a).to(torch.int64)
+            total = total + (i % 3 + i // 2 - (i ^ 1) + torch.fmod(i, 2) + (i << 1) + ~i).to(a.dtype)
+            total = total + a.amax(1, keepdim=True) + torch.softmax(a, 1) + a.argmax(1, keepdim=True)
+            total = total + torch.nn.functional.embedding(i[:, 0], self.weight)
+        h = total @ self.weight
+        return h, h
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_operators_are_in_the_device_libraries(kind: str, dtype: torch.dtype, target: str) -> None:
+    """The interpreter has torch's functions in their place, and knows nothing of a name that is not there."""
+    cell = UsesAll(kind).to(dtype)
+    state = torch.zeros(1, 16, dtype=dtype)
+    made = build(cell, x_shape=(16,), x_dtype=dtype, state=state, backend="eager")
+    (body,) = made.program.bodies
+    for way in backend.WAYS:
+        _, usage = modes.first_that_fits(body, way, operands=dtype, target=targets.TARGETS[target])
+        assert not usage.exceeds(targets.TARGETS[target])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", backend.WAYS)
+@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
+def test_no_step_is_read_ahead_of_the_one_before(target: str, way: Way) -> None:
+    """Where all of a step's tiles are single, time is the innermost loop, which the compiler must not pipeline.
+
+    It does not since there is a barrier in each step: asked for tiles under way, it makes the same of it.
+    """
+    (body,) = built_on_cpu(stretto.cells.Elman(4, 32))
+    texts = set()
+    for stages in (1, 3):
+        tiles = dataclasses.replace(modes.STREAMED[0], stages=stages)
+        made = generate.generate(body, way, tiles)
+        function = getattr(generate.load(generate.source_of([made]), interpreted=False), way)
+        constants = targets.constants_of(tiles, real=torch.float32, operands=torch.float32, keep=True, widen=False) | {
+            "PRECISION": "tf32"
+        }
+        gpu = targets.TARGETS[target]
+        compiled = targets.compile_for(gpu, function, made, constants, targets.options_of(tiles, kind=gpu.kind))
+        assert made.num_barriers
+        assert compiled.asm["ttgir"].count("scf.for") == 1
+        texts.add(re.sub(r"loc\(.*?\)|#loc.*", "", compiled.asm["ttgir"]))
+    assert len(texts) == 1

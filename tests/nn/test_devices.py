@@ -1,6 +1,8 @@
 """Everything stays on one device: on torch's meta device, operators on tensors of two devices fail, as on a GPU.
 
-Says nothing of values. Shape legend: B sequences, T steps, F features of the input.
+Says nothing of values. A layer leaves the meta device to a plain loop; `as_on_a_gpu` makes it run its backends there.
+
+Shape legend: B sequences, T steps, F features of the input.
 """
 
 from typing import Any
@@ -12,9 +14,33 @@ import torch
 import stretto
 from cell_settings import SETTINGS, F
 from stretto.kernels import LayerCall, Layout, build, run_together
+from stretto.kernels.backends import cudagraph
+from stretto.nn import rnn
 from stretto.state import flatten
 
 META = torch.device("meta")
+RAGGED = [12, 3, 0, 5]
+
+
+class Counter(cudagraph.AbstractRecorder):
+    """Counts what would be recorded as graphs."""
+
+    recorded = 0
+
+    def record(self, work: Any) -> Any:
+        """What a capture makes."""
+        self.recorded += 1
+        return work(), lambda: None
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    counter = Counter()
+    monkeypatch.setattr(rnn, "_unusual", lambda *_: "")
+    monkeypatch.setitem(cudagraph.RECORDERS, "meta", counter)
+    # Gradients come back in threads of autograd that ask for the device by its name.
+    monkeypatch.setitem(cudagraph.RECORDERS, "cuda", counter)
+    return counter
 
 
 def run(rnn: stretto.RNN, *, T: int = 6, **options: Any) -> None:
@@ -61,3 +87,45 @@ def test_tables_of_a_layout_are_copied_once() -> None:
         table = layout.on_device(name, META)
         assert table.is_meta
         assert layout.on_device(name, META) is table
+
+
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+@pytest.mark.parametrize("backend", ["eager", "cudagraph"])
+def test_backends_of_a_gpu(backend: Any, default: str, as_on_a_gpu: Counter) -> None:
+    """Also with `torch.set_default_device("cuda")`: what must be on the CPU is made there."""
+    even = stretto.RNN(stretto.cells.GRU(3, 5).to(META), 2, True, dropout=0.3, backend=backend)
+    stored = stretto.RNN(stretto.cells.LSTM(3, 5).to(META), backend=backend, save="states")
+    resets = torch.rand(4, 12) < 0.3
+    packed = torch.nn.utils.rnn.pack_padded_sequence(
+        torch.empty(4, 12, 3, device=META), torch.tensor([12, 6, 4, 2]), batch_first=True
+    )
+    with torch.device(default):
+        run(even, T=12)
+        run(even, T=12, lengths=RAGGED, resets=resets)
+        run(stored, T=80, lengths=[80, 7, 0, 3])
+        assert even(packed)[0].data.is_meta
+    assert even.explain().backend == stored.explain().backend == backend
+    assert (as_on_a_gpu.recorded > 0) == (backend == "cudagraph")
+
+
+class DrawsBits(torch.nn.Module):
+    """Passes some inputs on; has no parameters that would say where its state is."""
+
+    def forward(self, x_t: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = torch.tanh(h + x_t * torch.bernoulli(torch.sigmoid(x_t)))
+        return h, h
+
+
+def test_what_a_cell_draws(as_on_a_gpu: Counter) -> None:
+    x_BTF = torch.empty(4, 6, 3, device=META)
+    layer = stretto.RNN(DrawsBits(), state=torch.zeros(3), backend="cudagraph")
+    for resets in (None, torch.rand(4, 6) < 0.5):
+        y_BTH, _ = layer(x_BTF, resets=resets)
+        assert y_BTH.is_meta
+    assert layer.step(x_BTF[:, 0])[0].is_meta
+    assert layer.explain().backend == "cudagraph"
+    assert as_on_a_gpu.recorded > 0
+
+
+def test_resets_may_be_on_the_cpu_in_a_plain_loop() -> None:
+    run(stretto.RNN(stretto.cells.GRU(3, 5).to(META)), resets=torch.rand(4, 6) < 0.5)

@@ -4,7 +4,7 @@ Shape legend: B sequences, T steps, F features of the input.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -178,27 +178,3 @@ def test_within_a_capture_of_the_user_s_the_operators_run_as_they_are(
 def test_on_a_cpu_it_is_refused_with_a_remedy() -> None:
     with pytest.raises(StrettoError, match=r"CUDA graphs run on a GPU, and this runs on cpu"):
         stretto.RNN(stretto.cells.GRU(3, 4), backend="cudagraph")(torch.randn(2, 3, 3))
-
-
-@pytest.fixture
-def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Devices where operators have no values: what is on two of them fails."""
-
-    class Recorder(cudagraph.AbstractRecorder):
-        def record(self, work: Any) -> Any:
-            return work(), lambda: None
-
-    for device in ("meta", "cuda"):
-        monkeypatch.setitem(cudagraph.RECORDERS, device, Recorder())
-    return "meta"
-
-
-@pytest.mark.parametrize("lengths", [None, [9, 1, 4, 3]])
-def test_everything_stays_on_one_device(untouched: str, lengths: list[int] | None) -> None:
-    rnn = stretto.RNN(stretto.cells.LSTM(3, 5).to(untouched), 2, True, backend="cudagraph")
-    x_BTF = torch.empty(4, 9, 3, device=untouched, requires_grad=True)
-    y, _ = rnn(x_BTF, lengths=lengths)
-    y.sum().backward()
-    assert y.is_meta
-    assert x_BTF.grad is not None
-    assert all(parameter.grad is not None and parameter.grad.is_meta for parameter in rnn.parameters())

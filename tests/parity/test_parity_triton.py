@@ -18,7 +18,7 @@ from parity_oracle import assert_close, assert_parity, errors_of, expected, foun
 import stretto
 from cell_settings import SETTINGS
 from stretto.errors import StrettoError
-from stretto.kernels.backends.triton import backend, kernel
+from stretto.kernels.backends.triton import backend, kernel, targets
 from stretto.kernels.backends.triton.emit import Tiles
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -77,6 +77,24 @@ def test_products_take_operands_of_sixteen_bits(kind: str) -> None:
     finally:
         torch.set_float32_matmul_precision(earlier)
     assert 1e-4 < max(errors.values()) < 0.05
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch has only the older switch")
+@pytest.mark.parametrize("newer", ["tf32", "ieee"])
+@pytest.mark.parametrize("older", ["highest", "high"])
+def test_both_of_torch_s_switches_of_precision_may_be_used(older: str, newer: str) -> None:
+    """The newer one counts, as in torch's own products, and makes the older one unreadable."""
+    earlier = torch.get_float32_matmul_precision()
+    rnn = layer("gru", 5, dtype=torch.float32)
+    batch = drawn(rnn, T=6, B=4, lengths=RAGGED)
+    try:
+        torch.set_float32_matmul_precision(older)
+        torch.backends.cuda.matmul.fp32_precision = newer  # type: ignore[attr-defined]
+        assert targets.float32_precision() == {"tf32": "high", "ieee": "highest"}[newer]
+        assert_parity(rnn, batch, kernels=["triton"])
+    finally:
+        torch.set_float32_matmul_precision(earlier)
+    assert targets.float32_precision() == earlier
 
 
 def test_stacks_of_both_directions_with_resets() -> None:

@@ -4,7 +4,7 @@ Shape legend: B sequences, T steps of the longest, F features, S steps of all se
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from stretto.data import Sample
 from stretto.errors import StrettoError
+from stretto.transfer import to_device
 
 NO_STEP: Final = -1
 """The label of a padded step, after a sequence's end."""
@@ -55,9 +56,11 @@ class Batch:
         return steps < self.lengths.to(self.features_BTF.device)[:, None]
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Move the features and tensor targets; the lengths stay on the CPU."""
-        targets = self.targets.to(device) if isinstance(self.targets, torch.Tensor) else self.targets
-        return dataclasses.replace(self, features_BTF=self.features_BTF.to(device), targets=targets)
+        """Move the features and tensor targets; the lengths stay on the CPU.
+
+        To a GPU they go through pinned memory, and are copied while the program goes on.
+        """
+        return self._with_data(lambda data: to_device(data, device))
 
     def take(self, rows: slice) -> "Batch":
         """Some of the sequences, padded as they are."""
@@ -71,7 +74,11 @@ class Batch:
 
     def pin_memory(self) -> "Batch":
         """Called by a DataLoader with `pin_memory=True`."""
-        return dataclasses.replace(self, features_BTF=self.features_BTF.pin_memory())
+        return self._with_data(torch.Tensor.pin_memory)
+
+    def _with_data(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        targets = change(self.targets) if isinstance(self.targets, torch.Tensor) else self.targets
+        return dataclasses.replace(self, features_BTF=change(self.features_BTF), targets=targets)
 
 
 def collate(items: Sequence[Any], *, edges: npt.ArrayLike | None = None, num_features: int | None = None) -> Batch:

@@ -11,6 +11,7 @@ from stretto.distributed.world import (
     is_distributed,
     is_rank0,
     join_ranks,
+    take_gpu,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "leave_exit_code",
     "replicate",
     "scale_loss",
+    "take_gpu",
 ]

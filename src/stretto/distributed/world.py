@@ -32,6 +32,8 @@ FIRST_PORT: Final = 15_000
 NUM_PORTS: Final = 15_000
 LOST_RANK_WORDS: Final = ("gloo", "NCCL", "onnection", "Timed out", "timed out")
 """What torch's errors say when another rank is gone."""
+SHARED_GPU_WORDS: Final = "Duplicate GPU detected"
+"""What NCCL says."""
 
 
 class LostRank(StrettoError):  # noqa: N818
@@ -220,12 +222,45 @@ def _read_slurm() -> None:
         environment.setdefault(name, value)
 
 
+def take_gpu(device: str) -> None:
+    """Make one GPU of the machine this rank's own: "cuda" means that one from now on, in this process's main thread.
+
+    Ranks of a machine take GPUs in their order. Where a launcher has given each rank a single GPU to see, it is that.
+
+    Args:
+        device: As torch names it; nothing is done for others than GPUs.
+
+    Raises:
+        StrettoError: There is no GPU for this rank alone.
+    """
+    if not device.startswith("cuda") or not is_distributed() or not torch.cuda.is_available():
+        return
+    rank, count = _env_int("LOCAL_RANK", _env_int("RANK")), torch.cuda.device_count()
+    local_size = _env_int("LOCAL_WORLD_SIZE", _env_int("WORLD_SIZE"))
+    if local_size == 1:
+        torch.cuda.set_device(torch.device(device).index or 0)
+        return
+    if torch.device(device).index is not None:
+        raise StrettoError(
+            f"all {local_size} ranks of this machine were given the device {device!r}, and two cannot share a GPU",
+            fix="Choose --device cuda, which gives each rank one of its own.",
+        )
+    # What starts ranks by --nproc shows all GPUs to each; SLURM, for one, may show each only its own.
+    sees_only_its_own = count == 1 and STORE_VARIABLE not in os.environ
+    if rank >= count and not sees_only_its_own:
+        raise StrettoError(
+            f"rank {rank} of this machine has no GPU: there {'is' if count == 1 else 'are'} {count}",
+            fix=f"Start {count} {'rank' if count == 1 else 'ranks'} on this machine, or choose --device cpu.",
+        )
+    torch.cuda.set_device(0 if sees_only_its_own else rank)
+
+
 @contextlib.contextmanager
 def join_ranks(*, device: str = "cpu", timeout_minutes: float = 10.0) -> Iterator[World]:
     """Join the ranks that this process was started with, for as long as the context lasts.
 
-    GPUs are joined by NCCL, everything else by gloo. The time-out is for the start and for every exchange. Ranks that
-    run other versions are refused.
+    GPUs are joined by NCCL, one a rank, everything else by gloo. The time-out is for the start and for every exchange.
+    Ranks that run other versions are refused.
     """
     restarts, launch = _env_int("TORCHELASTIC_RESTART_COUNT", 0), os.environ.get("TORCHELASTIC_RUN_ID", "")
     launch = "" if launch == NO_LAUNCH_ID else launch
@@ -234,6 +269,7 @@ def join_ranks(*, device: str = "cpu", timeout_minutes: float = 10.0) -> Iterato
         return
     rank, size = _env_int("RANK"), _env_int("WORLD_SIZE")
     backend = "nccl" if device.startswith("cuda") else "gloo"
+    take_gpu(device)
     _stay_on_loopback(backend)
     timeout = dt.timedelta(minutes=timeout_minutes)
     try:
@@ -256,10 +292,25 @@ def join_ranks(*, device: str = "cpu", timeout_minutes: float = 10.0) -> Iterato
             device=device if backend == "nccl" else "cpu",
         )
         versions = f"stretto {importlib.metadata.version('stretto')}, torch {torch.__version__}"
-        world.require_equal("the version of stretto or torch", versions, fix="Install the same on all machines.")
+        with _own_gpus():
+            world.require_equal("the version of stretto or torch", versions, fix="Install the same on all machines.")
         yield world
     finally:
         distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _own_gpus() -> Iterator[None]:
+    """Say it when NCCL finds, in the first exchange, that ranks share a GPU."""
+    try:
+        yield
+    except RuntimeError as error:
+        if SHARED_GPU_WORDS not in str(error):
+            raise
+        raise StrettoError(
+            "two ranks of this machine share a GPU",
+            fix="Start as many ranks as there are GPUs, let each see its own or all of them, or choose --device cpu.",
+        ) from error
 
 
 @contextlib.contextmanager

@@ -144,7 +144,8 @@ def _bernoulli(probability: torch.Tensor, *given: Any, **named: Any) -> torch.Te
     """From the random numbers that torch itself takes for it."""
     if given or named:
         return torch.bernoulli(probability, *given, **named)
-    return (torch.rand(probability.shape, dtype=probability.dtype) < probability).to(probability.dtype)
+    drawn = torch.rand(probability.shape, dtype=probability.dtype, device=probability.device)
+    return (drawn < probability).to(probability.dtype)
 
 
 def _cosine_similarity(x: torch.Tensor, y: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:

@@ -176,7 +176,7 @@ def in_turn(model: nn.Module, rows: Sequence[slice], *, num_rows: int) -> Iterat
             carried.state = state
         yield part
         after.append([carried.state for carried in every])
-    order_B = torch.cat([torch.arange(num_rows)[part] for part in rows]).argsort()
+    order_B = torch.cat([torch.arange(num_rows, device="cpu")[part] for part in rows]).argsort()
 
     def join(batch_dim: int, *parts: torch.Tensor) -> torch.Tensor:
         return torch.cat(parts, dim=batch_dim).index_select(batch_dim, order_B.to(parts[0].device))

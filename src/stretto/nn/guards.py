@@ -58,27 +58,33 @@ def warn_of_unset(name: str, unset: Iterable[str]) -> None:
         )
 
 
-def is_looked_at() -> str:
-    """Who looks at the calls that are made now, and would see a kernel as something opaque; empty if nobody does."""
+def is_looked_at(device: torch.device | None = None) -> str:
+    """Who looks at the calls that are made now, and would see a kernel as something opaque; empty if nobody does.
+
+    Args:
+        device: Where the call's tensors are, by default on the CPU: that may be torch's default device.
+    """
     if torch._C._get_tracing_state() is not None:
         return "the call is traced"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "the call is transformed by torch.func"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode derivatives are taken"
-    if torch._C._len_torch_dispatch_stack() or not _default_device_is_cpu():
+    if torch._C._len_torch_dispatch_stack() or not _default_device_is(device):
         return "a mode intercepts operators"
     if torch.is_autocast_enabled("cpu"):
         return "autocast is on"
     return ""
 
 
-def _default_device_is_cpu() -> bool:
+def _default_device_is(device: torch.device | None) -> bool:
+    """Whether tensors are made on the CPU, or on this device; a mode that is no default device says no."""
     count = torch._C._len_torch_function_stack()
     if count == 0:
         return True
-    mode = torch._C._get_function_stack_at(0)
-    return count == 1 and getattr(mode, "device", None) == torch.device("cpu")
+    default = getattr(torch._C._get_function_stack_at(0), "device", None)
+    own = "cpu" if device is None else device.type
+    return count == 1 and isinstance(default, torch.device) and default.type in {"cpu", own}
 
 
 def unusual_tensor(tensors: Iterable[Any]) -> str:

@@ -125,7 +125,7 @@ class CutBatch:
         """
         is_given_S = self.starts_given_S
         if reverse:
-            is_given_S = self.last_B[self.sequence_S] == torch.arange(len(self.sequence_S))
+            is_given_S = self.last_B[self.sequence_S] == torch.arange(len(self.sequence_S), device="cpu")
         source_S = self.sequence_S + len(self.last_B) * ~is_given_S
         return map_state(lambda a, b: torch.cat([a, b]).index_select(0, source_S.to(a.device)), given, fresh)
 

@@ -276,7 +276,8 @@ class RNN(nn.Module):
         """The cells called once, or torch's functions for a step of them. Nothing is built."""
         count = len(self.cells)
         if state is None:
-            states = self._own_states(None, (x_t if isinstance(x_t, torch.Tensor) else flatten(x_t)[0]).shape[0])
+            first = x_t if isinstance(x_t, torch.Tensor) else flatten(x_t)[0]
+            states = self._own_states(None, first.shape[0], first.device)
         else:
             states = [state] if count == 1 else list(state)
         after = []
@@ -324,21 +325,21 @@ class RNN(nn.Module):
         x, state, constants = self._match_dtype(x, state, constants, cells[0].dtype, convert=has_autocast)
         with torch.autocast(data.device.type, enabled=False) if has_autocast else nullcontext():
             given = [] if is_one_input(x) else flatten(x)
-            seen = is_looked_at() or _unusual(data, (state, constants, given), cells)
+            seen = is_looked_at(data.device) or _unusual(data, (state, constants, given), cells)
             if seen and not (_has_own_lengths(x) or _is_readable(lengths)):
                 self.solutions = ()
                 return self._loop_over_steps(x, state, lengths, constants, resets, feeds_back=feeds_back)
             packed, inputs = pack_inputs(x, lengths, batch_first=self.batch_first)
             num_rows, has_constants = packed.layout.num_rows, constants is not None
             further = [constants] * has_constants + ([_no_output(x[0], num_rows)] if feeds_back else [])
-            states = self._states(state, num_rows, further)
+            states = self._states(state, num_rows, further, data.device)
             form = StepSignature(
                 inputs=inputs, has_constants=has_constants, feeds_back=feeds_back, returns=self.returns
             )
             layout, x_PF, starts = packed.layout, packed.x_PF, [packed.sort_rows(initial) for initial in states]
             segments = None if resets is None else cut_at_resets(packed, resets, batch_first=self.batch_first)
             if segments is not None:
-                own = states if state is None else self._states(None, num_rows, further)
+                own = states if state is None else self._states(None, num_rows, further, data.device)
                 fresh = map(packed.sort_rows, own)
                 layout, x_PF = segments.layout, segments.cut(x_PF)
                 starts = [
@@ -373,7 +374,7 @@ class RNN(nn.Module):
     ) -> tuple[Any, Any]:
         """What Dynamo traces: a registered operator for each layer."""
         x_TBF = x.transpose(0, 1) if self.batch_first else x
-        states = self._own_states(state, x_TBF.shape[1])
+        states = self._own_states(state, x_TBF.shape[1], x_TBF.device)
         y_TBF, finals = run_layers(
             programs,
             x_TBF,
@@ -415,11 +416,11 @@ class RNN(nn.Module):
         form = StepSignature(has_constants=has_constants, feeds_back=feeds_back, returns=self.returns)
         further = [constants] * has_constants + ([_no_output(x[0], num_rows)] if feeds_back else [])
         ends = []
-        states = self._states(state, num_rows, further)
-        fresh = [None] * len(states) if resets is None else self._states(None, num_rows, further)
+        states = self._states(state, num_rows, further, data.device)
+        fresh = [None] * len(states) if resets is None else self._states(None, num_rows, further, data.device)
         resets_BT = None
         if resets is not None:
-            resets_BT = resets if self.batch_first else resets.transpose(0, 1)
+            resets_BT = (resets if self.batch_first else resets.transpose(0, 1)).to(data.device)
             resets_BT = resets_BT if real_BT is None else resets_BT & real_BT
         num_directions = 2 if self.bidirectional else 1
         for number in range(self.num_layers):
@@ -566,8 +567,8 @@ class RNN(nn.Module):
         made = [self._initial(cell, batch_size) for cell in self.cells]
         return made[0] if len(made) == 1 else tuple(made)
 
-    def _initial(self, cell: nn.Module, num_rows: int) -> Any:
-        return initial_state(cell, num_rows, sizes=self.state_sizes)
+    def _initial(self, cell: nn.Module, num_rows: int, device: torch.device | None = None) -> Any:
+        return initial_state(cell, num_rows, sizes=self.state_sizes, device=device)
 
     def explain(self, input_size: int | None = None) -> Explanation:
         """What is computed where, and the cost per step, of the first cell; the other layers are alike.
@@ -635,9 +636,9 @@ class RNN(nn.Module):
             cell = _Hookless(cell)
         return CellVariants(cell=cell, build=program, modules=self._held.setdefault(place, {}))
 
-    def _states(self, state: Any, num_rows: int, further: Sequence[Any]) -> list[Any]:
+    def _states(self, state: Any, num_rows: int, further: Sequence[Any], device: torch.device) -> list[Any]:
         """The state that each layer and direction starts from, with what programs carry beside it."""
-        own = self._own_states(state, num_rows)
+        own = self._own_states(state, num_rows, device)
         if not further:
             return own
         wrong = next((part for part in flatten(further) if part.dim() == 0 or part.shape[0] != num_rows), None)
@@ -648,8 +649,8 @@ class RNN(nn.Module):
             )
         return [(initial, *further) for initial in own]
 
-    def _own_states(self, state: Any, num_rows: int) -> list[Any]:
-        made = [self._initial(cell, num_rows) for cell in self.cells]
+    def _own_states(self, state: Any, num_rows: int, device: torch.device) -> list[Any]:
+        made = [self._initial(cell, num_rows, device) for cell in self.cells]
         is_known = torch.compiler.is_compiling() or torch._C._get_tracing_state() is None  # or sizes are tensors
         for cell, own in zip(self.cells, made, strict=True):
             if is_known and any(part.dim() == 0 or part.shape[0] != num_rows for part in flatten(own)):

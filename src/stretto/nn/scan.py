@@ -101,7 +101,7 @@ def explain_scan(step: Callable[..., tuple[Any, Any]], init: Any, xs: Any, **opt
     call = _Call.of(step, init, xs, **options)
     found = capture(step)
     name = _name(step)
-    reason = is_looked_at() or _why_loop(call, found)
+    reason = is_looked_at(call.device) or _why_loop(call, found)
     return Explanation.of((_as_loop(reason) if reason else _compiled(call, found)).built, name)
 
 
@@ -123,6 +123,11 @@ class _Call:
     batch_first: bool
     num_rows: int
     num_steps: int
+
+    @property
+    def device(self) -> torch.device:
+        """Of its tensors."""
+        return next(self.tensors()).device
 
     @classmethod
     def of(
@@ -350,7 +355,7 @@ def _choose(chosen_B: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> tor
 
 @opaque
 def _run(call: _Call) -> tuple[Any, Any]:
-    if watcher := is_looked_at():
+    if watcher := is_looked_at(call.device):
         if torch.is_autocast_enabled("cpu"):
             warn_once(f"{_name(call.step)} runs step by step in Python: {watcher}. Call scan with it disabled.")
         return _loop(call)

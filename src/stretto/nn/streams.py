@@ -31,6 +31,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from stretto.checks import check_int
 from stretto.errors import StrettoError
+from stretto.transfer import to_device
 
 STATE_VERSION: Final = 2
 
@@ -71,8 +72,11 @@ class Chunk:
         return real_steps(self.lengths.to(self.x_BT.device), self.x_BT.shape[1])
 
     def to(self, device: torch.device | str) -> "Chunk":
-        """Move the steps and the targets; everything else stays on the CPU."""
-        return self._with_data(lambda data_BT: data_BT.to(device))
+        """Move the steps and the targets; everything else stays on the CPU.
+
+        To a GPU they go through pinned memory, and are copied while the program goes on.
+        """
+        return self._with_data(lambda data_BT: to_device(data_BT, device))
 
     def pin_memory(self) -> "Chunk":
         """Called by a DataLoader with `pin_memory=True`."""

@@ -328,7 +328,7 @@ def _run(  # noqa: PLR0917 - those of forward
     _record(layer, x, "torch" if reason else _runs_on(backend), reason)
     if not reason:
         return run_generated(layer, x, hx, lengths)
-    if backend in {"cpp", "triton", "cudagraph", "eager"} and not is_looked_at():
+    if backend in {"cpp", "triton", "cudagraph", "eager"} and not is_looked_at(getattr(x, "device", None)):
         warn_once(f"{type(layer).__name__} runs as torch's own layer instead of {backend!r}: {reason}")
     if reason is TORCH_IS_FASTER and is_plain:
         left = RECORDS[layer].left_to_torch
@@ -542,7 +542,7 @@ def _record(layer: nn.RNNBase, x: Any, backend: str, reason: str) -> None:
     if record is None:
         record = RECORDS[layer] = LayerRecord()
     record.calls[backend, reason] += 1
-    if backend == "torch" and is_looked_at():
+    if backend == "torch" and is_looked_at(getattr(x, "device", None)):
         return
     is_packed = isinstance(x, PackedSequence)
     if not is_packed and (not isinstance(x, torch.Tensor) or x.dim() not in {2, 3}):
@@ -564,11 +564,11 @@ def _record(layer: nn.RNNBase, x: Any, backend: str, reason: str) -> None:
 
 def torch_only(layer: nn.RNNBase, x: Any, hx: Any, backend: str) -> str:  # noqa: PLR0911 - one return per reason
     """Why torch's own forward must take a call; empty if generated code can."""
-    reason = is_looked_at()
-    if reason:
-        return reason
     is_packed = isinstance(x, PackedSequence)
     data = x.data if is_packed else x
+    reason = is_looked_at(getattr(data, "device", None))
+    if reason:
+        return reason
     if not isinstance(data, torch.Tensor) or data.dtype not in DTYPES:
         return f"the input is {data.dtype if isinstance(data, torch.Tensor) else type(data).__name__}"
     states = [] if hx is None else list(hx) if isinstance(hx, (tuple, list)) else [hx]

@@ -290,14 +290,14 @@ class SequenceMajor:
     @cached_property
     def is_first_P(self) -> torch.Tensor:
         """Whether each row is the first of its sequence."""
-        is_first_P = torch.zeros(self.layout.total, dtype=torch.bool)
+        is_first_P = torch.zeros(self.layout.total, dtype=torch.bool, device="cpu")
         is_first_P[self.first_row_B[: self.layout.num_nonempty]] = True
         return is_first_P
 
     @cached_property
     def rows_P(self) -> torch.Tensor:
         """The row of the batch for each row of this order."""
-        step_P = torch.arange(self.layout.total) - self.first_row_B[self.sequence_P]
+        step_P = torch.arange(self.layout.total, device="cpu") - self.first_row_B[self.sequence_P]
         return torch.from_numpy(self.layout.starts_T)[step_P] + self.sequence_P
 
     def before(self, after_PS: torch.Tensor, initial_BS: torch.Tensor) -> torch.Tensor:

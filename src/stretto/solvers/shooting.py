@@ -644,7 +644,7 @@ class _GateProducts(_Correction):
             )
         # Only a full chunk is followed by another, and full chunks come first in every step.
         full = int((layout.lengths_B == chunks.length).sum())
-        rows_LW = torch.from_numpy(layout.starts_T[: chunks.length, None]) + torch.arange(full)
+        rows_LW = torch.from_numpy(layout.starts_T[: chunks.length, None]) + torch.arange(full, device="cpu")
         picked_LWS = gates_PS.index_select(0, rows_LW.reshape(-1).to(gates_PS.device)).reshape(chunks.length, full, -1)
         self._product_CS = torch.zeros_like(starts_CS)
         self._product_CS[:full] = picked_LWS.prod(0)
@@ -691,7 +691,7 @@ class _Secants(_Correction):
         inverse_CR = torch.where(known_CR, 1 / size_CR, 0.0)
         combine_CRR = right_CRR.mT * inverse_CR[:, None, :]
         self._directions_CSR = left_CSR * known_CR[:, None, :]
-        every = torch.arange(len(moved_CSR))
+        every = torch.arange(len(moved_CSR), device=moved_CSR.device)
         base_CSR = torch.stack([self._base.multiply(every, part) for part in moved_CSR.unbind(-1)], dim=-1)
         self._responses_CSR = (response_CSR - base_CSR) @ combine_CRR
 

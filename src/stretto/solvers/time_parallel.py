@@ -290,7 +290,7 @@ class _Block:
         """Exchange rows with the ranks beside this one, in the order of their ids: that is the same on all ranks."""
         if self.problem.sample_ids is None:
             return self.ring.shift(parts, by=by)
-        order_B = torch.argsort(torch.tensor(self.problem.sample_ids))
+        order_B = torch.argsort(torch.tensor(self.problem.sample_ids, device="cpu"))
         received = self.ring.shift([part[order_B.to(part.device)] for part in parts], by=by)
         inverse_B = torch.argsort(order_B)
         return None if received is None else [part[inverse_B.to(part.device)] for part in received]

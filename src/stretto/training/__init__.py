@@ -3,6 +3,7 @@
 from stretto.training.auto import AUTO_FILE, run_auto
 from stretto.training.checkpoint import BEST_FILE, CHECKPOINT_FOLDER, model_of_newest_checkpoint
 from stretto.training.config import (
+    MAY_CHANGE,
     PRESET,
     Count,
     LoggerName,
@@ -31,6 +32,7 @@ __all__ = [
     "BEST_FILE",
     "CHECKPOINT_FOLDER",
     "EVENTS_FILE",
+    "MAY_CHANGE",
     "MODEL_FILE",
     "PRESET",
     "AbstractFeed",

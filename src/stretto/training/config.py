@@ -35,6 +35,8 @@ NOT_RECORDED: Final = frozenset(
     "out resume log nproc time_parallel max_restarts rank_timeout_minutes record_sequences".split()
 )
 """Settings that say where and how a run is made, and may change when it resumes."""
+MAY_CHANGE: Final = frozenset({"device"})
+"""Recorded settings that may change all the same."""
 
 C = TypeVar("C")
 
@@ -89,7 +91,7 @@ class TrainConfig:
         backend: Who runs the recurrent layers: auto takes compiled kernels where it can, which compute real steps only;
             torch is torch's own, padding included.
         threads: Cores to use; left out, torch's choice.
-        device: Where to train, as torch names it.
+        device: Where to train, as torch names it; a run may resume on another.
         checkpoint_minutes: Also save this often within an epoch; every epoch is saved anyway.
         keep_checkpoints: How many to keep.
         accumulate: Batches per update, from different buckets.

@@ -2,8 +2,8 @@
 
     LoopCall --> pointers, strides, weights, scratch memory, tables of the layout --> one launch for all steps
 
-Products take operands in the precision that torch is set to for float32 (`torch.set_float32_matmul_precision`), or in
-the cell's own 16 bits; states, sums and everything stored stay in the loop's dtype.
+Products take operands in the precision that torch is set to for float32, or in the cell's own 16 bits; states, sums and
+everything stored stay in the loop's dtype.
 
 Shape legend: B sequences, P rows of all steps together.
 """
@@ -25,7 +25,7 @@ from stretto.kernels.backends.generated import GeneratedKernel, Tensors
 from stretto.kernels.backends.triton import interpreter
 from stretto.kernels.backends.triton.emit import Tiles
 from stretto.kernels.backends.triton.generate import Generated, generate, load, source_of
-from stretto.kernels.backends.triton.targets import constants_of, options_of
+from stretto.kernels.backends.triton.targets import constants_of, float32_precision, options_of
 from stretto.kernels.batched_ops import as_node_dtype
 from stretto.kernels.ir import Where
 from stretto.kernels.lower import Way
@@ -177,4 +177,4 @@ class TritonKernel(GeneratedKernel):
         """What products take: torch's "medium" precision is bfloat16."""
         if self.dtype is not torch.float32:
             return self.dtype
-        return self.operands or (torch.bfloat16 if torch.get_float32_matmul_precision() == "medium" else torch.float32)
+        return self.operands or (torch.bfloat16 if float32_precision() == "medium" else torch.float32)

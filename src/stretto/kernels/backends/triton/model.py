@@ -21,7 +21,7 @@ from stretto.graph import Body, Node
 from stretto.kernels.backends.triton.emit import Tiles
 from stretto.kernels.backends.triton.generate import Generated, generate
 from stretto.kernels.backends.triton.modes import choose_tiles
-from stretto.kernels.backends.triton.targets import TARGETS, Target
+from stretto.kernels.backends.triton.targets import TARGETS, Target, float32_precision
 from stretto.kernels.lower import Way
 
 SLACK: Final = 2.3
@@ -155,7 +155,7 @@ def predict_kernel(made: Generated, tiles: Tiles, gpu: Gpu, *, rows: int, operan
     elif operands is torch.float64:
         rate = gpu.single // 2
     else:
-        rate = gpu.single if torch.get_float32_matmul_precision() == "highest" else gpu.tf32
+        rate = gpu.single if float32_precision() == "highest" else gpu.tf32
     programs = -(-rows // tiles.rows)
     busy, waves = min(programs, gpu.units), -(-programs // gpu.units)
     read = work * each / (SHARED_BYTES_PER_CYCLE if tiles.resident else gpu.cache_bytes)

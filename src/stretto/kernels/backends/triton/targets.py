@@ -124,10 +124,28 @@ def compiled_usage(body: Body, way: Way, tiles: Tiles, *, operands: torch.dtype,
     return usage_of(compile_for(target, function, made, constants, options_of(tiles, kind=target.kind)), target)
 
 
+def float32_precision() -> str:
+    """What torch is set to for products on a GPU: "highest", "high" or "medium".
+
+    torch has an older switch for it (`set_float32_matmul_precision`) and, since 2.9, a newer one, which wins here. The
+    older one cannot be read once the newer one allows less precision.
+    """
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = ""
+    newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    if newer is None:
+        return older
+    if newer != "tf32":
+        return "highest"
+    return "medium" if older == "medium" else "high"
+
+
 def constants_of(tiles: Tiles, *, real: torch.dtype, operands: torch.dtype, keep: bool, widen: bool) -> dict[str, Any]:
     """The constants of a kernel."""
     language = optional("triton.language")
-    precise = torch.get_float32_matmul_precision() == "highest"
+    precise = float32_precision() == "highest"
     return {
         "ROWS": tiles.rows,
         "KEEP": keep,
