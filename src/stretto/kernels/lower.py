@@ -238,8 +238,11 @@ class _Lowering:
                 self.values.setdefault(node, Read(shape, self.uniform[node]))
         for node in self.moving:
             if node.dtype is not None:
-                _check(node)
-                value = self._lowered(node)
+                try:
+                    _check(node)
+                    value = self._lowered(node)
+                except Unsupported as reason:
+                    raise Unsupported(f"{reason}{node.whereabouts}") from None
                 if self.rounds and node.dtype is torch.float32 and not is_view(node):
                     value = apply("round_single", value.dims, value)
                 self.values[node] = value
