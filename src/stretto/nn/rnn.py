@@ -915,6 +915,11 @@ def _check_cell(cell: Any, sizes: Any) -> nn.Module:
     if type(cell) in TORCH_CELLS:
         return cell_from(cell)
     if not isinstance(cell, nn.Module) or not has_initial_state(cell, sizes):
+        if isinstance(cell, nn.RNNBase):
+            raise StrettoError(
+                f"{cell!r} is a layer, not a cell",
+                fix="Give it to stretto.accelerate, or stretto.cells.cell_from(layer) to stretto.RNN.",
+            )
         if isinstance(cell, nn.Module):
             raise StrettoError(
                 f"{cell!r} is not a cell: the state that it starts from is not known",

@@ -270,8 +270,8 @@ def _checked(step: Any, result: Any, before: Any) -> tuple[Any, Any]:
         fix = "Return a state of the structure, shapes and dtypes of init, or make init like what the step returns."
         if is_alike(before, y):
             fix += (
-                " If the two are the wrong way round, return (new_state, y_t), the state first: the order of torch's and "
-                "JAX's scan."
+                " If the two are the wrong way round, return (new_state, y_t), the state first: the order of torch's "
+                "and JAX's scan."
             )
         raise StrettoError(f"{_name(step)} was given a state of {was} and returned one of {new}", fix=fix)
     return after, y
