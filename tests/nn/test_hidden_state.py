@@ -297,6 +297,21 @@ def test_reasons_name_the_line_and_what_to_do() -> None:
             assert word in explanation.reason
 
 
+def test_half_precision_among_wider_values_is_told() -> None:
+    linear, mask = nn.Linear(H, H).bfloat16(), torch.ones(H, H)
+
+    def step(h: torch.Tensor, x: torch.Tensor) -> Any:
+        h = torch.tanh(x + h @ (linear.weight * mask.to(x.dtype)))
+        return h, h
+
+    given = torch.zeros(B, H).bfloat16(), torch.randn(B, T, H).bfloat16()
+    explanation = stretto.explain(step, *given)
+    assert explanation.backend == "torch"
+    assert "convert all that the step reads to one dtype" in explanation.reason
+    mask = mask.bfloat16()
+    assert stretto.explain(step, *given).backend == "cpp"
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_bags_of_embeddings_are_compiled(mode: str) -> None:
     torch.manual_seed(0)

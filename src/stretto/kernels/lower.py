@@ -149,7 +149,11 @@ def _of_shape(value: AbstractValue, node: Node) -> AbstractValue:
 def _check(node: Node) -> None:
     if node.dtype not in {torch.bool, *REAL_DTYPES, *INTEGER_DTYPES}:
         dtype = str(node.dtype).removeprefix("torch.")
-        raise Unsupported(f"the value {node.name} in the loop is of {dtype}, which no code is generated for")
+        advice = ""
+        if node.dtype in {torch.float16, torch.bfloat16}:
+            advice = "half precision is mixed with wider values; convert all that the step reads to one dtype: "
+        where = f"{node.name}{node.whereabouts}"
+        raise Unsupported(f"{advice}the value {where} in the loop is of {dtype}, which no code is generated for")
 
 
 def _has_several_rows(node: Node) -> bool:
@@ -238,8 +242,8 @@ class _Lowering:
                 self.values.setdefault(node, Read(shape, self.uniform[node]))
         for node in self.moving:
             if node.dtype is not None:
+                _check(node)
                 try:
-                    _check(node)
                     value = self._lowered(node)
                 except Unsupported as reason:
                     raise Unsupported(f"{reason}{node.whereabouts}") from None
