@@ -280,6 +280,7 @@ MADE: Final[dict[str, tuple[Callable[[], Any], str]]] = {
     "no-module": (lambda: stretto.RNN(None), "None is not a cell"),  # type: ignore[arg-type]
     "a-class": (lambda: stretto.RNN(OwnCell), "OwnCell'> is not a cell"),  # type: ignore[arg-type]
     "a-layer": (lambda: stretto.RNN(nn.Linear(3, 3)), r"Linear\(.* is not a cell"),
+    "a-layer-of-torch": (lambda: stretto.RNN(nn.GRU(3, 3)), r"GRU\(.* is a layer, not a cell.*accelerate.*cell_from"),
     "a-list-of-layers": (lambda: stretto.RNN([nn.Linear(3, 3)]), r"Linear\(.* is not a cell"),
     "a-tuple-of-numbers": (lambda: stretto.RNN((5,)), "5 is not a cell"),  # type: ignore[arg-type]
     "an-empty-list": (lambda: stretto.RNN([]), "0 cells were given for 1 layers"),

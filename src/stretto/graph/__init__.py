@@ -29,11 +29,14 @@ from stretto.graph.network import (
 from stretto.graph.node import BatchDim, Node, concrete_shape, evaluate, run, topological_sort
 from stretto.graph.operators import is_random, is_view
 from stretto.graph.rewrite import widen
+from stretto.graph.side_effects import GENERATORS, Attributes, holders_of
 from stretto.graph.summary import LoopSummary, Operator, Product, Summary, format_shape
 from stretto.graph.trace import Untraceable, constant_fill, trace
 
 __all__ = [
     "ACTIVATIONS",
+    "GENERATORS",
+    "Attributes",
     "BatchDim",
     "Body",
     "Connection",
@@ -59,6 +62,7 @@ __all__ = [
     "draw",
     "evaluate",
     "format_shape",
+    "holders_of",
     "is_random",
     "is_view",
     "lstm_graph",

@@ -31,7 +31,7 @@ import torch
 from stretto.graph.analyse import Loop
 from stretto.graph.custom_gradient import CustomGradient
 from stretto.graph.node import Node, concrete_shape, evaluate, needed_for
-from stretto.graph.operators import DECOMPOSED, EXPENSIVE, is_view, uses_number_of_rows, why_not_rowwise
+from stretto.graph.operators import DECOMPOSED, EXPENSIVE, is_view, uses_number_of_rows, why_mixed, why_not_rowwise
 from stretto.graph.rows import rows_first
 from stretto.graph.trace import Functions, StepGraph, Untraceable, record
 
@@ -124,7 +124,15 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
             output_gradients=[],
             forward=list(loop.nodes),
         )
-    return _take_apart(rows_first(recording.nodes), body)
+    nodes = rows_first(recording.nodes)
+    try:
+        return _take_apart(nodes, body)
+    except Untraceable:
+        # What the gradient is computed with is not what the user wrote.
+        for node in loop.nodes:
+            if reason := why_mixed(node):
+                raise Untraceable(reason) from None
+        raise
 
 
 def _run_both_ways(
@@ -149,7 +157,9 @@ def _run_both_ways(
         values = dict(zip(sources, inputs, strict=True))
         values.update((node, tensor) for node, tensor in graph.constants.items() if node not in values)
         for node in loop.nodes:
+            recorder.line = node.line
             values[node] = evaluate(node, values, rows, op=DECOMPOSED.get(node.label))
+        recorder.line = None
         made = [values[node] for node in outputs]
         found["outputs"] = [recorder.look_up(tensor) for tensor in made]
         linked = [(t, d) for t, d in zip(made, cotangents, strict=True) if t.requires_grad]

@@ -26,7 +26,7 @@ from enum import Enum
 import networkx as nx
 
 from stretto.graph.node import Node, topological_sort
-from stretto.graph.operators import is_pointwise, is_random, is_view, uses_number_of_rows, why_not_rowwise
+from stretto.graph.operators import is_pointwise, is_random, is_view, uses_number_of_rows, why_mixed, why_not_rowwise
 from stretto.graph.rewrite import drop_unused, look_up_rows, merge_products, split_products_of_concatenations
 from stretto.graph.rows import rows_first
 from stretto.graph.trace import StepGraph, Untraceable, constant_fill
@@ -107,7 +107,9 @@ def analyse(graph: StepGraph) -> Plan:
     rewrites = _rewrite(graph)
     if (node := next(filter(uses_number_of_rows, graph.nodes), None)) is not None:
         name = "full" if node.op is constant_fill else node.label
-        raise Untraceable(f"{name} uses the number of rows")
+        raise Untraceable(
+            f"{name} uses the number of rows{node.whereabouts}; let no value depend on how many sequences there are"
+        )
     constants = {index for index, state in enumerate(graph.states) if state not in graph.changing}
     cycles = _cycles(graph)
     level = _levels(graph, cycles)
@@ -126,7 +128,7 @@ def analyse(graph: StepGraph) -> Plan:
     maps: list[list[Node]] = [[] for _ in range(depth + 1)]
     for node in graph.nodes:
         if stage.get(node) in {Stage.HOISTED, Stage.SUNK}:
-            if reason := why_not_rowwise(node):
+            if reason := why_mixed(node):
                 raise Untraceable(reason)
             if node not in unchanging:
                 maps[level[node]].append(node)

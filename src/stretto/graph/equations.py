@@ -162,6 +162,20 @@ def _bilinear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torc
     return made if bias is None else made + bias
 
 
+def _embedding_bag(x: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Sum or mean of a row's embeddings: its own way counts where each row begins."""
+    names = ("offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights")
+    given = {"mode": "mean", **dict(zip(names, args, strict=False)), **kwargs}
+    mode, factors = given["mode"], given.get("per_sample_weights")
+    is_other = any(given.get(name) is not None for name in ("offsets", "max_norm", "padding_idx"))
+    is_other = is_other or mode not in ({"sum", "mean"} if factors is None else {"sum"})
+    if len(args) > len(names) or x.is_floating_point() or x.dim() != 2 or not x.shape[1] or is_other:
+        return functional.embedding_bag(x, weight, *args, **kwargs)
+    found = functional.embedding(x, weight)
+    found = found if factors is None else found * factors.unsqueeze(-1)
+    return found.sum(1) if mode == "sum" else found.mean(1)
+
+
 def _instance_norm(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     names = ("running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
     given = {"use_input_stats": True, "eps": 1e-5, **dict(zip(names, args, strict=False)), **kwargs}
@@ -225,6 +239,7 @@ EQUATIONS: Final[dict[str, Callable[..., Any]]] = {
     "cosine_similarity": _cosine_similarity,
     "bilinear": _bilinear,
     "instance_norm": _instance_norm,
+    "embedding_bag": _embedding_bag,
     "rrelu": _rrelu,
     **{name: _pool(name, int(name[8])) for name in ("max_pool1d", "max_pool2d", "avg_pool1d", "avg_pool2d")},
 }

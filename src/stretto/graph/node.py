@@ -12,6 +12,8 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 
+from stretto.graph.user_code import Line
+
 
 @dataclass(frozen=True, slots=True)
 class BatchDim:
@@ -39,6 +41,7 @@ class Node:
     shape: tuple[Size, ...] = ()  # a leading `BatchDim` says that it has a row for each sequence
     dtype: torch.dtype | None = None  # None for an operator with several outputs, which further nodes take apart
     _inputs: tuple[tuple[Any, ...], list["Node"]] | None = field(default=None, repr=False)
+    line: Line | None = field(default=None, repr=False)  # of the user's code, if that is known
 
     def __repr__(self) -> str:
         return self.name
@@ -72,6 +75,11 @@ class Node:
     def label(self) -> str:
         """The operator's plain name."""
         return "input" if self.op is None else _operator_name(self.op)
+
+    @property
+    def whereabouts(self) -> str:
+        """ " at cells.py:12 `y = x.sum()`", or nothing if that is not known."""
+        return "" if self.line is None else f" at {self.line}"
 
 
 @lru_cache(maxsize=4096)

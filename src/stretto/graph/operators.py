@@ -103,6 +103,16 @@ def why_not_rowwise(node: Node) -> str | None:
     return _reason(node)
 
 
+def why_mixed(node: Node) -> str | None:
+    """The same for the user: with the line, and what to do."""
+    reason = why_not_rowwise(node)
+    if reason is None:
+        return None
+    if any(item.dtype is not None and item.dtype.is_complex for item in (node, *node.inputs)):
+        return f"the step computes with complex numbers{node.whereabouts}; give real and imaginary parts as two tensors"
+    return f"{reason}{node.whereabouts}; a step has to compute each sequence by itself"
+
+
 def _reason(node: Node) -> str | None:  # noqa: PLR0911, PLR0912 - one line per kind of operator
     name, mixes = node.label, f"{node.label} mixes the rows of the batch"
     if node.op is operator.getitem:

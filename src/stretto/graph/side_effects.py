@@ -1,18 +1,48 @@
-"""What a step does besides computing: attributes that it sets, lists that it appends to.
+"""What a step does besides computing: attributes that it sets, lists that it appends to, random numbers that it draws.
 
 A trace calls the step, so all of that is undone after it. Compiled code does none of it. That is right where a step
 only leaves something for others to look at, `self.attention = weights`; where it reads what it left at the step before,
 it has a state that nobody carries, and cannot be compiled.
 """
 
-from collections.abc import Iterator, Sequence
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, final
 
+import numpy as np
 import torch
 from torch import nn
 
+GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState)
+"""Generators of random numbers that are not PyTorch's."""
+
 _NUMBERS: Final = (bool, int, float, complex, str)
 _REGISTRIES: Final = frozenset(nn.Module().__dict__)
+_COMMON: Final[tuple[Any, ...]] = tuple(
+    # What `random.random()` and `np.random.rand()` draw from: such functions are methods of hidden generators.
+    function.__self__  # type: ignore[attr-defined]
+    for function in (random.random, np.random.random_sample)
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """Some attributes of an object without a dictionary that could be written to, such as a class."""
+
+    owner: Any
+    names: tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What was in something whose contents are no objects: equal for equal contents, with a way back to them."""
+
+    contents: Any
+    restore: Callable[[], None] = field(compare=False)
 
 
 def holders_of(cell: nn.Module) -> Iterator[Any]:
@@ -37,15 +67,24 @@ class SideEffects:
     """
 
     def __init__(self, holders: Sequence[Any]) -> None:
-        self._before = [(holder, _contents(holder)) for holder in holders]
+        self._before = [(holder, _contents(holder)) for holder in (*holders, *_COMMON) if not _is_iterator(holder)]
         self.names: dict[str, None] = {}
         self.problem = ""
+        if any(map(_is_iterator, holders)):  # what was taken from it cannot be put back
+            self.problem = (
+                "the step takes values from an iterator, which goes on at every step: give them with the inputs"
+            )
 
     def undo(self) -> None:
         """Put back what was there."""
         for holder, before in self._before:
             now = _contents(holder)
-            changed = [name for name in {**before, **now} if before.get(name, _NOTHING) is not now.get(name, _NOTHING)]
+            changed = [
+                name
+                for name in {**before, **now}
+                if (was := before.get(name, _NOTHING)) is not (new := now.get(name, _NOTHING))
+                and not (isinstance(was, _Snapshot) and was == new)
+            ]
             if not changed:
                 continue
             self.problem = self.problem or _why_needed(holder, before, now, changed)
@@ -63,10 +102,28 @@ class SideEffects:
 _NOTHING: Final = object()
 
 
-def _contents(holder: Any) -> dict[Any, Any]:
+def _is_iterator(holder: Any) -> bool:
+    return isinstance(holder, Iterator)
+
+
+def _contents(holder: Any) -> dict[Any, Any]:  # noqa: PLR0911 - one line per kind of holder
     """Names and values of what holds values: a list, a dict, a variable of a closure, or some names of a dict."""
-    if isinstance(holder, list):
+    if isinstance(holder, (list, deque)):
         return dict(enumerate(holder))
+    if isinstance(holder, set):
+        return dict.fromkeys(holder, True)
+    if isinstance(holder, Attributes):
+        known = vars(holder.owner) if isinstance(holder.owner, type) else None
+        return {
+            name: getattr(holder.owner, name) if known is None else known[name]
+            for name in holder.names
+            if (hasattr(holder.owner, name) if known is None else name in known)
+        }
+    if isinstance(holder, np.ndarray):
+        copy = holder.copy()
+        return {"an array": _Snapshot(copy.tobytes(), lambda: np.copyto(holder, copy))}
+    if isinstance(holder, GENERATORS):
+        return {"random numbers": _state_of(holder)}
     if isinstance(holder, dict):
         return dict(holder)
     if isinstance(holder, tuple):
@@ -77,9 +134,39 @@ def _contents(holder: Any) -> dict[Any, Any]:
         return {}
 
 
+def _state_of(generator: Any) -> _Snapshot:
+    """Where a generator of random numbers is."""
+    if isinstance(generator, random.Random):
+        state: Any = generator.getstate()
+        return _Snapshot(state, lambda: generator.setstate(state))
+    if isinstance(generator, np.random.RandomState):
+        state = generator.get_state(legacy=False)
+        return _Snapshot(_comparable(state), lambda: generator.set_state(state))
+    state = generator.bit_generator.state
+    return _Snapshot(_comparable(state), lambda: setattr(generator.bit_generator, "state", state))
+
+
+def _comparable(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _comparable(value) for key, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
 def _restore(holder: Any, contents: dict[Any, Any]) -> None:
     if isinstance(holder, list):
         holder[:] = contents.values()
+    elif isinstance(holder, deque):
+        holder.clear()
+        holder.extend(contents.values())
+    elif isinstance(holder, set):
+        holder.clear()
+        holder.update(contents)
+    elif isinstance(holder, Attributes):
+        for name, value in contents.items():
+            setattr(holder.owner, name, value)
+    elif isinstance(holder, (np.ndarray, *GENERATORS)):
+        for snapshot in contents.values():
+            snapshot.restore()
     elif isinstance(holder, dict):
         for name in [name for name in holder if name not in contents]:
             del holder[name]
@@ -94,8 +181,15 @@ def _restore(holder: Any, contents: dict[Any, Any]) -> None:
 
 def _why_needed(holder: Any, before: dict[Any, Any], now: dict[Any, Any], changed: list[Any]) -> str:
     advice = "which has to happen at every step: return it as a part of the state or of the output"
-    if isinstance(holder, list):
-        return f"the step changes a list, {advice}"
+    if isinstance(holder, GENERATORS):
+        whose = "NumPy's" if type(holder).__module__.startswith("numpy") else "Python's"
+        return (
+            f"the step draws from {whose} random numbers, which has to happen at every step: draw with torch, or "
+            "before the loop, as an input"
+        )
+    if isinstance(holder, (list, deque, set, np.ndarray)):
+        name = type(holder).__name__
+        return f"the step changes {'an array' if isinstance(holder, np.ndarray) else f'a {name}'}, {advice}"
     for name in changed:
         if any(isinstance(values.get(name), _NUMBERS) for values in (before, now)) or not isinstance(name, str):
             return f"the step changes {name}, {advice}"

@@ -31,7 +31,7 @@ from stretto.graph.equations import equations_of
 from stretto.graph.memory import CannotPut, Memory, View, Write, key_of, look_through, overlap, place_of, put, steps_to
 from stretto.graph.node import BatchDim, Node, T, leaves_in, map_leaves
 from stretto.graph.side_effects import SideEffects, holders_of
-from stretto.graph.user_code import line_of_user
+from stretto.graph.user_code import Line, is_in_check, line_of_user
 from stretto.signature import PLAIN, Packing, StepSignature, call_step
 from stretto.state import flatten, unflatten
 
@@ -91,6 +91,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.blocks_no_grad = blocks_no_grad
         self.assumes_checks = False
+        self.finds_lines = False
+        self.line: Line | None = None
         self.recording = Recording([], {}, {}, [])
         self.alive: list[torch.Tensor] = []
         self.views: dict[int, View] = {}
@@ -131,14 +133,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = dict(kwargs or {})
         base = func.overloadpacket.__name__
+        if kwargs.get("generator") is not None:
+            raise Untraceable(
+                f"the step draws with {base} from a torch.Generator of its own; draw without one, or before the loop, "
+                "as an input"
+            )
         if base in _READS_VALUES:
-            line = line_of_user()
-            if self.assumes_checks and line is not None and line.is_check:
+            if self.assumes_checks and is_in_check():
                 return func(*args, **kwargs)
+            line = line_of_user()
             where = f" at {line}" if line is not None else ""
             raise Untraceable(
                 f"the step reads values with {base}{where}, so what it does depends on the data; "
-                "use torch.where instead, or set assume_checks_pass = True on the cell if it is a check"
+                "use torch.where instead, or set assume_checks_pass = True on the cell or function if it is a check"
             )
         if base == "detach" and isinstance(args[0], torch.Tensor) and id(args[0]) not in self.recording.of_tensor:
             return func(*args, **kwargs)
@@ -208,6 +215,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive.append(tensor)
         self.recording.of_tensor[id(tensor)] = node
         self.recording.nodes.append(node)
+        node.line = line_of_user() if self.finds_lines and node.op is not None else self.line
         key = key_of(tensor)
         memory = self.memories.get(key)
         if memory is None:
@@ -220,6 +228,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # The parts are written to, as tensors of their own.
             func = getattr(getattr(aten, base.removeprefix("unsafe_")), func._overloadname)
         node = Node(self._unique_name(base), func, args, kwargs)
+        node.line = line_of_user() if self.finds_lines else self.line
         self.recording.nodes.append(node)
         for index, item in enumerate(result):
             if isinstance(item, torch.Tensor):
@@ -256,8 +265,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         view = self.views[id(target)]
         memory = view.memory
         if memory.owner.startswith(("the parameter", "the buffer", "a tensor")):
+            line = line_of_user()
+            where = f" at {line}" if line is not None else ""
             raise Untraceable(
-                f"the step writes in place with {func} to {memory.owner}, which outlives it; make it part of the state"
+                f"the step writes in place with {func} to {memory.owner}{where}, which outlives it; make it part of "
+                "the state"
             )
         hidden = target.requires_grad or memory.root.requires_grad
         hidden = view.goes_through("detach") if torch.is_grad_enabled() else hidden
@@ -482,7 +494,11 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _READS_MEMORY:
-            raise Untraceable(f"the step reads memory with {name}, so what it does depends on the data")
+            line = line_of_user()
+            where = f" at {line}" if line is not None else ""
+            raise Untraceable(
+                f"the step reads memory with {name}{where}, so what it does depends on the data; do it with torch"
+            )
         if func in _DERIVATIVES and (kwargs or {}).get("create_graph"):
             # What autograd saved is cut off in the recording: the second derivative would be another.
             raise Untraceable("the step takes a derivative with create_graph=True; write the derivative out")
@@ -523,13 +539,17 @@ def record(run: "Callable[[_Recorder, int], T]", *, blocks_no_grad: bool = False
     (one, result), (other, _) = found
     if [node.op for node in one.nodes] != [node.op for node in other.nodes]:
         pairs = zip(one.nodes, other.nodes, strict=False)
-        where = next((first.label for first, second in pairs if first.op is not second.op), "its last operator")
+        apart = (f"{first.label}{first.whereabouts}" for first, second in pairs if first.op is not second.op)
+        where = next(apart, "its last operator")
         raise Untraceable(f"the step does different things for different numbers of rows, from {where} on")
     twin = dict(zip(one.nodes, other.nodes, strict=True))
     for first, second in twin.items():
-        first.shape = tuple(_merge_sizes(a, b) for a, b in zip(first.shape, second.shape, strict=True))
-        first.args = _merge_arguments(first.args, second.args, twin)
-        first.kwargs = _merge_arguments(first.kwargs, second.kwargs, twin)
+        try:
+            first.shape = tuple(_merge_sizes(a, b) for a, b in zip(first.shape, second.shape, strict=True))
+            first.args = _merge_arguments(first.args, second.args, twin)
+            first.kwargs = _merge_arguments(first.kwargs, second.kwargs, twin)
+        except Untraceable as reason:
+            raise Untraceable(f"{reason}{first.whereabouts}") from None
     for node, tensor in one.constants.items():
         again = other.constants.get(twin[node])
         if again is tensor:
@@ -589,7 +609,7 @@ def _merge_arguments(first: Any, second: Any, twin: dict[Node, Node]) -> Any:
         return {key: _merge_arguments(value, second[key], twin) for key, value in first.items()}
     if isinstance(first, bool) or not isinstance(first, int):
         if first != second and not (first != first and second != second):  # noqa: PLR0124 - NaN equals NaN here
-            raise Untraceable("the step uses a number that depends on the number of rows")
+            raise Untraceable("the step uses a number that depends on the number of rows, or is another at each call")
         return first
     return _merge_sizes(first, second)
 
@@ -657,11 +677,14 @@ def trace(
     device = next((tensor.device for tensor in (*tensors.values(), *flatten(state))), torch.device("cpu"))
     row_shapes = [(tuple(part.shape[1:]), part.dtype) for part in flatten(state)]
     effects = SideEffects(list(holders_of(cell) if holders is None else holders))
+    if effects.problem:
+        raise Untraceable(effects.problem)
 
     def step(recorder: _Recorder, rows: int) -> dict[str, Any]:
         x = _example((rows, *x_shape), x_dtype, device)
         parts = [_example((rows, *shape), dtype, device) for shape, dtype in row_shapes]
         recorder.assumes_checks = any(getattr(module, "assume_checks_pass", False) for module in cell.modules())
+        recorder.finds_lines = True
         found: dict[str, Any] = {"x": recorder.enter(x, "x")}
         found["states"] = [recorder.enter(part, f"state{index}") for index, part in enumerate(parts)]
         found["parameters"] = {
@@ -681,6 +704,8 @@ def trace(
                 "the step writes in place to its state and returns the same memory as its output, "
                 "so in a loop each step changes the outputs before it; return a clone"
             )
+        if any(part._backward_hooks for part in (x, *parts)):
+            raise Untraceable("the step hooks into its gradient")
         _refuse_custom_gradients(recorder, [y, *flatten(after)])
         found["y"], found["next_states"] = recorder.look_up(y), [recorder.look_up(part) for part in flatten(after)]
         return found

@@ -16,6 +16,8 @@ _OURS: Final = tuple(
     str(Path(__file__).parent.parent / name) for name in ("graph", "kernels", "nn", "signature", "state")
 )
 
+_NOT_THEIRS: Final = (_TORCH, *_OURS, "<frozen")
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,23 @@ def line_of_user() -> Line | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, *_OURS, "<frozen")):
+        if not file.startswith(_NOT_THEIRS):
             return Line(file, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def is_in_check() -> bool:
+    """Whether that line is a check, or one of PyTorch's own that it leads to."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*_OURS, "<frozen")) and Line(file, frame.f_lineno).is_check:
+            return True
+        if not file.startswith(_NOT_THEIRS):
+            return False
+        frame = frame.f_back
+    return False
 
 
 @functools.lru_cache(maxsize=64)

@@ -149,7 +149,11 @@ def _of_shape(value: AbstractValue, node: Node) -> AbstractValue:
 def _check(node: Node) -> None:
     if node.dtype not in {torch.bool, *REAL_DTYPES, *INTEGER_DTYPES}:
         dtype = str(node.dtype).removeprefix("torch.")
-        raise Unsupported(f"the value {node.name} in the loop is of {dtype}, which no code is generated for")
+        advice = ""
+        if node.dtype in {torch.float16, torch.bfloat16}:
+            advice = "half precision is mixed with wider values; convert all that the step reads to one dtype: "
+        where = f"{node.name}{node.whereabouts}"
+        raise Unsupported(f"{advice}the value {where} in the loop is of {dtype}, which no code is generated for")
 
 
 def _has_several_rows(node: Node) -> bool:
@@ -239,7 +243,10 @@ class _Lowering:
         for node in self.moving:
             if node.dtype is not None:
                 _check(node)
-                value = self._lowered(node)
+                try:
+                    value = self._lowered(node)
+                except Unsupported as reason:
+                    raise Unsupported(f"{reason}{node.whereabouts}") from None
                 if self.rounds and node.dtype is torch.float32 and not is_view(node):
                     value = apply("round_single", value.dims, value)
                 self.values[node] = value

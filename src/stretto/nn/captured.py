@@ -15,6 +15,7 @@ the same order. So the second one runs by what the first was compiled to, with i
 
 import dis
 import functools
+import io
 import sys
 import weakref
 from argparse import Namespace
@@ -41,11 +42,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from stretto.graph import GENERATORS, Attributes
+
 MAX_MARKS: Final = 20_000
 _VALUES: Final = frozenset({bool, int, str, bytes, type(None), type(...), torch.dtype, torch.device, complex, range})
 _MODULE_ATTRIBUTES: Final = frozenset(nn.Module().__dict__) - {"training"}
+ASSUMES_CHECKS: Final = "assume_checks_pass"
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
-_ALWAYS_READ: Final = frozenset({"forward", "backward", "setup_context", "parametrizations"})
+_ALWAYS_READ: Final = frozenset({"forward", "backward", "setup_context", "parametrizations", ASSUMES_CHECKS})
 _READS_BY_OTHER_MEANS: Final = frozenset(
     "getattr vars eval exec globals locals attrgetter __dict__ __getattribute__ asdict astuple fields deepcopy "
     "modules named_modules children named_children _modules parameters named_parameters _parameters buffers "
@@ -56,6 +60,8 @@ _NOT_CALLED_IN_STEPS: Final = frozenset(
     "__getstate__ __setstate__ __deepcopy__ __copy__ __dir__ __post_init__".split()
 )
 _SLOTS: Final = (MemberDescriptorType, GetSetDescriptorType)
+_CONTENTS: Final = (bool, int, float, complex, str, bytes, tuple, type(None), torch.Tensor)
+"""What a class has as its attributes where it does not mean them to be called."""
 _NAMESPACES: Final = (SimpleNamespace, Namespace)
 
 Where: TypeAlias = tuple[Any, str]
@@ -74,6 +80,7 @@ class Captured:
         changeable: Numbers, and objects that count by identity, by their index in `marks`, with where they were found.
         holders: What holds them, and may be changed by a step that does more than to compute.
         problem: Why marks cannot be relied on; empty if they can.
+        assumes_checks: Whether the step, or something that it reaches, says that checks of values pass.
     """
 
     marks: tuple[Any, ...]
@@ -82,6 +89,7 @@ class Captured:
     changeable: list[tuple[int, Where]]
     holders: list[Any]
     problem: str
+    assumes_checks: bool
 
     def names(self) -> list[str]:
         """A name for each tensor that is a path of identifiers, as names of parameters are."""
@@ -119,7 +127,15 @@ def capture(step: Any) -> Captured:
         except _TooMuch:
             problem = f"the step reaches more than {MAX_MARKS:,} values"
         if len(scope.code) == known or problem:  # or other functions were found, which name further attributes
-            return Captured(tuple(walk.marks), walk.tensors, walk.places, walk.changeable, walk.holders, problem)
+            return Captured(
+                tuple(walk.marks),
+                walk.tensors,
+                walk.places,
+                walk.changeable,
+                walk.holders,
+                problem,
+                walk.assumes_checks,
+            )
 
 
 @final
@@ -261,6 +277,7 @@ class _Walk:
         self.places: list[Where] = []
         self.changeable: list[tuple[int, Where]] = []
         self.holders: list[Any] = []
+        self.assumes_checks = False
         self.seen: dict[int, int] = {}
 
     def visit(self, value: Any, where: Where) -> None:
@@ -313,7 +330,7 @@ class _Walk:
             self._module(value, where)
         elif isinstance(value, (tuple, list, deque, set, frozenset)):
             self.marks += (kind, len(value))
-            if isinstance(value, list):
+            if isinstance(value, (list, deque, set)):
                 self.holders.append(value)
             for index, item in enumerate(value):
                 self.visit(item, (where, str(index)))
@@ -333,6 +350,7 @@ class _Walk:
         elif isinstance(value, np.ndarray):
             self.marks += (kind, value.dtype.str, value.shape)
             self._changeable(value.tobytes(), where)
+            self.holders.append(value)
         elif isinstance(value, np.generic):
             self.marks.append(kind)
             self._changeable(value.tobytes(), where)
@@ -387,6 +405,7 @@ class _Walk:
                 if name in known:
                     self.marks.append(name)
                     self.visit(known[name], (None, name))
+            self._attributes(function.__dict__, where, reads_all=False)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._cell(cell, (None, name))
         if function.__defaults__ or function.__kwdefaults__:
@@ -423,6 +442,10 @@ class _Walk:
 
     def _object(self, value: Any, kind: type, where: Where) -> None:
         library = _library(kind.__module__)
+        if isinstance(value, GENERATORS) or (
+            library == "python" and isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+        ):
+            self.holders.append(value)
         if library == "python" and not isinstance(value, _NAMESPACES):
             self._changeable(_Identity(value), where)
             return
@@ -435,10 +458,12 @@ class _Walk:
             return
         if own is not None:
             self._attributes(own, where, reads_all=reads_all)
-        for name in slots:
-            if (reads_all or name in self.scope.attributes) and hasattr(value, name):
-                self.marks.append(name)
-                self.visit(getattr(value, name), (where, name))
+        read = [name for name in slots if (reads_all or name in self.scope.attributes) and hasattr(value, name)]
+        if read:
+            self.holders.append(Attributes(value, tuple(read)))
+        for name in read:
+            self.marks.append(name)
+            self.visit(getattr(value, name), (where, name))
 
     def _class(self, kind: type, where: Where) -> bool:
         """Follow a class's methods and attributes; say whether all attributes of an object may be read."""
@@ -448,6 +473,9 @@ class _Walk:
             if _library(base.__module__):
                 reads_all = reads_all or base not in {object, nn.Module, torch.autograd.Function}
                 continue
+            plain = [n for n, v in vars(base).items() if n in attributes and isinstance(v, _CONTENTS)]
+            if plain:
+                self.holders.append(Attributes(base, tuple(plain)))
             for name, value in vars(base).items():
                 if isinstance(value, FunctionType) and name.startswith("__"):
                     is_read = name not in _NOT_CALLED_IN_STEPS
@@ -455,6 +483,7 @@ class _Walk:
                     is_read = name in attributes and not isinstance(value, _SLOTS)
                 if is_read:
                     self.marks.append(name)
+                    self.assumes_checks |= name == ASSUMES_CHECKS and bool(value)
                     self.visit(value, (where, name))
         return reads_all
 
@@ -467,6 +496,7 @@ class _Walk:
         for name, value in own.items():
             if (reads_all or name in attributes) and name not in without:
                 self.marks.append(name)
+                self.assumes_checks |= name == ASSUMES_CHECKS and bool(value)
                 self.visit(value, (where, name))
 
     def _dictionary(self, value: dict[Any, Any], where: Where) -> None:

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from stretto.cells import cell_from, step_of_torch
 from stretto.checks import check_bool, check_choice, check_float, check_int
 from stretto.errors import StrettoError
+from stretto.graph import holders_of
 from stretto.kernels import (
     Backend,
     Built,
@@ -38,6 +39,7 @@ from stretto.kernels import (
     unseen_by_hooks,
 )
 from stretto.nn.auto import SolverAutotuner
+from stretto.nn.captured import capture
 from stretto.nn.compiled import evaluated, operators_are_usable, run_layers
 from stretto.nn.explanation import Explanation
 from stretto.nn.guards import is_looked_at, opaque, unusual_tensor, warn_of_unset, warn_once
@@ -623,6 +625,7 @@ class RNN(nn.Module):
                 backend=backend,
                 signature=signature,
                 needs_loops=self.solver != "serial",
+                holders=_holders(cell.module) if any(cell.module is own for own in self.cells) else None,
             )
             self._built[key] = built
         return built
@@ -713,6 +716,12 @@ class _AllLayers(nn.Module):
     def forward(self, x_t: Any, state: Any, constants: Any = None) -> tuple[Any, Any]:
         """The step."""
         return self.step(x_t, state, constants)
+
+
+def _holders(cell: nn.Module) -> list[Any]:
+    """What a cell may change: its own attributes, and whatever else its code can reach."""
+    own = cell.cells if isinstance(cell, _AllLayers) else [cell]
+    return [*holders_of(cell), *(holder for one in own for holder in capture(one).holders)]
 
 
 class _Hookless(nn.Module):
@@ -907,6 +916,11 @@ def _check_cell(cell: Any, sizes: Any) -> nn.Module:
     if type(cell) in TORCH_CELLS:
         return cell_from(cell)
     if not isinstance(cell, nn.Module) or not has_initial_state(cell, sizes):
+        if isinstance(cell, nn.RNNBase):
+            raise StrettoError(
+                f"{cell!r} is a layer, not a cell",
+                fix="Give it to stretto.accelerate, or stretto.cells.cell_from(layer) to stretto.RNN.",
+            )
         if isinstance(cell, nn.Module):
             raise StrettoError(
                 f"{cell!r} is not a cell: the state that it starts from is not known",

@@ -181,7 +181,12 @@ class _Call:
                 raise StrettoError("the scan has no tensors", fix="Give init, with a row for each sequence.")
             num_rows = rows
         for name, parts, fix in (
-            ("init", init_parts, "Give every tensor of the state a row for each sequence: h.expand(batch_size, -1)."),
+            (
+                "init",
+                init_parts,
+                "Give every tensor of the state a row for each sequence, h.expand(batch_size, -1), and inputs as "
+                + ("(batch, steps, ...), or set batch_first=False." if batch_first else "(steps, batch, ...)."),
+            ),
             ("constants", constant_parts, "Give each a row for each sequence, or let the step close over it."),
         ):
             lone = next((part for part in parts if part.dim() == 0 or part.shape[0] != num_rows), None)
@@ -242,7 +247,8 @@ def _tensors(tree: Any, name: str) -> list[torch.Tensor]:
     except StrettoError:
         raise StrettoError(
             f"{name} of the scan is {describe(tree)}",
-            fix="Give tensors, in tuples, lists, dicts or named tuples; let the step close over other things.",
+            fix="Give tensors, in tuples, lists, dicts, named tuples or classes registered with "
+            "torch.utils._pytree.register_dataclass; let the step close over other things.",
         ) from None
 
 
@@ -268,7 +274,10 @@ def _checked(step: Any, result: Any, before: Any) -> tuple[Any, Any]:
             )
         fix = "Return a state of the structure, shapes and dtypes of init, or make init like what the step returns."
         if is_alike(before, y):
-            fix = "Return (new_state, y_t), the state first: the order of torch's and JAX's scan."
+            fix += (
+                " If the two are the wrong way round, return (new_state, y_t), the state first: the order of torch's "
+                "and JAX's scan."
+            )
         raise StrettoError(f"{_name(step)} was given a state of {was} and returned one of {new}", fix=fix)
     return after, y
 
@@ -403,6 +412,7 @@ class _OneStep(nn.Module):
         self.inputs = _packing(call)
         self.outputs: Packing | None = None
         self.y: Any = None
+        self.assume_checks_pass = False
 
     def forward(
         self, x: torch.Tensor, state: tuple[torch.Tensor, ...]
@@ -545,6 +555,7 @@ def _compile(call: _Call, found: Captured) -> _Compiled:
     """Trace and compile a step; what it changes besides, when it is called for that, is undone."""
     names = found.names()
     cell = _OneStep(call, dict(zip(names, found.tensors, strict=True)))
+    cell.assume_checks_pass = found.assumes_checks
     x_shape: tuple[int, ...] = (1,)
     x_dtype = call.init_parts[0].dtype if call.init_parts else torch.get_default_dtype()
     if cell.inputs is not None:
