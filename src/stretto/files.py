@@ -1,6 +1,7 @@
 """Files that are either whole or not there, and the private cache folder."""
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -33,6 +34,15 @@ def disk_errors(path: Path, *, doing: str, fix: str = "") -> Iterator[None]:
             f"could not {doing} {str(path)!r}: {getattr(error, 'strerror', None) or error}",
             fix=fix or "Free space or choose another place; what was there before is untouched.",
         ) from error
+
+
+def refuse_special(path: Path) -> None:
+    """Raise an OSError for a pipe or a device, which would be waited for, or read without end.
+
+    What does not exist is left to whoever opens it.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
 
 
 def check_ending(path: Path | None, *, flag: str, endings: tuple[str, ...]) -> None:
@@ -105,7 +115,7 @@ def locked(folder: Path, *, patience: float = 0.2) -> Iterator[None]:
 def is_locked(folder: Path) -> bool:
     """Whether a process has `folder` to itself, on this machine; after a process was killed its lock file is left."""
     path = folder / LOCK_FILE
-    if not path.exists():
+    if not path.is_file():
         return False
     try:
         import fcntl
@@ -122,6 +132,7 @@ def is_locked(folder: Path) -> bool:
 
 def _taken(path: Path) -> TextIO | None:
     """The file, locked; None if another process has it."""
+    refuse_special(path)
     stream = path.open("a")
     try:
         import fcntl

@@ -36,12 +36,14 @@ from stretto.nn import warnings_to
 from stretto.report import PAGE_NAME, console_view, length_histogram, open_logger, write_run_report
 from stretto.tasks import TASKS, find_task
 from stretto.timing import torch_threads
-from stretto.trained import CARD_FILE, load, write_card
+from stretto.trained import CARD_FILE, SETTINGS_FILE, check_device, load, read_card, write_card
 from stretto.training import (
     AUTO_FILE,
+    BEST_FILE,
     CHECKPOINT_FOLDER,
     EVENTS_FILE,
     MAY_CHANGE,
+    MODEL_FILE,
     PRESET,
     AbstractLog,
     AbstractTask,
@@ -63,6 +65,8 @@ from stretto.training import (
 
 RUNS_FOLDER: Final = Path("runs")
 RESULT_FILE: Final = "result.json"
+WRITTEN: Final = (CARD_FILE, SETTINGS_FILE, MODEL_FILE, BEST_FILE, RESULT_FILE, PAGE_NAME, AUTO_FILE)
+"""What a run writes into its folder besides its record and checkpoints."""
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -114,6 +118,8 @@ def train(
             f"data= got a {type(data).__name__}",
             fix="Give a path, or sequences made by stretto.data.from_tensors, from_pandas, from_polars or from_arrow.",
         )
+    if not isinstance(subscribers, Sequence) or not all(map(callable, subscribers)):
+        raise StrettoError(f"subscribers={subscribers!r} cannot be used", fix="Give a list of functions.")
     kind = type(task.config) if isinstance(task, AbstractTask) else task.Config
     if ranks is not None:
         settings["nproc"] = ranks
@@ -223,7 +229,7 @@ def run_task(
     """
     name = task.name
     take_gpu(config.device)
-    _check_device(config.device)
+    check_device(config.device)
     timeout = config.rank_timeout_minutes
     with join_ranks(device=config.device, timeout_minutes=timeout) as world, detect_lost_rank():
         settings = {**config.recorded(), "resume": config.resume, "record_sequences": config.record_sequences}
@@ -402,11 +408,30 @@ def _has_record(run: Path) -> bool:
 
 def _can_resume(run: Path) -> bool:
     """Whether there is a checkpoint or a finished trial; if not, the record is removed to make room for a new start."""
-    if any((run / CHECKPOINT_FOLDER).glob("update-*")) or (run / AUTO_FILE).exists():
+    has_record = _has_record(run)
+    if any((run / CHECKPOINT_FOLDER).glob("update-*")) or (has_record and (run / AUTO_FILE).exists()):
         return True
     with disk_errors(run, doing="use the run folder"):
+        partial = set((run / CHECKPOINT_FOLDER).glob(".update-*.part"))
+        foreign = [path for path in (run / CHECKPOINT_FOLDER).glob("*") if path not in partial]
+        if not has_record and not _has_card(run):
+            foreign += [run / name for name in WRITTEN if (run / name).exists()]
+        if foreign:
+            raise StrettoError(
+                f"{str(run)!r} holds {', '.join(str(path.relative_to(run)) for path in foreign[:4])}, "
+                "which no run of this version wrote, and has no checkpoint to resume from",
+                fix="Choose another --out; nothing was changed.",
+            )
         (run / EVENTS_FILE).unlink(missing_ok=True)
-        shutil.rmtree(run / CHECKPOINT_FOLDER, ignore_errors=True)
+        for path in partial:
+            shutil.rmtree(path, ignore_errors=True)
+    return False
+
+
+def _has_card(run: Path) -> bool:
+    """Whether a run has begun here: it writes its card before anything is recorded."""
+    with contextlib.suppress(StrettoError):
+        return bool(read_card(run))
     return False
 
 
@@ -451,6 +476,11 @@ def _new_run(name: str, config: TrainConfig) -> Path:
         )
     if out.exists() and not out.is_dir():
         raise StrettoError(f"{str(out)!r} is a file", fix="Choose a folder for --out.")
+    if held := [name for name in WRITTEN if (out / name).exists()]:
+        raise StrettoError(
+            f"{str(out)!r} holds {', '.join(held)}, which a run would replace",
+            fix="Choose another --out; or add --resume, if a run was to begin there.",
+        )
     return out
 
 
@@ -478,14 +508,4 @@ def _memory_errors() -> Iterator[None]:
         raise StrettoError(
             f"there is not enough memory ({str(error).splitlines()[0] if str(error) else 'allocation failed'})",
             fix="Lower --batch-size, --max-padded-steps or --hidden-size; the last checkpoint is untouched.",
-        ) from error
-
-
-def _check_device(name: str) -> None:
-    try:
-        torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise StrettoError(
-            f"torch cannot use the device {name!r} here ({str(error).splitlines()[0]})",
-            fix="Choose another --device, for example cpu.",
         ) from error

@@ -29,7 +29,7 @@ from stretto.checks import check_choice
 from stretto.data import DataForm, Part, SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.files import write_text_atomically
+from stretto.files import refuse_special, write_text_atomically
 from stretto.kernels import Backend
 from stretto.tasks import TASKS, find_task, installed_tasks
 from stretto.training import (
@@ -98,12 +98,15 @@ def load(
     run = Path(run)
     if weights is not None:
         check_choice(weights, name="weights", choices=get_args(Weights))
-    card = _read_card(run)
+    card = read_card(run)
     if task is None and card["task"] not in {*TASKS, *installed_tasks()}:
         raise StrettoError(
             f"{str(run)!r} is of the task {card['task']!r}, which is not one of Stretto's",
             fix="Give its class: stretto.load(run, task=MyTask), or --task MODULE:NAME on the command line.",
         )
+    if task is not None and not (isinstance(task, type) and issubclass(task, AbstractTask)):
+        raise StrettoError(f"task={task!r} is not a task", fix="Give its class, a subclass of AbstractTask.")
+    check_device(device)
     kind = task or find_task(card["task"])
     settings = {**card["settings"], "data": None, "device": device}
     config = validate(kind.Config, settings | ({"backend": backend} if backend else {}), source=str(run / CARD_FILE))
@@ -113,9 +116,10 @@ def load(
         restored = kind.restore(config, DataForm.from_dict(card["data"]).stand_in(), card["preprocessing"])
         with torch.random.fork_rng(devices=[]):
             model = restored.build_model().to(device)
+        _check_numbers(model, tensors)
         model.load_state_dict(tensors)
-    except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
-        problem = error.problem if isinstance(error, StrettoError) else str(error).splitlines()[0]
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError, MemoryError) as error:
+        problem = error.problem if isinstance(error, StrettoError) else str(error).partition("\n")[0]
         raise StrettoError(
             f"the model in {str(run)!r} cannot be built: {problem}",
             fix=f"{CARD_FILE} and the weights must be as the run wrote them; train again if they are damaged.",
@@ -143,6 +147,11 @@ class TrainedModel(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """What the model makes of a batch."""
+        if not isinstance(batch, Batch):
+            raise StrettoError(
+                f"a trained model was called with a {type(batch).__name__}",
+                fix="Call predict or evaluate; or give a Batch, as stretto.collate makes it.",
+            )
         output: torch.Tensor = self.model(batch)
         return output
 
@@ -164,6 +173,7 @@ class TrainedModel(nn.Module):
             for batch in AbstractTask.eval_batches(task, part, world=World(), device=self._device):
                 assert batch.indices is not None
                 if len(batch):
+                    _check_range(batch, part)
                     found |= zip(batch.indices.tolist(), task.predict(self.model, batch), strict=True)
         return [found[number] for number in range(len(part))]
 
@@ -193,6 +203,11 @@ class TrainedModel(nn.Module):
         if isinstance(data, (str, Path)):
             data = task.open(Path(data))
         elif not isinstance(data, SequenceSet):
+            if not _is_list(data):
+                raise StrettoError(
+                    f"the data are a {type(data).__name__}",
+                    fix="Give a path, a SequenceSet, or a list of arrays, tensors or strings.",
+                )
             if not len(data):
                 raise StrettoError("there are no sequences", fix="Give at least one.")
             data = (
@@ -212,9 +227,35 @@ class TrainedModel(nn.Module):
         return str(self.task.config.device)
 
 
+def _check_range(batch: Batch, part: SequenceSet) -> None:
+    """Refuse numbers that are finite in the data and not in the precision of the model."""
+    dtype = torch.get_default_dtype()
+    fits_B = torch.isfinite(batch.features_BTF.to(dtype)).flatten(1).all(dim=1)
+    if not fits_B.all():
+        assert batch.indices is not None
+        sequence = int(batch.indices[int((~fits_B).nonzero()[0])])
+        raise StrettoError(
+            f"{part.name}: sequence {sequence} has a number beyond what {dtype} can hold",
+            fix="Scale the features as those that the model was trained on.",
+        )
+
+
+def _is_list(data: object) -> bool:
+    is_some = isinstance(data, (Sequence, np.ndarray, torch.Tensor))
+    return is_some and not isinstance(data, (bytes, bytearray))
+
+
 def _as_sequences(rows: Sequence[Any], *, dtype: npt.DTypeLike) -> SequenceSet:
     """Arrays or tensors, each (T, F) or (T), as a set."""
-    arrays = [row.detach().cpu().numpy() if isinstance(row, torch.Tensor) else np.asarray(row) for row in rows]
+    try:
+        arrays = [row.detach().cpu().numpy() if isinstance(row, torch.Tensor) else np.asarray(row) for row in rows]
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise StrettoError(
+            f"a sequence cannot be read as an array ({str(error).partition(chr(10))[0]})",
+            fix="Give each as numbers of shape (steps, features).",
+        ) from error
+    if odd := [str(array.dtype) for array in arrays if array.dtype.kind not in "biuf"]:
+        raise StrettoError(f"arrays are of the type {odd[0]}", fix="Give real numbers.")
     arrays = [array[:, None] if array.ndim == 1 else array for array in arrays]
     if len({array.shape[1:] for array in arrays}) > 1 or arrays[0].ndim != 2:
         shapes = sorted({str(array.shape) for array in arrays})
@@ -230,7 +271,29 @@ def _as_sequences(rows: Sequence[Any], *, dtype: npt.DTypeLike) -> SequenceSet:
     )
 
 
-def _read_card(run: Path) -> dict[str, Any]:
+def check_device(name: str) -> None:
+    """Refuse a device that torch cannot use here."""
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, ImportError, TypeError) as error:
+        raise StrettoError(
+            f"torch cannot use the device {name!r} here ({str(error).partition(chr(10))[0]})",
+            fix="Choose another --device, for example cpu.",
+        ) from error
+
+
+def _check_numbers(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Refuse weights that would be rounded to whole numbers, or that are NaN or inf; torch would take them."""
+    for name, parameter in model.named_parameters():
+        weight = tensors.get(name, parameter)
+        if weight.is_floating_point() != parameter.is_floating_point():
+            raise ValueError(f"{name} is of {weight.dtype}")
+        if not torch.isfinite(weight).all():
+            raise ValueError(f"{name} has a NaN or infinite number")
+
+
+def read_card(run: Path) -> dict[str, Any]:
+    """What `write_card` wrote."""
     path = run / CARD_FILE
     if not path.exists():
         raise StrettoError(
@@ -238,6 +301,7 @@ def _read_card(run: Path) -> dict[str, Any]:
             fix=f"Name the folder of a run; earlier versions did not write {CARD_FILE}, so train these again.",
         )
     try:
+        refuse_special(path)
         card = json.loads(path.read_text(encoding="utf-8"))
         names = {"version": int, "task": str, "settings": dict, "data": dict, "preprocessing": dict}
         if not isinstance(card, dict) or not all(isinstance(card.get(name), kind) for name, kind in names.items()):
@@ -262,6 +326,7 @@ def _read_weights(run: Path, weights: Weights) -> dict[str, torch.Tensor]:
             f"{str(run)!r} has no weights {path.name}", fix="No epoch has ended yet; train on with --resume."
         )
     try:
+        refuse_special(path)
         return safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise StrettoError(f"{str(path)!r} is damaged ({error})", fix="Restore the file, or train again.") from error

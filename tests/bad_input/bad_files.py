@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import safetensors.torch
+import torch
 
 import stretto
 from small_data import write_signs
@@ -63,7 +65,23 @@ class TextState(Good):
 class NoTask:
     name = "no-task"
 
+class Leaves(Good):
+    def forward(self, x, h):
+        raise SystemExit(7)
+
+class WithoutNumbers(Good):
+    def __init__(self, input_size=3, hidden_size=4):
+        super().__init__(input_size, hidden_size)
+        self.to("meta")
+
+class Mute(torch.nn.Module):
+    def forward(self, x):
+        return None
+
 number = 3
+mute = Mute()
+hollow = torch.nn.LSTM(3, 4, batch_first=True)
+torch.nn.init.constant_(hollow.bias_ih_l0, float("nan"))
 net = torch.nn.LSTM(3, 4, batch_first=True)
 def make_nothing():
     return None
@@ -112,6 +130,8 @@ def write_files(folder: Path) -> None:
     npz("few-labels", y=good["y"][:-1])
     npz("flat-names", class_names=np.array([["still", "moving"]]))
     npz("float-names", class_names=np.array([0.5, 1.5]))
+    npz("twins", class_names=np.array(["still", "still"]))
+    npz("huge", x=np.full((steps, 2), 1e300))
     npz("split-9", split=np.full(count, 9))
     npz("split-short", split=good["split"][:-1])
     npz("all-test", split=np.full(count, 2))
@@ -325,6 +345,42 @@ def _write_runs(folder: Path) -> None:
     for name, changes in cards.items():
         shutil.copytree(folder / "run", folder / name)
         (folder / name / "model.json").write_text(json.dumps(card | changes), encoding="utf-8")
+    forms = {
+        "object-card": {"dtype": "object"},
+        "complex-card": {"dtype": "complex64"},
+        "twin-card": {"class_names": ["still", "still"]},
+        "number-names-card": {"class_names": [1, 2]},
+        "text-names-card": {"class_names": "ab"},
+        "featureless-card": {"num_features": 0},
+        "dance-card": {"targets": "dance"},
+    }
+    for name, changes in forms.items():
+        shutil.copytree(folder / "run", folder / name)
+        text = json.dumps(card | {"data": card["data"] | changes})
+        (folder / name / "model.json").write_text(text, encoding="utf-8")
+    for name, file in (("pipe-card", "model.json"), ("pipe-weights", "model.safetensors"), ("zero-card", "model.json")):
+        shutil.copytree(folder / "run", folder / name)
+        (folder / name / file).unlink()
+        if name == "zero-card":
+            (folder / name / file).symlink_to("/dev/zero")
+        else:
+            os.mkfifo(folder / name / file)
+    (folder / "pipe-lock").mkdir()
+    os.mkfifo(folder / "pipe-lock/.lock")
+    weights = safetensors.torch.load_file(folder / "run/model.safetensors")
+    for name, value in (("nan-weights", float("nan")), ("whole-weights", 1)):
+        shutil.copytree(folder / "run", folder / name)
+        changed = {key: torch.full(tensor.shape, value) for key, tensor in weights.items()}
+        safetensors.torch.save_file(changed, folder / name / "model.safetensors")
+    # Folders of the user's, whose files have the names that a run's files have; and a run of an earlier version.
+    for file in ("project/checkpoints/mine.pt", "project/settings.toml", "settings/settings.toml"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("of the user's", encoding="utf-8")
+    for file in ("player.h", "filter.c"):
+        (folder / file).write_text("/* by hand */", encoding="utf-8")
+    (folder / "old-run/checkpoints/step-00000001").mkdir(parents=True)
+    shutil.copy(folder / "run/model.json", folder / "old-run/model.json")
+    (folder / "old-run/events.jsonl").write_text("".join(events[:3]), encoding="utf-8")
     # A run that was stopped, whose only checkpoint is damaged.
     shutil.copytree(folder / "run", folder / "bad-checkpoint")
     (folder / "bad-checkpoint/events.jsonl").write_text("".join(events[:3]), encoding="utf-8")

@@ -39,6 +39,8 @@ ENDINGS: Final = {"onnx": ".onnx", "torch": ".pt2", "c": ".c"}
 OPSET: Final = 18
 TOLERANCE: Final = 1e-4
 NUM_TIMED: Final = 2000
+MARK: Final = b"Written by Stretto"
+MARK_WITHIN: Final = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,8 @@ def run(words: list[str]) -> int:
             arguments=settings.arguments,
             kind="cell or model",
         ).eval()
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise StrettoError(f"{settings.target!r} has no weights: they are on the meta device", fix="Give it weights.")
     if settings.to == "c":
         return _to_c(model, out, settings)
     examples, inputs = (
@@ -200,9 +204,18 @@ def _outputs(value: Any) -> list[torch.Tensor]:
 
 
 def _to_torch(model: nn.Module, examples: list[torch.Tensor], out: Path) -> str:
-    program = _program(model, examples[0])
-    write_atomically(out, lambda path: torch.export.save(program, path))
-    return _compare(model, torch.export.load(out).module(), examples)
+    program, found = _program(model, examples[0]), ""
+
+    def write(path: Path) -> None:
+        nonlocal found
+        # A stream: of a path it would want another ending.
+        with path.open("w+b") as stream:
+            torch.export.save(program, stream)
+            stream.seek(0)
+            found = _compare(model, torch.export.load(stream).module(), examples)
+
+    write_atomically(out, write)
+    return found
 
 
 def _program(model: nn.Module, example: torch.Tensor) -> Any:
@@ -216,19 +229,26 @@ def _program(model: nn.Module, example: torch.Tensor) -> Any:
 def _to_onnx(model: nn.Module, examples: list[torch.Tensor], out: Path) -> str:
     runtime = optional("onnxruntime")
     optional("onnxscript")
-    program = _program(model, examples[0])
+    program, found = _program(model, examples[0]), ""
+
+    def write(path: Path) -> None:
+        nonlocal found
+        assert made is not None
+        made.save(path, external_data=False)
+        options = runtime.SessionOptions()
+        options.log_severity_level = 4
+        session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        name = session.get_inputs()[0].name
+
+        def again(x: torch.Tensor) -> list[torch.Tensor]:
+            return [torch.from_numpy(np.asarray(y)) for y in session.run(None, {name: x.numpy()})]
+
+        found = _compare(model, again, examples)
+
     with user_errors("the model could not be written as ONNX", fix="Try --to torch: ONNX lacks some operators."):
         made = torch.onnx.export(program, dynamo=True, input_names=["x"], opset_version=OPSET, verbose=False)
-        assert made is not None
-        write_atomically(out, lambda path: made.save(path, external_data=False))
-    options = runtime.SessionOptions()
-    options.log_severity_level = 4
-    session = runtime.InferenceSession(str(out), options, providers=["CPUExecutionProvider"])
-
-    def again(x: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.from_numpy(np.asarray(y)) for y in session.run(None, {session.get_inputs()[0].name: x.numpy()})]
-
-    return f"{_compare(model, again, examples)} in onnxruntime {runtime.__version__}"
+        write_atomically(out, write)
+    return f"{found} in onnxruntime {runtime.__version__}"
 
 
 def _compare(model: nn.Module, again: Callable[[torch.Tensor], Any], examples: list[torch.Tensor]) -> str:
@@ -245,6 +265,11 @@ def _compare(model: nn.Module, again: Callable[[torch.Tensor], Any], examples: l
             continue
         with torch.no_grad():
             ours = _outputs(model(x))
+        if not ours or any(torch.isnan(one).any() for one in ours):
+            raise StrettoError(
+                f"the model returns {'NaN' if ours else 'no tensor'}, which cannot be compared with what is exported",
+                fix="Fix the model: for a tensor of random numbers it must return tensors of numbers.",
+            )
         for one, other in zip(ours, theirs, strict=True):
             if one.shape != other.shape or not torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE):
                 raise StrettoError("the exported model computes something else", fix="Please report this model.")
@@ -254,9 +279,14 @@ def _compare(model: nn.Module, again: Callable[[torch.Tensor], Any], examples: l
 
 def _to_c(model: nn.Module, out: Path, settings: ExportSettings) -> int:
     steps, features = _steps(model, settings)
-    files = export_c(steps, num_inputs=features, name=out.stem)
     header = out.with_suffix(".h")
     check_output(header, data=None, run=Path(settings.target))
+    if (out.exists() or header.exists()) and not _is_written_by_us(header):
+        present = " and ".join(repr(str(path)) for path in (out, header) if path.exists())
+        raise StrettoError(f"{present} would be replaced, not written by Stretto", fix="Name another file with --out.")
+    fix = "Fix the cell; it must do a step on its own."
+    with user_errors(f"{settings.target!r} could not do a step", fix=fix):
+        files = export_c(steps, num_inputs=features, name=out.stem)
     write_text_atomically(header, files.header)
     write_text_atomically(out, files.source)
     print(f"{out}, {header}")
@@ -265,6 +295,10 @@ def _to_c(model: nn.Module, out: Path, settings: ExportSettings) -> int:
     if seconds is not None:
         print(f"{1e6 * seconds:.2f} us per step, with cc -O2 on this machine")
     return 0
+
+
+def _is_written_by_us(header: Path) -> bool:
+    return header.is_file() and MARK in header.read_bytes()[:MARK_WITHIN]
 
 
 def _steps(model: nn.Module, settings: ExportSettings) -> tuple[list[nn.Module], int]:

@@ -133,6 +133,9 @@ def user_errors(problem: str, *, fix: str) -> Iterator[None]:
 def _is_users(file: str) -> bool:
     libraries = [Path(module.__file__).parent for module in (torch, importlib) if module.__file__ is not None]
     libraries.append(Path(stretto.cells.__file__).parents[1])
+    standard = Path(inspect.__file__).parent
+    if Path(file).is_relative_to(standard) and "site-packages" not in Path(file).parts:
+        return False
     return not file.startswith("<") and not any(Path(file).is_relative_to(library) for library in libraries)
 
 

@@ -70,7 +70,10 @@ def run(words: list[str]) -> int:
 
 def check_output(out: Path, *, data: Path | None, run: Path) -> None:
     """Refuse to write over the data or into what a run has recorded."""
-    place = out.resolve()
+    try:
+        place = out.resolve()
+    except (OSError, ValueError) as error:
+        raise StrettoError(f"{str(out)!r} is no name for a file ({error})", fix="Name another file.") from error
     if data is not None and (place == data.resolve() or (data.is_dir() and place.is_relative_to(data.resolve()))):
         raise StrettoError(f"{str(out)!r} is the input", fix="Name another file.")
     if place.is_dir() or (place.exists() and place.is_relative_to(run.resolve())):

@@ -7,7 +7,9 @@ from typing import Annotated
 import tyro
 
 from stretto.cli.flags import parse
+from stretto.errors import StrettoError
 from stretto.report import write_run_report
+from stretto.training import read_events
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,5 +28,9 @@ class ReportSettings:
 def run(words: list[str]) -> int:
     """Write the page."""
     settings = parse(ReportSettings, words, prog="stretto report")
+    if not read_events(settings.run):
+        raise StrettoError(
+            f"{str(settings.run)!r} has recorded nothing yet", fix="Start it again with --resume, or name another run."
+        )
     print(f"report  {write_run_report(settings.run, settings.out)}")
     return 0

@@ -45,7 +45,7 @@ class SweepSettings:
             per core.
         index: Train only the run of this place in the list, counted from 0, for array jobs of a cluster: --index
             $SLURM_ARRAY_TASK_ID. The page is rewritten after each.
-        dry_run: Show the runs and train none.
+        dry_run: Show the runs and train none; files of their settings are written, which keep their numbers.
     """
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
@@ -134,7 +134,8 @@ def _plan(file: Path) -> tuple[str, Path, list[SweepRun]]:
         texts[text] = changes
     # A run keeps the number that it was given first, so that seeds and settings can be added to a sweep.
     with disk_errors(folder, doing="use the folder of the sweep"):
-        numbered = {path.read_text(encoding="utf-8"): path for path in folder.glob("*.toml") if path.stem.isdecimal()}
+        files = [path for path in folder.glob("*.toml") if path.stem.isdecimal() and path.is_file()]
+        numbered = {path.read_text(encoding="utf-8"): path for path in files}
     free = itertools.count(max((int(path.stem) + 1 for path in numbered.values()), default=0))
     runs = []
     for text, changes in texts.items():

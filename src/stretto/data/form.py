@@ -62,7 +62,19 @@ class DataForm:
     def from_dict(cls, values: dict[str, Any]) -> "DataForm":
         """From what `to_dict` gave, read from JSON."""
         known: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
-        return cls(**known)
+        found = cls(**known)
+        texts = (found.name, found.dtype, found.characters, found.alphabet, *found.class_names, *found.vocabulary)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(found.class_names, tuple):
+            raise ValueError("names, characters and words are not text")
+        if found.targets not in KINDS.values():
+            raise ValueError(f"the targets are {found.targets!r}")
+        if np.dtype(found.dtype).kind not in "biuf":
+            raise ValueError(f"features of type {found.dtype}")
+        if found.num_features < 1 or found.length < 1:
+            raise ValueError(f"{found.num_features} features, {found.length} steps")
+        if len(set(found.class_names)) < len(found.class_names):
+            raise ValueError("two classes have the same name")
+        return found
 
     def stand_in(self) -> SequenceSet:
         """A set of this form, all zeros, with every class and character: a task can be built on it.

@@ -61,6 +61,9 @@ def from_tensors(
     if labels is not None and texts is not None:
         raise StrettoError(f"{name}: labels and texts were given", fix="Give one of them.")
     targets: AbstractTargets | None = None
+    if isinstance(texts, str) or (labels is not None and not np.iterable(labels)):
+        given = f"texts={texts!r}" if labels is None else f"labels={labels!r}"
+        raise StrettoError(f"{name}: {given} is not a list", fix="Give one per sequence.")
     if texts is not None:
         wrong = next((number for number, text in enumerate(texts) if not isinstance(text, str)), None)
         if wrong is not None:

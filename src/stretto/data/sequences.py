@@ -259,7 +259,7 @@ def _check_split(
 
 def number_split(values_N: Array, *, source: str) -> tuple[Array, bool]:
     """The split for `from_flat`, from names or numbers, and whether validation is named in it."""
-    if values_N.dtype.kind not in "OU":
+    if values_N.dtype.kind not in "OU" or values_N.ndim != 1:
         return values_N, False
     unknown = next((row for row, name in enumerate(values_N) if name not in SPLIT_NAMES), None)
     if unknown is not None:

@@ -45,6 +45,9 @@ def _check_classes(
             f"{source}: labels of {each}s have shape {values.shape} and type {values.dtype}",
             fix=f"Give one whole number per {each}.",
         )
+    if names is not None and len(set(names)) < len(names):
+        twice = next(name for position, name in enumerate(names) if name in names[:position])
+        raise StrettoError(f"{source}: two classes are called {twice!r}", fix="Give each class a name of its own.")
     greatest = int(values.max()) if len(values) else -1
     num_classes = len(names) if names is not None else min(greatest + 1, MAX_UNNAMED_CLASSES)
     outside = np.flatnonzero((values < 0) | (values >= num_classes))

@@ -635,7 +635,9 @@ def _no_code(layer: nn.RNNBase, dtype: torch.dtype, backend: str, device: torch.
         except StrettoError as error:
             return error.problem
         if built.backend != _runs_on(backend):
-            warn_once(f"{type(layer).__name__} runs as torch's own layer: {built.reason}; see `stretto doctor`")
+            warn_once(
+                f"{type(layer).__name__} runs as torch's own layer: {built.reason.rstrip('.')}; see `stretto doctor`"
+            )
             return built.reason
     return ""
 

@@ -137,7 +137,7 @@ def start_lines(event: Event) -> list[str]:
     counts = ", ".join(f"{count:,} {part}" for part, count in data["sequences"].items())
     lines = [
         f"{event['task']}: {data['name']}, {counts} sequences, {data['steps']:,} steps; "
-        f"{event['parameters']:,} parameters, {event['threads']} threads",
+        f"{event['parameters']:,} parameters, {event['threads']} thread{'s' * (event['threads'] != 1)}",
         f"{report['streams']} streams in {report['batches']} windows of {report['window']} steps"
         if "streams" in report
         else f"{report['num_buckets']} buckets, {report['batches']} batches per epoch, padding {report['padding']:.1%} "

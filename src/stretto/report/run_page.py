@@ -375,7 +375,8 @@ def _notes(record: RunRecord) -> Html:
     saved = record.all("checkpoint")
     if saved:
         last = saved[-1]
-        lines.append(f"{len(saved):,} checkpoints saved; the last, at update {last['update']:,}, is {last['path']}.")
+        count = f"{len(saved):,} checkpoint{'s' * (len(saved) != 1)}"
+        lines.append(f"{count} saved; the last, at update {last['update']:,}, is {last['path']}.")
     return bullets(lines) if lines else paragraph("None.")
 
 

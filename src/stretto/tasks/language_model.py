@@ -338,7 +338,7 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
         rows = zip(data.starts_N.tolist(), data.lengths_N.tolist(), strict=True)
         used = np.unique(np.concatenate([data.features_SF[start : start + length, 0] for start, length in rows]))
         if missing := [names[number] for number in used.tolist() if known[number] < 0]:
-            named = ", ".join(map(repr, missing[:MAX_NAMED])) + (", ..." if len(missing) > MAX_NAMED else "")
+            named = ", ".join(map(repr, missing[:MAX_NAMED])) + (" and others" if len(missing) > MAX_NAMED else "")
             raise StrettoError(
                 f"{data.name} has {kind} that the model was not trained on: {named}",
                 fix="Remove or replace them in the text.",

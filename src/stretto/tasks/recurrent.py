@@ -98,7 +98,7 @@ class GRULayers(nn.Module):
             return False
         reason = why_nothing_is_compiled(x_BTF.device)
         if reason:
-            warn_once(f"GRU runs as torch's own layer: {reason}; see `stretto doctor`")
+            warn_once(f"GRU runs as torch's own layer: {reason.rstrip('.')}; see `stretto doctor`")
         return bool(reason)
 
     def to_torch(self) -> nn.GRU:

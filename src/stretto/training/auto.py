@@ -24,7 +24,7 @@ from torch import nn
 from stretto.batching import Batch
 from stretto.distributed import World
 from stretto.errors import StrettoError
-from stretto.files import disk_errors, write_text_atomically
+from stretto.files import disk_errors, refuse_special, write_text_atomically
 from stretto.large_batch import Job, Muon, Outcome, Recipe, RecipeSearch, first_run_epochs
 from stretto.training.checkpoint import CHECKPOINT_FOLDER, load_newest
 from stretto.training.evaluate import evaluate
@@ -251,6 +251,7 @@ def _read_state(run: Path) -> dict[str, Any]:
     path = run / AUTO_FILE
     try:
         with disk_errors(path, doing="read"):
+            refuse_special(path)
             state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise StrettoError(f"{str(path)!r} is damaged: {error}", fix="Start a new run with another --out.") from error

@@ -24,7 +24,7 @@ import torch
 
 from stretto.distributed import DeferredErrors
 from stretto.errors import StrettoError
-from stretto.files import disk_errors, sync_folder, write_atomically
+from stretto.files import disk_errors, refuse_special, sync_folder, write_atomically
 from stretto.training.events import AbstractLog
 
 CHECKPOINT_FOLDER: Final = "checkpoints"
@@ -191,6 +191,8 @@ def _write_into(folder: Path, checkpoint: Checkpoint) -> None:
 
 def _read(path: Path) -> Checkpoint:
     try:
+        for file in (TENSORS_FILE, STATE_FILE):
+            refuse_special(path / file)
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
         if not isinstance(state, dict) or state.pop("version", None) != VERSION:
             raise ValueError(f"{STATE_FILE} was written by another version of Stretto")
