@@ -6,6 +6,7 @@ Shape legend: B sequences, T steps, F features, H hidden units.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, final
 
 import pytest
@@ -81,6 +82,24 @@ def dtypes_under_autocast(use: Use, given: tuple[type[nn.RNNBase], torch.dtype])
         with torch.autocast("cpu", dtype=low):
             for state in (None, torch.zeros(1, B, use.H, dtype=dtype)):
                 found += [tensor.dtype for tensor in model(batch(dtype=dtype), state)]
+    return found
+
+
+@CASES.add(each={"packed": True, "projected": False})
+def dtypes_of_other_lstms_under_autocast(use: Use, is_packed: bool) -> Any:
+    """Those that are no single operator of oneDNN's."""
+    model = use(nn.LSTM(F, use.H, proj_size=0 if is_packed else 2))
+    found = []
+    for low, given, of_states in product((torch.bfloat16, torch.float16), repeat=3):
+        for dtypes in ((given, None), (torch.float32, of_states), (given, torch.float32)):
+            x: Any = batch(dtype=dtypes[0])
+            if is_packed:
+                x = pack_padded_sequence(x, [T, 2, 1])
+            widths = (model.proj_size or use.H, use.H)
+            states = dtypes[1] and tuple(torch.zeros(1, B, width, dtype=dtypes[1]) for width in widths)
+            with torch.autocast("cpu", dtype=low):
+                y, after = model(x, states)
+            found += [(y.data if is_packed else y).dtype, *(state.dtype for state in after)]
     return found
 
 
@@ -189,6 +208,8 @@ WRONG: dict[str, tuple[type[Exception], Callable[[Layers], Any]]] = {
     "state-of-many": (RuntimeError, lambda of: of.gru(batch(T, F), batch(1, B, of.H))),
     "precision-of-state": (RuntimeError, lambda of: of.gru(batch(), batch(1, B, of.H).float())),
     "tuple-of-one-state": (AttributeError, lambda of: of.gru(batch(), (batch(1, B, of.H),))),
+    "no-states": (AttributeError, lambda of: of.gru(batch(), ())),
+    "no-states-of-lstm": (IndexError, lambda of: of.lstm(batch(), ())),
     "list-as-input": (AttributeError, lambda of: of.gru([[1.0] * F])),
     "nothing": (TypeError, lambda of: of.gru()),
     "unknown-name": (TypeError, lambda of: of.gru(batch(), state=None)),

@@ -9,7 +9,21 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.flop_counter
-from compat_cases import BACKENDS, KINDS, B, Behaviour, Behaviours, F, T, Use, batch, gradients, learn, loss_of
+from compat_cases import (
+    BACKENDS,
+    FRESH_SIZES,
+    KINDS,
+    B,
+    Behaviour,
+    Behaviours,
+    F,
+    T,
+    Use,
+    batch,
+    gradients,
+    learn,
+    loss_of,
+)
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad, gradcheck
@@ -19,6 +33,8 @@ from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import stretto
 
 CASES = Behaviours()
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -236,6 +252,25 @@ def batched_gradients(use: Use, layer: type[nn.RNNBase]) -> Any:
     return torch.autograd.grad(y, [x_TBF, *model.parameters()], directions, is_grads_batched=True)
 
 
+@CASES.add(each=KINDS)
+def gradients_by_vmap(use: Use, layer: type[nn.RNNBase]) -> Any:
+    """Of a layer that was called before, as Jacobians are made row by row."""
+    model, x_TBF = use(layer(F, use.H, num_layers=2, bidirectional=True).double()), batch(2, 2, F)
+    y, _ = model(x_TBF)
+    wanted, directions = [x_TBF, *model.parameters()], torch.eye(y.numel(), dtype=y.dtype).view(-1, *y.shape)
+    return torch.vmap(lambda d: torch.autograd.grad(y, wanted, d, retain_graph=True))(directions)
+
+
+@CASES.add(each=KINDS)
+def dual_gradient(use: Use, layer: type[nn.RNNBase]) -> Any:
+    model, x_TBF = use(layer(F, use.H).double()), batch()
+    y, _ = model(x_TBF)
+    with forward_ad.dual_level():
+        d = forward_ad.make_dual(torch.randn_like(y), torch.randn_like(y))
+        found = torch.autograd.grad(y, [x_TBF, *model.parameters()], d)
+        return [tuple(forward_ad.unpack_dual(gradient)) for gradient in found]
+
+
 @CASES.add(each={"batched": {}, "fast": {"fast_mode": True}, "forward": {"check_forward_ad": True, "fast_mode": True}})
 def checks_of_gradients(use: Use, options: dict[str, Any]) -> bool:
     model = use(nn.GRU(2, 2).double())
@@ -315,6 +350,47 @@ def fake_tensors_of_a_real_layer(use: Use) -> Any:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         y, _ = model(mode.from_tensor(torch.randn(T, B, F, dtype=torch.float64)))
     return tuple(y.shape), type(y).__name__
+
+
+def test_accelerating_among_fake_tensors_waits_with_tracing() -> None:
+    layer = nn.GRU(F, next(FRESH_SIZES))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        stretto.accelerate(layer, backend="cpp")
+    layer(batch(dtype=torch.float32))
+    assert stretto.explain(layer).layers[0].backend == "cpp"
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "inference": torch.inference_mode,
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "hooks-disabled": lambda: torch.autograd.graph.disable_saved_tensors_hooks("disabled"),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("is_layer", [True, False], ids=["layer", "cell"])
+def test_a_first_call_in_a_context_gets_generated_code(name: str, is_layer: bool) -> None:
+    """Whatever the first caller has switched on: what is built is kept for everybody."""
+    H, x_TBF = next(FRESH_SIZES), batch(dtype=torch.float32)
+    first, second = (nn.GRU(F, H) if is_layer else stretto.RNN(stretto.cells.GRU(F, H)) for _ in range(2))
+    with CONTEXTS[name]():
+        stretto.accelerate(first, backend="cpp")(x_TBF.detach())
+    loss_of(stretto.accelerate(second, backend="cpp")(x_TBF)).backward()
+    for model in (first, second):
+        assert [layer.backend for layer in stretto.explain(model).layers] == ["cpp"]
+
+
+def test_measuring_does_not_depend_on_the_context() -> None:
+    """The first call of "auto", which also measures, within all of them."""
+    model, x_TBF = stretto.accelerate(nn.GRU(F, next(FRESH_SIZES))), batch(dtype=torch.float32)
+    with CONTEXTS["anomaly"](), CONTEXTS["hooks-disabled"]():
+        loss_of(model(x_TBF)).backward()
+        assert torch.is_anomaly_enabled()
+        with pytest.raises(RuntimeError, match="disabled"), torch.autograd.graph.save_on_cpu():
+            pass
+    assert not torch.is_anomaly_enabled()
+    with torch.autograd.graph.save_on_cpu():
+        loss_of(model(x_TBF)).backward()
 
 
 @CASES.add(each={"context": False, "default": True})

@@ -31,7 +31,7 @@ from stretto.kernels.backends.plain import loop_over_steps
 from stretto.kernels.backends.triton import compiles_for, interpreted
 from stretto.kernels.backward import differentiate, differentiate_by_torch, without_weights
 from stretto.kernels.buffer_pool import empty
-from stretto.kernels.build import Built, SaveChoice, build, unseen_by_hooks, why_nothing_is_compiled
+from stretto.kernels.build import Built, SaveChoice, build, hooks_allowed, unseen_by_hooks, why_nothing_is_compiled
 from stretto.kernels.export_c import CSource, export_c
 from stretto.kernels.layout import Layout
 from stretto.kernels.program import TracedProgram, wavefront_chunks
@@ -67,6 +67,7 @@ __all__ = [
     "empty",
     "export_c",
     "find_compiler",
+    "hooks_allowed",
     "interpreted",
     "kept_size",
     "library_folder",

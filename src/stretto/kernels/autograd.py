@@ -24,7 +24,7 @@ from stretto.kernels.backends.base import (
     LoopResult,
 )
 from stretto.kernels.backends.eager import EagerKernel
-from stretto.kernels.backward import differentiate_by_torch, is_batched, laid_out_like, version_of, wants_weights
+from stretto.kernels.backward import differentiate_by_torch, is_transformed, laid_out_like, version_of, wants_weights
 from stretto.kernels.batched_ops import Earlier, as_node_dtype
 from stretto.kernels.layout import Layout
 
@@ -104,7 +104,7 @@ class _Loops(torch.autograd.Function):
         # Read once: what autograd stores elsewhere, or computes again, is brought back at each read.
         stored = ctx.saved_tensors
         tensors, rest = stored[: len(needed)], stored[len(needed) :]
-        if torch.is_grad_enabled() or any(is_batched(item) for item in cotangents):
+        if torch.is_grad_enabled() or any(is_transformed(item) for item in cotangents):
 
             def run(given: list[torch.Tensor]) -> list[torch.Tensor]:
                 made = [

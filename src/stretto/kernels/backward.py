@@ -36,10 +36,20 @@ def version_of(tensor: torch.Tensor) -> torch.Tensor:
     return watched
 
 
-def is_batched(tensor: torch.Tensor | None) -> bool:
-    """Whether a gradient stands for several, as in `torch.autograd.grad(is_grads_batched=True)`: it has no memory."""
-    functorch = torch._C._functorch
-    return tensor is not None and (functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+def is_transformed(tensor: torch.Tensor | None) -> bool:
+    """Whether a gradient is more than its numbers, so that only torch's operators can take it.
+
+    It may stand for several, as in `torch.autograd.grad(is_grads_batched=True)` and under `torch.vmap`, and then has no
+    memory, or have a derivative of its own, in forward mode or under `torch.func`.
+    """
+    if tensor is None:
+        return False
+    functorch, forward_ad = torch._C._functorch, torch.autograd.forward_ad
+    if functorch.peek_interpreter_stack() is not None or functorch.is_legacy_batchedtensor(tensor):
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def laid_out_like(gradient_KN: torch.Tensor, weight_KN: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from stretto.graph import Node, evaluate
 from stretto.kernels.backends.cpp.batched import can_norm, can_run, column_sums, norm, product, weight_gradient
-from stretto.kernels.backward import is_batched, laid_out_like
+from stretto.kernels.backward import is_transformed, laid_out_like
 
 
 class _Product(torch.autograd.Function):
@@ -30,7 +30,7 @@ class _Product(torch.autograd.Function):
         (d_PN,) = gradients
         x_PK, weight_KN = ctx.saved_tensors
         needs_bias, needs_x, needs_weight = ctx.needs_input_grad
-        if torch.is_grad_enabled() or is_batched(d_PN):
+        if torch.is_grad_enabled() or is_transformed(d_PN):
             # Differentiated once more, or several at once: by operators that know how.
             return (
                 d_PN.sum_to_size(ctx.bias_shape) if needs_bias else None,
@@ -46,6 +46,8 @@ class _Product(torch.autograd.Function):
 
 def evaluate_batched(node: Node, values: dict[Node, Any], rows: int) -> Any:
     """The value of a node outside of the loops."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return evaluate(node, values, rows)  # torch.func differentiates no operators of our own
     if node.label in {"mm", "addmm"} and not node.kwargs and node.args[-2].has_rows:
         *bias, x, weight = (values[item] for item in node.args)
         if can_run(x, weight) and all(item.dim() <= 1 and item.dtype == x.dtype for item in bias):

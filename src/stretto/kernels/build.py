@@ -133,10 +133,23 @@ def unseen_by_hooks() -> Iterator[None]:
         return len(saved) - 1
 
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__):
+        with hooks_allowed(), torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__):
             yield
     finally:
         saved.clear()
+
+
+@contextlib.contextmanager
+def hooks_allowed() -> Iterator[None]:
+    """Hooks on saved tensors of our own work inside `torch.autograd.graph.disable_saved_tensors_hooks` too."""
+    autograd = torch._C._autograd
+    message = autograd._saved_tensors_hooks_get_disabled_error_message()
+    autograd._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        if message is not None:
+            autograd._saved_tensors_hooks_disable(message)
 
 
 def _trace(
@@ -150,8 +163,9 @@ def _trace(
     kind = _device_of(step.cell, step.state).type
     full_precision = contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
     try:
-        # Whoever calls first may be without gradients; what is built is for everybody.
-        with torch.inference_mode(mode=False), full_precision, unseen_by_hooks():
+        # Whoever calls first may be without gradients, or look for NaN in them; what is built is for everybody.
+        unchecked = torch.autograd.set_detect_anomaly
+        with torch.inference_mode(mode=False), full_precision, unseen_by_hooks(), unchecked(False):
             graph = trace(
                 step.cell,
                 x_shape=x_shape,

@@ -37,7 +37,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from stretto.errors import StrettoError
 from stretto.files import cache_folder, write_text_atomically
-from stretto.kernels import describe_machine
+from stretto.kernels import describe_machine, hooks_allowed
 
 SHORT: Final = 8
 LONG: Final = 32
@@ -258,9 +258,15 @@ def _one_run(run: Run, layer: nn.RNNBase, x: Any, weights: list[torch.Tensor], *
 
 @contextlib.contextmanager
 def _undisturbed(*, training: bool) -> Iterator[None]:
-    """Nothing that the caller has switched on sees what runs inside: gradient modes, hooks on saved tensors."""
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with torch.inference_mode(mode=False), torch.set_grad_enabled(training), hooks:
+    """Nothing that the caller has switched on sees what runs inside: gradient modes, hooks, the search for NaN."""
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with (
+        torch.inference_mode(mode=False),
+        torch.set_grad_enabled(training),
+        torch.autograd.set_detect_anomaly(False),
+        hooks_allowed(),
+        hooks(lambda tensor: tensor, lambda tensor: tensor),
+    ):
         yield
 
 

@@ -167,6 +167,8 @@ def unfit(module: nn.Module) -> str:
 
 def _require_code(name: str, layer: nn.Module) -> None:
     assert isinstance(layer, nn.RNNBase)
+    if is_looked_at():
+        return  # nothing can be traced meanwhile; the first call says whether there is code
     dtype = next((p.dtype for p in layer.parameters() if p.dtype in DTYPES), torch.float32)
     reason = _no_code(layer, dtype, "cpp")
     if reason:
@@ -303,11 +305,12 @@ def _run(  # noqa: PLR0917 - those of forward
     layer: nn.RNNBase, original: Callable[..., Any], x: Any, hx: Any, lengths: Any, resets: Any = None
 ) -> Any:
     if torch.is_autocast_enabled("cpu") and (dtypes := _dtypes_under_autocast(layer, x, hx)) is not None:
-        within, given = dtypes
+        within, given, of_cell = dtypes
         with torch.autocast("cpu", enabled=False):
             hx = None if hx is None else map_state(lambda part: part.to(within), hx)
             y, after = _run(layer, original, x.to(within), hx, lengths, resets)
-            return y.to(given), map_state(lambda part: part.to(given), after)
+            is_lstm = layer.mode == "LSTM"
+            return y.to(given), (after[0].to(given), after[1].to(of_cell)) if is_lstm else after.to(given)
     if resets is not None:
         return _run_segments(layer, original, x, hx, lengths, resets)
     backend: str = layer.__dict__[BACKEND]
@@ -340,11 +343,12 @@ def _run(  # noqa: PLR0917 - those of forward
     return original(layer, x, hx) if lengths is None else _run_packed(layer, original, x, hx, lengths)
 
 
-def _dtypes_under_autocast(layer: nn.RNNBase, x: Any, hx: Any) -> tuple[torch.dtype, torch.dtype] | None:
-    """What a call under autocast computes in, and what it returns. None for calls that torch's layers take as they are.
+def _dtypes_under_autocast(layer: nn.RNNBase, x: Any, hx: Any) -> tuple[torch.dtype, torch.dtype, torch.dtype] | None:
+    """What a call under autocast computes in, and of what dtype its results and an LSTM's cell state are.
 
-    As in `stretto.RNN` it computes in the dtype of the weights, which is wider. What torch returns is found as it is
-    in torch: float64 is left alone, and a state that is added to takes part in the promotion of its own dtype.
+    None for calls that torch's layers take as they are. As in `stretto.RNN` it computes in the dtype of the weights,
+    which is wider. What torch returns is found as it is in torch: float64 is left alone, and a state that is added to
+    takes part in the promotion of its own dtype, but an LSTM is a single operator where oneDNN has one.
     """
     data = x.data if isinstance(x, PackedSequence) else x
     within: torch.dtype = layer._flat_weights[0].dtype  # type: ignore[union-attr]
@@ -352,11 +356,16 @@ def _dtypes_under_autocast(layer: nn.RNNBase, x: Any, hx: Any) -> tuple[torch.dt
     if not all(isinstance(t, torch.Tensor) and t.is_cpu and t.is_floating_point() for t in (data, *states)):
         return None
     if torch.float64 in {within, data.dtype}:
-        return (within, within) if all(t.dtype is within for t in (data, *states)) else None
-    given = torch.get_autocast_dtype("cpu")
-    if layer.mode == "GRU" or (layer.mode == "LSTM" and data.dtype is torch.float16):
-        given = torch.promote_types(given, states[-1].dtype if states else data.dtype)
-    return (within, given) if within in DTYPES else None
+        return (within, within, within) if all(t.dtype is within for t in (data, *states)) else None
+    if within not in DTYPES:
+        return None
+    low = torch.get_autocast_dtype("cpu")
+    is_packed = isinstance(x, PackedSequence)
+    is_single = not is_packed and not layer.proj_size and data.dtype is not torch.float16
+    if layer.mode.startswith("RNN") or (layer.mode == "LSTM" and is_single and torch._C._get_mkldnn_enabled()):
+        return within, low, low
+    promoted = torch.promote_types(low, states[-1].dtype if states else data.dtype)
+    return within, low if layer.proj_size else promoted, promoted  # a projection is a product of low precision
 
 
 def _batch_key(x: torch.Tensor) -> tuple[Any, ...]:
@@ -448,6 +457,7 @@ def _run_in_graph(layer: nn.RNNBase, original: Callable[..., Any], x: Any, hx: A
         or x.dtype not in DTYPES
         or any(t.device.type != "cpu" or t.dtype != x.dtype for t in (x, *given, *weights))
         or x.numel() == 0
+        or (hx is not None and not given)
         or [tuple(weight.shape) for weight in weights] != _weight_shapes(layer, x.shape[-1])
         or not operators_are_usable()
     ):
@@ -595,7 +605,7 @@ def torch_only(layer: nn.RNNBase, x: Any, hx: Any, backend: str) -> str:  # noqa
         return "the input or a weight does not fit the layer, or there is no input"
     if is_packed and not _is_well_formed(x):
         return "the packed batch is malformed"
-    if states:
+    if hx is not None:
         is_single = num_dims == 2 and not is_packed
         wanted = [(n, h) if is_single else (n, b, h) for n, b, h in _state_shapes(layer, _num_rows(layer, x))]
         if isinstance(hx, (tuple, list)) != (layer.mode == "LSTM") or [tuple(s.shape) for s in states] != wanted:
@@ -865,21 +875,23 @@ def _layer_program(
     device: torch.device = CPU,
 ) -> Built:
     """The program of one layer and direction. Weights are given when it runs, so that all layers alike share it."""
-    cell: cells.Cell
-    with torch.device("meta"):
-        if mode == "GRU":
-            cell = cells.GRU(input_size, hidden_size, bias=bias)
-        elif mode == "LSTM" and proj_size:
-            cell = cells.ProjectedLSTM(input_size, hidden_size, proj_size=proj_size, bias=bias)
-        elif mode == "LSTM":
-            cell = cells.LSTM(input_size, hidden_size, bias=bias)
-        else:
-            cell = cells.Elman(
-                input_size, hidden_size, nonlinearity="relu" if mode == "RNN_RELU" else "tanh", bias=bias
-            )
-    fill_parameters(cell, 0.0, dtype)
-    state = cell.initial_state(1)
-    return build(cell, x_shape=(input_size,), x_dtype=dtype, state=state, device=device, backend=backend)
+    # Whoever calls first may be in inference mode, whose tensors have no gradients; the program is for everybody.
+    with torch.inference_mode(mode=False):
+        cell: cells.Cell
+        with torch.device("meta"):
+            if mode == "GRU":
+                cell = cells.GRU(input_size, hidden_size, bias=bias)
+            elif mode == "LSTM" and proj_size:
+                cell = cells.ProjectedLSTM(input_size, hidden_size, proj_size=proj_size, bias=bias)
+            elif mode == "LSTM":
+                cell = cells.LSTM(input_size, hidden_size, bias=bias)
+            else:
+                cell = cells.Elman(
+                    input_size, hidden_size, nonlinearity="relu" if mode == "RNN_RELU" else "tanh", bias=bias
+                )
+        fill_parameters(cell, 0.0, dtype)
+        state = cell.initial_state(1)
+        return build(cell, x_shape=(input_size,), x_dtype=dtype, state=state, device=device, backend=backend)
 
 
 def _program(layer: nn.RNNBase, width: int, dtype: torch.dtype, backend: str, device: torch.device) -> Built:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from stretto.kernels.backends.cpp.compiler import NoCompiler, load
 from stretto.kernels.backends.cpp.generate import CPP_TYPES, header_text
-from stretto.kernels.backward import differentiate_by_torch, is_batched
+from stretto.kernels.backward import differentiate_by_torch, is_transformed
 from stretto.kernels.buffer_pool import empty
 
 ROW_BLOCK: Final = 96
@@ -173,7 +173,7 @@ class _Norm(torch.autograd.Function):
         x_PN, gain_N, bias_N = ctx.saved_tensors
         means_P, scales_P = ctx.of_rows
         needs_x, needs_gain, needs_bias, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled() or is_batched(gradients[0]):
+        if torch.is_grad_enabled() or is_transformed(gradients[0]):
 
             def run(own: list[Any]) -> list[torch.Tensor]:
                 return [functional.layer_norm(own[0], own[0].shape[-1:], own[1], own[2], ctx.eps)]

@@ -34,7 +34,7 @@ from stretto.kernels.backends.cpp.batched import (
 )
 from stretto.kernels.backends.cpp.kernel import CppKernel, aligned, pieces_of, share_out, work_memory
 from stretto.kernels.backends.eager import EagerKernel
-from stretto.kernels.backward import differentiate_by_torch, is_batched, version_of, wants_weights
+from stretto.kernels.backward import differentiate_by_torch, is_transformed, version_of, wants_weights
 from stretto.kernels.batched_ops import is_column_sum
 from stretto.kernels.buffer_pool import empty
 from stretto.kernels.layout import Layout
@@ -709,7 +709,7 @@ class _FusedLayers(torch.autograd.Function):
         for layer, unread in zip(layers, ctx.unread, strict=True):
             own = dict(zip(layer.unread_inputs, [tensor for tensor, _ in unread], strict=True))
             tensors += [own[index] if index in own else next(rest) for index in range(layer.num_inputs)]
-        if torch.is_grad_enabled() or any(is_batched(item) for item in cotangents):
+        if torch.is_grad_enabled() or any(is_transformed(item) for item in cotangents):
             _check_unchanged(ctx.unread)
             run = functools.partial(_run_by_torch, ctx.programs, layers, ctx.layouts)
             return None, *differentiate_by_torch(run, tensors, cotangents, needed)
