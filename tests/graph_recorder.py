@@ -1,13 +1,20 @@
-"""Stands for CUDA's graphs on the CPU: operators are recorded with their tensors, and run again on the same memory."""
+"""Stands for CUDA's graphs on the CPU: operators are recorded with their tensors, and run again on the same memory.
 
-from collections.abc import Callable
+So are launches of interpreted Triton kernels, whose own operators are not the recorder's affair.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, final
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stretto.kernels.backends.cudagraph import AbstractRecorder
+from stretto.kernels.backends.triton import interpreter
 
 T = TypeVar("T")
 FORBIDDEN = ("_local_scalar_dense", "nonzero", "_to_copy.default_cpu", "record_stream")
@@ -41,7 +48,7 @@ class TapeRecorder(AbstractRecorder):
         """Record once."""
         self.recorded += 1
         tape = _Tape()
-        with tape:
+        with tape, _launches_on(tape):
             made = work()
 
         def replay() -> None:
@@ -58,6 +65,30 @@ class TapeRecorder(AbstractRecorder):
                 if item.is_floating_point() and item.untyped_storage().data_ptr() not in given:
                     item.fill_(float("nan"))
         return made, replay
+
+
+@contextlib.contextmanager
+def _launches_on(tape: _Tape) -> Iterator[None]:
+    """Interpreted kernels are noted when they are launched."""
+    try:
+        function = importlib.import_module("triton.runtime.interpreter").InterpretedFunction
+    except ModuleNotFoundError:
+        yield
+        return
+    run = function.run
+
+    def noted(self: Any, *args: Any, **options: Any) -> None:
+        def launch() -> None:
+            with torch._C._DisableTorchDispatch(), interpreter.at_once(1):
+                run(self, *args, **options)
+
+        launch()
+        # On its memory, so that what it makes is told from memory that the operators made.
+        tape.operations.append((lambda *_: launch(), args, {}, None))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(function, "run", noted)
+        yield
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

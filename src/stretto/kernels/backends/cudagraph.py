@@ -5,8 +5,9 @@
 
     copy inputs of a stretch to fixed memory --> replay --> copy what it made to the rows of the batch
 
-Any cell that can be traced runs so, at any size, with cuBLAS's products: a graph removes the cost of launching, not the
-operators. Never run on a GPU: tests record and replay operators on the CPU.
+Any cell that can be traced runs so, at any size, with cuBLAS's products. A graph removes the cost of launching, not
+what is launched: where Triton can, what lies between two products is a generated kernel (`triton/stepwise.py`), and
+else PyTorch's operators. Never run on a GPU: tests record and replay on the CPU.
 
 Graphs are kept by shape. The sorted batch makes the rows of a stretch a prefix; one that ends within a stretch goes on
 with its last inputs, and nothing that it makes then is read. Backward it walks through those steps with gradients of
@@ -38,6 +39,8 @@ from stretto.kernels.backends.base import (
     TracedStep,
 )
 from stretto.kernels.backends.eager import EagerKernel
+from stretto.kernels.backends.generated import LaunchError
+from stretto.kernels.ir import Unsupported
 from stretto.kernels.layout import Layout, Stretch
 from stretto.kernels.program import TracedProgram
 
@@ -111,8 +114,25 @@ class GraphBackend(AbstractBackend):
         """Kernels that record the loops when they first run."""
         assert step.plan is not None
         recorder = RECORDERS[step.device.type]
-        kernels = [[GraphKernel(body, step.device, recorder=recorder) for body in level] for level in step.bodies]
+        kernels = [
+            [GraphKernel(body, step.device, recorder=recorder, steps=_generated(body, step.device)) for body in level]
+            for level in step.bodies
+        ]
         return TracedProgram(step.plan, kernels)
+
+
+def _generated(body: Body, device: torch.device) -> AbstractKernel | None:
+    """Generated kernels around products, for a body and a device that have them."""
+    # Triton is optional, and its own kernels fall back on graphs.
+    from stretto.kernels.backends.triton.backend import TritonBackend
+    from stretto.kernels.backends.triton.stepwise import StepwiseKernel
+
+    if TritonBackend().supports(body, device) is not None:
+        return None
+    try:
+        return StepwiseKernel(body, device=device)
+    except Unsupported:
+        return None
 
 
 @final
@@ -127,21 +147,26 @@ class _Recorded:
 
 @final
 class GraphKernel(AbstractKernel):
-    """Replays stretches of steps of `EagerKernel`.
+    """Replays stretches of steps.
 
     Args:
         body: The loop's.
         device: Where it runs.
         recorder: For such devices.
+        steps: What is recorded; the loop's operators, if None.
     """
 
-    def __init__(self, body: Body, device: torch.device, *, recorder: AbstractRecorder) -> None:
+    def __init__(
+        self, body: Body, device: torch.device, *, recorder: AbstractRecorder, steps: AbstractKernel | None = None
+    ) -> None:
         super().__init__(body)
         self._device = device
         self._eager = EagerKernel(body)
+        self._steps = steps or self._eager
         self._recorder = recorder
         self._recorded: OrderedDict[Any, _Recorded] = OrderedDict()
         self._weights: dict[Any, Tensors] = {}
+        self._layouts: dict[tuple[int, int], Layout] = {}
         self._lock = threading.Lock()
         self._fallback = ""
         sizes = [node.row_size for node in (*body.next_states, *body.outputs, *body.saved, *body.to_deferred)]
@@ -152,6 +177,11 @@ class GraphKernel(AbstractKernel):
     def fallback(self) -> str:
         """Why nothing could be recorded, and the loops run operator by operator."""
         return self._fallback
+
+    @property
+    def passes(self) -> tuple[int, int] | None:
+        """Generated kernels per step."""
+        return self._steps.passes
 
     @property
     def num_recorded(self) -> int:
@@ -166,6 +196,8 @@ class GraphKernel(AbstractKernel):
             with self._lock, _plain_tensors(self._device):
                 return self._forward(call, keep=keep)
         except RuntimeError as error:
+            if self._without_kernels(error):
+                return self.forward(call, keep=keep)
             self._give_up(error)
         return self._eager.forward(call, keep=keep)
 
@@ -177,8 +209,19 @@ class GraphKernel(AbstractKernel):
             with self._lock, _plain_tensors(self._device):
                 return self._backward(call, result, cotangents)
         except RuntimeError as error:
+            if self._without_kernels(error):
+                return self.backward(call, result, cotangents)
             self._give_up(error)
         return self._eager.backward(call, result, cotangents)
+
+    def _without_kernels(self, error: RuntimeError) -> bool:
+        """Whether operators are to be recorded from now on, since generated kernels cannot be launched."""
+        if not isinstance(error, LaunchError):
+            return False
+        self._recorded.clear()
+        self._steps = self._eager
+        warnings.warn(f"CUDA graphs run without generated kernels: {error}", stacklevel=3)
+        return True
 
     def _give_up(self, error: RuntimeError) -> None:
         """What cannot be recorded, or does not fit into memory twice, runs as it is; what was kept is given back."""
@@ -202,10 +245,11 @@ class GraphKernel(AbstractKernel):
                 [_first_rows(tensor, rows, layout.num_rows) for tensor in call.constants],
             ]
 
-            def work(fixed: list[Tensors], stretch: Stretch = stretch) -> LoopResult:
-                even = Layout.even(num_steps=stretch.steps, num_rows=stretch.rows)
-                inner = LoopCall(self._eager, even, fixed[0], fixed[1], weights, fixed[2])
-                return self._eager.forward(inner, keep=keep)
+            even = self._even(stretch)
+
+            def work(fixed: list[Tensors], even: Layout = even) -> LoopResult:
+                inner = LoopCall(self._steps, even, fixed[0], fixed[1], weights, fixed[2])
+                return self._steps.forward(inner, keep=keep)
 
             made: LoopResult = self._replayed(("forward", keep, stretch.steps, rows, _shapes(weights)), groups, work)
             states = made.finals
@@ -243,17 +287,16 @@ class GraphKernel(AbstractKernel):
             ]
             there = tuple(tensor is not None for tensor in given)
 
-            def work(
-                fixed: list[Tensors], stretch: Stretch = stretch, there: tuple[bool, ...] = there
-            ) -> LoopGradients:
-                even = Layout.even(num_steps=stretch.steps, num_rows=stretch.rows)
-                inner = LoopCall(self._eager, even, fixed[0], fixed[1], weights, fixed[2])
+            even = self._even(stretch)
+
+            def work(fixed: list[Tensors], even: Layout = even, there: tuple[bool, ...] = there) -> LoopGradients:
+                inner = LoopCall(self._steps, even, fixed[0], fixed[1], weights, fixed[2])
                 made, after = iter(fixed[3]), len(result.after)
                 outputs = len(result.outputs)
                 parts = [[next(made) for _ in range(count)] for count in (after, outputs, len(result.saved))]
                 kept = iter(fixed[4])
                 come = [next(kept) if one else None for one in there]
-                return self._eager.backward(
+                return self._steps.backward(
                     inner,
                     LoopResult(parts[0], parts[1], [], parts[2]),
                     Cotangents(come[:after], come[after:], list(fixed[5])),
@@ -288,6 +331,14 @@ class GraphKernel(AbstractKernel):
     def _stretches(self, layout: Layout) -> Iterator[Stretch]:
         most = MAX_BYTES // max(1, self._bytes_per_row * layout.num_nonempty)
         return layout.stretches(max(1, min(MAX_STEPS, most)))
+
+    def _even(self, stretch: Stretch) -> Layout:
+        """The layout of a stretch; its tables are on the device before anything is recorded, and stay there."""
+        key = (stretch.steps, stretch.rows)
+        if key not in self._layouts:
+            self._layouts[key] = Layout.even(num_steps=stretch.steps, num_rows=stretch.rows)
+            self._layouts[key].tables(self._device)
+        return self._layouts[key]
 
     def _fixed_weights(self, weights: Sequence[torch.Tensor]) -> Tensors:
         """Weights where graphs expect them: an optimiser may have put others in their place."""

@@ -7,6 +7,7 @@ Shape legend: B sequences, P rows of all steps together.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -22,23 +23,31 @@ Tensors: TypeAlias = "dict[str, Sequence[Any]]"
 """Tensors by their role in the loop IR; None where the generated code has no such buffer."""
 
 
+class LaunchError(RuntimeError):
+    """Generated code could not be launched; the message says why, and something slower runs instead."""
+
+
 class GeneratedKernel(AbstractKernel):
     """A kernel whose loops are generated from the loop IR.
 
     Attributes:
+        device: Where it runs.
         dtype: What real numbers are computed in.
-        zeros: The gradient of what nothing depends on: one row for all, the distance between rows is zero.
     """
 
     def __init__(self, body: Body, *, device: torch.device) -> None:
         super().__init__(body)
+        self.device = device
         self.dtype = real_dtype(body)
         per_step = [port.node for port in body.ports_of(Kind.PER_STEP)]
         made = (*body.next_states, *body.outputs, *body.saved, *body.to_deferred, *per_step)
         self._one_row = {node: concrete_shape(node.shape, 1) for node in made}
-        arriving = (*body.next_states, *body.outputs)
-        size = max((node.row_size for node in arriving), default=0)
-        self.zeros = torch.zeros(size, dtype=self.dtype, device=device)
+
+    @cached_property
+    def zeros(self) -> torch.Tensor:
+        """The gradient of what nothing depends on: one row for all, the distance between rows is zero."""
+        size = max((node.row_size for node in (*self.body.next_states, *self.body.outputs)), default=0)
+        return torch.zeros(size, dtype=self.dtype, device=self.device)
 
     def inputs(self, call: LoopCall, result: LoopResult) -> Tensors:
         """What both directions read or write: contiguous rows of the dtypes that they are stored in."""
@@ -72,8 +81,9 @@ class GeneratedKernel(AbstractKernel):
         return self._memory(first * rows, *rest, dtype=self.stored(node))
 
     def _memory(self, *sizes: int, dtype: torch.dtype) -> torch.Tensor:
-        device = self.zeros.device
-        return empty(*sizes, dtype=dtype) if device.type == "cpu" else torch.empty(*sizes, dtype=dtype, device=device)
+        if self.device.type == "cpu":
+            return empty(*sizes, dtype=dtype)
+        return torch.empty(*sizes, dtype=dtype, device=self.device)
 
     def empty_result(self, layout: Layout, *, keep: bool) -> LoopResult:
         """Memory for what the loop makes; what nothing will need again gets one row for each sequence."""
