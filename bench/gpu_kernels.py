@@ -170,8 +170,9 @@ def _predictions(net: Net, shape: Shape, device: torch.device) -> dict[str, tupl
         cell, x_shape=(shape.input_size,), x_dtype=torch.float32, state=cell.initial_state(1), backend="eager"
     )
     bodies = built.program.bodies
-    kernel: Prediction = predict_triton(bodies, gpu_of(target_of(device)), rows=shape.batch, operands=torch.float32)
-    graph = predict_graph(bodies)
+    gpu = gpu_of(target_of(device))
+    kernel: Prediction = predict_triton(bodies, gpu, rows=shape.batch, operands=torch.float32)
+    graph = predict_graph(bodies, gpu, rows=shape.batch, operands=torch.float32)
     known = float(PERSISTENT if shape.hidden_size <= 128 else STANDARD)
     return {
         OURS: (kernel.low, kernel.high),

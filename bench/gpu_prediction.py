@@ -15,14 +15,15 @@ from stretto.graph import Body
 from stretto.kernels import build
 from stretto.kernels.backends.triton.model import (
     GPUS,
+    MEETING_MICROSECONDS,
     NODE_MICROSECONDS,
     SLACK,
     Gpu,
+    best_tiles,
     predict_graph,
     predict_triton,
 )
-from stretto.kernels.backends.triton.modes import choose_tiles
-from stretto.kernels.backends.triton.targets import TARGETS
+from stretto.kernels.backends.triton.modes import mode_of
 
 NETS: Final = ("GRU", "LSTM", "LayerNormLSTM")
 SHAPES: Final = ((1, 32), (1, 64), (16, 128), (64, 256), (16, 512), (64, 1024))
@@ -44,13 +45,13 @@ COLUMNS: Final = (
 )
 CAPTION: Final = (
     "Microseconds per step, forward and backward: a prediction, never measured. low: the bare model. high: times "
-    f"{SLACK:g}. CUDA graph: {NODE_MICROSECONDS:g} us for each operator of the cell, in a range of two; its middle. "
-    "cuDNN and Python loop: published for one shape on an H100, assumed alike elsewhere and on other GPUs. cuDNN has "
-    "no LayerNormLSTM."
+    f"{SLACK:g}. CUDA graph: {NODE_MICROSECONDS:g} us for each product and each kernel between two of them, in a range "
+    "of two, and the reading of weights; its middle. cuDNN and Python loop: published for one shape on an H100, "
+    "assumed alike elsewhere and on other GPUs. cuDNN has no LayerNormLSTM."
 )
 LOSSES: Final = (
-    "Where we expect to lose: to cuDNN wherever it has a persistent kernel of the cell, float16 LSTM above all, and "
-    "everywhere from 512 units on."
+    "Where we expect to lose: to cuDNN wherever it has a persistent kernel of the cell, float16 LSTM above all. From "
+    "512 units on we expect to be about as fast as its kernels that are launched in each step, and slower from 1,024."
 )
 ASSUMED: Final = (
     ("units", "multiprocessors"),
@@ -104,7 +105,10 @@ def run(settings: PredictionSettings, report: Report) -> None:
     report.table(
         title="Assumptions",
         columns=("what", *(gpu.name for gpu in GPUS.values())),
-        rows=[(text, *(getattr(gpu, name) for gpu in GPUS.values())) for name, text in ASSUMED],
+        rows=[
+            *((text, *(getattr(gpu, name) for gpu in GPUS.values())) for name, text in ASSUMED),
+            ("programs that wait for each other, microseconds", *[MEETING_MICROSECONDS] * len(GPUS)),
+        ],
         caption="From datasheets and published microbenchmarks, rounded, in part from memory; none was checked.",
     )
 
@@ -120,21 +124,18 @@ def row_of(net: str, batch: int, size: int, gpu: Gpu, operands: str) -> list[Val
     """One shape on one GPU."""
     bodies = bodies_of(net, size)
     dtype = torch.bfloat16 if operands == "bfloat16" else torch.float32
-    kernel, graph = predict_triton(bodies, gpu, rows=batch, operands=dtype), predict_graph(bodies)
+    kernel = predict_triton(bodies, gpu, rows=batch, operands=dtype)
+    graph = predict_graph(bodies, gpu, rows=batch, operands=dtype)
     known = None if net == "LayerNormLSTM" or gpu.name == "MI300" else PERSISTENT if size <= 128 else STANDARD
     each: dict[str, float] = {"kernel": kernel.middle, "CUDA graph": graph.middle}
     if known is not None:
         each["cuDNN"] = known
-    mode = "resident" if is_resident(bodies, gpu, dtype) else "streamed"
+    modes = {mode_of(best_tiles(body, "forward", gpu, rows=batch, operands=dtype)) for body in bodies}
+    mode = modes.pop() if len(modes) == 1 else "several"
     fastest = min(each, key=each.__getitem__)
     close = [name for name, value in each.items() if name != fastest and value < 2 * each[fastest]]
     told = " or ".join([fastest, *close])
     return [net, batch, size, operands, mode, kernel.low, kernel.high, graph.middle, known, float(LOOP), told]
-
-
-def is_resident(bodies: list[Body], gpu: Gpu, operands: torch.dtype) -> bool:
-    """Whether forward kernels keep their weights in shared memory."""
-    return all(choose_tiles(body, "forward", operands, TARGETS[gpu.target]).resident for body in bodies)
 
 
 def against(size: int, direction: str, published: float) -> list[Value]:

@@ -16,10 +16,13 @@ from stretto import cells
 from stretto.cells import Cell
 from stretto.checks import check_choice
 from stretto.kernels import build
-from stretto.kernels.backends.triton.backend import WAYS
-from stretto.kernels.backends.triton.modes import first_that_fits
-from stretto.kernels.backends.triton.targets import MAX_REGISTERS, TARGETS, Target, Usage
+from stretto.kernels.backends.triton.emit import Tiles
+from stretto.kernels.backends.triton.model import WAYS
+from stretto.kernels.backends.triton.modes import first_that_fits, mode_of
+from stretto.kernels.backends.triton.targets import MAX_REGISTERS, TARGETS, Target, Usage, compiled_usage
+from stretto.kernels.backends.triton.team import Team
 from stretto.kernels.ir import Unsupported
+from stretto.kernels.lower import Way
 
 F: Final = 32
 PERIODS: Final = (1, 2, 4, 8)
@@ -46,15 +49,18 @@ CELLS: Final[dict[str, Callable[[int], Cell]]] = {
 NO_SPILLS: Final = ("GRU", "LSTM", "LayerNormLSTM")
 """Cells that must not spill a register; others may spill `MAX_SPILLED` bytes."""
 MAX_SPILLED: Final = 64
+BATCH: Final = 16
+"""Sequences of a batch for cooperative kernels."""
 SIZES: Final = (64, 128, 256, 512)
 COLUMNS: Final = (
     *("cell", "H", "direction", "mode", "tile", "warps", "registers", "spilled bytes", "shared KiB"),
     *("barriers", "tensor cores", "within limits"),
 )
 CAPTION: Final = (
-    "mode: resident weights are kept in shared memory, streamed ones read in each step. tile: columns x depth of a "
-    "product. within limits: at most 255 registers, the GPU's shared memory, no spills in GRU, LSTM and LayerNormLSTM, "
-    "at most 64 bytes elsewhere. float32 with TF32 products, 16 rows a program."
+    "mode: resident weights are kept in shared memory, streamed ones read in each step; cooperative programs share "
+    "rows and wait for each other. tile: columns x depth of a product. within limits: at most 255 registers, the GPU's "
+    "shared memory, no spills in GRU, LSTM and LayerNormLSTM, at most 64 bytes elsewhere. float32 with TF32 products, "
+    "16 rows a program."
 )
 
 
@@ -76,6 +82,30 @@ class TargetsSettings(Settings):
 @bench("gpu-targets", title="Kernels compiled for GPUs, and never run")
 def run(settings: TargetsSettings, report: Report) -> None:
     """A table for each target."""
+    _run(settings, report, cooperative=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CooperativeSettings(TargetsSettings):
+    """Compile cooperative kernels, which share the rows of a small batch, for GPUs that are not there.
+
+    Attributes:
+        cells: Names of cells.
+        sizes: Hidden units.
+        targets: sm_80 (A100), sm_90 (H100), sm_100 (B200), gfx942 (MI300).
+    """
+
+    cells: tuple[str, ...] = NO_SPILLS
+    sizes: tuple[Count, ...] = (256, 512)
+
+
+@bench("gpu-cooperative", title="Cooperative kernels compiled for GPUs, and never run")
+def run_cooperative(settings: CooperativeSettings, report: Report) -> None:
+    """A table for each target, for a batch of 16 sequences."""
+    _run(settings, report, cooperative=True)
+
+
+def _run(settings: TargetsSettings, report: Report, *, cooperative: bool) -> None:
     for name in settings.targets:
         check_choice(name, name="target", choices=tuple(TARGETS))
     for name in settings.cells:
@@ -90,7 +120,7 @@ def run(settings: TargetsSettings, report: Report) -> None:
             for name in names:
                 for size in sizes:
                     report.progress(f"{target.name}, {name}, H {size}")
-                    rows += rows_of(name, size, target)
+                    rows += rows_of(name, size, target, cooperative=cooperative)
             report.table(title=target.name, columns=COLUMNS, rows=rows, caption=CAPTION)
             beyond = [row for row in rows if not row[-1]]
             report.note(f"{target.name}: {len(rows) - len(beyond)} of {len(rows)} kernels within limits")
@@ -99,23 +129,35 @@ def run(settings: TargetsSettings, report: Report) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
-def rows_of(name: str, size: int, target: Target) -> list[list[Value]]:
-    """Both directions of a cell's loops."""
+def rows_of(name: str, size: int, target: Target, *, cooperative: bool = False) -> list[list[Value]]:
+    """Both directions of a cell's loops, in the mode that is taken for many sequences or for few."""
     cell = CELLS[name](size)
     built = build(cell, x_shape=(F,), x_dtype=torch.float32, state=cell.initial_state(1), backend="eager")
     rows: list[list[Value]] = []
     for body in built.program.bodies:
         for way in WAYS:
+            if cooperative:
+                shared = Team(target, operands=torch.float32, compiles=True).tiles(body, way, BATCH)
+                if shared is None:
+                    continue
+                tiles = shared
+                usage = compiled_usage(body, way, tiles, operands=torch.float32, target=target)
+                rows.append(_row(name, size, way=way, tiles=tiles, usage=usage, target=target))
+                continue
             try:
                 tiles, usage = first_that_fits(body, way, operands=torch.float32, target=target)
             except Unsupported as reason:
                 rows.append([name, size, way, f"none: {reason}", *[None] * (len(COLUMNS) - 5), False])
                 continue
-            mode = "resident" if tiles.resident else "streamed"
-            rows.append([name, size, way, mode, f"{tiles.columns} x {tiles.depth}", tiles.warps])
-            rows[-1] += [usage.registers, usage.spilled_bytes, usage.shared_bytes / 1024]
-            rows[-1] += [usage.num_barriers, usage.uses_tensor_cores, is_within(usage, name, target)]
+            rows.append(_row(name, size, way=way, tiles=tiles, usage=usage, target=target))
     return rows
+
+
+def _row(name: str, size: int, *, way: Way, tiles: Tiles, usage: Usage, target: Target) -> list[Value]:
+    mode = mode_of(tiles) if tiles.shares == 1 else f"{mode_of(tiles)}, {tiles.shares} programs"
+    found: list[Value] = [name, size, way, mode, f"{tiles.columns} x {tiles.depth}", tiles.warps]
+    found += [usage.registers, usage.spilled_bytes, usage.shared_bytes / 1024]
+    return [*found, usage.num_barriers, usage.uses_tensor_cores, is_within(usage, name, target)]
 
 
 def is_within(usage: Usage, name: str, target: Target) -> bool:

@@ -13,10 +13,11 @@ from stretto.kernels.backends.triton.emit import Tiles
 
 TINY = Tiles(rows=2, elements=4, columns=4, depth=4, reduced=4, least=2)
 """Random cells are small: with tiles of this size they have several, and batches several programs."""
+TEAM = Tiles(rows=2, elements=2, columns=2, depth=4, reduced=4, least=2, shares=2)
 RESIDENT = Tiles(rows=2, elements=64, columns=64, depth=64, least=2, resident=True)
 
 saves: st.SearchStrategy[SaveChoice] = st.sampled_from(("auto", "states"))
-tiles: st.SearchStrategy[Tiles] = st.sampled_from((Tiles(), TINY, RESIDENT))
+tiles: st.SearchStrategy[Tiles] = st.sampled_from((Tiles(), TINY, RESIDENT, TEAM))
 
 
 def _check(recipe: Recipe, case: Case, save: SaveChoice, chosen: Tiles) -> None:

@@ -13,8 +13,9 @@ import stretto
 from stretto.errors import StrettoError
 from stretto.graph import Body
 from stretto.kernels import Built, build
-from stretto.kernels.backends.triton import backend, generate, model, modes, targets
+from stretto.kernels.backends.triton import backend, generate, interpreter, model, modes, targets
 from stretto.kernels.backends.triton.backend import TritonBackend
+from stretto.kernels.backends.triton.team import Team
 from stretto.kernels.lower import Way
 
 triton = pytest.importorskip("triton")
@@ -60,6 +61,70 @@ def test_small_cells_get_kernels_and_large_ones_cuda_graphs(gpu: Callable[[Facts
     assert (large.backend, large.reason) == ("cudagraph", "")
     assert "a model says" in dict(large.choices)["triton"]
     assert "neither was measured" in dict(large.choices)["triton"]
+
+
+def test_few_rows_of_large_cells_are_shared_by_programs() -> None:
+    """As many as there are columns for, and no more than can run at once."""
+    (body,) = built_on_cpu(stretto.cells.GRU(4, 512))
+    target = targets.TARGETS["sm_90"]
+    team = Team(target, operands=torch.bfloat16, compiles=False)
+    few, many = team.tiles(body, "forward", 9), team.tiles(body, "forward", 1000)
+    assert few is not None
+    assert (few.rows, few.shares * few.columns) == (16, 512)
+    assert few.resident
+    assert many is not None
+    units = model.GPUS["sm_90"].units
+    assert -(-1000 // many.rows) * many.shares <= units
+    assert team.tiles(body, "forward", 64 * units) is None
+    (small,) = built_on_cpu(stretto.cells.GRU(4, 32))
+    assert Team(target, operands=torch.bfloat16, compiles=False).tiles(small, "forward", 16) is None
+
+
+def test_cooperative_kernels_that_cannot_be_launched_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To those whose programs have rows of their own; it is said once, and in the explanation."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    shared = modes.Tiles(rows=2, elements=2, columns=2, depth=4, reduced=4, least=2, shares=2)
+    monkeypatch.setattr(Team, "_find", lambda *_: shared)
+    at_once = interpreter.at_once
+
+    def too_large(shares: int) -> Any:
+        if shares > 1:
+            raise RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
+        return at_once(shares)
+
+    monkeypatch.setattr(interpreter, "at_once", too_large)
+    rnn = stretto.RNN(stretto.cells.GRU(3, 5).double(), backend="triton")
+    twin = stretto.RNN(rnn.cells[0], backend="eager")
+    x = torch.randn(3, 4, 3, dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"too many blocks in cooperative launch.*rows of its own") as warned:
+        found = [rnn(x)[0] for _ in range(2)]
+    torch.testing.assert_close(found, [twin(x)[0]] * 2)
+    assert len(warned) == 1
+    assert "too many blocks" in rnn.explain().reason
+    assert rnn.explain().backend == "triton"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_a_cooperative_kernel_compiles_with_meetings(name: str) -> None:
+    target = targets.TARGETS[name]
+    (body,) = built_on_cpu(stretto.cells.GRU(4, 512))
+    team = Team(target, operands=torch.bfloat16, compiles=True)
+    for way in model.WAYS:
+        tiles = team.tiles(body, way, 16)
+        assert tiles is not None
+        made = generate.generate(body, way, tiles)
+        function = getattr(generate.load(generate.source_of([made]), interpreted=False), way)
+        constants = targets.constants_of(tiles, real=torch.float32, operands=torch.bfloat16, keep=True, widen=False)
+        options = targets.options_of(tiles, kind=target.kind)
+        compiled = targets.compile_for(target, function, made, constants, options)
+        assert compiled.metadata.launch_cooperative_grid
+        if target.kind == "cuda":
+            text = compiled.asm["ptx"]
+            assert "release.gpu" in text
+            assert "acquire.gpu" in text
+            # What other programs write is not read from the cache for what never changes.
+            assert "ld.global.nc" not in text
 
 
 def test_a_gpu_that_is_too_old(gpu: Callable[[Facts], None]) -> None:
@@ -147,8 +212,8 @@ def test_the_model_knows_what_costs(name: str) -> None:
     many = model.predict_triton(bodies[0], gpu, rows=16 * 1000, operands=torch.float32)
     assert many.low > each[0].low
     assert model.predict_triton(bodies[2], gpu, rows=16, operands=torch.bfloat16).low < each[2].low
-    graphs = {model.predict_graph(item).low for item in bodies}
-    assert len(graphs) == 1
+    graphs = [model.predict_graph(item, gpu, rows=16, operands=torch.float32).low for item in bodies]
+    assert graphs == sorted(graphs)
 
 
 def test_the_model_is_within_its_range_of_published_figures() -> None:

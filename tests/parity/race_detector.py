@@ -6,10 +6,12 @@ of its threads may have written, or overwrites what another may still read, unle
     store p       load p         load p         store p       and no barrier: a race, but for two accesses at the same
     load  p       store p        ...            store p       position of tiles of one shape, which one thread makes
 
-Programs of one launch have no barrier between them: none may touch what another writes.
+Programs of one launch have no barrier between them: none may touch what another writes. Those of a cooperative kernel
+meet, and may touch what another wrote before a meeting that both have been at.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -18,9 +20,9 @@ import numpy as np
 import pytest
 
 from stretto.kernels.backends.triton import kernel as triton_kernel
-from stretto.kernels.backends.triton.generate import Generated
+from stretto.kernels.backends.triton.emit import BARRIER, MEETING
+from stretto.kernels.backends.triton.generate import MEET, Generated
 
-BARRIER: Final = "tl.debug_barrier()"
 MAY_BE_SHARED: Final = "errors"
 """Programs and threads that find an error all write the same."""
 
@@ -35,6 +37,16 @@ Place = tuple[tuple[int, ...], int]
 
 @final
 @dataclass(slots=True)
+class _Program:
+    """What one program did since its last barrier, and how often it met others."""
+
+    written: dict[int, Place] = field(default_factory=dict)
+    read: dict[int, set[Place]] = field(default_factory=dict)
+    meetings: int = 0
+
+
+@final
+@dataclass(slots=True)
 class Watch:
     """What was seen.
 
@@ -45,44 +57,55 @@ class Watch:
     accesses: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)
     shared: tuple[int, int] = (0, 0)
-    written: dict[int, Place] = field(default_factory=dict)
-    read: dict[int, set[Place]] = field(default_factory=dict)
-    writers: dict[int, Any] = field(default_factory=dict)
-    readers: dict[int, Any] = field(default_factory=dict)
+    programs: dict[Any, _Program] = field(default_factory=dict)
+    writers: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    readers: dict[int, dict[Any, int]] = field(default_factory=dict)
 
     def load(self, program: Any, places: dict[int, Place]) -> None:
         """A tile is read."""
         self._inside(places)
+        own = self.programs[program]
         for at, place in places.items():
-            if at in self.written:
+            if at in own.written:
                 raise RaceError(f"program {program} reads what it wrote since its last barrier")
-            if self.writers.get(at, program) != program:
-                raise RaceError(f"program {program} reads what program {self.writers[at]} wrote")
-            self.read.setdefault(at, set()).add(place)
-            self.readers[at] = program
+            writer, meetings = self.writers.get(at, (program, 0))
+            if writer != program and meetings >= own.meetings:
+                raise RaceError(f"program {program} reads what program {writer} wrote")
+            own.read.setdefault(at, set()).add(place)
+            self.readers.setdefault(at, {})[program] = own.meetings
 
     def store(self, program: Any, places: dict[int, Place]) -> None:
         """A tile is written."""
         self._inside(places)
+        own = self.programs[program]
         for at, place in places.items():
             if self.shared[0] <= at < self.shared[1]:
                 continue
-            if self.written.get(at, place) != place:
+            if own.written.get(at, place) != place:
                 raise RaceError(f"program {program} writes again what it wrote since its last barrier")
-            if self.read.get(at, set()) - {place}:
+            if own.read.get(at, set()) - {place}:
                 raise RaceError(f"program {program} overwrites what it read since its last barrier")
-            if program not in (self.writers.get(at, program), self.readers.get(at, program)):
+            touched = dict(self.readers.get(at, {}))
+            writer, meetings = self.writers.get(at, (program, 0))
+            touched[writer] = max(meetings, touched.get(writer, 0))
+            touched.pop(program, None)
+            if any(meetings >= own.meetings for meetings in touched.values()):
                 raise RaceError(f"program {program} writes what another program touches")
-            self.written[at], self.writers[at] = place, program
+            own.written[at] = place
+            self.writers[at] = program, own.meetings
 
-    def barrier(self) -> None:
+    def barrier(self, program: Any) -> None:
         """All threads of a program meet."""
-        self.written.clear()
-        self.read.clear()
+        self.programs[program].written.clear()
+        self.programs[program].read.clear()
+
+    def meet(self, program: Any) -> None:
+        """A program arrives where it meets others."""
+        self.programs[program].meetings += 1
 
     def launch(self) -> None:
         """Kernels run one after another."""
-        self.barrier()
+        self.programs.clear()
         self.writers.clear()
         self.readers.clear()
 
@@ -109,7 +132,8 @@ def watched() -> Iterator[Watch]:
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     builder, watch = interpreter.InterpreterBuilder, Watch()
     load, store, set_index = builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
-    arguments = triton_kernel.TritonKernel._arguments
+    add = builder.create_atomic_rmw
+    set_dim, arguments = builder.set_grid_dim, triton_kernel.AbstractTritonKernel.arguments
 
     def watched_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
         watch.load(self.grid_idx, _places(pointers, mask))
@@ -120,12 +144,20 @@ def watched() -> Iterator[Watch]:
         return store(self, pointers, value, mask, *rest)
 
     def watched_index(self: Any, *index: int) -> None:
-        watch.barrier()
+        watch.programs[index] = _Program()
         set_index(self, *index)
+
+    def watched_dim(self: Any, *sizes: int) -> None:
+        watch.launch()
+        set_dim(self, *sizes)
+
+    def watched_add(self: Any, operation: Any, pointers: Any, value: Any, *rest: Any) -> Any:
+        if value.data.any():
+            watch.meet(self.grid_idx)
+        return add(self, operation, pointers, value, *rest)
 
     def watched_arguments(self: Any, made: Generated, *rest: Any) -> list[Any]:
         given = arguments(self, made, *rest)
-        watch.launch()
         watch.spans = [
             (item.data_ptr(), item.data_ptr() + item.numel() * item.element_size())
             for item in given
@@ -138,13 +170,26 @@ def watched() -> Iterator[Watch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "create_masked_load", watched_load)
         patch.setattr(builder, "create_masked_store", watched_store)
-        patch.setattr(builder, "create_barrier", lambda _: watch.barrier())
+        patch.setattr(builder, "create_barrier", lambda self: watch.barrier(self.grid_idx))
+        patch.setattr(builder, "create_atomic_rmw", watched_add)
         patch.setattr(builder, "set_grid_idx", watched_index)
-        patch.setattr(triton_kernel.TritonKernel, "_arguments", watched_arguments)
+        patch.setattr(builder, "set_grid_dim", watched_dim)
+        patch.setattr(triton_kernel.AbstractTritonKernel, "arguments", watched_arguments)
         yield watch
 
 
+def barriers_in(source: str) -> int:
+    """How many barriers and meetings a module has, those of the function that meets left out."""
+    return len(_places_of_barriers(source))
+
+
 def without_barrier(source: str, number: int) -> str:
-    """A module's text with one barrier taken out."""
-    parts = source.split(BARRIER)
-    return BARRIER.join([*parts[:number], f"{parts[number]}pass{parts[number + 1]}", *parts[number + 2 :]])
+    """A module's text with one of them taken out."""
+    first, last = _places_of_barriers(source)[number]
+    return f"{source[:first]}pass{source[last:]}"
+
+
+def _places_of_barriers(source: str) -> list[tuple[int, int]]:
+    found = re.finditer(f"{re.escape(BARRIER)}|{re.escape(MEETING)}", source)
+    own = source.find(MEET), source.find(MEET) + len(MEET)
+    return [item.span() for item in found if not own[0] <= item.start() < own[1]]

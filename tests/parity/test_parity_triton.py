@@ -27,9 +27,14 @@ TILES: Final = {
     "ordinary": None,
     "tiny": Tiles(rows=2, elements=4, columns=4, depth=4, reduced=4, least=2),
     "resident": Tiles(rows=2, elements=64, columns=64, depth=64, least=4, resident=True),
+    "cooperative": Tiles(rows=2, elements=2, columns=2, depth=4, reduced=4, least=2, shares=2),
+    "cooperative, held": Tiles(rows=4, elements=4, columns=4, depth=64, least=4, resident=True, shares=2),
 }
 """Tiny ones so that small cells have several tiles, and small batches several programs."""
-QUICK: Final = {("gru", "ordinary"), ("layer-norm-lstm", "tiny"), ("attention", "tiny"), ("lstm", "resident")}
+QUICK: Final = {
+    *(("gru", "ordinary"), ("layer-norm-lstm", "tiny"), ("attention", "tiny"), ("lstm", "resident")),
+    *(("layer-norm-gru", "cooperative"), ("gru", "cooperative, held")),
+}
 RAGGED: Final = [6, 1, 4, 0]
 DRAW_IN_THE_LOOP: Final = {"zoneout", "zoneout-gru", "nested"}
 """In training they draw for all steps at once, as all backends do; the definition draws step by step."""

@@ -1,7 +1,7 @@
 """The backend that generates Triton, as the registry knows it."""
 
 import importlib.metadata
-from typing import ClassVar, Final, final
+from typing import ClassVar, final
 
 import torch
 
@@ -13,14 +13,13 @@ from stretto.kernels.backends.triton import interpreter
 from stretto.kernels.backends.triton.emit import Tiles
 from stretto.kernels.backends.triton.generate import generate
 from stretto.kernels.backends.triton.kernel import TritonKernel
-from stretto.kernels.backends.triton.model import gpu_of, predict_graph, predict_triton
+from stretto.kernels.backends.triton.model import WAYS, gpu_of, predict_graph, predict_triton
 from stretto.kernels.backends.triton.modes import ROWS, choose_tiles, first_that_fits
 from stretto.kernels.backends.triton.targets import target_of, too_old
+from stretto.kernels.backends.triton.team import Team
 from stretto.kernels.ir import Unsupported
 from stretto.kernels.lower import Way, real_dtype
 from stretto.kernels.program import TracedProgram
-
-WAYS: Final[tuple[Way, Way]] = ("forward", "backward")
 
 
 @final
@@ -74,11 +73,12 @@ class TritonBackend(AbstractBackend):
         bodies = [body for level in step.bodies for body in level]
         gpu = gpu_of(target_of(step.device))
         operands = max((_operands(step) or real_dtype(body) for body in bodies), key=lambda dtype: dtype.itemsize)
-        own, graph = predict_triton(bodies, gpu, rows=ROWS, operands=operands), predict_graph(bodies)
+        own = predict_triton(bodies, gpu, rows=ROWS, operands=operands)
+        graph = predict_graph(bodies, gpu, rows=ROWS, operands=operands)
         if own.middle <= graph.middle:
             return None
         return (
-            f"a model says that a kernel, which reads all weights in each step, takes {own.middle:.0f} us per step on "
+            f"a model says that a kernel for all steps takes {own.middle:.0f} us per step on "
             f"the {gpu.name}, and CUDA graphs {graph.middle:.0f} us; neither was measured"
         )
 
@@ -107,4 +107,5 @@ def _kernel(body: Body, device: torch.device, operands: torch.dtype | None) -> T
             tiles[way] = choose_tiles(body, way, taken, target)
             continue
         tiles[way], _ = first_that_fits(body, way, operands=taken, target=target)
-    return TritonKernel(body, device=device, tiles=tiles, operands=operands)
+    team = Team(target, operands=taken, compiles=device.type != "cpu")
+    return TritonKernel(body, device=device, tiles=tiles, operands=operands, team=team)

@@ -10,6 +10,13 @@
 A reduction works on tiles [rows, kept, reduced]. Weights are read tile by tile in each step (streamed), or, where a
 product is a single tile, once before the first step (resident): the compiler then keeps them in shared memory.
 
+Several programs may share the elements of the same rows (cooperative): each takes every so-many-th tile of a loop, the
+same ones in each step, and where threads would meet at a barrier all these programs do:
+
+    for n0 in range(share * 32, 512, SHARES * 32):          this program's columns, of every gate
+        ...
+    met = meet(team, met, SHARES)                           instead of tl.debug_barrier()
+
 Rows are counted in 64 bits; positions within a row in 32.
 """
 
@@ -29,6 +36,8 @@ COMBINE: Final = {"sum": "{0} + {1}", "max": "largest({0}, {1})", "min": "smalle
 MAX_BLOCKS: Final = 8
 """Blocks of a product that are in registers at once."""
 BARRIER: Final = "tl.debug_barrier()"
+MEETING: Final = "met = meet(team, met, SHARES)"
+"""The barrier of all programs that share rows."""
 
 
 @final
@@ -46,6 +55,7 @@ class Tiles:
         resident: Whether products that fit into one tile read their weights once, before the first step.
         warps: Warps of a program.
         stages: Tiles of a product that are under way at once.
+        shares: Programs that share the elements of the same rows, all of which must run at once.
     """
 
     rows: int = 16
@@ -57,6 +67,7 @@ class Tiles:
     resident: bool = False
     warps: int = 4
     stages: int = 3
+    shares: int = 1
 
 
 @final
@@ -68,6 +79,15 @@ class Products:
     columns: int
     depth: int
     heads: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a step without products: its code, and the buffers that it reads or writes."""
+
+    lines: list[str]
+    used: list[Buffer]
 
 
 def power_of_two(size: int) -> int:
@@ -105,21 +125,48 @@ class StepWriter:
         self._places = {buffer: f"p{number}" for number, buffer in enumerate(buffers)}
         self._resident: set[str] = set()
         self._num_dots = 0
+        self._barrier = MEETING if tiles.shares > 1 else BARRIER
 
     def lines(self) -> list[str]:
-        """The code, with the barriers that the threads of a program need."""
+        """The code, with the barriers that the threads of a program need, or the programs that share rows."""
         out: list[str] = []
         hazards = Hazards()
         for group, fused in self._units():
             if hazards.must_wait(_accesses(group, fused)):
-                out.append(BARRIER)
+                out.append(self._barrier)
             if group.kind == "product":
                 out += self._product(group.items[0])
             elif group.kind == "store":
                 out += self._store(group, fused)
             else:
                 out += self._reduce(group)
-        return [*out, BARRIER] if hazards.must_wait_at_end() else out
+        return [*out, self._barrier] if hazards.must_wait_at_end() else out
+
+    def pieces(self) -> "list[Item | Piece]":
+        """The code cut into kernels: at products, which somebody else makes, and where programs would have to wait."""
+        out: list[Item | Piece] = []
+        lines: list[str] = []
+        hazards = Hazards()
+
+        def cut() -> None:
+            if lines:
+                out.append(Piece([*lines], [*self.used]))
+            lines.clear()
+            self.used.clear()
+
+        for group in self.schedule.groups:
+            if group.kind == "product":
+                cut()
+                out.append(group.items[0])
+                hazards = Hazards()
+                continue
+            if hazards.must_wait(_accesses(group, {})):
+                cut()
+                hazards = Hazards()
+                hazards.must_wait(_accesses(group, {}))
+            lines += self._store(group, {}) if group.kind == "store" else self._reduce(group)
+        cut()
+        return out
 
     # Which products stay in registers
 
@@ -176,7 +223,17 @@ class StepWriter:
             return None
         return sorted(found)
 
-    # Products
+    # Loops over tiles, and memory
+
+    def _tiles(self, size: int, tile: int) -> str:
+        """The first elements of the tiles that a program takes: all of them, or its share."""
+        if self.tiles.shares == 1:
+            return f"range(0, {size}, {tile})"
+        return f"range(share * {tile}, {size}, SHARES * {tile})"
+
+    def cache(self, buffer: Buffer) -> str:
+        """How a tile is read that another program may have written: past the first cache, which is not coherent."""
+        return ', cache_modifier=".cg"' if self.tiles.shares > 1 and buffer.where is not Where.UNIFORM else ""
 
     def row(self, buffer: Buffer, expand: str = "[:, None]") -> str:
         """The text of pointers to a buffer's rows, of one more dimension for each of a tile."""
@@ -184,6 +241,8 @@ class StepWriter:
             return self._places[buffer]
         self.used[buffer] = None
         return f"{buffer.name}_b{expand}"
+
+    # Products
 
     def _product(self, item: Item) -> list[str]:
         """A product whose result goes to memory."""
@@ -196,7 +255,7 @@ class StepWriter:
         place = [f"m * {heads * width}"] * (many > 1) + [f"g * {width}"] * (heads > 1)
         BN = min(self.tiles.columns, max(self.tiles.least, power_of_two(N)))
         body = [
-            f"for n0 in range(0, {N}, {BN}):",
+            f"for n0 in {self._tiles(N, BN)}:",
             f"    j = n0 + tl.arange(0, {BN})",
             f"    acc = tl.full((ROWS, {BN}), 0.0, dtype=REAL)",
             *_indent(self._dots(item, source, [("acc", 0)], N, BN)),
@@ -220,7 +279,7 @@ class StepWriter:
         k, a = f"k{self._num_dots}", f"a{self._num_dots}"
         places = " + ".join([*([str(offset)] if offset else []), *source, k])
         rows = f"tl.load({self.row(item.expression.buffer)} + ({places})[None, :], "
-        rows += f"mask=going[:, None] & ({k} < {K})[None, :], other=0.0).to(WEIGHT)"
+        rows += f"mask=going[:, None] & ({k} < {K})[None, :], other=0.0{self.cache(item.expression.buffer)}).to(WEIGHT)"
 
         def tile(start: int, k: str, j: str) -> str:
             head = f"g * {K * N} + " if weight.heads > 1 else ""
@@ -228,12 +287,13 @@ class StepWriter:
             inside = f"({k} < {K})[:, None] & ({j} < {size})[None, :]"
             return f"tl.load({name} + {head}{k}[:, None] * {N} + ({columns})[None, :], mask={inside}, other=0.0)"
 
-        if self.tiles.resident and K <= BK and size <= BN and weight.heads == 1:
+        if self.tiles.resident and K <= BK and size <= self.tiles.shares * BN and weight.heads == 1:
+            first = f"share * {BN} + " if self.tiles.shares > 1 else ""
             for _, start in targets:
                 held = f"{name}_{start}"
                 if held not in self._resident:
                     self._resident.add(held)
-                    self.ahead += [f"{held}_k = tl.arange(0, {BK})", f"{held}_j = tl.arange(0, {BN})"]
+                    self.ahead += [f"{held}_k = tl.arange(0, {BK})", f"{held}_j = {first}tl.arange(0, {BN})"]
                     self.ahead.append(f"{held} = {tile(start, f'{held}_k', f'{held}_j')}")
             return [
                 f"{k} = tl.arange(0, {BK})",
@@ -269,7 +329,7 @@ class StepWriter:
             value = coder(item.expression)
             coder.names["load", item.buffer, item.target] = value
             body.append(f"tl.store({coder.address(item.buffer, item.target)}, {value}, mask=mask)")
-        return [f"for n0 in range(0, {total}, {BE}):", f"    j = n0 + tl.arange(0, {BE})", *_indent(accumulate + body)]
+        return [f"for n0 in {self._tiles(total, BE)}:", f"    j = n0 + tl.arange(0, {BE})", *_indent(accumulate + body)]
 
     def _reduce(self, group: Group) -> list[str]:
         axes, reduced = _axes(group), set(group.axes)
@@ -302,7 +362,7 @@ class StepWriter:
             ends.append(f"tl.store({self.row(item.buffer)} + {wide}, sum{n}, mask=going[:, None] & (q < {Q})[None, :])")
         loop = [f"for r0 in range(0, {R}, {BR}):", *_indent(inner)]
         return [
-            f"for q0 in range(0, {Q}, {BQ}):",
+            f"for q0 in {self._tiles(Q, BQ)}:",
             f"    q = q0 + tl.arange(0, {BQ})",
             *_indent([*starts, *loop, *ends]),
         ]
@@ -379,7 +439,8 @@ class _Coder:
                 mask = f", mask={self.mask if moves else f'going{self.rows}'}, other=0"
             else:
                 mask = f", mask={self.inside}, other=0" if moves else ""
-            self.names[key] = self._named(f"tl.load({self.writer.row(buffer, self.rows)} + {wide}{mask})")
+            pointers = f"{self.writer.row(buffer, self.rows)} + {wide}"
+            self.names[key] = self._named(f"tl.load({pointers}{mask}{self.writer.cache(buffer)})")
         return self.names[key]
 
     def _fetch(self, fetch: Fetch) -> str:
@@ -392,7 +453,8 @@ class _Coder:
         # Pointers of the tile's shape, as the mask is.
         zero = f"{self.mask}.to(tl.int32) * 0"
         pointers = f"{self.writer.row(fetch.load.buffer, self.rows)} + {wide} + {at} * {fetch.stride} + {zero}"
-        return self._named(f"tl.load({pointers}, mask={self.mask}, other=0)")
+        cache = self.writer.cache(fetch.load.buffer)
+        return self._named(f"tl.load({pointers}, mask={self.mask}, other=0{cache})")
 
     def _check(self, problem: str, place: int) -> None:
         self.writer.has_checks = True

@@ -1,9 +1,14 @@
 """What Triton's interpreter lacks: the device library and reductions, by torch on the tiles' own memory.
 
 The interpreter runs kernels on the CPU, program after program, for tests: TRITON_INTERPRET=1. Its floats are NumPy's.
+Programs that wait for each other run at once here, each in a thread.
 It multiplies bfloat16 as whole numbers, which is why products are widened to the accumulator's type beforehand.
 """
 
+import inspect
+import itertools
+import threading
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -80,3 +85,71 @@ def quiet() -> Iterator[None]:
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield
+
+
+@contextmanager
+def at_once(shares: int) -> Iterator[None]:
+    """Quietly; and if so many programs share rows, kernels launched meanwhile run all programs of a grid at once.
+
+    A thread for each program, which says which one it is; whoever waits for the others lets them run. A program that
+    fails ends all.
+    """
+    if shares == 1:
+        with quiet():
+            yield
+        return
+    runtime = optional("triton.runtime.interpreter")
+    executor, builder = runtime.GridExecutor, runtime.InterpreterBuilder
+    call, add = executor.__call__, builder.create_atomic_rmw
+    own, failed = threading.local(), threading.Event()
+
+    def call_at_once(self: Any, *given: Any, **options: Any) -> None:
+        scope = runtime._patch_lang(self.fn)
+        try:
+            known = {name: value for name, value in options.items() if name in self.arg_names}
+            values = inspect.getcallargs(self.fn, *given, **known)
+            values = {
+                name: value if name in self.constexprs else runtime._implicit_cvt(value)
+                for name, value in values.items()
+            }
+            grid = (*self.grid, *(1,) * (3 - len(self.grid)))
+            runtime.interpreter_builder.set_grid_dim(*grid)
+            errors: list[BaseException] = []
+
+            def run(index: tuple[int, ...]) -> None:
+                try:
+                    # NumPy keeps how it treats errors for each thread.
+                    with np.errstate(all="ignore"):
+                        runtime.interpreter_builder.set_grid_idx(*index)
+                        self.fn(**values)
+                except BaseException as error:  # noqa: BLE001 - it is raised again where the kernel was launched
+                    errors.append(error)
+                    failed.set()
+
+            programs = [
+                threading.Thread(target=run, args=(index,), daemon=True)
+                for index in itertools.product(*map(range, grid))
+            ]
+            for program in programs:
+                program.start()
+            for program in programs:
+                program.join()
+            if errors:
+                raise runtime.InterpreterError(repr(errors[0])) from errors[0]
+        finally:
+            scope.restore()
+
+    def add_and_let_others_run(self: Any, *given: Any) -> Any:
+        if failed.is_set():
+            raise RuntimeError("another program of the kernel failed")
+        time.sleep(0)
+        return add(self, *given)
+
+    index = property(lambda _: own.index, lambda _, value: setattr(own, "index", value))
+    executor.__call__, builder.create_atomic_rmw, builder.grid_idx = call_at_once, add_and_let_others_run, index
+    try:
+        with quiet():
+            yield
+    finally:
+        executor.__call__, builder.create_atomic_rmw = call, add
+        del builder.grid_idx

@@ -3,7 +3,8 @@
     step = max(weights read, arithmetic) + latencies in a row           of each direction, for 16 rows
 
 Each step waits for the one before, so latencies add up: of the products' chains, of reads, of barriers, of pointwise
-work. Weights come from shared memory (resident) or from the second-level cache (streamed), which all programs share. A
+work. Weights come from shared memory (resident) or from the second-level cache (streamed), which all programs share.
+Programs that share rows (cooperative) do a share of the work each, and wait for each other instead of at a barrier. A
 replayed CUDA graph takes so many microseconds per operator, whatever it does.
 
 Sizes and peaks are from datasheets, latencies from published microbenchmarks, rounded; all are assumptions. Beside the
@@ -19,16 +20,20 @@ import torch
 
 from stretto.graph import Body, Node
 from stretto.kernels.backends.triton.emit import Tiles
-from stretto.kernels.backends.triton.generate import Generated, generate
-from stretto.kernels.backends.triton.modes import choose_tiles
+from stretto.kernels.backends.triton.generate import Generated, generate, generate_pieces
+from stretto.kernels.backends.triton.modes import STEPWISE, choose_tiles, cooperative_choices
 from stretto.kernels.backends.triton.targets import TARGETS, Target, float32_precision
+from stretto.kernels.ir import Unsupported
 from stretto.kernels.lower import Way
 
+WAYS: Final[tuple[Way, Way]] = ("forward", "backward")
 SLACK: Final = 2.3
 """What others' kernels of Triton took over the bare model, about; chosen after seeing those: they do not test it."""
 NODE_MICROSECONDS: Final = 2.5
 """Of an operator on little data in a replayed graph; assumed."""
 SHARED_BYTES_PER_CYCLE: Final = 128
+MEETING_MICROSECONDS: Final = 1.0
+"""Of programs that wait for each other; assumed. A published kernel of 768 units takes 2 microseconds per step."""
 
 
 @final
@@ -146,23 +151,31 @@ def gpu_of(target: Target) -> Gpu:
     return found or GPUS["gfx942" if target.kind == "hip" else "sm_80"]
 
 
+def _rate(gpu: Gpu, operands: torch.dtype) -> int:
+    """Multiplications per cycle and unit."""
+    if operands.itemsize == 2:
+        return gpu.half
+    if operands is torch.float64:
+        return gpu.single // 2
+    return gpu.single if float32_precision() == "highest" else gpu.tf32
+
+
 def predict_kernel(made: Generated, tiles: Tiles, gpu: Gpu, *, rows: int, operands: torch.dtype) -> float:
     """Microseconds of a step in one direction, bare."""
     each = operands.itemsize
-    work = sum(item.blocks * item.columns * item.depth * item.heads for item in made.products)
-    if each == 2:
-        rate = gpu.half
-    elif operands is torch.float64:
-        rate = gpu.single // 2
-    else:
-        rate = gpu.single if float32_precision() == "highest" else gpu.tf32
-    programs = -(-rows // tiles.rows)
+    work = sum(item.blocks * item.columns * item.depth * item.heads for item in made.products) / tiles.shares
+    rate = _rate(gpu, operands)
+    programs = -(-rows // tiles.rows) * tiles.shares
     busy, waves = min(programs, gpu.units), -(-programs // gpu.units)
     read = work * each / (SHARED_BYTES_PER_CYCLE if tiles.resident else gpu.cache_bytes)
     if not tiles.resident:
         read = max(read, busy * work * each / gpu.cache_gigabytes * gpu.gigahertz)
     multiply = tiles.rows * work / rate
-    chain: float = gpu.memory_cycles + made.num_barriers * gpu.barrier_cycles + made.passes * gpu.pass_cycles
+    wait = gpu.barrier_cycles if tiles.shares == 1 else MEETING_MICROSECONDS * gpu.gigahertz * 1e3
+    chain: float = gpu.memory_cycles + made.num_barriers * wait + made.passes * gpu.pass_cycles
+    if tiles.shares > 1:
+        # Every program reads the whole state, which the others wrote.
+        read += tiles.rows * sum(item.depth for item in made.products) * each / gpu.cache_bytes
     for item in made.products:
         chain += item.depth / (32 / each) * gpu.product_cycles + 2 * gpu.shared_cycles
         chain += 0 if tiles.resident else 2 * gpu.cache_cycles
@@ -172,23 +185,56 @@ def predict_kernel(made: Generated, tiles: Tiles, gpu: Gpu, *, rows: int, operan
 def predict_triton(
     bodies: Sequence[Body], gpu: Gpu, *, rows: int, operands: torch.dtype, backward: bool = True
 ) -> Prediction:
-    """Of loops one after another, in the modes that would be taken."""
-    total, ways = 0.0, ("forward", "backward") if backward else ("forward",)
+    """Of loops one after another, in the modes that would be taken for a batch of so many rows."""
+    total = 0.0
     for body in bodies:
-        for way in ways:
-            direction: Way = "forward" if way == "forward" else "backward"
-            tiles = choose_tiles(body, direction, operands, TARGETS[gpu.target])
-            made = generate(body, direction, tiles)
-            total += predict_kernel(made, tiles, gpu, rows=rows, operands=operands)
+        for way in WAYS if backward else WAYS[:1]:
+            tiles = best_tiles(body, way, gpu, rows=rows, operands=operands)
+            total += predict_kernel(generate(body, way, tiles), tiles, gpu, rows=rows, operands=operands)
     return Prediction(total, SLACK * total)
 
 
-def predict_graph(bodies: Sequence[Body]) -> Prediction:
-    """Of the same loops' operators in a replayed CUDA graph, whatever their size."""
-    nodes = sum(is_launched(node) for body in bodies for node in (*body.forward, *body.backward))
-    # The state's gradient is added to what arrives from outputs.
-    nodes += sum(len(body.next_states) for body in bodies)
-    return Prediction(0.8 * NODE_MICROSECONDS * nodes, 1.6 * NODE_MICROSECONDS * nodes)
+def best_tiles(body: Body, way: Way, gpu: Gpu, *, rows: int, operands: torch.dtype) -> Tiles:
+    """Those that should be fastest for a batch, of all that should fit."""
+    alone = choose_tiles(body, way, operands, TARGETS[gpu.target])
+    return next(iter(cooperative_tiles(body, way, alone, gpu, rows=rows, operands=operands)), alone)
+
+
+def cooperative_tiles(body: Body, way: Way, alone: Tiles, gpu: Gpu, *, rows: int, operands: torch.dtype) -> list[Tiles]:
+    """Tiles of kernels whose programs share rows, that should be faster for a batch than one program for its rows.
+
+    Those that hold weights come first: what they need less of is time.
+    """
+    target, products = TARGETS[gpu.target], generate(body, way, Tiles()).products
+    found = cooperative_choices(products, rows=rows, units=gpu.units, operands=operands, target=target)
+
+    def predicted(tiles: Tiles) -> float:
+        return predict_kernel(generate(body, way, tiles), tiles, gpu, rows=rows, operands=operands)
+
+    bound = predicted(alone)
+    return [tiles for tiles in found if predicted(tiles) < bound]
+
+
+def predict_graph(bodies: Sequence[Body], gpu: Gpu, *, rows: int, operands: torch.dtype) -> Prediction:
+    """Of the same loops in a replayed CUDA graph: so much for each launch, and products of cuBLAS's at any size."""
+    nodes, work = 0.0, 0.0
+    for body in bodies:
+        try:
+            made = [generate_pieces(body, way, STEPWISE) for way in WAYS]
+        except Unsupported:
+            nodes += sum(is_launched(node) for node in (*body.forward, *body.backward))
+        else:
+            # A product is copied to where the next kernel reads it.
+            nodes += sum(part.num_launches + part.num_products for part in made)
+        # The state's gradient is added to what arrives from outputs.
+        nodes += len(body.next_states)
+        products = (item for way in WAYS for item in generate(body, way, Tiles()).products)
+        work += sum(item.blocks * item.columns * item.depth * item.heads for item in products)
+    read = max(
+        work * operands.itemsize / gpu.cache_gigabytes / 1e3,
+        rows * work / gpu.units / _rate(gpu, operands) / gpu.gigahertz / 1e3,
+    )
+    return Prediction(0.8 * NODE_MICROSECONDS * nodes + read, 1.6 * NODE_MICROSECONDS * nodes + SLACK * read)
 
 
 def is_launched(node: Node) -> bool:

@@ -4,6 +4,10 @@
 |---|---|---|
 | resident | read once, before the first step, and kept in shared memory | they fit, and are few enough for registers |
 | streamed | read in each step, tile by tile, several of them under way | everywhere else |
+| cooperative | either, a share of the columns by each of several programs | larger weights, and a batch small enough |
+
+Programs that share rows wait for each other, so all of them must run at once: how many may share depends on the batch,
+and `team.py` chooses when it comes.
 
 What a mode needs is estimated here, from what compiled kernels were found to need: `bench/results/gpu-targets.json`.
 On a GPU every choice is compiled and compared with its limits before it is used, and the next one taken if it does not
@@ -29,6 +33,10 @@ OTHER_BYTES: Final = 16 << 10
 """Shared memory for everything but weights: states, and tiles that change hands between threads."""
 MAX_RESIDENT: Final = {"columns": 128, "depth": 512}
 """Sides of resident tiles from which registers are too few."""
+MAX_SHARED_ROWS: Final = 64
+"""Of the batch, that programs share: with more, results of products need too many registers."""
+MAX_HELD_DEPTH: Final = 1024
+"""That a program sums over in one product, of weights that it holds."""
 MAX_SPILLED: Final = 64
 """Bytes of a thread; more warps and smaller tiles are tried for what spills more."""
 STREAMED: Final = tuple(
@@ -39,6 +47,14 @@ STREAMED: Final = tuple(
     )
 )
 """From the fastest, as far as is known, to the one that needs least."""
+STEPWISE: Final = Tiles(rows=ROWS, shares=16, stages=1)
+"""Of kernels between two products: programs take every sixteenth tile of their rows' elements; none waits."""
+
+
+def mode_of(tiles: Tiles) -> str:
+    """The name of a mode."""
+    held = "resident" if tiles.resident else "streamed"
+    return held if tiles.shares == 1 else f"cooperative, {held}"
 
 
 def choices(body: Body, way: Way, *, operands: torch.dtype, target: Target) -> Iterator[Tiles]:
@@ -55,6 +71,45 @@ def choices(body: Body, way: Way, *, operands: torch.dtype, target: Target) -> I
 def choose_tiles(body: Body, way: Way, operands: torch.dtype, target: Target) -> Tiles:
     """The best that should fit."""
     return next(choices(body, way, operands=operands, target=target))
+
+
+def cooperative_choices(
+    products: list[Products], *, rows: int, units: int, operands: torch.dtype, target: Target
+) -> Iterator[Tiles]:
+    """Tiles of kernels whose programs share the rows of such a batch, with no more programs than units.
+
+    Those that hold their weights come first.
+    """
+    each, columns = operands.itemsize, max((item.columns for item in products), default=0)
+    tile_rows = min(max(power_of_two(rows), ROWS), MAX_SHARED_ROWS)
+    most = units // -(-rows // tile_rows)
+    width = max(power_of_two(-(-columns // max(most, 1))), ROWS)
+    shares = -(-columns // width)
+    if not 1 < shares <= most:
+        return
+    depth = power_of_two(max(item.depth for item in products))
+    blocks = max(item.blocks for item in products)
+    held = sum(item.blocks * width * power_of_two(item.depth) for item in products) + tile_rows * depth
+    if (
+        target.kind == "cuda"
+        and all(item.heads == 1 for item in products)
+        and depth <= MAX_HELD_DEPTH
+        and held * each + OTHER_BYTES // 2 <= target.shared_bytes
+    ):
+        yield Tiles(
+            rows=tile_rows,
+            elements=width,
+            columns=width,
+            depth=max(depth, ROWS),
+            resident=True,
+            warps=8 if blocks * width * depth >= 1 << 15 else 4,
+            stages=1,
+            shares=shares,
+        )
+    for deep, stages in ((64, 3), (64, 2), (32, 2), (32, 1)):
+        tiles = Tiles(rows=tile_rows, elements=width, columns=width, depth=deep, stages=stages, warps=4, shares=shares)
+        if streamed_bytes(products, tiles, each) <= target.shared_bytes:
+            yield tiles
 
 
 def first_that_fits(body: Body, way: Way, *, operands: torch.dtype, target: Target) -> tuple[Tiles, Usage]:

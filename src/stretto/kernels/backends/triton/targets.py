@@ -153,12 +153,16 @@ def constants_of(tiles: Tiles, *, real: torch.dtype, operands: torch.dtype, keep
         "WEIGHT": getattr(language, NAMES[operands]),
         "PRECISION": "ieee" if precise or operands is not torch.float32 else "tf32",
         "WIDEN": widen,
+        **({"SHARES": tiles.shares} if tiles.shares > 1 else {}),
     }
 
 
 def options_of(tiles: Tiles, *, kind: str) -> dict[str, Any]:
     """How a kernel is compiled by one of Triton's backends."""
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True}
+    options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True}
+    if tiles.shares > 1:
+        # Programs that wait for each other must all run at once; a launch of more than there is room for fails.
+        options["launch_cooperative_grid"] = True
     if kind == "cuda" and tiles.warps <= 8:
         # NVIDIA's compiler would rather spill than leave no room for a second program, which will not come.
         options["maxnreg"] = MAX_REGISTERS
@@ -172,7 +176,7 @@ def compile_for(
     triton = optional("triton")
     real = str(constants["REAL"])
     weight = str(constants["WEIGHT"])
-    kinds = dict.fromkeys(("starts", "rows", "lengths", "integers"), "*i64")
+    kinds = dict.fromkeys(("starts", "rows", "lengths", "integers", "arrived"), "*i64")
     kinds |= {"scratch": f"*{real}", "errors": "*i32", "num_rows": "i32"}
     own = iter(made.buffers)
     for name in made.arguments:
@@ -188,7 +192,11 @@ def compile_for(
         signature={name: kinds.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
         # Memory of torch's is aligned.
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name, kind in kinds.items() if kind.startswith("*")},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name, kind in kinds.items()
+            if name in names and kind.startswith("*")
+        },
     )
     gpu = optional("triton.backends.compiler").GPUTarget(target.kind, target.arch, target.warp_size)
     return triton.compile(source, target=gpu, options=options)
