@@ -28,7 +28,7 @@ test: install
 # The long checks: the full parity sweep, the fault suite, bench and experiments, real data (STRETTO_DATA), and 2,000 fuzzed
 # cells: STRETTO_FUZZ is the number of cells of the largest fuzz test; all of them together have nearly four times as many.
 test-all: peers integrations
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --durations=40
 	STRETTO_FUZZ=$${STRETTO_FUZZ:-660} $(PYTEST) -m "not slow" tests/fuzz
 
 # Whoever has a GPU: parity on it. Where there is none, Triton's interpreter is the device.
