@@ -3,6 +3,7 @@
 Shape legend: B sequences, T steps, F features of the input.
 """
 
+import copy
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from cell_settings import SETTINGS
 from stretto.errors import StrettoError
 from stretto.kernels.backends.triton import backend, kernel, targets
 from stretto.kernels.backends.triton.emit import Tiles
+from stretto.nn import torch_layers
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -219,3 +221,50 @@ def test_triton_is_imported_when_it_is_needed() -> None:
     code = "import stretto, sys; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.fixture
+def as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU counts as a GPU, on which "auto" builds interpreted kernels."""
+    built = torch_layers._layer_program
+
+    def on_gpu(*args: Any, **options: Any) -> Any:
+        return built(*args, **options | {"backend": "triton"})
+
+    monkeypatch.setattr(torch_layers, "_is_gpu", lambda _: True)
+    monkeypatch.setattr(torch_layers, "_layer_program", on_gpu)
+
+
+@pytest.mark.parametrize(("speedup", "backend"), [(2.0, "triton"), (0.9, "torch")])
+def test_accelerated_layers_on_a_gpu_run_by_what_was_measured_to_be_faster(
+    speedup: float, backend: str, as_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: list[Any] = []
+
+    def expected(kind: Any, **_: Any) -> float:
+        kinds.append(kind)
+        return speedup
+
+    monkeypatch.setattr(torch_layers, "expected_speedup", expected)
+    torch.manual_seed(0)
+    plain = torch.nn.GRU(3, 4, batch_first=True).double()
+    fast = stretto.accelerate(copy.deepcopy(plain))
+    x = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
+    made = []
+    for one in (plain, fast):
+        y, state = one(x)
+        made.append([y, state, *torch.autograd.grad(y.square().sum(), [x, *one.parameters()])])
+    assert_close(*made)
+    (explained,) = stretto.explain(fast).layers
+    assert explained.backend == backend
+    assert kinds[0].device == x.device
+    assert kinds[0].training
+
+
+def test_under_autocast_of_a_gpu_layers_are_left_to_torch(as_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cuda": device == "cuda")
+    layer_of_torch = stretto.accelerate(torch.nn.GRU(3, 4), measure=False)
+    layer_of_torch(torch.randn(5, 2, 3))
+    (explained,) = stretto.explain(layer_of_torch).layers
+    assert explained.backend == "torch"
+    assert "autocast is on, under which cuDNN" in explained.reason

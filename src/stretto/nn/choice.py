@@ -58,6 +58,7 @@ CLEAR_SPEEDUPS: Final = (0.5, 1.25)
 FILLS: Final = (0.75, 0.5, 0.25, 0.125, 0.0625)
 """What ragged batches are measured at. Equal lengths are a kind of their own: they cost torch far less."""
 FORMAT: Final = 5
+CPU: Final = torch.device("cpu")
 Run: TypeAlias = Callable[[nn.RNNBase, Any], Any]
 
 
@@ -84,6 +85,7 @@ class Kind:
     fill: float
     num_rows: int
     threads: int
+    device: torch.device = CPU
     large_steps: int = 0
 
     @property
@@ -96,6 +98,8 @@ class Kind:
     def key(self) -> str:
         """A name in the cache, which changes with everything that the times depend on."""
         parts = [str(FORMAT), describe_machine(), torch.__version__, repr(self)]
+        if self.device.type == "cuda":
+            parts.append(torch.cuda.get_device_name(self.device))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -247,13 +251,21 @@ def _times_interrupted() -> int:
 
 
 def _one_run(run: Run, layer: nn.RNNBase, x: Any, weights: list[torch.Tensor], *, training: bool) -> float:
+    data = x if isinstance(x, torch.Tensor) else x.data
+    _wait_for(data.device)
     start = time.perf_counter()
     y, _ = run(layer, x)
     if training:
-        data = x if isinstance(x, torch.Tensor) else x.data
         wanted = [*weights, data] if data.requires_grad else weights
         torch.autograd.grad((y if isinstance(y, torch.Tensor) else y.data).sum(), wanted)
+    _wait_for(data.device)
     return time.perf_counter() - start
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @contextlib.contextmanager
@@ -280,12 +292,14 @@ def _layer(kind: Kind) -> nn.RNNBase:
         options["proj_size"] = kind.proj_size
     made = {"LSTM": nn.LSTM, "GRU": nn.GRU}.get(kind.mode, nn.RNN)
     layer: nn.RNNBase = made(kind.input_size, kind.hidden_size, **options)
-    fill_parameters(layer, 0.5 / math.sqrt(kind.hidden_size), kind.dtype)
+    fill_parameters(layer, 0.5 / math.sqrt(kind.hidden_size), kind.dtype, kind.device)
     layer._init_flat_weights()
+    if kind.device.type == "cuda":
+        layer.flatten_parameters()  # cuDNN wants them in one piece, as a layer on a GPU has them
     return layer
 
 
-def fill_parameters(module: nn.Module, value: float, dtype: torch.dtype) -> None:
+def fill_parameters(module: nn.Module, value: float, dtype: torch.dtype, device: torch.device = CPU) -> None:
     """Give a module that was made on the meta device, where initialising draws no random numbers, real parameters.
 
     Unlike `to_empty`, or any operator on meta tensors, it does not import torch's compiler, which takes seconds.
@@ -294,14 +308,15 @@ def fill_parameters(module: nn.Module, value: float, dtype: torch.dtype) -> None
         for name, parameter in list(owner._parameters.items()):
             if parameter is not None:
                 owner.register_parameter(
-                    name, nn.Parameter(torch.full(parameter.shape, value, dtype=dtype, device="cpu"))
+                    name, nn.Parameter(torch.full(parameter.shape, value, dtype=dtype, device=device))
                 )
 
 
 def _input(kind: Kind, steps: int) -> Any:
     per_row = LONG * kind.gates * (kind.hidden_size + kind.input_size)
     rows = kind.num_rows if kind.large_steps else max(1, min(kind.num_rows, MAX_WORK // per_row))
-    x_TBF = torch.full((steps, rows, kind.input_size), 0.5, dtype=kind.dtype, requires_grad=kind.input_gradient)
+    shape = (steps, rows, kind.input_size)
+    x_TBF = torch.full(shape, 0.5, dtype=kind.dtype, device=kind.device, requires_grad=kind.input_gradient)
     if not kind.fill:
         return x_TBF
     # Lengths steps * u^p at even places u in (0, 1] have a mean of steps / (p + 1).

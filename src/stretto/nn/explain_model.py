@@ -11,6 +11,7 @@ from stretto.nn.rnn import RNN
 from stretto.nn.scan import explain_scan
 from stretto.nn.torch_layers import (
     BACKEND,
+    ON_GPUS,
     RECORDS,
     LayerRecord,
     check_module,
@@ -159,9 +160,9 @@ def _explain(name: str, module: nn.Module) -> LayerExplanation:
 
 
 def _speedup(layer: nn.RNNBase, record: LayerRecord) -> tuple[float | None, bool]:
-    if record.last is None or not any(backend == "cpp" for backend, _ in record.calls):
+    if record.last is None or not any(backend in {"cpp", *ON_GPUS} for backend, _ in record.calls):
         return None, False
-    dtype, num_steps, num_rows, fill, training, input_gradient = record.last
+    dtype, num_steps, num_rows, fill, training, input_gradient, device = record.last
     return speedup_of(
         layer,
         dtype=dtype,
@@ -170,4 +171,5 @@ def _speedup(layer: nn.RNNBase, record: LayerRecord) -> tuple[float | None, bool
         fill=fill,
         training=training,
         input_gradient=input_gradient,
+        device=device,
     )

@@ -187,7 +187,7 @@ class LayerRecord:
         calls: By backend and reason.
         single_steps: Calls of one step.
         last: The last batch that was not a single step: dtype, T, B, fill as in `Kind`, whether gradients were wanted,
-            and whether one of the input was.
+            whether one of the input was, and its device.
         step_left_to_torch: The shape of the last single step that was.
         left_to_torch: Batches for which torch's own layer is faster, as `_batch_key` names them, and whether they are
             single steps.
@@ -195,7 +195,7 @@ class LayerRecord:
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     single_steps: int = 0
-    last: tuple[torch.dtype, int, int, float, bool, bool] | None = None
+    last: tuple[torch.dtype, int, int, float, bool, bool, torch.device] | None = None
     step_left_to_torch: torch.Size | None = None
     left_to_torch: dict[tuple[Any, ...], bool] = field(default_factory=dict)
 
@@ -328,7 +328,7 @@ def _run(  # noqa: PLR0917 - those of forward
     reason = "backend='torch' was asked for" if backend == "torch" else torch_only(layer, x, hx, backend)
     if not reason and lengths is None and backend == "auto" and not _is_faster(layer, x):
         reason = TORCH_IS_FASTER
-    _record(layer, x, "torch" if reason else _runs_on(backend), reason)
+    _record(layer, x, "torch" if reason else _backend_of(layer, x, backend), reason)
     if not reason:
         return run_generated(layer, x, hx, lengths)
     if backend in {"cpp", "triton", "cudagraph", "eager"} and not is_looked_at(getattr(x, "device", None)):
@@ -369,7 +369,7 @@ def _dtypes_under_autocast(layer: nn.RNNBase, x: Any, hx: Any) -> tuple[torch.dt
 
 
 def _batch_key(x: torch.Tensor) -> tuple[Any, ...]:
-    return (x.shape, x.dtype, x.requires_grad, torch.is_grad_enabled(), torch.get_num_threads())
+    return (x.shape, x.dtype, x.device, x.requires_grad, torch.is_grad_enabled(), torch.get_num_threads())
 
 
 def _check_ragged(layer: nn.RNNBase, x: Any, hx: Any) -> None:
@@ -531,7 +531,7 @@ def _complete_names(names: list[str]) -> list[str] | None:
         wanted = _weight_names(bias=bias == "1", proj_size=int(proj))
         if program is None or parameter_names(program) != wanted:
             return None
-        if _built_of(name).backend != _runs_on(backend):
+        if _built_of(name).backend not in _runs_on(backend, CPU):
             return None
         completed.append(f"{name}:{kept_size(program)}")
     return completed
@@ -569,6 +569,7 @@ def _record(layer: nn.RNNBase, x: Any, backend: str, reason: str) -> None:
             _fill(layer, x),
             torch.is_grad_enabled(),
             data.requires_grad,
+            data.device,
         )
 
 
@@ -586,17 +587,20 @@ def torch_only(layer: nn.RNNBase, x: Any, hx: Any, backend: str) -> str:  # noqa
     if "parametrizations" not in layer._modules and not _has_its_parameters(layer):
         layer._update_flat_weights()
     weights: list[Any] = layer._flat_weights
-    dtype = data.dtype
+    dtype, on_gpu = data.dtype, _runs_on(backend, data.device)[0] in ON_GPUS
+    if on_gpu and torch.is_autocast_enabled("cuda"):
+        return "autocast is on, under which cuDNN computes in 16 bits"
     for tensor in (data, *states, *weights):
         # One pass, since this is part of every call; what is wrong is looked for only if something is.
         if (
             type(tensor) not in PLAIN_TENSORS
             or tensor.is_neg()
-            or (tensor.device != data.device if backend in ON_GPUS else not tensor.is_cpu)
+            or (tensor.device != data.device if on_gpu else not tensor.is_cpu)
             or tensor.dtype is not dtype
             or tensor.layout is not torch.strided
         ):
-            mixed = "inputs, states and weights are not all on the CPU, strided, and of one dtype"
+            where = "one GPU" if on_gpu else "the CPU"
+            mixed = f"inputs, states and weights are not all on {where}, strided, and of one dtype"
             return unusual_tensor((data, *states, *weights)) or mixed
     num_dims = data.dim()
     if num_dims != 2 and (is_packed or num_dims != 3):
@@ -632,9 +636,24 @@ def _weight_shapes(layer: nn.RNNBase, input_width: int) -> list[tuple[int, ...]]
     return shapes
 
 
-def _runs_on(backend: str) -> str:
-    """The backend whose programs run a layer, by what was asked for."""
-    return backend if backend in {"eager", *ON_GPUS} else "cpp"
+def _runs_on(backend: str, device: torch.device) -> tuple[str, ...]:
+    """The backends whose programs may run a layer there, by what was asked for."""
+    if backend in {"eager", *ON_GPUS}:
+        return (backend,)
+    return ON_GPUS if backend != "cpp" and _is_gpu(device) else ("cpp",)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _backend_of(layer: nn.RNNBase, x: Any, backend: str) -> str:
+    """The one that runs a batch that nothing stands in the way of."""
+    data = x.data if isinstance(x, PackedSequence) else x
+    found = _runs_on(backend, data.device)
+    if len(found) == 1:
+        return found[0]
+    return _program(layer, input_width(layer), data.dtype, backend, data.device).backend
 
 
 def _no_code(layer: nn.RNNBase, dtype: torch.dtype, backend: str, device: torch.device = CPU) -> str:
@@ -644,7 +663,7 @@ def _no_code(layer: nn.RNNBase, dtype: torch.dtype, backend: str, device: torch.
             built = _program(layer, width, dtype, backend, device)
         except StrettoError as error:
             return error.problem
-        if built.backend != _runs_on(backend):
+        if built.backend not in _runs_on(backend, device):
             warn_once(
                 f"{type(layer).__name__} runs as torch's own layer: {built.reason.rstrip('.')}; see `stretto doctor`"
             )
@@ -667,6 +686,7 @@ def speedup_of(
     fill: float,
     training: bool,
     input_gradient: bool,
+    device: torch.device,
 ) -> tuple[float, bool]:
     """How many times faster than torch's own generated code is expected to be for such a batch; `fill` as in `Kind`.
 
@@ -686,6 +706,7 @@ def speedup_of(
         fill=fill,
         num_rows=1 << (num_rows - 1).bit_length(),
         threads=torch.get_num_threads(),
+        device=device,
     )
     speedup = expected_speedup(kind, num_steps=num_steps, generated=run_generated, original=_run_original)
     return speedup, was_disturbed(kind)
@@ -714,6 +735,7 @@ def _is_faster(layer: nn.RNNBase, x: Any) -> bool:
         fill=_fill(layer, x),
         training=torch.is_grad_enabled(),
         input_gradient=data.requires_grad,
+        device=data.device,
     )
     return speedup >= MIN_SPEEDUP
 
