@@ -342,7 +342,7 @@ class RecipeSearch:
         if epochs < 1 <= left and self.best is None:
             needed = 2 * ((self._limit or 0.0) - self._seconds_left + per_epoch)
             raise StrettoError(
-                f"there are {self._seconds_left:.3g} seconds left of {self._limit:.3g}, too few for an epoch of "
+                f"there are {max(0.0, self._seconds_left):.3g} seconds left of {self._limit:.3g}, too few for an epoch of "
                 f"{recipe.name}, which takes about {per_epoch:.3g}",
                 fix=f"Allow {_in_words(needed)} or more.",
             )
