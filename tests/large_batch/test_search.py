@@ -128,6 +128,14 @@ def test_a_rate_that_follows_the_updates_is_higher_in_trials_by_the_root_of_thei
     assert (jobs[4].epochs, jobs[4].rate_factor) == (first_run_epochs(20), 1.0)
 
 
+def test_a_rate_that_follows_the_updates_is_higher_in_a_run_that_the_time_makes_shorter() -> None:
+    recipes = [Recipe(name="plain"), Recipe(name="a", rate_follows_updates=True)]
+    search = RecipeSearch(recipes, epochs=20, updates_per_epoch=100, seconds=3.5)
+    jobs = _go(search, lambda job: _outcome(job, 1.0, seconds=job.epochs))
+    assert [(job.kind, job.epochs) for job in jobs] == [("trial", 0.1), ("run", 3)]
+    assert jobs[1].rate_factor == pytest.approx(math.sqrt(5 / 3))
+
+
 def test_of_recipes_that_are_alike_the_fastest_is_taken() -> None:
     jobs = _go(_search(), lambda job: _outcome(job, 1.0, seconds={"b": 1.0}.get(job.recipe.name, 2.0)))
     assert jobs[5].recipe.name == "b"

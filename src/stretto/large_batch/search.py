@@ -47,7 +47,8 @@ class Recipe:
         name: To tell it by.
         settings: What the training loop reads, and nothing else does.
         rate_follows_updates: Whether its rate is for a run of `first_run_epochs` and is to be higher in shorter trials,
-            by the square root of how many times fewer updates these have, as the rule "updates" of `LargeBatch` says.
+            and in a first run that the time makes shorter, by the square root of how many times fewer updates these
+            have, as the rule "updates" of `LargeBatch` says.
     """
 
     name: str
@@ -66,8 +67,9 @@ class Job:
         recipe: How.
         epochs: How long: whole epochs in a run, some updates or more in a trial. The schedule of the recipe, all of it,
             belongs into them.
-        rate_factor: What to multiply the recipe's rate by: more than 1 in a trial if it follows the updates; and each
-            later run has half the rate of the one before, since it begins with weights that are good already.
+        rate_factor: What to multiply the recipe's rate by: more than 1 where there are fewer updates, if it follows
+            them; and each later run has half the rate of the one before, since it begins with weights that are good
+            already.
         reason: Why, with numbers.
     """
 
@@ -342,15 +344,18 @@ class RecipeSearch:
         if epochs < 1 <= left and self.best is None:
             needed = 2 * ((self._limit or 0.0) - self._seconds_left + per_epoch)
             raise StrettoError(
-                f"there are {max(0.0, self._seconds_left):.3g} seconds left of {self._limit:.3g}, too few for an epoch of "
-                f"{recipe.name}, which takes about {per_epoch:.3g}",
+                f"there are {max(0.0, self._seconds_left):.3g} seconds left of {self._limit:.3g}, too few for an epoch "
+                f"of {recipe.name}, which takes about {per_epoch:.3g}",
                 fix=f"Allow {_in_words(needed)} or more.",
             )
         if epochs < 1:
             self._end("the time is over" if left > 0 else f"all {self._epochs} epochs are done")
             return None
         again = sum(job.kind == "run" and job.recipe == recipe for job, _ in self.history)
-        return Job(kind="run", recipe=recipe, epochs=epochs, rate_factor=RATE_OF_NEXT_RUN**again, reason=reason)
+        factor = RATE_OF_NEXT_RUN**again
+        if recipe.rate_follows_updates and not again:
+            factor *= math.sqrt(first_run_epochs(self._epochs) / epochs)
+        return Job(kind="run", recipe=recipe, epochs=epochs, rate_factor=factor, reason=reason)
 
     def _after_run(self, recipe: Recipe, outcome: Outcome) -> None:
         # At least one, so that this ends.
