@@ -121,6 +121,8 @@ def test_one_group_decays_all_weights_as_torch_does_if_asked() -> None:
         (lambda: make_optimizer("sgd", nn.Linear(2, 2).requires_grad_(False), lr=0.1), "no parameters to train"),
         (lambda: make_optimizer("sgd", [{"params": []}], lr=0.1), r"dict was given .*groups are made here"),
         (lambda: make_optimizer("sgd", nn.Linear(2, 2), lr=0.1, weight_decay=-1.0), r"weight_decay=-1.0"),
+        (lambda: make_optimizer("sgd", nn.Linear(2, 2), lr=float("nan")), r"lr=nan"),
+        (lambda: make_optimizer("lamb", nn.Linear(2, 2), lr=-1.0), r"lr=-1.0"),
         (lambda: make_optimizer("adam", nn.LSTM(2, 2), lr=0.1, gates=True), r"gates=True .* 'adam'.*'lars' or 'lamb'"),
         (lambda: make_optimizer("lamb", nn.LSTM(2, 2).parameters(), lr=0.1, gates=True), r"Give the model"),
         (lambda: make_optimizer("lars", [nn.Parameter(torch.zeros(2, 2) * 1j)], lr=0.1), r"'lars' .*complex64"),

@@ -74,6 +74,13 @@ def test_the_rule_updates_keeps_the_rate_times_the_root_of_all_updates(
     assert recipe.warmup_epochs == pytest.approx(0.1 * epochs)
 
 
+def test_the_rule_updates_holds_for_smaller_batches_too() -> None:
+    settings = {"base_batch_size": 320, "base_lr": 0.02, "base_warmup_epochs": 0.3, "epochs": 3}
+    recipe = LargeBatch(**settings, batch_size=80, rule="updates")
+    assert recipe.lr == pytest.approx(0.01)
+    assert recipe.warmup_epochs == pytest.approx(0.3)
+
+
 @given(cap=st.floats(0, 0.99), epochs=st.floats(0.5, 50), steps=st.integers(1, 500), batch=st.integers(20, 5000))
 def test_the_cap_bounds_the_share_of_updates(cap: float, epochs: float, steps: int, batch: int) -> None:
     recipe = LargeBatch(**BASE, batch_size=batch, warmup_cap=cap, epochs=epochs)
@@ -154,6 +161,7 @@ def test_a_scaled_threshold_bites_as_often() -> None:
     ("values", "words"),
     [
         ({"batch_size": 10}, r"batch_size=10 is smaller than base_batch_size=20.*Give the smaller one as base"),
+        ({"batch_size": 10, "rule": "linear"}, r"batch_size=10 is smaller than base_batch_size=20.*rule 'linear'"),
         ({"batch_size": 0}, r"batch_size=0\. Give batch_size as a whole number"),
         ({"batch_size": 2.5}, r"batch_size=2.5"),
         ({"batch_size": True}, r"batch_size=True"),

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,7 +72,8 @@ def test_any_search_ends_within_its_epochs_and_goes_on_from_its_state(
             other = _search(**search)
             other.load_state_dict(json.loads(json.dumps(one.state_dict(), allow_nan=False)))
         outcome = _random_outcome(rng)
-        if not jobs:
+        if job.kind == "trial":
+            # As they are: one that took much longer for its length would leave no time for an epoch, which is refused.
             outcome = dataclasses.replace(outcome, epochs=job.epochs, seconds=0.1)
         for each in filter(None, (one, other)):
             assert each.ask() == job
@@ -126,6 +128,14 @@ def test_a_rate_that_follows_the_updates_is_higher_in_trials_by_the_root_of_thei
     assert (jobs[4].epochs, jobs[4].rate_factor) == (first_run_epochs(20), 1.0)
 
 
+def test_a_rate_that_follows_the_updates_is_higher_in_a_run_that_the_time_makes_shorter() -> None:
+    recipes = [Recipe(name="plain"), Recipe(name="a", rate_follows_updates=True)]
+    search = RecipeSearch(recipes, epochs=20, updates_per_epoch=100, seconds=3.5)
+    jobs = _go(search, lambda job: _outcome(job, 1.0, seconds=job.epochs))
+    assert [(job.kind, job.epochs) for job in jobs] == [("trial", 0.1), ("run", 3)]
+    assert jobs[1].rate_factor == pytest.approx(math.sqrt(5 / 3))
+
+
 def test_of_recipes_that_are_alike_the_fastest_is_taken() -> None:
     jobs = _go(_search(), lambda job: _outcome(job, 1.0, seconds={"b": 1.0}.get(job.recipe.name, 2.0)))
     assert jobs[5].recipe.name == "b"
@@ -160,13 +170,13 @@ def test_it_ends_at_the_target_and_tells_early_of_one_that_is_out_of_reach() -> 
 
 
 def test_runs_fit_into_the_time() -> None:
-    search = _search(updates_per_epoch=10, num_recipes=2, seconds=10.5)
+    search = _search(updates_per_epoch=100, num_recipes=2, seconds=10.6)
     jobs = _go(search, lambda job: _outcome(job, 1 / (1 + len(search.history)), seconds=job.epochs))
-    assert [job.epochs for job in jobs] == [5, 5]
+    assert [job.epochs for job in jobs] == [0.1, 5, 5]
     assert search.verdict.startswith("the time is over")
-    search = _search(updates_per_epoch=10, num_recipes=2, seconds=7.5)
+    search = _search(updates_per_epoch=100, num_recipes=2, seconds=7.6)
     jobs = _go(search, lambda job: _outcome(job, 1 / (1 + len(search.history)), seconds=job.epochs))
-    assert [job.epochs for job in jobs] == [5, 2]
+    assert [job.epochs for job in jobs] == [0.1, 5, 2]
     assert jobs[-1].reason.endswith("there is time for 2 epochs")
     search = _search(epochs=2, updates_per_epoch=10_000, num_recipes=2, seconds=10.0)
     with pytest.raises(StrettoError, match=r"6.4 seconds left of 10, too few for an epoch of a, which takes about 18"):
@@ -174,8 +184,64 @@ def test_runs_fit_into_the_time() -> None:
     search = _search(seconds=10.0)
     job = search.ask()
     assert job is not None
-    with pytest.raises(StrettoError, match=r"10 seconds are too short: trials alone would take about 10\. Allow 40"):
+    words = r"10 seconds are too short: trials alone would take about 10\. Allow 40 seconds \(0.011 hours\) or more"
+    with pytest.raises(StrettoError, match=words):
         search.tell(_outcome(job, 1.0, seconds=1.0))
+
+
+def test_a_bounded_time_without_room_for_trials_is_planned_for_after_a_few_updates() -> None:
+    search = _search(updates_per_epoch=100, num_recipes=2, seconds=8.0)
+    jobs = _go(search, lambda job: _outcome(job, 1 / (1 + len(search.history)), seconds=2 * job.epochs))
+    assert [(job.kind, job.recipe.name, job.epochs) for job in jobs] == [("trial", "a", 0.1), ("run", "a", 3)]
+    assert jobs[1].reason.endswith("there is time for 3 epochs")
+    search = _search(updates_per_epoch=100, num_recipes=2, seconds=1.0)
+    words = r"0.8 seconds left of 1, too few for an epoch of a, which takes about 2\. Allow 4.4 seconds"
+    with pytest.raises(StrettoError, match=words):
+        _go(search, lambda job: _outcome(job, 1.0, seconds=2 * job.epochs))
+
+
+def test_a_plain_recipe_that_was_not_timed_is_planned_as_if_it_were_as_slow_as_the_other() -> None:
+    search = _search(updates_per_epoch=100, num_recipes=2, seconds=20.5)
+    jobs = _go(search, lambda job: _outcome(job, 1.0, seconds=2 * job.epochs))
+    assert [(job.recipe.name, job.epochs) for job in jobs[1:]] == [("a", 5), ("a", 5)]
+    search = _search(updates_per_epoch=100, num_recipes=2, seconds=16.5)
+    jobs = _go(search, lambda job: _outcome(job, 1.2, best=1.0, seconds=2 * job.epochs))
+    assert [(job.recipe.name, job.epochs) for job in jobs[1:]] == [("a", 5), ("plain", 3)]
+
+
+def test_a_search_goes_on_with_another_bound_of_the_time() -> None:
+    for first, then in ((None, 100.0), (100.0, None)):
+        search = _search(updates_per_epoch=100, num_recipes=2, seconds=first)
+        for _ in range(2):
+            job = search.ask()
+            assert job is not None
+            search.tell(_outcome(job, 1 / (1 + len(search.history)), seconds=job.epochs))
+        other = _search(updates_per_epoch=100, num_recipes=2, seconds=then)
+        other.load_state_dict(json.loads(json.dumps(search.state_dict())))
+        assert [job for job, _ in other.history] == [job for job, _ in search.history]
+        assert other.ask() == search.ask()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_a_metric_that_is_no_number_reaches_no_target_and_is_never_the_best(
+    value: float, *, higher_is_better: bool
+) -> None:
+    search = _search(updates_per_epoch=10, num_recipes=2, target=0.9, higher_is_better=higher_is_better)
+    assert not search.is_reached(math.nan)
+    good = 0.95 if higher_is_better else 0.85
+    jobs = _go(search, lambda job: _outcome(job, value if job.recipe.name == "a" else good))
+    assert [(job.recipe.name, job.reason.split(";")[0]) for job in jobs][1] == ("plain", "a diverged")
+    assert search.best == good
+
+
+def test_numbers_of_numpy_are_saved() -> None:
+    search = _search(updates_per_epoch=10, num_recipes=2)
+    job = search.ask()
+    assert job is not None
+    numbers = [np.float32(1.5), np.float64(2.5), np.int64(3)]
+    search.tell(Outcome(loss=numbers[0], value=numbers[1], best=numbers[2], epochs=numbers[2], seconds=1))
+    assert json.loads(json.dumps(search.state_dict()))["told"][0]["loss"] == 1.5
 
 
 @pytest.mark.parametrize(
@@ -188,6 +254,14 @@ def test_runs_fit_into_the_time() -> None:
         (lambda: _search(seconds=0.0), "seconds=0.0"),
         (lambda: _search().tell(Outcome(loss=1, value=1, best=1, epochs=1, seconds=1)), r"Call ask\(\)"),
         (lambda: _search().load_state_dict(_search(num_recipes=2).state_dict()), "same recipes"),
+        (lambda: _search().load_state_dict([]), "version None"),  # type: ignore[arg-type]
+        (lambda: _search().load_state_dict({"version": 1}), "recipes None"),
+        (lambda: _search().load_state_dict({"version": 1, "recipes": list(NAMES)}), "damaged: KeyError"),
+        (lambda: _search().load_state_dict({"version": 1, "recipes": list(NAMES), "told": [{"x": 1}]}), "damaged"),
+        (lambda: _search().tell(3), "was told 3"),  # type: ignore[arg-type]
+        (lambda: Outcome(loss=1, value=1, best=1, epochs=1, seconds=-1), "seconds=-1"),
+        (lambda: Outcome(loss=1, value=1, best=1, epochs=math.nan, seconds=1), "epochs=nan"),
+        (lambda: Outcome(loss=1, value="1", best=1, epochs=1, seconds=1), r"value='1'.*float"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_input_is_named(call: Callable[[], object], words: str) -> None:

@@ -4,6 +4,7 @@ Shape legend: N sequences, D features.
 """
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -222,9 +223,21 @@ def test_a_tuner_goes_on_from_its_state() -> None:
         _tuner(base_lr=0.3).load_state_dict(state)
     with pytest.raises(StrettoError, match="version None"):
         _tuner().load_state_dict({})
+    with pytest.raises(StrettoError, match="settings None"):
+        _tuner().load_state_dict({"version": state["version"]})
 
 
-@pytest.mark.parametrize("wrong", [{"num_sequences": 10}, {"max_growth": 1.0}, {"max_batch_size": 8}, {"epochs": None}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_sequences": 10},
+        {"max_growth": 1.0},
+        {"max_batch_size": 8},
+        {"epochs": None},
+        {"min_gain": math.nan},
+        {"exchange_seconds": -1.0},
+    ],
+)
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     (name, value), *_ = wrong.items()
     with pytest.raises(StrettoError, match="without epochs" if value is None else f"{name}={value}"):

@@ -145,3 +145,13 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
         linear_cross_entropy(hidden_PH, weight_CH, bias_C, targets_P[:3])
     with pytest.raises(StrettoError, match="hidden has the shape"):
         linear_cross_entropy(hidden_PH[:, :2], weight_CH, bias_C, targets_P)
+    with pytest.raises(StrettoError, match=r"bias \(2,\) and targets"):
+        linear_cross_entropy(hidden_PH, weight_CH, bias_C[:2], targets_P)
+
+
+def test_one_row_may_come_without_a_dimension_for_rows() -> None:
+    hidden_PH, weight_CH, bias_C, _ = _drawn(1, 3, 6)
+    target = torch.tensor(2)
+    loss = linear_cross_entropy(hidden_PH[0], weight_CH, bias_C, target)
+    expected = functional.cross_entropy(functional.linear(hidden_PH[0], weight_CH, bias_C), target)
+    torch.testing.assert_close(loss, expected)

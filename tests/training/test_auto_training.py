@@ -1,5 +1,6 @@
 """`--auto`: which recipes there are, a run of several parts, stopped and resumed, and what it says."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,36 @@ def test_a_time_too_short_for_an_epoch_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(auto, "_try", slow)
     with pytest.raises(StrettoError, match=r"seconds left of 1.4e\+03, too few for an epoch of .* about 1e\+03"):
         stretto.train(_task(max_hours=0.39), out="out")
+
+
+def test_a_bounded_time_is_planned_for_where_there_is_no_room_for_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "MIN_TRIAL_UPDATES", 1000)
+    real = auto._try
+
+    def slow(task: Any, job: Any, **options: Any) -> Outcome:
+        outcome = real(task, job, **options)
+        return dataclasses.replace(outcome, seconds=1000 * outcome.epochs)
+
+    monkeypatch.setattr(auto, "_try", slow)
+    result = stretto.train(_task(max_hours=1.7 * 1000 / 3600), out="out")
+    events = _events(result.run)
+    assert [(event["action"], event["epochs"]) for event in events[:2]] == [("trial", 0.5), ("run", 1)]
+    assert events[1]["reason"].endswith("there is time for 1 epochs")
+    with pytest.raises(
+        StrettoError, match=r"seconds left of 1e\+03, too few for an epoch of .* Allow .* hours\) or more"
+    ):
+        stretto.train(_task(max_hours=1000 / 3600), out="other")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"version": 1}', "{"])
+def test_a_damaged_record_of_the_search_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    with monkeypatch.context() as patch:
+        _stop_at(patch, 0, crash)
+        with pytest.raises(RuntimeError, match="power"):
+            stretto.train(_task(), out="out")
+    (Path("out") / AUTO_FILE).write_text(text, encoding="utf-8")
+    with pytest.raises(StrettoError, match=r"version None|recipes None|is damaged"):
+        stretto.train(_task(), out="out", resume=True)
 
 
 def _stop_at(monkeypatch: pytest.MonkeyPatch, number: int, act: Any) -> None:

@@ -138,3 +138,14 @@ def test_sparse_gradients_train_as_dense_ones_do(tmp_path: Path, data: SequenceS
         config = TrainConfig(**SMALL, optimizer="sgd", schedule="constant", learning_rate=0.05, clip_norm=0.5)
         losses.append(stretto.train(Task(config, data), out=tmp_path / str(sparse)).metrics["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("amount", [float("nan"), float("inf")])
+def test_a_metric_that_is_no_number_is_named(tmp_path: Path, data: SequenceSet, amount: float) -> None:
+    class _Undefined(_NextValue):
+        def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:  # noqa: ARG002
+            return {"squared_error": Score(amount=amount, count=1)}
+
+    words = f"the metric 'squared_error' of the task 'next-value' is {amount} in the evaluation of .*Let score"
+    with pytest.raises(StrettoError, match=words):
+        stretto.train(_Undefined(TrainConfig(**SMALL), data), out=tmp_path / "run")

@@ -144,7 +144,7 @@ class Muon(Optimizer):
         betas: Of Adam.
 
     Raises:
-        StrettoError: There is no matrix for Muon, or a parameter is complex.
+        StrettoError: There is no matrix for Muon, a parameter is complex, or a number is out of range.
     """
 
     def __init__(
@@ -156,6 +156,8 @@ class Muon(Optimizer):
         momentum: float = MOMENTUM,
         betas: tuple[float, float] = BETAS,
     ) -> None:
+        check_float(lr, name="lr", at_least=0.0, owner="Muon")
+        check_float(weight_decay, name="weight_decay", at_least=0.0, owner="Muon")
         check_float(momentum, name="momentum", at_least=0.0, below=1.0, owner="Muon")
         for number, beta in enumerate(betas):
             check_float(beta, name=f"betas[{number}]", at_least=0.0, below=1.0, owner="Muon")

@@ -57,11 +57,12 @@ def make_optimizer(
             the model, for parameters do not say what they are.
 
     Raises:
-        StrettoError: There is no such optimiser, there is nothing to train, gates were asked for where they change
-            nothing or cannot be found, or an embedding's gradients are sparse, which "sgd", "momentum" and "nesterov"
-            alone take, without weight decay.
+        StrettoError: There is no such optimiser, a number is out of range, there is nothing to train, gates were asked
+            for where they change nothing or cannot be found, or an embedding's gradients are sparse, which "sgd",
+            "momentum" and "nesterov" alone take, without weight decay.
     """
     check_choice(name, name="optimizer", choices=get_args(OptimizerName))
+    check_float(lr, name="lr", at_least=0.0)
     check_float(weight_decay, name="weight_decay", at_least=0.0)
     sparse = _sparse_embedding(parameters)
     if sparse is not None and (name not in SPARSE_OPTIMIZERS or weight_decay):

@@ -21,6 +21,8 @@ ONE_CYCLE_WARMUP_SHARE: Final = 0.15
 """Share of the run that one-cycle spends on rising, unless a warm-up is given."""
 LINEAR_WARMUP_SHARE: Final = 0.1
 """The same for linear."""
+BOTH_WAYS: Final = ("updates", "none")
+"""Rules that hold for a smaller batch than the base as well."""
 CONSTANT_WARMUP_UPDATES: Final = 100
 """Updates from a tenth of the rate to the whole in a constant schedule, unless a warm-up is given."""
 
@@ -42,7 +44,8 @@ class LargeBatch:
     | none | unchanged | unchanged |
 
     The rule "updates", for Muon, also follows the number of epochs, from the E0 of the base to the E of the run: the
-    rate is in proportion to one over the square root of the updates, and the warm-up is the same share of the run.
+    rate is in proportion to one over the square root of the updates, and the warm-up is the same share of the run. The
+    batch may be smaller than its base.
 
     A gradient of B sequences has the mean square norm |G|^2 (1 + phi / B) with the noise scale phi, so a clipping
     threshold bites less often in larger batches, and more of the rate comes through. `clip_norm` stays as it is by
@@ -253,11 +256,12 @@ class LargeBatch:
         return schedule
 
     def _refuse_contradictions(self) -> None:
-        if self.rule != "none" and self.batch_size < self.base_batch_size:
+        if self.rule not in BOTH_WAYS and self.batch_size < self.base_batch_size:
             raise StrettoError(
                 f"batch_size={self.batch_size} is smaller than base_batch_size={self.base_batch_size}, and the rule "
                 f"{self.rule!r} is for larger ones",
-                fix="Give the smaller one as base, with the settings tuned for it, or choose the rule 'none'.",
+                fix="Give the smaller one as base, with the settings tuned for it, or choose the rule 'none', or "
+                "'updates' for Muon.",
             )
         if self.warmup_cap is not None and self.epochs is None:
             raise StrettoError(

@@ -9,6 +9,7 @@ It ends as soon as the target is reached.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, Final, Literal, final
 
 from stretto.checks import check_float, check_int
@@ -32,6 +33,8 @@ RATE_OF_NEXT_RUN: Final = 0.5
 """Rate of a recipe's next run, relative to that of the one before."""
 CLOSE: Final = 0.01
 """Relative difference of losses after short trials that says less than the difference in speed."""
+MAX_TIMED_UPDATES: Final = 10
+"""Updates that say how long an epoch takes, where the time is bounded and there is no room for trials."""
 STATE_VERSION: Final = 1
 
 
@@ -44,7 +47,8 @@ class Recipe:
         name: To tell it by.
         settings: What the training loop reads, and nothing else does.
         rate_follows_updates: Whether its rate is for a run of `first_run_epochs` and is to be higher in shorter trials,
-            by the square root of how many times fewer updates these have, as the rule "updates" of `LargeBatch` says.
+            and in a first run that the time makes shorter, by the square root of how many times fewer updates these
+            have, as the rule "updates" of `LargeBatch` says.
     """
 
     name: str
@@ -63,8 +67,9 @@ class Job:
         recipe: How.
         epochs: How long: whole epochs in a run, some updates or more in a trial. The schedule of the recipe, all of it,
             belongs into them.
-        rate_factor: What to multiply the recipe's rate by: more than 1 in a trial if it follows the updates; and each
-            later run has half the rate of the one before, since it begins with weights that are good already.
+        rate_factor: What to multiply the recipe's rate by: more than 1 where there are fewer updates, if it follows
+            them; and each later run has half the rate of the one before, since it begins with weights that are good
+            already.
         reason: Why, with numbers.
     """
 
@@ -82,10 +87,13 @@ class Outcome:
 
     Attributes:
         loss: On the validation part; NaN or inf if it diverged.
-        value: The metric on it after the last epoch; None if it diverged.
+        value: The metric on it after the last epoch; None, NaN or inf if it diverged.
         best: The metric after the best epoch; of a trial, the same.
         epochs: Done: fewer than planned if the target was reached before, or the time was over.
         seconds: It took.
+
+    Raises:
+        StrettoError: One of them is no number, or epochs or seconds are negative.
     """
 
     loss: float
@@ -93,6 +101,16 @@ class Outcome:
     best: float | None
     epochs: float
     seconds: float
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "seconds"):
+            check_float(getattr(self, name), name=name, at_least=0.0, owner="Outcome")
+        for name in ("loss", "value", "best"):
+            given = getattr(self, name)
+            if not isinstance(given, Real) and (given is not None or name == "loss"):
+                raise StrettoError(
+                    f"Outcome got {name}={given!r}", fix=f"Give {name} as a number, of a tensor by float(...)."
+                )
 
 
 def first_run_epochs(epochs: int) -> int:
@@ -107,7 +125,7 @@ class RecipeSearch:
     Trials come first: of the plain recipe and as many others as may together take a tenth of the plain recipe's
     updates, at 100 or more each. The one with the least validation loss (of those within 1 % of it, the fastest) and
     the plain one try again, three times as long, and what is better then is chosen. If there is no room for trials, the
-    recipe after the plain one is taken.
+    recipe after the plain one is taken; where `seconds` are given, a trial of ten updates at most times it first.
 
     If the plain recipe is chosen, it is run as it is. If another is, it is run for a quarter of the epochs, and then
     for as many again as all before at half the rate, as long as that gains 0.5 % and the last epoch of a run is no more
@@ -182,6 +200,10 @@ class RecipeSearch:
         self._duel: list[tuple[float, Recipe]] = []
         self._chosen = None if self._tried else recipes[1]
         self._why = "" if self._tried else f"a run of {epochs * updates_per_epoch:.0f} updates has no room for trials"
+        self._times_first = bool(
+            not self._tried and seconds is not None and TRIAL_SHARE * epochs * updates_per_epoch >= 2
+        )
+        self._timed_epochs = min(TRIAL_SHARE * epochs, MAX_TIMED_UPDATES / updates_per_epoch)
         self._names = names
         self.history: list[tuple[Job, Outcome]] = []
         self._job: Job | None = None
@@ -196,7 +218,13 @@ class RecipeSearch:
             StrettoError: What trials left of the time is too short for an epoch.
         """
         if self._job is None and not self.verdict:
-            self._job = self._next_trial() if self._chosen is None else self._next_run(self._chosen)
+            if self._chosen is None:
+                self._job = self._next_trial()
+            elif self._times_first and not self.history:
+                reason = "a few updates are timed, so that the run is planned for the time there is"
+                self._job = Job(kind="trial", recipe=self._chosen, epochs=self._timed_epochs, reason=reason)
+            else:
+                self._job = self._next_run(self._chosen)
         return self._job
 
     def tell(self, outcome: Outcome) -> None:
@@ -206,6 +234,8 @@ class RecipeSearch:
             StrettoError: No job was asked for, or the time is too short for trials.
         """
         job = self._job
+        if not isinstance(outcome, Outcome):
+            raise StrettoError(f"RecipeSearch was told {outcome!r}", fix="Tell it an Outcome.")
         if job is None:
             raise StrettoError("RecipeSearch was told of a job that it did not give", fix="Call ask() before tell().")
         self._job = None
@@ -214,38 +244,48 @@ class RecipeSearch:
         if outcome.epochs > 0:
             self._per_epoch[job.recipe.name] = outcome.seconds / outcome.epochs
         if job.kind == "trial":
-            self._after_trial(job.recipe, outcome)
+            if self._chosen is None:
+                self._after_trial(job.recipe, outcome)
         else:
             self._after_run(job.recipe, outcome)
 
     def is_reached(self, value: float) -> bool:
         """Whether a value of the metric is as good as the target."""
-        return self._target is not None and not self._is_better(self._target, than=value)
+        return self._target is not None and (value == self._target or self._is_better(value, than=self._target))
 
     def state_dict(self) -> dict[str, Any]:
         """All that was told, ready for JSON."""
         told = [
             {key: _to_json(value) for key, value in dataclasses.asdict(outcome).items()} for _, outcome in self.history
         ]
-        return {"version": STATE_VERSION, "recipes": self._names, "told": told}
+        return {"version": STATE_VERSION, "recipes": self._names, "times_first": self._times_first, "told": told}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave, with the arguments that the search was made with.
 
         Raises:
-            StrettoError: It is of another version, or of other recipes.
+            StrettoError: It is of another version, of other recipes, or damaged.
         """
-        if state.get("version") != STATE_VERSION or state["recipes"] != self._names:
+        version, names = (state.get(name) if isinstance(state, Mapping) else None for name in ("version", "recipes"))
+        if version != STATE_VERSION or names != self._names:
             raise StrettoError(
-                f"the state of a search has version {state.get('version')!r} and recipes {state.get('recipes')}, not "
-                f"{STATE_VERSION} and {self._names}",
+                f"the state of a search has version {version!r} and recipes {names}, not {STATE_VERSION} and "
+                f"{self._names}",
                 fix="Use the same recipes, or begin a new search.",
             )
-        for each in state["told"]:
-            self.ask()
-            self.tell(
+        try:
+            told = [
                 Outcome(**{key: float(value) if isinstance(value, str) else value for key, value in each.items()})
-            )
+                for each in state["told"]
+            ]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StrettoError(f"the state of a search is damaged: {error!r}", fix="Begin a new search.") from error
+        if told:
+            # A run that goes on with another bound of the time does not begin again.
+            self._times_first = bool(state.get("times_first", False))
+        for each in told:
+            self.ask()
+            self.tell(each)
 
     def _next_trial(self) -> Job:
         number = len(self._losses)
@@ -278,7 +318,7 @@ class RecipeSearch:
             if self._limit is not None and expected > self._limit / 2:
                 raise StrettoError(
                     f"{self._limit:.3g} seconds are too short: trials alone would take about {expected:.3g}",
-                    fix=f"Allow {4 * expected:.3g} or more, or train without trials.",
+                    fix=f"Allow {_in_words(4 * expected)} or more, or train without trials.",
                 )
         if len(self._duel) == 2:
             (plain, _), (other, recipe) = self._duel
@@ -292,27 +332,35 @@ class RecipeSearch:
             epochs, self._is_last = left, True
         else:
             epochs = min(left, self._done or first_run_epochs(self._epochs))
-        affordable = self._seconds_left / self._per_epoch.get(recipe.name, 1e-9)
+        is_timed = recipe.name in self._per_epoch
+        # Of a recipe that was not timed, the longest that another took: not sure enough to refuse an epoch.
+        per_epoch = self._per_epoch[recipe.name] if is_timed else max(self._per_epoch.values(), default=0.0)
+        least = 0.0 if is_timed or self.best is not None else 1.0
+        affordable = max(least, self._seconds_left / max(per_epoch, 1e-9))
         reason = self._why
         if affordable < epochs:
             epochs = math.floor(affordable)
             reason += f"; there is time for {epochs} epochs"
         if epochs < 1 <= left and self.best is None:
+            needed = 2 * ((self._limit or 0.0) - self._seconds_left + per_epoch)
             raise StrettoError(
-                f"there are {self._seconds_left:.3g} seconds left of {self._limit:.3g}, too few for an epoch of "
-                f"{recipe.name}, which takes about {self._per_epoch[recipe.name]:.3g}",
-                fix="Allow more time.",
+                f"there are {max(0.0, self._seconds_left):.3g} seconds left of {self._limit:.3g}, too few for an epoch "
+                f"of {recipe.name}, which takes about {per_epoch:.3g}",
+                fix=f"Allow {_in_words(needed)} or more.",
             )
         if epochs < 1:
             self._end("the time is over" if left > 0 else f"all {self._epochs} epochs are done")
             return None
         again = sum(job.kind == "run" and job.recipe == recipe for job, _ in self.history)
-        return Job(kind="run", recipe=recipe, epochs=epochs, rate_factor=RATE_OF_NEXT_RUN**again, reason=reason)
+        factor = RATE_OF_NEXT_RUN**again
+        if recipe.rate_follows_updates and not again:
+            factor *= math.sqrt(first_run_epochs(self._epochs) / epochs)
+        return Job(kind="run", recipe=recipe, epochs=epochs, rate_factor=factor, reason=reason)
 
     def _after_run(self, recipe: Recipe, outcome: Outcome) -> None:
         # At least one, so that this ends.
         self._done += max(1, math.ceil(outcome.epochs))
-        before, found = self.best, outcome.best
+        before, found, last = self.best, _finite(outcome.best), _finite(outcome.value)
         gains = found is not None and (before is None or self._gain(found, over=before) >= MIN_GAIN)
         if found is not None and (before is None or self._is_better(found, than=before)):
             self.best = found
@@ -320,11 +368,11 @@ class RecipeSearch:
             self._end("the target is reached")
         elif self._is_last:
             self._end(f"all {self._done} epochs are done")
-        elif found is None or outcome.value is None:
+        elif found is None or last is None:
             self._chosen, self._why = self._plain, f"{recipe.name} diverged"
-        elif self._gain(found, over=outcome.value) > MAX_LOSS:
+        elif self._gain(found, over=last) > MAX_LOSS:
             self._chosen = self._plain
-            self._why = f"{recipe.name} overfits: its best epoch has {found:.4g}, its last {outcome.value:.4g}"
+            self._why = f"{recipe.name} overfits: its best epoch has {found:.4g}, its last {last:.4g}"
         elif not gains:
             self._chosen, self._why = self._plain, f"{recipe.name} gained less than {MIN_GAIN:.1%} over {before:.4g}"
         else:
@@ -359,6 +407,16 @@ class RecipeSearch:
         return (value - over if self._higher_is_better else over - value) / max(abs(over), 1e-12)
 
 
+def _finite(value: float | None) -> float | None:
+    """None for NaN and inf."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _in_words(seconds: float) -> str:
+    return f"{seconds:.3g} seconds ({seconds / 3600:.2g} hours)"
+
+
 def _to_json(value: Any) -> Any:
-    """JSON has neither NaN nor inf."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    """JSON has neither NaN nor inf, nor numpy's numbers."""
+    number = None if value is None else float(value)
+    return number if number is None or math.isfinite(number) else str(number)

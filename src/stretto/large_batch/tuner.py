@@ -131,9 +131,11 @@ class BatchTuner:
         self._num_sequences = check_int(num_sequences, name="num_sequences", at_least=settings.batch_size)
         if max_batch_size is not None:
             check_int(max_batch_size, name="max_batch_size", at_least=settings.batch_size)
-        self._max_batch_size, self._min_gain = max_batch_size, min_gain
+        self._max_batch_size = max_batch_size
+        self._min_gain = check_float(min_gain, name="min_gain", at_least=0.0)
         self._max_growth = check_float(max_growth, name="max_growth", above=1.0)
-        self._world_size, self.exchange_seconds = check_int(world_size, name="world_size"), exchange_seconds
+        self._world_size = check_int(world_size, name="world_size")
+        self.exchange_seconds = check_float(exchange_seconds, name="exchange_seconds", at_least=0.0)
         self.noise, self.guard = noise or NoiseScale(), guard or Guard()
         self.batch_size, self.accumulate = settings.batch_size, 1
         self.decisions: list[Decision] = []
@@ -282,7 +284,7 @@ class BatchTuner:
         Raises:
             StrettoError: It is of another version, or its base settings are not those of this tuner.
         """
-        if state.get("version") != STATE_VERSION or state["settings"] != self._compared_settings:
+        if state.get("version") != STATE_VERSION or state.get("settings") != self._compared_settings:
             raise StrettoError(
                 f"the state of a batch tuner has version {state.get('version')!r} and settings "
                 f"{state.get('settings')}, not {STATE_VERSION} and {self._compared_settings}",

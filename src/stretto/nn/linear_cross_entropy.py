@@ -61,14 +61,15 @@ def linear_cross_entropy(
         StrettoError: The shapes do not belong together.
     """
     check_float(label_smoothing, name="label_smoothing", at_least=0.0, at_most=1.0)
-    if hidden.shape[:-1] != targets.shape or hidden.shape[-1:] != weight_CH.shape[1:]:
+    has_bias_shape = bias_C is None or bias_C.shape == weight_CH.shape[:1]
+    if hidden.shape[:-1] != targets.shape or hidden.shape[-1:] != weight_CH.shape[1:] or not has_bias_shape:
         raise StrettoError(
-            f"hidden has the shape {tuple(hidden.shape)}, weight {tuple(weight_CH.shape)} and targets "
-            f"{tuple(targets.shape)}",
-            fix="Give hidden (..., H), weight (C, H) and targets (...).",
+            f"hidden has the shape {tuple(hidden.shape)}, weight {tuple(weight_CH.shape)}, bias "
+            f"{None if bias_C is None else tuple(bias_C.shape)} and targets {tuple(targets.shape)}",
+            fix="Give hidden (..., H), weight (C, H), bias (C,) or None, and targets (...).",
         )
     device = hidden.device.type
-    tensors = [hidden.flatten(0, -2), weight_CH, bias_C]
+    tensors = [hidden.reshape(targets.numel(), hidden.shape[-1]), weight_CH, bias_C]
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]

@@ -153,7 +153,8 @@ def _try(task: AbstractTask[Any], job: Job, *, log: AbstractLog, world: World) -
     seconds = round(max(row[0] for row in world.all_gather([seconds])), 3)
     found = {"loss": loss if math.isfinite(loss) else None, "updates": num_updates, "seconds": seconds}
     world.on_rank0(functools.partial(_emit, log, action="trial", update=0, **_described(job), **found))
-    return Outcome(loss=loss, value=None, best=None, epochs=job.epochs, seconds=seconds)
+    epochs = num_updates * config.accumulate / len(feed)
+    return Outcome(loss=loss, value=None, best=None, epochs=epochs, seconds=seconds)
 
 
 def _updates(feed: AbstractFeed, state: TrainState) -> Iterator[Iterator[Batch]]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from stretto.data import SequenceSet
 from stretto.distributed import World
+from stretto.errors import StrettoError
 from stretto.nn import fresh_state
 from stretto.training.feeds import eval_batches
 from stretto.training.solver import run_serially
@@ -67,6 +68,12 @@ def evaluate(
         named = gather_sequences(bad, world, most=MAX_NAMED_SEQUENCES)
         raise diverged(named, loss, where=f"in the evaluation of {part.name}, on sequences")
     metrics = {} if loss_only else task.summary(_sum_scores(scores, world))
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise StrettoError(
+                f"the metric {name!r} of the task {task.name!r} is {value} in the evaluation of {part.name}",
+                fix=f"Let score and summary of {type(task).__name__} return finite numbers, also where nothing counts.",
+            )
     return Evaluation(loss=loss / max(1.0, total_count), metrics=metrics)
 
 
