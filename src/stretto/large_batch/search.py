@@ -340,7 +340,7 @@ class RecipeSearch:
         reason = self._why
         if affordable < epochs:
             epochs = math.floor(affordable)
-            reason += f"; there is time for {epochs} epochs"
+            reason += f"; there is time for {epochs} epoch{'s' * (epochs != 1)}"
         if epochs < 1 <= left and self.best is None:
             needed = 2 * ((self._limit or 0.0) - self._seconds_left + per_epoch)
             raise StrettoError(
