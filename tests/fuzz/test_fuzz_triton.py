@@ -16,8 +16,9 @@ TINY = Tiles(rows=2, elements=4, columns=4, depth=4, reduced=4, least=2)
 TEAM = Tiles(rows=2, elements=2, columns=2, depth=4, reduced=4, least=2, shares=2)
 RESIDENT = Tiles(rows=2, elements=64, columns=64, depth=64, least=2, resident=True)
 
+TILES = {"ordinary": Tiles(), "tiny": TINY, "resident": RESIDENT, "cooperative": TEAM}
+
 saves: st.SearchStrategy[SaveChoice] = st.sampled_from(("auto", "states"))
-tiles: st.SearchStrategy[Tiles] = st.sampled_from((Tiles(), TINY, RESIDENT, TEAM))
 
 
 def _check(recipe: Recipe, case: Case, save: SaveChoice, chosen: Tiles) -> None:
@@ -38,15 +39,16 @@ def _check(recipe: Recipe, case: Case, save: SaveChoice, chosen: Tiles) -> None:
 
 
 @pytest.mark.usefixtures("interpreter")
-@fuzzed(12, share=0.6)
-@given(recipes(shortest=4), cases(), saves, tiles)
-def test_random_cells_agree_with_their_definition(recipe: Recipe, case: Case, save: SaveChoice, chosen: Tiles) -> None:
-    _check(recipe, case, save, chosen)
+@pytest.mark.parametrize("name", TILES)
+@fuzzed(15, share=0.45)
+@given(recipe=recipes(shortest=4), case=cases(), save=saves)
+def test_random_cells_agree_with_their_definition(name: str, recipe: Recipe, case: Case, save: SaveChoice) -> None:
+    _check(recipe, case, save, TILES[name])
 
 
 @pytest.mark.usefixtures("interpreter")
 @fuzzed(3, share=0.05)
-@given(recipes(exotic=True, shortest=4), cases(), saves, tiles)
+@given(recipes(exotic=True, shortest=4), cases(), saves, st.sampled_from(list(TILES.values())))
 def test_cells_of_rare_operators_agree_with_their_definition(
     recipe: Recipe, case: Case, save: SaveChoice, chosen: Tiles
 ) -> None:
