@@ -169,7 +169,7 @@ def test_a_bounded_time_is_planned_for_where_there_is_no_room_for_trials(monkeyp
     result = stretto.train(_task(max_hours=1.7 * 1000 / 3600), out="out")
     events = _events(result.run)
     assert [(event["action"], event["epochs"]) for event in events[:2]] == [("trial", 0.5), ("run", 1)]
-    assert events[1]["reason"].endswith("there is time for 1 epochs")
+    assert events[1]["reason"].endswith("there is time for 1 epoch")
     with pytest.raises(
         StrettoError, match=r"seconds left of 1e\+03, too few for an epoch of .* Allow .* hours\) or more"
     ):
