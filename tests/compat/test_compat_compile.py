@@ -421,8 +421,7 @@ def test_operators_keep_the_rules_of_torch_library(
     made = torch.ops.stretto.recurrent(inputs, names, keep)
     count = (len(states) + 1) * num_directions
     kept = list(made[count:])
-    outputs = [made[index * (len(states) + 1)] for index in range(num_directions)] if kept else []
-    given, saved = [tensor.detach() for tensor in inputs], [tensor.detach() for tensor in (*outputs, *kept)]
+    given, saved = [tensor.detach() for tensor in inputs], [tensor.detach() for tensor in kept]
     cotangents = [torch.randn_like(tensor) for tensor in made[:count]]
     arguments = (given, saved, cotangents, names, [True] * len(inputs))
     torch.library.opcheck(torch.ops.stretto.recurrent_backward.default, arguments)

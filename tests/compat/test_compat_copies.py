@@ -45,7 +45,7 @@ CASES = Behaviours()
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("case", CASES.params)
 def test_copies(case: Behaviour, backend: str) -> None:
     case.check(backend)
@@ -363,7 +363,7 @@ def test_machines_that_cannot_compile_run_torchs_layer_and_say_so(missing: str, 
     assert missing in done.stderr.lower()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_memory_does_not_grow(backend: str) -> None:
     """Calls of varying shape, packed or not, keep nothing."""
     model = stretto.accelerate(nn.GRU(F, 6), backend=backend)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("case", CASES.params)
 def test_eager(case: Behaviour, backend: str) -> None:
     case.check(backend)
@@ -227,7 +227,7 @@ WRONG: dict[str, tuple[type[Exception], Callable[[Layers], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("what", WRONG)
 @pytest.mark.parametrize("warm", [False, True], ids=["", "warm"])
 def test_wrong_input(what: str, warm: bool, backend: str) -> None:
@@ -305,6 +305,27 @@ def _set_first(y: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def _unseen(change: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A change that autograd does not see."""
+
+    def changed(y: torch.Tensor) -> torch.Tensor:
+        change(y.data)
+        return y
+
+    return changed
+
+
+def _unrecorded(y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y.mul_(2.0)
+    return y
+
+
+def _through_numpy(y: torch.Tensor) -> torch.Tensor:
+    y.detach().numpy()[:] = 3.0
+    return y
+
+
 INPLACE: dict[str, Callable[[torch.Tensor], Any]] = {
     "relu": lambda y: y.relu_(),
     "mul": lambda y: y.mul_(torch.linspace(0, 1, y.shape[-1], dtype=y.dtype)),
@@ -314,7 +335,22 @@ INPLACE: dict[str, Callable[[torch.Tensor], Any]] = {
     "first": _set_first,
     "masked-fill": lambda y: y.masked_fill_(y > 0.1, 0.0),
     "clamp": lambda y: y.clamp_(-0.1, 0.1),
-    "squeeze": lambda y: y.unsqueeze_(0),
+    "unsqueeze": lambda y: y.unsqueeze_(0),
+    "squeeze": lambda y: y.squeeze_(),
+    "transpose": lambda y: y.transpose_(0, 1),
+    "unseen-mul": _unseen(lambda data: data.mul_(2.0)),
+    "unseen-zero": _unseen(lambda data: data.zero_()),
+    "unseen-first": _unseen(lambda data: data[:1].fill_(7.0)),
+    "unrecorded": _unrecorded,
+    "detached": lambda y: (y.detach().mul_(2.0), y)[1],
+    "numpy": _through_numpy,
+    "another-memory": lambda y: (setattr(y, "data", torch.ones_like(y)), y)[1],
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "one": {},
+    "batch-first": {"batch_first": True},
+    "deep": {"num_layers": 2},
+    "both-ways": {"bidirectional": True},
 }
 
 
@@ -327,6 +363,97 @@ def inplace_on_output(use: Use, given: tuple[type[nn.RNNBase], Callable[[torch.T
     return y, gradients(model), x_TBF.grad
 
 
+@CASES.add(each={f"{kind}-{name}": (KINDS[kind], SHAPES[name]) for kind in KINDS for name in SHAPES})
+def unseen_work_on_output_and_states(use: Use, given: tuple[type[nn.RNNBase], dict[str, Any]]) -> Any:
+    layer, chosen = given
+    model, x = use(layer(F, use.H, **chosen).double()), batch()
+    y, after = model(x)
+    loss = loss_of((y, after))
+    wanted = torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True)
+    found = model(x)
+    y, after = found
+    loss_by_hand = (y * torch.ones_like(y)).sum()  # what the loss itself keeps is not what is looked at
+    for tensor in (y, *(after if isinstance(after, tuple) else (after,))):
+        tensor.data.fill_(0.5)
+    loss_by_hand.backward()
+    return wanted, x.grad, gradients(model), y
+
+
+@CASES.add(each=KINDS)
+def unseen_work_on_packed_output(use: Use, layer: type[nn.RNNBase]) -> Any:
+    model = use(layer(F, use.H).double())
+    y, _ = model(pack_padded_sequence(batch(), torch.tensor([4, 4, 4])))
+    y.data.data.mul_(2.0)
+    loss_of(y).backward()
+    return y, gradients(model)
+
+
+@CASES.add(each={f"{kind}-{name}": (KINDS[kind], SHAPES[name]) for kind in ("rnn", "gru") for name in SHAPES})
+def results_are_no_views(use: Use, given: tuple[type[nn.RNNBase], dict[str, Any]]) -> Any:
+    layer, chosen = given
+    model = use(layer(F, use.H, **chosen).double())
+    found = []
+    for asked in (True, False):
+        with torch.set_grad_enabled(asked):
+            y, after = model(batch())
+            packed, _ = model(pack_padded_sequence(batch(), [2] * B))
+        results = [y, packed.data, *(after if isinstance(after, tuple) else (after,))]
+        found += [(tensor._is_view(), tensor.stride(), tensor.is_leaf) for tensor in results]
+        found += [tensor.detach_().requires_grad for tensor in results]
+    return found
+
+
+@CASES.add(each=KINDS)
+def memory_of_output_is_given_back(use: Use, layer: type[nn.RNNBase]) -> Any:
+    model, x = use(layer(F, use.H).double()), batch()
+    y, _ = model(x)
+    loss = (y * 2.0).sum()
+    y.untyped_storage().resize_(0)
+    loss.backward()
+    return x.grad, gradients(model)
+
+
+@CASES.add(each=KINDS)
+def hook_on_output_that_is_changed_in_place(use: Use, layer: type[nn.RNNBase]) -> Any:
+    model, x = use(layer(F, use.H).double()), batch()
+    y, _ = model(x)
+    y.register_hook(lambda gradient: gradient * 3.0)
+    y.mul_(2.0)
+    loss_of(y).backward()
+    return x.grad, gradients(model)
+
+
+@CASES.add(each=KINDS)
+def output_shared_with_other_libraries(use: Use, layer: type[nn.RNNBase]) -> Any:
+    model = use(layer(F, use.H, batch_first=True).double())
+    y, _ = model(batch(1, T, F))
+    torch.from_dlpack(y.detach()).zero_()
+    (y * 2.0).sum().backward()
+    return y, gradients(model)
+
+
+@CASES.add(
+    each={
+        "resize": lambda y: y.resize_(2, 2),
+        "set": lambda y: y.set_(torch.ones(2, dtype=y.dtype)),
+        "no-gradient": lambda y: y.requires_grad_(False),
+        "gradient": lambda y: y.requires_grad_(True),
+        "matrix-transpose": lambda y: y.t_(),
+    }
+)
+def other_work_on_output(use: Use, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    model, found = use(nn.GRU(F, use.H).double()), []
+    for asked in (True, False):
+        with torch.set_grad_enabled(asked):
+            y = model(batch())[0]
+        try:
+            y = change(y)
+            found.append((tuple(y.shape), y.requires_grad))
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
 @CASES.add(each=KINDS)
 def inplace_on_states(use: Use, layer: type[nn.RNNBase]) -> Any:
     model = use(layer(F, use.H, num_layers=2).double())
@@ -335,6 +462,19 @@ def inplace_on_states(use: Use, layer: type[nn.RNNBase]) -> Any:
         state.mul_(0.5)
     loss_of((y, after)).backward()
     return y, after, gradients(model)
+
+
+@CASES.add(each=KINDS)
+def made_in_inference_mode(use: Use, layer: type[nn.RNNBase]) -> Any:
+    with torch.inference_mode():
+        model = use(layer(F, use.H).double())
+    x, found = batch().detach(), []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found.append(model(x))
+    with pytest.raises(RuntimeError, match=r"[Ii]nference tensors"):
+        model(x)
+    return found
 
 
 @CASES.add(each=KINDS)

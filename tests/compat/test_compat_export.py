@@ -24,7 +24,7 @@ TEMPERATURES = {"cold": False, "warm": True}
 STATES = {f"{kind}-{name}": (KINDS[kind], warm) for kind in KINDS for name, warm in TEMPERATURES.items()}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("case", CASES.params)
 def test_export(case: Behaviour, backend: str) -> None:
     case.check(backend)
@@ -88,7 +88,7 @@ def exported_for_any_batch(use: Use, warm: bool) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("by_export", [False, True], ids=["script", "export"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_onnx(kind: str, by_export: bool, backend: str, tmp_path: Path) -> None:

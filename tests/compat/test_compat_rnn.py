@@ -6,6 +6,7 @@ to be the same both times. Shape legend: B sequences, T steps, F features, H hid
 
 import copy
 import io
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -439,3 +440,70 @@ def test_a_stored_layer_can_be_read_again(cell: stretto.Cell) -> None:
     torch.save(layer, stored)
     stored.seek(0)
     assert_same(torch.load(stored, weights_only=False)(x_BTF), wanted)
+
+
+# Work in place, seen by autograd or not
+
+CHANGES: Final[dict[str, Callable[[torch.Tensor], Any]]] = {
+    "seen": lambda tensor: tensor.mul_(2.0),
+    "unseen": lambda tensor: tensor.data.mul_(2.0),
+    "numpy": lambda tensor: tensor.detach().numpy().fill(3.0),
+    "transposed": lambda tensor: tensor.transpose_(0, 1),
+}
+OWN_CELLS: Final[dict[str, Callable[[], nn.Module]]] = {
+    "gru": lambda: stretto.cells.GRU(F, 6),
+    "lstm": lambda: stretto.cells.LSTM(F, 6),
+    "elman": lambda: stretto.cells.Elman(F, 6),
+    "own": lambda: Leaky(F, 6),
+}
+SETTINGS: Final[dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "eager": {"backend": "eager"},
+    "states": {"save": "states"},
+    "auto": {"solver": "auto"},
+    "deep": {"num_layers": 2},
+    "both-ways": {"bidirectional": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    # A cell that has no with_input_size is one layer of one direction.
+    [pair for pair in itertools.product(OWN_CELLS, SETTINGS) if pair not in (("own", "deep"), ("own", "both-ways"))],
+)
+def test_work_in_place_on_results(kind: str, setting: str) -> None:
+    for change in CHANGES.values():
+        found = []
+        for backend in ("torch", SETTINGS[setting].get("backend", "cpp")):
+            torch.manual_seed(0)
+            given = SETTINGS[setting] if backend != "torch" else {**SETTINGS[setting], "save": "auto"}
+            model, x_BTF = stretto.RNN(OWN_CELLS[kind](), **{**given, "backend": backend}).double(), leaf()
+            y, after = model(x_BTF)
+            assert not y._is_view()
+            kept = (y * torch.arange(y.shape[-1]).double()).sum()
+            states = [tensor for tensor in torch.utils._pytree.tree_leaves(after) if tensor.shape[1] == 6]
+            for tensor in (y, *states):
+                change(tensor)
+            (loss_of((y, states)) + kept).backward()
+            found.append((y, states, gradients(model), x_BTF.grad))
+        assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", OWN_CELLS)
+def test_a_layer_made_in_inference_mode_is_compiled(kind: str) -> None:
+    with torch.inference_mode():
+        layer = stretto.RNN(OWN_CELLS[kind]()).double()
+    assert all(parameter.is_inference() for parameter in layer.parameters())
+    x_BTF = batch()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found, wanted = layer(x_BTF), PlainLoop(layer.cells[0])(x_BTF)  # type: ignore[arg-type]
+            torch.testing.assert_close(found, wanted)
+        assert layer.last_built is not None
+        assert layer.last_built.backend == "cpp"
+    assert all(parameter.is_inference() for parameter in layer.parameters())
+    with pytest.raises(RuntimeError, match=r"[Ii]nference tensors"):
+        layer(x_BTF)
+    learned = copy.deepcopy(layer)
+    learned.load_state_dict({name: tensor.clone() for name, tensor in layer.state_dict().items()}, assign=True)
+    assert learned(x_BTF)[0].requires_grad

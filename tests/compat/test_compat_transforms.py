@@ -47,7 +47,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("case", CASES.params)
 def test_transforms(case: Behaviour, backend: str) -> None:
     case.check(backend)
@@ -212,6 +212,37 @@ TRANSFORMS: dict[str, Callable[[Any, Any, torch.Tensor], Any]] = {
 def transform(use: Use, given: tuple[Callable[..., Any], type[nn.RNNBase]]) -> Any:
     change, layer = given
     return change(*_functional(use, layer, warm=True), batch(2, 2, F).detach())
+
+
+def _pulled(kind: str, run: Callable[[torch.Tensor], torch.Tensor], of: torch.Tensor) -> Any:
+    one = torch.ones_like(of).detach()
+    if kind == "vjp":
+        made, pull = torch.func.vjp(run, one)
+        return made, pull(torch.ones_like(made).detach())
+    if kind == "jvp":
+        return torch.func.jvp(run, (one,), (one,))
+    return torch.func.grad(lambda given: run(given).sum())(one)
+
+
+@CASES.add(
+    each={
+        f"{name}-{kind}": (layer, kind)
+        for name, layer in {"gru": nn.GRU, "lstm": nn.LSTM}.items()
+        for kind in ("vjp", "jvp", "grad")
+    }
+)
+def transform_of_a_backward_pass_recorded_before(use: Use, given: tuple[type[nn.RNNBase], str]) -> Any:
+    layer, kind = given
+    model, x = use(layer(F, use.H, num_layers=2).double()), batch()
+    y, after = model(x)
+    last = after[0] if isinstance(after, tuple) else after
+    wanted = [x, *model.parameters()]
+
+    def run(d: torch.Tensor) -> torch.Tensor:
+        found = torch.autograd.grad([y, last], wanted, [d, torch.ones_like(last)], retain_graph=True, create_graph=True)
+        return torch.stack([gradient.square().sum() for gradient in found])
+
+    return _pulled(kind, run, y), _pulled(kind, lambda d: (y * d).square(), y)
 
 
 @CASES.add(each={name: TRANSFORMS[name] for name in ("grad", "jvp", "jacfwd")}, cold=True)
@@ -478,7 +509,7 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_distributed_tensors_as_input(backend: str) -> None:
     from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 
@@ -492,7 +523,7 @@ def test_distributed_tensors_as_input(backend: str) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_data_parallel(backend: str) -> None:
     def run(use: Use) -> Any:
         model = use(nn.Sequential(First(nn.LSTM(F, use.H, num_layers=2)), nn.Linear(use.H, 2)).double())

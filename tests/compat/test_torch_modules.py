@@ -170,7 +170,7 @@ def test_numerical_gradients(name: str, check: Callable[..., bool]) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_errors(name: str, backend: str) -> None:
     info = LAYERS[name]
     for error in info.module_error_inputs_func(

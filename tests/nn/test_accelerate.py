@@ -181,3 +181,18 @@ def test_distributed_training_reduces_every_gradient(x_TBF: torch.Tensor) -> Non
     found = {name.removeprefix("module."): tensor for name, tensor in _gradients(model, x_TBF).items()}
     torch.testing.assert_close(found, wanted, rtol=0.0, atol=TOLERANCE)
     assert sum(reduced) == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+@pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM])
+def test_no_memory_is_taken_for_a_backward_pass_that_cannot_come(layer: type[nn.RNNBase]) -> None:
+    model = stretto.accelerate(layer(8, 32), backend="cpp")
+    x_TBF = torch.randn(50, 4, 8)
+
+    def taken(mode: Any) -> int:
+        with mode():
+            model(x_TBF)  # whatever is done once
+            with torch.profiler.profile(profile_memory=True) as found:
+                model(x_TBF)
+        return sum(max(event.self_cpu_memory_usage, 0) for event in found.key_averages())
+
+    assert taken(torch.no_grad) == taken(torch.inference_mode) < taken(torch.enable_grad)

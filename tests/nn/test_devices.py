@@ -5,6 +5,7 @@ Says nothing of values. A layer leaves the meta device to a plain loop; `as_on_a
 Shape legend: B sequences, T steps, F features of the input.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from cell_settings import SETTINGS, F
 from stretto.kernels import LayerCall, Layout, build, run_together
 from stretto.kernels.backends import cudagraph
 from stretto.nn import rnn
+from stretto.solvers import AbstractSolver, TimeParallel
 from stretto.state import flatten
 
 META = torch.device("meta")
@@ -114,6 +116,44 @@ class DrawsBits(torch.nn.Module):
     def forward(self, x_t: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h = torch.tanh(h + x_t * torch.bernoulli(torch.sigmoid(x_t)))
         return h, h
+
+
+SOLVERS: dict[str, Callable[[], AbstractSolver]] = {
+    "shooting": lambda: stretto.Shooting(num_chunks=3),
+    "sweeps": lambda: stretto.Shooting(num_chunks=3, max_sweeps=2),
+    "newton": stretto.Newton,
+    "multigrid": stretto.Multigrid,
+    "time_parallel": TimeParallel,
+}
+
+
+@pytest.mark.parametrize("lengths", [None, [40, 7, 0, 12]])
+@pytest.mark.parametrize("name", SOLVERS)
+def test_solvers_run_sequentially_where_there_are_no_values(name: str, lengths: Any) -> None:
+    """Whether iterates agree cannot be known there: the loop is right, and it is told."""
+    layer = stretto.RNN(stretto.cells.LSTM(3, 5).to(META), 2, True, solver=SOLVERS[name]())
+    run(layer, T=40, lengths=lengths)
+    assert layer.solution.solver == "serial"
+    assert layer.solution.reason == "the input is on meta"
+
+
+@pytest.mark.parametrize("lengths", [None, [40, 7, 0, 12]])
+@pytest.mark.parametrize("name", SOLVERS)
+def test_solvers_on_meta_themselves(name: str, lengths: Any, as_on_a_gpu: Counter) -> None:
+    """As somebody calls one who writes their own."""
+    layer = stretto.RNN(stretto.cells.LSTM(3, 5).to(META), solver=SOLVERS[name](), backend="eager")
+    run(layer, T=40, lengths=lengths)
+    assert layer.solution.solver == name.replace("sweeps", "shooting")
+    assert layer.solution.iterations == 1
+    if name != "time_parallel":
+        assert layer.solution.fell_back
+        assert layer.solution.reason == "the tensors are on meta, and have no values to compare"
+
+
+def test_auto_solvers_on_meta() -> None:
+    layer = stretto.RNN(stretto.cells.GRU(3, 5).to(META), solver="auto")
+    run(layer, T=300)
+    assert layer.solution.reason == "the input is on meta"
 
 
 def test_what_a_cell_draws(as_on_a_gpu: Counter) -> None:

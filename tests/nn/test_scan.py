@@ -836,3 +836,52 @@ def test_writes_that_gradients_do_not_see(how: str) -> None:
         found = torch.autograd.grad(stretto.scan(step, start * 1, x)[1].sin().sum(), [weight, start, x])
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)
+
+
+AROUND, OUTWARD = (torch.randn(F, F, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+SAVERS: dict[str, Step] = {
+    "the state": lambda h, x: ((new := torch.tanh(h @ AROUND + x)), new),
+    "the state before": lambda h, x: (torch.tanh(h @ AROUND + x), h),
+    "behind the loop": lambda h, x: ((new := torch.tanh(h @ AROUND + x)), torch.softmax(new @ OUTWARD, -1)),
+    "ahead of the loop": lambda h, x: (torch.tanh(h @ AROUND + x), torch.sigmoid(x @ OUTWARD)),
+    "in the loop": lambda h, x: (torch.tanh((y := torch.sigmoid(h @ OUTWARD)) @ AROUND + x), y),
+    "the input": lambda h, x: (torch.tanh(h @ AROUND + x), x),
+    "several": lambda h, x: ((new := torch.tanh(h @ AROUND + x)), (new, torch.relu(new @ OUTWARD))),
+}
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "seen": lambda ys: ys.mul_(2.0),
+    "a step": lambda ys: ys[:, 0].zero_(),
+    "unseen": lambda ys: ys.data.mul_(2.0),
+    "detached": lambda ys: ys.detach_(),
+}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("saver", SAVERS)
+def test_work_in_place_on_results(saver: str, change: str, batch_first: bool, reverse: bool) -> None:
+    step, found = SAVERS[saver], []
+    for is_compiled in (False, True):
+        xs, init = torch.linspace(-1, 1, 60).reshape(4, 5, F).requires_grad_(), torch.ones(4, F, requires_grad=True)
+        given = (xs if batch_first else xs.transpose(0, 1)) * 1.0
+        before = given.detach().clone()
+        if is_compiled:
+            final, ys = stretto.scan(step, init * 1.0, given, batch_first=batch_first, reverse=reverse)
+        else:
+            state, made = init * 1.0, []
+            steps = given.unbind(1 if batch_first else 0)
+            for x in steps[::-1] if reverse else steps:
+                state, y = step(state, x)
+                made.append(y)
+            stacked = [torch.stack(flatten(y), 0) for y in (made[::-1] if reverse else made)]
+            parts = torch.stack(stacked).unbind(1)
+            ys = [torch.stack(part.unbind(0), 1 if batch_first else 0) for part in parts]
+            final = state * 1.0
+        outputs = flatten(ys)
+        for tensor in outputs:
+            CHANGES[change](tensor if batch_first else tensor.transpose(0, 1) if change == "a step" else tensor)
+        (sum(tensor.square().sum() for tensor in outputs) + final.square().sum()).backward()
+        assert torch.equal(given, before)
+        found.append((*outputs, final, xs.grad, init.grad))
+    torch.testing.assert_close(found[1], found[0])

@@ -177,7 +177,7 @@ class _BackwardStart(torch.autograd.Function):
     def forward(ctx: Any, watch: _Stopwatch, *tensors: torch.Tensor) -> Any:
         ctx.watch = watch
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return tuple(tensor.data for tensor in tensors)  # no views: a user may work on them in place
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
@@ -185,8 +185,14 @@ class _BackwardStart(torch.autograd.Function):
         return None, *cotangents
 
 
-class _BackwardEnd(_BackwardStart):
+class _BackwardEnd(torch.autograd.Function):
     """Identity before the inputs: a backward pass reaches it last."""
+
+    @staticmethod
+    def forward(ctx: Any, watch: _Stopwatch, *tensors: torch.Tensor) -> Any:
+        ctx.watch = watch
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:

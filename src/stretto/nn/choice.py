@@ -16,6 +16,15 @@ Batches of many megabytes leave these lines: memory is then taken from the syste
 whoever needs more of it loses. Where the lines do not decide by a clear margin, such a batch is measured at its own
 size, cut off after as many steps as show this.
 
+Where other work takes part in a measurement, its times are too long, and unequally so. Such a one is taken again
+by the next process, and after a few of them, whose best times are kept, in intervals that grow:
+
+    process     1          2          3                4, 5, 6, ...    after 1 hour   after 2 more, 4 more, ...
+                measured   measured   measured         read            measured       measured
+                `----- the best times so far decide ---------------------------------------------->
+
+until one is undisturbed, which is kept for good.
+
 The measured layer is one of our own with the sizes of the user's. It touches neither the user's weights and graph nor
 the random state, and its cost does not grow with the user's batch.
 """
@@ -24,7 +33,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import math
 import threading
 import time
@@ -35,16 +43,14 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from stretto.errors import StrettoError
-from stretto.files import cache_folder, write_text_atomically
-from stretto.kernels import describe_machine, hooks_allowed
+from stretto.files import cache_folder
+from stretto.kernels import describe_machine, hooks_allowed, keep_measurement, read_measurement, wait_for
+from stretto.kernels import quiet_run as _quiet_run
 
 SHORT: Final = 8
 LONG: Final = 32
 ROUNDS: Final = 8
 """Timed runs of each, if they are short; the fastest counts."""
-MAX_RETRIES: Final = 12
-"""How many disturbed runs are taken again before one is kept."""
 MAX_SECONDS: Final = 0.4
 """After so long no run is taken again, and no further round begins."""
 MAX_WORK: Final = 1 << 29
@@ -57,7 +63,12 @@ CLEAR_SPEEDUPS: Final = (0.5, 1.25)
 """Outside of these, short runs decide about large batches too."""
 FILLS: Final = (0.75, 0.5, 0.25, 0.125, 0.0625)
 """What ragged batches are measured at. Equal lengths are a kind of their own: they cost torch far less."""
-FORMAT: Final = 5
+MAX_DISTURBED: Final = 3
+"""Disturbed measurements in a row, each by the next process that needs one, before there is a pause."""
+FIRST_PAUSE: Final = 3600.0
+"""Seconds until the next one is tried; each further pause is twice as long."""
+LONGEST_PAUSE: Final = 30 * 86400.0
+FORMAT: Final = 6
 CPU: Final = torch.device("cpu")
 Run: TypeAlias = Callable[[nn.RNNBase, Any], Any]
 
@@ -116,6 +127,44 @@ class Line:
         return self.fixed + self.per_step * num_steps
 
 
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stored:
+    """What was measured of a kind, by this process or another.
+
+    Attributes:
+        generated: The line of generated code.
+        torch: That of torch's own layer.
+        disturbed: How many measurements were disturbed, of which these are the best times; 0 if one was not.
+        again: When to measure again, in seconds as `time.time` has them.
+    """
+
+    generated: Line
+    torch: Line
+    disturbed: int = 0
+    again: float = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be measured again."""
+        # A clock that was set back must not make a pause longer.
+        return self.disturbed > 0 and not 0 < self.again - _now() <= LONGEST_PAUSE
+
+    def best(self, other: "Stored") -> "Stored":
+        """These times, or those of another measurement where they are shorter."""
+        return dataclasses.replace(
+            self,
+            generated=_shortest(self.generated, other.generated),
+            torch=_shortest(self.torch, other.torch),
+        )
+
+
+def _shortest(one: Line, other: Line) -> Line:
+    short, long = (min(one.at(steps), other.at(steps)) for steps in (SHORT, LONG))
+    return one if (short, long) == (one.at(SHORT), one.at(LONG)) else _line(short, long)
+
+
+_now = time.time
 _known: dict[Kind, tuple[Line, Line]] = {}
 _disturbed: set[Kind] = set()
 _measuring = threading.Lock()
@@ -155,40 +204,48 @@ def _speedup(kind: Kind, num_steps: int, generated: Run, original: Run) -> float
     lines = _known.get(kind)
     if lines is None:
         with _measuring:
-            lines = _known.get(kind) or _load(kind) or _measure(kind, generated, original)
-            _known[kind] = lines
+            lines = _known.get(kind)
+            if lines is None:
+                stored = _load(kind)
+                if stored is None or stored.is_due:
+                    stored = _measure(kind, stored, generated, original)
+                (_disturbed.add if stored.disturbed else _disturbed.discard)(kind)
+                lines = _known[kind] = (stored.generated, stored.torch)
     ours, torchs = lines
     return torchs.at(num_steps) / ours.at(num_steps)
 
 
-def _measure(kind: Kind, generated: Run, original: Run) -> tuple[Line, Line]:
-    found, is_quiet = _time(kind, {"generated": generated, "torch": original})
-    if is_quiet:
-        _store(kind, found)
-    else:
-        _disturbed.add(kind)  # the next process measures again
-    return found["generated"], found["torch"]
+def _measure(kind: Kind, earlier: Stored | None, generated: Run, original: Run) -> Stored:
+    lines, is_quiet = _time(kind, {"generated": generated, "torch": original})
+    found = Stored(lines["generated"], lines["torch"])
+    if not is_quiet:
+        found = found if earlier is None else found.best(earlier)
+        count = 1 if earlier is None else earlier.disturbed + 1
+        doublings = min(count - MAX_DISTURBED, 32)
+        pause = 0.0 if doublings < 0 else min(FIRST_PAUSE * 2.0**doublings, LONGEST_PAUSE)
+        found = dataclasses.replace(found, disturbed=count, again=_now() + pause)
+    _store(kind, found)
+    return found
 
 
-def _load(kind: Kind) -> tuple[Line, Line] | None:
+def _load(kind: Kind) -> Stored | None:
+    stored = read_measurement(cache_folder, kind.key)
     try:
-        text = (cache_folder() / "choices" / f"{kind.key}.json").read_text(encoding="utf-8")
-        stored = json.loads(text)
         lines = [Line(*map(float, stored[name])) for name in ("generated", "torch")]
-    except (OSError, StrettoError, ValueError, KeyError, TypeError):
+        disturbed, again = int(stored.get("disturbed", 0)), float(stored.get("again", 0.0))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None  # not measured yet, or damaged: it is measured again
-    if not all(math.isfinite(line.at(1)) and line.at(1) > 0 for line in lines):
+    if not all(math.isfinite(line.at(1)) and line.at(1) > 0 for line in lines) or disturbed < 0:
         return None
-    return lines[0], lines[1]
+    return Stored(lines[0], lines[1], disturbed, again)
 
 
-def _store(kind: Kind, found: dict[str, Line]) -> None:
-    stored = {name: [line.fixed, line.per_step] for name, line in found.items()}
-    # A cache that cannot be written to costs another measurement in the next process, nothing else.
-    with contextlib.suppress(OSError, StrettoError):
-        folder = cache_folder() / "choices"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        write_text_atomically(folder / f"{kind.key}.json", json.dumps(stored))
+def _store(kind: Kind, found: Stored) -> None:
+    lines = {"generated": found.generated, "torch": found.torch}
+    stored: dict[str, Any] = {name: [line.fixed, line.per_step] for name, line in lines.items()}
+    if found.disturbed:
+        stored |= {"disturbed": found.disturbed, "again": found.again}
+    keep_measurement(cache_folder, kind.key, stored)
 
 
 def _time(kind: Kind, runs: dict[str, Run]) -> tuple[dict[str, Line], bool]:
@@ -224,48 +281,16 @@ def _line(short: float, long: float) -> Line:
     return Line(long - LONG * per_step, per_step)
 
 
-def _quiet_run(run: Callable[[], float], *, end: float) -> tuple[float, bool]:
-    """Seconds of a run during which no other process took a core from us, and True.
-
-    After some tries, or at the end of the time for it: those of the fastest run, and False.
-    """
-    fastest = math.inf
-    for _ in range(MAX_RETRIES):
-        before = _times_interrupted()
-        seconds = run()
-        if _times_interrupted() == before:
-            return seconds, True
-        fastest = min(fastest, seconds)
-        if time.perf_counter() > end:
-            break
-    return fastest, False
-
-
-def _times_interrupted() -> int:
-    """How often another process took a core from us; always 0 where the system does not say."""
-    try:
-        import resource
-    except ImportError:  # pragma: no cover - Windows
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-
-
 def _one_run(run: Run, layer: nn.RNNBase, x: Any, weights: list[torch.Tensor], *, training: bool) -> float:
     data = x if isinstance(x, torch.Tensor) else x.data
-    _wait_for(data.device)
+    wait_for(data.device)
     start = time.perf_counter()
     y, _ = run(layer, x)
     if training:
         wanted = [*weights, data] if data.requires_grad else weights
         torch.autograd.grad((y if isinstance(y, torch.Tensor) else y.data).sum(), wanted)
-    _wait_for(data.device)
+    wait_for(data.device)
     return time.perf_counter() - start
-
-
-def _wait_for(device: torch.device) -> None:
-    """Until a GPU has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextlib.contextmanager

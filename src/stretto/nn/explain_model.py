@@ -61,7 +61,7 @@ class LayerExplanation:
             calls += f", {self.compiled_calls} in compiled graphs by all layers of these sizes"
         lines = [f"{self.name or 'the model'} ({self.kind}): {self.backend or 'undecided'}{calls}"]
         if self.disturbed:
-            lines.append("    other work had the cores while its speed was measured; a new process measures again")
+            lines.append("    other work had the cores while its speed was measured; it is measured again later")
         elif self.speedup is not None:
             lines.append(f"    {self.speedup:.1f} times torch's speed, measured on a layer of these sizes")
         if self.reason:
@@ -125,6 +125,7 @@ def _explain_rnn(name: str, rnn: RNN) -> LayerExplanation:
     built = rnn.last_built
     if built is None:
         return LayerExplanation(name=name, kind=kind, backend="", reason=NO_CALL)
+    built = built.now()
     remedy = "" if built.backend in {"cpp", "triton"} else "see `rnn.explain()`, and change the cell as it says"
     return LayerExplanation(name=name, kind=kind, backend=built.backend, reason=built.reason, remedy=remedy)
 

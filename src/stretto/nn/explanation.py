@@ -44,6 +44,7 @@ class Explanation:
         rewrites: What was rewritten, in words.
         analysis_seconds: Time to trace, analyse and derive.
         compile_seconds: Time to generate and compile, or to find compiled code in the cache.
+        measured: What was measured on this machine to find what runs the loops, in words; empty if nothing was.
     """
 
     name: str
@@ -56,12 +57,14 @@ class Explanation:
     rewrites: tuple[str, ...]
     analysis_seconds: float
     compile_seconds: float
+    measured: tuple[str, ...]
     _summary: Summary | None = field(repr=False)
     _built: Built = field(repr=False, compare=False)
 
     @classmethod
     def of(cls, built: Built, name: str) -> "Explanation":
         """Explain what was built."""
+        built = built.now()
         summary, counts = None, {}
         if built.plan is not None:
             summary = Summary.of(built.plan, built.program.bodies)
@@ -77,6 +80,7 @@ class Explanation:
             rewrites=() if built.plan is None else tuple(built.plan.rewrites),
             analysis_seconds=built.analysis_seconds,
             compile_seconds=built.compile_seconds,
+            measured=built.measured,
             _summary=summary,
             _built=built,
         )
@@ -112,6 +116,7 @@ class Explanation:
             "rewrites": list(self.rewrites),
             "analysis_seconds": self.analysis_seconds,
             "compile_seconds": self.compile_seconds,
+            "measured": list(self.measured),
         }
 
     def __str__(self) -> str:
@@ -130,6 +135,8 @@ class Explanation:
         if self.compile_seconds:
             seconds += f"; generating and compiling, or finding it compiled, {_time(self.compile_seconds)}"
         yield from _row("took", seconds)
+        for line in self.measured:
+            yield from _row("measured", line)
         if self._summary is None:
             return
         for rewrite in self.rewrites:

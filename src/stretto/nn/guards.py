@@ -77,6 +77,19 @@ def is_looked_at(device: torch.device | None = None) -> str:
     return ""
 
 
+def autocast_operands(device: torch.device, own: torch.dtype | None) -> torch.dtype | None:
+    """What products round their operands to under autocast of a GPU; None where it is off, or does nothing.
+
+    Args:
+        device: Where the call's tensors are.
+        own: What weights and states are.
+    """
+    if device.type != "cuda" or own is not torch.float32 or not torch.is_autocast_enabled("cuda"):
+        return None
+    low = torch.get_autocast_dtype("cuda")
+    return low if low in {torch.bfloat16, torch.float16} else None
+
+
 def _default_device_is(device: torch.device | None) -> bool:
     """Whether tensors are made on the CPU, or on this device; a mode that is no default device says no."""
     count = torch._C._len_torch_function_stack()

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from stretto.errors import StrettoError
-from stretto.kernels import Layout
+from stretto.kernels import Layout, Shown
 from stretto.signature import Packing
 from stretto.state import flatten, map_state
 
@@ -53,6 +53,19 @@ class PackedBatch:
         batch_P = sequence_P if self.order_B is None else self.order_B.to(device)[sequence_P]
         return batch_P * self.num_steps + step_P if self.batch_first else step_P * layout.num_rows + batch_P
 
+    def unpack_shown(self, y: torch.Tensor) -> torch.Tensor | PackedSequence:
+        """The same of outputs that were asked for as they are `shown`: no view of anything, as with torch's layers."""
+        if self.shown == "steps":
+            return y.transpose_(0, 1) if self.batch_first else y
+        return self.unpack(y)
+
+    def unpack_copied(self, y_PF: torch.Tensor) -> torch.Tensor | PackedSequence:
+        """The same of rows, some of which may be of a larger tensor."""
+        if self.shown == "":
+            return self.unpack(y_PF)
+        steps = (self.layout.num_steps, self.layout.num_rows) if self.shown == "steps" else (self.layout.total,)
+        return self.unpack_shown(y_PF.reshape(*steps, *y_PF.shape[1:]).clone())
+
     def sort_rows(self, state: Any) -> Any:
         """A state of the batch in the order of the layout."""
         if self.order_B is None:
@@ -66,6 +79,14 @@ class PackedBatch:
             return state
         back_B = torch.argsort(self.order_B)
         return map_state(lambda part: part.index_select(0, back_B.to(part.device)), state)
+
+    @property
+    def shown(self) -> Shown:
+        """How outputs are asked for that `unpack` gives back as they are; empty if it copies them."""
+        if self.packed is not None:
+            return "rows"
+        is_padded = self.offsets is None and self.order_B is None and self.layout.total > 0
+        return "steps" if is_padded and self.layout.is_even and self.layout.num_steps == self.num_steps else ""
 
     def unpack(self, y_PF: torch.Tensor) -> torch.Tensor | PackedSequence:
         """Outputs in the form of the original batch; zeros after the end of each sequence."""

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Final, Literal, NamedTuple, final, get_args
+from typing import Any, Final, Literal, NamedTuple, NoReturn, final, get_args
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from stretto.kernels import (
     Layout,
     Program,
     SaveChoice,
+    Shown,
     TracedProgram,
     backend_names,
     build,
@@ -42,7 +43,7 @@ from stretto.nn.auto import SolverAutotuner
 from stretto.nn.captured import capture
 from stretto.nn.compiled import evaluated, operators_are_usable, run_layers
 from stretto.nn.explanation import Explanation
-from stretto.nn.guards import is_looked_at, opaque, unusual_tensor, warn_of_unset, warn_once
+from stretto.nn.guards import autocast_operands, is_looked_at, opaque, unusual_tensor, warn_of_unset, warn_once
 from stretto.nn.ragged import PackedBatch, cut_at_resets, is_one_input, pack_inputs, values_of
 from stretto.nn.stack import Direction, SolverCall, StackResult, assemble, run_stack
 from stretto.signature import (
@@ -53,6 +54,7 @@ from stretto.signature import (
     call_cell,
     call_step,
     check_forward,
+    check_sizes,
     has_initial_state,
     initial_state,
     spreads_state,
@@ -127,6 +129,8 @@ class RNN(nn.Module):
         self.backend = backend
         self.save = save
         self.solver = solver
+        if state is not None:
+            check_sizes(state)
         self.state_sizes = state
         check_choice(returns, name="returns", choices=get_args(Returns))
         self.returns: Returns = returns
@@ -137,6 +141,13 @@ class RNN(nn.Module):
         self._in_graphs: dict[Any, _InGraph] = {}
         self._spreads: dict[int, bool] = {}
         self.solutions: tuple[Solution, ...] = ()
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by `torch.jit.script`, also for a module around this one; TorchScript cannot take every cell."""
+        raise StrettoError(
+            "torch.jit.script was given a model with a stretto.RNN, which TorchScript cannot take",
+            fix="Use `stretto export MODULE:NAME --to torch`, onnx or c instead; or torch's own layer, such as nn.GRU.",
+        )
 
     @property
     def solution(self) -> Solution:
@@ -325,12 +336,14 @@ class RNN(nn.Module):
         cells = [_inspect(cell) for cell in self.cells]
         has_autocast = not data.is_meta and torch.is_autocast_enabled(data.device.type)
         x, state, constants = self._match_dtype(x, state, constants, cells[0].dtype, convert=has_autocast)
+        operands = autocast_operands(data.device, cells[0].dtype)
         with torch.autocast(data.device.type, enabled=False) if has_autocast else nullcontext():
             given = [] if is_one_input(x) else flatten(x)
             seen = is_looked_at(data.device) or _unusual(data, (state, constants, given), cells)
             if seen and not (_has_own_lengths(x) or _is_readable(lengths)):
-                self.solutions = ()
-                return self._loop_over_steps(x, state, lengths, constants, resets, feeds_back=feeds_back)
+                self.solutions = self._unsolved(seen)
+                y, ends = self._loop_over_steps(x, state, lengths, constants, resets, feeds_back=feeds_back)
+                return _as_autocast_gives(y, operands), ends
             packed, inputs = pack_inputs(x, lengths, batch_first=self.batch_first)
             num_rows, has_constants = packed.layout.num_rows, constants is not None
             further = [constants] * has_constants + ([_no_output(x[0], num_rows)] if feeds_back else [])
@@ -348,14 +361,18 @@ class RNN(nn.Module):
                     segments.start_states(given, new, reverse=self._is_reverse(index))
                     for index, (given, new) in enumerate(zip(starts, fresh, strict=True))
                 ]
-            layers, built = self._assemble(x_PF, starts, cells, form, backend="torch" if seen else self.backend)
-            run = partial(self._run, layout)
+            layers, built = self._assemble(
+                x_PF, starts, cells, form, backend="torch" if seen else self.backend, operands=operands
+            )
+            last = range(len(built))[-len(layers[-1]) :]
+            shown = packed.shown if segments is None and not any(built[index].outputs for index in last) else ""
+            run = partial(self._run, layout, shown)
             if self.solver == "auto" and not seen:
                 result = self._autotuner.run(layers, layout, x_PF, run=run)
             else:
                 call = None if seen else self._solver_call(packed, sample_ids, is_cut=segments is not None)
                 result = run(layers, x_PF, call)
-            self.solutions = tuple(result.solutions)
+            self.solutions = self._unsolved(seen) if seen else tuple(result.solutions)
             finals, y_PF = result.states, result.y_PF
             after = [form.own_state(unflatten(initial, final)) for initial, final in zip(states, finals, strict=True)]
             if segments is not None:
@@ -364,8 +381,15 @@ class RNN(nn.Module):
                     segments.end_states(final, reverse=self._is_reverse(index)) for index, final in enumerate(after)
                 ]
             after = list(map(packed.restore_rows, after))
-            outputs = [built[index].outputs for index in range(len(built))][-len(layers[-1]) :]
-            return _unpack(packed, y_PF, outputs), after[0] if len(after) == 1 else tuple(after)
+            outputs = [built[index].outputs for index in last]  # of an untraced cell, known when it has run
+            if shown and any(outputs):
+                y_PF, shown = y_PF.reshape(layout.total, -1), ""
+            y = packed.unpack_shown(y_PF) if shown else _unpack(packed, y_PF, outputs)
+            return _as_autocast_gives(y, operands), after[0] if len(after) == 1 else tuple(after)
+
+    def _unsolved(self, reason: str) -> tuple[Solution, ...]:
+        """What is told of a call that no solver ran, though there is one."""
+        return () if self.solver == "serial" else (Solution(solver="serial", reason=reason),)
 
     def _is_reverse(self, index: int) -> bool:
         """Whether a layer and direction, by its number, reads backwards."""
@@ -461,6 +485,7 @@ class RNN(nn.Module):
         form: StepSignature,
         *,
         backend: Backend,
+        operands: torch.dtype | None,
     ) -> tuple[list[list[Direction]], dict[int, Built]]:
         """The layers, each direction with its program, its tensors and its initial state; and what was built."""
         built: dict[int, Built] = {}
@@ -472,9 +497,12 @@ class RNN(nn.Module):
             if signature.inputs is None:
                 _check_width(cell.module, features, x_PF)
             _check_devices(cell, x_PF, initial)
-            built[index] = self._build(cell, features, x_PF.dtype, initial, backend=backend, signature=signature)
+            options: Any = {"backend": backend, "signature": signature, "operands": operands}
+            built[index] = self._build(cell, features, x_PF.dtype, initial, **options)
             _warn_if_slower(cell.module, built[index], wanted=backend)
-            variants = None if self.solver == "serial" else self._variants(cell.module, initial, index, signature)
+            variants = (
+                None if self.solver == "serial" else self._variants(cell.module, initial, index, signature, operands)
+            )
             return Direction(built[index].program, cell.tensors, flatten(initial), variants)
 
         def output_shape(index: int, features: tuple[int, ...]) -> tuple[int, ...]:
@@ -504,11 +532,16 @@ class RNN(nn.Module):
         return replace(form, spreads_state=spreads)
 
     def _run(
-        self, layout: Layout, layers: Sequence[Sequence[Direction]], x_PF: torch.Tensor, call: SolverCall | None
+        self,
+        layout: Layout,
+        shown: Shown,
+        layers: Sequence[Sequence[Direction]],
+        x_PF: torch.Tensor,
+        call: SolverCall | None,
     ) -> StackResult:
         dropout = self.dropout if self.training else 0.0
         try:
-            return run_stack(layers, layout, x_PF, dropout=dropout, save=self.save, call=call)
+            return run_stack(layers, layout, x_PF, dropout=dropout, save=self.save, call=call, shown=shown)
         except RuntimeError as error:
             if x_PF.is_floating_point() or "dtype" not in str(error):
                 raise
@@ -521,11 +554,10 @@ class RNN(nn.Module):
         self, packed: PackedBatch, sample_ids: Sequence[int] | torch.Tensor | None, *, is_cut: bool
     ) -> SolverCall | None:
         """The solver and the ids of the sequences; None for a sequential run."""
-        if not isinstance(self.solver, AbstractSolver):
-            return None
+        solver = self.solver if isinstance(self.solver, AbstractSolver) else None
         if sample_ids is None:
-            return SolverCall(self.solver)
-        if is_cut:
+            return None if solver is None else SolverCall(solver)
+        if solver is not None and is_cut:
             raise StrettoError("sample_ids were given with resets", fix="Give one of the two.")
         try:
             ids = [check_int(number, name="sample_ids", at_least=-(1 << 63)) for number in sample_ids]
@@ -536,8 +568,10 @@ class RNN(nn.Module):
                 f"{len(ids)} sample_ids were given for {packed.layout.num_rows} sequences",
                 fix="Give one whole number for each sequence.",
             )
+        if solver is None:
+            return None
         order = range(len(ids)) if packed.order_B is None else packed.order_B.tolist()
-        return SolverCall(self.solver, tuple(ids[number] for number in order))
+        return SolverCall(solver, tuple(ids[number] for number in order))
 
     def _match_dtype(
         self, x: Any, state: Any, constants: Any, own: torch.dtype | None, *, convert: bool
@@ -590,7 +624,9 @@ class RNN(nn.Module):
         signature = PLAIN
         if last is not None and features == last.features:
             signature, initial = last.signature, last.initial
-        built = self._build(cell, features, dtype, initial, backend=self.backend, signature=signature)
+        operands = None if last is None else last.operands
+        options: Any = {"backend": self.backend, "signature": signature, "operands": operands}
+        built = self._build(cell, features, dtype, initial, **options)
         return Explanation.of(built, type(cell.module).__name__)
 
     _last: "_Described | None" = None
@@ -609,14 +645,15 @@ class RNN(nn.Module):
         *,
         backend: Backend,
         signature: StepSignature = PLAIN,
+        operands: torch.dtype | None = None,
     ) -> Built:
         shapes = tuple((part.shape[1:], part.dtype, part.device.type) for part in flatten(initial))
-        key = (features, dtype, shapes, structure_of(initial), backend, signature, cell.fingerprint)
+        key = (features, dtype, shapes, structure_of(initial), backend, signature, operands, cell.fingerprint)
         built = self._built.get(key)
         if built is None:
             if cell.module is self.cells[0]:
                 row = map_state(lambda part: torch.zeros_like(part[:1]), initial)
-                self._last = _Described(features, dtype, signature, row)
+                self._last = _Described(features, dtype, signature, row, operands)
             built = build(
                 cell.module,
                 x_shape=features,
@@ -626,13 +663,17 @@ class RNN(nn.Module):
                 signature=signature,
                 needs_loops=self.solver != "serial",
                 holders=_holders(cell.module) if any(cell.module is own for own in self.cells) else None,
+                operands=operands,
             )
             self._built[key] = built
         return built
 
-    def _variants(self, cell: nn.Module, initial: Any, place: int, signature: StepSignature) -> CellVariants:
+    def _variants(
+        self, cell: nn.Module, initial: Any, place: int, signature: StepSignature, operands: torch.dtype | None
+    ) -> CellVariants:
         def program(module: nn.Module, features: tuple[int, ...], dtype: torch.dtype) -> Program:
-            return self._build(_inspect(module), features, dtype, initial, backend=self.backend).program
+            options: Any = {"backend": self.backend, "operands": operands}
+            return self._build(_inspect(module), features, dtype, initial, **options).program
 
         if signature != PLAIN:
             # The hooks of a cell take one input and its own state alone, so solvers do without them.
@@ -712,6 +753,9 @@ class _AllLayers(nn.Module):
         self.cells = rnn.cells
         self.initial_state = rnn.initial_state
         self.step = partial(rnn._step_once, calls_cells=True)
+
+    def _get_name(self) -> str:
+        return ", then ".join(cell._get_name() for cell in self.cells)  # type: ignore[no-untyped-call]
 
     def forward(self, x_t: Any, state: Any, constants: Any = None) -> tuple[Any, Any]:
         """The step."""
@@ -852,13 +896,20 @@ def _unpack(packed: PackedBatch, y_PF: torch.Tensor, outputs: Sequence[Packing |
     """Outputs in the form of the batch, in the structure in which the cell returned them, directions side by side."""
     known = [packing for packing in outputs if packing is not None]
     if not known:
-        return packed.unpack(y_PF)
+        return packed.unpack_copied(y_PF)
     columns = torch.split(y_PF, [sum(packing.widths) for packing in known], dim=1)
     found = [packing.unpack(part_PF) for packing, part_PF in zip(known, columns, strict=True)]
     for packing, tree in zip(known, found, strict=True):
         packing.check_exact(flatten(tree), name="output")
     joined = found[0] if len(found) == 1 else map_state(partial(_side_by_side, num_lead=1), *found)
-    return map_state(packed.unpack, joined)
+    return map_state(packed.unpack_copied, joined)
+
+
+def _as_autocast_gives(y: Any, operands: torch.dtype | None) -> Any:
+    """Outputs of single precision in the dtype that torch's layers return under autocast of a GPU."""
+    if operands is None:
+        return y
+    return map_state(lambda part: part.to(operands) if part.dtype is torch.float32 else part, y)
 
 
 def _no_output(x: Any, num_rows: int) -> Any:
@@ -1022,12 +1073,13 @@ def _check(num_layers: int, dropout: float, backend: str, save: str, solver: Any
 
 
 class _Described(NamedTuple):
-    """What was built last for the first cell: the shape and dtype of a row of its input, its call and its state."""
+    """What was built last for the first cell: a row of its input, its call, its state, and products' operands."""
 
     features: tuple[int, ...]
     dtype: torch.dtype
     signature: StepSignature
     initial: Any
+    operands: torch.dtype | None
 
 
 @final

@@ -15,7 +15,7 @@ import dataclasses
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, final
 
@@ -29,7 +29,7 @@ from stretto.graph import Untraceable
 from stretto.kernels import Built, Program, TracedProgram, build
 from stretto.nn.captured import Captured, capture, path
 from stretto.nn.explanation import Explanation
-from stretto.nn.guards import is_looked_at, opaque, unusual_tensor, warn_of_unset, warn_once
+from stretto.nn.guards import autocast_operands, is_looked_at, opaque, unusual_tensor, warn_of_unset, warn_once
 from stretto.nn.ragged import CutBatch, PackedBatch, check_lengths, cut_at_resets, pack_batch
 from stretto.nn.stack import Direction, reverse_rows, run_stack
 from stretto.signature import Packing
@@ -101,8 +101,11 @@ def explain_scan(step: Callable[..., tuple[Any, Any]], init: Any, xs: Any, **opt
     call = _Call.of(step, init, xs, **options)
     found = capture(step)
     name = _name(step)
+    operands = _operands(call, found)
+    if operands is not None:
+        call = call.in_single_precision()
     reason = is_looked_at(call.device) or _why_loop(call, found)
-    return Explanation.of((_as_loop(reason) if reason else _compiled(call, found)).built, name)
+    return Explanation.of((_as_loop(reason) if reason else _compiled(call, found, operands)).built, name)
 
 
 @final
@@ -224,6 +227,22 @@ class _Call:
         yield from self.init_parts
         yield from self.x_parts
         yield from self.constant_parts
+
+    def in_single_precision(self) -> "_Call":
+        """With what autocast has made narrow as wide as the weights: only products round it again."""
+
+        def wide(part: torch.Tensor) -> torch.Tensor:
+            return part.float() if part.dtype in {torch.bfloat16, torch.float16} else part
+
+        init, constants = map_state(wide, self.init), map_state(wide, self.constants)
+        return dataclasses.replace(
+            self,
+            init=init,
+            constants=constants,
+            init_parts=flatten(init),
+            x_parts=[wide(part) for part in self.x_parts],
+            constant_parts=flatten(constants),
+        )
 
     def run_step(self, state: Any, x: Any, constants: Any) -> tuple[Any, Any]:
         """The new state and the output of one step, or an error that says what is wrong with them."""
@@ -374,9 +393,12 @@ def _run(call: _Call) -> tuple[Any, Any]:
     found = capture(call.step)
     reason = _why_loop(call, found)
     if not reason:
-        compiled = _compiled(call, found)
-        if compiled.program is not None:
-            return compiled.run(call, found, compiled.program)
+        operands = _operands(call, found)
+        wide = call if operands is None else call.in_single_precision()
+        with nullcontext() if operands is None else torch.autocast(call.device.type, enabled=False):
+            compiled = _compiled(wide, found, operands)
+            if compiled.program is not None:
+                return compiled.run(wide, found, compiled.program)
         reason = compiled.built.reason
     result = _loop(call)
     warn_once(
@@ -384,6 +406,13 @@ def _run(call: _Call) -> tuple[Any, Any]:
         "more, and `stretto doctor` what this machine lacks."
     )
     return result
+
+
+def _operands(call: _Call, found: Captured) -> torch.dtype | None:
+    """What products round their operands to, if anything that the step reads is wider."""
+    given = (*found.tensors, *call.tensors())
+    own = torch.float32 if any(tensor.dtype is torch.float32 for tensor in given) else None
+    return autocast_operands(call.device, own)
 
 
 def _why_loop(call: _Call, found: Captured) -> str:
@@ -483,17 +512,24 @@ class _Compiled:
             states = segments.start_states(states, states, reverse=call.reverse)
         x_PF = reverse_rows(layout, x_PF) if call.reverse else x_PF
         direction = Direction(program, dict(zip(self.names, found.tensors, strict=True)), states)
-        result = run_stack([[direction]], layout, x_PF)
+        # Other outputs are rearranged, or there are several, or none.
+        is_plain = segments is None and not call.reverse and self.outputs is None and len(flatten(self.y)) == 1
+        result = run_stack([[direction]], layout, x_PF, shown=packed.shown if is_plain else "")
         y_PF = reverse_rows(layout, result.y_PF) if call.reverse else result.y_PF
         final = result.states[0][: len(call.init_parts)]
         if segments is not None:
             y_PF, final = segments.join(y_PF), segments.end_states(final, reverse=call.reverse)
         final = packed.restore_rows(final)
+        if is_plain and packed.shown:
+            steps: list[Any] = [packed.unpack_shown(y_PF)]
+            ys = [y.transpose_(0, 1) if call.batch_first else y for y in steps]
+            return unflatten(call.init, final), unflatten(self.y, ys)
         outputs = [y_PF] if self.outputs is None else self.outputs.unpack_parts(y_PF)
         if self.outputs is not None:
             self.outputs.check_exact(outputs, name="output")
-        steps: list[Any] = [packed.unpack(part) for part in outputs[: len(flatten(self.y))]]
-        ys = [part.transpose(0, 1) if call.batch_first else part for part in steps]
+        steps = [packed.unpack_copied(part) for part in outputs[: len(flatten(self.y))]]
+        turn = torch.Tensor.transpose_ if packed.shown else torch.Tensor.transpose  # views are not changed in place
+        ys = [turn(part, 0, 1) if call.batch_first else part for part in steps]
         return unflatten(call.init, final), unflatten(self.y, ys)
 
 
@@ -512,11 +548,11 @@ _VARIANTS: Final["OrderedDict[Any, tuple[int, tuple[Any, ...]]]"] = OrderedDict(
 _LOCK: Final = threading.Lock()
 
 
-def _compiled(call: _Call, found: Captured) -> _Compiled:
+def _compiled(call: _Call, found: Captured, operands: torch.dtype | None = None) -> _Compiled:
     """What the step was compiled to when something like it was called; compiled now if there was none."""
     shapes = tuple((part.shape[1:], part.dtype, part.device) for part in (*call.init_parts, *call.constant_parts))
     inputs = tuple((part.shape[2:], part.dtype, part.device) for part in call.x_parts)
-    form = (structure_of(call.init), structure_of(call.xs), structure_of(call.constants), shapes, inputs)
+    form = (structure_of(call.init), structure_of(call.xs), structure_of(call.constants), shapes, inputs, operands)
     key = (found.marks, form)
     compiled = _COMPILED.get(key)
     if compiled is None:
@@ -526,7 +562,7 @@ def _compiled(call: _Call, found: Captured) -> _Compiled:
                 f"it was compiled {MAX_VARIANTS} times for other values of {changing}, and each takes time: make it a "
                 "tensor, or give it by xs or constants"
             )
-        compiled = _compile(call, found)
+        compiled = _compile(call, found, operands)
     with _LOCK:
         _COMPILED[key] = compiled
         _COMPILED.move_to_end(key)
@@ -551,7 +587,7 @@ def _too_many_variants(found: Captured, form: Any) -> str:
     return " and ".join(changing) if is_over else ""
 
 
-def _compile(call: _Call, found: Captured) -> _Compiled:
+def _compile(call: _Call, found: Captured, operands: torch.dtype | None) -> _Compiled:
     """Trace and compile a step; what it changes besides, when it is called for that, is undone."""
     names = found.names()
     cell = _OneStep(call, dict(zip(names, found.tensors, strict=True)))
@@ -564,7 +600,7 @@ def _compile(call: _Call, found: Captured) -> _Compiled:
         x_shape, x_dtype = tuple(call.x_parts[0].shape[2:]), call.x_parts[0].dtype
     state = (*call.init_parts, *call.constant_parts)
     with _unwritten(found) as change:
-        built = build(cell, x_shape=x_shape, x_dtype=x_dtype, state=state, holders=found.holders)
+        built = build(cell, x_shape=x_shape, x_dtype=x_dtype, state=state, holders=found.holders, operands=operands)
         outside = [] if built.plan is None else built.plan.graph.outside
         again = capture(call.step)
         if again.marks != found.marks or any(a is not b for a, b in zip(again.tensors, found.tensors, strict=False)):

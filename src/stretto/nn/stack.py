@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch.nn import functional
 
-from stretto.kernels import LayerCall, Layout, Program, SaveChoice, run_together, wavefront_chunks
+from stretto.kernels import LayerCall, Layout, Program, SaveChoice, Shown, run_together, wavefront_chunks
 from stretto.solvers import AbstractSolver, CellVariants, Problem, Solution
 
 MIN_STRETCH_STEPS = 32
@@ -52,7 +52,7 @@ class SolverCall:
 @final
 @dataclass(slots=True)
 class StackResult:
-    """Outputs of the last layer (P, ...), and the final states of each layer and direction (B, ...).
+    """Outputs of the last layer (P, ...), or as they are shown, and final states of each layer and direction (B, ...).
 
     With a solver, `solutions` has how they were found, for each layer and direction.
     """
@@ -100,6 +100,7 @@ def run_stack(
     dropout: float = 0.0,
     save: SaveChoice = "auto",
     call: SolverCall | None = None,
+    shown: Shown = "",
 ) -> StackResult:
     """Run layers of one direction, or of two of which the second reads backwards.
 
@@ -107,14 +108,15 @@ def run_stack(
     in which a layer works on one stretch of time while the layer above works on the one before.
 
     With `save` "states", stretches of time are computed again in the backward pass from the state at their start. With
-    a `call`, its solver runs one layer and direction after the other.
+    a `call`, its solver runs one layer and direction after the other. `shown` is as in `LayerCall`.
     """
     one_way = all(len(layer) == 1 for layer in layers) and save == "auto" and call is None
     chunks = wavefront_chunks([layer[0].program for layer in layers], layout) if one_way else 1
     if chunks > 1:
-        return _wave([layer[0] for layer in layers], layout, x_PF, dropout=dropout, count=chunks)
+        return _wave([layer[0] for layer in layers], layout, x_PF, dropout=dropout, count=chunks, shown=shown)
     finals: list[list[torch.Tensor]] = []
     solutions: list[Solution] = []
+    is_own = False
     for number, layer in enumerate(layers):
         if number and dropout:
             x_PF = functional.dropout(x_PF, dropout)
@@ -129,19 +131,32 @@ def run_stack(
         elif save == "states" and torch.is_grad_enabled():
             results = _in_stretches(layer, layout, inputs)
         else:
-            results = _run_at_once((each, layout, rows_PF) for each, rows_PF in zip(layer, inputs, strict=True))
+            # Two directions are put into memory of their own, side by side.
+            own = shown if number + 1 == len(layers) and len(layer) == 1 else ""
+            is_own = own != ""
+            results = _run_at_once(((each, layout, rows_PF) for each, rows_PF in zip(layer, inputs, strict=True)), own)
         finals += [states for _, states in results]
         outputs = [reverse_rows(layout, y) if reverse else y for reverse, (y, _) in enumerate(results)]
         if len(outputs) > 1:
             outputs = [y if y.dim() > 1 else y[:, None] for y in outputs]
-        x_PF = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        if number + 1 == len(layers) and shown and not is_own:
+            outputs = [_as_shown(layout, y, shown) for y in outputs]
+            x_PF = outputs[0].clone() if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        else:
+            x_PF = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
     return StackResult(x_PF, finals, solutions)
 
 
+def _as_shown(layout: Layout, y_PF: torch.Tensor, shown: Shown) -> torch.Tensor:
+    return y_PF.reshape(layout.num_steps, -1, *y_PF.shape[1:]) if shown == "steps" else y_PF
+
+
 def _run_at_once(
-    calls: Iterable[tuple[Direction, Layout, torch.Tensor]],
+    calls: Iterable[tuple[Direction, Layout, torch.Tensor]], shown: Shown = ""
 ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    return run_together([LayerCall(each.program, layout, x, each.states, each.parameters) for each, layout, x in calls])
+    return run_together(
+        [LayerCall(each.program, layout, x, each.states, each.parameters, shown) for each, layout, x in calls]
+    )
 
 
 def _problem(
@@ -189,7 +204,9 @@ def reverse_rows(layout: Layout, x_PF: torch.Tensor) -> torch.Tensor:
     return x_PF.index_select(0, layout.on_device("reversed_P", x_PF.device))
 
 
-def _wave(stack: Sequence[Direction], layout: Layout, x_PF: torch.Tensor, *, dropout: float, count: int) -> StackResult:
+def _wave(
+    stack: Sequence[Direction], layout: Layout, x_PF: torch.Tensor, *, dropout: float, count: int, shown: Shown
+) -> StackResult:
     bounds = [layout.num_steps * index // count for index in range(count + 1)]
     chunks = [layout.chunk(first, last) for first, last in pairwise(bounds)]
     rows = [int(layout.starts_T[bound]) for bound in bounds]
@@ -204,6 +221,7 @@ def _wave(stack: Sequence[Direction], layout: Layout, x_PF: torch.Tensor, *, dro
         for (layer, index), (y, after) in zip(working, _run_at_once(calls), strict=True):
             inputs[index] = y
             stack[layer] = replace(stack[layer], states=after)
+    inputs = [_as_shown(chunk, y, shown) for chunk, y in zip(chunks, inputs, strict=True)]
     return StackResult(torch.cat(inputs), [list(direction.states) for direction in stack])
 
 

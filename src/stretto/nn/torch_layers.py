@@ -17,6 +17,7 @@ Shape legend: B sequences, T steps, F features, P real steps of all sequences, L
 
 import functools
 import logging
+import operator
 import threading
 import types
 import weakref
@@ -179,6 +180,21 @@ def _require_code(name: str, layer: nn.Module) -> None:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class LeftToTorch:
+    """Batches of one shape for which torch's own layer is faster: single steps or not, and the shapes of their states.
+
+    Unbatched sequences have no shapes here: for these torch's own forward does more than call its operator. All of it
+    holds for the layer's `options` at that time; whoever changes one later gets torch's own forward, once.
+    """
+
+    shape: torch.Size
+    is_step: bool
+    states: tuple[torch.Size, ...]
+    options: tuple[Any, ...]
+
+
+@final
 @dataclass(slots=True)
 class LayerRecord:
     """What became of a layer's calls: how many were run by which backend, or left to torch for which reason.
@@ -188,16 +204,15 @@ class LayerRecord:
         single_steps: Calls of one step.
         last: The last batch that was not a single step: dtype, T, B, fill as in `Kind`, whether gradients were wanted,
             whether one of the input was, and its device.
-        step_left_to_torch: The shape of the last single step that was.
-        left_to_torch: Batches for which torch's own layer is faster, as `_batch_key` names them, and whether they are
-            single steps.
+        left_to_torch: Batches for which torch's own layer is faster, as `_batch_key` names them.
+        last_step: The last single step among these.
     """
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     single_steps: int = 0
     last: tuple[torch.dtype, int, int, float, bool, bool, torch.device] | None = None
-    step_left_to_torch: torch.Size | None = None
-    left_to_torch: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+    left_to_torch: dict[tuple[Any, ...], LeftToTorch] = field(default_factory=dict)
+    last_step: LeftToTorch | None = None
 
 
 RECORDS: Final["weakref.WeakKeyDictionary[nn.Module, LayerRecord]"] = weakref.WeakKeyDictionary()
@@ -267,8 +282,8 @@ def _in_place_of(original: Callable[..., Any], forward: Callable[..., Any]) -> C
 
 def _accelerated(original: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of an accelerated layer."""
-    run, run_in_graph, is_compiling, is_exporting, is_traced = _run, _run_in_graph, *_COMPILER
-    find_record, tensor_type, left = RECORDS.get, torch.Tensor, ("torch", TORCH_IS_FASTER)
+    run, run_in_graph, run_left, is_compiling, is_exporting, is_traced = _run, _run_in_graph, _run_left, *_COMPILER
+    find_record, tensor_type = RECORDS.get, torch.Tensor
 
     def forward(
         self: nn.RNNBase,
@@ -285,18 +300,56 @@ def _accelerated(original: Callable[..., Any]) -> Callable[..., Any]:
                     return run_in_graph(self, original, input, hx)
             elif (
                 (known := find_record(self)) is not None
+                and (step := known.last_step) is not None
                 and type(input) is tensor_type
-                and input.shape == known.step_left_to_torch
+                and input.shape == step.shape
             ):
-                # A loop over single steps, where each microsecond counts.
-                known.calls[left] += 1
-                known.single_steps += 1
-                return original(self, input, hx)
+                return run_left(self, original, known, step, input, hx)
         return run(self, original, input, hx, lengths, resets)
 
     return _in_place_of(original, forward)
 
 
+def _run_left(  # noqa: PLR0917 - those of forward
+    layer: nn.RNNBase, original: Callable[..., Any], known: LayerRecord, left: LeftToTorch, x: torch.Tensor, hx: Any
+) -> Any:
+    """A batch that torch is known to be faster for, as in a loop over single steps, where each microsecond counts.
+
+    What torch's own forward looks at before it calls its operator takes a fifth of a single step. All of it is known to
+    hold for tensors of the shapes and the dtype of a call that was let through before; others go to that forward.
+    """
+    known.calls[_LEFT] += 1
+    known.single_steps += left.is_step
+    weights, shapes, is_lstm = layer._flat_weights, left.states, layer.mode == "LSTM"
+    if left.options != _options(layer):
+        known.left_to_torch.clear()
+        known.last_step = None
+        return original(layer, x, hx)
+    if not shapes or torch._C._get_tracing_state() is not None:
+        return original(layer, x, hx)
+    if hx is None:
+        zeros = tuple(torch.zeros(shape, dtype=x.dtype, device=x.device) for shape in shapes)
+        hx = zeros if is_lstm else zeros[0]
+    states = hx if is_lstm and type(hx) is tuple else (hx,)
+    if len(states) != len(shapes) or weights[0] is None or x.dtype is not weights[0].dtype:
+        return original(layer, x, hx)
+    for state, shape in zip(states, shapes, strict=True):
+        if type(state) is not torch.Tensor or state.shape != shape:
+            return original(layer, x, hx)
+    parameters = layer._parameters
+    for weight, name in zip(weights, layer._flat_weights_names, strict=True):
+        if parameters.get(name) is not weight:
+            return original(layer, x, hx)
+    settings = layer.bias, layer.num_layers, layer.dropout, layer.training, layer.bidirectional, layer.batch_first
+    result = _TORCH_FUNCTIONS[layer.mode](x, hx, weights, *settings)
+    return (result[0], result[1:]) if is_lstm else result
+
+
+_options: Final = operator.attrgetter(
+    "mode", "input_size", "hidden_size", "proj_size", "num_layers", "bidirectional", "batch_first"
+)
+"""What, of a layer's options, says how it reads a batch: attributes, which anybody may change."""
+_LEFT: Final = ("torch", TORCH_IS_FASTER)
 _COMPILER: Final = (torch.compiler.is_compiling, torch.compiler.is_exporting, layers_are_traced)
 
 
@@ -317,10 +370,8 @@ def _run(  # noqa: PLR0917 - those of forward
     # A batch that torch is known to be faster for gets there at once: what is looked at below takes as long as a few
     # steps of torch's layer.
     is_plain = type(x) is torch.Tensor and lengths is None and backend == "auto"
-    if is_plain and (known := RECORDS.get(layer)) and (is_step := known.left_to_torch.get(_batch_key(x))) is not None:
-        known.calls["torch", TORCH_IS_FASTER] += 1
-        known.single_steps += is_step
-        return original(layer, x, hx)
+    if is_plain and (known := RECORDS.get(layer)) and (left := known.left_to_torch.get(_batch_key(x))) is not None:
+        return _run_left(layer, original, known, left, x, hx)
     if isinstance(x, torch.Tensor) and x.is_nested:
         return _run_jagged(layer, original, x, hx, lengths)
     if lengths is not None:
@@ -334,12 +385,14 @@ def _run(  # noqa: PLR0917 - those of forward
     if backend in {"cpp", "triton", "cudagraph", "eager"} and not is_looked_at(getattr(x, "device", None)):
         warn_once(f"{type(layer).__name__} runs as torch's own layer instead of {backend!r}: {reason}")
     if reason is TORCH_IS_FASTER and is_plain:
-        left = RECORDS[layer].left_to_torch
-        is_step = _num_steps(layer, x) == 1
-        if is_step:
-            RECORDS[layer].step_left_to_torch = x.shape
-        if len(left) < MAX_KNOWN_BATCHES:
-            left[_batch_key(x)] = is_step
+        shapes = _state_shapes(layer, _num_rows(layer, x)) if x.dim() == 3 else []
+        sizes = tuple(torch.Size(shape) for shape in shapes)
+        left = LeftToTorch(shape=x.shape, is_step=_num_steps(layer, x) == 1, states=sizes, options=_options(layer))
+        record = RECORDS[layer]
+        if left.is_step:
+            record.last_step = left
+        if len(record.left_to_torch) < MAX_KNOWN_BATCHES:
+            record.left_to_torch[_batch_key(x)] = left
     return original(layer, x, hx) if lengths is None else _run_packed(layer, original, x, hx, lengths)
 
 
@@ -771,8 +824,9 @@ def run_generated(layer: nn.RNNBase, x: Any, hx: Any = None, lengths: Any = None
             ]
         )
         width = output_width(layer)
-    result = run_stack(layers, packed.layout, packed.x_PF, dropout=layer.dropout if layer.training else 0.0)
-    y = packed.unpack(result.y_PF)
+    dropout = layer.dropout if layer.training else 0.0
+    result = run_stack(layers, packed.layout, packed.x_PF, dropout=dropout, shown=packed.shown)
+    y = packed.unpack_shown(result.y_PF)
     finals = [torch.stack(parts) for parts in zip(*result.states, strict=True)]
     if packed.order_B is not None:
         back_B = torch.argsort(packed.order_B)
