@@ -47,10 +47,8 @@ class _Kernel:
         self.body, self.tiles = body, tiles
 
 
-def built(cell: stretto.Cell, **options: Any) -> Built:
-    return build(
-        cell, x_shape=(4,), x_dtype=torch.float32, state=cell.initial_state(1), device=GPU, backend="auto", **options
-    )
+def built(cell: stretto.Cell, *, dtype: torch.dtype = torch.float32, **options: Any) -> Built:
+    return build(cell, x_shape=(4,), x_dtype=dtype, state=cell.initial_state(1), device=GPU, backend="auto", **options)
 
 
 def test_small_cells_get_kernels_and_large_ones_cuda_graphs(gpu: Callable[[Facts], None]) -> None:
@@ -61,6 +59,14 @@ def test_small_cells_get_kernels_and_large_ones_cuda_graphs(gpu: Callable[[Facts
     assert (large.backend, large.reason) == ("cudagraph", "")
     assert "a model says" in dict(large.choices)["triton"]
     assert "neither was measured" in dict(large.choices)["triton"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cells_in_half_precision_get_kernels_too(gpu: Callable[[Facts], None], dtype: torch.dtype) -> None:
+    """Whose weights are on the GPU, that is, not on the CPU."""
+    gpu(H100)
+    made = built(stretto.cells.GRU(4, 16).to(dtype).to("meta"), dtype=dtype)
+    assert (made.backend, made.reason) == ("triton", "")
 
 
 def test_few_rows_of_large_cells_are_shared_by_programs() -> None:
@@ -194,7 +200,7 @@ def test_the_next_mode_is_taken_where_shared_memory_is_short(
     made = built(stretto.cells.GRU(4, 16))
     assert made.backend == "triton"
     (kernel,) = made.program.loops
-    assert {tiles.stages for tiles in kernel.tiles.values()} == {2}  # type: ignore[attr-defined]
+    assert {tiles.stages for tiles in kernel.kernels["triton"].tiles.values()} == {2}  # type: ignore[attr-defined]
     assert used[0].resident
     gpu({**H100, "shared_memory_per_block_optin": 1 << 10})
     made = built(stretto.cells.GRU(4, 17))

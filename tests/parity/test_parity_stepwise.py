@@ -85,6 +85,16 @@ def test_weights_may_change_and_shapes_are_recorded_once(recorder: TapeRecorder)
     assert recorder.recorded == recorded
 
 
+def test_nothing_is_kept_for_a_backward_pass_that_will_not_come(recorder: TapeRecorder) -> None:
+    rnn = layer("gru", 5, backend="cudagraph")
+    batch = drawn(rnn, T=6, B=4, lengths=RAGGED)
+    wanted, _ = rnn(batch.x_BTF, lengths=batch.lengths)
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y, _ = rnn(batch.x_BTF, lengths=batch.lengths)
+    assert torch.equal(y, wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_precisions(dtype: torch.dtype, recorder: TapeRecorder) -> None:
     rnn = layer("gru", 5, dtype=dtype, backend="cudagraph")

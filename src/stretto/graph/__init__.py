@@ -30,12 +30,13 @@ from stretto.graph.node import BatchDim, Node, concrete_shape, evaluate, run, to
 from stretto.graph.operators import is_random, is_view
 from stretto.graph.rewrite import widen
 from stretto.graph.side_effects import GENERATORS, Attributes, holders_of
-from stretto.graph.summary import LoopSummary, Operator, Product, Summary, format_shape
+from stretto.graph.summary import PRODUCTS, LoopSummary, Operator, Product, Summary, format_shape
 from stretto.graph.trace import Untraceable, constant_fill, trace
 
 __all__ = [
     "ACTIVATIONS",
     "GENERATORS",
+    "PRODUCTS",
     "Attributes",
     "BatchDim",
     "Body",

@@ -70,6 +70,9 @@ class Body:
     saved: list[Node] = field(default_factory=list)  # stored for the backward pass, which computes all else again
     to_deferred: list[Node] = field(default_factory=list)  # values of the backward loop that deferred operators read
 
+    shown: tuple[str, int] | None = None
+    """Which of the next states ("after") or outputs ("output") is the step's output, if it is one of them."""
+
     under_autograd: "Body | None" = (
         None  # the step as it was called, where some of its operators have their own gradient
     )
@@ -114,6 +117,10 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
         state_gradients=found["cotangents"][:count],
         output_gradients=found["cotangents"][count:],
     )
+    made = [*(graph.next_states[index] for index in loop.states), *loop.outputs]
+    if graph.y in made:
+        at = made.index(graph.y)
+        body.shown = ("after", at) if at < count else ("output", at - count)
     if any(isinstance(node.op, CustomGradient) for node in loop.nodes):
         # What was recorded here has their forwards operator by operator: autograd would differentiate those.
         body.under_autograd = Body(

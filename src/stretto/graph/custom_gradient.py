@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 import torch
 
+from stretto.checks import check_kind
 from stretto.errors import StrettoError
 from stretto.graph.node import Node
 
@@ -93,6 +94,8 @@ def straight_through(hard: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
     Raises:
         StrettoError: The shapes differ.
     """
+    for name, given in (("hard", hard), ("soft", soft)):
+        check_kind(given, torch.Tensor, name=name, owner="straight_through", fix="Give two tensors of the same shape.")
     if hard.shape != soft.shape:
         raise StrettoError(
             f"straight_through was given shapes {tuple(hard.shape)} and {tuple(soft.shape)}",

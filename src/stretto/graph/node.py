@@ -42,6 +42,7 @@ class Node:
     dtype: torch.dtype | None = None  # None for an operator with several outputs, which further nodes take apart
     _inputs: tuple[tuple[Any, ...], list["Node"]] | None = field(default=None, repr=False)
     line: Line | None = field(default=None, repr=False)  # of the user's code, if that is known
+    operands: torch.dtype | None = None  # what a product rounds its operands to; None for what they are
 
     def __repr__(self) -> str:
         return self.name
@@ -158,11 +159,24 @@ def evaluate(node: Node, values: dict[Node, Any], rows: int, *, op: Callable[...
             return values[value]
         return value.factor * rows if isinstance(value, BatchDim) else value
 
+    if node.operands is not None:
+        return _evaluate_rounded(node, map_leaves(node.args, look_up), node.operands)
     op = op or _OF_ANY_STRIDES.get(node.op, node.op)  # type: ignore[arg-type]
     assert op is not None
     if not node.kwargs and all(isinstance(item, Node) for item in node.args):
         return op(*(values[item] for item in node.args))
     return op(*map_leaves(node.args, look_up), **map_leaves(node.kwargs, look_up))
+
+
+def _evaluate_rounded(node: Node, args: Any, operands: torch.dtype) -> torch.Tensor:
+    """A product of operands of fewer bits, as a value of its own dtype. Sums within it have more than either."""
+
+    def rounded(value: Any) -> Any:
+        return value.to(operands) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    assert node.op is not None
+    made: torch.Tensor = node.op(*map_leaves(args, rounded))
+    return made.to(node.dtype)
 
 
 def run(nodes: Iterable[Node], values: dict[Node, Any], rows: int) -> None:

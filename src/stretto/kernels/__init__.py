@@ -12,6 +12,7 @@ from stretto.kernels.backends.base import (
     LoopGradients,
     LoopResult,
     Program,
+    Shown,
     TracedStep,
     all_backends,
     backend_names,
@@ -34,6 +35,7 @@ from stretto.kernels.buffer_pool import empty
 from stretto.kernels.build import Built, SaveChoice, build, hooks_allowed, unseen_by_hooks, why_nothing_is_compiled
 from stretto.kernels.export_c import CSource, export_c
 from stretto.kernels.layout import Layout
+from stretto.kernels.measure import keep_measurement, quiet_run, read_measurement, wait_for
 from stretto.kernels.program import TracedProgram, wavefront_chunks
 from stretto.kernels.registered import CALLS, kept_size, parameter_names, register_operators, register_programs, repeats
 
@@ -55,6 +57,7 @@ __all__ = [
     "NoCompiler",
     "Program",
     "SaveChoice",
+    "Shown",
     "TracedProgram",
     "TracedStep",
     "all_backends",
@@ -69,11 +72,14 @@ __all__ = [
     "find_compiler",
     "hooks_allowed",
     "interpreted",
+    "keep_measurement",
     "kept_size",
     "library_folder",
     "load",
     "loop_over_steps",
     "parameter_names",
+    "quiet_run",
+    "read_measurement",
     "register",
     "register_operators",
     "register_programs",
@@ -81,6 +87,7 @@ __all__ = [
     "run_together",
     "unregister",
     "unseen_by_hooks",
+    "wait_for",
     "wavefront_chunks",
     "why_nothing_is_compiled",
     "without_weights",

@@ -24,7 +24,7 @@ from stretto.kernels.backends.base import (
     LoopResult,
 )
 from stretto.kernels.backends.eager import EagerKernel
-from stretto.kernels.backward import differentiate_by_torch, is_transformed, laid_out_like, version_of, wants_weights
+from stretto.kernels.backward import differentiate_by_torch, is_transformed, laid_out_like, wants_weights
 from stretto.kernels.batched_ops import Earlier, as_node_dtype
 from stretto.kernels.layout import Layout
 
@@ -52,14 +52,26 @@ def run_together(calls: Sequence[LayerCall]) -> list[tuple[torch.Tensor, list[to
                 finished[index] = end.value
         results = iter(run_loops([call for calls in asking.values() for call in calls]) if asking else [])
         answers = {index: list(islice(results, len(calls))) for index, calls in asking.items()}
-    return [finished[index] for index in range(len(programs))]
+    return [_own(calls[index], *finished[index]) for index in range(len(programs))]
+
+
+def _own(call: LayerCall, y_PF: torch.Tensor, finals: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Results in memory of their own: what the operators of a step make may be read backward, or be an input."""
+    y = y_PF.reshape(call.shape_of(y_PF.shape[1:])).clone() if call.shown else y_PF
+    return y, [state.clone() for state in finals]
 
 
 def run_loops(calls: Sequence[LoopCall]) -> list[LoopResult]:
     """Run loops that do not depend on each other; results are without saved values."""
+    if not torch.is_grad_enabled():
+        return [LoopResult(item.after, item.outputs, item.finals) for item in _run_forward(calls, keep=False)]
     tensors = [tensor for call in calls for tensor in call.tensors]
-    made = _Loops.apply(calls, *tensors)  # type: ignore[no-untyped-call]
+    made = _Loops.apply(calls, torch.is_grad_enabled(), *tensors)  # type: ignore[no-untyped-call]
     return [LoopResult(*parts) for parts in _split(made, [call.kernel.num_results for call in calls])]
+
+
+def _run_forward(calls: Sequence[LoopCall], *, keep: bool) -> list[LoopResult]:
+    return _kernel_class([call.kernel for call in calls]).forward_all(calls, keep=keep)
 
 
 def _split(flat: Iterable[Any], sizes: Iterable[Sequence[int]]) -> list[list[list[Any]]]:
@@ -83,16 +95,15 @@ def _kernel_class(kernels: Sequence[AbstractKernel]) -> type[AbstractKernel]:
 
 class _Loops(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, calls: Sequence[LoopCall], *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, calls: Sequence[LoopCall], has_grad_mode: bool, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        keep = any(ctx.needs_input_grad) and not torch.is_inference_mode_enabled()
+        # Under no_grad parameters say all the same that they need gradients.
+        keep = has_grad_mode and any(ctx.needs_input_grad) and not torch.is_inference_mode_enabled()
         # Not the calls: only tensors that autograd saves are checked for changes, moved elsewhere or computed again.
         ctx.kernels, ctx.layouts = [call.kernel for call in calls], [call.layout for call in calls]
-        made = _kernel_class(ctx.kernels).forward_all(calls, keep=keep)
+        made = _run_forward(calls, keep=keep)
         flat = [tensor for item in made for tensor in (*item.after, *item.outputs, *item.finals)]
         if keep:
-            ctx.watched = [version_of(tensor) for tensor in flat]
-            ctx.versions = [tensor._version for tensor in flat]
             saved = [tensor for item in made for tensor in item.saved]
             ctx.save_for_backward(*tensors, *(tensor.data for tensor in flat), *saved)
         return tuple(flat)
@@ -100,7 +111,7 @@ class _Loops(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         kernels: list[AbstractKernel] = ctx.kernels
-        needed = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[2:]
         # Read once: what autograd stores elsewhere, or computes again, is brought back at each read.
         stored = ctx.saved_tensors
         tensors, rest = stored[: len(needed)], stored[len(needed) :]
@@ -113,15 +124,12 @@ class _Loops(torch.autograd.Function):
                 ]
                 return [tensor for item in made for tensor in (*item.after, *item.outputs, *item.finals)]
 
-            return None, *differentiate_by_torch(run, tensors, cotangents, needed)
+            return None, None, *differentiate_by_torch(run, tensors, cotangents, needed)
         calls = _calls(kernels, ctx.layouts, tensors)
         sizes = [kernel.num_results for kernel in kernels]
-        if any(item._version != version for item, version in zip(ctx.watched, ctx.versions, strict=True)):
-            results = _kernel_class(kernels).forward_all(calls, keep=True)
-        else:
-            saved = _split(rest[len(cotangents) :], [[len(kernel.body.saved)] for kernel in kernels])
-            made = _split(rest[: len(cotangents)], sizes)
-            results = [LoopResult(*parts, *own) for parts, own in zip(made, saved, strict=True)]
+        saved = _split(rest[len(cotangents) :], [[len(kernel.body.saved)] for kernel in kernels])
+        made = _split(rest[: len(cotangents)], sizes)
+        results = [LoopResult(*parts, *own) for parts, own in zip(made, saved, strict=True)]
         arriving = [Cotangents(*parts) for parts in _split(cotangents, sizes)]
         found = _kernel_class(kernels).backward_all(calls, results, arriving)
         gradients: list[torch.Tensor | None] = []
@@ -133,7 +141,7 @@ class _Loops(torch.autograd.Function):
                 for found, weight in zip(_deferred(call, result, gradient, asked), call.weights, strict=True)
             ]
             gradients += [*gradient.states, *gradient.per_step, *weights, *gradient.constants]
-        return None, *gradients
+        return None, None, *gradients
 
 
 def _deferred(

@@ -25,17 +25,6 @@ def wants_weights() -> bool:
     return _wants_weights.get()
 
 
-def version_of(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor that shares the version counter: it shows changes in place, and keeps no memory alive.
-
-    An operator's results may be changed in place by their user, as those of torch's own layers may. They are saved
-    under another version counter (`tensor.data`), and the backward pass asks this one whether they still hold.
-    """
-    watched = tensor.detach()
-    watched.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return watched
-
-
 def is_transformed(tensor: torch.Tensor | None) -> bool:
     """Whether a gradient is more than its numbers, so that only torch's operators can take it.
 
@@ -50,6 +39,31 @@ def is_transformed(tensor: torch.Tensor | None) -> bool:
     if forward_ad._current_level < 0:
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def _is_differentiated() -> bool:
+    """Whether a transform of `torch.func` that differentiates is under way, whose tensors autograd does not follow."""
+    functorch = torch._C._functorch
+    return any(level.key() is not functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ())
+
+
+def _pull_back(
+    run: Callable[[list[Any]], list[torch.Tensor]],
+    tensors: Sequence[torch.Tensor | None],
+    cotangents: Sequence[torch.Tensor | None],
+    needed: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """What `differentiate_by_torch` does, as one more transform."""
+    moving = [index for index, needs in enumerate(needed) if needs]
+
+    def linked(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        replaced = dict(zip(moving, given, strict=True))
+        made = run([replaced.get(index, tensor) for index, tensor in enumerate(tensors)])
+        return tuple(t for t, d in zip(made, cotangents, strict=True) if d is not None)
+
+    pull = torch.func.vjp(linked, *(tensors[index] for index in moving))[1]
+    found = dict(zip(moving, pull(tuple(d for d in cotangents if d is not None)), strict=True))
+    return [found.get(index) for index in range(len(needed))]
 
 
 def laid_out_like(gradient_KN: torch.Tensor, weight_KN: torch.Tensor) -> torch.Tensor:
@@ -94,6 +108,8 @@ def differentiate_by_torch(
         cotangents: Gradients of its results.
         needed: Which inputs need a gradient.
     """
+    if _is_differentiated():
+        return _pull_back(run, tensors, cotangents, needed)
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # Aliases: what leads from one of these tensors to another outside of the operator is not followed here.

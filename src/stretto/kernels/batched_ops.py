@@ -48,7 +48,7 @@ def evaluate_batched(node: Node, values: dict[Node, Any], rows: int) -> Any:
     """The value of a node outside of the loops."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return evaluate(node, values, rows)  # torch.func differentiates no operators of our own
-    if node.label in {"mm", "addmm"} and not node.kwargs and node.args[-2].has_rows:
+    if node.label in {"mm", "addmm"} and not node.kwargs and node.operands is None and node.args[-2].has_rows:
         *bias, x, weight = (values[item] for item in node.args)
         if can_run(x, weight) and all(item.dim() <= 1 and item.dtype == x.dtype for item in bias):
             return _Product.apply(bias[0] if bias else None, x, weight)  # type: ignore[no-untyped-call]
@@ -128,7 +128,7 @@ def _is_product_of_rows(node: Node) -> bool:
 def _evaluate_deferred(node: Node, values: dict[Node, Any], rows: int) -> "torch.Tensor | Earlier | None":
     if node.label == "detach" and node.args[0] in values:
         return values[node.args[0]]  # type: ignore[no-any-return]
-    if node.label == "mm" and not node.has_rows and not node.kwargs:
+    if node.label == "mm" and not node.has_rows and not node.kwargs and node.operands is None:
         left, right = node.args
         if left.label == "t" and left.args[0].has_rows and right.has_rows:
             x, d_PN = values[left.args[0]], values[right]

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, final
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from stretto.checks import check_choice
 from stretto.errors import StrettoError
-from stretto.graph import Plan, Untraceable, analyse, derive, trace, widen
+from stretto.graph import PRODUCTS, Plan, Untraceable, analyse, derive, trace, widen
 from stretto.kernels.backends.base import (
     AbstractBackend,
     Backend,
@@ -57,6 +57,32 @@ class Built:
         return () if self.plan is None else self.plan.graph.unset
 
     @property
+    def measured(self) -> tuple[str, ...]:
+        """What was measured to find what runs the loops, in words; empty if nothing was."""
+        choices = (kernel.choice for kernel in self.program.loops)
+        return tuple(dict.fromkeys(line for choice in choices if choice is not None for line in choice.measured))
+
+    def now(self) -> "Built":
+        """As it ran last: by measurement, another backend than the one that was expected to be fastest may run it."""
+        choices = [kernel.choice for kernel in self.program.loops]
+        taken = {self.backend if choice is None else choice.backend for choice in choices}
+        if len(taken) != 1 or taken == {self.backend}:
+            return self
+        (name,) = taken
+        reasons = {self.backend: f"{name} was measured to be faster", name: TAKEN}
+        first = f"{self.backend} is taken first"
+        return replace(
+            self,
+            backend=name,
+            fastest=name,
+            description=next(item.description for item in all_backends() if item.name == name),
+            choices=tuple(
+                (other, reasons.get(other, f"{name} is taken first" if reason == first else reason))
+                for other, reason in self.choices
+            ),
+        )
+
+    @property
     def reason(self) -> str:
         """Why the fastest backend was not taken, or does not run as it should; empty if it does."""
         if fallback := next((kernel.fallback for kernel in self.program.loops if kernel.fallback), ""):
@@ -76,6 +102,7 @@ def build(
     signature: StepSignature = PLAIN,
     needs_loops: bool = False,
     holders: Sequence[Any] | None = None,
+    operands: torch.dtype | None = None,
 ) -> Built:
     """Trace, analyse and compile one step of `cell`.
 
@@ -91,6 +118,8 @@ def build(
         signature: By default `cell(x_t, state)`.
         needs_loops: Whether a solver runs the loops, so that "auto" takes a backend that has some if it can.
         holders: What the step may change besides, which is undone; by default attributes of the cell.
+        operands: What products of single precision round their operands to, as under autocast of a GPU; nothing else
+            has fewer bits.
 
     Raises:
         StrettoError: If `backend` generates code and cannot for this cell; the reason is named.
@@ -98,6 +127,7 @@ def build(
     check_choice(backend, name="backend", choices=backend_names())
     start = time.perf_counter()
     step = TracedStep(cell, state, device or _device_of(cell, state), signature)
+    step.measures, step.operands = backend == "auto", operands
     if any(item.needs_graph for item in all_backends() if backend in {"auto", item.name}):
         _trace(step, x_shape, x_dtype, needs_loops=needs_loops, holders=holders)
     middle = time.perf_counter()
@@ -152,6 +182,30 @@ def hooks_allowed() -> Iterator[None]:
             autograd._saved_tensors_hooks_disable(message)
 
 
+@contextlib.contextmanager
+def _without_inference_tensors(cell: nn.Module) -> Iterator[None]:
+    """Ordinary tensors in the place of parameters and buffers that were made in inference mode, which no derivative can
+    be taken of. A program is for all weights of these shapes, and gets those that are there when it runs.
+    """
+    replaced: dict[int, torch.Tensor] = {}
+    changed: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    own: dict[str, Any]
+    for module in cell.modules():
+        for own in (module._parameters, module._buffers):
+            changed += [(own, name, t) for name, t in own.items() if t is not None and t.is_inference()]
+    for own, name, tensor in changed:
+        if id(tensor) not in replaced:
+            copied = tensor.detach().clone()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            replaced[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+        own[name] = replaced[id(tensor)]
+    try:
+        yield
+    finally:
+        for own, name, tensor in changed:
+            own[name] = tensor
+
+
 def _trace(
     step: TracedStep,
     x_shape: tuple[int, ...],
@@ -165,7 +219,8 @@ def _trace(
     try:
         # Whoever calls first may be without gradients, or look for NaN in them; what is built is for everybody.
         unchecked = torch.autograd.set_detect_anomaly
-        with torch.inference_mode(mode=False), full_precision, unseen_by_hooks(), unchecked(False):
+        ordinary = _without_inference_tensors(step.cell)
+        with torch.inference_mode(mode=False), ordinary, full_precision, unseen_by_hooks(), unchecked(False):
             graph = trace(
                 step.cell,
                 x_shape=x_shape,
@@ -174,13 +229,28 @@ def _trace(
                 signature=step.signature,
                 holders=holders,
             )
-            if kind == "cpu" and not needs_loops:
+            if step.device.type in {"cpu", "cuda"} and not needs_loops:
                 widen(graph)
             plan = analyse(graph)
             step.bodies = [[derive(graph, loop) for loop in level] for level in plan.loops]
             step.plan = plan
+            if step.operands is not None:
+                _round_operands(step, step.operands)
     except Untraceable as reason:
         step.untraceable = str(reason)
+
+
+def _round_operands(step: TracedStep, operands: torch.dtype) -> None:
+    """Let all products of single precision, in loops and outside of them, forward and backward, take fewer bits."""
+    assert step.plan is not None
+    bodies = [body for level in step.bodies for body in level]
+    bodies += [body.under_autograd for body in bodies if body.under_autograd is not None]
+    lists = [step.plan.graph.nodes, *step.plan.maps]
+    lists += [nodes for body in bodies for nodes in (body.forward, body.backward, body.deferred)]
+    for nodes in lists:
+        for node in nodes:
+            if node.label in PRODUCTS and node.dtype is torch.float32 and not node.kwargs:
+                node.operands = operands
 
 
 def _device_of(cell: nn.Module, state: Any) -> torch.device:

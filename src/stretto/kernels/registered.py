@@ -1,7 +1,7 @@
 """Programs as operators that are registered with PyTorch, for those who compile graphs of operators: `torch.compile`.
 
     stretto::recurrent             inputs -----------------------------> y, final states, kept values
-    stretto::recurrent_backward    inputs, y, kept values, gradients --> gradients of inputs
+    stretto::recurrent_backward    inputs, kept values, gradients -----> gradients of inputs
 
 A graph holds nothing but tensors and plain values, so an operator gets the names of its programs, with a blank
 between two of them. It has no state of its own: what the backward pass needs are further results of the forward pass.
@@ -173,7 +173,7 @@ def _forward_fake(inputs: list[torch.Tensor], programs: str, keep: bool) -> list
 
 def _backward(
     inputs: list[torch.Tensor],
-    made: list[torch.Tensor],
+    kept: list[torch.Tensor],
     cotangents: list[torch.Tensor | None],
     programs: str,
     needed: list[bool],
@@ -183,7 +183,7 @@ def _backward(
     layout = Layout.even(num_steps=inputs[0].shape[0], num_rows=inputs[0].shape[1])
     rows, operators = _rows(found, inputs), _operators(found)
     if operators:
-        gradients = operators[0].run_backward(operators, layout, rows, made, cotangents, needed=needed)
+        gradients = operators[0].run_backward(operators, layout, rows, kept, cotangents, needed=needed)
     else:
         gradients = _run_again(found, layout, rows, cotangents, needed)
     pairs = zip(inputs, gradients, needed, strict=True)
@@ -216,7 +216,7 @@ def _run_again(
 
 def _backward_fake(
     inputs: list[torch.Tensor],
-    made: list[torch.Tensor],  # noqa: ARG001
+    kept: list[torch.Tensor],  # noqa: ARG001
     cotangents: list[torch.Tensor | None],  # noqa: ARG001
     programs: str,  # noqa: ARG001
     needed: list[bool],
@@ -233,16 +233,13 @@ def _save(ctx: Any, inputs: tuple[list[torch.Tensor], str, bool], output: list[t
     tensors, ctx.programs, _ = inputs
     ctx.set_materialize_grads(False)
     counts = _num_results(ctx.programs)
-    starts = [sum(counts[:index]) for index in range(len(counts))]
     ctx.num_inputs, ctx.num_results = len(tensors), sum(counts)
-    kept = output[ctx.num_results :]
-    # What is kept goes with the outputs; programs that are run again need neither.
-    ctx.save_for_backward(*tensors, *([output[start] for start in starts] if kept else []), *kept)
+    ctx.save_for_backward(*tensors, *output[ctx.num_results :])
 
 
 def _differentiate(ctx: Any, cotangents: list[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], None, None]:
-    inputs, made = list(ctx.saved_tensors[: ctx.num_inputs]), list(ctx.saved_tensors[ctx.num_inputs :])
+    inputs, kept = list(ctx.saved_tensors[: ctx.num_inputs]), list(ctx.saved_tensors[ctx.num_inputs :])
     needed = list(ctx.needs_input_grad[0])
     arriving = [None if d is None else d.contiguous() for d in cotangents[: ctx.num_results]]
-    found = iter(torch.ops.stretto.recurrent_backward(inputs, made, arriving, ctx.programs, needed))
+    found = iter(torch.ops.stretto.recurrent_backward(inputs, kept, arriving, ctx.programs, needed))
     return [next(found) if needs else None for needs in needed], None, None

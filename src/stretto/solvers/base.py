@@ -196,6 +196,11 @@ def fall_back(problem: Problem, *, solver: str, reason: str, iterations: int = 0
     return run_sequentially(problem, solution)
 
 
+def why_unreadable(problem: Problem) -> str:
+    """Why nobody can tell whether iterates agree, so that only a sequential run is right; empty if one can."""
+    return "the tensors are on meta, and have no values to compare" if problem.x_PF.is_meta else ""
+
+
 def residual_norm(
     new: Sequence[torch.Tensor],
     old: Sequence[torch.Tensor],

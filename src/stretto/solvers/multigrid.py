@@ -48,7 +48,16 @@ from stretto.errors import StrettoError
 from stretto.kernels import Layout
 from stretto.solvers.adjoint import AbstractAdjoint, AdjointStats, ChunkGraph, MaybeTensor, differentiable_chunks
 from stretto.solvers.backoff import Backoff, BackoffKey, backoff_key
-from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, fall_back, has_halved, residual_norm
+from stretto.solvers.base import (
+    AbstractSolver,
+    Problem,
+    Result,
+    Solution,
+    fall_back,
+    has_halved,
+    residual_norm,
+    why_unreadable,
+)
 from stretto.solvers.chunks import Chunks, select_rows
 from stretto.state import flatten, pack, unflatten, unpack
 
@@ -122,7 +131,7 @@ class Multigrid(AbstractSolver):
     def solve(self, problem: Problem) -> Result:
         """Cycle until chunks agree or enough cycles were made; gradients flow through the last run."""
         backoff = self._backoff(problem)
-        skip = backoff.should_skip()
+        skip = why_unreadable(problem) or backoff.should_skip()
         if skip:
             return fall_back(problem, solver="multigrid", reason=skip)
         result = self._cycle(problem, backoff)

@@ -37,7 +37,16 @@ from stretto.checks import check_choice, check_float, check_int
 from stretto.kernels import Layout, differentiate
 from stretto.solvers.adjoint import ReverseSweeps, differentiable_chunks
 from stretto.solvers.backoff import Backoff, BackoffKey, backoff_key
-from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, fall_back, has_halved, residual_norm
+from stretto.solvers.base import (
+    AbstractSolver,
+    Problem,
+    Result,
+    Solution,
+    fall_back,
+    has_halved,
+    residual_norm,
+    why_unreadable,
+)
 from stretto.solvers.chunks import Chunks
 from stretto.state import pack, unpack
 
@@ -100,7 +109,7 @@ class Newton(AbstractSolver):
 
     def solve(self, problem: Problem) -> Result:
         """Iterate until the trajectory is right, then run its chunks at once; gradients flow through that run."""
-        unfit = self._why_unfit(problem)
+        unfit = why_unreadable(problem) or self._why_unfit(problem)
         if unfit:
             return fall_back(problem, solver="newton", reason=unfit)
         backoff = self._backoff(problem)

@@ -41,7 +41,7 @@ from stretto.errors import StrettoError
 from stretto.kernels import Layout
 from stretto.solvers.adjoint import AdjointStats, ReverseSweeps, differentiable_chunks
 from stretto.solvers.backoff import Backoff, BackoffKey, backoff_key
-from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, fall_back, residual_norm
+from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, fall_back, residual_norm, why_unreadable
 from stretto.solvers.chunks import Chunks
 from stretto.state import flatten, pack, unpack
 
@@ -189,9 +189,9 @@ class Shooting(AbstractSolver):
                 "a trajectory cache was given and the sequences have no ids",
                 fix="Call rnn(x, lengths=..., sample_ids=ids), with a whole number for each sequence.",
             )
-        chunks = self._cut(problem.layout)
-        if chunks.max_per_sequence <= 1:
-            return fall_back(problem, solver="shooting", reason="there is only one chunk")
+        chunks, unfit = self._cut(problem.layout), why_unreadable(problem)
+        if unfit or chunks.max_per_sequence <= 1:
+            return fall_back(problem, solver="shooting", reason=unfit or "there is only one chunk")
         if self.max_sweeps is not None:
             return self._sweep_at_most(problem, chunks, self.max_sweeps)
         if self.until_converged:

@@ -30,7 +30,15 @@ from stretto.checks import check_float, check_int
 from stretto.errors import StrettoError
 from stretto.kernels import Layout, differentiate
 from stretto.solvers.adjoint import MaybeTensor
-from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, residual_norm, run_sequentially
+from stretto.solvers.base import (
+    AbstractSolver,
+    Problem,
+    Result,
+    Solution,
+    residual_norm,
+    run_sequentially,
+    why_unreadable,
+)
 
 SEGMENT_STEPS: Final = 1024
 NUM_HEADER_VALUES: Final = 4
@@ -76,6 +84,10 @@ class TimeParallel(AbstractSolver):
         solution = Solution(solver="time_parallel", reason="there is only one rank")
         if ring.size == 1:
             return run_sequentially(problem, solution)
+        if unreadable := why_unreadable(problem):
+            raise StrettoError(
+                f"ranks exchange states, and cannot: {unreadable}", fix="Run on meta with solver='serial'."
+            )
         self._calls += 1
         needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in problem.inputs)
         facts = {

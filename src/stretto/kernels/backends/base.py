@@ -25,6 +25,9 @@ from stretto.signature import PLAIN, Packing, StepSignature
 Backend: TypeAlias = Literal["auto", "cpp", "triton", "cudagraph", "eager", "torch"]
 """What runs a recurrent layer; "auto" takes the first of the registry that can."""
 
+Shown: TypeAlias = Literal["", "rows", "steps"]
+"""How a user gets the output of a layer; see `LayerCall`."""
+
 LoopCoroutine: TypeAlias = "Generator[list[LoopCall], list[LoopResult], tuple[torch.Tensor, list[torch.Tensor]]]"
 """A program under way: it yields loops to run, is sent their results, and returns outputs (P, ...) and final states."""
 
@@ -97,6 +100,15 @@ class Cost:
     """Whether several threads usually share few rows."""
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """What runs a loop by measurement: the backend of the last batch, and what was measured, in words."""
+
+    backend: str
+    measured: tuple[str, ...]
+
+
 class AbstractKernel(ABC):
     """Runs the loop of one body over a batch.
 
@@ -147,6 +159,11 @@ class AbstractKernel(ABC):
         """Loops over a row's elements per step, forward and backward; None if there is one for each operator."""
         return None
 
+    @property
+    def choice(self) -> KernelChoice | None:
+        """What was measured to be fastest; None if it is always the same, or nothing was measured."""
+        return None
+
 
 class LayerOperator(ABC):
     """Runs whole programs, where that takes less time than their parts one by one."""
@@ -185,12 +202,12 @@ class LayerOperator(ABC):
         operators: "Sequence[Self]",
         layout: Layout,
         tensors: Sequence[torch.Tensor],
-        made: Sequence[torch.Tensor],
+        kept: Sequence[torch.Tensor],
         cotangents: Sequence[torch.Tensor | None],
         *,
         needed: Sequence[bool],
     ) -> list[torch.Tensor | None]:
-        """Gradients of `tensors`, of which some are needed, from the outputs with what was kept and their gradients."""
+        """Gradients of `tensors`, of which some are needed, from what was kept and the gradients of results."""
 
 
 class Program(ABC):
@@ -237,13 +254,26 @@ class Program(ABC):
 @final
 @dataclass(slots=True)
 class LayerCall:
-    """A program to run over one batch: rows (P, ...), initial states (B, ...), parameters and buffers by name."""
+    """A program to run over one batch: rows (P, ...), initial states (B, ...), parameters and buffers by name.
+
+    Attributes:
+        shown: Whether a user gets the output as it is, and then how: as "rows" (P, ...), or of sequences that are
+            equally long as "steps" (T, B, ...). It is no view then, and whatever is done to it, with autograd's
+            knowledge or without, leaves the backward pass as it is.
+    """
 
     program: Program
     layout: Layout
     x_PF: torch.Tensor
     states: Sequence[torch.Tensor]
     parameters: Mapping[str, torch.Tensor]
+    shown: Shown = ""
+
+    def shape_of(self, features: Sequence[int]) -> tuple[int, ...]:
+        """The shape in which an output is given back."""
+        layout = self.layout
+        lead = (layout.num_steps, layout.num_rows) if self.shown == "steps" else (layout.total,)
+        return (*lead, *features)
 
 
 @final
@@ -261,6 +291,16 @@ class TracedStep:
     """The loops by level."""
     untraceable: str = ""
     """Why it could not be traced."""
+    operands: torch.dtype | None = None
+    """What products round their operands to under autocast; None where it is off."""
+    measures: bool = False
+    """Whether what is fastest may be found by measuring: no backend was named."""
+
+    @property
+    def narrow(self) -> torch.dtype | None:
+        """The 16 bits of products' operands: those of autocast, or what the cell has outside of its loops; or None."""
+        kinds = set() if self.plan is None else set(self.plan.graph.narrow.values())
+        return self.operands or (next(iter(kinds)) if len(kinds) == 1 else None)
 
 
 class AbstractBackend(ABC):
@@ -290,6 +330,10 @@ class AbstractBackend(ABC):
     def unavailable(self) -> str | None:
         """Why it runs nothing on this machine; None if it does."""
         return None
+
+    def idle(self) -> str | None:
+        """Why no cell runs by it on this machine as it is, whatever could be built; None if some may."""
+        return self.unavailable()
 
     def supports(self, body: Body, device: torch.device) -> str | None:  # noqa: ARG002
         """Why it cannot run a loop on a device; None if it can, as by default."""

@@ -95,6 +95,14 @@ RECORDERS: Final[dict[str, AbstractRecorder]] = {"cuda": CudaRecorder()}
 Tensors: TypeAlias = "list[torch.Tensor]"
 
 
+def why_no_gpu() -> str | None:
+    """Why torch has no GPU to run anything on; None if it has one."""
+    if torch.cuda.is_available():
+        return None
+    is_built = torch.version.cuda is not None or torch.version.hip is not None
+    return "torch finds no GPU" if is_built else f"there is no GPU that torch {torch.__version__} could use"
+
+
 @final
 class GraphBackend(AbstractBackend):
     """Runs every cell that could be traced, on a GPU."""
@@ -106,6 +114,10 @@ class GraphBackend(AbstractBackend):
         """GPUs."""
         return device.type == "cuda"
 
+    def idle(self) -> str | None:
+        """Without a GPU."""
+        return why_no_gpu()
+
     def supports(self, body: Body, device: torch.device) -> str | None:  # noqa: ARG002
         """All bodies, on a GPU."""
         return None if device.type in RECORDERS else f"CUDA graphs run on a GPU, and this runs on {device.type}"
@@ -113,24 +125,32 @@ class GraphBackend(AbstractBackend):
     def build(self, step: TracedStep) -> Program:
         """Kernels that record the loops when they first run."""
         assert step.plan is not None
-        recorder = RECORDERS[step.device.type]
-        kernels = [
-            [GraphKernel(body, step.device, recorder=recorder, steps=_generated(body, step.device)) for body in level]
-            for level in step.bodies
-        ]
+        # Triton is optional, and its own kernels fall back on graphs.
+        from stretto.kernels.backends.triton.backend import measured_kernel
+
+        kernels: list[list[AbstractKernel]] = []
+        for level in step.bodies:
+            kernels.append([])
+            for body in level:
+                found = measured_kernel(body, step, expected=self.name) if step.measures else None
+                kernels[-1].append(found or graph_kernel(body, step.device, step.narrow))
         return TracedProgram(step.plan, kernels)
 
 
-def _generated(body: Body, device: torch.device) -> AbstractKernel | None:
+def graph_kernel(body: Body, device: torch.device, operands: torch.dtype | None) -> "GraphKernel":
+    """Graphs of generated kernels around products; of operators, where there are none."""
+    return GraphKernel(body, device, recorder=RECORDERS[device.type], steps=_generated(body, device, operands))
+
+
+def _generated(body: Body, device: torch.device, operands: torch.dtype | None) -> AbstractKernel | None:
     """Generated kernels around products, for a body and a device that have them."""
-    # Triton is optional, and its own kernels fall back on graphs.
     from stretto.kernels.backends.triton.backend import TritonBackend
     from stretto.kernels.backends.triton.stepwise import StepwiseKernel
 
     if TritonBackend().supports(body, device) is not None:
         return None
     try:
-        return StepwiseKernel(body, device=device)
+        return StepwiseKernel(body, device=device, operands=operands)
     except Unsupported:
         return None
 
@@ -187,6 +207,12 @@ class GraphKernel(AbstractKernel):
     def num_recorded(self) -> int:
         """Graphs that are kept."""
         return len(self._recorded)
+
+    def release(self) -> None:
+        """Give back the memory of all graphs; what is asked for again is recorded again."""
+        with self._lock:
+            self._recorded.clear()
+            self._weights.clear()
 
     def forward(self, call: LoopCall, *, keep: bool) -> LoopResult:
         """Run all steps."""
@@ -253,7 +279,8 @@ class GraphKernel(AbstractKernel):
 
             made: LoopResult = self._replayed(("forward", keep, stretch.steps, rows, _shapes(weights)), groups, work)
             states = made.finals
-            found = [*made.after, *made.outputs, *made.saved]
+            # Without a backward pass, kernels have saved no more than they need for a step.
+            found = [*made.after, *made.outputs, *(made.saved if keep else ())]
             packed = packed or [_empty_like_rows(tensor, stretch, layout.total) for tensor in found]
             for whole, tensor in zip(packed, found, strict=True):
                 stretch.store(whole, tensor, layout)

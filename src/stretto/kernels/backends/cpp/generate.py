@@ -13,7 +13,7 @@ for (i = from; i < to; i++) {             t = i, or the last step less i backwar
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Final, final
@@ -22,7 +22,7 @@ import torch
 
 from stretto.graph import Body
 from stretto.kernels.backends.cpp.emit import StepWriter, element_of
-from stretto.kernels.ir import Buffer, LoopIR, Product, Weight, Where
+from stretto.kernels.ir import Buffer, LoopIR, Product, Root, Weight, Where
 from stretto.kernels.lower import Way, lower
 from stretto.kernels.schedule import ALIGNMENT, Schedule, loads_in
 
@@ -79,6 +79,8 @@ def generate(body: Body, way: Way) -> Generated:
         Unsupported: If no code can be generated.
     """
     ir = lower(body, way)
+    if way == "forward":
+        _show(ir, body)
     schedule = Schedule(ir.roots)
     packed = [0]
     for weight in ir.weights.values():
@@ -111,6 +113,18 @@ def generate(body: Body, way: Way) -> Generated:
     )
     made.lines = _function(way, made, step, writer.weight_blocks)
     return made
+
+
+def _show(ir: LoopIR, body: Body) -> None:
+    """Let the step's output go to a place of its own, too, while it is in a register.
+
+    What the backward pass reads is then nothing that a user has. Where there is no backward pass, both are one place.
+    """
+    root = next((root for root in ir.roots if (root.buffer.role, root.buffer.index) == body.shown), None)
+    if root is not None:
+        shown = replace(root.buffer, role="shown", index=0)
+        ir.roots.append(Root(root.value, shown))
+        ir.buffers.insert(len(ir.buffers) - len(ir.uniforms), shown)
 
 
 def _function(way: Way, made: Generated, step: list[str], blocks: Mapping[Weight, int]) -> list[str]:

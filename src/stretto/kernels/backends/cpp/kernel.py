@@ -111,7 +111,9 @@ class CppKernel(GeneratedKernel):
             kernel = _kernel_of(call)
             result = kernel.empty_result(call.layout, keep=keep)
             made.append(result)
-            given.append(kernel.inputs(call, result) | {"final": result.finals})
+            inputs = kernel.inputs(call, result)
+            shown = kernel.body.shown
+            given.append(inputs | {"final": result.finals, "shown": [inputs[shown[0]][shown[1]]] if shown else []})
             if call.layout.total == 0:
                 for final_state, initial in zip(result.finals, call.states, strict=True):
                     final_state.copy_(initial)

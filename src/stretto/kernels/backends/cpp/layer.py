@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import torch
 
 from stretto.graph import Kind, Node, Plan
-from stretto.kernels.backends.base import LayerCall, LayerOperator, Program
+from stretto.kernels.backends.base import LayerCall, LayerOperator, Program, Shown
 from stretto.kernels.backends.cpp.batched import (
     find_library,
     product_memory,
@@ -34,7 +34,7 @@ from stretto.kernels.backends.cpp.batched import (
 )
 from stretto.kernels.backends.cpp.kernel import CppKernel, aligned, pieces_of, share_out, work_memory
 from stretto.kernels.backends.eager import EagerKernel
-from stretto.kernels.backward import differentiate_by_torch, is_transformed, version_of, wants_weights
+from stretto.kernels.backward import differentiate_by_torch, is_transformed, wants_weights
 from stretto.kernels.batched_ops import is_column_sum
 from stretto.kernels.buffer_pool import empty
 from stretto.kernels.layout import Layout
@@ -144,12 +144,15 @@ class FusedLayer(LayerOperator):
         ]
         read = {item.rows for item in self.weight_gradients}
         read |= kernel.functions["backward"].reads
+        before = ("before", at) if at < self.num_states else self.y_role
+        self.reads_y = not read.isdisjoint({self.y_role, before})
+        """Whether the backward pass reads the output: it is kept then, and a user gets another one."""
         self.keeps_feeds = any(role is not None and role[0] == "per_step" for role in read)
         kept = {"after": body.next_states, "output": body.outputs, "saved": body.saved}
         if self.keeps_feeds:
             kept["per_step"] = [port.node for port in body.ports_of(Kind.PER_STEP)]
         sizes = {(role, index): node.row_size for role, nodes in kept.items() for index, node in enumerate(nodes)}
-        self.kept_sizes = {role: size for role, size in sizes.items() if role != self.y_role}
+        self.kept_sizes = {role: size for role, size in sizes.items() if role != self.y_role or self.reads_y}
         """Elements per row of the values that are made forward and read backward."""
         self.num_inputs = 1 + self.num_states + len(self.names)
         read_backward = {*self.vectors["backward"], *(weight[0] for weight, _ in self.feeds)}
@@ -209,17 +212,27 @@ class FusedLayer(LayerOperator):
         for call in calls:
             tensors += [call.x_PF, *[state.contiguous() for state in call.states]]
             tensors += [call.parameters[name] for name in _layer_of(call).names]
+        if not torch.is_grad_enabled():
+            layers, layouts = [_layer_of(call) for call in calls], [call.layout for call in calls]
+            found = _run_forward(_batches(layers, layouts, [call.shown for call in calls], tensors), keep=False)
+            return [(results[0], results[1:]) for results, _ in found]
         made = _FusedLayers.apply(calls, *tensors)  # type: ignore[no-untyped-call]
         if len(calls) == 1:
             return [(made[0], list(made[1:]))]
         rest = iter(made)
         return [(next(rest), [next(rest) for _ in call.states]) for call in calls]
 
-    def kept_places(self, total: int, num_rows: int, *, keep: bool) -> tuple[dict[Role, int], int]:
+    def keeps_y(self, shown: Shown) -> bool:
+        """Whether the output is kept besides the one that is given back."""
+        return self.reads_y and shown != ""
+
+    def kept_places(self, total: int, num_rows: int, shown: Shown, *, keep: bool) -> tuple[dict[Role, int], int]:
         """Where the values lie that are made forward and read backward, in elements, and how many there are."""
         places: dict[Role, int] = {}
         end = 0
         for (role, index), size in self.kept_sizes.items():
+            if (role, index) == self.y_role and not (keep and self.keeps_y(shown)):
+                continue
             places[role, index] = end
             # What nothing will read again gets one row for each sequence.
             end += aligned((total if keep or role != "saved" else num_rows) * size)
@@ -227,16 +240,17 @@ class FusedLayer(LayerOperator):
 
     def kept_shapes(self, total: int) -> list[tuple[int, ...]]:
         """One piece of memory."""
-        return [(self.kept_places(total, 0, keep=True)[1],)]
+        return [(self.kept_places(total, 0, "rows", keep=True)[1],)]
 
     @classmethod
     def run_forward(
         cls, operators: Sequence["FusedLayer"], layout: Layout, tensors: Sequence[torch.Tensor], *, keep: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """All loops at once."""
-        made = _run_forward(_batches(operators, [layout] * len(operators), tensors), keep=keep)
+        count = len(operators)
+        made = _run_forward(_batches(operators, [layout] * count, ["rows"] * count, tensors), keep=keep)
         for layer, (_, kept) in zip(operators, made, strict=True):
-            places = {} if kept is None else layer.kept_places(layout.total, layout.num_rows, keep=True)[0]
+            places = {} if kept is None else layer.kept_places(layout.total, layout.num_rows, "rows", keep=True)[0]
             for role, start in places.items():
                 end = start + layout.total * layer.kept_sizes[role]
                 kept[end : aligned(end)] = 0.0  # type: ignore[index] # what lies between values is a result, too
@@ -248,15 +262,15 @@ class FusedLayer(LayerOperator):
         operators: Sequence["FusedLayer"],
         layout: Layout,
         tensors: Sequence[torch.Tensor],
-        made: Sequence[torch.Tensor],
+        kept: Sequence[torch.Tensor],
         cotangents: Sequence[torch.Tensor | None],
         *,
         needed: Sequence[bool],
     ) -> list[torch.Tensor | None]:
         """All loops at once."""
         count = len(operators)
-        batches = _batches(operators, [layout] * count, tensors)
-        return _run_backward(batches, list(zip(made[:count], made[count:], strict=True)), cotangents, needed)
+        batches = _batches(operators, [layout] * count, ["rows"] * count, tensors)
+        return _run_backward(batches, [(own, own) for own in kept], cotangents, needed)
 
 
 def _require(holds: bool) -> None:
@@ -305,17 +319,17 @@ def _layer_of(call: LayerCall) -> FusedLayer:
 class _Batch:
     """What one layer reads in a pass."""
 
-    __slots__ = ("layer", "layout", "parameters", "states", "tensors", "x_PF")
+    __slots__ = ("layer", "layout", "parameters", "shown", "states", "tensors", "x_PF")
 
-    def __init__(self, layer: FusedLayer, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-        self.layer, self.layout, self.tensors, self.x_PF = layer, layout, tensors, tensors[0]
+    def __init__(self, layer: FusedLayer, layout: Layout, shown: Shown, tensors: Sequence[torch.Tensor]) -> None:
+        self.layer, self.layout, self.shown, self.tensors, self.x_PF = layer, layout, shown, tensors, tensors[0]
         self.states = tensors[1 : 1 + layer.num_states]
         self.parameters = tensors[1 + layer.num_states :]
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What the code depends on."""
-        return self.layer, self.layout.sizes, *[tensor.stride() for tensor in self.tensors]
+        return self.layer, self.layout.sizes, self.shown != "", *[tensor.stride() for tensor in self.tensors]
 
     def addresses(
         self, own: _LayerPass, work: torch.Tensor, kept: torch.Tensor | None, y: torch.Tensor, further: Sequence[Any]
@@ -335,13 +349,15 @@ class _Batch:
         )
 
 
-def _batches(layers: Sequence[FusedLayer], layouts: Sequence[Layout], tensors: Sequence[torch.Tensor]) -> list[_Batch]:
+def _batches(
+    layers: Sequence[FusedLayer], layouts: Sequence[Layout], shown: Sequence[Shown], tensors: Sequence[torch.Tensor]
+) -> list[_Batch]:
     if len(layers) == 1:
-        return [_Batch(layers[0], layouts[0], tensors)]
+        return [_Batch(layers[0], layouts[0], shown[0], tensors)]
     batches, first = [], 0
-    for layer, layout in zip(layers, layouts, strict=True):
+    for layer, layout, how in zip(layers, layouts, shown, strict=True):
         last = first + layer.num_inputs
-        batches.append(_Batch(layer, layout, tensors[first:last]))
+        batches.append(_Batch(layer, layout, how, tensors[first:last]))
         first = last
     return batches
 
@@ -357,10 +373,11 @@ class _Writer:
         self.loop: list[int] = []
         self.work = self.room = self.taken = 0
         layout, layer = self.layout, self.layer
-        places, self.kept = layer.kept_places(layout.total, layout.num_rows, keep=keep)
+        places, self.kept = layer.kept_places(layout.total, layout.num_rows, batch.shown, keep=keep)
         start = self.at(KEPT) if keep else self.reserve(self.kept)
         self.places = {role: start + place * self.each for role, place in places.items()}
-        self.places[layer.y_role] = self.at(Y)
+        self.places["shown", 0] = self.at(Y)
+        self.places.setdefault(layer.y_role, self.at(Y))
         self.first_parameter, self.own_tensors = X + 1 + layer.num_states, X + layer.num_inputs
         for index in range(layer.num_states):
             self.places["initial", index] = self.at(X + 1 + index)
@@ -618,7 +635,8 @@ def _run_forward(batches: Sequence[_Batch], *, keep: bool) -> list[tuple[list[to
     alive, tensors = [], []
     for batch, own in zip(batches, found.layers, strict=True):
         layer, layout, dtype = batch.layer, batch.layout, batch.layer.kernel.dtype
-        y = empty(layout.total, *layer.y_shape, dtype=dtype)
+        sizes = (layout.num_steps, layout.num_rows) if batch.shown == "steps" else (layout.total,)
+        y = empty(*sizes, *layer.y_shape, dtype=dtype)
         finals = [empty(layout.num_rows, *shape, dtype=dtype) for shape in layer.state_shapes]
         kept = empty(own.kept, dtype=dtype) if keep else None
         alive.append(empty(own.work + own.room, dtype=dtype))
@@ -634,7 +652,10 @@ def _run_backward(
     cotangents: Sequence[torch.Tensor | None],
     needed: Sequence[bool],
 ) -> list[torch.Tensor | None]:
-    """Gradients of all inputs, from the output and what is kept of each layer, and the gradients of results."""
+    """Gradients of all inputs, from the output and what is kept of each layer, and the gradients of results.
+
+    The output of a layer that keeps it besides is not read.
+    """
     weights = wants_weights()
     arriving, asked, first = [], [], 0
     for batch in batches:
@@ -672,10 +693,10 @@ def _run_backward(
 def _after(batch: _Batch, index: int, kept: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """A state after each step, as the forward pass left it."""
     layer, layout = batch.layer, batch.layout
-    if ("after", index) == layer.y_role:
+    start = layer.kept_places(layout.total, layout.num_rows, batch.shown, keep=True)[0].get(("after", index))
+    if start is None:
         return y
     (size,) = layer.state_shapes[index]
-    start = layer.kept_places(layout.total, layout.num_rows, keep=True)[0]["after", index]
     return kept[start : start + layout.total * size].view(layout.total, size)
 
 
@@ -685,18 +706,20 @@ class _FusedLayers(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         keep = any(ctx.needs_input_grad) and not torch.is_inference_mode_enabled()
         layers, layouts = [_layer_of(call) for call in calls], [call.layout for call in calls]
-        batches = _batches(layers, layouts, tensors)
+        batches = _batches(layers, layouts, [call.shown for call in calls], tensors)
         made = _run_forward(batches, keep=keep)
         if keep:
-            outputs = [results[0] for results, _ in made]
             ctx.programs, ctx.layers, ctx.layouts = [call.program for call in calls], layers, layouts
-            ctx.watched, ctx.versions = [version_of(y) for y in outputs], [y._version for y in outputs]
+            ctx.shown = [call.shown for call in calls]
             ctx.unread = [
                 [(batch.tensors[index], batch.tensors[index]._version) for index in batch.layer.unread_inputs]
                 for batch in batches
             ]
             read = [batch.tensors[index] for batch in batches for index in batch.layer.read_inputs]
-            ctx.save_for_backward(*read, *(y.data for y in outputs), *(kept for _, kept in made))
+            outputs = [
+                kept if batch.shown else results[0].data for batch, (results, kept) in zip(batches, made, strict=True)
+            ]
+            ctx.save_for_backward(*read, *outputs, *(kept for _, kept in made))
         return tuple(tensor for results, _ in made for tensor in results)
 
     @staticmethod
@@ -711,14 +734,11 @@ class _FusedLayers(torch.autograd.Function):
             tensors += [own[index] if index in own else next(rest) for index in range(layer.num_inputs)]
         if torch.is_grad_enabled() or any(is_transformed(item) for item in cotangents):
             _check_unchanged(ctx.unread)
-            run = functools.partial(_run_by_torch, ctx.programs, layers, ctx.layouts)
+            run = functools.partial(_run_by_torch, ctx.programs, layers, ctx.layouts, ctx.shown)
             return None, *differentiate_by_torch(run, tensors, cotangents, needed)
-        batches = _batches(layers, ctx.layouts, tensors)
+        batches = _batches(layers, ctx.layouts, ctx.shown, tensors)
         outputs = [next(rest) for _ in layers]
         made = list(zip(outputs, rest, strict=True))
-        if any(item._version != version for item, version in zip(ctx.watched, ctx.versions, strict=True)):
-            _check_unchanged(ctx.unread)
-            made = [(results[0], kept) for results, kept in _run_forward(batches, keep=True) if kept is not None]
         return None, *_run_backward(batches, made, cotangents, needed)
 
 
@@ -727,17 +747,20 @@ def _check_unchanged(unread: Sequence[Sequence[tuple[torch.Tensor, int]]]) -> No
     if any(tensor._version != version for own in unread for tensor, version in own):
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            "the bias of a recurrent layer, which has to be run again since its output was modified too, or since its "
-            "gradient is differentiated"
+            "the bias of a recurrent layer, which has to be run again since its gradient is differentiated"
         )
 
 
 def _run_by_torch(
-    programs: Sequence[Program], layers: Sequence[FusedLayer], layouts: Sequence[Layout], tensors: list[torch.Tensor]
+    programs: Sequence[Program],
+    layers: Sequence[FusedLayer],
+    layouts: Sequence[Layout],
+    shown: Sequence[Shown],
+    tensors: list[torch.Tensor],
 ) -> list[torch.Tensor]:
     """The same results by torch's operators."""
     made: list[torch.Tensor] = []
-    for program, batch in zip(programs, _batches(layers, layouts, tensors), strict=True):
+    for program, batch in zip(programs, _batches(layers, layouts, shown, tensors), strict=True):
         parameters = dict(zip(batch.layer.names, batch.parameters, strict=True))
         coroutine = program.coroutine(batch.layout, batch.x_PF, batch.states, parameters)
         asked = next(coroutine)
@@ -748,5 +771,5 @@ def _run_by_torch(
                 )
         except StopIteration as end:
             y, finals = end.value
-            made += [y, *finals]
+            made += [y.reshape(batch.layout.num_steps, -1, *y.shape[1:]) if batch.shown == "steps" else y, *finals]
     return made

@@ -8,13 +8,15 @@ import torch
 from stretto.errors import StrettoError
 from stretto.extras import optional
 from stretto.graph import Body
-from stretto.kernels.backends.base import AbstractBackend, Program, TracedStep
+from stretto.kernels.backends.base import AbstractBackend, AbstractKernel, Program, TracedStep
+from stretto.kernels.backends.cudagraph import RECORDERS, GraphBackend, GraphKernel, graph_kernel, why_no_gpu
 from stretto.kernels.backends.triton import interpreter
 from stretto.kernels.backends.triton.emit import Tiles
-from stretto.kernels.backends.triton.generate import generate
+from stretto.kernels.backends.triton.generate import generate, generate_pieces
 from stretto.kernels.backends.triton.kernel import TritonKernel
+from stretto.kernels.backends.triton.measured import OPERATORS, MeasuredKernel
 from stretto.kernels.backends.triton.model import WAYS, gpu_of, predict_graph, predict_triton
-from stretto.kernels.backends.triton.modes import ROWS, choose_tiles, first_that_fits
+from stretto.kernels.backends.triton.modes import ROWS, STEPWISE, choose_tiles, first_that_fits
 from stretto.kernels.backends.triton.targets import target_of, too_old
 from stretto.kernels.backends.triton.team import Team
 from stretto.kernels.ir import Unsupported
@@ -48,6 +50,13 @@ class TritonBackend(AbstractBackend):
             return f"Triton {importlib.metadata.version('triton')} is too old: 3.5 is needed"
         return None
 
+    def idle(self) -> str | None:
+        """Without Triton, or a GPU that is new enough; the interpreter stands for one where Triton is told to."""
+        if reason := self.unavailable() or (None if interpreter.is_on() else why_no_gpu()):
+            return reason
+        found = [too_old(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+        return found[0] if found and all(found) else None
+
     def supports(self, body: Body, device: torch.device) -> str | None:
         """Bodies on a GPU, of operators and dtypes that code can be generated for."""
         if reason := self.unavailable():
@@ -72,7 +81,7 @@ class TritonBackend(AbstractBackend):
             return None
         bodies = [body for level in step.bodies for body in level]
         gpu = gpu_of(target_of(step.device))
-        operands = max((_operands(step) or real_dtype(body) for body in bodies), key=lambda dtype: dtype.itemsize)
+        operands = max((step.narrow or real_dtype(body) for body in bodies), key=lambda dtype: dtype.itemsize)
         own = predict_triton(bodies, gpu, rows=ROWS, operands=operands)
         graph = predict_graph(bodies, gpu, rows=ROWS, operands=operands)
         if own.middle <= graph.middle:
@@ -85,16 +94,42 @@ class TritonBackend(AbstractBackend):
     def build(self, step: TracedStep) -> Program:
         """Kernels of the loops."""
         assert step.plan is not None
-        operands = _operands(step)
-        kernels = [[_kernel(body, step.device, operands) for body in level] for level in step.bodies]
+        operands = step.narrow
+        kernels: list[list[AbstractKernel]] = []
+        for level in step.bodies:
+            kernels.append([])
+            for body in level:
+                found = measured_kernel(body, step, expected=self.name) if step.measures else None
+                kernels[-1].append(found or _kernel(body, step.device, operands))
         return TracedProgram(step.plan, kernels)
 
 
-def _operands(step: TracedStep) -> torch.dtype | None:
-    """The 16 bits that a cell has outside of its loops; None if it has others."""
-    assert step.plan is not None
-    narrow = set(step.plan.graph.narrow.values())
-    return next(iter(narrow)) if len(narrow) == 1 else None
+def measured_kernel(body: Body, step: TracedStep, *, expected: str) -> MeasuredKernel | None:
+    """What runs a loop by whatever is measured to be fastest; None where there is nothing to choose from.
+
+    Raises:
+        Unsupported: If the expected one cannot be made.
+    """
+    device, recorder = step.device, RECORDERS.get(step.device.type)
+    if recorder is None or TritonBackend().supports(body, device) is not None:
+        return None
+    try:
+        identity = "".join(generate_pieces(body, way, STEPWISE).source for way in WAYS)
+    except Unsupported:
+        return None
+    operands = step.narrow
+    return MeasuredKernel(
+        body,
+        device=device,
+        candidates={
+            TritonBackend.name: lambda: _kernel(body, device, operands),
+            GraphBackend.name: lambda: graph_kernel(body, device, operands),
+            OPERATORS: lambda: GraphKernel(body, device, recorder=recorder),
+        },
+        expected=expected,
+        identity=f"{identity} {operands}",
+        recorder=recorder,
+    )
 
 
 def _kernel(body: Body, device: torch.device, operands: torch.dtype | None) -> TritonKernel:

@@ -32,16 +32,18 @@ extern "C" void stretto_product(const real* x, int64_t stride_x, const real* w, 
   const int64_t panels = panels_of(N), blocks = (P + ROW_BLOCK - 1) / ROW_BLOCK;
   std::atomic<int64_t> next_panel{0}, next_block{0};
   Counter done;
-  by_threads(threads, P * K * N, [&](int rank, int) {
+  static Habit habit;
+  by_portions(habit, habit.way(threads, P * K * N), threads, P * K * N, [&](int rank, int) {
     for (int64_t p; (p = next_panel.fetch_add(1)) < panels; done.add())
       pack(w + p * PANEL * stride_n, stride_k, stride_n, K, N - p * PANEL < PANEL ? N - p * PANEL : PANEL,
            packed + p * K * PANEL);
-    done.wait(int(panels), QUIET.at_end);
+    const int64_t waited = done.wait(int(panels), QUIET.at_end);
     real* const room = rooms + rank * ROW_BLOCK * (K + width);
     for (int64_t block; (block = next_block.fetch_add(1)) < blocks;) {
       const int64_t first = block * ROW_BLOCK, last = first + ROW_BLOCK < P ? first + ROW_BLOCK : P;
       product_rows(x, stride_x, packed, bias, y, P, K, N, first, last, room, room + ROW_BLOCK * K);
     }
+    return waited;
   });
 }
 

@@ -65,6 +65,17 @@ struct alignas(64) Counter {
     if (sleepers.load()) wake();
   }
 
+  // Whether it comes within a time.
+  bool comes(int wanted, int64_t spin, int64_t most) {
+    for (const int64_t begin = nanoseconds(); !has_reached(wanted);) {
+      const int64_t waited = nanoseconds() - begin;
+      if (waited > most) return false;
+      if (waited > spin) sleep(wanted);
+      else PAUSE();
+    }
+    return true;
+  }
+
   // Returns the time if it had to sleep, else 0.
   int64_t wait(int wanted, int64_t spin) {
     for (int spins = 0; spins < 64; spins++)
@@ -108,7 +119,7 @@ struct alignas(64) Counter {
 struct Load {
   static constexpr int64_t NOTICED = 150 * MICROSECOND;  // a thread that was asleep takes about as long to come
   static constexpr int64_t LATELY = 50 * MILLISECOND, CREDIT = 4 * MILLISECOND;
-  static constexpr int64_t MIN_REST = 5 * MILLISECOND, MAX_REST = 160 * MILLISECOND;
+  static constexpr int64_t MIN_REST = 5 * MILLISECOND, MAX_REST = 640 * MILLISECOND;
   std::atomic<int64_t> rest_until{0}, rest{0}, time{0}, lost{0};
   std::atomic<bool> has_run{false}, has_forked{false}, is_throttled{false};
 
@@ -130,7 +141,8 @@ struct Load {
     int64_t gone = lost.load(std::memory_order_relaxed) + (of_it_lost < NOTICED ? 0 : of_it_lost);
     if (4 * gone > all + CREDIT) {
       const int64_t last = rest.load(std::memory_order_relaxed);
-      const bool is_soon = now - rest_until.load(std::memory_order_relaxed) < 2 * last;
+      // Soon after the last rest began what was lost now; it may have taken much longer than that rest.
+      const bool is_soon = now - ran - rest_until.load(std::memory_order_relaxed) < 2 * last;
       const int64_t next = is_soon ? least(2 * last, MAX_REST) : MIN_REST;
       rest.store(next, std::memory_order_relaxed);
       rest_until.store(now + next, std::memory_order_relaxed);
@@ -188,34 +200,90 @@ inline void* Load::keep_idle(void* threads) {
   return nullptr;
 }
 
+// Threads of our own for a busy machine. OpenMP's must all have come, and have left, before a parallel region is over,
+// though they may have no core. These join if they have one, and nobody waits for those who have not begun:
+//
+//   this thread   posts the work | portion | portion | portion | closes it
+//   volunteer          (no core)           | portion | done
+//
+// They sleep while there is nothing to do, and end after a while.
+struct Volunteers {
+  typedef void (*Run)(void* body, int rank, int size);
+  static constexpr int CLOSED = 1 << 30;
+  static constexpr int64_t LEAVES_AFTER = 1000 * MILLISECOND;
+  std::atomic<int> state{CLOSED}, ranks{0}, count{0};  // state: how many are at work, and whether nobody may begin
+  std::atomic<bool> is_taken{false};
+  Counter posted, left;
+  Run run = nullptr;
+  void* body = nullptr;
+  int size = 0;
+
+  // Returns false if another thread has them.
+  bool share(int threads, void* of, Run how) {
+    if (is_taken.exchange(true)) return false;
+    for (pthread_t thread; count.load() < threads - 1; count.fetch_add(1)) {
+      if (pthread_create(&thread, nullptr, volunteer, this)) break;
+      pthread_detach(thread);
+    }
+    run = how, body = of, size = threads;
+    ranks.store(1);
+    state.fetch_and(~CLOSED);
+    posted.add();
+    how(of, 0, threads);
+    state.fetch_or(CLOSED);
+    for (int seen; seen = left.value.load(), state.load() != CLOSED;) left.wait(seen + 1, BUSY.at_end);
+    is_taken.store(false);
+    return true;
+  }
+
+ private:
+  static void* volunteer(void* of) {
+    Volunteers& all = *static_cast<Volunteers*>(of);
+    for (int seen = all.posted.value.load() - 1; all.posted.comes(seen + 1, BUSY.when_idle, LEAVES_AFTER);) {
+      seen = all.posted.value.load();
+      if (!(all.state.fetch_add(1) & CLOSED)) {
+        const int rank = all.ranks.fetch_add(1);
+        if (rank < all.size) all.run(all.body, rank, all.size);
+      }
+      if (all.state.fetch_sub(1) & CLOSED) all.left.add();
+    }
+    all.count.fetch_sub(1);
+    return nullptr;
+  }
+};
+inline Volunteers volunteers;  // of the process, as the load is
+
+// Multiplications above which it is worth asking the system how long a thread had a core, and those that take a
+// nanosecond at worst.
+constexpr int64_t LONG = int64_t(1) << 21, AT_WORST = 2;
+
 // Run body(rank, size) on so many threads, or on this one if others have no core to run on. `work` is about the number
-// of multiplications.
+// of multiplications. The body returns how long it waited for others.
 template <class Body>
 INLINE void by_threads(int64_t threads, int64_t work, Body body) {
 #if defined(_OPENMP)
   if (threads > 1 && !load_of_machine.is_resting() && load_of_machine.can_run_threads()) {
-    constexpr int64_t LONG = int64_t(1) << 24;  // worth asking the system how long this thread had a core
     const int64_t begin = nanoseconds(), begin_on_core = work >= LONG ? nanoseconds(CLOCK_THREAD_CPUTIME_ID) : 0;
-    int64_t own = 0;
+    int64_t own = 0, waited = 0;
     Counter finished;
 #pragma omp parallel num_threads(int(threads))
     {
       const int rank = omp_get_thread_num(), size = omp_get_num_threads();
-      body(rank, size);
+      const int64_t of_it = body(rank, size);
       if (rank > 0) {
         finished.add();
       } else {
-        own = nanoseconds();
+        own = nanoseconds(), waited = of_it;
         // OpenMP would spin, and keep the core from those it waits for.
         finished.wait(size - 1, load_of_machine.patience().at_end);
       }
     }
-    const int64_t end = nanoseconds();
-    int64_t lost = end - own - (own - begin) / 4;
-    if (work >= LONG) {
-      const int64_t without_core = end - begin - (nanoseconds(CLOCK_THREAD_CPUTIME_ID) - begin_on_core);
-      if (without_core > lost) lost = without_core;
-    }
+    const int64_t end = nanoseconds(), useful = own - begin - waited;
+    int64_t lost = end - begin - useful - useful / 4;
+    // A thread that waits for others in OpenMP's way may do so on the core that this one needs.
+    int64_t without_core = end - begin - work / AT_WORST - MILLISECOND;
+    if (work >= LONG) without_core = end - begin - (nanoseconds(CLOCK_THREAD_CPUTIME_ID) - begin_on_core);
+    if (without_core > lost) lost = without_core;
     load_of_machine.record(end, threads, end - begin, lost);
     return;
   }
@@ -223,13 +291,52 @@ INLINE void by_threads(int64_t threads, int64_t work, Body body) {
   body(0, 1);
 }
 
-// Run body(first, last, rank) for shares of `count` items, as many as there are threads.
+// How to run work in portions that any number of threads may take: by all threads together, or on a busy machine by
+// this one alone or with volunteers.
+enum class Way { ALL, ALONE, VOLUNTEERS };
+
+// Which of the last two was faster lately, for one kind of work: a volunteer that loses its core with a portion in its
+// hands is waited for, so that those who come do not always help. Every eighth time the other is tried.
+struct Habit {
+  static constexpr int64_t WORTHWHILE = int64_t(1) << 24;  // multiplications, below which nobody could come in time
+  static constexpr int64_t BETWEEN_TRIALS = 8;
+  std::atomic<int64_t> alone{0}, together{0}, calls{0};  // picoseconds per multiplication
+
+  Way way(int64_t threads, int64_t work) {
+    if (threads <= 1 || !load_of_machine.is_resting() || !load_of_machine.can_run_threads()) return Way::ALL;
+    if (work < WORTHWHILE) return Way::ALONE;
+    const int64_t one = alone.load(std::memory_order_relaxed), several = together.load(std::memory_order_relaxed);
+    const bool is_trial = calls.fetch_add(1, std::memory_order_relaxed) % BETWEEN_TRIALS == 0;
+    return (several <= one) != (is_trial && several != 0) ? Way::VOLUNTEERS : Way::ALONE;
+  }
+
+  void record(Way way, int64_t work, int64_t time) {
+    std::atomic<int64_t>& of = way == Way::ALONE ? alone : together;
+    const int64_t before = of.load(std::memory_order_relaxed), now = 1000 * time / work + 1;
+    of.store(before ? (7 * before + now) / 8 : now, std::memory_order_relaxed);
+  }
+};
+
+template <class Body>
+INLINE void by_portions(Habit& habit, Way way, int64_t threads, int64_t work, Body body) {
+  if (way == Way::ALL) return by_threads(threads, work, body);
+  const int64_t begin = nanoseconds();
+  const Volunteers::Run run = [](void* of, int rank, int size) { (*static_cast<Body*>(of))(rank, size); };
+  if (way == Way::ALONE || !volunteers.share(int(threads), &body, run)) body(0, 1), way = Way::ALONE;
+  if (work >= Habit::WORTHWHILE) habit.record(way, work, nanoseconds() - begin);
+}
+
+// Run body(first, last, rank) for shares of `count` items: one for each thread, or smaller ones for volunteers.
 template <class Body>
 INLINE void by_shares(int64_t threads, int64_t work, int64_t count, Body body) {
+  static Habit habit;
+  const Way way = habit.way(threads, work);
+  const int64_t shares = way == Way::VOLUNTEERS ? 3 * threads : threads;
   std::atomic<int64_t> next{0};
-  by_threads(threads, work, [&](int rank, int size) {
-    for (int64_t share; (share = next.fetch_add(1)) < size;)
-      body(count * share / size, count * (share + 1) / size, rank);
+  by_portions(habit, way, threads, work, [&](int rank, int size) {
+    const int64_t all = size == 1 ? 1 : shares;
+    for (int64_t share; (share = next.fetch_add(1)) < all;) body(count * share / all, count * (share + 1) / all, rank);
+    return int64_t(0);
   });
 }
 
@@ -438,18 +545,23 @@ struct Pieces {
   std::atomic<int> idle{0};
   Counter changed;
 
-  void run() {
+  // Returns how long there was nothing to do.
+  int64_t run() {
     for (int64_t piece; (piece = next.fetch_add(1)) < count;) run(piece);
+    if (unfinished.load() == 0) return 0;
     idle.fetch_add(1);
+    int64_t begin = nanoseconds(), waited = 0;
     for (;;) {
       const int seen = changed.value.load();
       const int64_t piece = offered.exchange(-1);
       if (piece >= 0) {
         idle.fetch_sub(1);
+        waited += nanoseconds() - begin;
         run(piece);
+        begin = nanoseconds();
         idle.fetch_add(1);
       } else if (unfinished.load() == 0) {
-        return;
+        return waited + nanoseconds() - begin;
       } else {
         changed.wait(seen + 1, load_of_machine.patience().at_end);
       }
@@ -497,21 +609,33 @@ extern "C" void stretto_run(const Job* jobs, int64_t count, int64_t threads) {
       const Call& call = *jobs[0].call;
       if (rank == 0) jobs[0].pack(&call);
       jobs[0].work(&call, 0, call.num_rows, 0, call.num_steps, rank, size, &barrier);
+      return int64_t(0);  // the team itself takes note of what it loses
     });
   }
-  Pieces::Piece* const list = new Pieces::Piece[total];
+  // For volunteers there are more pieces than threads: one that is held by a thread without a core is the only one that
+  // stops. For one thread alone there is one: it passes over the weights once for all rows.
+  constexpr int64_t FEW = 4;  // rows, below which the weights are read too often for too little
+  static Habit habit;
+  const Way way = habit.way(threads, work);
+  const int64_t parts = way == Way::VOLUNTEERS ? 3 : 1;
+  Pieces::Piece* const list = new Pieces::Piece[parts * total];
   Pieces pieces{list, 0};
-  for (int64_t i = 0; i < count; i++)
-    for (int64_t p = 0; p < jobs[i].pieces; p++)
-      if (jobs[i].bounds[p] < jobs[i].bounds[p + 1])
-        list[pieces.count++] = {jobs + i, jobs[i].bounds[p], jobs[i].bounds[p + 1], 0};
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t step = way == Way::ALONE ? jobs[i].pieces : 1;
+    for (int64_t p = 0; p < jobs[i].pieces; p += step) {
+      const int64_t first = jobs[i].bounds[p], rows = jobs[i].bounds[p + step] - first;
+      const int64_t cuts = parts == 1 ? rows > 0 : rows < FEW * parts ? (rows + FEW - 1) / FEW : parts;
+      for (int64_t c = 0; c < cuts; c++)
+        list[pieces.count++] = {jobs + i, first + rows * c / cuts, first + rows * (c + 1) / cuts, 0};
+    }
+  }
   pieces.unfinished = pieces.count;
   std::atomic<int64_t> next{0};
   Counter packed;
-  by_threads(threads, work, [&](int, int) {
+  by_portions(habit, way, threads, work, [&](int, int) {
     for (int64_t i; (i = next.fetch_add(1)) < count; packed.add()) jobs[i].pack(jobs[i].call);
-    packed.wait(int(count), QUIET.at_end);
-    pieces.run();
+    const int64_t waited = packed.wait(int(count), QUIET.at_end);
+    return waited + pieces.run();
   });
   delete[] list;
 }
