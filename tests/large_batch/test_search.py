@@ -102,10 +102,46 @@ def test_the_best_of_the_trials_is_run_longer_and_longer_and_the_plain_recipe_ha
     assert jobs[4].epochs == pytest.approx(3 * jobs[0].epochs)
     assert [(job.recipe.name, job.epochs) for job in jobs[6:]] == [("b", 5), ("b", 5), ("b", 10)]
     assert [job.rate_factor for job in jobs[6:]] == [1.0, 0.5, 0.25]
-    runs = iter([0.9, 0.898, 0.7])
-    jobs = _go(_search(), lambda job: _outcome(job, values[job.recipe.name] if job.kind == "trial" else next(runs)))
-    assert [(job.recipe.name, job.epochs) for job in jobs[6:]] == [("b", 5), ("b", 5), ("plain", 10)]
-    assert "gained less than 0.5%" in jobs[-1].reason
+    assert not any(job.begins_anew for job in jobs)
+
+
+@pytest.mark.parametrize(
+    ("values", "last"),
+    [
+        ((0.9,), ("plain", 20, True)),  # overfits
+        ((0.9, 0.898), ("plain", 20, True)),  # gains too little
+        ((0.9, 0.8, 0.798), ("b", 10, False)),  # was good for longer, and all epochs are done
+    ],
+)
+def test_the_plain_recipe_begins_anew_after_one_run_or_two_that_failed(
+    values: tuple[float, ...], last: tuple[str, int, bool]
+) -> None:
+    trials = {"plain": 2.0, "a": 1.5, "b": 1.0, "c": 1.2}
+    runs = iter(values)
+
+    def answer(job: Job) -> Outcome:
+        if job.kind == "trial":
+            return _outcome(job, trials[job.recipe.name])
+        if job.recipe.name == "plain":
+            return _outcome(job, 0.95)
+        value = next(runs)
+        return _outcome(job, 1.2 * value if len(values) == 1 else value, best=value)
+
+    search = _search()
+    jobs = _go(search, answer)
+    assert (jobs[-1].recipe.name, jobs[-1].epochs, jobs[-1].begins_anew) == last
+    assert search.best == min(values)  # of all runs
+    if last[2]:
+        assert jobs[-1].reason.endswith("; it begins anew, with all its 20 epochs")
+
+
+def test_the_plain_recipe_has_what_is_left_where_the_time_is_too_short_for_all_of_it() -> None:
+    search = _search(updates_per_epoch=100, num_recipes=2, seconds=20.0)
+    jobs = _go(search, lambda job: _outcome(job, 1.2, best=1.0, seconds=job.epochs))
+    assert [(job.recipe.name, job.epochs, job.begins_anew) for job in jobs[1:]] == [
+        ("a", 5, False),
+        ("plain", 14, False),
+    ]
 
 
 def test_the_plain_recipe_is_run_as_it_is_where_it_is_better_after_the_longer_trial() -> None:
@@ -151,8 +187,8 @@ def test_of_recipes_that_are_alike_the_fastest_is_taken() -> None:
 def test_the_plain_recipe_takes_over_from_one_that_fails(first: Callable[[Job], Outcome], words: str) -> None:
     search = _search(updates_per_epoch=10, num_recipes=2)
     jobs = _go(search, lambda job: first(job) if job.recipe.name == "a" else _outcome(job, 0.9))
-    assert [job.recipe.name for job in jobs] == ["a", "plain"]
-    assert jobs[1].reason == words
+    assert [(job.recipe.name, job.epochs) for job in jobs] == [("a", 5), ("plain", 20)]
+    assert jobs[1].reason == f"{words}; it begins anew, with all its 20 epochs"
     assert search.best == 0.9
 
 

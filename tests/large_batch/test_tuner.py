@@ -5,12 +5,14 @@ Shape legend: N sequences, D features.
 
 import json
 import math
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import stretto
 from stretto.errors import StrettoError
 from stretto.large_batch import BatchTuner, Entry, LargeBatch, SplitByMicroBatch, SplitNorms, ThroughputTable
 
@@ -295,3 +297,12 @@ def test_end_to_end_a_flat_table_makes_it_grow_and_an_explosion_takes_it_back() 
     loop.rate = 1.0
     assert loop.epoch() == ""
     assert loop.tuner.decide(epoch=3).batch_size < grown.batch_size
+
+
+def test_the_callback_for_lightning_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    monkeypatch.delitem(sys.modules, "stretto.large_batch.lightning", raising=False)
+    with pytest.raises(StrettoError, match="Lightning, which is not installed"):
+        _ = stretto.large_batch.TuneBatch
+    with pytest.raises(AttributeError, match="no attribute 'TuneBath'"):
+        _ = stretto.large_batch.TuneBath

@@ -1,5 +1,6 @@
 """`--auto`: which recipes there are, a run of several parts, stopped and resumed, and what it says."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,8 +239,51 @@ def test_a_recipe_that_diverges_gives_way_to_the_plain_one(monkeypatch: pytest.M
     monkeypatch.setattr(search, "MIN_TRIAL_UPDATES", 100)
     result = stretto.train(_task(), out="out")
     runs = [event for event in _events(result.run) if event["action"] == "run"]
-    assert [(event["recipe"], event["reason"]) for event in runs][1] == ("plain", "wild diverged")
+    assert runs[1]["recipe"] == "plain"
+    assert runs[1]["reason"].startswith("wild diverged; it begins anew")
     assert result.metrics["accuracy"] > 0.4
+
+
+@pytest.mark.parametrize("stops_at", [None, 70, 110])
+def test_the_plain_recipe_that_begins_anew_begins_with_new_weights(
+    monkeypatch: pytest.MonkeyPatch, stops_at: int | None
+) -> None:
+    """After two runs of 2 epochs of 20 updates; also where it is resumed at its beginning or in the middle of it."""
+    monkeypatch.setattr(search, "MIN_GAIN", 9.0)
+    monkeypatch.setattr(search, "MAX_LOSS", 9.0)
+    monkeypatch.setattr(search, "MIN_TRIAL_UPDATES", 100)
+    begun: list[tuple[int, dict[str, torch.Tensor]]] = []
+    real_begin, real_record = auto.Trainer.train, auto.Trainer._record
+
+    def train(self: Any) -> dict[str, float]:
+        weights = {name: weight.clone() for name, weight in self.state.model.state_dict().items()}
+        begun.append((self.state.num_updates, weights))
+        return real_begin(self)
+
+    def record(self: Any, update: Any) -> None:
+        real_record(self, update)
+        if self.state.num_updates == stops_at:
+            interrupt()
+
+    monkeypatch.setattr(auto.Trainer, "train", train)
+    with monkeypatch.context() as patch:
+        patch.setattr(auto.Trainer, "_record", record)
+        with pytest.raises(Interrupted) if stops_at else contextlib.nullcontext():
+            stretto.train(_task(epochs=8), out="out")
+    if stops_at:
+        stretto.train(_task(epochs=8), out="out", resume=True)
+    runs = [event for event in _events(Path("out")) if event["action"] == "run"]
+    assert [(event["recipe"].split()[0], event["epochs"]) for event in runs if event["update"] in (0, 40, 80)][-3:] == [
+        ("muon", 2),
+        ("muon", 2),
+        ("plain", 8),
+    ]
+    assert len(_events(Path("out"), "epoch")) == 12
+    first = begun[0][1]
+    (anew,) = [weights for update, weights in begun if update == 80]
+    assert all(torch.equal(anew[name], weight) for name, weight in first.items())
+    second = next(weights for update, weights in begun if update == 40)
+    assert not any(torch.equal(second[name], weight) for name, weight in first.items() if "weight" in name)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stretto.checks import check_float, check_kind
 from stretto.distributed.world import World
 from stretto.solvers import count_ranks
 
@@ -53,6 +54,7 @@ def global_count(
         device: Where the number is sent from: "cuda" for NCCL.
         group: The ranks; torch's default group if left out.
     """
+    check_float(count, name="count")
     return float(World(size=count_ranks(group), device=str(device), group=group).all_reduce_sum([count])[0])
 
 
@@ -80,6 +82,7 @@ def scale_loss(
         >>> scale_loss(loss, 2)
         tensor(2.)
     """
+    check_kind(loss_sum, torch.Tensor, name="loss_sum", owner="scale_loss", fix="Give the summed loss, as a tensor.")
     if total is None:
         total = global_count(count, device=loss_sum.device if loss_sum.is_cuda else "cpu", group=group)
     return loss_sum * (count_ranks(group) / max(total, 1.0))

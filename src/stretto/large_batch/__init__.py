@@ -1,5 +1,8 @@
 """Large batches without re-tuning: scaling rules, schedules, gradient noise, measured throughput, and the tuner."""
 
+from typing import Any
+
+from stretto.errors import StrettoError
 from stretto.large_batch.choose import Candidate, Choice, choose_batch, split_share
 from stretto.large_batch.gates import parameters_by_gate
 from stretto.large_batch.guard import Guard, local_curvature
@@ -61,3 +64,16 @@ __all__ = [
     "split_share",
     "squared_norm",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`TuneBatch`, a callback for Lightning, which is imported when it is first used."""
+    if name != "TuneBatch":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from stretto.large_batch.lightning import TuneBatch
+    except ModuleNotFoundError as error:
+        raise StrettoError(
+            "TuneBatch is a callback for Lightning, which is not installed", fix="Install it: pip install lightning"
+        ) from error
+    return TuneBatch

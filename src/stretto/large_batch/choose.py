@@ -4,9 +4,9 @@ import dataclasses
 import math
 from typing import Final, final
 
-from stretto.checks import check_float, check_int
+from stretto.checks import check_float, check_int, check_kind
 from stretto.errors import StrettoError
-from stretto.large_batch.throughput import ThroughputTable
+from stretto.large_batch.throughput import TABLE_FIX, ThroughputTable
 
 MAX_ACCUMULATED: Final = 16
 """Micro-batches per update that are considered, of the largest measured, unless a largest batch is given."""
@@ -61,6 +61,7 @@ def split_share(table: ThroughputTable, share: int) -> tuple[int, int, float]:
     Returns:
         Most sequences at a time, how many times, and the seconds of all, without exchange.
     """
+    check_kind(table, ThroughputTable, name="table", owner="split_share", fix=TABLE_FIX)
     # Of sizes that hold the share at once, those above the smallest only add noise of the clock.
     sizes = [size for size in table.batch_sizes if size < share]
     sizes += [min(above)] if (above := [size for size in table.batch_sizes if size >= share]) else []
@@ -114,6 +115,7 @@ def choose_batch(
         >>> choice.batch_size, round(choice.predicted_gain, 2)
         (64, 1.52)
     """
+    check_kind(table, ThroughputTable, name="table", owner="choose_batch", fix=TABLE_FIX)
     phi = 0.0 if noise_scale is None else check_float(noise_scale, name="noise_scale", at_least=0.0)
     check_int(base_batch_size, name="base_batch_size")
     check_int(world_size, name="world_size")

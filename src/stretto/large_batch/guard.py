@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 import torch
 
-from stretto.checks import check_float, check_int
+from stretto.checks import check_callable, check_float, check_int, check_list
 from stretto.errors import StrettoError
 from stretto.large_batch.noise import sum_of_squares
 
@@ -212,7 +212,8 @@ def local_curvature(gradient_at: Callable[[], Sequence[torch.Tensor]], parameter
         >>> round(local_curvature(lambda: [5.0 * x], [x]), 6)
         5.0
     """
-    weights = list(parameters)
+    check_callable(gradient_at, name="gradient_at", owner="local_curvature")
+    weights = check_list(parameters, name="parameters", owner="local_curvature", fix="Give model.parameters().")
     if not weights:
         raise StrettoError("there are no parameters to look along", fix="Give those that are trained.")
     first = [gradient.detach().clone() for gradient in gradient_at()]

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.adam import adam
 
 from stretto.cells import Cell
-from stretto.checks import check_float
+from stretto.checks import check_float, check_kind
 from stretto.errors import StrettoError
 from stretto.large_batch.gates import gate_rows
 from stretto.nn import RNN
@@ -65,6 +65,7 @@ def orthogonalise(stack_NMK: torch.Tensor) -> torch.Tensor:
     The bound is (sum of s^8)^(1/8) of the singular values s, the root of the norm of S^2, which is computed anyway. It
     is much tighter than the Frobenius norm (sum of s^2)^(1/2), and saves a polynomial.
     """
+    check_kind(stack_NMK, torch.Tensor, name="stack_NMK", owner="orthogonalise", fix="Give a tensor (N, M, K).")
     # A few at a time stay in the processor's cache.
     each = max(1, BLOCK_ELEMENTS // max(1, stack_NMK[:1].numel()))
     return torch.cat([_orthogonalise_block(block_NMK) for block_NMK in torch.split(stack_NMK, each)])
@@ -156,6 +157,7 @@ class Muon(Optimizer):
         momentum: float = MOMENTUM,
         betas: tuple[float, float] = BETAS,
     ) -> None:
+        check_kind(model, nn.Module, name="model", owner="Muon", fix="Give the model, whose layers decide the rules.")
         check_float(lr, name="lr", at_least=0.0, owner="Muon")
         check_float(weight_decay, name="weight_decay", at_least=0.0, owner="Muon")
         check_float(momentum, name="momentum", at_least=0.0, below=1.0, owner="Muon")

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from stretto.checks import check_float, check_int
+from stretto.checks import check_float, check_int, check_kind, check_list
 from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.large_batch.muon import MUON_KINDS
@@ -34,6 +34,7 @@ PLAIN_AVERAGES: Final = ("square_avg", "sum")
 """Averages or sums of squared gradients that are used as they are: RMSprop, Adagrad."""
 ADAPTIVE_OPTIONS: Final = ("betas", "alpha")
 """Options of optimisers that have such averages after their first update."""
+NORMS_FIX: Final = "Give SplitNorms, as SplitByMicroBatch or SplitByRank measures them."
 SMALLEST_SQUARE: Final = 1e-100
 SIZE_MEMORY_UPDATES: Final = 8
 """Updates over which the usual size of gradients is averaged."""
@@ -62,8 +63,16 @@ def squared_norm(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None
         The squared norm, summed in double precision. NaN if the optimiser is adaptive but has made no update yet: a
         plain norm must not be mixed with those that follow.
     """
-    held = [parameter for parameter in parameters if parameter.grad is not None]
+    held = [parameter for parameter in _tensors(parameters, owner="squared_norm") if parameter.grad is not None]
     return float(sum_of_squares([parameter.grad for parameter in held], _denominators(held, optimizer)))
+
+
+def _tensors(parameters: Iterable[torch.Tensor], *, owner: str) -> list[torch.Tensor]:
+    fix = "Give model.parameters()."
+    found = check_list(parameters, name="parameters", owner=owner, fix=fix)
+    for each in found:
+        check_kind(each, torch.Tensor, name="parameters", owner=owner, fix=fix)
+    return found
 
 
 def sum_of_squares(
@@ -171,7 +180,8 @@ class AbstractSplit(abc.ABC):
     """Whether an update of a single batch has parts only if it is computed in halves."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], *, optimizer: Optimizer | None = None) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        given = _tensors(parameters, owner=type(self).__name__)
+        self._parameters = [parameter for parameter in given if parameter.requires_grad]
         self._optimizer = optimizer
         self.begin()
 
@@ -278,6 +288,9 @@ class SplitByRank(AbstractSplit):
     """
 
     def __init__(self, model: DistributedDataParallel, *, world: World, optimizer: Optimizer | None = None) -> None:
+        check_kind(
+            model, DistributedDataParallel, name="model", owner="SplitByRank", fix="Give the DistributedDataParallel."
+        )
         super().__init__(model.parameters(), optimizer=optimizer)
         self._world, self._group = world, model.process_group
         model.register_comm_hook(self, _read_and_average)
@@ -361,6 +374,7 @@ def noise_of(norms: SplitNorms) -> Noise:
     Raises:
         StrettoError: There are fewer than two parts, or their gradients cannot have this mean.
     """
+    check_kind(norms, SplitNorms, name="norms", owner="noise_of", fix=NORMS_FIX)
     sizes, squares, square_of_mean = norms.sizes, norms.squares, norms.square_of_mean
     if len(sizes) != len(squares):
         raise StrettoError(
@@ -441,6 +455,7 @@ class NoiseScale:
         Raises:
             StrettoError: The parts cannot be used, or it stands for nothing.
         """
+        check_kind(norms, SplitNorms, name="norms", owner="NoiseScale", fix=NORMS_FIX)
         check_float(stands_for, name="stands_for", above=0.0)
         if not all(map(math.isfinite, (*norms.sizes, *norms.squares, norms.square_of_mean))):
             self.num_nonfinite += 1
@@ -518,6 +533,7 @@ class NoiseScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave; `memory` and `min_updates` stay as they are here."""
+        check_kind(state, dict, name="state", owner="NoiseScale", fix="Give what state_dict returned.")
         if state.get("version") != STATE_VERSION:
             raise StrettoError(
                 f"the state of a noise scale has version {state.get('version')!r}, not {STATE_VERSION}",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from stretto.checks import check_choice, check_float
+from stretto.checks import check_choice, check_float, check_list
 from stretto.errors import StrettoError
 from stretto.extras import optional
 from stretto.large_batch.gates import parameters_by_gate
@@ -131,7 +131,7 @@ def _trained_tensors(name: str, parameters: nn.Module | Iterable[torch.Tensor], 
     if isinstance(parameters, nn.Module):
         found: list[Any] = list(parameters_by_gate(parameters) if gates else parameters.parameters())
     else:
-        found = list(parameters)
+        found = check_list(parameters, name="parameters", fix="Give the model, or model.parameters().")
     wrong = next((item for item in found if not isinstance(item, torch.Tensor)), None)
     if wrong is not None:
         raise StrettoError(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, OneCycleLR
 
-from stretto.checks import check_choice, check_float, check_int
+from stretto.checks import check_choice, check_float, check_int, check_kind
 from stretto.errors import StrettoError
 from stretto.large_batch.optimizers import OptimizerName, make_optimizer
 from stretto.large_batch.schedules import Decay, ScheduleName, WarmupThenDecay, check_schedule
@@ -139,6 +139,7 @@ class LargeBatch:
 
     def warmup_updates(self, *, updates_per_epoch: float) -> int:
         """Updates until the peak, where an epoch has `updates_per_epoch`."""
+        check_float(updates_per_epoch, name="updates_per_epoch", above=0.0)
         updates = round(self.warmup_epochs * updates_per_epoch)
         if self.warmup_cap is None or self.epochs is None:
             return updates
@@ -213,6 +214,9 @@ class LargeBatch:
         Raises:
             StrettoError: The schedule needs the number of epochs, or does not use a number given.
         """
+        check_kind(
+            optimizer, Optimizer, name="optimizer", fix="Give an optimiser, as build or make_optimizer makes it."
+        )
         check_schedule(decay, epochs=self.epochs, decay_factor=decay_factor, flat_epochs=flat_epochs)
         for group in optimizer.param_groups:
             if group.pop("initial_lr", None) is not None:

@@ -1,6 +1,7 @@
 """Which recipe to train with, and for how many epochs: short trials, then runs planned to their end.
 
-    trials of all recipes --> the best: a short run --> a longer one --> the plain recipe for what is left
+    trials of all recipes --> the best: a short run --> a longer one --> and a longer one
+                                              +--------------+--> the plain recipe from the beginning
     (a tenth of the updates)      each run has a decay to zero of its own, and begins with the best weights so far
 
 It ends as soon as the target is reached.
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, Final, Literal, final
 
-from stretto.checks import check_float, check_int
+from stretto.checks import check_bool, check_float, check_int, check_kind, check_list
 from stretto.errors import StrettoError
 
 TRIAL_SHARE: Final = 0.1
@@ -55,6 +56,11 @@ class Recipe:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rate_follows_updates: bool = False
 
+    def __post_init__(self) -> None:
+        check_kind(self.name, str, name="name", owner="Recipe", fix="Give a string.")
+        check_kind(self.settings, Mapping, name="settings", owner="Recipe", fix="Give a dict.")
+        check_bool(self.rate_follows_updates, name="rate_follows_updates", owner="Recipe")
+
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +69,16 @@ class Job:
 
     Attributes:
         kind: A "trial", which begins with new weights, the same for all trials, and whose weights are not needed
-            afterwards; or a "run", which begins with the best weights so far, or with new ones if there are none.
+            afterwards; or a "run", which begins with the best weights so far, or with new ones if there are none or
+            it `begins_anew`.
         recipe: How.
         epochs: How long: whole epochs in a run, some updates or more in a trial. The schedule of the recipe, all of it,
             belongs into them.
         rate_factor: What to multiply the recipe's rate by: more than 1 where there are fewer updates, if it follows
             them; and each later run has half the rate of the one before, since it begins with weights that are good
             already.
+        begins_anew: Whether it is a run that begins with new weights though others came before: the plain recipe after
+            others that failed, as if these had not been. The best weights of all runs count in the end.
         reason: Why, with numbers.
     """
 
@@ -77,6 +86,7 @@ class Job:
     recipe: Recipe
     epochs: float
     rate_factor: float = 1.0
+    begins_anew: bool = False
     reason: str
 
 
@@ -177,6 +187,9 @@ class RecipeSearch:
         higher_is_better: bool = False,
         seconds: float | None = None,
     ) -> None:
+        fix = "Give a list of Recipe: the plain one and at least one other."
+        for recipe in check_list(recipes, name="recipes", owner="RecipeSearch", fix=fix):
+            check_kind(recipe, Recipe, name="recipes", owner="RecipeSearch", fix=fix)
         names = [recipe.name for recipe in recipes]
         if len(names) < 2 or len(set(names)) < len(names):
             raise StrettoError(
@@ -328,16 +341,20 @@ class RecipeSearch:
 
     def _next_run(self, recipe: Recipe) -> Job | None:
         left = self._epochs - self._done
-        if recipe is self._plain:
-            epochs, self._is_last = left, True
-        else:
-            epochs = min(left, self._done or first_run_epochs(self._epochs))
         is_timed = recipe.name in self._per_epoch
         # Of a recipe that was not timed, the longest that another took: not sure enough to refuse an epoch.
         per_epoch = self._per_epoch[recipe.name] if is_timed else max(self._per_epoch.values(), default=0.0)
         least = 0.0 if is_timed or self.best is not None else 1.0
         affordable = max(least, self._seconds_left / max(per_epoch, 1e-9))
-        reason = self._why
+        reason, begins_anew = self._why, False
+        if recipe is self._plain:
+            # All of its epochs after one run or two that failed: nothing is lost but the time that these took. What is
+            # left if there is no time for it, or if others were good for longer than that.
+            begins_anew = 0 < self._done <= 2 * first_run_epochs(self._epochs) and affordable >= self._epochs
+            epochs, self._is_last = self._epochs if begins_anew else left, True
+            reason += f"; it begins anew, with all its {self._epochs} epochs" if begins_anew else ""
+        else:
+            epochs = min(left, self._done or first_run_epochs(self._epochs))
         if affordable < epochs:
             epochs = math.floor(affordable)
             reason += f"; there is time for {epochs} epoch{'s' * (epochs != 1)}"
@@ -355,7 +372,7 @@ class RecipeSearch:
         factor = RATE_OF_NEXT_RUN**again
         if recipe.rate_follows_updates and not again:
             factor *= math.sqrt(first_run_epochs(self._epochs) / epochs)
-        return Job(kind="run", recipe=recipe, epochs=epochs, rate_factor=factor, reason=reason)
+        return Job(kind="run", recipe=recipe, epochs=epochs, rate_factor=factor, begins_anew=begins_anew, reason=reason)
 
     def _after_run(self, recipe: Recipe, outcome: Outcome) -> None:
         # At least one, so that this ends.

@@ -7,15 +7,18 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, Final, final
 
+import numpy as np
 import torch
 
-from stretto.checks import check_float, check_int
+from stretto.checks import check_callable, check_float, check_int, check_kind, check_list
 from stretto.errors import StrettoError
 
 TABLE_VERSION: Final = 1
+TABLE_FIX: Final = "Give a ThroughputTable, as probe measures it or ThroughputTable.of makes it."
 MEMORY_MARGIN: Final = 1.2
 """Memory that a size is expected to need, as a multiple of what the size before suggests."""
 FREE_MEMORY_SHARE: Final = 0.8
@@ -88,9 +91,16 @@ class ThroughputTable:
     @classmethod
     def of(cls, seconds: Mapping[int, float], *, length: int = 1, update_seconds: float = 0.0) -> "ThroughputTable":
         """A table of one length from seconds per update by batch size, however they are known."""
+        check_kind(seconds, Mapping, name="seconds", owner="ThroughputTable", fix="Give {batch size: seconds}.")
+        times = {
+            check_int(size, name="a batch size", owner="ThroughputTable"): check_float(
+                each, name=f"seconds[{size}]", above=0.0, owner="ThroughputTable"
+            )
+            for size, each in seconds.items()
+        }
         entries = [
-            Entry(batch_size=size, length=length, seconds=float(each), num_steps=size * length)
-            for size, each in sorted(seconds.items())
+            Entry(batch_size=size, length=length, seconds=each, num_steps=size * length)
+            for size, each in sorted(times.items())
         ]
         return cls(entries=tuple(entries), shares={length: 1.0}, update_seconds=update_seconds)
 
@@ -179,7 +189,9 @@ def probe(
     Raises:
         StrettoError: A size, length or bound makes no sense, or not even the smallest batch could be run.
     """
-    sizes, shares = sorted({check_int(size, name="batch_sizes") for size in batch_sizes}), _shares(lengths)
+    check_callable(run_update, name="run_update", owner="probe")
+    given = check_list(batch_sizes, name="batch_sizes", owner="probe", fix="Give a list of whole numbers.")
+    sizes, shares = sorted({check_int(size, name="batch_sizes") for size in given}), _shares(lengths)
     check_int(repeats, name="repeats")
     check_float(max_seconds, name="max_seconds", above=0.0)
     if not sizes:
@@ -345,7 +357,13 @@ class _Run:
 
 
 def _shares(lengths: Mapping[int, float] | Sequence[int]) -> dict[int, float]:
-    given = dict(lengths) if isinstance(lengths, Mapping) else dict.fromkeys(lengths, 1.0)
+    fix = "Give a list of lengths, or {length: share}."
+    if not isinstance(lengths, Mapping):
+        lengths = dict.fromkeys(check_list(lengths, name="lengths", owner="probe", fix=fix), 1.0)
+    for length, share in lengths.items():
+        check_kind(length, int, np.integer, name="lengths", owner="probe", fix=fix)
+        check_kind(share, Real, name="lengths", owner="probe", fix=fix)
+    given = dict(lengths)
     total = sum(given.values())
     if not given or min(given) < 1 or min(given.values()) < 0 or not 0 < total < math.inf:
         raise StrettoError(f"probe got the lengths {given}", fix="Give lengths of at least 1 with positive shares.")

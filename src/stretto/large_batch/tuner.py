@@ -2,15 +2,16 @@
 
 import dataclasses
 import math
+from numbers import Real
 from typing import Any, Final, Literal, final
 
-from stretto.checks import check_float, check_int
+from stretto.checks import check_float, check_int, check_kind
 from stretto.errors import StrettoError
 from stretto.large_batch.choose import Candidate, Choice, choose_batch, split_share
 from stretto.large_batch.guard import Guard
-from stretto.large_batch.noise import NoiseScale, SplitNorms
+from stretto.large_batch.noise import NORMS_FIX, NoiseScale, SplitNorms
 from stretto.large_batch.scaling import LargeBatch
-from stretto.large_batch.throughput import ThroughputTable
+from stretto.large_batch.throughput import TABLE_FIX, ThroughputTable
 
 Action = Literal["keep", "grow", "shrink", "roll-back"]
 STATE_VERSION: Final = 4
@@ -125,6 +126,11 @@ class BatchTuner:
         noise: NoiseScale | None = None,
         guard: Guard | None = None,
     ) -> None:
+        check_kind(settings, LargeBatch, name="settings", owner="BatchTuner", fix="Give LargeBatch(..., epochs=...).")
+        if noise is not None:
+            check_kind(noise, NoiseScale, name="noise", owner="BatchTuner", fix="Give a NoiseScale, or leave it out.")
+        if guard is not None:
+            check_kind(guard, Guard, name="guard", owner="BatchTuner", fix="Give a Guard, or leave it out.")
         if settings.epochs is None:
             raise StrettoError("BatchTuner got settings without epochs", fix="Give LargeBatch(epochs=...).")
         self._settings, self._epochs = settings, settings.epochs
@@ -153,6 +159,8 @@ class BatchTuner:
 
     @table.setter
     def table(self, table: ThroughputTable | None) -> None:
+        if table is not None:
+            check_kind(table, ThroughputTable, name="table", owner="BatchTuner", fix=TABLE_FIX)
         self._table = table
         self.accumulate = self._accumulate(self.batch_size)
 
@@ -190,6 +198,12 @@ class BatchTuner:
         Raises:
             StrettoError: The parts contradict each other.
         """
+        for name, value in (("loss", loss), ("gradient_norm", gradient_norm), ("curvature", curvature), ("lr", lr)):
+            if value is not None or name == "loss":
+                # NaN and inf are what the guard looks for.
+                check_kind(value, Real, name=name, owner="BatchTuner.observe", fix=f"Give {name} as a number: .item().")
+        if norms is not None:
+            check_kind(norms, SplitNorms, name="norms", owner="BatchTuner.observe", fix=NORMS_FIX)
         self._updates_since_measured += 1
         if norms is not None and sum(size > 0 for size in norms.sizes) >= 2:
             self.noise.add(norms, stands_for=self._updates_since_measured)
@@ -213,6 +227,7 @@ class BatchTuner:
 
     def decide(self, *, epoch: float) -> Decision:
         """Decide what to train with from here on, after so many epochs; the decision is in force at once."""
+        check_float(epoch, name="epoch", at_least=0.0, owner="BatchTuner.decide")
         self._measured_at_decision = self.noise.num_updates
         obstacle = self._obstacle(epoch)
         if obstacle or self._table is None:
@@ -284,6 +299,7 @@ class BatchTuner:
         Raises:
             StrettoError: It is of another version, or its base settings are not those of this tuner.
         """
+        check_kind(state, dict, name="state", owner="BatchTuner", fix="Give what state_dict returned.")
         if state.get("version") != STATE_VERSION or state.get("settings") != self._compared_settings:
             raise StrettoError(
                 f"the state of a batch tuner has version {state.get('version')!r} and settings "

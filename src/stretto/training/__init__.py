@@ -23,7 +23,7 @@ from stretto.training.events import EVENTS_FILE, AbstractLog, Event, EventLog, S
 from stretto.training.feeds import AbstractFeed, StreamFeed, eval_windows
 from stretto.training.solver import SolverRecord
 from stretto.training.state import TrainState
-from stretto.training.task import AbstractTask, LabelTrack, LossSum, Sample, Score
+from stretto.training.task import AbstractTask, Confusion, LabelTrack, LossSum, Sample, Score
 from stretto.training.trainer import MODEL_FILE, EpochRecord, Interrupted, RunResult, Trainer, stop_on_signals
 from stretto.training.update import Diverged, Updater
 
@@ -38,6 +38,7 @@ __all__ = [
     "AbstractFeed",
     "AbstractLog",
     "AbstractTask",
+    "Confusion",
     "Count",
     "Diverged",
     "EpochRecord",

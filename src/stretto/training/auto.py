@@ -195,7 +195,9 @@ def _trainer(
     newest = load_newest(run).checkpoint.state if any((run / CHECKPOINT_FOLDER).glob("update-*")) else None
     resume = newest is not None and newest["part"]["number"] == number
     if newest is not None:
-        part = Part(**newest["part"]) if resume else dataclasses.replace(part, first_epoch=newest["position"]["epoch"])
+        first_epoch = newest["position"]["epoch"]
+        begun = dataclasses.replace(part, first_epoch=first_epoch, begins_anew=job.begins_anew)
+        part = Part(**newest["part"]) if resume else begun
     task = _with_recipe(task, job, epochs=part.first_epoch + round(job.epochs))
     return Trainer(task, run=run, log=log, resume=resume, world=world, part=part)
 

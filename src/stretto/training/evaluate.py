@@ -4,27 +4,32 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from stretto.batching import Batch
 from stretto.data import SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.nn import fresh_state
 from stretto.training.feeds import eval_batches
 from stretto.training.solver import run_serially
-from stretto.training.task import AbstractTask, Sample, Score
+from stretto.training.task import AbstractTask, Confusion, Sample, Score
 from stretto.training.update import MAX_NAMED_SEQUENCES, diverged, gather_sequences
+
+MAX_CONFUSED_CLASSES: Final = 512
+"""Ranks add up the square of this many numbers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Mean loss and metrics by name."""
+    """Mean loss and metrics by name; how classes were confused, if it is final and the task has 2 to 512 of them."""
 
     loss: float
     metrics: dict[str, float]
+    confusion: Confusion | None = None
 
 
 def evaluate(
@@ -47,6 +52,7 @@ def evaluate(
     loss, count = 0.0, 0
     scores: dict[str, Score] = {}
     bad: list[int] = []
+    confused = _Confused(task) if final and not loss_only else None
     with evaluation_mode(model, by_solver=by_solver):
         for batch in task.eval_batches(part, world=world, device=device):
             if not len(batch):
@@ -61,6 +67,8 @@ def evaluate(
             loss, count = loss + total, count + summed.count
             if loss_only:
                 continue
+            if confused is not None:
+                confused.add(output, batch)
             for name, score in (task.final_score if final else task.score)(output, batch).items():
                 scores[name] = scores[name] + score if name in scores else score
     loss, total_count, *_ = world.all_reduce_sum([loss, float(count)])
@@ -74,7 +82,44 @@ def evaluate(
                 f"the metric {name!r} of the task {task.name!r} is {value} in the evaluation of {part.name}",
                 fix=f"Let score and summary of {type(task).__name__} return finite numbers, also where nothing counts.",
             )
-    return Evaluation(loss=loss / max(1.0, total_count), metrics=metrics)
+    return Evaluation(
+        loss=loss / max(1.0, total_count),
+        metrics=metrics,
+        confusion=None if confused is None else confused.over(world),
+    )
+
+
+class _Confused:
+    """Counts of true and found classes; nothing where a task has none, or too many."""
+
+    def __init__(self, task: AbstractTask[Any]) -> None:
+        has_classes = type(task).classes is not AbstractTask.classes
+        self._task, self._names = task, tuple(task.class_names) if has_classes else ()
+        if not 2 <= len(self._names) <= MAX_CONFUSED_CLASSES:
+            self._names = ()
+        self._counts = torch.zeros(len(self._names) ** 2, dtype=torch.int64)
+
+    def add(self, output: torch.Tensor, batch: Batch) -> None:
+        """Count what a batch has."""
+        if self._names:
+            true_P, found_P = self._task.classes(output, batch)
+            size = len(self._names)
+            if not all(bool(((numbers_P >= 0) & (numbers_P < size)).all()) for numbers_P in (true_P, found_P)):
+                raise StrettoError(
+                    f"the task {self._task.name!r} has {size} class names and found a class with another number",
+                    fix=f"Let {type(self._task).__name__}.classes return whole numbers from 0 to {size - 1}.",
+                )
+            self._counts += torch.bincount((true_P * size + found_P).cpu(), minlength=size**2)
+
+    def over(self, world: World) -> Confusion | None:
+        """Summed over ranks."""
+        if not self._names:
+            return None
+        size = len(self._names)
+        counts = enumerate(map(int, world.all_reduce_sum(self._counts.double().tolist())))
+        return Confusion(
+            names=self._names, pairs=tuple((at // size, at % size, count) for at, count in counts if count)
+        )
 
 
 def _sum_scores(scores: dict[str, Score], world: World) -> dict[str, Score]:

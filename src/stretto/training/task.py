@@ -71,6 +71,19 @@ class Sample:
     track: LabelTrack | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Confusion:
+    """How often each class was taken for each other.
+
+    Attributes:
+        names: Of the classes.
+        pairs: [true class, class found, how often], by number; pairs that did not occur are left out.
+    """
+
+    names: tuple[str, ...]
+    pairs: tuple[tuple[int, int, int], ...]
+
+
 class AbstractTask(abc.ABC, Generic[C]):
     """A kind of data with its model, loss and metric.
 
@@ -85,12 +98,14 @@ class AbstractTask(abc.ABC, Generic[C]):
         metric: The name of the score that is shown.
         higher_is_better: Whether the best model has the highest score, or the lowest.
         Config: Its settings, a dataclass.
+        class_names: Of a task with classes that has a method `classes`, for the confusion matrix; empty for others.
     """
 
     name: ClassVar[str]
     metric: ClassVar[str]
     higher_is_better: ClassVar[bool] = False
     Config: ClassVar[type[TrainConfig]] = TrainConfig
+    class_names: tuple[str, ...] = ()
 
     def __init__(self, config: C, data: SequenceSet) -> None:
         self.config = config
@@ -154,6 +169,10 @@ class AbstractTask(abc.ABC, Generic[C]):
             world=world,
             lengths=self.bucket_lengths(part),
         )
+
+    def classes(self, output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002
+        """The true and the found class (P) of whatever has one, by their numbers in `class_names`."""
+        raise StrettoError(f"the task {self.name!r} has no classes", fix="Leave class_names empty.")
 
     def final_score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """The metrics of a batch of the test part, for which more time may be spent."""

@@ -133,12 +133,13 @@ class RunResult:
 class Part:
     """A part of a run, with settings of its own: its number, and the epochs and the time before it.
 
-    Another part than the first begins with the best weights so far, and with a new optimiser and schedule.
+    Another part than the first begins with the best weights so far, or anew, and with a new optimiser and schedule.
     """
 
     number: int = 0
     first_epoch: int = 0
     first_seconds: float = 0.0
+    begins_anew: bool = False
 
 
 @final
@@ -550,6 +551,8 @@ class Trainer:
         self._writer.wait()
         if self._world.is_rank0:
             with self._errors.defer():
+                if evaluation.confusion is not None:
+                    self.log.emit("confusion", **dataclasses.asdict(evaluation.confusion))
                 self._record_samples(test)
                 write_atomically(self._run / MODEL_FILE, lambda path: save_tensors(last, path))
         self._errors.raise_on_all()
@@ -617,7 +620,7 @@ class Trainer:
             self._writer.begin(checkpoint, update=state.num_updates, seconds=seconds, is_best=is_best)
 
     def _begin_part(self) -> None:
-        """Go on where the part before ended, with the best weights so far."""
+        """Go on where the part before ended, with the best weights so far or new ones."""
         state, last = self.state, load_newest(self._run).checkpoint.state
         for name in POSITION:
             setattr(state, name, last["position"][name])
@@ -625,7 +628,8 @@ class Trainer:
         state.batches_done = 0
         self._best = {name: value for name, value in last["best"].items() if name != "of_part"}
         self._best_model = safetensors.torch.load_file(self._run / BEST_FILE)
-        state.model.load_state_dict(self._best_model)
+        if not self.part.begins_anew:
+            state.model.load_state_dict(self._best_model)
 
     def _resume(self) -> None:
         found = load_newest(self._run)
