@@ -213,6 +213,19 @@ def test_a_user_without_a_home_has_a_cache_among_temporary_files(
         cache_folder()
 
 
+def test_a_home_that_cannot_hold_a_cache_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").write_text("a file")
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    for name in (CACHE_VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(temporary))
+    folder = cache_folder()
+    assert folder == temporary / f"stretto-{os.getuid()}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
 def test_a_cache_that_cannot_be_made_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "below"))

@@ -299,10 +299,11 @@ def test_data_of_other_classes_features_and_characters() -> None:
     stretto.train(kind(kind.Config(**SMALL | {"stack": 1}), ink), out="ink")
     model = stretto.load("ink")
     other = dataclasses.replace(ink, targets=Transcripts.of(["ab", "xz", *["ba"] * 16]))
-    metrics, part = model.evaluation(other)
+    found, part = model.evaluation(other)
     assert "xz" in part.notes[-1]
-    assert np.isfinite(metrics["loss"])
-    assert min(metrics["loss"], metrics["cer"]) > 0
+    assert np.isfinite(found.loss)
+    assert min(found.loss, found.metrics["cer"]) > 0
+    assert found.confusion is None
 
     _text_file()
     stretto.train("language-model", data="text.txt", out="text", **SMALL)

@@ -2,8 +2,10 @@
 
 import math
 import operator
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterable
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,6 +66,36 @@ def check_choice(value: Any, *, name: str, choices: Collection[str], owner: str 
     if not isinstance(value, str) or value not in choices:
         raise _unfit(value, name, owner, fix=f"Choose one of: {', '.join(map(repr, choices))}.")
     return value
+
+
+def check_path(value: Any, *, name: str, owner: str = "") -> Path:
+    """A file or folder, as a string or as a path."""
+    if not (isinstance(value, str) or (isinstance(value, os.PathLike) and isinstance(os.fspath(value), str))):
+        raise _unfit(value, name, owner, fix=f"Give {name} as a string or a pathlib.Path.")
+    return Path(value)
+
+
+def check_kind(value: Any, *kinds: type, name: str, fix: str, owner: str = "") -> None:
+    """An instance of one of the kinds; `fix` says which."""
+    if not isinstance(value, kinds):
+        raise _unfit(value, name, owner, fix=fix)
+
+
+def check_list(value: Any, *, name: str, fix: str, owner: str = "") -> list[Any]:
+    """The items of anything that has some, but not the characters of a string or the keys of a mapping."""
+    if isinstance(value, (str, bytes, dict)) or not isinstance(value, Iterable):
+        raise _unfit(value, name, owner, fix=fix)
+    try:
+        return list(value)
+    except TypeError as error:
+        # A tensor or array without dimensions.
+        raise _unfit(value, name, owner, fix=fix) from error
+
+
+def check_callable(value: Any, *, name: str, owner: str = "") -> None:
+    """Something that can be called."""
+    if not callable(value):
+        raise _unfit(value, name, owner, fix=f"Give {name} as a function.")
 
 
 def _unfit(value: Any, name: str, owner: str, *, fix: str) -> StrettoError:

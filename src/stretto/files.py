@@ -175,9 +175,27 @@ def cache_folder() -> Path:
 
 
 def _usual_cache() -> Path:
-    """Where this system keeps caches; for a user without a home, as in containers, a folder among temporary files."""
+    """Where this system keeps caches.
+
+    A folder among temporary files for a user without a home, as in containers, or with one that cannot be written to,
+    as after `su` without `-`.
+    """
+    own = Path(tempfile.gettempdir()) / f"stretto-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
     try:
         Path.home()
     except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"stretto-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
-    return Path(platformdirs.user_cache_path("stretto", appauthor=False))
+        return own
+    usual = Path(platformdirs.user_cache_path("stretto", appauthor=False))
+    return usual if _can_be(usual) else own
+
+
+def _can_be(folder: Path) -> bool:
+    """Whether a folder is there, whosever it is, or can be made."""
+    try:
+        if folder.exists():
+            return True
+        parent = next(parent for parent in folder.parents if parent.exists())
+    except OSError:
+        # Not even looked at: a home that others may not enter.
+        return False
+    return os.access(parent, os.W_OK | os.X_OK)

@@ -207,8 +207,9 @@ def call_step(
     if not has_tensors_as_sizes():
         _check_rows(cell, y, (x if isinstance(x, torch.Tensor) else flatten(x)[0]).shape[0])
     if signature.feeds_back and not has_tensors_as_sizes() and not is_alike(state[-1], y):
+        name = cell._get_name()  # type: ignore[no-untyped-call]
         raise StrettoError(
-            f"{type(cell).__name__} returned {_describe_rows(y)} and takes {_describe_rows(state[-1])}, so its output "
+            f"{name} returned {_describe_rows(y)} and takes {_describe_rows(state[-1])}, so its output "
             "cannot be its next input",
             fix="Return an output of the shape and dtype of x_t, or leave out teacher=.",
         )
@@ -369,6 +370,11 @@ def map_sizes(change: Callable[[Any], Any], sizes: Any) -> Any:
         return {key: map_sizes(change, size) for key, size in sizes.items()}
     items = [map_sizes(change, size) for size in sizes]
     return type(sizes)(*items) if hasattr(sizes, "_fields") else items if isinstance(sizes, list) else tuple(items)
+
+
+def check_sizes(sizes: Any) -> None:
+    """An error for what is no size of a state, as `initial_state` takes them, or no structure of sizes."""
+    map_sizes(lambda size: isinstance(size, (torch.Size, torch.Tensor)) or check_int(size, name="state"), sizes)
 
 
 def _has_own(cell: nn.Module) -> bool:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from stretto.batching import Batch
-from stretto.checks import check_choice
+from stretto.checks import check_choice, check_path
 from stretto.data import DataForm, Part, SequenceSet
 from stretto.distributed import World
 from stretto.errors import StrettoError
@@ -36,6 +36,7 @@ from stretto.training import (
     BEST_FILE,
     MODEL_FILE,
     AbstractTask,
+    Evaluation,
     evaluate,
     evaluation_mode,
     model_of_newest_checkpoint,
@@ -95,7 +96,7 @@ def load(
         for row in model.predict("new_ink.inkml"):
             print(row["text"])
     """
-    run = Path(run)
+    run = check_path(run, name="run", owner="load")
     if weights is not None:
         check_choice(weights, name="weights", choices=get_args(Weights))
     card = read_card(run)
@@ -185,18 +186,16 @@ class TrainedModel(nn.Module):
             split: The part of the data to take. Left out, the test part of the data that the model was trained on,
                 and all of any other.
         """
-        return self.evaluation(data, split=split)[0]
+        found = self.evaluation(data, split=split)[0]
+        return {**found.metrics, "loss": found.loss}
 
-    def evaluation(
-        self, data: Data, *, split: Part | Literal["all"] | None = None
-    ) -> tuple[dict[str, float], SequenceSet]:
-        """The metrics, and the sequences they were measured on."""
+    def evaluation(self, data: Data, *, split: Part | Literal["all"] | None = None) -> tuple[Evaluation, SequenceSet]:
+        """The metrics, how classes were confused, and the sequences that was measured on."""
         task = self._task_over(data, targets=True)
         if split is None:
             split = "test" if task.data.digest() == self._digest else "all"
         part = task.data if split == "all" else task.data.part(split)
-        found = evaluate(task, self.model, part, device=self._device, final=True)
-        return {**found.metrics, "loss": found.loss}, part
+        return evaluate(task, self.model, part, device=self._device, final=True), part
 
     def _task_over(self, data: Data, *, targets: bool) -> AbstractTask[Any]:
         task = self.task

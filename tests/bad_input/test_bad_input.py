@@ -17,6 +17,7 @@ from bad_files import write_files
 
 import stretto
 import stretto.data
+import stretto.large_batch
 from stretto import cells
 from stretto.cli.main import main
 from stretto.training import read_toml
@@ -152,6 +153,8 @@ def _load_changed(sampler: stretto.BucketSampler, **changes: Any) -> None:
 def names() -> dict[str, Any]:
     """What the calls may use."""
     own: dict[str, Any] = {"stretto": stretto, "cells": cells, "data": stretto.data, "torch": torch, "np": np}
+    recipe = stretto.LargeBatch(base_batch_size=8, base_lr=0.1, batch_size=8, epochs=3)
+    own |= {"large_batch": stretto.large_batch, "recipe": recipe}
     own |= {name: getattr(stretto, name) for name in stretto.__all__}
     own |= {name: getattr(cells, name) for name in cells.__all__}
     return own | {"Path": Path, "load_changed": _load_changed}

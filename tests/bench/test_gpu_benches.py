@@ -1,8 +1,10 @@
 """Benchmarks of kernels for GPUs, in small: a prediction and compilation need no GPU, and the rest is interpreted."""
 
 import json
+from collections import Counter
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,9 @@ from bench.harness import RESULTS, Table
 from graph_recorder import TapeRecorder
 from stretto.errors import StrettoError
 from stretto.kernels.backends import cudagraph
+from stretto.kernels.backends.triton.emit import Tiles
+from stretto.kernels.backends.triton.model import cooperative_tiles, gpu_of
+from stretto.kernels.backends.triton.modes import choices, mode_of
 
 pytest.importorskip("triton")
 
@@ -45,6 +50,43 @@ def test_stored_figures_are_within_limits() -> None:
     for table in tables:
         assert {(row[0], row[1]) for row in table.rows} == set(product(gpu_targets.CELLS, gpu_targets.SIZES))
         assert [row[:3] for row in table.rows if not row[-1]] == []
+
+
+@pytest.mark.slow
+def test_stored_figures_are_of_the_modes_that_are_taken_now() -> None:
+    """By the choice before anything is compiled: each kernel that a batch of 16 would get has its line."""
+    alone, shared = (
+        {table["title"]: Counter(_mode(row) for row in table["rows"]) for table in stored["tables"]}
+        for stored in (
+            json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+            for name in ("gpu-targets", "gpu-cooperative")
+        )
+    )
+    stored = json.loads((RESULTS / "gpu-cooperative.json").read_text(encoding="utf-8"))
+    assert all(row[-1] for table in stored["tables"] for row in table["rows"])
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        for name, size in product(gpu_targets.CELLS, gpu_targets.SIZES):
+            for body in gpu_targets.bodies_of(name, size):
+                for way, target in product(gpu_targets.WAYS, gpu_targets.TARGETS.values()):
+                    of_one = list(choices(body, way, operands=torch.float32, target=target))
+                    assert any((name, size, way, *_facts(one)) in alone[target.name] for one in of_one)
+                    gpu = gpu_of(target)
+                    of_team = cooperative_tiles(body, way, of_one[0], gpu, rows=16, operands=torch.float32)
+                    key = (name, size, way)
+                    assert not of_team or any((*key, *_facts(one)) in shared[target.name] for one in of_team), key
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _facts(tiles: Tiles) -> tuple[str, str, int]:
+    team = "" if tiles.shares == 1 else f", {tiles.shares} programs"
+    return f"{mode_of(tiles)}{team}", f"{tiles.columns} x {tiles.depth}", tiles.warps
+
+
+def _mode(row: list[Any]) -> tuple[Any, ...]:
+    return tuple(row[:6])
 
 
 def test_kernels_on_a_device_are_checked_and_timed_beside_their_prediction(

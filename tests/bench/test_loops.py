@@ -26,7 +26,10 @@ def test_every_cell_gives_a_row_and_is_compiled(quick_compiler: None) -> None:
 def test_steps_and_first_calls_give_rows() -> None:
     report = measure("loops", "--only", "step,first")
     step, first = report.tables
-    assert len(step.rows) == 1
+    found = list(zip(column([step], "ours"), column([step], "beside"), column([step], "gradients"), strict=True))
+    lstm = [("accelerate", "nn.LSTM", False), ("accelerate", "nn.LSTM", True)]
+    assert found == [(ours, "nn.GRU", recorded) for ours, _, recorded in [("step", "", False), *lstm]] + lstm
+    assert column([step], "error")[1:] == [0.0] * 4  # the same operator
     assert column([first], "cell") == ["GRU", "300 nodes"]
     assert column([first], "backend") == ["cpp", "cpp"]
     assert all(seconds > 0 for seconds in column([first], "cold s"))

@@ -15,6 +15,8 @@ from stretto.cli import doctor
 from stretto.extras import EXTRA_OF
 from stretto.files import CACHE_VARIABLE
 from stretto.kernels import MARCH_VARIABLE, Compiler, find_compiler
+from stretto.kernels.backends.generated import LaunchError
+from stretto.kernels.backends.triton.kernel import TritonKernel
 from stretto.nn import RNN
 
 Run = Callable[[], tuple[int, dict[str, str]]]
@@ -91,6 +93,44 @@ def test_without_a_gpu_a_kernel_of_triton_is_compiled_and_interpreted(examine: R
     assert found["Triton test"].startswith("ok: a small kernel interpreted, never run on a GPU, agrees")
     assert "sm_80, sm_90, sm_100, gfx942" in found["Triton test"]
     assert "GPU 0" not in found
+
+
+def test_backends_of_a_gpu_are_not_called_usable_without_one(examine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    _, found = examine()
+    for name in ("triton", "cudagraph"):
+        assert found[f"backend {name}"].startswith("not here: ")
+        assert "no GPU" in found[f"backend {name}"]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert examine()[1]["backend triton"] == "the loops run as generated Triton"
+
+
+def test_backends_of_a_gpu_that_is_too_old(examine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    facts = {"name": "A GPU", "major": 7, "minor": 5, "multi_processor_count": 40, "total_memory": 16 << 30}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(**facts))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    _, found = examine()
+    assert found["backend triton"].startswith("not here: ")
+    assert "compute capability 8.0, and this one has 7.5" in found["backend triton"]
+    assert found["backend cudagraph"].startswith("the loops run")
+
+
+def test_a_kernel_that_something_slower_ran_for_is_not_ok(examine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ran instead agrees, and says nothing of the kernel."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(TritonKernel, "launch", _refuse)
+    with pytest.warns(UserWarning, match="no such instruction"):
+        _, found = examine()
+    assert found["Triton test"].startswith("failed: no such instruction")
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise LaunchError("no such instruction")
 
 
 def test_a_gpu_is_named_and_one_whose_kernel_fails_stops_a_user(examine: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ The packages are those of the extra `integrations`, which `make test-all` instal
 """
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -24,10 +25,20 @@ QUIET = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE
 pytestmark = pytest.mark.slow
 
 
-def run_program(title: str, folder: Path, *, ranks: int = 1) -> list[str]:
-    """The lines that the program of a section prints; each of several ranks prints to a file of its own."""
+def run_program(title: str, folder: Path, *, ranks: int = 1, changed: tuple[str, str] | None = None) -> list[str]:
+    """The lines that the program of a section prints; each of several ranks prints to a file of its own.
+
+    Args:
+        title: Of the section.
+        folder: Where it runs.
+        ranks: How many processes run it.
+        changed: A piece of the program, and what stands there instead.
+    """
     section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     (program,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    if changed is not None:
+        assert program.count(changed[0]) == 1
+        program = program.replace(*changed)
     script = folder / "program.py"
     script.write_text(program, encoding="utf-8")
     command = [sys.executable]
@@ -48,6 +59,45 @@ def test_lightning_on_two_ranks_resumes_in_mid_epoch_with_the_same_weights(tmp_p
     assert sorted(line for line in said if line.startswith("rank ")) == [
         f"rank {rank}: 18 updates, resumed the same: True" for rank in range(2)
     ]
+
+
+def test_lightning_lets_the_tuner_choose_the_batch_of_each_epoch(tmp_path: Path) -> None:
+    *said, end = run_program("Lightning: the batch is chosen", tmp_path)
+    first, *others = (line for line in said if re.match(r"(keep|grow|shrink|roll-back): batch ", line))
+    grown, rate = re.findall(r"^grow: batch (\d+), rate ([\d.]+),", first)[0]
+    assert int(grown) in (16, 32)
+    assert float(rate) == pytest.approx(0.01 * (int(grown) / 8) ** 0.5, rel=0.01)
+    assert "roll-back" not in " ".join(others)
+    seen, updates, same = re.findall(r"(\d+) sequences in (\d+) updates, resumed the same: (\w+)", end)[0]
+    assert (int(seen), same) == (6 * 640, "True")
+    assert int(updates) < 0.6 * 6 * 640 / 8
+
+
+def test_lightning_rolls_back_from_a_loss_that_is_nan(tmp_path: Path) -> None:
+    step = "return loss_sum / self.sampler.batch_size"
+    poisoned = f"{step} * (float('nan') if self.trainer.current_epoch == 4 and batch_idx == 3 else 1)"
+    *said, end = run_program("Lightning: the batch is chosen", tmp_path, changed=(step, poisoned))
+    before, back = (next(line for line in said if line.startswith(word)) for word in ("grow", "roll-back"))
+    size, back_to = (int(re.findall(r"batch (\d+)", line)[0]) for line in (before, back))
+    assert back_to < size
+    assert f"only batches below {size} from here" in back
+    assert end.startswith(f"{6 * 640} sequences in ")
+    assert end.endswith("resumed the same: True")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (("reload_dataloaders_every_n_epochs=1,", ""), "every_n_epochs=0, with which Lightning keeps"),
+        (("TuneBatch(tuner, sampler,", "TuneBatch(tuner, 4,"), "TuneBatch got sampler=4"),
+        (('return {"optimizer": optimizer, "lr', 'return optimizer or {"lr'), "1 optimisers and 0 schedules"),
+    ],
+)
+def test_a_trainer_that_the_tuner_cannot_follow_is_refused(
+    changed: tuple[str, str], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=words):
+        run_program("Lightning: the batch is chosen", tmp_path, changed=changed)
 
 
 def test_accelerate_sees_every_sequence_once_and_may_not_prepare_the_loader(tmp_path: Path) -> None:
@@ -73,8 +123,19 @@ def test_skorch_fits_and_predicts_ragged_lists(tmp_path: Path) -> None:
     assert min(accuracies) > 0.9
 
 
-@pytest.mark.parametrize(("title", "said"), [("sb3-contrib", "weights"), ("neuralforecast", "forecasts")])
-def test_an_accelerated_library_computes_the_same(title: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("title", "said", "package"),
+    [
+        ("sb3-contrib", "weights", "sb3_contrib"),
+        ("TorchRL", "gradients", "torchrl"),
+        ("neuralforecast", "forecasts", "neuralforecast"),
+        ("darts", "forecasts", "darts"),
+        ("GluonTS", "weights", "gluonts"),
+    ],
+)
+def test_an_accelerated_library_computes_the_same(title: str, said: str, package: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: `make integrations` brings it")
     line = run_program(title, tmp_path)[-1]
     assert line.startswith(f"{said} differ by ")
     assert float(line.split()[-1]) < 1e-4

@@ -62,12 +62,25 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ink = [[3.0, 1.0, 0.0], [2.0, -4.0, 0.0], [1.0, 2.0, 1.0]]
     samples = {"event": "samples", "items": [{"target": "abc <b>", "output": "abd", "ink": ink}]}
     finished = {"event": "finished", "time": 1.0, "metrics": {"cer": 0.2, "loss": 1.5}, "seconds": 9.0}
+    names = [f"<b>{number}</b> of a long name" if number % 9 == 0 else str(number) for number in range(62)]
+    pairs = [[n, n, 9] for n in range(62)] + [[n, (n * 7) % 62, 1 + n % 8] for n in range(62) if (n * 6) % 62]
+    confusions = [
+        {"event": "confusion", "names": names[:count], "pairs": [pair for pair in pairs if max(pair[:2]) < count]}
+        for count in (62, 10, 2)
+    ]
     runs = []
     for number in range(3):
         run = folder / f"{number}"
         run.mkdir()
         record(
-            run, started(), *map(update, range(1, 11)), epoch(1), epoch(2, value=0.1 + 0.1 * number), samples, finished
+            run,
+            started(),
+            *map(update, range(1, 11)),
+            epoch(1),
+            epoch(2, value=0.1 + 0.1 * number),
+            confusions[number],
+            samples,
+            finished,
         )
         runs.append(SweepRun(number=number, changes={"learning_rate": 0.1**number, "seed": 0}, folder=run))
     rng = np.random.default_rng(0)
@@ -81,12 +94,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     inspection = inspect_lengths(data, batch_size=16, max_padded_steps=None, num_buckets="auto")
     write_inspection_page(inspection, folder / "inspect.html")
     sweep = write_sweep_page(runs, folder / "sweep.html", title="Sweep", higher_is_better=False)
-    return {"run": write_run_report(runs[0].folder), "sweep": sweep, "inspect": folder / "inspect.html"}
+    reports = {name: write_run_report(run.folder) for name, run in zip(("run", "few", "two"), runs, strict=True)}
+    return {**reports, "sweep": sweep, "inspect": folder / "inspect.html"}
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1400])
-@pytest.mark.parametrize("name", ["run", "sweep", "inspect"])
+@pytest.mark.parametrize("name", ["run", "few", "sweep", "inspect"])
 def test_a_page_is_whole_and_readable(page: Page, pages: dict[str, Path], name: str, width: int, dark: bool) -> None:
     page.open(pages[name], width=width, dark=dark)
     assert page.complaints() == []
@@ -96,6 +110,21 @@ def test_a_page_is_whole_and_readable(page: Page, pages: dict[str, Path], name: 
     assert page.run(FAINT) == []
     red = int(re.findall(r"\d+", page.run(BRIGHTNESS))[0])
     assert red < 60 if dark else red > 240
+
+
+@pytest.mark.parametrize(("name", "count"), [("run", 62), ("few", 10), ("two", 2)])
+def test_a_confusion_matrix_scrolls_by_itself_and_keeps_its_classes_in_sight(
+    page: Page, pages: dict[str, Path], name: str, count: int
+) -> None:
+    page.open(pages[name], width=1400)
+    assert page.run("document.querySelectorAll('.confusion tbody th').length") == count
+    box = "document.querySelector('.confusion').parentElement"
+    assert page.run(f"{box}.scrollWidth - {box}.clientWidth") == 0
+    page.open(pages[name], width=400)
+    page.run(f"{box}.scrollLeft = 200")
+    left = "document.querySelector('.confusion tbody th').getBoundingClientRect().left"
+    assert page.run(f"{left} - {box}.getBoundingClientRect().left") == pytest.approx(0, abs=3)
+    assert page.run("document.querySelectorAll('.confusion b').length") == 0
 
 
 def test_a_faint_text_and_an_error_would_be_found(page: Page, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stretto.checks import check_list
 from stretto.data import Sample
 from stretto.errors import StrettoError
 from stretto.transfer import to_device
@@ -91,7 +92,8 @@ def collate(items: Sequence[Any], *, edges: npt.ArrayLike | None = None, num_fea
             them with `functools.partial(collate, edges=sampler.edges)`.
         num_features: Features of an empty batch, which holds no sequence to read them from.
     """
-    samples = [_as_sample(item, position) for position, item in enumerate(items)]
+    given = check_list(items, name="items", owner="collate", fix="Give a list of samples, as a DataLoader does.")
+    samples = [_as_sample(item, position) for position, item in enumerate(given)]
     if not samples:
         return Batch(
             features_BTF=torch.zeros(0, 0, num_features or 0),

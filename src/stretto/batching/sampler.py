@@ -214,6 +214,7 @@ class BucketSampler(BatchSampler):
         if epoch is None or epoch == self._epoch:
             epoch, closed, done = self._epoch, self._closed, self._done
         else:
+            check_int(epoch, name="epoch", at_least=0)
             # A prefetching loader may have moved the sampler on while training is still in the epoch before.
             closed, done = self._previous[1] if epoch == self._previous[0] else (), 0
         if batches_done is not None:

@@ -96,7 +96,7 @@ def findings() -> Iterator[Finding]:
     # In the order in which backend="auto" tries them.
     for backend in all_backends():
         try:
-            reason = backend.unavailable()
+            reason = backend.idle()
         except StrettoError as error:
             reason = str(error)
         yield Finding(f"backend {backend.name}", backend.description if reason is None else f"not here: {reason}")
@@ -206,7 +206,10 @@ def _disagreement(backend: Backend, device: torch.device) -> tuple[str, str]:
         made = _run(cell, rnn(x)[0])
     except StrettoError as error:
         return str(error), ""
-    explanation = rnn.explain()
+    explanation, made_by = rnn.explain(), rnn.last_built
+    fallbacks = [] if made_by is None else [loop.fallback for loop in made_by.program.loops if loop.fallback]
+    if fallbacks:
+        return "", fallbacks[0]  # something slower ran, whatever it computed
     if explanation.backend not in {"cpp", "triton"}:
         return "", explanation.reason
     state, outputs = cell.initial_state(len(x)), []

@@ -107,13 +107,14 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for name in names:
         table.add_column(name, justify="left" if isinstance(rows[0][name], (str, list)) else "right")
     for row in rows[:MAX_SHOWN]:
-        table.add_row(*(Text(_shown(row[name])) for name in names))
+        table.add_row(*(Text(shown(row[name])) for name in names))
     console_for(MAX_WIDTH).print(table)
     if len(rows) > MAX_SHOWN:
         print(f"... and {len(rows) - MAX_SHOWN:,} more; --out FILE.jsonl or FILE.csv has all.")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as one line of a table."""
     if isinstance(value, list):
         text = ", ".join(f"{name} x{len(list(run))}" for name, run in groupby(value))
         return text if len(text) <= MAX_WIDTH else text[: MAX_WIDTH - 3] + "..."

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stretto.checks import check_kind, check_list
 from stretto.data.readers.parquet import from_columns, refuse_nulls
 from stretto.data.sequences import SequenceSet, number_split
 from stretto.data.targets import AbstractTargets, Labels, StepLabels, Transcripts
@@ -49,7 +50,14 @@ def from_tensors(
         >>> data.lengths_N.tolist(), data.targets.names
         ([3, 5], ('high', 'low'))
     """
-    arrays = [array[:, None] if array.ndim == 1 else array for array in map(_as_array, sequences)]
+    check_kind(name, str, name="name", owner="from_tensors", fix="Give a string.")
+    items = check_list(
+        sequences,
+        name="sequences",
+        owner="from_tensors",
+        fix="Give a list of tensors or arrays of shape (steps, features).",
+    )
+    arrays = [array[:, None] if array.ndim == 1 else array for array in map(_as_array, items)]
     if not arrays:
         raise StrettoError(f"{name}: there are no sequences", fix="Give at least one.")
     for number, array in enumerate(arrays):
@@ -108,7 +116,9 @@ def from_arrow(
     """
     columns = _columns(table)
     split = split or (PART if PART in columns else None)
-    inputs = [features] if isinstance(features, str) else list(features)
+    check_kind(name, str, name="name", fix="Give a string.")
+    one = "Name a column, or with by= a list of columns."
+    inputs = [features] if isinstance(features, str) else check_list(features, name="features", owner=name, fix=one)
     asked = [column for column in (*inputs, by, labels, texts, split) if column is not None]
     if missing := [column for column in asked if column not in columns]:
         raise StrettoError(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from stretto.checks import check_path
 from stretto.data.readers.ink import LINE_FILE, read_iam, read_inkml
 from stretto.data.readers.npz import read_npz
 from stretto.data.readers.parallel_text import holds_parallel_text, read_parallel_text
@@ -45,7 +46,7 @@ def open_sequences(path: Path | str, *, framing: Framing | None = None) -> Seque
     Raises:
         StrettoError: Nothing is there, nothing can be read, or more than one thing could be meant.
     """
-    path = Path(path)
+    path = check_path(path, name="path", owner="open_sequences")
     try:
         if path.is_dir():
             return _open_folder(path, framing)

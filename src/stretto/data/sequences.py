@@ -6,6 +6,7 @@ Shape legend: N sequences, R runs, S steps of all sequences together, T steps of
 import dataclasses
 import hashlib
 import zlib
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from stretto.checks import check_choice
+from stretto.checks import check_choice, check_int, check_kind, check_list
 from stretto.data.targets import NO_CLASS, AbstractTargets, Labels, NoTargets, StepLabels, Target, locate
 from stretto.errors import StrettoError
 
@@ -70,7 +71,7 @@ class SequenceSet(Dataset[Sample]):
         cls,
         features_SF: Array,
         *,
-        offsets: Array,
+        offsets: Array | Sequence[int],
         targets: AbstractTargets | None = None,
         split_N: Array | None = None,
         split_complete: bool = False,
@@ -84,6 +85,9 @@ class SequenceSet(Dataset[Sample]):
         Without `split_N` a split is drawn; where it has 0 and 1 alone, 1 is taken for test and a part of train for
         validation, unless `split_complete` says that 1 is validation whatever else there is.
         """
+        check_kind(features_SF, np.ndarray, name="features_SF", owner=name, fix="Give a NumPy array (steps, features).")
+        if not isinstance(offsets, np.ndarray):
+            offsets = np.array(check_list(offsets, name="offsets", owner=name, fix="Give N + 1 whole numbers."))
         if features_SF.ndim == 1:
             features_SF = features_SF[:, None]
         _check_features(features_SF, name=name)
@@ -118,6 +122,7 @@ class SequenceSet(Dataset[Sample]):
         return len(self.lengths_N)
 
     def __getitem__(self, index: int) -> Sample:
+        check_kind(index, int, np.integer, name="index", owner=self.name, fix="Give a whole number, or use subset.")
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)} in {self.name}")
         return self.__getitems__([index % len(self)])[0]
@@ -152,7 +157,13 @@ class SequenceSet(Dataset[Sample]):
 
     def subset(self, indices: Array | list[int]) -> "SequenceSet":
         """The named sequences as a set of their own, sharing the features."""
-        chosen = np.asarray(indices, dtype=np.int64)
+        chosen = np.asarray(indices)
+        if chosen.ndim != 1 or (chosen.size and chosen.dtype.kind not in "biu"):
+            raise StrettoError(
+                f"subset got indices of shape {chosen.shape} and type {chosen.dtype}",
+                fix="Give a list of whole numbers, the sequences to keep.",
+            )
+        chosen = chosen.astype(np.int64)
         return dataclasses.replace(
             self,
             starts_N=self.starts_N[chosen],
@@ -297,6 +308,7 @@ def part_of(name: str) -> Part:
 
 def part_sizes(num_train: int, *, held_out: int) -> tuple[int, int, int]:
     """How many train, validate and test, where validation and test have `num_train / held_out` each."""
+    check_int(num_train, name="num_train")
     few = max(1, num_train // held_out)
     return num_train, few, few
 
@@ -313,6 +325,7 @@ def cut_runs(data: SequenceSet, *, unlabelled: int | None = None) -> SequenceSet
     Raises:
         StrettoError: There are no labels of steps, or none except `unlabelled`.
     """
+    check_kind(data, SequenceSet, name="data", owner="cut_runs", fix="Give a SequenceSet with a label per step.")
     labels = data.targets
     if not isinstance(labels, StepLabels):
         raise StrettoError(f"{data.name} has no labels of steps", fix="Give one label per step as `y`.")

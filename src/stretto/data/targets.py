@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
+from stretto.checks import check_kind, check_list
 from stretto.errors import StrettoError
 
 T = TypeVar("T", bound="AbstractTargets")
@@ -201,6 +202,10 @@ class Transcripts(_FlatTargets):
     @classmethod
     def of(cls, texts: Sequence[str], *, languages: tuple[str, str] | None = None) -> "Transcripts":
         """Lay the texts end to end."""
+        fix = "Give a list of strings, one per sequence."
+        texts = check_list(texts, name="texts", owner="Transcripts", fix=fix)
+        for text in texts:
+            check_kind(text, str, name="texts", owner="Transcripts", fix=fix)
         lengths_N = np.array([len(text) for text in texts], dtype=np.int64)
         flat = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
         starts_N = np.cumsum(lengths_N) - lengths_N

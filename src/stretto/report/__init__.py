@@ -1,5 +1,6 @@
 """What a person sees of data and runs: the terminal, HTML pages and plots."""
 
+from stretto.report.confusion import confusion_html, most_confused
 from stretto.report.console import console_view
 from stretto.report.inspect_page import Inspection, inspect_lengths, length_histogram, render, write_inspection_page
 from stretto.report.loggers import open_logger
@@ -33,6 +34,7 @@ __all__ = [
     "SweepRun",
     "bullets",
     "columns",
+    "confusion_html",
     "console_view",
     "duration",
     "escape",
@@ -43,6 +45,7 @@ __all__ = [
     "inspect_lengths",
     "join",
     "length_histogram",
+    "most_confused",
     "open_logger",
     "page",
     "paragraph",

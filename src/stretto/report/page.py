@@ -21,7 +21,9 @@ POLICY: Final = (
 STYLE: Final = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #22303f; --soft: #5f6c7b; --line: #e2e6ea; --blue: #2f5d8a;
   --wash: #f6f8f9; --done: #e6f0ee; --done-ink: #215a53; --open: #fbefdd; --open-ink: #7d5113; --wrong: #f6d9d3;
-  --wrong-ink: #8f2f24; --shade: #22303f30; }
+  --wrong-ink: #8f2f24; --shade: #22303f30;
+  --right1: #e6eef6; --right2: #cfdfee; --right3: #b1cbe3; --right4: #92b6d7; --right5: #739fc8;
+  --wrong1: #fbe9d3; --wrong2: #f7d6ac; --wrong3: #f1bf83; --wrong4: #e8a55b; --wrong5: #dd8c3c; }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
 main { max-width: 1100px; margin: 0 auto; padding: 48px 32px 72px; }
@@ -61,6 +63,26 @@ td { overflow-wrap: anywhere; }
 figure + .scroll, figure + table, table + .scroll { margin-top: 24px; }
 .scroll + .grid, p + .grid { margin-top: 28px; }
 .grid + .scroll, .scroll + ul { margin-top: 20px; }
+/* Of a matrix the classes stay in sight when it is scrolled; it has lines of its own, so that those do not scroll. */
+.confusion { border-collapse: separate; border-spacing: 2px; font-size: 14px; }
+.confusion th, .confusion td { padding: 3px 8px; border: 0; text-align: center; white-space: nowrap; }
+.confusion tbody th { position: sticky; left: 0; background: var(--paper); text-align: right; color: var(--ink); }
+.confusion thead th { vertical-align: bottom; color: var(--ink); }
+.confusion td { min-width: 34px; border-radius: 3px; background: var(--wash); }
+.confusion thead td, .confusion .share { background: none; }
+.confusion .share { padding-left: 14px; text-align: right; color: var(--soft); }
+.confusion .upright span { writing-mode: vertical-rl; transform: rotate(180deg); }
+.confusion.many { border-spacing: 1px; font-size: 11px; line-height: 1; }
+.confusion.many th, .confusion.many td { min-width: 0; padding: 1px; border-radius: 1px; }
+.confusion.many td:not(.share) { min-width: 12px; height: 12px; }
+.confusion.many tbody th { padding-right: 4px; }
+.confusion.many .share { padding-left: 8px; }
+.confusion .right1 { background: var(--right1); } .confusion .right2 { background: var(--right2); }
+.confusion .right3 { background: var(--right3); } .confusion .right4 { background: var(--right4); }
+.confusion .right5 { background: var(--right5); }
+.confusion .wrong1 { background: var(--wrong1); } .confusion .wrong2 { background: var(--wrong2); }
+.confusion .wrong3 { background: var(--wrong3); } .confusion .wrong4 { background: var(--wrong4); }
+.confusion .wrong5 { background: var(--wrong5); }
 .flow { columns: 300px; column-gap: 40px; }
 .flow table { width: 100%; }
 .flow tr { break-inside: avoid; }
@@ -85,7 +107,9 @@ footer { margin-top: 56px; font-size: 14px; color: var(--soft); overflow-wrap: a
 @media screen and (prefers-color-scheme: dark) {
   :root { --paper: #14191f; --ink: #dde4ea; --soft: #9aa7b3; --line: #2b343d; --blue: #8fb8df; --wash: #1c232b;
     --done: #17352f; --done-ink: #9fd8cb; --open: #3d2c12; --open-ink: #efc98f; --wrong: #54241e; --wrong-ink: #f3b9b0;
-    --shade: #0009; }
+    --shade: #0009;
+    --right1: #1b2c3d; --right2: #21384f; --right3: #294765; --right4: #31577c; --right5: #3a6893;
+    --wrong1: #362816; --wrong2: #483217; --wrong3: #5c3e1a; --wrong4: #714b1d; --wrong5: #865820; }
   /* Pictures are drawn in dark ink on a clear ground: turned round in lightness, not in hue. */
   .js-plotly-plot, .sample svg, .key i { filter: invert(1) hue-rotate(180deg); }
 }

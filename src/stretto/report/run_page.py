@@ -10,6 +10,7 @@ from stretto.errors import StrettoError
 from stretto.files import check_ending, is_locked, write_text_atomically
 from stretto.large_batch import RULES_HEADER
 from stretto.report import figures
+from stretto.report.confusion import confusion_html
 from stretto.report.page import (
     PAGE_ENDINGS,
     Html,
@@ -122,6 +123,8 @@ def _sections(record: RunRecord) -> Iterator[tuple[str, Html]]:
     missing = paragraph("No test sequence has been recorded with its output yet.")
     yield "Samples", samples_html(samples, metric=record.metric) if samples else missing
     yield "Results", _results(record)
+    if record.last("confusion"):
+        yield "Classes taken for others", confusion_html(record.last("confusion"))
     yield "Notes and warnings", _notes(record)
     yield "Settings", _settings(record.started.get("settings"))
     if record.started.get("rules"):

@@ -109,6 +109,11 @@ class Classification(AbstractTask[C]):
         scores_PC, classes_P = self._labelled(output, batch)
         return {self.metric: Score(amount=int((scores_PC.argmax(dim=1) == classes_P).sum()), count=len(classes_P))}
 
+    def classes(self, output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The true class and the best one of whatever has a label."""
+        scores_PC, classes_P = self._labelled(output, batch)
+        return classes_P, scores_PC.argmax(dim=1)
+
     def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
         """True and predicted classes."""
         pairs = zip(batch.targets.tolist(), output.argmax(dim=1).tolist(), strict=True)

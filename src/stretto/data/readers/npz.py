@@ -24,6 +24,7 @@ import numpy as np
 import numpy.lib.format as npy
 import numpy.typing as npt
 
+from stretto.checks import check_kind, check_path
 from stretto.data.readers.ink import pen_features
 from stretto.data.sequences import PARTS, SequenceSet
 from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels, Transcripts, offsets_fit
@@ -89,8 +90,10 @@ def read_npz(path: Path) -> SequenceSet:
     )
 
 
-def write_npz(path: Path, data: SequenceSet) -> None:
+def write_npz(path: Path | str, data: SequenceSet) -> None:
     """Write a set so that `read_npz` can memory-map it: uncompressed, unpadded, whole or not at all."""
+    place = check_path(path, name="path", owner="write_npz")
+    check_kind(data, SequenceSet, name="data", owner="write_npz", fix="Give a SequenceSet, such as from_tensors makes.")
     rows = [data.features_SF[s : s + n] for s, n in zip(data.starts_N, data.lengths_N, strict=True)]
     arrays: dict[str, Array] = {
         "x": np.concatenate(rows),
@@ -115,7 +118,7 @@ def write_npz(path: Path, data: SequenceSet) -> None:
         with target.open("wb") as stream:
             np.savez(stream, allow_pickle=False, **arrays)
 
-    write_atomically(path, write)
+    write_atomically(place, write)
 
 
 def cached_set(identity: Sequence[Any], *, name: str, make: Callable[[], SequenceSet]) -> SequenceSet:

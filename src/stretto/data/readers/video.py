@@ -23,6 +23,7 @@ import numpy as np
 import numpy.lib.format as npy
 import numpy.typing as npt
 
+from stretto.checks import check_path
 from stretto.data.readers.text import decode_text
 from stretto.data.sequences import SequenceSet
 from stretto.data.targets import Labels
@@ -102,6 +103,7 @@ def read_clips(folder: Path, framing: Framing | None = None) -> SequenceSet:
         StrettoError: A file is missing or cannot be used; the message names it.
     """
     framing = framing or Framing()
+    folder = check_path(folder, name="folder", owner="read_clips")
     clips, names = _find_clips(folder)
     split_N: npt.NDArray[np.uint8] | None = None
     notes: list[str] = []
