@@ -15,6 +15,7 @@ from bench.harness import Count, Report, Settings, bench
 from stretto import cells
 from stretto.cells import Cell
 from stretto.checks import check_choice
+from stretto.graph import Body
 from stretto.kernels import build
 from stretto.kernels.backends.triton.emit import Tiles
 from stretto.kernels.backends.triton.model import WAYS
@@ -87,16 +88,13 @@ def run(settings: TargetsSettings, report: Report) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CooperativeSettings(TargetsSettings):
-    """Compile cooperative kernels, which share the rows of a small batch, for GPUs that are not there.
+    """Compile the cooperative kernels that are taken for a small batch, for GPUs that are not there.
 
     Attributes:
-        cells: Names of cells.
-        sizes: Hidden units.
+        cells: Names of cells; all of them if left out.
+        sizes: Hidden units; where rows are not shared, there is no line.
         targets: sm_80 (A100), sm_90 (H100), sm_100 (B200), gfx942 (MI300).
     """
-
-    cells: tuple[str, ...] = NO_SPILLS
-    sizes: tuple[Count, ...] = (256, 512)
 
 
 @bench("gpu-cooperative", title="Cooperative kernels compiled for GPUs, and never run")
@@ -129,12 +127,17 @@ def _run(settings: TargetsSettings, report: Report, *, cooperative: bool) -> Non
         torch.set_float32_matmul_precision(precision)
 
 
-def rows_of(name: str, size: int, target: Target, *, cooperative: bool = False) -> list[list[Value]]:
-    """Both directions of a cell's loops, in the mode that is taken for many sequences or for few."""
+def bodies_of(name: str, size: int) -> list[Body]:
+    """The loops of a cell."""
     cell = CELLS[name](size)
     built = build(cell, x_shape=(F,), x_dtype=torch.float32, state=cell.initial_state(1), backend="eager")
+    return built.program.bodies
+
+
+def rows_of(name: str, size: int, target: Target, *, cooperative: bool = False) -> list[list[Value]]:
+    """Both directions of a cell's loops, in the mode that is taken for many sequences or for few."""
     rows: list[list[Value]] = []
-    for body in built.program.bodies:
+    for body in bodies_of(name, size):
         for way in WAYS:
             if cooperative:
                 shared = Team(target, operands=torch.float32, compiles=True).tiles(body, way, BATCH)

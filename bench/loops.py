@@ -9,6 +9,8 @@ are attended to, O outputs.
 
 import copy
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import subprocess
@@ -468,6 +470,7 @@ AGENTS: Final = (
     ("RecurrentPPO", _shape(128, 8, 64, 256), 6.0),
 )
 STEPS: Final = (_shape(1, 1, 64, 64), _shape(1, 16, 32, 32), _shape(1, 8, 256, 256))
+"""Of single steps; the last is 256 units wide, where torch's product takes most of the time."""
 Row = tuple[str | int | float | bool | None, ...]
 
 
@@ -634,37 +637,52 @@ def _row(
 
 
 def _steps(settings: LoopsSettings, report: Report) -> None:
-    """One step of a rollout or a stream, without gradients: `rnn.step` beside nn.GRU called for one step."""
+    """One step of a rollout or a stream: `rnn.step` beside nn.GRU called for one step, and accelerated layers so."""
     rows: list[Row] = []
-    calls = 1 if settings.quick else 50
-    for shape in (TINY,) if settings.quick else STEPS:
-        gru = nn.GRU(shape.input_size, shape.hidden_size)
-        rnn = stretto.RNN(cell_from(gru), batch_first=False)
+    for kind, shape in itertools.product((nn.GRU, nn.LSTM), (TINY,) if settings.quick else STEPS):
+        layer = kind(shape.input_size, shape.hidden_size)
+        accelerated = stretto.accelerate(copy.deepcopy(layer))
+        rnn = stretto.RNN(cell_from(layer), batch_first=False)
         x_1BF, h_1BH = torch.randn(1, shape.batch, shape.input_size), torch.randn(1, shape.batch, shape.hidden_size)
-
-        def torchs(gru: nn.GRU = gru, x: torch.Tensor = x_1BF, h: torch.Tensor = h_1BH) -> torch.Tensor:
-            for _ in range(calls):
-                y, h = gru(x, h)
-            return y[0]  # type: ignore[no-any-return]
-
-        def ours(rnn: Any = rnn, x: torch.Tensor = x_1BF[0], h: torch.Tensor = h_1BH[0]) -> torch.Tensor:
-            for _ in range(calls):
-                y, h = rnn.step(x, h)
-            return y  # type: ignore[no-any-return]
-
-        with torch.no_grad():
-            error = check_equal({"y": ours()}, {"y": torchs()}, name="rnn.step", peer="nn.GRU", where=str(shape))
-            timings = time_interleaved({"nn.GRU": torchs, "stretto": ours}, budget=settings.timing)
-        minima, medians = ratio_of(timings, "nn.GRU", "stretto")
-        met = report.goal(f"rnn.step, {shape.sizes}", medians, at_least=1.0)
-        microseconds = (1e6 * timings[key].median / calls for key in ("stretto", "nn.GRU"))
-        rows.append((shape.sizes, *microseconds, medians, 1.0, met, minima, error))
+        state = (h_1BH, h_1BH) if kind is nn.LSTM else h_1BH
+        for ours, with_gradients in (("step", False), ("accelerate", False), ("accelerate", True)):
+            if ours == "step" and kind is nn.LSTM:
+                continue
+            name = f"nn.{kind.__name__}"
+            loops = {name: _steps_of(layer, x_1BF, state), "stretto": _steps_of(accelerated, x_1BF, state)}
+            if ours == "step":
+                loops["stretto"] = _steps_of(rnn.step, x_1BF[0], h_1BH[0])
+            calls = 1 if settings.quick else 20 if with_gradients else 50
+            with torch.set_grad_enabled(with_gradients):
+                values = {key: {"y": loop(1).reshape(-1)} for key, loop in loops.items()}
+                error = check_equal(values["stretto"], values[name], name=ours, peer=name, where=str(shape))
+                contenders = {key: functools.partial(loop, calls) for key, loop in loops.items()}
+                timings = time_interleaved(contenders, budget=settings.timing)
+            minima, medians = ratio_of(timings, name, "stretto")
+            gradients = ", gradients" if with_gradients else ""
+            met = report.goal(f"{ours}, {name}{gradients}, {shape.sizes}", medians, at_least=1.0)
+            microseconds = (1e6 * timings[key].median / calls for key in ("stretto", name))
+            rows.append((ours, name, with_gradients, shape.sizes, *microseconds, medians, 1.0, met, minima, error))
     report.table(
-        title="One step of a GRU, without gradients",
-        columns=(*("T, B, F, H", "ours us", "nn.GRU us", "ratio", "goal", "met", "ratio of minima", "error"),),
+        title="One step at a time",
+        columns=(
+            *("ours", "beside", "gradients", "T, B, F, H", "ours us", "torch us", "ratio", "goal", "met"),
+            *("ratio of minima", "error"),
+        ),
         rows=rows,
-        caption="ratio: the median time of nn.GRU for one step over that of rnn.step, of one interleaved run.",
+        caption="ratio: the median time of torch's layer for one step over that of `rnn.step`, or of the accelerated "
+        "layer called in the same loop, of one interleaved run; forward only, with or without recording gradients.",
     )
+
+
+def _steps_of(step: Callable[..., Any], x: torch.Tensor, state: Any) -> Callable[[int], torch.Tensor]:
+    def loop(calls: int) -> torch.Tensor:
+        y, after = step(x, state)
+        for _ in range(calls - 1):
+            y, after = step(x, after)
+        return y  # type: ignore[no-any-return]
+
+    return loop
 
 
 # What a process prints of its first training step, imports and construction aside.
