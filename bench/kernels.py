@@ -48,7 +48,7 @@ class KernelsSettings(Settings):
         thread_counts: Numbers of threads that the part "threads" compares.
         rounds: Rounds of an interleaved run; in each, every contender has a turn of at least a tenth of a second.
         budget: Seconds after which a run of at least three rounds begins no further one.
-        device: "cuda" runs kernels on a GPU against cuDNN, CUDA graphs and a Python loop; "interpreter" the same, tiny,
+        device: "cuda" runs kernels on a GPU beside cuDNN, CUDA graphs and a Python loop; "interpreter" the same, tiny,
             on the CPU. Both leave out the parts.
     """
 

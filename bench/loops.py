@@ -637,7 +637,7 @@ def _row(
 
 
 def _steps(settings: LoopsSettings, report: Report) -> None:
-    """One step of a rollout or a stream: `rnn.step` and accelerated layers against torch's layer."""
+    """One step of a rollout or a stream: `rnn.step` beside nn.GRU called for one step, and accelerated layers so."""
     rows: list[Row] = []
     for kind, shape in itertools.product((nn.GRU, nn.LSTM), (TINY,) if settings.quick else STEPS):
         layer = kind(shape.input_size, shape.hidden_size)
