@@ -70,6 +70,9 @@ _TORCH_FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
 }
 MIN_SPEEDUP: Final = 1.03
 """How much faster generated code is expected to be for "auto" to take it: a tie goes to torch's own layer."""
+MIN_DISTURBED_SPEEDUP: Final = 0.67
+"""The same where other work disturbed the measurement: torch's layers of GRU and RNN are up to 200 times slower, and
+generated code is rarely slower by a third, so that doubt costs least with generated code."""
 CPU: Final = torch.device("cpu")
 _DTYPE_NAMES: Final = {torch.float32: "float32", torch.float64: "float64"}
 _log = logging.getLogger("stretto")
@@ -780,7 +783,7 @@ def _is_faster(layer: nn.RNNBase, x: Any) -> bool:
     if not is_packed and _num_steps(layer, x) == 1:
         return False  # there is no loop to make faster
     data = x.data if is_packed else x
-    speedup, _ = speedup_of(
+    speedup, is_disturbed = speedup_of(
         layer,
         dtype=data.dtype,
         num_steps=_num_steps(layer, x),
@@ -790,7 +793,7 @@ def _is_faster(layer: nn.RNNBase, x: Any) -> bool:
         input_gradient=data.requires_grad,
         device=data.device,
     )
-    return speedup >= MIN_SPEEDUP
+    return speedup >= (MIN_DISTURBED_SPEEDUP if is_disturbed else MIN_SPEEDUP)
 
 
 def run_generated(layer: nn.RNNBase, x: Any, hx: Any = None, lengths: Any = None) -> Any:
