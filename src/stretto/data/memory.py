@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from stretto.checks import check_kind, check_list
-from stretto.data.readers.parquet import from_columns, refuse_nulls
+from stretto.data.readers.parquet import decode_columns, from_columns, refuse_nulls
 from stretto.data.sequences import SequenceSet, number_split
 from stretto.data.targets import AbstractTargets, Labels, StepLabels, Transcripts
 from stretto.errors import StrettoError
@@ -201,9 +201,7 @@ def _columns(table: Any) -> dict[str, Any]:
             f"from_arrow got a {type(table).__name__}",
             fix="Give an Arrow table or a Hugging Face dataset, or use from_pandas, from_polars or from_tensors.",
         )
-    is_encoded = arrow.types.is_dictionary
-    found = zip(table.column_names, table.columns, strict=True)
-    return {key: each.cast(each.type.value_type) if is_encoded(each.type) else each for key, each in found}
+    return decode_columns(table)
 
 
 def _as_array(values: Any) -> Array:

@@ -140,6 +140,11 @@ class SequenceSet(Dataset[Sample]):
             for part, index in zip(features, indices, strict=True)
         ]
 
+    def arrays(self) -> list[Array]:
+        """The features (T, F) of each sequence, without a copy."""
+        places = zip(self.starts_N.tolist(), self.lengths_N.tolist(), strict=True)
+        return [self.features_SF[start : start + length] for start, length in places]
+
     @property
     def num_features(self) -> int:
         """Features per step."""

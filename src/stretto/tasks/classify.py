@@ -5,7 +5,7 @@ Shape legend: B sequences, T steps, F features, H hidden units, C classes, P lab
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, final
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,10 @@ from typing_extensions import Self
 
 from stretto.batching import Batch
 from stretto.data import NO_CLASS, Labels, SequenceSet, StepLabels, cut_runs
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, list_some
 from stretto.nn import Dropout, Standardise
 from stretto.tasks.recurrent import make_lstm, mean_over_steps, run_layers
 from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, TrainConfig
-
-MAX_NAMED_CLASSES: Final = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,13 +148,9 @@ def match_classes(targets: Labels | StepLabels, *, known: tuple[str, ...], sourc
     used = np.unique(targets.values_N if isinstance(targets, Labels) else targets.values_S).tolist()
     unknown = [targets.names[number] for number in used if number >= len(names) or names[number] not in known]
     if unknown:
-        named = ", ".join(map(repr, unknown[:MAX_NAMED_CLASSES])) + (
-            ", ..." if len(unknown) > MAX_NAMED_CLASSES else ""
-        )
         raise StrettoError(
-            f"{source} has classes that the model was not trained on: {named}",
-            fix=f"Leave these sequences out; it knows {len(known)}: {', '.join(known[:MAX_NAMED_CLASSES])}"
-            f"{', ...' if len(known) > MAX_NAMED_CLASSES else ''}",
+            f"{source} has classes that the model was not trained on: {list_some([*map(repr, unknown)])}",
+            fix=f"Leave these sequences out; it knows {len(known)}: {list_some(known)}.",
         )
     class_of = np.full(len(targets.names), NO_CLASS)
     class_of[used] = [known.index(names[number]) for number in used]

@@ -19,7 +19,7 @@ from typing_extensions import Self
 from stretto.batching import NO_STEP, Batch
 from stretto.data import UNKNOWN, SequenceSet, make_text, open_sequences, read_word_text
 from stretto.distributed import World
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, list_some
 from stretto.nn import CarriedState, Dropout, linear_cross_entropy, run_ragged
 from stretto.tasks.recurrent import Unpadded, make_lstm
 from stretto.training import (
@@ -41,7 +41,6 @@ NATS_DIMS: Final = 2
 """Dimensions of what a model returns in training: those of its scores without one."""
 SAMPLE_TOKENS = {"characters": 60, "words": 16}
 MAX_NATS = 700.0
-MAX_NAMED: Final = 5
 READ_STEPS: Final = 64
 """Steps whose scores are in memory at once when a text is read to be continued."""
 PTB: Final[dict[str, Any]] = {
@@ -242,9 +241,8 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
         if self.config.frequency_bias:
             data = self.data
             # A model that is built to be loaded may have no training data.
-            train_N = np.flatnonzero(data.split_N == 0)
-            pieces = zip(data.starts_N[train_N], data.lengths_N[train_N], strict=True)
-            tokens_S = np.concatenate([np.zeros(0, np.int64), *(data.features_SF[a : a + n, 0] for a, n in pieces)])
+            train = data.subset(np.flatnonzero(data.split_N == 0))
+            tokens_S = np.concatenate([np.zeros(0, np.int64), *(numbers_T1[:, 0] for numbers_T1 in train.arrays())])
             # Counted from one: what does not occur has a finite logarithm too.
             counts_C = 1 + np.bincount(tokens_S.astype(np.int64), minlength=len(self._names))
             with torch.no_grad():
@@ -335,12 +333,10 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
         number_of = {name: number for number, name in enumerate(self._names)}
         default = number_of.get(UNKNOWN, -1) if self.data.vocabulary else -1
         known = np.array([number_of.get(name, default) for name in names], dtype=np.int64)
-        rows = zip(data.starts_N.tolist(), data.lengths_N.tolist(), strict=True)
-        used = np.unique(np.concatenate([data.features_SF[start : start + length, 0] for start, length in rows]))
+        used = np.unique(np.concatenate(data.arrays()))
         if missing := [names[number] for number in used.tolist() if known[number] < 0]:
-            named = ", ".join(map(repr, missing[:MAX_NAMED])) + (" and others" if len(missing) > MAX_NAMED else "")
             raise StrettoError(
-                f"{data.name} has {kind} that the model was not trained on: {named}",
+                f"{data.name} has {kind} that the model was not trained on: {list_some([*map(repr, missing)])}",
                 fix="Remove or replace them in the text.",
             )
         numbers_SF = np.maximum(known, 0).astype(self.data.features_SF.dtype)[data.features_SF]
@@ -396,11 +392,10 @@ def _check_numbers(data: SequenceSet, *, num_tokens: int) -> None:
         )
     if data.lengths_N.min() >= MIN_TOKENS and data.features_SF.min() >= 0 and data.features_SF.max() < num_tokens:
         return
-    for index, begin in enumerate(data.starts_N):
-        numbers_T = data.features_SF[begin : begin + data.lengths_N[index]]
-        if len(numbers_T) < MIN_TOKENS or numbers_T.min() < 0 or numbers_T.max() >= num_tokens:
+    for number, numbers_T1 in zip(data.numbers_N, data.arrays(), strict=True):
+        if len(numbers_T1) < MIN_TOKENS or numbers_T1.min() < 0 or numbers_T1.max() >= num_tokens:
             raise StrettoError(
-                f"{data.name}: sequence {data.numbers_N[index]} has {len(numbers_T)} steps, numbered "
-                f"{numbers_T.min()} to {numbers_T.max()}, for {num_tokens} words or characters",
+                f"{data.name}: sequence {number} has {len(numbers_T1)} steps, numbered "
+                f"{numbers_T1.min()} to {numbers_T1.max()}, for {num_tokens} words or characters",
                 fix=f"Give passages of {MIN_TOKENS} or more steps, numbered by their place in {where}.",
             )

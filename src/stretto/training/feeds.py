@@ -260,8 +260,7 @@ class _Text:
         if np.array_equal(part.starts_N[1:], ends_N[:-1]):
             self._words_S = part.features_SF[part.starts_N[0] : ends_N[-1], 0]
         else:
-            pieces = zip(part.starts_N, ends_N, strict=True)
-            self._words_S = np.concatenate([part.features_SF[begin:end, 0] for begin, end in pieces])
+            self._words_S = np.concatenate(part.arrays())[:, 0]
         self._numbers_N, self._ends_N = part.numbers_N, np.cumsum(part.lengths_N)
         self.num_steps = len(self._words_S) - 1
         if self.num_steps < 1:

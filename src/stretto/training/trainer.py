@@ -24,7 +24,7 @@ from torch import nn
 
 from stretto.batching import shuffled_padded_steps
 from stretto.data import PARTS, SequenceSet, StepLabels
-from stretto.distributed import DeferredErrors, World
+from stretto.distributed import DeferredErrors, World, handle_signals
 from stretto.errors import StrettoError
 from stretto.files import write_atomically
 from stretto.nn import reset_carried
@@ -705,18 +705,11 @@ class Trainer:
 @contextmanager
 def stop_on_signals(stop: threading.Event) -> Iterator[None]:
     """Let Ctrl-C and SIGTERM set `stop`, so that the current update ends first; a second signal stops at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
-    def ask(number: int, frame: object) -> None:  # noqa: ARG001
+    def request_stop(number: int) -> None:
         if stop.is_set():
             signal.default_int_handler(number, None)
         stop.set()
 
-    earlier = {kind: signal.signal(kind, ask) for kind in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handle_signals(request_stop):
         yield
-    finally:
-        for kind, handler in earlier.items():
-            signal.signal(kind, handler)

@@ -21,7 +21,7 @@ import torch
 
 from stretto.batching import Batch
 from stretto.distributed import DeferredErrors, World, detect_lost_rank, replicate
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, list_some
 from stretto.large_batch import SplitNorms, make_split, squared_norm
 from stretto.nn import in_turn
 from stretto.training.feeds import AbstractFeed
@@ -41,10 +41,8 @@ class Diverged(StrettoError):  # noqa: N818
 
 def diverged(sequences: Sequence[int], value: float, *, where: str) -> Diverged:
     """The error for a loss or gradient of this value; `where` is, say, "at update 3, on training sequences"."""
-    more = ", ..." if len(sequences) > MAX_NAMED_SEQUENCES else ""
-    named = ", ".join(map(str, sequences[:MAX_NAMED_SEQUENCES])) + more
     return Diverged(
-        f"the loss or gradient is {value} {where} {named}",
+        f"the loss or gradient is {value} {where} {list_some(sequences, most=MAX_NAMED_SEQUENCES)}",
         fix="Lower --learning-rate or --clip-norm, or look at those sequences; the last checkpoint is untouched.",
     )
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from stretto.data.readers.text import decode_text
 from stretto.data.sequences import PARTS, SequenceSet, part_of
 from stretto.data.targets import NoTargets, Transcripts, locate, offsets_fit
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, list_some
 from stretto.extras import optional
 
 POINTS_PER_HEIGHT = 7.0
@@ -310,10 +310,9 @@ def _texts(folder: Path, lines: Mapping[Path, re.Match[str]]) -> dict[Path, str]
         why = (
             f"{sheet}.txt has {len(transcripts[sheet])} lines under CSR:" if sheet in transcripts else f"no {sheet}.txt"
         )
-        names = ", ".join(path.name for path in missing[:MAX_NAMED_FILES])
-        more = f" and {len(missing) - MAX_NAMED_FILES} more" if len(missing) > MAX_NAMED_FILES else ""
+        names = list_some([path.name for path in missing], most=MAX_NAMED_FILES)
         raise StrettoError(
-            f"{str(folder)!r}: {len(missing)} of {len(lines)} stroke files have no transcript ({why}): {names}{more}",
+            f"{str(folder)!r}: {len(missing)} of {len(lines)} stroke files have no transcript ({why}): {names}",
             fix="Unpack the ascii files beside the stroke files, or remove the stroke files that have no text.",
         )
     return texts

@@ -28,7 +28,7 @@ from stretto.checks import check_kind, check_path
 from stretto.data.readers.ink import pen_features
 from stretto.data.sequences import PARTS, SequenceSet
 from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels, Transcripts, offsets_fit
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, list_some
 from stretto.files import cache_folder, write_atomically
 
 Array = npt.NDArray[Any]
@@ -94,9 +94,8 @@ def write_npz(path: Path | str, data: SequenceSet) -> None:
     """Write a set so that `read_npz` can memory-map it: uncompressed, unpadded, whole or not at all."""
     place = check_path(path, name="path", owner="write_npz")
     check_kind(data, SequenceSet, name="data", owner="write_npz", fix="Give a SequenceSet, such as from_tensors makes.")
-    rows = [data.features_SF[s : s + n] for s, n in zip(data.starts_N, data.lengths_N, strict=True)]
     arrays: dict[str, Array] = {
-        "x": np.concatenate(rows),
+        "x": np.concatenate(data.arrays()),
         "offsets": np.concatenate([[0], np.cumsum(data.lengths_N)]).astype(np.int64),
         "split": data.split_N,
         "split_names": np.array(PARTS),
@@ -181,22 +180,25 @@ def _members(path: Path) -> tuple[dict[str, Array], tuple[str, ...]]:
     left_out = [name for name in names if name not in known]
     if not left_out:
         return arrays, ()
-    shown = ", ".join(f"`{name}`" for name in left_out[:MAX_NAMED_MEMBERS])
-    more = f" and {len(left_out) - MAX_NAMED_MEMBERS} more" if len(left_out) > MAX_NAMED_MEMBERS else ""
-    return arrays, (f"not used, of the members of the file: {shown}{more}",)
+    named = list_some([f"`{name}`" for name in left_out], most=MAX_NAMED_MEMBERS)
+    return arrays, (f"not used, of the members of the file: {named}",)
 
 
 def _check_rows(member: IO[bytes], offsets: Array, *, name: str, path: Path) -> None:
     """Refuse a compressed member that is not as long as the offsets say, before it fills the memory."""
-    version = npy.read_magic(member)
-    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    shape, _, dtype = read_header(member)
+    shape, _, dtype = _read_header(member)
     are_offsets = offsets.ndim == 1 and len(offsets) > 0 and offsets.dtype.kind in "iu"
     if are_offsets and not dtype.hasobject and shape[:1] != (int(offsets[-1]),):
         raise StrettoError(
             f"{str(path)!r}: `{name}` has shape {shape} and offsets run from {offsets[0]} to {offsets[-1]}",
             fix="Offsets must rise from 0 to the number of steps.",
         )
+
+
+def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, Fortran order and type of a .npy array, whose data come next in the stream."""
+    read = npy.read_array_header_1_0 if npy.read_magic(stream) == (1, 0) else npy.read_array_header_2_0
+    return read(stream)
 
 
 def _map_member(path: Path, stream: IO[bytes], info: zipfile.ZipInfo) -> Array:
@@ -208,9 +210,7 @@ def _map_member(path: Path, stream: IO[bytes], info: zipfile.ZipInfo) -> Array:
     name_bytes, extra_bytes = np.frombuffer(local[26:30], dtype="<u2")
     member = info.header_offset + LOCAL_HEADER_BYTES + int(name_bytes) + int(extra_bytes)
     stream.seek(member)
-    version = npy.read_magic(stream)
-    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    shape, fortran_order, dtype = read_header(stream)
+    shape, fortran_order, dtype = _read_header(stream)
     if dtype.hasobject:
         raise ValueError("Object arrays cannot be loaded without pickle")
     begin = stream.tell()

@@ -121,11 +121,8 @@ def line_pairs(data: SequenceSet) -> LinePairs:
             fix="Give a folder with the same lines in two languages, such as train.en and train.de, with --data.",
         )
     known = np.frombuffer(data.alphabet.encode("utf-32-le"), dtype="<u4")
-    places = zip(data.starts_N.tolist(), data.lengths_N.tolist(), strict=True)
     return LinePairs(
-        sources=[
-            known[data.features_SF[start : start + length, 0]].tobytes().decode("utf-32-le") for start, length in places
-        ],
+        sources=[known[numbers_T1[:, 0]].tobytes().decode("utf-32-le") for numbers_T1 in data.arrays()],
         targets=[data.targets[index] for index in range(len(data))],
         languages=data.targets.languages,
     )

@@ -59,9 +59,14 @@ def _columns(path: Path) -> dict[str, Any]:
             f"{str(path)!r} is truncated, damaged or no {path.suffix} file ({error})",
             fix="Write or copy the file again.",
         ) from error
-    encoded = optional("pyarrow").types.is_dictionary
-    columns = dict(zip(table.column_names, table.columns, strict=True))
-    return {name: c.cast(c.type.value_type) if encoded(c.type) else c for name, c in columns.items()}
+    return decode_columns(table)
+
+
+def decode_columns(table: Any) -> dict[str, Any]:
+    """The columns of a table by name, those that are dictionary-encoded as plain values."""
+    is_encoded = optional("pyarrow").types.is_dictionary
+    columns = zip(table.column_names, table.columns, strict=True)
+    return {name: each.cast(each.type.value_type) if is_encoded(each.type) else each for name, each in columns}
 
 
 def _parquet_table(path: Path) -> Any:

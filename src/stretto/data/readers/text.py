@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.data.sequences import PARTS, Part, SequenceSet
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, list_some
 
 BLANK_LINES: Final = re.compile(r"\n(?:[^\S\n]*\n)+")
 MIN_CHARACTERS: Final = 2
@@ -23,7 +23,6 @@ END: Final = "<eos>"
 """Stands at the end of every sentence."""
 UNKNOWN: Final = "<unk>"
 """Stands for any word that training has not seen, if training has it."""
-MAX_NAMED_WORDS: Final = 5
 MAX_TEXT_BYTES = 1 << 31
 """Of a file, uncompressed: more would fill the memory several times over."""
 
@@ -156,9 +155,9 @@ def word_set(
 def _replace_unknown(sentences: list[list[str]], known: Container[str], *, path: Path) -> list[list[str]]:
     unknown = list(dict.fromkeys(word for sentence in sentences for word in sentence if word not in known))
     if unknown and UNKNOWN not in known:
-        named = ", ".join(map(repr, unknown[:MAX_NAMED_WORDS])) + (", ..." if len(unknown) > MAX_NAMED_WORDS else "")
         raise StrettoError(
-            f"{str(path)!r} has words that the training part does not have, and there is no {UNKNOWN} there: {named}",
+            f"{str(path)!r} has words that the training part does not have, and there is no {UNKNOWN} there: "
+            f"{list_some([*map(repr, unknown)])}",
             fix=f"Write {UNKNOWN} for rare words in the training part too.",
         )
     return [[word if word in known else UNKNOWN for word in sentence] for sentence in sentences]
