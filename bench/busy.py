@@ -32,7 +32,7 @@ COLUMNS: Final = (
     *("ratio", "over quiet", "over one thread"),
 )
 CAPTION: Final = (
-    "Forward and backward, medians of all steps; the turns of all rows of a net are taken in rounds. ratio: torch's "
+    "Forward and backward, medians of all steps; all rows of a net have a turn in each round. ratio: torch's "
     "time over ours. over quiet: ours over ours without busy processes. over one thread: ours over that of one thread "
     "beside as many."
 )

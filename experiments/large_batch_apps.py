@@ -120,7 +120,7 @@ METRICS: Final[dict[ApplicationName, Metric]] = {
 def open_data(application: Application, folder: Path | None) -> SequenceSet:
     """Open the data of an application, no more of them than it asks for.
 
-    Without a subfolder for it in the folder, the embedded data are taken.
+    Without a subfolder for it in the folder, the embedded data are used.
 
     Raises:
         StrettoError: If embedded data are not enough and there are no others, or they cannot be read.

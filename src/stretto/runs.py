@@ -430,7 +430,7 @@ def _can_resume(run: Path) -> bool:
 
 
 def _has_card(run: Path) -> bool:
-    """Whether a run has begun here: it writes its card before anything is recorded."""
+    """Whether a run has started here: it writes its card before anything is recorded."""
     with contextlib.suppress(StrettoError):
         return bool(read_card(run))
     return False

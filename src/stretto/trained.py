@@ -86,7 +86,7 @@ def load(
             in the run's result belong to: the best if it had `patience` or `auto`, or else the last.
         task: The class of a task of your own.
         device: Where to run, as torch names it.
-        backend: Who runs the recurrent layers; left out, whoever did in training.
+        backend: Backend of the recurrent layers; if left out, the one of training.
 
     Raises:
         StrettoError: The folder is not a run, was written by another version, or is damaged.
@@ -282,7 +282,7 @@ def check_device(name: str) -> None:
 
 
 def _check_numbers(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse weights that would be rounded to whole numbers, or that are NaN or inf; torch would take them."""
+    """Refuse weights that would be rounded to integers, or that are NaN or inf; torch would take them."""
     for name, parameter in model.named_parameters():
         weight = tensors.get(name, parameter)
         if weight.is_floating_point() != parameter.is_floating_point():

@@ -157,7 +157,7 @@ def test_a_version_of_triton_that_fails_is_named(examine: Run, monkeypatch: pyte
             raise TypeError("only 0-dimensional arrays")
         return "a compiled kernel and plain PyTorch disagree", ""
 
-    monkeypatch.setattr(doctor, "_disagreement", lambda name, _: fail() if name == "triton" else ("", ""))
+    monkeypatch.setattr(doctor, "_compare_with_torch", lambda name, _: fail() if name == "triton" else ("", ""))
     code, found = examine()
     assert code == 0  # No GPU is there that would need it.
     assert found["Triton test"].startswith("failed: ")
@@ -230,7 +230,7 @@ def test_the_self_test_leaves_random_numbers_alone(compiler: Compiler) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    finding = doctor._self_test()
+    finding = doctor._check_layer()
     assert torch.equal(torch.rand(3), expected)
     assert (finding.name, finding.broken) == ("self-test", False)
 

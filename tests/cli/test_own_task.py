@@ -89,5 +89,5 @@ def test_tasks_of_installed_packages_are_words(run: Run, monkeypatch: pytest.Mon
     assert run("evaluate", "runs/sharper-001", "signs.npz").code == 0
     # Stretto's own names stay its own.
     assert find_task("classify") is Classify
-    assert "is no task called 'blunt'" in run("train", "blunt", *SMALL).err
+    assert "is not a task named 'blunt'" in run("train", "blunt", *SMALL).err
     assert "could not be loaded from own_task_of_old:Task: ModuleNotFoundError" in run("train", "gone", *SMALL).err

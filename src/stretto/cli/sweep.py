@@ -153,7 +153,7 @@ def _table(values: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
 
 def _toml(values: dict[str, Any]) -> str:
     try:
-        # Numbers, texts, truth values and lists are written in JSON as in TOML.
+        # Numbers, strings, booleans and lists are written in JSON as in TOML.
         return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
     except TypeError as error:
         raise StrettoError(

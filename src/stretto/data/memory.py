@@ -78,7 +78,7 @@ def from_tensors(
             raise StrettoError(f"{name}: text {wrong} is {texts[wrong]!r}", fix="Give one string per sequence.")
         targets = Transcripts.of(list(texts))
     elif labels is not None:
-        targets = _targets([_as_array(label) for label in labels], source=name)
+        targets = _make_targets([_as_array(label) for label in labels], source=name)
     split_N, complete = (None, False) if split is None else number_split(_as_array(split), source=name)
     return SequenceSet.from_flat(
         np.concatenate(arrays),
@@ -114,7 +114,7 @@ def from_arrow(
         step_labels: With `by`, whether each step has a label of its own; otherwise a sequence has one, at all its rows.
         name: What the data is called in messages and reports.
     """
-    columns = _columns(table)
+    columns = _read_columns(table)
     split = split or (PART if PART in columns else None)
     check_kind(name, str, name="name", fix="Give a string.")
     one = "Name a column, or with by= a list of columns."
@@ -188,7 +188,7 @@ def from_polars(frame: Any, **columns: Any) -> SequenceSet:
     return from_arrow(whole.to_arrow(), **columns)
 
 
-def _columns(table: Any) -> dict[str, Any]:
+def _read_columns(table: Any) -> dict[str, Any]:
     arrow = optional("pyarrow")
     if isinstance(table, Mapping) and table and all(hasattr(part, "with_format") for part in table.values()):
         parts = {part: dataset.with_format("arrow")[:] for part, dataset in table.items()}
@@ -211,7 +211,7 @@ def _as_array(values: Any) -> Array:
         raise StrettoError(f"values that are no array ({error})", fix="Give lists of equally long rows.") from error
 
 
-def _targets(labels: list[Array], *, source: str) -> AbstractTargets:
+def _make_targets(labels: list[Array], *, source: str) -> AbstractTargets:
     of_steps = bool(labels) and labels[0].ndim == 1
     odd = next((number for number, label in enumerate(labels) if label.ndim != int(of_steps)), None)
     if odd is not None:

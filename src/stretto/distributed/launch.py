@@ -79,7 +79,7 @@ def launch_ranks(
             "OMP_NUM_THREADS": str(threads or max(1, cores // nproc)),
         }
         code = _run(command, environment, stdout=stdout, stderr=stderr)
-        return _agreed_exit_code(Path(folder), otherwise=code)
+        return _read_exit_code(Path(folder), otherwise=code)
 
 
 def leave_exit_code(code: int) -> int:
@@ -96,7 +96,7 @@ def leave_exit_code(code: int) -> int:
     return 0
 
 
-def _agreed_exit_code(folder: Path, *, otherwise: int) -> int:
+def _read_exit_code(folder: Path, *, otherwise: int) -> int:
     """The exit code that a rank of the last start left behind, or else the launcher's own."""
     starts = [path.name.removeprefix(f"{STORE_NAME}-") for path in folder.glob(f"{STORE_NAME}-*")]
     last = max((int(start) for start in starts if start.isdecimal()), default=0)

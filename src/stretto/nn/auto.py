@@ -108,7 +108,7 @@ class SolverAutotuner:
         """Run a stack of layers in the way that is fastest for batches like this one."""
         record = self._record(layout, x_PF)
         if not record.shooting.has_chunks(layout):
-            return _with_reason(run(layers, x_PF, None), "too few steps, or too many sequences, for chunks to pay")
+            return _add_reason(run(layers, x_PF, None), "too few steps, or too many sequences, for chunks to pay")
         record.calls += 1
         if record.is_judged and record.calls >= RETRY_CALLS:
             record.num_chunked, record.chunked, record.calls = 0, math.inf, 0
@@ -121,7 +121,7 @@ class SolverAutotuner:
         else:
             call = SolverCall(record.shooting) if record.may_try else None
             result = self._run_timed(layers, x_PF, record, call, run)
-        return _with_reason(result, record.reason)
+        return _add_reason(result, record.reason)
 
     def _record(self, layout: Layout, x_PF: torch.Tensor) -> TimingRecord:
         """For batches of about as many steps and sequences."""
@@ -160,7 +160,7 @@ class SolverAutotuner:
         return StackResult(y_PF, [[next(remaining) for _ in range(count)] for count in counts], result.solutions)
 
 
-def _with_reason(result: StackResult, reason: str) -> StackResult:
+def _add_reason(result: StackResult, reason: str) -> StackResult:
     if not result.solutions:
         return StackResult(result.y_PF, result.states, [Solution(solver="serial", reason=f"auto: {reason}")])
     for solution in result.solutions:

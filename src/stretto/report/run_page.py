@@ -134,8 +134,8 @@ def _sections(record: RunRecord) -> Iterator[tuple[str, Html]]:
 
 
 def _subtitle(record: RunRecord) -> str:
-    begun = record.started.get("time")
-    when = dt.datetime.fromtimestamp(begun, tz=dt.timezone.utc) if begun is not None else None
+    start = record.started.get("time")
+    when = dt.datetime.fromtimestamp(start, tz=dt.timezone.utc) if start is not None else None
     parameters = record.started.get("parameters")
     parts = [
         f"started {when:%d %B %Y, %H:%M} UTC" if when else "",

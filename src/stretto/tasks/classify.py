@@ -61,11 +61,11 @@ class Classification(AbstractTask[C]):
         self.class_names = data.targets.names
         self._weights_C: torch.Tensor | None = None
         if config.class_weights == "balanced":
-            counts_C = self._class_counts(data.part("train"))
+            counts_C = self._count_classes(data.part("train"))
             weights = counts_C.sum() / (np.count_nonzero(counts_C) * np.maximum(counts_C, 1))
             self._weights_C = torch.tensor(weights, dtype=torch.float32)
 
-    def _class_counts(self, part: SequenceSet) -> npt.NDArray[np.int64]:
+    def _count_classes(self, part: SequenceSet) -> npt.NDArray[np.int64]:
         """Labels of each class."""
         assert isinstance(part.targets, Labels)
         return np.bincount(part.targets.values_N, minlength=len(self.class_names))
@@ -91,25 +91,25 @@ class Classification(AbstractTask[C]):
         """A new model."""
         return type(self).Model(self.data, num_classes=len(self.class_names), config=self.config)
 
-    def _labelled(self, output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _select_labelled(self, output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores (P, C) and classes (P) of what has a label."""
         return output, batch.targets
 
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
         """Cross-entropy, counted in labels."""
-        scores_PC, classes_P = self._labelled(output, batch)
+        scores_PC, classes_P = self._select_labelled(output, batch)
         weights_C = None if self._weights_C is None else self._weights_C.to(scores_PC)
         total = functional.cross_entropy(scores_PC, classes_P, weight=weights_C, reduction="sum")
         return LossSum(total=total, count=len(classes_P))
 
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """The fraction of labels for which the best class is the right one."""
-        scores_PC, classes_P = self._labelled(output, batch)
+        scores_PC, classes_P = self._select_labelled(output, batch)
         return {self.metric: Score(amount=int((scores_PC.argmax(dim=1) == classes_P).sum()), count=len(classes_P))}
 
     def classes(self, output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The true class and the best one of whatever has a label."""
-        scores_PC, classes_P = self._labelled(output, batch)
+        scores_PC, classes_P = self._select_labelled(output, batch)
         return classes_P, scores_PC.argmax(dim=1)
 
     def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
@@ -141,7 +141,7 @@ class Classification(AbstractTask[C]):
 def match_classes(targets: Labels | StepLabels, *, known: tuple[str, ...], source: str) -> npt.NDArray[np.int64]:
     """The number that each class of other data has among the known ones; `NO_CLASS` for one that does not occur.
 
-    Classes are matched by name. Where the data only number them and the known ones have names, the numbers are taken.
+    Classes are matched by name, or by number where the data only number them and the known ones have names.
     """
     is_numbered = targets.names == tuple(map(str, range(len(targets.names))))
     names = known if is_numbered and not set(targets.names) & set(known) else targets.names

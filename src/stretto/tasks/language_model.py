@@ -62,8 +62,9 @@ class LanguageModelConfig(TrainConfig):
         preset: A published set of settings, each of which can still be given: Zaremba et al.'s nets for the Penn
             Treebank, small or large.
         tokens: Words or characters; left out, what the data are read as: a single file as characters.
-        layout: Passages are shuffled and each starts anew; streams read the text continuously, side by side, as many as
-            batch_size, and carry the state. Left out, streams for words and passages for characters.
+        layout: Passages are shuffled and each starts from the initial state; streams read the text continuously, side
+            by side, as many as batch_size, and carry the state. Left out, streams for words and passages for
+            characters.
         window: In streams, steps of a batch, and how far gradients go back.
         embedding_size: Size of the embedding of a word or character.
         input_dropout: Fraction of the embedding dropped.
@@ -141,15 +142,15 @@ class TextNet(nn.Module):
         if isinstance(batch, Unpadded):
             return self.predict(self.lstm(self.embed(batch.features_BTF[:, :, 0]))[0])  # type: ignore[no-any-return]
         if batch.targets is not None:
-            hidden_TBH = self._window(batch)
+            hidden_TBH = self._run_window(batch)
             # Time first, as they lie in memory, so that nothing is copied.
-            return self._scored(hidden_TBH, batch.targets.transpose(0, 1)).transpose(0, 1)
+            return self._score_next(hidden_TBH, batch.targets.transpose(0, 1)).transpose(0, 1)
         embedded_BUE = self.input_dropout(self.embed(batch.features_BTF[:, :-1, 0]))
         hidden_BUH = run_ragged(self.lstm, embedded_BUE, batch.lengths - 1)
         next_BU = batch.features_BTF[:, 1:, 0].masked_fill(~batch.mask[:, 1:], NO_STEP)
-        return self._scored(self.dropout(hidden_BUH), next_BU)
+        return self._score_next(self.dropout(hidden_BUH), next_BU)
 
-    def _scored(self, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    def _score_next(self, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         """In training the nats of what follows, or else scores of all that could."""
         if not self.training:
             scores: torch.Tensor = self.predict(hidden)
@@ -157,7 +158,7 @@ class TextNet(nn.Module):
         weight_CH, bias_C = self.predict.weight, self.predict.bias
         return linear_cross_entropy(hidden, weight_CH, bias_C, following, ignore_index=NO_STEP)
 
-    def _window(self, batch: Batch) -> torch.Tensor:
+    def _run_window(self, batch: Batch) -> torch.Tensor:
         """Only the end of the text is followed by padding; its outputs and states are not used."""
         embedded_BTE = self.input_dropout(self.embed(batch.features_BTF[:, :, 0]))
         hidden_BTH, state = self.lstm(embedded_BTE, self.carried.rows(slice(len(batch))))
@@ -388,7 +389,7 @@ def _check_numbers(data: SequenceSet, *, num_tokens: int) -> None:
     if data.num_features != 1 or not np.issubdtype(data.features_SF.dtype, np.integer):
         raise StrettoError(
             f"{data.name} has {data.num_features} features of type {data.features_SF.dtype}, not one number per step",
-            fix=f"Give `x` as whole numbers, each the place of a word or character in {where}.",
+            fix=f"Give `x` as integers, each the place of a word or character in {where}.",
         )
     if data.lengths_N.min() >= MIN_TOKENS and data.features_SF.min() >= 0 and data.features_SF.max() < num_tokens:
         return

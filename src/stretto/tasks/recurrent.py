@@ -83,14 +83,14 @@ class GRULayers(nn.Module):
         rnn = self.rnn
         if not isinstance(rnn, RNN) or batch.lengths is None:
             return run_layers(rnn, x_BTF, batch.lengths)
-        if self._only_torch(rnn, x_BTF):
+        if self._needs_torch(rnn, x_BTF):
             weights: list[list[torch.Tensor]] = [[*cell.parameters()] for cell in rnn.cells]
             dropout = rnn.dropout if self.training else 0.0
             return run_padded("GRU", weights, x_BTF, batch.lengths, bidirectional=rnn.bidirectional, dropout=dropout)
         return rnn(x_BTF, lengths=batch.lengths, sample_ids=batch.indices)[0]  # type: ignore[no-any-return]
 
     @staticmethod
-    def _only_torch(rnn: RNN, x_BTF: torch.Tensor) -> bool:
+    def _needs_torch(rnn: RNN, x_BTF: torch.Tensor) -> bool:
         """Whether no code can be compiled here: torch's own GRU is then far faster than a cell called step by step."""
         if rnn.backend != "auto" or rnn.solver != "serial" or x_BTF.device.type != "cpu":
             return False
