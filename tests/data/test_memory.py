@@ -117,7 +117,7 @@ def test_datasets_of_hugging_face_and_lazy_frames() -> None:
     [
         ({"sequences": [np.float64(3)]}, r"sequence 0 has the shape \(\)"),
         ({"sequences": [["a", "b"]]}, "type <U1"),
-        ({"sequences": [[[1.0], [2.0, 3.0]]]}, "no array"),
+        ({"sequences": [[[1.0], [2.0, 3.0]]]}, "cannot be read as an array"),
         ({"sequences": [np.zeros(0)]}, "no steps"),
         ({"sequences": [np.zeros(2)], "labels": [None]}, "type object"),
         ({"sequences": [np.zeros(2)], "labels": [[0, 0, 0]]}, "labels of steps are not as many"),

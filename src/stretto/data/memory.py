@@ -1,6 +1,6 @@
 """Data that is in memory already: lists of tensors or arrays, and tables of pandas, polars, Arrow or Hugging Face.
 
-A table has a row per sequence, with lists in its cells, or a row per step and a column that tells the sequences apart:
+A table has a row per sequence, with lists in its cells, or a row per step and a column that identifies the sequence:
 
     a row per sequence    x                   label        by="id", a row per step    id   speed  height   label
                           [[1, 2], [3, 4]]    up                                      a    1      2        up
@@ -110,7 +110,7 @@ def from_arrow(
         texts: The column of transcripts.
         split: The column with 0, 1, 2 or "train", "valid", "test". Left out, the parts of a `DatasetDict` are the
             split, or one is drawn.
-        by: The column that tells sequences apart. They come in the order of their first rows; steps keep theirs.
+        by: The column that identifies the sequence. They come in the order of their first rows; steps keep theirs.
         step_labels: With `by`, whether each step has a label of its own; otherwise a sequence has one, at all its rows.
         name: What the data is called in messages and reports.
     """
@@ -131,7 +131,7 @@ def from_arrow(
         if len(inputs) != 1 or step_labels:
             raise StrettoError(
                 f"{name}: several columns of features, or labels of steps, are for a row per step",
-                fix="Name the column that tells the sequences apart with by=.",
+                fix="Name the column that identifies the sequence with by=.",
             )
         named = {"x": inputs[0], "y": labels, "text": texts, "split": split}
         chosen = {key: columns[column] for key, column in named.items() if column is not None}
@@ -207,8 +207,12 @@ def _read_columns(table: Any) -> dict[str, Any]:
 def _as_array(values: Any) -> Array:
     try:
         return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    except ValueError as error:
-        raise StrettoError(f"values that are no array ({error})", fix="Give lists of equally long rows.") from error
+    except (TypeError, ValueError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise StrettoError(
+            f"values cannot be read as an array ({reason})",
+            fix="Give an array, a dense tensor, or lists of equally long rows.",
+        ) from error
 
 
 def _make_targets(labels: list[Array], *, source: str) -> AbstractTargets:
