@@ -7,8 +7,8 @@ middle closes it and plans the sequences that are left again, so that each still
     segment 1   2 ranks, 64 rows                |B|B|B      3 batches done, then a restart on 4 ranks
     segment 2   4 ranks, 64 rows                      |B|B|B|...
 
-Each plan is a pure function of seed, epoch, number of the segment, lengths and settings. A state therefore only has to
-say (ranks, rows, batches done) of each segment: whoever loads it replays the plans, not the data.
+Each plan is a pure function of seed, epoch, number of the segment, lengths and settings. A state therefore only has
+(ranks, rows, batches done) of each segment: loading it replays the plans, not the data.
 
 Shape legend: N sequences, K buckets, M members of a segment.
 """

@@ -143,7 +143,7 @@ class World:
 
 @final
 class DeferredErrors:
-    """Errors that only rank 0 can meet, such as a full disk, kept until all ranks can raise them together.
+    """Errors that occur on rank 0 alone, such as a full disk, kept until all ranks can raise them together.
 
     If rank 0 raised alone, the others would wait for it in their next exchange, until the time-out. A process that is
     alone raises at once.

@@ -93,7 +93,7 @@ class TimingRecord:
 
 @final
 class SolverAutotuner:
-    """Runs sequentially, tries chunks of time now and then, and keeps to what is faster.
+    """Runs sequentially or in chunks of time, whichever a trial from time to time finds faster.
 
     Every call gives the result of a sequential run within `TOLERANCE`. For each shape of batch both ways are timed,
     forward and backward. Trials are rationed, so that a net that remembers too long costs next to nothing.

@@ -6,7 +6,7 @@
 `capture` follows everything that the code can reach: free variables, globals that the code names, defaults, the `self`
 of a method, arguments of a `functools.partial`, attributes, items. Of objects of the user's classes it follows the
 attributes that some reached function names, so that a step that is a method of a large object does not depend on all of
-it; code that finds attributes by other means (`getattr`, `vars`, ...) is taken to read all of them.
+it; code that finds attributes by other means (`getattr`, `vars`, ...) is assumed to read all of them.
 
 What it finds is one flat list of marks, in which objects count by their class and contents and not by identity: two
 closures that were made by the same code and hold things of the same kinds have equal marks, and their tensors come in

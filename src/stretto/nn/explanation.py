@@ -207,7 +207,7 @@ def _row(name: str, text: str) -> list[str]:
 
 
 def _list_operators(found: Iterable[Operator | Product]) -> str:
-    """What was found in order of appearance, what is alike counted, and none of it torn apart when wrapped."""
+    """Operators in order of appearance, equal ones counted; wrapping breaks none of them across lines."""
     parts = [f"{item} ({count} times)" if count > 1 else str(item) for item, count in Counter(found).items()]
     return ", ".join(text.replace(" ", JOINED) for text in parts)
 

@@ -4,8 +4,8 @@
     epoch   ->  epoch/train_loss, epoch/valid_cer, ...   at the last update of the epoch
     finished -> test/cer, test/loss
 
-Where they write, and under which project, is said to them in their own way: `WANDB_PROJECT`, `MLFLOW_TRACKING_URI`, ...
-A run of theirs that is active already is used, and left open. Training does not fail because of a logger: it is closed
+Where they write, and under which project, is configured in their own way: `WANDB_PROJECT`, `MLFLOW_TRACKING_URI`, ...
+An active run of theirs is used, and left open. Training does not fail because of a logger: it is closed
 with a warning.
 """
 

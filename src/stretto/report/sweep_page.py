@@ -33,7 +33,7 @@ class SweepRun:
 
     @property
     def name(self) -> str:
-        """What tells it from the others."""
+        """The settings in which it differs from the others, or else its number."""
         return ", ".join(f"{key} {value}" for key, value in self.changes.items()) or f"run {self.number}"
 
 

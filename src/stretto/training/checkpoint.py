@@ -120,7 +120,7 @@ def model_of_newest_checkpoint(run: Path) -> dict[str, torch.Tensor]:
 class CheckpointWriter:
     """Writes one checkpoint at a time in a thread, and records each that is on disk.
 
-    The error of a write, which only the rank that writes can meet, is kept in `errors` by the next call. `seconds` is
+    The error of a write, which occurs only on the rank that writes, is kept in `errors` by the next call. `seconds` is
     the time in which training waited.
     """
 

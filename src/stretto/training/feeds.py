@@ -440,7 +440,7 @@ class StreamFeed(AbstractFeed):
         tensors, forms = {}, []
         for number, carried in enumerate(carried_states(model)):
             own = [] if carried.state is None else flatten(carried.state)
-            # A rank without streams has no state: rank 0, which always has some, says what it looks like.
+            # A rank without streams has no state: rank 0, which always has some, broadcasts its form.
             form = None if carried.state is None else _describe_state(carried)
             forms.append(json.loads(self._world.broadcast_str(json.dumps(form))))
             for which, (dtype, shape) in enumerate(forms[-1]["tensors"] if forms[-1] else []):

@@ -2,7 +2,7 @@
 
     feed -> updater -> state, events -> batch policy -> checkpoints
 
-Only the trainer changes the position of a run: epoch, batches done and updates made. Errors that only rank 0 can meet,
+Only the trainer changes the position of a run: epoch, batches done and updates made. Errors of rank 0 alone,
 in writing events or checkpoints, are deferred (`DeferredErrors`) until all ranks can raise them in the same update.
 """
 
