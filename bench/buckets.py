@@ -1,4 +1,4 @@
-"""`python -m bench buckets`: the batches of our `BucketSampler` beside those of other samplers.
+"""`python -m bench buckets`: the batches of our `BucketSampler` compared with those of other samplers.
 
 Shape legend: N sequences of the set, M sequences drawn, B batches that are not empty, G updates, W ranks, K buckets.
 """
@@ -39,7 +39,7 @@ DESCRIPTIONS: Final[dict[Distribution, str]] = {
 BATCH_ROWS: Final = 64
 """Average sequences per batch, if no cap is given."""
 ORDER_BUCKETS: Final = 10
-"""Intervals by which the order of lengths is judged where a sampler has no buckets."""
+"""Intervals for comparing the order of lengths, for samplers without buckets."""
 EDGE_BUCKETS: Final = (5, 10, 30)
 
 
@@ -77,7 +77,7 @@ class BucketsSettings(Settings):
             raise StrettoError("no distribution of lengths is given", fix=f"Choose from {', '.join(DISTRIBUTIONS)}.")
 
 
-@bench("buckets", title="Batches of our sampler beside other samplers")
+@bench("buckets", title="Our sampler compared with others")
 def run(settings: BucketsSettings, report: Report) -> None:
     """Compare all samplers on each distribution of lengths."""
     if settings.quick:
@@ -213,7 +213,7 @@ class TimedBatches:
 
 
 def time_batches(batches: Iterator[list[int]]) -> TimedBatches:
-    """Draw all batches with the clock on."""
+    """Draw all batches, timed."""
     drawn: Batches = []
     first = begin = time.perf_counter()
     for batch in batches:

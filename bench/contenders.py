@@ -99,7 +99,7 @@ class Contender(abc.ABC):
 
 @final
 class TorchContender(Contender):
-    """Anything that runs in torch; gradients are those of the parameters of `weights`."""
+    """Any torch computation, with the gradients of the parameters of `weights`."""
 
     def __init__(self, name: str, *, forward: Forward, weights: nn.Module, batch: Batch) -> None:
         super().__init__(name)
@@ -145,12 +145,12 @@ def torch_layer(cells: Sequence[Cell], net: Net, shape: Shape, *, directions: in
 
 
 def torch_contender(layer: nn.RNNBase, *, batch: Batch) -> TorchContender:
-    """A layer of torch's."""
+    """One of torch's layers."""
     return TorchContender(f"nn.{layer.mode}", forward=lambda x_TBF: layer(x_TBF)[0], weights=layer, batch=batch)
 
 
 def loop_contender(cell: Cell, *, batch: Batch) -> TorchContender:
-    """The cell called in a Python loop, its gradients by autograd: what one writes without a library."""
+    """The cell in a Python loop, with gradients by autograd: what people write without a library."""
     return TorchContender("Python loop", forward=python_loop(cell), weights=cell, batch=batch)
 
 
@@ -169,7 +169,7 @@ def python_loop(cell: nn.Module) -> Forward:
 
 
 def missing_peers() -> dict[str, str]:
-    """What cannot run here, JAX or the compiled kernels, with the reason."""
+    """Peers that cannot run here, JAX or the compiled kernels, with the reason."""
     missing: dict[str, str] = {}
     if (reason := why_missing(lambda: optional("jax"))) is not None:
         missing[JAX] = reason
@@ -182,7 +182,7 @@ def missing_peers() -> dict[str, str]:
 
 @final
 class JaxContender(Contender):
-    """A GRU by JAX: `lax.scan` over the state, the product of the input taken out by hand, compiled by XLA.
+    """A GRU by JAX: `lax.scan` over the state, with the input projection hoisted by hand, compiled by XLA.
 
     Of a loop body of one step and one of several, the faster is kept.
     """

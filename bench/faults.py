@@ -1,4 +1,4 @@
-"""`python -m bench faults`: ranks that are killed, stopped or left without disk space while they train.
+"""`python -m bench faults`: ranks killed, stopped or left without disk space while they train.
 
 Two runs train the same net: one undisturbed, one with faults injected. Afterwards every sequence of every epoch must
 have been used exactly once, and the final weights must be equal to the last bit. So it is for every task, with one rank
@@ -150,7 +150,7 @@ def run(settings: FaultsSettings, report: Report) -> None:
         ("faults survived", f"{outcome.survived} of {settings.kills}"),
         ("resumed from a checkpoint", outcome.resumed),
         *outcome.usage.rows,
-        ("final weights equal the undisturbed run's to the last bit", outcome.same_weights),
+        ("final weights bit-identical to the undisturbed run's", outcome.same_weights),
         ("seconds, both runs", round(time.perf_counter() - begin)),
     ]
     report.table(title=f"Faults injected into {settings.nproc} ranks", columns=("fault or result", "count"), rows=rows)
@@ -177,7 +177,7 @@ def run(settings: FaultsSettings, report: Report) -> None:
     report.failed = report.failed or any(exit_codes) or not usage.is_exact
 
 
-# One run with faults beside one without ------------------------------------------------------------------------------
+# One run with faults, one without ------------------------------------------------------------------------------------
 
 
 def inject_faults(settings: FaultsSettings, *, progress: Callable[[str], None]) -> Outcome:
@@ -341,7 +341,7 @@ def _finish(process: "subprocess.Popen[bytes]") -> int:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """SIGTERM first: the launcher takes its ranks with it."""
+    """Send SIGTERM first, so that the launcher ends its ranks."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -366,7 +366,7 @@ def _num_events(folder: Path) -> int:
 
 
 def _same_weights(one: Path, other: Path) -> bool:
-    """Whether two files hold the same tensors to the last bit."""
+    """Whether the tensors of two files are bit-identical."""
     first, second = safetensors.torch.load_file(one), safetensors.torch.load_file(other)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
@@ -503,7 +503,7 @@ def run_two_nodes(folder: Path) -> None:
         _drop(nodes.pop())
         _wait_for_world(run, nodes, size=1)
         # The rank that stays would finish all epochs if the other took long. Its launcher sends SIGTERM when a node
-        # joins, which waits until the stopped rank goes on.
+        # joins, which waits until the stopped rank continues.
         ranks = [process for process, _ in ranks_below(nodes[0].pid)]
         _signal(ranks, signal.SIGSTOP)
         nodes.append(_start_node(data, run, is_host=False))
@@ -514,7 +514,7 @@ def run_two_nodes(folder: Path) -> None:
     finally:
         for node in nodes:
             _drop(node)
-    # On a machine with other work the first node may have started alone, before the second came.
+    # On a loaded machine the first node may have started alone, before the second came.
     sizes = [size for size, _ in itertools.groupby(size for size, _ in _starts(run))]
     outcome = {
         "world_sizes": sizes[sizes.index(2) :],
@@ -563,7 +563,7 @@ def _has_sigterm_pending(process: int) -> bool:
 
 
 def _wait_for_world(run: Path, nodes: list["subprocess.Popen[bytes]"], *, size: int) -> None:
-    """Wait until a group of so many ranks makes progress."""
+    """Wait until a group of this many ranks makes progress."""
 
     def is_running() -> bool:
         starts = _starts(run)

@@ -2,7 +2,7 @@
 
 A benchmark is a function that takes its settings and a `Report`, registered under a name:
 
-    @bench("kernels", title="Training steps beside other implementations")
+    @bench("kernels", title="Training steps against other implementations")
     def run(settings: KernelsSettings, report: Report) -> None:
         check_equal(ours, theirs, ...)                      # correctness first
         timings = time_interleaved(tasks, budget=...)       # then the clock: A, B, A, B, ...
@@ -180,11 +180,11 @@ class Report:
         self._goals.append((what, value, bound, met))
 
     def plot(self, svg: str, *, title: str, caption: str = "") -> None:
-        """Add a static SVG picture to the page; it is also written beside it."""
+        """Add a static SVG picture to the page; it is also written to a file next to it."""
         self.figures.append((title, svg, caption))
 
     def attach(self, suffix: str, text: str) -> None:
-        """Add a file that is written beside the page, such as all rows as CSV."""
+        """Add a file that is written next to the page, such as all rows as CSV."""
         self.files[suffix] = text
 
     def short_tables(self) -> list[Table]:
@@ -299,7 +299,7 @@ class Registry:
     def measure(
         self, name: str, settings: Settings, *, command: str = "", progress: Callable[[str], None] = lambda _: None
     ) -> Report:
-        """Run one benchmark with so many threads as its settings ask for."""
+        """Run one benchmark with the number of threads in its settings."""
         entry = self.entries[name]
         report = Report(
             name,
@@ -362,7 +362,7 @@ def ratio_of(timings: Mapping[str, Timing], peer: str, ours: str) -> tuple[float
 
 
 def format_cell(cell: Cell) -> str:
-    """A value as tables show it: numbers with three significant digits, or with all that stand before the point."""
+    """Format a table value: numbers with three significant digits, or all digits before the point."""
     if cell is None:
         return "-"
     if isinstance(cell, bool):
@@ -378,7 +378,7 @@ def format_cell(cell: Cell) -> str:
 
 
 def describe_machine() -> str:
-    """Processor, system and versions: without them no number means anything."""
+    """Processor, system and versions, without which the numbers mean nothing."""
     versions = [f"{package} {version}" for package in PACKAGES if (version := _version(package)) is not None]
     try:
         names = re.findall(r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -415,7 +415,7 @@ def _commit() -> str:
 
 
 def _finite(value: Any) -> Any:
-    """NaN and inf as text, which JSON has no number for."""
+    """NaN and inf as text, because JSON has no numbers for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""`python -m bench kernels`: forward and backward passes of our layers beside torch.nn, JAX and a Python loop.
+"""`python -m bench kernels`: forward and backward passes of our layers against torch.nn, JAX and a Python loop.
 
 Shape legend: T steps, B sequences, F features of the input, H hidden units.
 """
@@ -45,7 +45,7 @@ class KernelsSettings(TimedSettings):
         only: Parts to run, separated by blanks or commas: shapes, bidirectional, stack, ragged, hidden, threads;
             all of them if left out.
         thread_counts: Numbers of threads that the part "threads" compares.
-        device: "cuda" runs kernels on a GPU beside cuDNN, CUDA graphs and a Python loop; "interpreter" the same, tiny,
+        device: "cuda" runs kernels on a GPU against cuDNN, CUDA graphs and a Python loop; "interpreter" the same, tiny,
             on the CPU. Both leave out the parts.
     """
 
@@ -84,12 +84,12 @@ COLUMNS: Final = (
     *("ratio", "goal", "met", "ratio of medians", "error"),
 )
 CAPTION: Final = (
-    "ratio: the peer's least time over ours, of one interleaved run (A, B, A, B, ...). us per step: ours, one step "
+    "ratio: the peer's minimum time over ours, of one interleaved run (A, B, A, B, ...). us per step: ours, one step "
     "of all sequences. error: largest difference of outputs and gradients over the largest value, checked before the "
     "clock."
 )
 CAPTION_OF_PEER: Final = {
-    JAX: "JAX scan: jit of value_and_grad, the input's product taken out by hand, the faster of unroll 1 and 8. It "
+    JAX: "JAX scan: jit of value_and_grad, the input projection hoisted by hand, the faster of unroll 1 and 8. It "
     "uses every processor, whatever --threads says.",
     "Python loop": "LayerNormLSTM: its recurrent gain starts at 0.3; with 1 it is chaotic, and no two implementations "
     "agree.",
@@ -97,7 +97,7 @@ CAPTION_OF_PEER: Final = {
 Row = tuple[str | int | float | bool | None, ...]
 
 
-@bench("kernels", title="Kernels beside torch.nn, JAX and a Python loop")
+@bench("kernels", title="Kernels against torch.nn, JAX and a Python loop")
 def run(settings: KernelsSettings, report: Report) -> None:
     """Run the parts that were asked for."""
     if settings.device != "cpu":
@@ -157,7 +157,7 @@ def _compare_bidirectional(settings: KernelsSettings, report: Report) -> None:
 
 
 def _compare_stack(settings: KernelsSettings, report: Report) -> None:
-    """Three layers, scheduled as a wave through time where that pays, beside the same layers one after another."""
+    """Three layers, scheduled as a wavefront where that pays, against the same layers one after another."""
     shape = dataclasses.replace(TINY, num_steps=64, batch=1) if settings.quick else STACK_SHAPE
     rnn = _gru(shape, num_layers=STACK_LAYERS, bidirectional=False)
     batch = draw_batch(shape)
@@ -280,7 +280,7 @@ def draw_lengths(shape: Shape) -> torch.Tensor:
 
 
 def _compare_ragged(settings: KernelsSettings, report: Report) -> None:
-    """What a real step costs in a batch of unequal lengths, beside one of a batch without padding."""
+    """The cost of a real step in a ragged batch, against one in a batch without padding."""
     rows: list[Row] = []
     for shape in (TINY,) if settings.quick else RAGGED_SHAPES:
         report.progress(f"ragged: {shape}")

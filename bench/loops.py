@@ -1,10 +1,10 @@
-"""`python -m bench loops`: cells as people write them beside the Python loop that people write around them.
+"""`python -m bench loops`: custom cells, compiled and in the usual Python loop.
 
 Every pair shares its parameters: the loop calls the cell once per step, and ours is `stretto.RNN` or `stretto.scan` of
 the same cell. Shapes are the defaults of the projects that each case stands for.
 
-Shape legend: T steps, B sequences, F features of the input, H hidden units, N heads, D units of a head, L places that
-are attended to, O outputs.
+Shape legend: T steps, B sequences, F features of the input, H hidden units, N heads, D units of a head, L attended
+positions, O outputs.
 """
 
 import copy
@@ -331,14 +331,14 @@ class ManyNodes(Cell):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A cell at a shape, and how many times faster than its loop it is to be.
+    """A cell at a shape, and the ratio to its loop that it has to reach.
 
     Attributes:
-        origin: Whose shape it is.
+        origin: The project whose shape it is.
         cell: Makes the cell of F and H; it is called as cell(state, inputs[, constants]).
-        state: Its first state, of zeros of (B, H).
-        beside: What a step reads besides x, for (T, B, F).
-        constants: What is the same at every step, by the cell and for (B, H).
+        state: Its initial state, from zeros of (B, H).
+        beside: The inputs of a step in addition to x, for (T, B, F).
+        constants: Inputs that are the same at every step, from the cell and (B, H).
     """
 
     name: str
@@ -462,7 +462,7 @@ STEPS: Final = (Shape(1, 1, 64, 64), Shape(1, 16, 32, 32), Shape(1, 8, 256, 256)
 Row = tuple[str | int | float | bool | None, ...]
 
 
-@bench("loops", title="Cells of one's own beside the Python loops around them")
+@bench("loops", title="Custom cells against their Python loops")
 def run(settings: LoopsSettings, report: Report) -> None:
     """Run the parts that were asked for."""
     parts = {"loops": _run_loops, "layers": _run_layers, "step": _run_steps, "first": _run_first_calls}
@@ -478,7 +478,7 @@ def _run_loops(settings: LoopsSettings, report: Report) -> None:
             continue
         report.progress(f"{case.name}, {case.shape}")
         rows.append(_compare(case.resized(TINY) if settings.quick else case, settings, report))
-        report.table(title="Training steps beside the user's loop", columns=COLUMNS, rows=rows, caption=CAPTION)
+        report.table(title="Training steps against the user's loop", columns=COLUMNS, rows=rows, caption=CAPTION)
 
 
 def _compare(case: Case, settings: LoopsSettings, report: Report) -> Row:
@@ -626,7 +626,7 @@ def _make_row(
 
 
 def _run_steps(settings: LoopsSettings, report: Report) -> None:
-    """One step of a rollout or a stream: `rnn.step` beside nn.GRU called for one step, and accelerated layers so."""
+    """One step of a rollout or a stream: `rnn.step` and accelerated layers against torch's layer."""
     rows: list[Row] = []
     for kind, shape in itertools.product((nn.GRU, nn.LSTM), (TINY,) if settings.quick else STEPS):
         layer = kind(shape.input_size, shape.hidden_size)
@@ -716,8 +716,8 @@ def _run_first_calls(settings: LoopsSettings, report: Report) -> None:
         ),
         rows=rows,
         caption=(
-            "Forward and backward, after a training step of nn.GRU, in a process of its own: once with an empty cache "
-            "of compiled kernels, then three times from the cache: the fastest counts."
+            "Forward and backward, after a training step of nn.GRU, in a separate process: once with an empty cache "
+            "of compiled kernels, then three times from the cache, of which the fastest counts."
         ),
     )
 

@@ -37,7 +37,7 @@ def percentile_edges(lengths_N: Lengths, num_buckets: int) -> Lengths:
 
 
 def uniform_edges(lengths_N: Lengths, num_buckets: int) -> Lengths:
-    """Edges at equal distances between the least and the greatest length."""
+    """Equidistant edges between the smallest and the largest length."""
     shortest, ranks_K = lengths_N.min(), np.arange(1, num_buckets + 1)
     return np.unique(shortest - (-ranks_K * (lengths_N.max() - shortest) // num_buckets))
 
@@ -76,7 +76,7 @@ class Sampler(abc.ABC):
 
     @abc.abstractmethod
     def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
-        """Batches as sequence numbers; an empty list where nothing is left for this rank."""
+        """Batches as sequence numbers; an empty list if nothing is left for this rank."""
 
 
 @final
@@ -213,7 +213,7 @@ class ShuffledSampler(Sampler):
 
 
 def all_samplers() -> tuple[Sampler, ...]:
-    """All of them, ours first."""
+    """All samplers, ours first."""
     same = "BucketSampler with these edges instead of its own"
     auto = "BucketSampler with num_buckets='auto'"
     return (

@@ -26,14 +26,14 @@ CLIP_NORM: Final = 1.0
 FULLY_TRAINED: Final = 128
 """Larger nets get fewer updates, since the cost of one grows as the square of the units."""
 MEMORY_STEPS: Final = 1 << 15
-"""Steps that are run to see how long a net remembers."""
+"""Steps of the run that determines how long a net remembers."""
 MEMORY_ROWS: Final = 8
 MEMORY_TOLERANCE: Final = 1e-6
 
 
 @final
 class Labeller(nn.Module):
-    """A GRU and a linear layer at each step; the state of torch's generator is left as it is."""
+    """A GRU and a linear layer at each step; torch's generator keeps its state."""
 
     def __init__(self, num_features: int, hidden_size: int, num_classes: int) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ class Metric:
     better: Literal["higher", "lower"]
     scale: float = 1.0  # factor for display; 100 for shares, which are shown in per cent
     tolerance: float = 1.0  # how much worse still counts as equal: in points as shown, or as a share
-    is_relative: bool = False  # whether the tolerance is a share of the baseline's value
+    is_relative: bool = False  # whether the tolerance is a fraction of the baseline's value
 
     def loss_against(self, value: float, baseline: float) -> float:
         """How much worse than the baseline a value is, in the unit of `tolerance`; negative if it is better."""
@@ -96,7 +96,7 @@ class Metric:
         return f"{shown:.1f}" if abs(shown) < 1e5 else f"{shown:.0e}"
 
     def describe(self, value: float, baseline: float) -> str:
-        """A value beside the baseline's, in words."""
+        """A value and the baseline's, as text."""
         loss = self.loss_against(value, baseline)
         size = f"{abs(loss):.1%}" if self.is_relative else f"{abs(loss):.1f} points"
         side = "worse" if loss > 0 else "better"

@@ -1,7 +1,7 @@
-"""Makes the runs of the large-batch experiment that are not finished yet, several at a time.
+"""Executes the unfinished runs of the large-batch experiment, several at a time.
 
-Runner      knows which runs are finished, makes the others, and says how many are left
-WorkerPool  processes that make one run at a time each
+Runner      knows which runs are finished, executes the others, and reports how many are left
+WorkerPool  processes that execute one run at a time each
 """
 
 import contextlib

@@ -75,7 +75,7 @@ class MultigridSettings(Settings):
         batch_steps: Steps of a batch, about; 12,800 are the published 100 windows. A whole recording may be more.
         learning_rate: Of Adam.
         chunks: Chunks of the longest sequence, for warm starts; auto fills the rows of a kernel.
-        num_train: Training recordings to use at most, and as large a share of the test recordings.
+        num_train: Maximum number of training recordings, and the same fraction of the test recordings.
         window_labels: Windows are those whose label is 1 to this.
         seed: Of weights and batches.
     """

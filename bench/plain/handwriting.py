@@ -119,5 +119,5 @@ def pad_lines(lines: Sequence[Line]) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def stack_steps(x_TF: torch.Tensor, *, factor: int) -> torch.Tensor:
-    """So many steps side by side as one; what is missing at the end is zero."""
+    """Concatenate this many steps into one; missing steps at the end are zero."""
     return functional.pad(x_TF, (0, 0, 0, -len(x_TF) % factor)).reshape(-1, factor * x_TF.shape[1])
