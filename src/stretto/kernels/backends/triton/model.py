@@ -200,10 +200,13 @@ def best_tiles(body: Body, way: Way, gpu: Gpu, *, rows: int, operands: torch.dty
     return next(iter(cooperative_tiles(body, way, alone, gpu, rows=rows, operands=operands)), alone)
 
 
-def cooperative_tiles(body: Body, way: Way, alone: Tiles, gpu: Gpu, *, rows: int, operands: torch.dtype) -> list[Tiles]:
+def cooperative_tiles(
+    body: Body, way: Way, alone: Tiles, gpu: Gpu, *, rows: int, operands: torch.dtype, slack: float = 1.0
+) -> list[Tiles]:
     """Tiles of kernels whose programs share rows, that should be faster for a batch than one program for its rows.
 
-    Those that hold weights come first: what they need less of is time.
+    Those that hold weights come first: what they need less of is time. With a slack, also those that should take so
+    many times longer: they may turn out to be faster.
     """
     target, products = TARGETS[gpu.target], generate(body, way, Tiles()).products
     found = cooperative_choices(products, rows=rows, units=gpu.units, operands=operands, target=target)
@@ -211,7 +214,7 @@ def cooperative_tiles(body: Body, way: Way, alone: Tiles, gpu: Gpu, *, rows: int
     def predicted(tiles: Tiles) -> float:
         return predict_kernel(generate(body, way, tiles), tiles, gpu, rows=rows, operands=operands)
 
-    bound = predicted(alone)
+    bound = slack * predicted(alone)
     return [tiles for tiles in found if predicted(tiles) < bound]
 
 
