@@ -21,13 +21,17 @@ from graph_recorder import TapeRecorder
 from stretto.kernels.backends import cudagraph
 from stretto.kernels.backends.cpp.backend import CppBackend
 from stretto.kernels.backends.generated import LaunchError
+from stretto.kernels.backends.triton import backend, measured
 from stretto.kernels.backends.triton import interpreter as interpreting
-from stretto.kernels.backends.triton import measured
 from stretto.kernels.backends.triton.backend import TritonBackend
 from stretto.kernels.backends.triton.emit import Tiles
 from stretto.kernels.backends.triton.kernel import TritonKernel
 from stretto.kernels.backends.triton.measured import COOPERATIVE, MeasuredKernel
 from stretto.kernels.backends.triton.team import Team
+from stretto.kernels.ir import Unsupported
+from stretto.nn import guards
+
+triton = pytest.importorskip("triton")
 
 NAMES: Final = ("triton", "cudagraph", "cudagraph, operators")
 RAGGED: Final = [6, 1, 4, 0]
@@ -326,6 +330,47 @@ def test_what_cannot_run_is_left_out(
     assert not stored(folder)
 
 
+IN_THE_WAY: Final = {
+    "no Triton": "the package 'triton' is missing",
+    "an old Triton": "3.5 is needed",
+    "an old GPU": "Triton's kernels need a GPU of compute capability 8.0, and this one has 7.5",
+    "a compiler that fails": "Triton 3.9.0 could not compile the loop for sm_90: PassManager::run failed",
+    "too little shared memory": "a program needs 300 KiB of shared memory, and sm_90 has 227",
+}
+
+
+@pytest.mark.parametrize("what", IN_THE_WAY)
+def test_what_stands_in_the_way_of_kernels_is_told_and_graphs_run(
+    what: str, folder: Path, fastest: Callable[..., Timed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `explain`, and once by a warning; results are the definition's."""
+    why = IN_THE_WAY[what]
+
+    def refuse(*_: Any) -> None:
+        raise Unsupported(why)
+
+    if what == "no Triton":
+        monkeypatch.setattr(TritonBackend, "unavailable", lambda _: why)
+    elif what == "an old Triton":
+        monkeypatch.delattr(triton, "knobs")
+    elif what == "an old GPU":
+        monkeypatch.setattr(TritonBackend, "supports", lambda *_: why)
+    else:
+        monkeypatch.setattr(backend, "_own_tiles", refuse)
+    guards._warn.cache_clear()
+    timed = fastest("cudagraph")
+    rnn = layer("gru", 5, backend="auto")
+    batch = drawn(rnn, T=6, B=4, lengths=RAGGED)
+    with pytest.warns(UserWarning, match=r"GRU runs by backend 'cudagraph' .*, not by 'triton': ") as warned:
+        assert_parity(rnn, batch, kernels=["auto", "auto"])
+    assert len(warned) == 1
+    assert why in str(warned[0].message)
+    explained = rnn.explain()
+    assert explained.backend == "cudagraph"
+    assert why in explained.reason
+    assert not any(name.startswith("triton") for name, _ in timed)
+
+
 def test_nothing_is_measured_while_somebody_captures(
     folder: Path, fastest: Callable[..., Timed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,13 +383,13 @@ def test_nothing_is_measured_while_somebody_captures(
     assert rnn.explain().backend == "triton"
 
 
-@pytest.mark.parametrize("backend", ["triton", "cudagraph"])
-def test_a_backend_that_was_named_is_not_measured(backend: Any, folder: Path, fastest: Callable[..., Timed]) -> None:
+@pytest.mark.parametrize("name", ["triton", "cudagraph"])
+def test_a_backend_that_was_named_is_not_measured(name: Any, folder: Path, fastest: Callable[..., Timed]) -> None:
     timed = fastest("triton")
-    rnn = layer("gru", 5, backend=backend)
+    rnn = layer("gru", 5, backend=name)
     rnn(torch.randn(2, 2, F, dtype=torch.float64))
     assert not timed
-    assert rnn.explain().backend == backend
+    assert rnn.explain().backend == name
 
 
 def test_scans_are_measured_too(folder: Path, fastest: Callable[..., Timed]) -> None:
