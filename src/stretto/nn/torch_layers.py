@@ -46,6 +46,8 @@ from stretto.state import map_state
 Module = TypeVar("Module", bound=nn.Module)
 KINDS: Final = (nn.RNN, nn.GRU, nn.LSTM)
 DTYPES: Final = (torch.float32, torch.float64)
+DTYPES_ON_GPUS: Final = (*DTYPES, torch.bfloat16)
+"""Of layers that generated code may take there; in float16 cuDNN has kernels that nothing generated would beat."""
 BACKEND: Final = "_stretto_backend"
 ON_GPUS: Final = ("triton", "cudagraph")
 """The attribute of an accelerated layer. Its value is a plain string: it can be saved and read without Stretto."""
@@ -636,14 +638,16 @@ def torch_only(layer: nn.RNNBase, x: Any, hx: Any, backend: str) -> str:  # noqa
     reason = is_looked_at(getattr(data, "device", None))
     if reason:
         return reason
-    if not isinstance(data, torch.Tensor) or data.dtype not in DTYPES:
-        return f"the input is {data.dtype if isinstance(data, torch.Tensor) else type(data).__name__}"
+    if not isinstance(data, torch.Tensor):
+        return f"the input is {type(data).__name__}"
+    dtype, on_gpu = data.dtype, _runs_on(backend, data.device)[0] in ON_GPUS
+    if dtype not in (DTYPES_ON_GPUS if on_gpu else DTYPES):
+        return f"the input is {dtype}"
     states = [] if hx is None else list(hx) if isinstance(hx, (tuple, list)) else [hx]
     # Weights that are computed when they are read, some of them with a state, are not read more often than by torch.
     if "parametrizations" not in layer._modules and not _has_its_parameters(layer):
         layer._update_flat_weights()
     weights: list[Any] = layer._flat_weights
-    dtype, on_gpu = data.dtype, _runs_on(backend, data.device)[0] in ON_GPUS
     if on_gpu and torch.is_autocast_enabled("cuda"):
         return "autocast is on, under which cuDNN computes in 16 bits"
     for tensor in (data, *states, *weights):

@@ -1,13 +1,17 @@
 """Where the batches of an epoch come from: buckets of similar length (`BucketFeed`), or a text in parallel streams.
 
+For a GPU the next batch is made in a thread while the current one is used (`read_ahead`).
+
 Shape legend: N sequences, K buckets, M sequences of a bucket, B sequences or streams of a batch, S words of a text,
 R streams of all ranks, T steps of a window.
 """
 
 import abc
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Final, final
 
 import numpy as np
@@ -40,11 +44,14 @@ class AbstractFeed(abc.ABC):
 
     Attributes:
         carries: Whether a batch continues where the one before ended, so that the model carries a state between them.
+        can_read_ahead: Whether the next batch may be made in another thread: it depends on the position alone, and
+            making it draws no random numbers and changes nothing.
         batch_size: Most sequences, or streams, in a batch of one rank, in the current epoch.
         num_sequences: The largest batch size over all ranks that makes sense.
     """
 
     carries: ClassVar[bool] = False
+    can_read_ahead: ClassVar[bool] = False
     batch_size: int
     num_sequences: int
 
@@ -118,12 +125,36 @@ class AbstractFeed(abc.ABC):
         """Give the model the state it carried, if the batches still are those that follow."""
 
 
+def read_ahead(batches: Iterator[Batch], *, device: str, most: int | None = None) -> Generator[Batch, None, None]:
+    """The same batches in the same order; for a GPU each is made in a thread while the one before is used.
+
+    One batch is ahead at a time. What goes wrong with it is raised when it is asked for. Closing waits for the thread.
+
+    Args:
+        batches: Only asked for the next one by one thread at a time.
+        device: Where they are used.
+        most: How many may be made ahead: asking for more than there are may change what gives them.
+    """
+    if not device.startswith("cuda"):
+        yield from batches
+        return
+    ahead = itertools.islice(batches, most)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="stretto-batches") as maker:
+        coming = maker.submit(next, ahead, None)
+        while (batch := coming.result()) is not None:
+            coming = maker.submit(next, ahead, None)
+            yield batch
+    yield from batches
+
+
 @final
 class BucketFeed(AbstractFeed):
     """Every batch from one length bucket, in a new order each epoch, as a `BucketSampler` plans them.
 
     `lengths` are what buckets are cut by: the sequences' own, or (N, 2) for pairs, whose edges count both.
     """
+
+    can_read_ahead: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -247,7 +278,13 @@ def eval_batches(
         world_size=world.size,
     )
     # With a generator of its own: a loader draws a seed, and evaluation must not change the random state of training.
-    for batch in DataLoader(part, batch_sampler=sampler, collate_fn=collate, generator=torch.Generator()):
+    loader: DataLoader[Batch] = DataLoader(
+        part,  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        collate_fn=collate,
+        generator=torch.Generator(),
+    )
+    for batch in read_ahead(iter(loader), device=device):
         yield batch.to(device)
 
 
@@ -297,8 +334,9 @@ def eval_windows(part: SequenceSet, *, window: int, world: World, device: str) -
     """
     text = _Text(part)
     most = max(1, min(EVAL_STREAMS, text.num_steps // window))
-    for chunk in text.streams(num_streams=most, window=window, world=world):
-        yield text.batch(chunk).to(device)
+    windows = map(text.batch, text.streams(num_streams=most, window=window, world=world))
+    for batch in read_ahead(windows, device=device):
+        yield batch.to(device)
 
 
 @final
@@ -318,6 +356,7 @@ class StreamFeed(AbstractFeed):
     """
 
     carries: ClassVar[bool] = True
+    can_read_ahead: ClassVar[bool] = True
 
     def __init__(
         self, part: SequenceSet, *, window: int, batch_size: int, world: World, max_padded_steps: int | None = None

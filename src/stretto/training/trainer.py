@@ -6,14 +6,14 @@ Only the trainer changes the position of a run: epoch, batches done and updates 
 in writing events or checkpoints, are deferred (`DeferredErrors`) until all ranks can raise them in the same update.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from stretto.batching import shuffled_padded_steps
+from stretto.batching import Batch, shuffled_padded_steps
 from stretto.data import PARTS, SequenceSet, StepLabels
 from stretto.distributed import DeferredErrors, World, handle_signals
 from stretto.errors import StrettoError
@@ -41,6 +41,7 @@ from stretto.training.checkpoint import (
 from stretto.training.config import check_compatible
 from stretto.training.evaluate import Evaluation, evaluate, sample_predictions
 from stretto.training.events import AbstractLog, DeferredLog
+from stretto.training.feeds import read_ahead
 from stretto.training.solver import SolverMonitor, SolverRecord, TimeParallelSetup, summarize_solver
 from stretto.training.state import POSITION, EpochTotals, TrainState
 from stretto.training.task import AbstractTask
@@ -328,13 +329,24 @@ class Trainer:
 
     def _run_plan(self) -> bool:
         """Make the updates of the feed's current plan; whether the epoch is done, or was re-planned on the way."""
-        state, policy, is_alone = self.state, self.policy, self._world.size == 1
+        state, policy = self.state, self.policy
         policy.begin_plan()
         self.feed.begin_epoch(state.epoch, state.model)
         self._updater.weigh(self.feed, accumulate=policy.accumulate)
         self._monitor.begin_epoch(state.epoch)
         state.model.train()
-        batches, num_batches = iter(self.feed), len(self.feed)
+        with contextlib.closing(self._batches()) as batches:
+            return self._run_batches(batches, num_batches=len(self.feed))
+
+    def _batches(self) -> Generator[Batch, None, None]:
+        """Those of the current plan that are not done."""
+        most = len(self.feed) - self.state.batches_done
+        device = self._config.device if self.feed.can_read_ahead else "cpu"
+        return read_ahead(iter(self.feed), device=device, most=most)
+
+    def _run_batches(self, batches: Generator[Batch, None, None], *, num_batches: int) -> bool:
+        """Make an update of each batch, or of several; whether none are left."""
+        state, policy, is_alone = self.state, self.policy, self._world.size == 1
         saved = clock = time.perf_counter()
         while state.batches_done < num_batches:
             update = self._updater.update(
@@ -346,7 +358,11 @@ class Trainer:
             seconds, clock = now - clock, now
             self._count(update, num_batches=min(policy.accumulate, num_batches - state.batches_done), seconds=seconds)
             self._record(update)
-            if self._apply(policy.after_update(update, left=self._share_left)):
+            replan = policy.after_update(update, left=self._share_left)
+            if replan is not None and replan.decision.action != "keep":
+                # The feed changes: nobody may be reading ahead.
+                batches.close()
+            if self._apply(replan):
                 self._save()
                 return False
             if state.batches_done == num_batches:
@@ -691,7 +707,7 @@ class Trainer:
         self._errors.raise_on_all()
         raise Interrupted(self._run, update=self.state.num_updates)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _own_randomness(self) -> Iterator[None]:
         """The trainer's random state instead of the process's, so that others can draw, and other trainers too."""
         with torch.random.fork_rng(devices=[]):
@@ -702,7 +718,7 @@ class Trainer:
                 self._random = torch.get_rng_state()
 
 
-@contextmanager
+@contextlib.contextmanager
 def stop_on_signals(stop: threading.Event) -> Iterator[None]:
     """Let Ctrl-C and SIGTERM set `stop`, so that the current update ends first; a second signal stops at once."""
 
