@@ -98,6 +98,7 @@ class _ConfusionCounter:
         if not 2 <= len(self._names) <= MAX_CONFUSED_CLASSES:
             self._names = ()
         self._counts = torch.zeros(len(self._names) ** 2, dtype=torch.int64)
+        self._has_unknown = False
 
     def add(self, output: torch.Tensor, batch: Batch) -> None:
         """Count what a batch has."""
@@ -105,10 +106,9 @@ class _ConfusionCounter:
             true_P, found_P = self._task.classes(output, batch)
             size = len(self._names)
             if not all(bool(((numbers_P >= 0) & (numbers_P < size)).all()) for numbers_P in (true_P, found_P)):
-                raise StrettoError(
-                    f"the task {self._task.name!r} has {size} class names and found a class with another number",
-                    fix=f"Let {type(self._task).__name__}.classes return integers from 0 to {size - 1}.",
-                )
+                # An error here and now would leave the other ranks waiting for this one.
+                self._has_unknown = True
+                return
             self._counts += torch.bincount((true_P * size + found_P).cpu(), minlength=size**2)
 
     def over(self, world: World) -> Confusion | None:
@@ -116,10 +116,14 @@ class _ConfusionCounter:
         if not self._names:
             return None
         size = len(self._names)
-        counts = enumerate(map(int, world.all_reduce_sum(self._counts.double().tolist())))
-        return Confusion(
-            names=self._names, pairs=tuple((at // size, at % size, count) for at, count in counts if count)
-        )
+        unknown, *counts = world.all_reduce_sum([float(self._has_unknown), *self._counts.double().tolist()])
+        if unknown:
+            raise StrettoError(
+                f"the task {self._task.name!r} has {size} class names and found a class with another number",
+                fix=f"Let {type(self._task).__name__}.classes return integers from 0 to {size - 1}.",
+            )
+        pairs = ((at // size, at % size, int(count)) for at, count in enumerate(counts) if count)
+        return Confusion(names=self._names, pairs=tuple(pairs))
 
 
 def _sum_scores(scores: dict[str, Score], world: World) -> dict[str, Score]:
