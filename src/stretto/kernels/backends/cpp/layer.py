@@ -150,7 +150,7 @@ class FusedLayer(LayerOperator):
         self.keeps_feeds = any(role is not None and role[0] == "per_step" for role in read)
         kept = {"after": body.next_states, "output": body.outputs, "saved": body.saved}
         if self.keeps_feeds:
-            kept["per_step"] = [port.node for port in body.ports_of(Kind.PER_STEP)]
+            kept["per_step"] = body.nodes_of(Kind.PER_STEP)
         sizes = {(role, index): node.row_size for role, nodes in kept.items() for index, node in enumerate(nodes)}
         self.kept_sizes = {role: size for role, size in sizes.items() if role != self.y_role or self.reads_y}
         """Elements per row of the values that are made forward and read backward."""
