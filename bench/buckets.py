@@ -102,9 +102,9 @@ def run(settings: BucketsSettings, report: Report) -> None:
     report.table(title="Samplers", columns=("sampler", "note"), rows=[(one.name, one.note) for one in samplers])
 
 
-def draw_lengths(name: Distribution, num_sequences: int, *, seed: int = 0) -> Lengths:
-    """Lengths of a set, a pure function of the arguments; the handwriting is what it is."""
-    rng = np.random.default_rng(seed)
+def draw_lengths(name: Distribution, num_sequences: int) -> Lengths:
+    """Lengths of a set, the same for the same arguments; the handwriting is what it is."""
+    rng = np.random.default_rng(0)
     if name == "log-normal":
         return _round_clipped(rng.lognormal(6.2, 0.6, num_sequences), 50, 3000)
     if name == "log-normal-wide":

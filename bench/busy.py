@@ -39,22 +39,18 @@ CAPTION: Final = (
 BUSY: Final = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)\nwhile True: pass"
 
 
-def _defaults(num_steps: int, batch: int, hidden_size: int) -> Shape:
-    return Shape(num_steps=num_steps, batch=batch, input_size=hidden_size, hidden_size=hidden_size)
-
-
 # What libraries use by default: darts, GluonTS, neuralforecast, RLlib, cleanrl, NAM, a small policy, DeepFilterNet.
 LIBRARIES: Final[tuple[tuple[type[nn.GRU | nn.LSTM], Shape, int], ...]] = (
-    (nn.LSTM, _defaults(24, 32, 25), 1),
-    (nn.GRU, _defaults(24, 32, 25), 1),
-    (nn.LSTM, _defaults(48, 32, 40), 2),
-    (nn.GRU, _defaults(48, 32, 40), 2),
-    (nn.LSTM, _defaults(36, 128, 128), 2),
-    (nn.LSTM, _defaults(20, 32, 256), 1),
-    (nn.LSTM, _defaults(128, 2, 128), 1),
-    (nn.LSTM, _defaults(4096, 4, 16), 1),
-    (nn.GRU, _defaults(32, 16, 32), 1),
-    (nn.GRU, _defaults(300, 4, 256), 1),
+    (nn.LSTM, Shape(24, 32, 25, 25), 1),
+    (nn.GRU, Shape(24, 32, 25, 25), 1),
+    (nn.LSTM, Shape(48, 32, 40, 40), 2),
+    (nn.GRU, Shape(48, 32, 40, 40), 2),
+    (nn.LSTM, Shape(36, 128, 128, 128), 2),
+    (nn.LSTM, Shape(20, 32, 256, 256), 1),
+    (nn.LSTM, Shape(128, 2, 128, 128), 1),
+    (nn.LSTM, Shape(4096, 4, 16, 16), 1),
+    (nn.GRU, Shape(32, 16, 32, 32), 1),
+    (nn.GRU, Shape(300, 4, 256, 256), 1),
 )
 
 

@@ -44,7 +44,7 @@ from stretto.cli import check_flags, choose, console_for, parse
 from stretto.errors import StrettoError
 from stretto.files import write_text_atomically
 from stretto.report import Html, bullets, columns, figure, grid, join, page, paragraph
-from stretto.timing import Timing, torch_threads
+from stretto.timing import QUICK, Timing, TimingBudget, torch_threads
 
 Cell = str | int | float | bool | None
 S = TypeVar("S", bound="Settings")
@@ -74,6 +74,24 @@ class Settings:
     json: Path | None = None
     out: Path | None = None
     threads: Count | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimedSettings(Settings):
+    """Flags of benchmarks that time contenders in turn.
+
+    Attributes:
+        rounds: Rounds of an interleaved run; in each, every contender has a turn of at least a tenth of a second.
+        budget: Seconds after which a run of at least three rounds begins no further one.
+    """
+
+    rounds: Count = 10
+    budget: float = 10.0
+
+    @property
+    def timing(self) -> TimingBudget:
+        """How often everything is timed."""
+        return QUICK if self.quick else TimingBudget(rounds=self.rounds, seconds=self.budget, turn_seconds=0.1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,12 +173,11 @@ class Report:
         """Note what could not run here."""
         self.note(f"left out: {what}: {why}")
 
-    def goal(self, what: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> bool:
-        """Hold a number against its goal; all goals together are the last table. Returns whether it is met."""
+    def goal(self, what: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> None:
+        """Hold a number against its goal; all goals together are the last table."""
         bound = f"at least {at_least:g}" if at_least is not None else f"at most {at_most:g}"
         met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
         self._goals.append((what, value, bound, met))
-        return met
 
     def plot(self, svg: str, *, title: str, caption: str = "") -> None:
         """Add a static SVG picture to the page; it is also written to a file next to it."""
@@ -325,6 +342,17 @@ def chosen_parts(only: Sequence[str], parts: Sequence[str]) -> tuple[str, ...]:
     for part in named:
         check_choice(part, name="part", choices=parts)
     return tuple(part for part in parts if part in named) if named else tuple(parts)
+
+
+def why_missing(require: Callable[[], object]) -> str | None:
+    """Why a package does not work here, if it does not: `require` imports it."""
+    try:
+        require()
+    except StrettoError as error:
+        return str(error)
+    except (AttributeError, OSError, RuntimeError) as error:
+        return f"its import fails ({error}). Reinstall it: pip install 'stretto[peers]'."
+    return None
 
 
 def ratio_of(timings: Mapping[str, Timing], peer: str, ours: str) -> tuple[float, float]:

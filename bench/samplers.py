@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bench.harness import why_missing
 from stretto.batching import BucketSampler, optimal_edges
 from stretto.errors import StrettoError
 from stretto.extras import optional
@@ -230,17 +231,9 @@ def all_samplers() -> tuple[Sampler, ...]:
 
 def available_samplers() -> tuple[list[Sampler], dict[str, str]]:
     """The samplers whose packages work, and the reason for each of the others."""
-    available, missing = [], {}
-    for sampler in all_samplers():
-        try:
-            sampler.require()
-        except StrettoError as error:
-            missing[sampler.name] = str(error)
-        except (AttributeError, OSError, RuntimeError) as error:
-            missing[sampler.name] = f"its import fails ({error}). Reinstall it: pip install 'stretto[peers]'."
-        else:
-            available.append(sampler)
-    return available, missing
+    reasons = {sampler: why_missing(sampler.require) for sampler in all_samplers()}
+    missing = {sampler.name: reason for sampler, reason in reasons.items() if reason is not None}
+    return [sampler for sampler, reason in reasons.items() if reason is None], missing
 
 
 def fixed_batch_size(lengths_N: Lengths, max_padded_steps: int) -> int:

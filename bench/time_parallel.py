@@ -458,7 +458,7 @@ def slow_down_while_forgetting(cell: GRU, memory: float, x_TBF: torch.Tensor) ->
 
 
 def _memory(cell: GRU, x_TBF: torch.Tensor) -> float:
-    return measure_memory(cell, x_TBF[:, 0], tolerance=SOLVER_TOLERANCE, num_rows=MEMORY_ROWS, stride=16)
+    return measure_memory(cell, x_TBF[:, 0], stride=16)
 
 
 def _max_memory(x_TBF: torch.Tensor) -> int:

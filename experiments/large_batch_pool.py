@@ -42,7 +42,7 @@ class Runner:
         data: The data of each application.
         data_folder: Where other processes find them, as for `open_data`.
         num_jobs: Runs at a time; one alone is made in this process.
-        fresh: Whether to repeat what was finished or begun before.
+        fresh: Whether to repeat what was finished or started before.
         progress: Called with a line after every run, and with how many to expect before.
     """
 

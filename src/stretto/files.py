@@ -189,6 +189,16 @@ def _usual_cache() -> Path:
     return usual if _can_be(usual) else own
 
 
+def fallback_cache(name: str, *, usual: str) -> Path | None:
+    """A folder of our cache for another library that keeps its own at `usual`, as "~/.library"; None if that can be."""
+    try:
+        if _can_be(Path(usual).expanduser()):
+            return None
+    except RuntimeError:
+        pass
+    return cache_folder() / name
+
+
 def _can_be(folder: Path) -> bool:
     """Whether a folder is there, whosever it is, or can be made."""
     try:

@@ -31,7 +31,18 @@ from torch.func import functional_call
 
 from stretto.checks import check_int
 from stretto.errors import StrettoError
-from stretto.state import children, describe, flatten, is_alike, map_state, structure_of, unflatten
+from stretto.state import (
+    children,
+    describe,
+    describe_difference,
+    describe_rows,
+    flatten,
+    is_alike,
+    map_state,
+    select_rows,
+    structure_of,
+    unflatten,
+)
 
 Returns: TypeAlias = Literal["auto", "state", "output and state", "state and output"]
 
@@ -164,7 +175,7 @@ class StepSignature:
         own, constants = self.own_state(state), state[1:2] if self.has_constants else ()
         if self.feeds_back:
             given, mask_B = given
-            given = map_state(partial(_choose_rows, mask_B), given, state[-1])
+            given = map_state(partial(select_rows, mask_B), given, state[-1])
         return (given, *children(own), *constants) if self.spreads_state else (given, own, *constants)
 
 
@@ -209,23 +220,16 @@ def call_step(
     if signature.feeds_back and not has_tensors_as_sizes() and not is_alike(state[-1], y):
         name = cell._get_name()  # type: ignore[no-untyped-call]
         raise StrettoError(
-            f"{name} returned {_describe_rows(y)} and takes {_describe_rows(state[-1])}, so its output "
+            f"{name} returned rows of {describe_rows(y)} and takes rows of {describe_rows(state[-1])}, so its output "
             "cannot be its next input",
             fix="Return an output of the shape and dtype of x_t, or leave out teacher=.",
         )
     return y, signature.carry(after, state, y)
 
 
-def call_cell(
-    cell: nn.Module,
-    x: torch.Tensor,
-    state: Any,
-    *,
-    signature: StepSignature = PLAIN,
-    tensors: Mapping[str, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, Any]:
-    """The same with one tensor of outputs, in which several lie side by side."""
-    y, after = call_step(cell, x, state, signature=signature, tensors=tensors)
+def call_cell(cell: nn.Module, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+    """The same for `cell(x, state)`, with one tensor of outputs, in which several lie side by side."""
+    y, after = call_step(cell, x, state)
     return y if isinstance(y, torch.Tensor) else Packing.of(y).pack(y), after
 
 
@@ -271,14 +275,6 @@ def _read(cell: nn.Module, result: Any, before: Any, returns: Returns) -> tuple[
     )
 
 
-def _choose_rows(mask_B: torch.Tensor, given: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return torch.where(mask_B.reshape(-1, *[1] * (given.dim() - 1)), given, other)
-
-
-def _describe_rows(tree: Any) -> str:
-    return ", ".join(f"rows of {tuple(part.shape[1:])} {part.dtype}" for part in flatten(tree))
-
-
 def _is_nested(one: Any, other: Any) -> bool:
     return is_alike(one, other, compares_tensors=False)
 
@@ -290,12 +286,7 @@ def _first_part(state: Any) -> torch.Tensor:
 
 
 def _refuse_state(cell: nn.Module, before: Any, after: Any) -> NoReturn:
-    was, new = describe(before), describe(after)
-    if was == new:
-        was, new = (
-            ", ".join(f"{tuple(part.shape[1:])} {part.dtype} on {part.device}" for part in flatten(state))
-            for state in (before, after)
-        )
+    was, new = describe_difference(before, after)
     raise StrettoError(
         f"{type(cell).__name__}.forward takes a state with rows of {was} and returns one with rows of {new}",
         fix="Return a state of the same structure, shapes and dtypes as it was given.",

@@ -11,6 +11,7 @@ nested in any way. Everything that takes one apart does it with these functions:
     is_alike     whether two have the same structure, and tensors of the same shapes and types
     pack         [h_BH, c_BH]  ->  one tensor (B, S), the parts side by side
     unpack       the way back
+    select_rows  rows of one tensor where a mask is set, elsewhere of another
 """
 
 import math
@@ -108,6 +109,11 @@ def unpack(states_BS: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.
     ]
 
 
+def select_rows(mask_B: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Rows of `one` (B, ...) where the mask is set, elsewhere of `other`."""
+    return torch.where(mask_B.reshape(-1, *[1] * (one.dim() - 1)), one, other)
+
+
 def describe(state: Any) -> str:
     """The structure in words: "(Tensor, (Tensor, Tensor))"."""
     if isinstance(state, torch.Tensor):
@@ -119,6 +125,20 @@ def describe(state: Any) -> str:
     if type(state) in _pytree.SUPPORTED_NODES:
         return f"{type(state).__name__}({', '.join(map(describe, children(state)))})"
     return type(state).__name__
+
+
+def describe_rows(state: Any, *, num_lead: int = 1) -> str:
+    """Shape, dtype and device of each tensor, without the leading dimensions: "(4,) torch.float32 on cpu"."""
+    return ", ".join(f"{tuple(part.shape[num_lead:])} {part.dtype} on {part.device}" for part in flatten(state))
+
+
+def describe_difference(one: Any, other: Any) -> tuple[str, str]:
+    """Two states that are not alike, in words: their structures, or if these are equal their rows, or all rows."""
+    if (structures := (describe(one), describe(other)))[0] != structures[1]:
+        return structures
+    if (rows := (describe_rows(one), describe_rows(other)))[0] != rows[1]:
+        return rows
+    return describe_rows(one, num_lead=0), describe_rows(other, num_lead=0)
 
 
 def structure_of(state: Any) -> Hashable:

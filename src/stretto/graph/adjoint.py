@@ -85,6 +85,10 @@ class Body:
             self._by_kind = {each: [port for port in self.ports if port.kind is each] for each in Kind}
         return self._by_kind[kind]
 
+    def nodes_of(self, kind: Kind) -> list[Node]:
+        """The nodes of the inputs of one kind."""
+        return [port.node for port in self.ports_of(kind)]
+
 
 def derive(graph: StepGraph, loop: Loop) -> Body:
     """The body of a loop of the step `graph`, with its backward step.

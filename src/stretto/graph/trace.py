@@ -31,7 +31,7 @@ from stretto.graph.equations import equations_of
 from stretto.graph.memory import CannotPut, Memory, View, Write, key_of, look_through, overlap, place_of, put, steps_to
 from stretto.graph.node import BatchDim, Node, T, leaves_in, map_leaves
 from stretto.graph.side_effects import SideEffects, holders_of
-from stretto.graph.user_code import Line, is_in_check, line_of_user
+from stretto.graph.user_code import Line, is_in_check, line_of_user, whereabouts
 from stretto.signature import PLAIN, Packing, StepSignature, call_step
 from stretto.state import flatten, unflatten
 
@@ -141,10 +141,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if base in _READS_VALUES:
             if self.assumes_checks and is_in_check():
                 return func(*args, **kwargs)
-            line = line_of_user()
-            where = f" at {line}" if line is not None else ""
             raise Untraceable(
-                f"the step reads values with {base}{where}, so what it does depends on the data; "
+                f"the step reads values with {base}{whereabouts()}, so what it does depends on the data; "
                 "use torch.where instead, or set assume_checks_pass = True on the cell or function if it is a check"
             )
         if base == "detach" and isinstance(args[0], torch.Tensor) and id(args[0]) not in self.recording.of_tensor:
@@ -265,11 +263,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         view = self.views[id(target)]
         memory = view.memory
         if memory.owner.startswith(("the parameter", "the buffer", "a tensor")):
-            line = line_of_user()
-            where = f" at {line}" if line is not None else ""
             raise Untraceable(
-                f"the step writes in place with {func} to {memory.owner}{where}, which outlives it; make it part of "
-                "the state"
+                f"the step writes in place with {func} to {memory.owner}{whereabouts()}, which outlives it; "
+                "make it part of the state"
             )
         hidden = target.requires_grad or memory.root.requires_grad
         hidden = view.goes_through("detach") if torch.is_grad_enabled() else hidden
@@ -494,10 +490,9 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _READS_MEMORY:
-            line = line_of_user()
-            where = f" at {line}" if line is not None else ""
             raise Untraceable(
-                f"the step reads memory with {name}{where}, so what it does depends on the data; do it with torch"
+                f"the step reads memory with {name}{whereabouts()}, so what it does depends on the data; "
+                "do it with torch"
             )
         if func in _DERIVATIVES and (kwargs or {}).get("create_graph"):
             # What autograd saved is cut off in the recording: the second derivative would be another.

@@ -48,6 +48,12 @@ def line_of_user() -> Line | None:
     return None
 
 
+def whereabouts() -> str:
+    """ " at cells.py:12 `y = x.sum()`", for messages; empty if no line of the user's is running."""
+    line = line_of_user()
+    return "" if line is None else f" at {line}"
+
+
 def is_in_check() -> bool:
     """Whether that line is a check, or one of PyTorch's own that it leads to."""
     frame: FrameType | None = sys._getframe(1)

@@ -401,8 +401,8 @@ class _Step:
         place = self._places[root.buffer.name]
         dims = root.value.dims
         with self._writer.loops(dims):
-            at = _flat([f"i{d}" if size != 1 else "0" for d, size in enumerate(dims)], contiguous(dims))
-            self._writer.line(f"{place}[{at}] = {self._at(root.value, _positions(dims))};")
+            at = _positions(dims)
+            self._writer.line(f"{place}[{_flat(at, contiguous(dims))}] = {self._at(root.value, at)};")
 
     def _compute(self, value: AbstractValue, place: str) -> None:
         """Fill a place with a value."""

@@ -113,7 +113,7 @@ def _lower_backward(lowering: "_Lowering", body: Body) -> LoopIR:
         values[node] = lowering.read("d_output", index, Where.STRIDED, node)
     lowering.lower()
     states = body.ports_of(Kind.STATE)
-    for index, _ in _with_gradients([port.node for port in states]):
+    for index, _ in _with_gradients(body.nodes_of(Kind.STATE)):
         port = states[index]
         zero = Constant(port.node.row_shape, 0.0)
         value = zero if port.gradient is None else _of_shape(values[port.gradient], port.node)
@@ -189,7 +189,7 @@ class _Lowering:
         self.uniform: dict[Node, Buffer] = {}
         self.values: dict[Node, AbstractValue] = {}
         # In order: generated code, whose text is its key in a cache, must be the same for the same body.
-        self.still = dict.fromkeys(port.node for port in body.ports_of(Kind.WEIGHT))
+        self.still = dict.fromkeys(body.nodes_of(Kind.WEIGHT))
         self.prepared: list[Node] = []
         self.moving: list[Node] = []
         for node in nodes:

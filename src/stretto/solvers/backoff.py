@@ -13,7 +13,7 @@ import math
 from collections.abc import Hashable
 from typing import Final, TypeAlias, final
 
-from stretto.solvers.base import Problem, Result
+from stretto.solvers.base import Problem, Result, count, is_finite
 
 BackoffKey: TypeAlias = tuple[Hashable, ...]
 
@@ -46,7 +46,7 @@ class Backoff:
         """Why to skip this call, which is counted; empty if it should be attempted."""
         if self.calls_to_skip <= 0:
             return ""
-        left = "1 call" if self.calls_to_skip == 1 else f"{self.calls_to_skip} calls"
+        left = count(self.calls_to_skip, "call")
         self.calls_to_skip -= 1
         return f"not tried again for {left}: {self.reason}"
 
@@ -55,7 +55,7 @@ class Backoff:
         wasted = result.solution.work - 1.0
         if not result.solution.fell_back:
             self.succeed()
-        elif wasted > 0 and all(bool(part.isfinite().all()) for part in result.states):
+        elif wasted > 0 and is_finite(result.states):
             self.fail(work=wasted, reason=result.solution.reason)
 
     def fail(self, *, work: float, reason: str) -> None:

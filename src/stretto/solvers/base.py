@@ -112,9 +112,9 @@ class Problem:
 
     def with_inputs(self, tensors: Sequence[torch.Tensor]) -> "Problem":
         """The same with other tensors, in the order of `inputs`."""
-        count = len(self.states)
-        parameters = dict(zip(self.parameters, tensors[1 + count :], strict=True))
-        return dataclasses.replace(self, x_PF=tensors[0], states=tensors[1 : 1 + count], parameters=parameters)
+        end = 1 + len(self.states)
+        parameters = dict(zip(self.parameters, tensors[end:], strict=True))
+        return dataclasses.replace(self, x_PF=tensors[0], states=tensors[1:end], parameters=parameters)
 
     def as_leaves(self) -> "Problem":
         """The same with leaves of a graph of its own, which require a gradient where one is asked for."""
@@ -232,6 +232,16 @@ def residual_norm(
         largest = max(scales, default=0.0)
         return max(changes, default=0.0) / (largest or 1.0)
     return max([worst, *(change / max(1.0, scale) for change, scale in zip(changes, scales, strict=True))])
+
+
+def is_finite(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether no part of a state is NaN or inf anywhere."""
+    return all(bool(part.isfinite().all()) for part in parts)
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: "1 cycle", "2 cycles"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def has_halved(values: Sequence[float], *, within: int) -> bool:

@@ -42,8 +42,10 @@ from stretto.solvers.base import (
     Problem,
     Result,
     Solution,
+    count,
     fall_back,
     has_halved,
+    is_finite,
     residual_norm,
     why_unreadable,
 )
@@ -141,17 +143,14 @@ class Newton(AbstractSolver):
                 return _fall_back(problem, newton, runs - 1, reason=failure)
             boundaries = newton.boundaries(chunks)
             y_PF, states, ends = differentiable_chunks(problem, chunks, boundaries, adjoint=adjoint, solution=solution)
-            is_finite = all(bool(end.isfinite().all()) for end in ends)
-            arrived = chunks.previous_ends(ends)
-            residual = chunks.residual(arrived, boundaries) if is_finite else math.inf
+            residual = chunks.residual(chunks.previous_ends(ends), boundaries) if is_finite(ends) else math.inf
             if residual <= self.tolerance:
                 solution.iterations, solution.work = newton.iterations + runs, newton.work + runs
                 solution.residual = residual
-                solution.reason = (
-                    f"{_count(newton.iterations)}, then {chunks.max_per_sequence} chunks of {chunks.length} steps"
-                )
+                then = f"{chunks.max_per_sequence} chunks of {chunks.length} steps"
+                solution.reason = f"{count(newton.iterations, 'iteration')}, then {then}"
                 return Result(y_PF=y_PF, states=states, solution=solution)
-            if failure or not is_finite:
+            if failure or math.isinf(residual):
                 break
             # What single steps miss adds up over a chunk.
             target = self.tolerance * newton.residual / (2 * residual)
@@ -182,10 +181,6 @@ def _fall_back(problem: Problem, newton: "_Iteration", runs: int, *, reason: str
     return fall_back(
         problem, solver="newton", reason=reason, iterations=newton.iterations + runs, work=newton.work + runs
     )
-
-
-def _count(iterations: int) -> str:
-    return f"{iterations} iteration" if iterations == 1 else f"{iterations} iterations"
 
 
 @final
@@ -261,10 +256,11 @@ class _Iteration:
         if not math.isfinite(self.residual):
             return f"iteration {self.iterations} overflows" if self.iterations else "a state is NaN or inf"
         if most is not None:
-            return f"a residual of {self.residual:.1e} is left after {_count(most)}" if self.iterations >= most else ""
+            left = f"a residual of {self.residual:.1e} is left after {count(most, 'iteration')}"
+            return left if self.iterations >= most else ""
         if any(has_halved(values, within=STALL_ITERATIONS) for values in (self._residuals, self._num_off)):
             return ""
-        left = f"a residual of {self.residual:.1e} is left after {_count(self.iterations)}"
+        left = f"a residual of {self.residual:.1e} is left after {count(self.iterations, 'iteration')}"
         dtype = self._states_PS.dtype
         if self.residual < ROUNDING_EPSILONS * torch.finfo(dtype).eps:
             return f"{left}: a tolerance of {self._settings.tolerance:.1e} is finer than {dtype} resolves"

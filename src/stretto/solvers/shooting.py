@@ -41,7 +41,16 @@ from stretto.errors import StrettoError
 from stretto.kernels import Layout
 from stretto.solvers.adjoint import AdjointStats, ReverseSweeps, differentiable_chunks
 from stretto.solvers.backoff import Backoff, BackoffKey, backoff_key
-from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, fall_back, residual_norm, why_unreadable
+from stretto.solvers.base import (
+    AbstractSolver,
+    Problem,
+    Result,
+    Solution,
+    fall_back,
+    is_finite,
+    residual_norm,
+    why_unreadable,
+)
 from stretto.solvers.chunks import Chunks
 from stretto.state import flatten, pack, unpack
 
@@ -492,7 +501,7 @@ def _remember(
         return
     for _, key, rows_D in _held(problem, chunks, adjoint=adjoint):
         held = [part[rows_D.to(part.device)] for part in parts]
-        if all(bool(torch.isfinite(part).all()) for part in held):
+        if is_finite(held):
             cache.put(key, held)
 
 
@@ -675,7 +684,7 @@ class _Secants(_Correction):
         return self._base.run(problem, chunks, starts_CS)
 
     def learn(self, starts_CS: torch.Tensor, ends_CS: torch.Tensor) -> None:
-        if not bool(torch.isfinite(ends_CS).all() and torch.isfinite(starts_CS).all()):
+        if not is_finite([starts_CS, ends_CS]):
             return
         self._starts = [*self._starts, starts_CS][-1 - MAX_SECANT_PAIRS :]
         self._ends = [*self._ends, ends_CS][-1 - MAX_SECANT_PAIRS :]

@@ -15,7 +15,7 @@ from torch import nn
 from stretto.kernels.backends.base import AbstractBackend, LoopCoroutine, Program, TracedStep
 from stretto.kernels.layout import Layout
 from stretto.signature import PLAIN, Packing, StepSignature, call_step, check_outputs
-from stretto.state import flatten, map_state, unflatten
+from stretto.state import flatten, map_state, select_rows, unflatten
 
 
 @final
@@ -109,12 +109,12 @@ def loop_over_steps(
     outputs: list[Any] = []
     for step, parts in enumerate(zip(*(part.unbind(1) for part in flatten(x_BTF)), strict=True)):
         if resets_BT is not None:
-            state = map_state(partial(_keep, resets_BT[:, step]), fresh, state)
+            state = map_state(partial(select_rows, resets_BT[:, step]), fresh, state)
         y, after = call_step(cell, unflatten(x_BTF, parts), state, signature=signature)
         if real_BT is not None:
             real_B = real_BT[:, step]
-            y = map_state(lambda part, keep=real_B: _keep(keep, part, torch.zeros_like(part)), y)
-            after = map_state(partial(_keep, real_B), after, state)
+            y = map_state(lambda part, real_B=real_B: select_rows(real_B, part, torch.zeros_like(part)), y)
+            after = map_state(partial(select_rows, real_B), after, state)
         outputs.append(y)
         state = after
     if not outputs:
@@ -125,7 +125,3 @@ def loop_over_steps(
     for parts in zip(*map(flatten, outputs), strict=True):
         check_outputs(cell, parts)
     return map_state(lambda *parts: torch.stack(parts, 1), *outputs), state
-
-
-def _keep(real_B: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    return torch.where(real_B.reshape(-1, *[1] * (new.dim() - 1)), new, old)
