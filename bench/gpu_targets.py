@@ -59,9 +59,9 @@ COLUMNS: Final = (
 )
 CAPTION: Final = (
     "mode: resident weights are kept in shared memory, streamed ones read in each step; cooperative programs share "
-    "rows and wait for each other. tile: columns x depth of a product. within limits: at most 255 registers, the GPU's "
-    "shared memory, no spills in GRU, LSTM and LayerNormLSTM, at most 64 bytes elsewhere. float32 with TF32 products, "
-    "16 rows a program."
+    "rows and wait for each other. tile: columns x depth of a product. within limits: at most 255 registers, on AMD's "
+    "GPUs 512; the GPU's shared memory; no spills in GRU, LSTM and LayerNormLSTM, at most 64 bytes elsewhere. float32 "
+    "with TF32 products, 16 rows a program."
 )
 
 
