@@ -16,6 +16,7 @@ from stretto.kernels import Built, build
 from stretto.kernels.backends.triton import backend, generate, interpreter, model, modes, targets
 from stretto.kernels.backends.triton.backend import TritonBackend
 from stretto.kernels.backends.triton.team import Team
+from stretto.kernels.ir import Where
 from stretto.kernels.lower import Way
 
 triton = pytest.importorskip("triton")
@@ -282,6 +283,31 @@ def test_a_kernel_compiles_for_each_target_within_its_limits(name: str) -> None:
         assert usage.uses_tensor_cores
         assert usage.num_barriers >= 1
         assert not usage.exceeds(targets.TARGETS[name])
+
+
+@pytest.mark.parametrize("shares", [1, 4])
+@pytest.mark.parametrize("way", backend.WAYS)
+def test_rows_are_addressed_by_64_bits(way: Way, shares: int) -> None:
+    """All steps of a large batch have more than 2**31 elements."""
+    (body,) = built_on_cpu(stretto.cells.LayerNormLSTM(4, 64))
+    tiles = dataclasses.replace(modes.STREAMED[1], columns=16, elements=16, shares=shares)
+    made = generate.generate(body, way, tiles)
+    function = getattr(generate.load(generate.source_of([made]), interpreted=False), way)
+    constants = targets.constants_of(tiles, real=torch.float32, operands=torch.float32, keep=True, widen=False)
+    gpu = targets.TARGETS["sm_90"]
+    text = targets.compile_for(gpu, function, made, constants, targets.options_of(tiles, kind="cuda")).asm["ttir"]
+    # What is the same for all rows is not addressed by them.
+    of_rows = {
+        name for name, buffer in zip(made.arguments, made.buffers, strict=False) if buffer.where is not Where.UNIFORM
+    }
+    bases = dict(re.findall(r"(%\S+) = tt\.splat %(\w+) :", text))
+    offsets = [
+        (bases[base], kind)
+        for base, kind in re.findall(r"tt\.addptr (%\S+), .*x(i\d+)> loc", text)
+        if bases.get(base) in of_rows | {"scratch"}
+    ]
+    assert {name for name, _ in offsets} == of_rows | {"scratch"}
+    assert {kind for _, kind in offsets} == {"i64"}
 
 
 OPERATORS: Final = {
