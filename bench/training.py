@@ -54,6 +54,8 @@ SHARES: Final[dict[str, float]] = {"digits": 0.2, "digit-images": 0.1, "language
 """The share of the data in a folder to train on unless another is asked for."""
 FIRST_RATE: Final = 0.4
 """Of Muon, times the root of the updates: what `--auto` tries first."""
+ADAM_SHARE: Final = 0.1
+"""Of that, what Adam has on all but the output layer, also as --auto has it."""
 FIRST_ADAM_RATE: Final = 0.003
 WARMUP_SHARE: Final = 0.1
 EXTRA_EPOCHS: Final = 1.5
@@ -79,7 +81,7 @@ class TrainingSettings(Settings):
         side: What is compared with the plain script. Stretto has the script's optimiser and schedule; with --batch-size
             own, what it gains is due to kernels and buckets alone. Auto is `stretto train --auto`, which looks for
             others: its trials count. Recipe is the plain script once more with what --auto tries first, Muon and a
-            linear decay over a quarter of the epochs: what that gains is due to the recipe alone.
+            linear decay over as few epochs: what that gains is due to the recipe alone.
         batch_size: For stretto: auto lets it choose the batch by measuring, from the task's own on; own keeps that.
         accuracy_points: How many percent points of accuracy below the plain script's last epoch count as the same.
         perplexity_percent: The same for perplexity, in percent above it.
@@ -423,15 +425,18 @@ class RecipeContender:
     """A plain script with Muon, or Adam if it has no recurrent matrices, and a linear decay over fewer epochs."""
 
     def __init__(self, script: PlainScript, *, batch_size: int, epochs: int) -> None:
-        self._plain, self._left = PlainContender(script, batch_size=batch_size), first_run_epochs(epochs)
         per_epoch = script.updates_per_epoch
+        self._plain = PlainContender(script, batch_size=batch_size)
+        self._left = first_run_epochs(epochs, updates_per_epoch=per_epoch)
         rates: dict[OptimizerName, float] = {
             "muon": float(f"{FIRST_RATE / math.sqrt(self._left * per_epoch):.2g}"),
             "adam": FIRST_ADAM_RATE,
         }
+        share = 1.0
         try:
             make_optimizer("muon", script.model, lr=1.0)
             name: OptimizerName = "muon"
+            share = ADAM_SHARE
         except StrettoError:
             name = "adam"
         scaled = LargeBatch(
@@ -441,7 +446,9 @@ class RecipeContender:
             batch_size=batch_size,
             epochs=self._left,
         )
-        optimizer, schedule = scaled.build(script.model, optimizer=name, decay="linear", updates_per_epoch=per_epoch)
+        optimizer, schedule = scaled.build(
+            script.model, optimizer=name, decay="linear", updates_per_epoch=per_epoch, adam_share=share
+        )
         script.use(optimizer, schedule, clip_norm=1.0)
         self.recipe = f"{name} at {rates[name]:g}, {self._left} epochs of {per_epoch} updates"
 

@@ -28,6 +28,7 @@ OUT_OF_RANGE: dict[str, dict[str, list[Any]]] = {
         "decay_factor": [0.0, 1.5],
         "flat_epochs": [-1],
         "gates": ["some"],
+        "adam_share": [0.0, -1.0, INF, NAN],
         "max_padded_steps": [0],
         "num_buckets": [0, "some"],
         "hidden_size": [0],

@@ -84,6 +84,8 @@ class TrainConfig:
         decay_factor: What the rate is multiplied by each time it falls: for exponential (0.95), step (0.1), ptb (0.5).
         flat_epochs: For ptb, epochs before the rate falls (4); for step, epochs between falls (a third of the run).
         gates: For lars and lamb: scale every gate of a recurrent layer by its own norm.
+        adam_share: For muon: the rate of what Adam updates, but for embeddings and the output layer, as a multiple of
+            learning_rate; 0.1 suits short runs.
         weight_decay: Left out, 0.01 in adamw and none in the others. In adamw all weights decay; in the others biases
             and gains do not.
         clip_norm: Largest norm of a gradient.
@@ -130,6 +132,7 @@ class TrainConfig:
     decay_factor: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     flat_epochs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     gates: bool = False
+    adam_share: Positive = 1.0
     weight_decay: NotNegative | None = None
     clip_norm: Positive = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

@@ -85,6 +85,7 @@ class TrainState:
             weight_decay=weight_decay,
             decay_biases=is_adamw,
             gates=config.gates,
+            adam_share=config.adam_share,
         )
         self.schedule = self._make_schedule(self._epochs * updates_per_epoch)
         self.num_updates = 0
