@@ -127,24 +127,6 @@ def test_keys_may_have_dashes_or_underscores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        *((text, "is not a TOML file") for text in (b"epochs = ", b"epochs 3", b"\xff\xfe\x00", b'{"epochs": 3}')),
-        (b"epochs = 1\nepochs = 2", "is not a TOML file"),
-        (b"batch-size = 7\nbatch_size = 9\n", "has batch_size with dashes and with underscores"),
-        (None, "could not read"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes | None, message: str) -> None:
-    path = tmp_path / "run.toml"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(StrettoError, match=message) as info:
-        read_toml(path)
-    assert str(path) in str(info.value)
-
-
-@pytest.mark.parametrize(
     ("values", "rows"),
     [
         ({}, 32),
