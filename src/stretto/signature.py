@@ -52,7 +52,7 @@ Returns: TypeAlias = Literal["auto", "state", "output and state", "state and out
 class Packing:
     """Tensors of a structure, row by row side by side in one tensor (P, F).
 
-    Whole numbers and truth values are real numbers there if there are real numbers beside them.
+    Integers and booleans are converted to the floating dtype of the others, if there is one.
 
     Attributes:
         structure: As it is compared.
@@ -118,7 +118,11 @@ class Packing:
         ]
 
     def check_exact(self, parts: Sequence[torch.Tensor], *, name: str) -> None:
-        """An error if a whole number is too large to be among real numbers."""
+        """Check that integers are exact in the packed dtype.
+
+        Raises:
+            StrettoError: One is too large.
+        """
         if not self.dtype.is_floating_point:
             return
         most = int(2 / torch.finfo(self.dtype).eps)
@@ -128,8 +132,8 @@ class Packing:
             worst = max(map(abs, map(int, part.aminmax())))
             if worst >= most:
                 raise StrettoError(
-                    f"a whole number of the {name} is {worst}, and beside {self.dtype} those from {most} on are not "
-                    "exact",
+                    f"the {name} has the integer {worst}; packed beside values of {self.dtype}, integers from {most} "
+                    "on are not exact",
                     fix="Scale it, or convert all to float64.",
                 )
 
@@ -149,8 +153,8 @@ class StepSignature:
         inputs: How several inputs lie in a row; None for one tensor.
         spreads_state: Whether the items of the state are arguments of their own.
         has_constants: Whether the state has constants beside it.
-        feeds_back: Whether it has the last output beside it. Then an input comes with a truth value for each row: where
-            that is false, the last output is taken instead.
+        feeds_back: Whether it has the last output beside it. An input then comes with a boolean for each row: where it
+            is false, the row is replaced by the last output.
         returns: What is returned; "auto" reads it by its structure.
     """
 
@@ -197,7 +201,7 @@ def call_step(
         x: The step's input; a row of the program, or, if the signature says nothing of several, as the cell takes it.
         state: The state before it, and its constants.
         signature: How the cell is called.
-        tensors: What to take for parameters and buffers; the cell's own by default.
+        tensors: Used in place of the cell's own parameters and buffers.
 
     Raises:
         StrettoError: The result is not an output and a state like the one before.
@@ -234,12 +238,12 @@ def call_cell(cell: nn.Module, x: torch.Tensor, state: Any) -> tuple[torch.Tenso
 
 
 def has_tensors_as_sizes() -> bool:
-    """Whether `torch.jit.trace` runs, to which a check of sizes would look like work of the cell."""
+    """Whether `torch.jit.trace` runs, which would record checks of sizes as part of the cell."""
     return torch._C._get_tracing_state() is not None
 
 
 def check_outputs(cell: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
-    """An error unless the outputs of all steps are alike."""
+    """Check that the outputs of all steps have the same shape and dtype."""
     if has_tensors_as_sizes():
         return
     row, dtype = outputs[0].shape[1:], outputs[0].dtype
@@ -364,7 +368,7 @@ def map_sizes(change: Callable[[Any], Any], sizes: Any) -> Any:
 
 
 def check_sizes(sizes: Any) -> None:
-    """An error for what is no size of a state, as `initial_state` takes them, or no structure of sizes."""
+    """Check sizes of a state as `initial_state` takes them: each a size, in a structure of sizes."""
     map_sizes(lambda size: isinstance(size, (torch.Size, torch.Tensor)) or check_int(size, name="state"), sizes)
 
 
@@ -383,7 +387,7 @@ def _sizes_of(cell: nn.Module) -> Any:
 
 
 def check_forward(cell: nn.Module, sizes: Any) -> None:
-    """An error if there is no way to call a cell, or its own initial_state."""
+    """Check that a cell, and its own initial_state, can be called."""
     if _binds(cell.forward, 2) or _binds(cell.forward, 3):
         pass
     elif sizes is not None or not _has_own(cell):

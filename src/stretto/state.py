@@ -8,7 +8,7 @@ nested in any way. Everything that takes one apart does it with these functions:
     flatten      (h, {"c": c, "m": m})  ->  [h, c, m]        dicts in the order of their keys' names
     unflatten    the way back, with other values in the same structure
     map_state    a function of every tensor
-    is_alike     whether two have the same structure, and tensors of the same shapes and types
+    is_alike     whether two have the same structure, and tensors of the same shapes and dtypes
     pack         [h_BH, c_BH]  ->  one tensor (B, S), the parts side by side
     unpack       the way back
     select_rows  rows of one tensor where a mask is set, elsewhere of another
@@ -78,10 +78,10 @@ def unflatten(state: Any, values: Sequence[Item]) -> Any:
 
 
 def map_state(change: Callable[..., Item], state: Any, *others: Any) -> Any:
-    """`change` of the tensors in the same place of each state, in their structure.
+    """`change` applied to the tensors in the same place of each state; its results in their structure.
 
     Raises:
-        StrettoError: The states are not nested alike.
+        StrettoError: The states differ in structure.
     """
     forms = [describe(one) for one in (state, *others)]
     if len(set(forms)) > 1:
@@ -142,7 +142,7 @@ def describe_difference(one: Any, other: Any) -> tuple[str, str]:
 
 
 def structure_of(state: Any) -> Hashable:
-    """Types and names of a structure without its tensors: those that are equal look the same to a cell."""
+    """Types and names of a structure without its tensors; equal for states that look the same to a cell."""
     if isinstance(state, torch.Tensor):
         return torch.Tensor
     names = tuple(sorted(state, key=str)) if isinstance(state, dict) else ()
@@ -150,7 +150,7 @@ def structure_of(state: Any) -> Hashable:
 
 
 def is_alike(one: Any, other: Any, *, compares_tensors: bool = True) -> bool:
-    """Whether two structures are nested alike, tuples like lists, and their tensors have the same shape and type."""
+    """Whether two states have the same structure, tuples equal to lists, and tensors of the same shapes and dtypes."""
     if isinstance(one, torch.Tensor):
         if not isinstance(other, torch.Tensor):
             return False

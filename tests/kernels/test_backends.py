@@ -116,7 +116,7 @@ def test_a_backend_of_ones_own_is_taken_where_it_can_run() -> None:
 def test_a_backend_that_cannot_run_a_cell_says_why_and_the_next_is_taken() -> None:
     built = _built(stretto.cells.LSTM(3, 4))
     assert built.backend == "cpp"
-    assert built.choices[:2] == (("own", "2 states on cpu"), ("cpp", "taken"))
+    assert built.choices[:2] == (("own", "2 states on cpu"), ("cpp", "used"))
     assert built.reason == "2 states on cpu"
     with pytest.raises(StrettoError, match="LSTM: 2 states on cpu"):
         _built(stretto.cells.LSTM(3, 4), "own")

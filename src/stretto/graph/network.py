@@ -814,7 +814,7 @@ class Graph:
 
     def _add(self, layer: Layer) -> str:
         if layer.name in self._layers:
-            raise StrettoError(f"there is a layer {layer.name!r} already", fix="Give every layer a name of its own.")
+            raise StrettoError(f"there is a layer {layer.name!r} already", fix="Give every layer a different name.")
         self._layers[layer.name] = layer
         return layer.name
 

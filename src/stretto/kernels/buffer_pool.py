@@ -104,13 +104,13 @@ class BufferPool:
         held = sum(buffer.size for buffer in self._buffers)
         self._peak_used = max(PEAK_DECAY * self._peak_used, held - sum(buffer.size for buffer in free))
         allowed = min(MAX_HELD_RATIO * self._peak_used, MAX_MEMORY_SHARE * _memory())
-        gone = set()
+        freed = set()
         for buffer in free:
             if held <= allowed:
                 break
             held -= buffer.size
-            gone.add(id(buffer))
-        self._buffers = [buffer for buffer in self._buffers if id(buffer) not in gone]
+            freed.add(id(buffer))
+        self._buffers = [buffer for buffer in self._buffers if id(buffer) not in freed]
 
 
 POOL: Final = BufferPool()

@@ -30,7 +30,7 @@ LAST_COST_SHARE: Final = 0.02
 @final
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Backoff:
-    """Whether to attempt a call, for calls that are alike.
+    """Whether to attempt a call, for calls of one kind.
 
     Attributes:
         calls_to_skip: Calls still to skip.
@@ -79,7 +79,7 @@ class Backoff:
 
 
 def backoff_key(problem: Problem, *sizes: int) -> BackoffKey:
-    """What calls have in common that converge alike: layer and direction, mode, dtypes, and these sizes.
+    """The kind of a call: those of one layer and direction, mode, dtypes and these sizes converge alike.
 
     The mode counts because a cell may draw random numbers in training.
     """

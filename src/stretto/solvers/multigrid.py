@@ -57,7 +57,7 @@ from stretto.solvers.base import (
     fall_back,
     has_halved,
     residual_norm,
-    why_unreadable,
+    why_incomparable,
 )
 from stretto.solvers.chunks import Chunks, select_chunks
 from stretto.state import describe_difference, flatten, is_alike, pack, unflatten, unpack
@@ -132,7 +132,7 @@ class Multigrid(AbstractSolver):
     def solve(self, problem: Problem) -> Result:
         """Cycle until chunks agree or enough cycles were made; gradients flow through the last run."""
         backoff = self._backoff(problem)
-        skip = why_unreadable(problem) or backoff.should_skip()
+        skip = why_incomparable(problem) or backoff.should_skip()
         if skip:
             return fall_back(problem, solver="multigrid", reason=skip)
         result = self._cycle(problem, backoff)

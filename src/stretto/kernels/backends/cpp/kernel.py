@@ -105,7 +105,7 @@ class CppKernel(GeneratedKernel):
 
     @classmethod
     def forward_all(cls, calls: Sequence[LoopCall], *, keep: bool) -> list[LoopResult]:
-        """Run loops at once, each by threads of its own where there are enough."""
+        """Run loops at once, each by separate threads where there are enough."""
         made, given = [], []
         for call in calls:
             kernel = _kernel_of(call)
