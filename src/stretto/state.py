@@ -9,7 +9,7 @@ nested in any way. Everything that takes one apart does it with these functions:
     unflatten    the way back, with other values in the same structure
     map_state    a function of every tensor
     is_alike     whether two have the same structure, and tensors of the same shapes and dtypes
-    pack         [h_BH, c_BH]  ->  one tensor (B, S), the parts side by side
+    pack         [h_BH, c_BH]  ->  one tensor (B, S), the parts concatenated
     unpack       the way back
     select_rows  rows of one tensor where a mask is set, elsewhere of another
 """
@@ -94,7 +94,7 @@ def map_state(change: Callable[..., Item], state: Any, *others: Any) -> Any:
 
 
 def pack(states: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts (B, ...) of states, flattened and side by side: (B, S)."""
+    """The parts (B, ...) of states, flattened and concatenated: (B, S)."""
     flat = [part if part.dim() == 2 else part.reshape(len(part), math.prod(part.shape[1:])) for part in states]
     return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
 
@@ -133,12 +133,12 @@ def describe_rows(state: Any, *, num_lead: int = 1) -> str:
 
 
 def describe_difference(one: Any, other: Any) -> tuple[str, str]:
-    """Two states that are not alike, in words: their structures, or if these are equal their rows, or all rows."""
-    if (structures := (describe(one), describe(other)))[0] != structures[1]:
-        return structures
-    if (rows := (describe_rows(one), describe_rows(other)))[0] != rows[1]:
-        return rows
-    return describe_rows(one, num_lead=0), describe_rows(other, num_lead=0)
+    """Two states that are not alike, in words: by their structures, or their rows, or how many rows they have."""
+    if describe(one) != describe(other):
+        return f"the structure {describe(one)}", f"the structure {describe(other)}"
+    if describe_rows(one) != describe_rows(other):
+        return f"rows of {describe_rows(one)}", f"rows of {describe_rows(other)}"
+    return f"the shapes {describe_rows(one, num_lead=0)}", f"the shapes {describe_rows(other, num_lead=0)}"
 
 
 def structure_of(state: Any) -> Hashable:

@@ -42,8 +42,7 @@ DIMENSION_ARGUMENT: Final = dict.fromkeys(
 """The position of the argument that names the dimensions an operator works along."""
 _POINTWISE_TOO: Final = frozenset(
     f"{name}_backward"
-    for name in "elu leaky_relu hardtanh softplus gelu silu sigmoid tanh threshold hardswish hardsigmoid mish "
-    "hardshrink log_sigmoid".split()
+    for name in "elu leaky_relu hardtanh softplus gelu silu sigmoid tanh threshold hardsigmoid".split()
 ) | {"where", "floor_divide"}
 _DEFAULT_DIMENSION: Final = dict.fromkeys("sort topk".split(), (-1,)) | dict.fromkeys("sum mean amax amin".split(), ())
 _IDENTITIES: Final = {"alias", "detach", "clone", "_to_copy"}

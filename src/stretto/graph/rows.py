@@ -118,8 +118,6 @@ class _RowsFirst:
             self.name, self.count = node.name, 0
             if node.label == "baddbmm":
                 self._split_baddbmm(node)
-            elif node.label == "mv":
-                self._as_matrices(node)
             elif node.op is None or not self._concerns(node):
                 self.out.append(node)
             else:
@@ -484,16 +482,6 @@ class _RowsFirst:
         else:
             made = self._emit(gradient_of_heads, (a, b), shape, node.dtype)
         self._replace(node, self._reshaped(made, node.shape))
-
-    def _as_matrices(self, node: Node) -> None:
-        """A matrix times a vector, which then is a matrix of one column."""
-        matrix, vector = node.args
-        thin = (*vector.shape, 1)
-        column = Node(f"{node.name}_column", aten.reshape.default, (vector, list(thin)), shape=thin, dtype=node.dtype)
-        shape = (*node.shape, 1)
-        product = Node(f"{node.name}_product", aten.mm.default, (matrix, column), shape=shape, dtype=node.dtype)
-        node.op, node.args = aten.reshape.default, (product, list(node.shape))
-        self.run([column, product, node])
 
     def _split_baddbmm(self, node: Node) -> None:
         """A sum and a product by themselves."""

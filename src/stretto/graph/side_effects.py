@@ -72,7 +72,7 @@ class SideEffects:
         ]
         self.names: dict[str, None] = {}
         self.problem = ""
-        if any(map(_is_iterator, holders)):  # what was taken from it cannot be put back
+        if any(map(_is_iterator, holders)):  # its values cannot be put back
             self.problem = (
                 "the step takes values from an iterator, which advances at every step: give them with the inputs"
             )

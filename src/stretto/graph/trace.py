@@ -435,13 +435,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording.nodes.append(node)
         for index, tensor in enumerate(outputs):
             if isinstance(tensor, torch.Tensor):
-                shape, dtype = tuple(tensor.shape), tensor.dtype
-                made = (
-                    Node(self._unique_name(name), operator.getitem, (node, index), {}, shape, dtype)
-                    if several
-                    else node
-                )
+                made = node
                 if several:
+                    shape, dtype = tuple(tensor.shape), tensor.dtype
+                    made = Node(self._unique_name(name), operator.getitem, (node, index), {}, shape, dtype)
                     self.recording.nodes.append(made)
                 if blocks_no_grad and not torch.is_grad_enabled():
                     made = self._add_detach(made)
@@ -621,7 +618,7 @@ class StepGraph:
         y: The step's output.
         parameters: Parameters and buffers of the cell by name, as they are used.
         constants: Tensors the cell reads that are neither parameters nor buffers.
-        outputs: How several outputs lie in `y`; None for one.
+        outputs: The packing of several outputs in `y`; None for one.
         outside: Those of them that were not made in the step.
         unset: Names of what the step sets for others to look at, which compiled code leaves as it was.
         narrow: Inputs and results that are in half precision outside, where the step computes in single precision.

@@ -91,11 +91,6 @@ class BufferPool:
         with self._lock:
             return sum(buffer.size for buffer in self._buffers)
 
-    def clear(self) -> None:
-        """Free every buffer that is not in use."""
-        with self._lock:
-            self._buffers = [buffer for buffer in self._buffers if not buffer.is_free]
-
     def _trim(self) -> None:
         """Free the least recently used buffers beyond what is needed at once, and those that were tampered with."""
         self._buffers = [buffer for buffer in self._buffers if buffer.is_intact]

@@ -48,7 +48,7 @@ class Built:
 
     @property
     def outputs(self) -> Packing | None:
-        """How several outputs of a step lie side by side; None for one."""
+        """The packing of several outputs of a step; None for one."""
         return self.program.outputs if self.plan is None else self.plan.graph.outputs
 
     @property

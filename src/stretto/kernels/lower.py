@@ -503,7 +503,11 @@ class _Lowering:
         if any(one != other for d, (one, other) in enumerate(zip(dims, index.dims, strict=True)) if d != axis):
             raise Unsupported(f"{node.label} with fewer indices than there are places for")
         if isinstance(given, Node) and self.value(given).dims != ():
-            new = _of_kind(self._first(self.value(given), index.dims), integer=integer)
+            # There may be more values than indices: the first along each dimension count.
+            new = self.value(given)
+            new = _of_kind(
+                new if new.dims == index.dims else View(index.dims, new, identity(index.dims)), integer=integer
+            )
         else:
             number = float(given) if not isinstance(given, Node) else 0.0
             new = Constant(index.dims, int(number) if integer else number, integer=integer)
@@ -543,10 +547,6 @@ class _Lowering:
         axis, into, new = self._axis(node, dimension), self.value(source), self.value(given)
         thin = tuple(size if d == axis else 1 for d, size in enumerate(new.dims))
         return self._scattered(into, Reshape(thin, self.value(where)), new, axis=axis, adds=True)
-
-    def _first(self, value: AbstractValue, dims: tuple[int, ...]) -> AbstractValue:
-        """The first elements along each dimension."""
-        return value if value.dims == dims else View(dims, value, identity(dims))
 
     def _expand(self, node: Node) -> AbstractValue:
         rank = len(node.row_shape)
@@ -644,10 +644,8 @@ class _Lowering:
         return self._padded(node.row_shape, axis, position % node.row_shape[axis], thick)
 
     def _fill(self, node: Node) -> AbstractValue:
-        number, integer = node.args[1], is_integer(node)
-        if not isinstance(number, Node):
-            return Constant(node.row_shape, int(number) if integer else float(number), integer=integer)
-        value = _of_kind(self.value(number), integer=integer)
+        # A number would have become a constant when the step was traced: this is a tensor.
+        value = _of_kind(self.value(node.args[1]), integer=is_integer(node))
         if value.dims:
             raise Unsupported("a fill with more than one number per row")
         return View(node.row_shape, value, ())

@@ -17,31 +17,10 @@ Lower: TypeAlias = "Callable[[Any], AbstractValue]"
 Rule: TypeAlias = "Callable[[Node, Lower], AbstractValue]"
 
 COSTLY: Final = frozenset(
-    {
-        *("div", "reciprocal", "sqrt", "rsqrt", "pow", "exp", "expm1", "log", "log1p", "erf", "sin", "cos", "atan"),
-        *(
-            "exp2",
-            "log2",
-            "log10",
-            "erfc",
-            "tan",
-            "asin",
-            "acos",
-            "sinh",
-            "cosh",
-            "asinh",
-            "acosh",
-            "atanh",
-            "atan2",
-            "hypot",
-            "lgamma",
-            "digamma",
-            "erfinv",
-        ),
-        *("remainder", "fmod", "floor_divide", "integer_remainder", "integer_fmod", "integer_floor_divide"),
-        *("integer_trunc_divide", "sigmoid", "tanh", "silu", "gelu", "softplus", "elu", "addcdiv"),
-        *("silu_backward", "gelu_backward", "softplus_backward", "elu_backward"),
-    }
+    "div reciprocal sqrt rsqrt pow exp expm1 log log1p erf sin cos atan exp2 log2 log10 erfc tan asin acos sinh cosh "
+    "asinh acosh atanh atan2 hypot lgamma digamma erfinv remainder fmod floor_divide integer_remainder integer_fmod "
+    "integer_floor_divide integer_trunc_divide sigmoid tanh silu gelu softplus elu addcdiv "
+    "silu_backward gelu_backward softplus_backward elu_backward".split()
 )
 """Operators that take many times as long as an addition."""
 
@@ -171,24 +150,9 @@ _BITS: Final = {
     **dict.fromkeys(("bitwise_right_shift", "__rshift__"), "rshift"),
 }
 _UNARY: Final = (
-    *("neg", "abs", "sign", "reciprocal", "sqrt", "rsqrt", "exp", "expm1", "log", "log1p", "erf", "sin", "cos"),
-    *("exp2", "log2", "log10", "erfc", "tan", "asin", "acos", "sinh", "cosh", "asinh", "acosh", "atanh"),
-    *(
-        "lgamma",
-        "digamma",
-        "erfinv",
-        "atan",
-        "floor",
-        "ceil",
-        "trunc",
-        "round",
-        "sigmoid",
-        "tanh",
-        "relu",
-        "hardsigmoid",
-        "silu",
-    ),
-)
+    "neg abs sign reciprocal sqrt rsqrt exp expm1 log log1p erf sin cos exp2 log2 log10 erfc tan asin acos sinh cosh "
+    "asinh acosh atanh lgamma digamma erfinv atan floor ceil trunc round sigmoid tanh relu hardsigmoid silu"
+).split()
 _BINARY: Final = (
     *("mul", "maximum", "minimum", "atan2", "hypot", *_COMPARISONS),
     *("sigmoid_backward", "tanh_backward", "silu_backward", "hardsigmoid_backward"),

@@ -33,7 +33,7 @@ class Explanation:
     Attributes:
         name: Of the cell.
         backend: "cpp", "triton", "eager" or "torch".
-        reason: Why the fastest backend was not taken; empty if it was.
+        reason: Why the fastest backend is not used; empty if it is.
         backends: Every backend in the order of preference, with "used" or the reason why it is not.
         counts: Operators at each place: `once`, `hoisted`, `loop`, `sunk`, `deferred`. How many `loops`. Cost per
             step: `forward_gemms`, `forward_passes`, `backward_gemms`, `backward_passes`, and `saved` elements

@@ -13,7 +13,7 @@ import math
 from collections.abc import Hashable
 from typing import Final, TypeAlias, final
 
-from stretto.solvers.base import Problem, Result, count, is_finite
+from stretto.solvers.base import Problem, Result, format_count, is_finite
 
 BackoffKey: TypeAlias = tuple[Hashable, ...]
 
@@ -46,7 +46,7 @@ class Backoff:
         """Why to skip this call, which is counted; empty if it should be attempted."""
         if self.calls_to_skip <= 0:
             return ""
-        left = count(self.calls_to_skip, "call")
+        left = format_count(self.calls_to_skip, "call")
         self.calls_to_skip -= 1
         return f"not tried again for {left}: {self.reason}"
 

@@ -239,7 +239,7 @@ def is_finite(parts: Sequence[torch.Tensor]) -> bool:
     return all(bool(part.isfinite().all()) for part in parts)
 
 
-def count(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """A number with its noun: "1 cycle", "2 cycles"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 

@@ -42,8 +42,8 @@ from stretto.solvers.base import (
     Problem,
     Result,
     Solution,
-    count,
     fall_back,
+    format_count,
     has_halved,
     is_finite,
     residual_norm,
@@ -148,7 +148,7 @@ class Newton(AbstractSolver):
                 solution.iterations, solution.work = newton.iterations + runs, newton.work + runs
                 solution.residual = residual
                 then = f"{chunks.max_per_sequence} chunks of {chunks.length} steps"
-                solution.reason = f"{count(newton.iterations, 'iteration')}, then {then}"
+                solution.reason = f"{format_count(newton.iterations, 'iteration')}, then {then}"
                 return Result(y_PF=y_PF, states=states, solution=solution)
             if failure or math.isinf(residual):
                 break
@@ -256,11 +256,11 @@ class _Iteration:
         if not math.isfinite(self.residual):
             return f"iteration {self.iterations} overflows" if self.iterations else "a state is NaN or inf"
         if most is not None:
-            left = f"a residual of {self.residual:.1e} is left after {count(most, 'iteration')}"
+            left = f"a residual of {self.residual:.1e} is left after {format_count(most, 'iteration')}"
             return left if self.iterations >= most else ""
         if any(has_halved(values, within=STALL_ITERATIONS) for values in (self._residuals, self._num_off)):
             return ""
-        left = f"a residual of {self.residual:.1e} is left after {count(self.iterations, 'iteration')}"
+        left = f"a residual of {self.residual:.1e} is left after {format_count(self.iterations, 'iteration')}"
         dtype = self._states_PS.dtype
         if self.residual < ROUNDING_EPSILONS * torch.finfo(dtype).eps:
             return f"{left}: a tolerance of {self._settings.tolerance:.1e} is finer than {dtype} resolves"

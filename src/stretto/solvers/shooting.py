@@ -370,7 +370,12 @@ def burn_in_states(
 
 
 def estimate_forgetting(problem: Problem, chunks: Chunks, *, steps: int, tolerance: float) -> tuple[float, int]:
-    """Run the last `steps` before each boundary from two different states, and see how fast the two runs meet.
+    """Run the last `steps` before each boundary from two different states, and measure how fast the two runs meet.
+
+        gap    |x                        e^(-t / memory)
+               |     x                   measured at the start, in the middle and at the end of the probe,
+               |            x - - - -    extrapolated down to the tolerance
+               +------------|----------> steps
 
     Returns:
         The forgetting time: steps after which the two agree within the tolerance, extrapolated from the rate at which

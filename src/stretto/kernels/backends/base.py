@@ -216,7 +216,7 @@ class Program(ABC):
     Attributes:
         loops: What runs its loops, in order; none if nothing is known about the cell.
         operator: What runs all of it at once, if there is such a thing.
-        outputs: How several outputs of a step lie side by side, as far as is known; None for one.
+        outputs: The packing of several outputs of a step, once it is known; None for one.
     """
 
     loops: Sequence[AbstractKernel] = ()
