@@ -1,4 +1,4 @@
-"""`python -m bench training`: all of Stretto beside a plain PyTorch script of the same model.
+"""`python -m bench training`: all of Stretto against a plain PyTorch script of the same model.
 
 How much sooner does Stretto reach the quality of the script? Both train an epoch each in turn, so that a change of the
 machine's load hits both, once the same weights have given the same loss, gradient and quality on both sides.
@@ -76,7 +76,7 @@ class TrainingSettings(Settings):
         epochs: Of the plain script; left out, the task's own number. Stretto may train half as many more.
         fraction: The share of the training data to use; left out, all of the embedded data, and of those in a folder
             as much as lets the five tasks end within half an hour on two cores.
-        side: What trains beside the plain script. Stretto has the script's optimiser and schedule; with --batch-size
+        side: What is compared with the plain script. Stretto has the script's optimiser and schedule; with --batch-size
             own, what it gains is due to kernels and buckets alone. Auto is `stretto train --auto`, which looks for
             others: its trials count. Recipe is the plain script once more with what --auto tries first, Muon and a
             linear decay over a quarter of the epochs: what that gains is due to the recipe alone.
@@ -114,7 +114,7 @@ class TrainingSettings(Settings):
         return margins[metric]
 
 
-@bench("training", title="Training beside plain PyTorch scripts: time to the same quality")
+@bench("training", title="Training against plain PyTorch scripts: time to the same quality")
 def run(settings: TrainingSettings, report: Report) -> None:
     """Train each task on both sides."""
     times: list[Row] = []
@@ -267,7 +267,7 @@ class EpochTiming:
 
 
 class Contender(Protocol):
-    """One of the two that train."""
+    """One of the two sides."""
 
     def train_epoch(self) -> EpochTiming:
         """Train one epoch and measure."""
@@ -398,7 +398,7 @@ class AutoContender(AbstractLog):
                 raise SystemExit
 
     def close(self) -> None:
-        """End the thread, wherever it waits."""
+        """End the thread, even while it waits."""
         self._is_closed = True
         self._mine.release()
         self._thread.join()
@@ -546,7 +546,7 @@ def _plain_name(name: str, names: Collection[str]) -> str:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Margin:
-    """How near to a value counts as having reached it: an amount, or a share of the value if relative."""
+    """How close to a value counts as reached: an amount, or a fraction of the value if relative."""
 
     amount: float
     higher_is_better: bool = False

@@ -189,6 +189,16 @@ def _default_cache() -> Path:
     return usual if _is_creatable(usual) else own
 
 
+def fallback_cache(name: str, *, usual: str) -> Path | None:
+    """A folder of our cache for another library that keeps its own at `usual`, as "~/.library"; None if that can be."""
+    try:
+        if _is_creatable(Path(usual).expanduser()):
+            return None
+    except RuntimeError:
+        pass
+    return cache_folder() / name
+
+
 def _is_creatable(folder: Path) -> bool:
     """Whether a folder exists, whoever owns it, or can be created."""
     try:

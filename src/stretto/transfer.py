@@ -1,9 +1,11 @@
 """How data gets to a GPU: through pinned memory, so that nobody waits for the copy.
 
-    CPU  | collate | pin, start the copy | launch the update ...          | collate | ...
-    GPU            |                     | copy | forward | backward | update
+    CPU, another thread  | collate | collate the next ...
+    CPU                            | pin, start the copy | launch the update ...          | pin, start the copy | ...
+    GPU                                                  | copy | forward | backward | update
 
-Work on the GPU follows in the order in which it was started, so that it finds the copy complete.
+A job has the next batch collated meanwhile; a DataLoader of one's own has `num_workers` for it. Work on the GPU follows
+in the order in which it was started, so that it finds the copy complete.
 """
 
 import torch

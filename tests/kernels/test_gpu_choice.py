@@ -86,6 +86,37 @@ def test_few_rows_of_large_cells_are_shared_by_programs() -> None:
     assert Team(target, operands=torch.bfloat16, compiles=False).tiles(small, "forward", 16) is None
 
 
+def test_no_more_programs_share_rows_than_the_gpu_has_multiprocessors(gpu: Callable[[Facts], None]) -> None:
+    """Small GPUs of a generation are not the one that the model was made for; their shared memory is smaller too."""
+    (body,) = built_on_cpu(stretto.cells.GRU(4, 512))
+    shares: dict[int, int] = {}
+    for units in (0, 114, 28):
+        gpu({"major": 8, "minor": 6, "shared_memory_per_block_optin": 99 << 10, "multi_processor_count": units})
+        target = targets.target_of(GPU)
+        assert target.name == "sm_86"
+        tiles = Team(target, operands=torch.float32, compiles=False).tiles(body, "forward", 64)
+        assert tiles is not None
+        products = generate.generate(body, "forward", tiles).products
+        assert modes.streamed_bytes(products, tiles, 4) <= 99 << 10
+        shares[units] = tiles.shares
+    assert shares == {0: 32, 114: 32, 28: 16}
+
+
+def test_a_measurement_tries_more_than_the_model_expects_to_pay() -> None:
+    """But not what it rules out."""
+    target = targets.TARGETS["sm_90"]
+    (body,) = built_on_cpu(stretto.cells.GRU(4, 128))
+    by_model, tried = (
+        Team(target, operands=torch.bfloat16, compiles=False, slack=slack).tiles(body, "forward", 16)
+        for slack in (1.0, model.SLACK)
+    )
+    assert by_model is None
+    assert tried is not None
+    assert tried.shares > 1
+    (small,) = built_on_cpu(stretto.cells.GRU(4, 16))
+    assert Team(target, operands=torch.bfloat16, compiles=False, slack=model.SLACK).tiles(small, "forward", 16) is None
+
+
 def test_cooperative_kernels_that_cannot_be_launched_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """To those whose programs have rows of their own; it is said once, and in the explanation."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -20,12 +20,23 @@ from cell_settings import F
 from graph_recorder import TapeRecorder
 from stretto.kernels.backends import cudagraph
 from stretto.kernels.backends.cpp.backend import CppBackend
-from stretto.kernels.backends.triton import measured
+from stretto.kernels.backends.generated import LaunchError
+from stretto.kernels.backends.triton import backend, measured
+from stretto.kernels.backends.triton import interpreter as interpreting
 from stretto.kernels.backends.triton.backend import TritonBackend
-from stretto.kernels.backends.triton.measured import MeasuredKernel
+from stretto.kernels.backends.triton.emit import Tiles
+from stretto.kernels.backends.triton.kernel import TritonKernel
+from stretto.kernels.backends.triton.measured import COOPERATIVE, MeasuredKernel
+from stretto.kernels.backends.triton.team import Team
+from stretto.kernels.ir import Unsupported
+from stretto.nn import guards
+
+triton = pytest.importorskip("triton")
 
 NAMES: Final = ("triton", "cudagraph", "cudagraph, operators")
 RAGGED: Final = [6, 1, 4, 0]
+SHARED: Final = Tiles(rows=2, elements=2, columns=2, depth=4, reduced=4, least=2, shares=2)
+"""Of kernels whose programs share rows, so small that a small cell has some."""
 DAMAGED: Final = ("", "[]", '{"triton": 1}', '{"triton": [-1.0]}')
 Timed = list[tuple[str, bool]]
 
@@ -65,6 +76,26 @@ def fastest(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Timed]:
         return timed
 
     return say
+
+
+@pytest.fixture
+def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs may share the rows of any batch."""
+    monkeypatch.setattr(Team, "_find", lambda *_: SHARED)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many programs share rows, of each kernel that was launched."""
+    found: list[int] = []
+    at_once = interpreting.at_once
+
+    def noted(shares: int) -> Any:
+        found.append(shares)
+        return at_once(shares)
+
+    monkeypatch.setattr(interpreting, "at_once", noted)
+    return found
 
 
 def stored(folder: Path) -> list[dict[str, Any]]:
@@ -192,10 +223,95 @@ def test_measuring_leaves_no_trace(folder: Path, fastest: Callable[..., Timed]) 
     assert all(torch.equal(*pair) for pair in zip(before, (x_BTF, *rnn.parameters()), strict=True))
 
 
+@pytest.mark.parametrize("name", ["triton", COOPERATIVE])
+def test_whether_programs_share_rows_is_measured_too(
+    name: str, folder: Path, sharing: None, launched: list[int], fastest: Callable[..., Timed]
+) -> None:
+    timed = fastest(name)
+    rnn = layer("gru", 5, backend="auto")
+    batch = drawn(rnn, T=6, B=4, lengths=RAGGED, given=True)
+    assert_parity(rnn, batch, kernels=["auto"])
+    assert {one for one, _ in timed} == {COOPERATIVE, *NAMES}
+    assert {frozenset(found) for found in stored(folder)} == {frozenset({COOPERATIVE, *NAMES})}
+    assert rnn.explain().backend == "triton"
+    assert rnn.explain().reason == ""
+    assert any(f"{name} 1 ms" in line for line in rnn.explain().measured)
+    launched.clear()
+    rnn(batch.x_BTF, lengths=RAGGED)[0].sum().backward()
+    # Forward and backward, and nothing is measured again.
+    assert launched == [2 if name == COOPERATIVE else 1] * 2
+
+
+def test_another_process_lets_programs_share_rows_as_was_measured(
+    folder: Path,
+    sharing: None,
+    launched: list[int],
+    fastest: Callable[..., Timed],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fastest("cudagraph")
+    x_BTF = torch.randn(2, 2, F, dtype=torch.float64)
+    layer("gru", 5, backend="auto")(x_BTF)
+    (path,) = folder.iterdir()
+    path.write_text(json.dumps({"triton": [2.0], COOPERATIVE: [1.0], "cudagraph": [3.0]}))
+    monkeypatch.setattr(measured, "_KNOWN", {})
+    timed = fastest("cudagraph")
+    launched.clear()
+    layer("gru", 5, backend="auto")(x_BTF)
+    assert not timed
+    assert launched == [2]
+
+
+def test_programs_that_cannot_run_at_once_are_left_out(
+    folder: Path, sharing: None, fastest: Callable[..., Timed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that refuses is told once, and by `explain`; nothing is kept, for the next one may not."""
+    timed = fastest("triton")
+    at_once = interpreting.at_once
+
+    def too_large(shares: int) -> Any:
+        if shares > 1:
+            raise RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
+        return at_once(shares)
+
+    monkeypatch.setattr(interpreting, "at_once", too_large)
+    rnn = layer("gru", 5, backend="auto")
+    batch = drawn(rnn, T=6, B=4, lengths=RAGGED)
+    with pytest.warns(UserWarning, match=r"too many blocks in cooperative launch.*rows of its own") as warned:
+        assert_parity(rnn, batch, kernels=["auto", "auto"])
+    assert len(warned) == 1
+    assert {one for one, _ in timed[len(NAMES) + 1 :]} == set(NAMES)
+    explained = rnn.explain()
+    assert explained.backend == "triton"
+    assert "too many blocks in cooperative launch" in explained.reason
+    assert f"{COOPERATIVE} could not run: cooperative kernels could not be launched" in explained.measured[0]
+    assert not stored(folder)
+
+
+def test_kernels_that_cannot_be_launched_are_left_out(
+    folder: Path, fastest: Callable[..., Timed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would run in their place is measured under its own name."""
+    fastest("triton")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise LaunchError("no room")
+
+    monkeypatch.setattr(TritonKernel, "launch", fail)
+    rnn = layer("gru", 5, backend="auto")
+    with pytest.warns(UserWarning, match="the loop runs without generated code: .*no room") as warned:
+        assert_parity(rnn, drawn(rnn, T=6, B=4, lengths=RAGGED), kernels=["auto"])
+    assert len([item for item in warned if "the loop runs" in str(item.message)]) == 1
+    explained = rnn.explain()
+    assert explained.backend == "cudagraph"
+    assert "no room" in explained.reason
+    assert not stored(folder)
+
+
 def test_what_cannot_run_is_left_out(
     folder: Path, fastest: Callable[..., Timed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop whose kernels find too little memory, say, runs by whatever is left."""
+    """A loop whose kernels find too little memory, say, runs by whatever is left; that is told."""
     fastest("cudagraph")
     forward = cudagraph.GraphKernel.forward
 
@@ -206,8 +322,53 @@ def test_what_cannot_run_is_left_out(
 
     monkeypatch.setattr(cudagraph.GraphKernel, "forward", fail)
     rnn = layer("gru", 5, backend="auto")
-    assert_parity(rnn, drawn(rnn, T=6, B=4, lengths=RAGGED), kernels=["auto"])
+    with pytest.warns(UserWarning, match=r"cannot run by 'cudagraph' \(OutOfMemoryError: CUDA out of memory\)") as told:
+        assert_parity(rnn, drawn(rnn, T=6, B=4, lengths=RAGGED), kernels=["auto"])
+    assert len(told) == 1
     assert rnn.explain().backend == "triton"
+    assert "cudagraph could not run: OutOfMemoryError: CUDA out of memory" in rnn.explain().measured[0]
+    assert not stored(folder)
+
+
+IN_THE_WAY: Final = {
+    "no Triton": "the package 'triton' is missing",
+    "an old Triton": "3.5 is needed",
+    "an old GPU": "Triton's kernels need a GPU of compute capability 8.0, and this one has 7.5",
+    "a compiler that fails": "Triton 3.9.0 could not compile the loop for sm_90: PassManager::run failed",
+    "too little shared memory": "a program needs 300 KiB of shared memory, and sm_90 has 227",
+}
+
+
+@pytest.mark.parametrize("what", IN_THE_WAY)
+def test_what_stands_in_the_way_of_kernels_is_told_and_graphs_run(
+    what: str, folder: Path, fastest: Callable[..., Timed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `explain`, and once by a warning; results are the definition's."""
+    why = IN_THE_WAY[what]
+
+    def refuse(*_: Any) -> None:
+        raise Unsupported(why)
+
+    if what == "no Triton":
+        monkeypatch.setattr(TritonBackend, "unavailable", lambda _: why)
+    elif what == "an old Triton":
+        monkeypatch.delattr(triton, "knobs")
+    elif what == "an old GPU":
+        monkeypatch.setattr(TritonBackend, "supports", lambda *_: why)
+    else:
+        monkeypatch.setattr(backend, "_own_tiles", refuse)
+    guards._warn.cache_clear()
+    timed = fastest("cudagraph")
+    rnn = layer("gru", 5, backend="auto")
+    batch = drawn(rnn, T=6, B=4, lengths=RAGGED)
+    with pytest.warns(UserWarning, match=r"GRU runs by backend 'cudagraph' .*, not by 'triton': ") as warned:
+        assert_parity(rnn, batch, kernels=["auto", "auto"])
+    assert len(warned) == 1
+    assert why in str(warned[0].message)
+    explained = rnn.explain()
+    assert explained.backend == "cudagraph"
+    assert why in explained.reason
+    assert not any(name.startswith("triton") for name, _ in timed)
 
 
 def test_nothing_is_measured_while_somebody_captures(
@@ -222,13 +383,13 @@ def test_nothing_is_measured_while_somebody_captures(
     assert rnn.explain().backend == "triton"
 
 
-@pytest.mark.parametrize("backend", ["triton", "cudagraph"])
-def test_a_backend_that_was_named_is_not_measured(backend: Any, folder: Path, fastest: Callable[..., Timed]) -> None:
+@pytest.mark.parametrize("name", ["triton", "cudagraph"])
+def test_a_backend_that_was_named_is_not_measured(name: Any, folder: Path, fastest: Callable[..., Timed]) -> None:
     timed = fastest("triton")
-    rnn = layer("gru", 5, backend=backend)
+    rnn = layer("gru", 5, backend=name)
     rnn(torch.randn(2, 2, F, dtype=torch.float64))
     assert not timed
-    assert rnn.explain().backend == backend
+    assert rnn.explain().backend == name
 
 
 def test_scans_are_measured_too(folder: Path, fastest: Callable[..., Timed]) -> None:

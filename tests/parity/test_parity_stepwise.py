@@ -138,6 +138,7 @@ def test_kernels_that_cannot_be_launched_give_way_to_operators(
     (only,) = (str(item.message) for item in warned)
     assert only.startswith("CUDA graphs run without generated kernels: Triton 3.")
     assert "no such instruction" in only
+    assert rnn.explain().reason == only
 
 
 def test_no_kernel_has_a_race(recorder: TapeRecorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,6 +261,57 @@ def test_accelerated_layers_on_a_gpu_run_by_what_was_measured_to_be_faster(
     assert kinds[0].training
 
 
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("GRU", {"num_layers": 2, "bidirectional": True}),
+        pytest.param("LSTM", {"proj_size": 2}, marks=pytest.mark.slow),
+        pytest.param("RNN", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_accelerated_layers_in_bfloat16(mode: str, options: dict[str, Any]) -> None:
+    """As close to what their weights compute in full precision as torch's own, in torch's dtypes."""
+    torch.manual_seed(0)
+    wide = getattr(torch.nn, mode)(3, 6, batch_first=True, **options).bfloat16().float()
+    low = copy.deepcopy(wide).bfloat16()
+    x = torch.randn(4, 7, 3).bfloat16()
+    results, kinds = [], []
+    for net, which in ((wide, "torch"), (low, "torch"), (low, "triton")):
+        stretto.accelerate(net, backend=which)  # type: ignore[arg-type]
+        given = x.to(net.weight_ih_l0.dtype).requires_grad_()
+        y, states = net(given)
+        each = states if isinstance(states, tuple) else (states,)
+        total = y.float().square().sum() + sum(state.float().sum() for state in each)
+        made = [y, *each, *torch.autograd.grad(total, [given, *net.parameters()])]
+        results.append([tensor.detach().double() for tensor in made])
+        kinds.append([tensor.dtype for tensor in made])
+        assert {item.backend for item in stretto.explain(net).layers} == {which}
+    assert kinds[1] == kinds[2] == [torch.bfloat16] * len(kinds[1])
+    truth, *found_in_16_bits = results
+    for found_tensors in found_in_16_bits:
+        errors = [
+            float((one - other).abs().max() / max(1.0, float(one.abs().max())))
+            for one, other in zip(truth, found_tensors, strict=True)
+        ]
+        assert max(errors) < 0.05
+        assert max(errors) > 1e-4
+
+
+@pytest.mark.parametrize(("dtype", "backend"), [(torch.bfloat16, "triton"), (torch.float16, "torch")], ids=str)
+def test_layers_in_bfloat16_are_measured_and_those_in_float16_are_left_to_torch(
+    dtype: torch.dtype, backend: str, as_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where cuDNN has kernels that stay on the GPU for all steps."""
+    kinds: list[Any] = []
+    monkeypatch.setattr(torch_layers, "expected_speedup", lambda kind, **_: kinds.append(kind) or 2.0)
+    layer_of_torch = stretto.accelerate(torch.nn.GRU(3, 4).to(dtype))
+    y, _ = layer_of_torch(torch.randn(5, 2, 3).to(dtype))
+    (explained,) = stretto.explain(layer_of_torch).layers
+    assert (explained.backend, y.dtype) == (backend, dtype)
+    assert {kind.dtype for kind in kinds} == ({dtype} if backend == "triton" else set())
+    assert explained.reason == ("" if backend == "triton" else "the input is torch.float16")
+
+
 def test_under_autocast_of_a_gpu_layers_are_left_to_torch(as_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cuda": device == "cuda")
     layer_of_torch = stretto.accelerate(torch.nn.GRU(3, 4), measure=False)

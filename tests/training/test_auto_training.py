@@ -291,7 +291,7 @@ def test_the_plain_recipe_that_begins_anew_begins_with_new_weights(
     [
         ({"batch_size": "auto"}, "--auto was given with --batch-size auto"),
         ({"patience": 2}, "--auto was given .* --patience 2"),
-        ({"reach": 96.0}, "reach=96 is no value of accuracy, which is between 0 and 1"),
+        ({"reach": 96.0}, "reach=96 cannot be reached: accuracy is between 0 and 1"),
         ({"max_hours": 1e-9}, "are too short: trials alone would take"),
     ],
 )

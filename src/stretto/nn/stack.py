@@ -113,7 +113,7 @@ def run_stack(
     one_way = all(len(layer) == 1 for layer in layers) and save == "auto" and call is None
     chunks = wavefront_chunks([layer[0].program for layer in layers], layout) if one_way else 1
     if chunks > 1:
-        return _wave([layer[0] for layer in layers], layout, x_PF, dropout=dropout, count=chunks, shown=shown)
+        return _run_wave([layer[0] for layer in layers], layout, x_PF, dropout=dropout, count=chunks, shown=shown)
     finals: list[list[torch.Tensor]] = []
     solutions: list[Solution] = []
     is_own = False
@@ -129,7 +129,7 @@ def run_stack(
             results = [(item.y_PF, item.states) for item in solved]
             solutions += [item.solution for item in solved]
         elif save == "states" and torch.is_grad_enabled():
-            results = _in_stretches(layer, layout, inputs)
+            results = _run_in_stretches(layer, layout, inputs)
         else:
             # Two directions are put into memory of their own, side by side.
             own = shown if number + 1 == len(layers) and len(layer) == 1 else ""
@@ -176,7 +176,7 @@ def _problem(
     )
 
 
-def _in_stretches(
+def _run_in_stretches(
     layer: Sequence[Direction], layout: Layout, inputs: Sequence[torch.Tensor]
 ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     def run(chunk: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -204,7 +204,7 @@ def reverse_rows(layout: Layout, x_PF: torch.Tensor) -> torch.Tensor:
     return x_PF.index_select(0, layout.on_device("reversed_P", x_PF.device))
 
 
-def _wave(
+def _run_wave(
     stack: Sequence[Direction], layout: Layout, x_PF: torch.Tensor, *, dropout: float, count: int, shown: Shown
 ) -> StackResult:
     bounds = [layout.num_steps * index // count for index in range(count + 1)]

@@ -39,13 +39,15 @@ from stretto.kernels import CALLS, Backend, Built, TracedProgram, build, kept_si
 from stretto.nn.choice import Kind, expected_speedup, fill_parameters, rounded_fill, was_disturbed
 from stretto.nn.compiled import admit_layers, evaluated, layers_are_traced, operators_are_usable, run_layers
 from stretto.nn.guards import PLAIN_TENSORS, is_looked_at, opaque, unusual_tensor, warn_once
-from stretto.nn.ragged import check_lengths, cut_at_resets, pack_batch, reverse_padded, values_of
+from stretto.nn.ragged import PackedBatch, check_lengths, cut_at_resets, pack_batch, reverse_padded, values_of
 from stretto.nn.stack import Direction, run_stack
 from stretto.state import map_state
 
 Module = TypeVar("Module", bound=nn.Module)
 KINDS: Final = (nn.RNN, nn.GRU, nn.LSTM)
 DTYPES: Final = (torch.float32, torch.float64)
+DTYPES_ON_GPUS: Final = (*DTYPES, torch.bfloat16)
+"""Of layers that generated code may take there; in float16 cuDNN has kernels that nothing generated would beat."""
 BACKEND: Final = "_stretto_backend"
 ON_GPUS: Final = ("triton", "cudagraph")
 """The attribute of an accelerated layer. Its value is a plain string: it can be saved and read without Stretto."""
@@ -70,6 +72,9 @@ _TORCH_FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
 }
 MIN_SPEEDUP: Final = 1.03
 """How much faster generated code is expected to be for "auto" to take it: a tie goes to torch's own layer."""
+MIN_DISTURBED_SPEEDUP: Final = 0.67
+"""The same where other work disturbed the measurement: torch's layers of GRU and RNN are up to 200 times slower, and
+generated code is rarely slower by a third, so that doubt costs least with generated code."""
 CPU: Final = torch.device("cpu")
 _DTYPE_NAMES: Final = {torch.float32: "float32", torch.float64: "float64"}
 _log = logging.getLogger("stretto")
@@ -633,14 +638,16 @@ def torch_only(layer: nn.RNNBase, x: Any, hx: Any, backend: str) -> str:  # noqa
     reason = is_looked_at(getattr(data, "device", None))
     if reason:
         return reason
-    if not isinstance(data, torch.Tensor) or data.dtype not in DTYPES:
-        return f"the input is {data.dtype if isinstance(data, torch.Tensor) else type(data).__name__}"
+    if not isinstance(data, torch.Tensor):
+        return f"the input is {type(data).__name__}"
+    dtype, on_gpu = data.dtype, _runs_on(backend, data.device)[0] in ON_GPUS
+    if dtype not in (DTYPES_ON_GPUS if on_gpu else DTYPES):
+        return f"the input is {dtype}"
     states = [] if hx is None else list(hx) if isinstance(hx, (tuple, list)) else [hx]
     # Weights that are computed when they are read, some of them with a state, are not read more often than by torch.
     if "parametrizations" not in layer._modules and not _has_its_parameters(layer):
         layer._update_flat_weights()
     weights: list[Any] = layer._flat_weights
-    dtype, on_gpu = data.dtype, _runs_on(backend, data.device)[0] in ON_GPUS
     if on_gpu and torch.is_autocast_enabled("cuda"):
         return "autocast is on, under which cuDNN computes in 16 bits"
     for tensor in (data, *states, *weights):
@@ -780,7 +787,7 @@ def _is_faster(layer: nn.RNNBase, x: Any) -> bool:
     if not is_packed and _num_steps(layer, x) == 1:
         return False  # there is no loop to make faster
     data = x.data if is_packed else x
-    speedup, _ = speedup_of(
+    speedup, is_disturbed = speedup_of(
         layer,
         dtype=data.dtype,
         num_steps=_num_steps(layer, x),
@@ -790,7 +797,7 @@ def _is_faster(layer: nn.RNNBase, x: Any) -> bool:
         input_gradient=data.requires_grad,
         device=data.device,
     )
-    return speedup >= MIN_SPEEDUP
+    return speedup >= (MIN_DISTURBED_SPEEDUP if is_disturbed else MIN_SPEEDUP)
 
 
 def run_generated(layer: nn.RNNBase, x: Any, hx: Any = None, lengths: Any = None) -> Any:
@@ -810,6 +817,7 @@ def run_generated(layer: nn.RNNBase, x: Any, hx: Any = None, lengths: Any = None
     widths = [shape[-1] for shape in _state_shapes(layer, 1)]
     zeros = {} if states_LBH else {width: packed.x_PF.new_zeros(packed.layout.num_rows, width) for width in set(widths)}
     num_directions, width, dtype = _num_directions(layer), packed.x_PF.shape[1], packed.x_PF.dtype
+    num_copied = _num_copied(layer, packed, x) if states_LBH and num_directions > 1 else 0
     layers = []
     for first in range(0, _num_slices(layer), num_directions):
         program = _program(layer, width, dtype, backend, packed.x_PF.device).program
@@ -818,7 +826,11 @@ def run_generated(layer: nn.RNNBase, x: Any, hx: Any = None, lengths: Any = None
                 Direction(
                     program,
                     weights_of(layer, index),
-                    [state[index] for state in states_LBH] or [zeros[size] for size in widths],
+                    [
+                        state[index].clone() if index % 2 and number < num_copied else state[index]
+                        for number, state in enumerate(states_LBH)
+                    ]
+                    or [zeros[size] for size in widths],
                 )
                 for index in range(first, first + num_directions)
             ]
@@ -835,6 +847,20 @@ def run_generated(layer: nn.RNNBase, x: Any, hx: Any = None, lengths: Any = None
         y = y.squeeze(0 if layer.batch_first else 1)  # type: ignore[union-attr]
         finals = [state.squeeze(1) for state in finals]
     return y, tuple(finals) if layer.mode == "LSTM" else finals[0]
+
+
+def _num_copied(layer: nn.RNNBase, packed: PackedBatch, x: Any) -> int:
+    """Of how many of the given states torch's backward directions keep copies: of none, of h, or of h and c.
+
+    What changes in these before the backward pass, unseen by autograd as through `.data`, has no effect then. Sequences
+    that end early join those that are under way, and oneDNN's LSTM has a copy of h.
+    """
+    if not torch.is_grad_enabled():
+        return 0
+    if not packed.layout.is_even:
+        return 2
+    is_one_operator = layer.mode == "LSTM" and packed.x_PF.dtype is torch.float32 and not layer.proj_size
+    return int(is_one_operator and not isinstance(x, PackedSequence) and torch._C._get_mkldnn_enabled())
 
 
 def run_ragged(layer: nn.RNNBase, x: torch.Tensor, lengths: Any) -> torch.Tensor:

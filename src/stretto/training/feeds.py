@@ -1,13 +1,17 @@
 """Where the batches of an epoch come from: buckets of similar length (`BucketFeed`), or a text in parallel streams.
 
+For a GPU the next batch is made in a thread while the current one is used (`read_ahead`).
+
 Shape legend: N sequences, K buckets, M sequences of a bucket, B sequences or streams of a batch, S words of a text,
 R streams of all ranks, T steps of a window.
 """
 
 import abc
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Final, final
 
 import numpy as np
@@ -40,11 +44,14 @@ class AbstractFeed(abc.ABC):
 
     Attributes:
         carries: Whether a batch continues where the one before ended, so that the model carries a state between them.
+        can_read_ahead: Whether the next batch may be made in another thread: it depends on the position alone, and
+            making it draws no random numbers and changes nothing.
         batch_size: Most sequences, or streams, in a batch of one rank, in the current epoch.
         num_sequences: The largest batch size over all ranks that makes sense.
     """
 
     carries: ClassVar[bool] = False
+    can_read_ahead: ClassVar[bool] = False
     batch_size: int
     num_sequences: int
 
@@ -85,7 +92,7 @@ class AbstractFeed(abc.ABC):
 
     @abc.abstractmethod
     def resize(self, batch_size: int, *, batches_done: int = 0) -> None:
-        """Continue with batches of another size: what is left of the plan is planned anew, and later epochs follow."""
+        """Continue with batches of another size: the rest of the epoch is planned again, and so are later epochs."""
 
     @abc.abstractmethod
     def report(self) -> dict[str, Any]:
@@ -118,12 +125,36 @@ class AbstractFeed(abc.ABC):
         """Give the model the state it carried, if the batches still are those that follow."""
 
 
+def read_ahead(batches: Iterator[Batch], *, device: str, most: int | None = None) -> Generator[Batch, None, None]:
+    """The same batches in the same order; for a GPU each is made in a thread while the one before is used.
+
+    One batch is ahead at a time. What goes wrong with it is raised when it is asked for. Closing waits for the thread.
+
+    Args:
+        batches: Only asked for the next one by one thread at a time.
+        device: Where they are used.
+        most: How many may be made ahead: asking for more than there are may change what gives them.
+    """
+    if not device.startswith("cuda"):
+        yield from batches
+        return
+    ahead = itertools.islice(batches, most)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="stretto-batches") as maker:
+        coming = maker.submit(next, ahead, None)
+        while (batch := coming.result()) is not None:
+            coming = maker.submit(next, ahead, None)
+            yield batch
+    yield from batches
+
+
 @final
 class BucketFeed(AbstractFeed):
     """Every batch from one length bucket, in a new order each epoch, as a `BucketSampler` plans them.
 
     `lengths` are what buckets are cut by: the sequences' own, or (N, 2) for pairs, whose edges count both.
     """
+
+    can_read_ahead: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -247,7 +278,13 @@ def eval_batches(
         world_size=world.size,
     )
     # With a generator of its own: a loader draws a seed, and evaluation must not change the random state of training.
-    for batch in DataLoader(part, batch_sampler=sampler, collate_fn=collate, generator=torch.Generator()):
+    loader: DataLoader[Batch] = DataLoader(
+        part,  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        collate_fn=collate,
+        generator=torch.Generator(),
+    )
+    for batch in read_ahead(iter(loader), device=device):
         yield batch.to(device)
 
 
@@ -260,8 +297,7 @@ class _Text:
         if np.array_equal(part.starts_N[1:], ends_N[:-1]):
             self._words_S = part.features_SF[part.starts_N[0] : ends_N[-1], 0]
         else:
-            pieces = zip(part.starts_N, ends_N, strict=True)
-            self._words_S = np.concatenate([part.features_SF[begin:end, 0] for begin, end in pieces])
+            self._words_S = np.concatenate(part.arrays())[:, 0]
         self._numbers_N, self._ends_N = part.numbers_N, np.cumsum(part.lengths_N)
         self.num_steps = len(self._words_S) - 1
         if self.num_steps < 1:
@@ -298,8 +334,9 @@ def eval_windows(part: SequenceSet, *, window: int, world: World, device: str) -
     """
     text = _Text(part)
     most = max(1, min(EVAL_STREAMS, text.num_steps // window))
-    for chunk in text.streams(num_streams=most, window=window, world=world):
-        yield text.batch(chunk).to(device)
+    windows = map(text.batch, text.streams(num_streams=most, window=window, world=world))
+    for batch in read_ahead(windows, device=device):
+        yield batch.to(device)
 
 
 @final
@@ -319,6 +356,7 @@ class StreamFeed(AbstractFeed):
     """
 
     carries: ClassVar[bool] = True
+    can_read_ahead: ClassVar[bool] = True
 
     def __init__(
         self, part: SequenceSet, *, window: int, batch_size: int, world: World, max_padded_steps: int | None = None
@@ -327,7 +365,7 @@ class StreamFeed(AbstractFeed):
         self._num_parts = len(part)
         # As many streams as the text has windows: with more, streams would be shorter than a window.
         self.num_sequences = max(1, self._text.num_steps // window)
-        self._refuse(batch_size)
+        self._check_size(batch_size)
         self._made_for = self.batch_size = batch_size
         self._epoch, self._start = 0, 0
         self._streams = self._text.streams(num_streams=batch_size * world.size, window=window, world=world)
@@ -368,7 +406,7 @@ class StreamFeed(AbstractFeed):
 
     def resize(self, batch_size: int, *, batches_done: int = 0) -> None:
         """Cut what is left of the text, and all of it in later epochs, into another number of streams."""
-        self._refuse(batch_size)
+        self._check_size(batch_size)
         self._streams.resize(batch_size * self._world.size, used=batches_done)
         self.batch_size, self._start = batch_size, 0
 
@@ -441,12 +479,12 @@ class StreamFeed(AbstractFeed):
         tensors, forms = {}, []
         for number, carried in enumerate(carried_states(model)):
             own = [] if carried.state is None else flatten(carried.state)
-            # A rank without streams has no state: rank 0, which always has some, says what it looks like.
-            form = None if carried.state is None else _form(carried)
+            # A rank without streams has no state: rank 0, which always has some, broadcasts its form.
+            form = None if carried.state is None else _describe_state(carried)
             forms.append(json.loads(self._world.broadcast_str(json.dumps(form))))
             for which, (dtype, shape) in enumerate(forms[-1]["tensors"] if forms[-1] else []):
                 part = own[which] if own else torch.zeros(shape, dtype=getattr(torch, dtype))
-                tensors[f"{CARRIED_KEY}.{number}.{which}"] = self._all_rows(part, carried.batch_dim)
+                tensors[f"{CARRIED_KEY}.{number}.{which}"] = self._gather_rows(part, carried.batch_dim)
         return Checkpoint(tensors=tensors, state={CARRIED_KEY: forms})
 
     def load_carried(self, checkpoint: Checkpoint, model: nn.Module) -> None:
@@ -460,10 +498,10 @@ class StreamFeed(AbstractFeed):
             carried.reset()
             if form is not None:
                 names = [f"{CARRIED_KEY}.{number}.{which}" for which in range(len(form["tensors"]))]
-                carried.state = _nest(form["nesting"], [checkpoint.tensors[name].to(device) for name in names])
+                carried.state = _unflatten(form["nesting"], [checkpoint.tensors[name].to(device) for name in names])
                 carried.state = carried.rows(self._streams.share(self._world.rank))
 
-    def _all_rows(self, part: torch.Tensor, batch_dim: int) -> torch.Tensor:
+    def _gather_rows(self, part: torch.Tensor, batch_dim: int) -> torch.Tensor:
         """The rows of all ranks side by side."""
         if self._world.size == 1:
             return part
@@ -479,7 +517,7 @@ class StreamFeed(AbstractFeed):
             self._epoch, self._start = epoch, 0
             self._streams.restart()
 
-    def _refuse(self, batch_size: int) -> None:
+    def _check_size(self, batch_size: int) -> None:
         streams, padded_steps = batch_size * self._world.size, batch_size * self._window
         if streams > self._text.num_steps:
             raise StrettoError(
@@ -495,7 +533,7 @@ class StreamFeed(AbstractFeed):
             )
 
 
-def _form(carried: CarriedState) -> dict[str, Any]:
+def _describe_state(carried: CarriedState) -> dict[str, Any]:
     """How a state is nested, as JSON, and the type of each tensor and its shape without rows."""
     tensors = flatten(carried.state)
     shapes = [[0 if at == carried.batch_dim % t.ndim else size for at, size in enumerate(t.shape)] for t in tensors]
@@ -504,10 +542,10 @@ def _form(carried: CarriedState) -> dict[str, Any]:
     return {"nesting": nesting, "tensors": [[*pair] for pair in zip(types, shapes, strict=True)]}
 
 
-def _nest(nesting: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def _unflatten(nesting: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The state of a form: in JSON tuples, named or not, are lists."""
     if isinstance(nesting, list):
-        return tuple(_nest(item, tensors) for item in nesting)
+        return tuple(_unflatten(item, tensors) for item in nesting)
     if isinstance(nesting, dict):
-        return {key: _nest(item, tensors) for key, item in nesting.items()}
+        return {key: _unflatten(item, tensors) for key, item in nesting.items()}
     return None if nesting is None else tensors[nesting]

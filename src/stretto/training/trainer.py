@@ -2,18 +2,18 @@
 
     feed -> updater -> state, events -> batch policy -> checkpoints
 
-Only the trainer changes the position of a run: epoch, batches done and updates made. Errors that only rank 0 can meet,
+Only the trainer changes the position of a run: epoch, batches done and updates made. Errors of rank 0 alone,
 in writing events or checkpoints, are deferred (`DeferredErrors`) until all ranks can raise them in the same update.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -22,9 +22,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from stretto.batching import shuffled_padded_steps
+from stretto.batching import Batch, shuffled_padded_steps
 from stretto.data import PARTS, SequenceSet, StepLabels
-from stretto.distributed import DeferredErrors, World
+from stretto.distributed import DeferredErrors, World, handle_signals
 from stretto.errors import StrettoError
 from stretto.files import write_atomically
 from stretto.nn import reset_carried
@@ -41,6 +41,7 @@ from stretto.training.checkpoint import (
 from stretto.training.config import check_compatible
 from stretto.training.evaluate import Evaluation, evaluate, sample_predictions
 from stretto.training.events import AbstractLog, DeferredLog
+from stretto.training.feeds import read_ahead
 from stretto.training.solver import SolverMonitor, SolverRecord, TimeParallelSetup, summarize_solver
 from stretto.training.state import POSITION, EpochTotals, TrainState
 from stretto.training.task import AbstractTask
@@ -133,7 +134,7 @@ class RunResult:
 class Part:
     """A part of a run, with settings of its own: its number, and the epochs and the time before it.
 
-    Another part than the first begins with the best weights so far, or anew, and with a new optimiser and schedule.
+    Later parts begin with the best weights so far, or with new ones, and with a new optimiser and schedule.
     """
 
     number: int = 0
@@ -203,7 +204,7 @@ class Trainer:
         lowest, highest = TARGETS.get(task.metric, (-math.inf, math.inf))
         if config.reach is not None and not lowest <= config.reach <= highest:
             raise StrettoError(
-                f"reach={config.reach:g} is no value of {task.metric}, which is between {lowest:g} and {highest:g}",
+                f"reach={config.reach:g} cannot be reached: {task.metric} is between {lowest:g} and {highest:g}",
                 fix="Give a value in that range.",
             )
         # Once: it reads all the data, and a checkpoint should not have to.
@@ -214,7 +215,7 @@ class Trainer:
         self._own_steps, self._waited = 0, 0.0
         self._best: dict[str, float] = {}
         self._best_model: dict[str, torch.Tensor] = {}
-        self._begun = self._started = time.perf_counter()
+        self._run_start = self._part_start = time.perf_counter()
         self._random = torch.get_rng_state()
         with self._own_randomness():
             torch.manual_seed(config.seed)
@@ -259,14 +260,14 @@ class Trainer:
 
     def train(self) -> dict[str, float]:
         """Train to the last epoch of the part; the metric after it and after the part's best: `value` and `best`."""
-        self._started = time.perf_counter()
-        self._begun = self._started - self.state.seconds
+        self._part_start = time.perf_counter()
+        self._run_start = self._part_start - self.state.seconds
         try:
             with stop_on_signals(self._stop):
                 while not self._is_over():
                     self._train_epoch()
         finally:
-            # However it ends, a checkpoint that was begun is finished.
+            # However training ends, a checkpoint that is being written is completed.
             self._writer.wait()
         self._errors.raise_on_all()
         return {"value": self._best.get("last", math.nan), "best": self._best.get("of_part", math.nan)}
@@ -328,13 +329,24 @@ class Trainer:
 
     def _run_plan(self) -> bool:
         """Make the updates of the feed's current plan; whether the epoch is done, or was re-planned on the way."""
-        state, policy, is_alone = self.state, self.policy, self._world.size == 1
+        state, policy = self.state, self.policy
         policy.begin_plan()
         self.feed.begin_epoch(state.epoch, state.model)
         self._updater.weigh(self.feed, accumulate=policy.accumulate)
         self._monitor.begin_epoch(state.epoch)
         state.model.train()
-        batches, num_batches = iter(self.feed), len(self.feed)
+        with contextlib.closing(self._batches()) as batches:
+            return self._run_batches(batches, num_batches=len(self.feed))
+
+    def _batches(self) -> Generator[Batch, None, None]:
+        """Those of the current plan that are not done."""
+        most = len(self.feed) - self.state.batches_done
+        device = self._config.device if self.feed.can_read_ahead else "cpu"
+        return read_ahead(iter(self.feed), device=device, most=most)
+
+    def _run_batches(self, batches: Generator[Batch, None, None], *, num_batches: int) -> bool:
+        """Make an update of each batch, or of several; whether none are left."""
+        state, policy, is_alone = self.state, self.policy, self._world.size == 1
         saved = clock = time.perf_counter()
         while state.batches_done < num_batches:
             update = self._updater.update(
@@ -346,7 +358,11 @@ class Trainer:
             seconds, clock = now - clock, now
             self._count(update, num_batches=min(policy.accumulate, num_batches - state.batches_done), seconds=seconds)
             self._record(update)
-            if self._apply(policy.after_update(update, left=self._share_left)):
+            replan = policy.after_update(update, left=self._share_left)
+            if replan is not None and replan.decision.action != "keep":
+                # The feed changes: nobody may be reading ahead.
+                batches.close()
+            if self._apply(replan):
                 self._save()
                 return False
             if state.batches_done == num_batches:
@@ -562,7 +578,7 @@ class Trainer:
             seconds=round(self._elapsed(), 3),
             padding=1.0 - state.steps_real / max(1, state.padded_steps),
             steps_per_second=round(state.steps_real / max(1e-9, state.train_seconds), 1),
-            checkpoint_overhead=round(self._writer.seconds / max(1e-9, time.perf_counter() - self._started), 6),
+            checkpoint_overhead=round(self._writer.seconds / max(1e-9, time.perf_counter() - self._part_start), 6),
             padded_steps_ratio=state.padded_steps_ratio,
             solving=summarize_solver(self._monitor.epochs),
             settings={"task": self._task.name, **self._config.recorded()},
@@ -588,7 +604,7 @@ class Trainer:
         return shuffled * (1.0 - padding) / int(lengths.sum())
 
     def _elapsed(self) -> float:
-        return time.perf_counter() - self._begun
+        return time.perf_counter() - self._run_start
 
     def _is_checkpoint_due(self, seconds: float) -> bool:
         """Whether to save within an epoch. Where states are carried, all ranks must, so rank 0's clock decides."""
@@ -600,7 +616,7 @@ class Trainer:
     def _save(self, *, is_best: bool = False) -> None:
         """Begin to write a checkpoint; where states are carried, all ranks must call."""
         state, world = self.state, self._world
-        begun, state.seconds = time.perf_counter(), self._elapsed()
+        start, state.seconds = time.perf_counter(), self._elapsed()
         # An epoch begins with nothing carried.
         carried = self.feed.carried(state.model) if state.batches_done else Checkpoint()
         if not (world.is_rank0 or self.policy.can_roll_back):
@@ -616,11 +632,11 @@ class Trainer:
         if not state.batches_done:
             self.policy.keep(checkpoint)
         if world.is_rank0:
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
             self._writer.begin(checkpoint, update=state.num_updates, seconds=seconds, is_best=is_best)
 
     def _begin_part(self) -> None:
-        """Go on where the part before ended, with the best weights so far or new ones."""
+        """Begin a part with the best weights so far or new ones, after the updates and epochs of the part before."""
         state, last = self.state, load_newest(self._run).checkpoint.state
         for name in POSITION:
             setattr(state, name, last["position"][name])
@@ -691,7 +707,7 @@ class Trainer:
         self._errors.raise_on_all()
         raise Interrupted(self._run, update=self.state.num_updates)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _own_randomness(self) -> Iterator[None]:
         """The trainer's random state instead of the process's, so that others can draw, and other trainers too."""
         with torch.random.fork_rng(devices=[]):
@@ -702,21 +718,14 @@ class Trainer:
                 self._random = torch.get_rng_state()
 
 
-@contextmanager
+@contextlib.contextmanager
 def stop_on_signals(stop: threading.Event) -> Iterator[None]:
     """Let Ctrl-C and SIGTERM set `stop`, so that the current update ends first; a second signal stops at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
-    def ask(number: int, frame: object) -> None:  # noqa: ARG001
+    def request_stop(number: int) -> None:
         if stop.is_set():
             signal.default_int_handler(number, None)
         stop.set()
 
-    earlier = {kind: signal.signal(kind, ask) for kind in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handle_signals(request_stop):
         yield
-    finally:
-        for kind, handler in earlier.items():
-            signal.signal(kind, handler)

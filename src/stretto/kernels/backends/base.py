@@ -115,6 +115,9 @@ class AbstractKernel(ABC):
     Attributes:
         num_inputs: Tensors of a `LoopCall`: states, values of each step, weights, constants.
         num_results: Tensors of a `LoopResult` without the saved ones: states after each step, outputs, final states.
+        copied_states: Initial states of which the backward loop reads a copy, and the products after it what was given.
+            So do the operators of torch's GRU: what is computed from a state has a value of its own, which a change
+            that autograd does not see, as through `.data`, leaves as it was.
     """
 
     def __init__(self, body: Body) -> None:
@@ -122,6 +125,8 @@ class AbstractKernel(ABC):
         self.deferral = Deferral(body.deferred)
         self.num_inputs = [len(body.ports_of(kind)) for kind in Kind]
         self.num_results = (len(body.next_states), len(body.outputs), len(body.next_states))
+        read = self.deferral.read.intersection(item for node in body.backward for item in node.inputs)
+        self.copied_states = [index for index, port in enumerate(body.ports_of(Kind.STATE)) if port.node in read]
 
     @abstractmethod
     def forward(self, call: LoopCall, *, keep: bool) -> LoopResult:
@@ -178,8 +183,8 @@ class LayerOperator(ABC):
         """Run programs that do not depend on each other; outputs (P, ...) and final states of each."""
 
     @abstractmethod
-    def kept_shapes(self, total: int) -> list[tuple[int, ...]]:
-        """The shapes of what `run_forward` keeps for a batch of so many rows, which may be a symbol."""
+    def kept_shapes(self, total: int, num_rows: int) -> list[tuple[int, ...]]:
+        """The shapes of what `run_forward` keeps for so many rows of all steps and sequences, which may be symbols."""
 
     @classmethod
     @abstractmethod

@@ -188,15 +188,15 @@ class GraphKernel(AbstractKernel):
         self._weights: dict[Any, Tensors] = {}
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._lock = threading.Lock()
-        self._fallback = ""
+        self._fallback = self._without = ""
         sizes = [node.row_size for node in (*body.next_states, *body.outputs, *body.saved, *body.to_deferred)]
         sizes += [port.node.row_size for port in body.ports_of(Kind.PER_STEP)]
         self._bytes_per_row = 16 * sum(sizes)
 
     @property
     def fallback(self) -> str:
-        """Why nothing could be recorded, and the loops run operator by operator."""
-        return self._fallback
+        """Why nothing could be recorded, and the loops run operator by operator; or why no generated kernels are."""
+        return self._fallback or self._without
 
     @property
     def passes(self) -> tuple[int, int] | None:
@@ -246,7 +246,8 @@ class GraphKernel(AbstractKernel):
             return False
         self._recorded.clear()
         self._steps = self._eager
-        warnings.warn(f"CUDA graphs run without generated kernels: {error}", stacklevel=3)
+        self._without = f"CUDA graphs run without generated kernels: {error}"
+        warnings.warn(self._without, stacklevel=3)
         return True
 
     def _give_up(self, error: RuntimeError) -> None:

@@ -236,11 +236,14 @@ class FusedLayer(LayerOperator):
             places[role, index] = end
             # What nothing will read again gets one row for each sequence.
             end += aligned((total if keep or role != "saved" else num_rows) * size)
+        for index in self.kernel.copied_states if keep else []:
+            places["copied", index] = end
+            end += aligned(num_rows * math.prod(self.state_shapes[index]))
         return places, end
 
-    def kept_shapes(self, total: int) -> list[tuple[int, ...]]:
+    def kept_shapes(self, total: int, num_rows: int) -> list[tuple[int, ...]]:
         """One piece of memory."""
-        return [(self.kept_places(total, 0, "rows", keep=True)[1],)]
+        return [(self.kept_places(total, num_rows, "rows", keep=True)[1],)]
 
     @classmethod
     def run_forward(
@@ -252,7 +255,10 @@ class FusedLayer(LayerOperator):
         for layer, (_, kept) in zip(operators, made, strict=True):
             places = {} if kept is None else layer.kept_places(layout.total, layout.num_rows, "rows", keep=True)[0]
             for role, start in places.items():
-                end = start + layout.total * layer.kept_sizes[role]
+                if role[0] == "copied":
+                    end = start + layout.num_rows * math.prod(layer.state_shapes[role[1]])
+                else:
+                    end = start + layout.total * layer.kept_sizes[role]
                 kept[end : aligned(end)] = 0.0  # type: ignore[index] # what lies between values is a result, too
         return [t for results, _ in made for t in results], [kept for _, kept in made if kept is not None]
 
@@ -459,6 +465,11 @@ def _write_forward(batch: _Batch, *, keep: bool, pieces: int, team: int) -> _Lay
         writer.add_product(*x, matrix, bias_place, writer.places["per_step", index])
     for index in range(layer.num_states):
         writer.places["final", index] = writer.at(writer.own_tensors + index)
+    for index in layer.kernel.copied_states if keep else []:
+        elements = batch.states[index].numel()
+        if elements:
+            copied = (writer.places["initial", index], writer.places["copied", index])
+            writer.add(COPY, *copied, 1, elements, threads_for(elements))
     writer.add_loop(pieces=pieces, team=team)
     return writer.finish(pieces)
 
@@ -476,6 +487,8 @@ class _BackwardWriter(_Writer):
         # The tensors of this pass: gradients of y and final states, states before each step, gradients that are made.
         self.first_shifted = self.own_tensors + first
         self.first_gradient = self.first_shifted + self.layer.num_states
+        for index in self.layer.kernel.copied_states:
+            self.places["initial", index] = self.places["copied", index]
         self.gradients: dict[int, tuple[int, ...]] = {}
         self.shifted: set[int] = set()
         self.sums: dict[int, int] = {}
@@ -579,9 +592,9 @@ class _BackwardWriter(_Writer):
             if role[0] != "before":
                 self._add_matrix(weight, places[role], width, d)
             elif layout.num_steps <= 1:
-                self._add_matrix(weight, places["initial", role[1]], width, d)
+                self._add_matrix(weight, self.at(X + 1 + role[1]), width, d)
             elif layout.is_even:
-                head = (places["initial", role[1]], width, layout.num_rows)
+                head = (self.at(X + 1 + role[1]), width, layout.num_rows)
                 self._add_matrix(weight, places["after", role[1]], width, d, head)
             else:
                 self.shifted.add(role[1])

@@ -1,12 +1,13 @@
 """The backend that generates Triton, as the registry knows it."""
 
+import functools
 import importlib.metadata
+from collections.abc import Mapping
 from typing import ClassVar, final
 
 import torch
 
 from stretto.errors import StrettoError
-from stretto.extras import optional
 from stretto.graph import Body
 from stretto.kernels.backends.base import AbstractBackend, AbstractKernel, Program, TracedStep
 from stretto.kernels.backends.cudagraph import RECORDERS, GraphBackend, GraphKernel, graph_kernel, why_no_gpu
@@ -14,9 +15,10 @@ from stretto.kernels.backends.triton import interpreter
 from stretto.kernels.backends.triton.emit import Tiles
 from stretto.kernels.backends.triton.generate import generate, generate_pieces
 from stretto.kernels.backends.triton.kernel import TritonKernel
-from stretto.kernels.backends.triton.measured import OPERATORS, MeasuredKernel
-from stretto.kernels.backends.triton.model import WAYS, gpu_of, predict_graph, predict_triton
+from stretto.kernels.backends.triton.measured import COOPERATIVE, OPERATORS, MeasuredKernel
+from stretto.kernels.backends.triton.model import SLACK, WAYS, gpu_of, predict_graph, predict_triton
 from stretto.kernels.backends.triton.modes import ROWS, STEPWISE, choose_tiles, first_that_fits
+from stretto.kernels.backends.triton.package import optional
 from stretto.kernels.backends.triton.targets import target_of, too_old
 from stretto.kernels.backends.triton.team import Team
 from stretto.kernels.ir import Unsupported
@@ -100,7 +102,7 @@ class TritonBackend(AbstractBackend):
             kernels.append([])
             for body in level:
                 found = measured_kernel(body, step, expected=self.name) if step.measures else None
-                kernels[-1].append(found or _kernel(body, step.device, operands))
+                kernels[-1].append(found or _kernel(body, step.device, operands, slack=1.0))
         return TracedProgram(step.plan, kernels)
 
 
@@ -118,11 +120,14 @@ def measured_kernel(body: Body, step: TracedStep, *, expected: str) -> MeasuredK
     except Unsupported:
         return None
     operands = step.narrow
+    # Both kinds of kernels have these; compiled and compared once.
+    tiles = functools.cache(lambda: _own_tiles(body, device, operands))
     return MeasuredKernel(
         body,
         device=device,
         candidates={
-            TritonBackend.name: lambda: _kernel(body, device, operands),
+            TritonBackend.name: lambda: TritonKernel(body, device=device, tiles=tiles(), operands=operands),
+            COOPERATIVE: lambda: _kernel(body, device, operands, slack=SLACK, tiles=tiles()),
             GraphBackend.name: lambda: graph_kernel(body, device, operands),
             OPERATORS: lambda: GraphKernel(body, device, recorder=recorder),
         },
@@ -132,8 +137,30 @@ def measured_kernel(body: Body, step: TracedStep, *, expected: str) -> MeasuredK
     )
 
 
-def _kernel(body: Body, device: torch.device, operands: torch.dtype | None) -> TritonKernel:
-    """With the best tiles that fit."""
+def _kernel(
+    body: Body,
+    device: torch.device,
+    operands: torch.dtype | None,
+    *,
+    slack: float,
+    tiles: Mapping[Way, Tiles] | None = None,
+) -> TritonKernel:
+    """With the best tiles that fit; programs share rows where a model says that it takes at most `slack` times longer.
+
+    Raises:
+        Unsupported: If none fit.
+    """
+    team = Team(target_of(device), operands=operands or real_dtype(body), compiles=device.type != "cpu", slack=slack)
+    own = tiles or _own_tiles(body, device, operands)
+    return TritonKernel(body, device=device, tiles=own, operands=operands, team=team)
+
+
+def _own_tiles(body: Body, device: torch.device, operands: torch.dtype | None) -> dict[Way, Tiles]:
+    """The best that fit, of kernels whose programs have rows of their own.
+
+    Raises:
+        Unsupported: If none do.
+    """
     taken = operands or real_dtype(body)
     target = target_of(device)
     tiles: dict[Way, Tiles] = {}
@@ -142,5 +169,4 @@ def _kernel(body: Body, device: torch.device, operands: torch.dtype | None) -> T
             tiles[way] = choose_tiles(body, way, taken, target)
             continue
         tiles[way], _ = first_that_fits(body, way, operands=taken, target=target)
-    team = Team(target, operands=taken, compiles=device.type != "cpu")
-    return TritonKernel(body, device=device, tiles=tiles, operands=operands, team=team)
+    return tiles

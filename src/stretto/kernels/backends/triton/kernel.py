@@ -195,6 +195,11 @@ class TritonKernel(AbstractTritonKernel):
         """Why its launch failed, and something slower runs the loop."""
         return self._fallback or ("" if self._team is None else self._team.reason)
 
+    def shares_rows(self, rows: int, *, keep: bool) -> bool:
+        """Whether programs share the rows of such a batch, in one direction at least."""
+        ways: tuple[Way, ...] = ("forward", "backward") if keep else ("forward",)
+        return self._team is not None and any(self._team.tiles(self.body, way, rows) is not None for way in ways)
+
     def forward(self, call: LoopCall, *, keep: bool) -> LoopResult:
         """Run all steps; by something slower from the first launch on that fails."""
         if self._slower is None:

@@ -1,22 +1,24 @@
-"""What runs a loop on a GPU, by a small measurement: kernels for all steps, or one of two kinds of CUDA graphs.
+"""What runs a loop on a GPU, by a small measurement: one of two kinds of kernels for all steps, or of CUDA graphs.
 
-    triton                 one launch for all steps, forward and backward; whether programs share rows says a model
+    triton                 one launch for all steps, forward and backward; a program has rows of its own
+    triton, cooperative    likewise, but programs share rows, and wait for each other in each step
     cudagraph              generated kernels around cuBLAS's products, in replayed graphs
     cudagraph, operators   PyTorch's operators in replayed graphs
 
 A model (`model.py`) expects one of them to be fastest. When the first batch of a kind comes, all of them run its first
 steps, forward and backward if there will be gradients, and the fastest is kept for this loop, kind of batch and GPU, in
-this process and in others. Loops run outside of autograd, so neither the caller's graph nor hooks see it; nothing is
-drawn, and nothing of the caller's is written. Never run on a GPU: tests have the interpreter for one.
+this process and in others. Programs share rows where they can all run at once, and where the model does not rule it
+out. Loops run outside of autograd, so neither the caller's graph nor hooks see it; nothing is drawn, and nothing of the
+caller's is written. Never run on a GPU: tests have the interpreter for one.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import math
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias, final
 
@@ -35,6 +37,7 @@ from stretto.kernels.backends.base import (
 from stretto.kernels.backends.cpp.compiler import describe_machine
 from stretto.kernels.backends.cudagraph import AbstractRecorder, GraphKernel
 from stretto.kernels.backends.triton.emit import power_of_two
+from stretto.kernels.backends.triton.kernel import TritonKernel
 from stretto.kernels.backends.triton.targets import float32_precision
 from stretto.kernels.batched_ops import as_node_dtype
 from stretto.kernels.ir import Unsupported
@@ -43,6 +46,7 @@ from stretto.kernels.measure import keep_measurement, quiet_run, read_measuremen
 
 Make: TypeAlias = "Callable[[], AbstractKernel]"
 
+COOPERATIVE: Final = "triton, cooperative"
 OPERATORS: Final = "cudagraph, operators"
 MAX_STEPS: Final = 256
 """Steps that are measured, at most: longer batches count as batches of so many."""
@@ -52,7 +56,7 @@ MAX_SECONDS: Final = 0.4
 """After so long no run is taken again, and no further round begins."""
 FILLS: Final = 8
 """Ragged batches are told apart by so many shares of steps that there are."""
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 _KNOWN: Final[dict[str, dict[str, float]]] = {}
 _DISTURBED: Final[set[str]] = set()
@@ -124,12 +128,14 @@ class MeasuredKernel(AbstractKernel):
         self._identity = identity
         self._recorder = recorder
         self._taken: dict[BatchKind, str] = {}
+        self._failed: dict[str, str] = {}
         self._last = expected
 
     @property
     def fallback(self) -> str:
-        """Of what ran last."""
-        return self.kernels[self._last].fallback
+        """Of what ran last; or why the expected one could not run, or programs cannot share rows here."""
+        found = (self.kernels[self._last].fallback, *map(self._failed.get, (self._expected, COOPERATIVE)))
+        return next(filter(None, found), "")
 
     @property
     def passes(self) -> tuple[int, int] | None:
@@ -146,7 +152,8 @@ class MeasuredKernel(AbstractKernel):
             key = self._key(kind)
             times = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in _KNOWN.get(key, {}).items())
             disturbed = " (other work took part: the next process measures again)" if key in _DISTURBED else ""
-            told.append(f"{kind}: {times}{disturbed}")
+            failed = "".join(f"; {name} could not run: {why}" for name, why in self._failed.items())
+            told.append(f"{kind}: {times}{disturbed}{failed}")
         return KernelChoice(self._last.partition(",")[0], tuple(told))
 
     def forward(self, call: LoopCall, *, keep: bool) -> LoopResult:
@@ -212,16 +219,7 @@ class MeasuredKernel(AbstractKernel):
     def _measure(self, kind: BatchKind, key: str, call: LoopCall) -> dict[str, float] | None:
         """Seconds of each candidate for the first steps of the batch; None if none can run them."""
         call = _first_steps(call, kind.steps)
-        best: dict[str, float] = {}
-        for name in list(self.candidates):
-            kernel = self._kernel(name)
-            if kernel is None:
-                continue
-            # What is done once: kernels are compiled, graphs recorded. There may be too little memory for it, say;
-            # whoever is left runs the batch, or says what is wrong with it.
-            with contextlib.suppress(Exception):
-                self._run(kernel, call, keep=kind.keep)
-                best[name] = math.inf
+        best, failed = self._try_each(kind, call)
         if not best:
             return None
         quiet, end = set(), time.perf_counter() + MAX_SECONDS
@@ -237,11 +235,47 @@ class MeasuredKernel(AbstractKernel):
         for name, kernel in self.kernels.items():
             if isinstance(kernel, GraphKernel) and name != fastest_name:
                 kernel.release()
-        if quiet == best.keys():
+        if quiet == best.keys() and not failed:
             keep_measurement(cache_folder, key, {name: [seconds] for name, seconds in best.items()})
-        else:
+        elif not failed:
             _DISTURBED.add(key)
         return best
+
+    def _try_each(self, kind: BatchKind, call: LoopCall) -> tuple[dict[str, float], bool]:
+        """Those that can run the batch, and whether others cannot, which is told once.
+
+        What is done once is done here: kernels are compiled, graphs recorded. There may be too little memory for it,
+        say; whoever is left runs the batch, or says what is wrong with it.
+        """
+        best: dict[str, float] = {}
+        failed: dict[str, str] = {}
+        silent: set[str] = set()
+        for name in list(self.candidates):
+            kernel = self._kernel(name)
+            rows = call.layout.num_nonempty
+            shares = isinstance(kernel, TritonKernel) and kernel.shares_rows(rows, keep=kind.keep)
+            if kernel is None or (name == COOPERATIVE and not shares):
+                continue
+            try:
+                self._run(kernel, call, keep=kind.keep)
+            except Exception as error:  # noqa: BLE001 - whatever it is, others may run it
+                failed[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                silent.add(name)
+            else:
+                if kernel.fallback:
+                    # It has said so itself, and ran by something that is measured under its own name.
+                    failed[name] = kernel.fallback
+                else:
+                    best[name] = math.inf
+        if not best:
+            # Each runs by something slower, if at all.
+            return {name: math.inf for name in failed if name not in silent}, True
+        for name in failed.keys() & silent - self._failed.keys():
+            warnings.warn(
+                f"a loop cannot run by {name!r} ({failed[name]}): the fastest of the others runs", stacklevel=3
+            )
+        self._failed |= failed
+        return best, bool(failed)
 
     def _run(self, kernel: AbstractKernel, call: LoopCall, *, keep: bool) -> float:
         """Seconds of a loop, and back."""

@@ -13,7 +13,7 @@ times `SLACK`. It decides between kernels and CUDA graphs under "auto", and is p
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import torch
@@ -57,6 +57,7 @@ class Gpu:
         barrier_cycles: Of a barrier of a program.
         product_cycles: Of one instruction of a tensor core.
         pass_cycles: Of pointwise work on a tile, from load to store.
+        device: The user's own, which has limits of its own; None for the one that the model was made for.
     """
 
     name: str
@@ -74,6 +75,12 @@ class Gpu:
     barrier_cycles: int = 30
     product_cycles: int = 33
     pass_cycles: int = 220
+    device: Target | None = None
+
+    @property
+    def limits(self) -> Target:
+        """What kernels must fit."""
+        return self.device or TARGETS[self.target]
 
 
 GPUS: Final = {
@@ -146,9 +153,9 @@ class Prediction:
 
 
 def gpu_of(target: Target) -> Gpu:
-    """The one that a target is, or the one that it resembles most: the same maker's oldest."""
-    found = GPUS.get(target.name)
-    return found or GPUS["gfx942" if target.kind == "hip" else "sm_80"]
+    """The one that a target is, or the one that it resembles most: the same maker's oldest. Its limits are its own."""
+    found = GPUS.get(target.name) or GPUS["gfx942" if target.kind == "hip" else "sm_80"]
+    return replace(found, units=target.units or found.units, device=target)
 
 
 def _rate(gpu: Gpu, operands: torch.dtype) -> int:
@@ -196,22 +203,25 @@ def predict_triton(
 
 def best_tiles(body: Body, way: Way, gpu: Gpu, *, rows: int, operands: torch.dtype) -> Tiles:
     """Those that should be fastest for a batch, of all that should fit."""
-    alone = choose_tiles(body, way, operands, TARGETS[gpu.target])
+    alone = choose_tiles(body, way, operands, gpu.limits)
     return next(iter(cooperative_tiles(body, way, alone, gpu, rows=rows, operands=operands)), alone)
 
 
-def cooperative_tiles(body: Body, way: Way, alone: Tiles, gpu: Gpu, *, rows: int, operands: torch.dtype) -> list[Tiles]:
+def cooperative_tiles(
+    body: Body, way: Way, alone: Tiles, gpu: Gpu, *, rows: int, operands: torch.dtype, slack: float = 1.0
+) -> list[Tiles]:
     """Tiles of kernels whose programs share rows, that should be faster for a batch than one program for its rows.
 
-    Those that hold weights come first: what they need less of is time.
+    Those that hold weights come first: what they need less of is time. With a slack, also those that should take so
+    many times longer: they may turn out to be faster.
     """
-    target, products = TARGETS[gpu.target], generate(body, way, Tiles()).products
-    found = cooperative_choices(products, rows=rows, units=gpu.units, operands=operands, target=target)
+    products = generate(body, way, Tiles()).products
+    found = cooperative_choices(products, rows=rows, units=gpu.units, operands=operands, target=gpu.limits)
 
     def predicted(tiles: Tiles) -> float:
         return predict_kernel(generate(body, way, tiles), tiles, gpu, rows=rows, operands=operands)
 
-    bound = predicted(alone)
+    bound = slack * predicted(alone)
     return [tiles for tiles in found if predicted(tiles) < bound]
 
 

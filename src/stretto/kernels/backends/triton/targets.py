@@ -13,10 +13,10 @@ from typing import Any, Final, final
 
 import torch
 
-from stretto.extras import optional
 from stretto.graph import Body
 from stretto.kernels.backends.triton.emit import Tiles
 from stretto.kernels.backends.triton.generate import Generated, generate, load, source_of
+from stretto.kernels.backends.triton.package import optional
 from stretto.kernels.lower import Way, real_dtype
 
 NAMES: Final = {
@@ -43,6 +43,7 @@ class Target:
         arch: Triton's name of the architecture.
         warp_size: Threads of a warp.
         shared_bytes: Shared memory that a program may have.
+        units: Multiprocessors, as the device itself says; 0 for those that are only compiled for.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Target:
     arch: int | str
     warp_size: int
     shared_bytes: int
+    units: int = 0
 
 
 TARGETS: Final = {
@@ -69,13 +71,13 @@ def target_of(device: torch.device) -> Target:
     if device.type == "cpu":
         return TARGETS["sm_90"]
     properties = torch.cuda.get_device_properties(device)
+    units = int(getattr(properties, "multi_processor_count", 0))
     if torch.version.hip:
         name = str(properties.gcnArchName).partition(":")[0]
-        known = TARGETS.get(name)
-        return known or Target(name, "hip", name, properties.warp_size, 64 << 10)
+        return Target(name, "hip", name, properties.warp_size, 64 << 10, units)
     arch = 10 * properties.major + properties.minor
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or 99 << 10
-    return Target(f"sm_{arch}", "cuda", arch, 32, int(shared))
+    return Target(f"sm_{arch}", "cuda", arch, 32, int(shared), units)
 
 
 def too_old(device: torch.device) -> str:

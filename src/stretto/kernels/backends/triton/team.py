@@ -6,7 +6,8 @@
 
 One program that reads all weights in each step is slow where they are large. A team reads each of them once per step,
 or holds them, but waits for its slowest member: that pays from some 256 units on, where there are few rows. A model
-says when (`model.py`), and the compiler whether it fits.
+says when (`model.py`), and the compiler whether it fits. Under "auto" the model only says what is worth a measurement
+(`measured.py`).
 """
 
 import warnings
@@ -33,13 +34,15 @@ class Team:
         target: The GPU, or the one that the interpreter stands for.
         operands: What products take.
         compiles: Whether a kernel is compiled and compared with the limits of the GPU before it is taken.
+        slack: How many times longer than one program for its rows they may take, as the model says.
     """
 
-    def __init__(self, target: Target, *, operands: torch.dtype, compiles: bool) -> None:
+    def __init__(self, target: Target, *, operands: torch.dtype, compiles: bool, slack: float = 1.0) -> None:
         self.target = target
         self.operands = operands
         self.reason = ""
         self._compiles = compiles
+        self._slack = slack
         self._found: dict[tuple[Way, int], Tiles | None] = {}
 
     def tiles(self, body: Body, way: Way, rows: int) -> Tiles | None:
@@ -61,7 +64,8 @@ class Team:
 
     def _find(self, body: Body, way: Way, rows: int) -> Tiles | None:
         alone = choose_tiles(body, way, self.operands, self.target)
-        found = cooperative_tiles(body, way, alone, gpu_of(self.target), rows=rows, operands=self.operands)
+        gpu = gpu_of(self.target)
+        found = cooperative_tiles(body, way, alone, gpu, rows=rows, operands=self.operands, slack=self._slack)
         return next((tiles for tiles in found if not self._compiles or self._fits(body, way, tiles)), None)
 
     def _fits(self, body: Body, way: Way, tiles: Tiles) -> bool:
