@@ -604,7 +604,7 @@ def test_dtypes_that_differ() -> None:
         assert_same(
             lambda h, g: (torch.tanh(h + g[0] + g[1]), h), h, (x.float(), leaf(2, 4, H).float()), wrt=[h], backend=""
         )
-        # Two floating dtypes cannot lie side by side in one input.
+        # Two floating dtypes cannot be concatenated into one input.
         assert_same(
             lambda h, g: (torch.tanh(h + g[0].float() + g[1]), h), h, (x, x.float()), wrt=[h, x], backend="torch"
         )
