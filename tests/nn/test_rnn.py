@@ -309,13 +309,19 @@ RETURNED: Final[dict[str, tuple[Step, str]]] = {
     "none": (lambda cell, x, h: None, "returned NoneType"),  # noqa: ARG005
     "three": (lambda cell, x, h: (h, h, cell.new(x, h)), r"returned \(Tensor, Tensor, Tensor\)"),
     "number": (lambda cell, x, h: (1.0, cell.new(x, h)), "returned float as its output"),
-    "dictionary": (lambda cell, x, h: (cell.new(x, h), {"h": h}), "takes a state .* of Tensor .* of {h: Tensor}"),
-    "no-state": (lambda cell, x, h: (cell.new(x, h), None), "returns one with rows of NoneType"),
-    "nested-state": (lambda cell, x, h: (h, (cell.new(x, h),)), r"rows of Tensor and returns .* of \(Tensor\)"),
+    "dictionary": (
+        lambda cell, x, h: (cell.new(x, h), {"h": h}),
+        "structure Tensor and returns .* structure {h: Tensor}",
+    ),
+    "no-state": (lambda cell, x, h: (cell.new(x, h), None), "returns one with the structure NoneType"),
+    "nested-state": (
+        lambda cell, x, h: (h, (cell.new(x, h),)),
+        r"the structure Tensor and returns .* the structure \(Tensor\)",
+    ),
     "wider-state": (lambda cell, x, h: (h, torch.cat([cell.new(x, h)] * 2, 1)), r"rows of \(4,\) .* rows of \(8,\)"),
     "state-of-another-dtype": (lambda cell, x, h: (h, cell.new(x, h).double()), "float32.*float64"),
     "state-elsewhere": (lambda cell, x, h: (h, cell.new(x, h).to("meta")), "on cpu .* on meta"),
-    "state-of-one-row": (lambda cell, x, h: (h, cell.new(x, h)[:1]), "Own.forward takes a state"),
+    "state-of-one-row": (lambda cell, x, h: (h, cell.new(x, h)[:1]), r"shapes \(\d+, 4\) .* shapes \(1, 4\)"),
     "output-of-one-row": (lambda cell, x, h: (h[:1], cell.new(x, h)), r"an output of shape \(1, 4\)"),
     "output-of-no-row": (lambda cell, x, h: (h.sum(), cell.new(x, h)), r"an output of shape \(\)"),
     "state-changes-later": (
@@ -324,7 +330,7 @@ RETURNED: Final[dict[str, tuple[Step, str]]] = {
     ),
     "structure-changes-later": (
         lambda cell, x, h: (x, cell.new(x, h) if h.abs().sum().item() == 0 else (h,)),
-        r"returns one with rows of \(Tensor\)",
+        r"returns one with the structure \(Tensor\)",
     ),
     "output-changes-later": (
         lambda cell, x, h: (x if h.abs().sum().item() == 0 else h, cell.new(x, h)),

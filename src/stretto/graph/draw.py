@@ -204,7 +204,7 @@ def _sources(node: Node) -> list[Node]:
 
 
 def is_drawn(node: Node) -> bool:
-    """Whether an operator gets a box of its own."""
+    """Whether an operator is drawn as a box."""
     return node.op is not None and node.dtype is not None and node.label not in SAME_VALUE
 
 

@@ -21,7 +21,7 @@ State = tuple[torch.Tensor, ...]
 def _gates(
     x: torch.Tensor, h: torch.Tensor, weights: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What input and state say to the gates, side by side."""
+    """The products of input and state with their weights, for all gates."""
     w_ih, w_hh, b_ih, b_hh = (*weights, None, None)[:4]
     assert w_ih is not None
     assert w_hh is not None

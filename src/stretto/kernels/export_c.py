@@ -428,7 +428,7 @@ class _Step:
             raise Unsupported(f"no C is written for {type(value).__name__.lower()}")
 
     def _product(self, value: Product, place: str) -> None:
-        """Row vectors times a matrix, a row of which lies side by side: the inner loop has no sum to wait for."""
+        """Row vectors times a matrix in row-major order: the inner loop runs along a row and has no sum to wait for."""
         writer, weight = self._writer, value.weight
         lead = value.dims[:-1]
         matrix = self._matrices[id(weight)]

@@ -33,8 +33,8 @@ class Explanation:
     Attributes:
         name: Of the cell.
         backend: "cpp", "triton", "eager" or "torch".
-        reason: Why the fastest backend was not taken; empty if it was.
-        backends: Every backend in the order of preference, with "taken" or the reason why it was not.
+        reason: Why the fastest backend is not used; empty if it is.
+        backends: Every backend in the order of preference, with "used" or the reason why it is not.
         counts: Operators at each place: `once`, `hoisted`, `loop`, `sunk`, `deferred`. How many `loops`. Cost per
             step: `forward_gemms`, `forward_passes`, `backward_gemms`, `backward_passes`, and `saved` elements
             (`saved_bytes`) per row besides the `state` elements. What is done for all steps at once: `hoisted_gemms`,

@@ -76,7 +76,7 @@ class Problem:
         parameters: Parameters and buffers of the cell by name.
         variants: Other steps made from the cell.
         sample_ids: The id of each sequence, sorted as in `layout`; None if there are none.
-        name: Tells the layers and directions of one stack apart.
+        name: Identifies the layer and direction within a stack.
         reverse: Whether this direction reads each sequence from its end; `x_PF` is already reversed.
     """
 
@@ -117,7 +117,7 @@ class Problem:
         return dataclasses.replace(self, x_PF=tensors[0], states=tensors[1:end], parameters=parameters)
 
     def as_leaves(self) -> "Problem":
-        """The same with leaves of a graph of its own, which require a gradient where one is asked for."""
+        """The same, detached: leaves of a new autograd graph, which require a gradient where one is asked for."""
         is_enabled = torch.is_grad_enabled()
         return self.with_inputs([t.detach().requires_grad_(is_enabled and t.requires_grad) for t in self.inputs])
 
@@ -196,8 +196,8 @@ def fall_back(problem: Problem, *, solver: str, reason: str, iterations: int = 0
     return run_sequentially(problem, solution)
 
 
-def why_unreadable(problem: Problem) -> str:
-    """Why nobody can tell whether iterates agree, so that only a sequential run is right; empty if one can."""
+def why_incomparable(problem: Problem) -> str:
+    """Why iterates cannot be compared, so that only a sequential run is right; empty if they can."""
     return "the tensors are on meta, and have no values to compare" if problem.x_PF.is_meta else ""
 
 
@@ -239,7 +239,7 @@ def is_finite(parts: Sequence[torch.Tensor]) -> bool:
     return all(bool(part.isfinite().all()) for part in parts)
 
 
-def count(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """A number with its noun: "1 cycle", "2 cycles"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 

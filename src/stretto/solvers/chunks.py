@@ -1,7 +1,7 @@
 """Chunks of time as rows of a batch.
 
 Each sequence is cut into chunks of equally many steps; its last chunk may be shorter. A run over the chunks treats each
-as a sequence of its own, so that it takes as many steps as the longest chunk has:
+as a separate sequence, so that it takes as many steps as the longest chunk has:
 
     sequences     a0 a1 a2 a3 a4 a5 a6 a7           chunks     a0 a1 a2
                   b0 b1 b2 b3 b4                               a3 a4 a5
@@ -45,7 +45,7 @@ class Chunks:
 
     @staticmethod
     def cut(whole: Layout, num_chunks: int) -> "Chunks":
-        """Cut the longest sequence into at most `num_chunks` of equal length, and the others alike."""
+        """Chunks of the length that cuts the longest sequence into at most `num_chunks`."""
         return Chunks.of_length(whole, max(1, -(-whole.num_steps // max(1, num_chunks))))
 
     @staticmethod

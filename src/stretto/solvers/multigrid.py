@@ -53,11 +53,11 @@ from stretto.solvers.base import (
     Problem,
     Result,
     Solution,
-    count,
     fall_back,
+    format_count,
     has_halved,
     residual_norm,
-    why_unreadable,
+    why_incomparable,
 )
 from stretto.solvers.chunks import Chunks, select_chunks
 from stretto.state import describe_difference, flatten, is_alike, pack, unflatten, unpack
@@ -132,7 +132,7 @@ class Multigrid(AbstractSolver):
     def solve(self, problem: Problem) -> Result:
         """Cycle until chunks agree or enough cycles were made; gradients flow through the last run."""
         backoff = self._backoff(problem)
-        skip = why_unreadable(problem) or backoff.should_skip()
+        skip = why_incomparable(problem) or backoff.should_skip()
         if skip:
             return fall_back(problem, solver="multigrid", reason=skip)
         result = self._cycle(problem, backoff)
@@ -254,7 +254,7 @@ class StoppingRule:
         needed = done + max(1, math.ceil(min(more, until_exact)))
         if needed * self.steps_per_cycle <= self.budget:
             return ""
-        cycles = count(needed, "cycle")
+        cycles = format_count(needed, "cycle")
         return f"{cycles} of {self.steps_per_cycle} sequential steps would take longer than {self.budget} steps"
 
 
@@ -340,9 +340,9 @@ class ForcedCoarseStep(nn.Module):
             x = x.reshape(-1, *self.features)
         after = self.cell.coarse_step(x, state, self.dt)  # type: ignore[operator]
         if not is_alike(state, after):
-            given, wanted = describe_difference(after, state)
+            given, made = describe_difference(state, after)
             raise StrettoError(
-                f"{type(self.cell).__name__}.coarse_step returned {given} and its state is {wanted}",
+                f"{type(self.cell).__name__}.coarse_step was given a state with {given} and returned one with {made}",
                 fix="Return the next state alone from coarse_step(x_t, state, dt), in the form it was given.",
             )
         parts = flatten(after)

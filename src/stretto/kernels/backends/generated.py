@@ -1,7 +1,7 @@
 """What kernels of generated code have in common: the memory that one loop reads and writes, by its role in the loop IR.
 
-Generated code reads contiguous rows; real numbers and truth values have the dtype that the loop computes in, and all
-integers are 64-bit integers. What comes back has the dtypes that the cell has.
+Generated code reads contiguous rows; real numbers and booleans have the dtype that the loop computes in, and all
+integers are 64-bit integers. Results are converted to the dtypes that the cell has.
 
 Shape legend: B sequences, P rows of all steps together.
 """
@@ -126,7 +126,7 @@ class GeneratedKernel(AbstractKernel):
         }
 
     def give_out(self, result: LoopResult) -> None:
-        """Give what a loop made the dtypes that the cell has it in."""
+        """Convert what a loop made to the dtypes that the cell has."""
         for tensors, nodes in (
             (result.after, self.body.next_states),
             (result.finals, self.body.next_states),

@@ -77,7 +77,7 @@ class PlainProgram(Program):
         yield []  # type: ignore[unreachable]  # what makes this a coroutine, though it asks for no loops
 
     def _pack(self, y: Any) -> torch.Tensor:
-        """Several outputs side by side."""
+        """Several outputs, concatenated."""
         found = Packing.of(y)
         if self.outputs != found:
             self.outputs = found

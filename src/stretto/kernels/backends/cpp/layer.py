@@ -54,7 +54,7 @@ Stored: TypeAlias = tuple[int, bool]
 """The position of a parameter, and whether its transpose is meant."""
 
 
-class _OtherShapeError(Exception):
+class _CannotFuseError(Exception):
     """The program is not a loop fed by linear maps."""
 
 
@@ -174,7 +174,7 @@ class FusedLayer(LayerOperator):
             return None
         try:
             return FusedLayer(plan, kernels[0])
-        except _OtherShapeError:
+        except _CannotFuseError:
             return None
 
     def _feed(self, node: Node, x: Node) -> _Feed:
@@ -281,7 +281,7 @@ class FusedLayer(LayerOperator):
 
 def _require(holds: bool) -> None:
     if not holds:
-        raise _OtherShapeError
+        raise _CannotFuseError
 
 
 def _roles(kernel: CppKernel) -> dict[Node, Role]:
@@ -377,7 +377,7 @@ class _Writer:
         self.parts: list[list[list[int]]] = [[], []]
         """Operations before and after the loop."""
         self.loop: list[int] = []
-        self.work = self.room = self.taken = 0
+        self.work = self.room = self.held = 0
         layout, layer = self.layout, self.layer
         places, self.kept = layer.kept_places(layout.total, layout.num_rows, batch.shown, keep=keep)
         start = self.at(KEPT) if keep else self.reserve(self.kept)
@@ -399,9 +399,9 @@ class _Writer:
         return self.at(WORK, self.work - aligned(size))
 
     def make_room(self, size: int) -> int:
-        """Memory for one operation, behind what is taken."""
-        self.room = max(self.room, self.taken + aligned(size))
-        return self.at(ROOM, self.taken)
+        """Memory for one operation, behind what is held for the next one."""
+        self.room = max(self.room, self.held + aligned(size))
+        return self.at(ROOM, self.held)
 
     def add(self, *words: int, after: bool = False) -> None:
         """An operation."""
@@ -531,9 +531,9 @@ class _BackwardWriter(_Writer):
             write(target)
             return
         source = self.make_room(elements)
-        self.taken = aligned(elements)
+        self.held = aligned(elements)
         write(source)
-        self.taken = 0
+        self.held = 0
         shape = size if transposed else (1, elements)
         self.add(COPY if is_first else ADD, source, target, *shape, threads_for(elements), after=True)
         for d in [d for d, place in self.sums.items() if place in {target, source}]:
