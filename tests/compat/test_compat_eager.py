@@ -982,3 +982,11 @@ def options_change_later(use: Use, layer: type[nn.RNNBase]) -> Any:
         setattr(model, name, value)
         results.append(model(batch()))
     return results, repr(model), torch.get_rng_state()
+
+
+@CASES.add(each=KINDS, raises=RuntimeError)
+def input_size_changes_later(use: Use, layer: type[nn.RNNBase]) -> None:
+    model = use(layer(F, use.H).double())
+    model(batch())
+    model.input_size = F + 1
+    model(batch())

@@ -57,6 +57,19 @@ def holders_of(cell: nn.Module) -> Iterator[Any]:
                 yield value
 
 
+def attribute_tensors(cell: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are attributes of a cell's modules, and neither parameters nor buffers, by their names.
+
+    Such are weights that something else computes, once for each batch, and those of `nn.DataParallel`'s copies.
+    """
+    for prefix, module in cell.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its attributes are not those of Python
+        for name, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
 @final
 class SideEffects:
     """The contents of some holders before a step, and what the step changed.

@@ -30,7 +30,7 @@ from stretto.graph.draws import DRAWS, without_validation
 from stretto.graph.equations import equations_of
 from stretto.graph.memory import CannotPut, Memory, View, Write, key_of, look_through, overlap, place_of, put, steps_to
 from stretto.graph.node import BatchDim, Node, T, leaves_in, map_leaves
-from stretto.graph.side_effects import SideEffects, holders_of
+from stretto.graph.side_effects import SideEffects, attribute_tensors, holders_of
 from stretto.graph.user_code import Line, is_in_check, line_of_user, whereabouts
 from stretto.signature import PLAIN, Packing, StepSignature, call_step
 from stretto.state import flatten, unflatten
@@ -728,6 +728,7 @@ def trace(
             f"the step reads {' or '.join(effects.names)}, which it has set at the step before: make it a part of the "
             "state"
         )
+    found["parameters"] |= _take_attributes(recording, dict(attribute_tensors(cell)))
     return StepGraph(
         nodes=recording.nodes,
         constants=recording.constants,
@@ -735,6 +736,17 @@ def trace(
         unset=tuple(effects.names),
         **found,
     )
+
+
+def _take_attributes(recording: Recording, attributes: Mapping[str, torch.Tensor]) -> dict[str, Node]:
+    """Tensors from outside that are attributes of the cell, as parameters: each call reads what is there then."""
+    names = {id(tensor): name for name, tensor in attributes.items()}
+    nodes = {id(tensor): node for node, tensor in recording.constants.items()}
+    taken = [tensor for tensor in recording.outside if id(tensor) in names]
+    recording.outside = [tensor for tensor in recording.outside if id(tensor) not in names]
+    for tensor in taken:
+        del recording.constants[nodes[id(tensor)]]
+    return {names[id(tensor)]: nodes[id(tensor)] for tensor in taken}
 
 
 def _without_dynamo() -> Any:

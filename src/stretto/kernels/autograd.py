@@ -55,6 +55,17 @@ def run_together(calls: Sequence[LayerCall]) -> list[tuple[torch.Tensor, list[to
     return [_own(calls[index], *finished[index]) for index in range(len(programs))]
 
 
+def run_by_torch(call: LayerCall) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A program by torch's operators alone, which transforms of `torch.func` can see through."""
+    coroutine, answer = call.program.coroutine(call.layout, call.x_PF, call.states, call.parameters), None
+    while True:
+        try:
+            asked = coroutine.send(answer)  # type: ignore[arg-type]
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        answer = [EagerKernel.under_autograd(each.kernel.body).forward(each, keep=False) for each in asked]
+
+
 def _own(call: LayerCall, y_PF: torch.Tensor, finals: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Results in memory of their own: what the operators of a step make may be read backward, or be an input."""
     y = y_PF.reshape(call.shape_of(y_PF.shape[1:])).clone() if call.shown else y_PF

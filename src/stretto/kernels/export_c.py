@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from stretto.errors import StrettoError
-from stretto.graph import Kind, Loop, Node, Untraceable, derive, run, trace
+from stretto.graph import Kind, Loop, Node, Untraceable, attribute_tensors, derive, run, trace
 from stretto.kernels.ir import (
     AbstractValue,
     Affine,
@@ -346,7 +346,7 @@ def _array(name: str, values: list[float]) -> str:
 def _lowered(cell: nn.Module, shape: tuple[int, ...], state: Any) -> tuple[LoopIR, dict[Node, torch.Tensor], Node]:
     """The IR of a whole step, nothing hoisted out of it; the values of its weights; and its output."""
     graph = trace(cell, x_shape=shape, x_dtype=torch.float32, state=state)
-    tensors = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
+    tensors = {**dict(attribute_tensors(cell)), **dict(cell.named_parameters()), **dict(cell.named_buffers())}
     weights = {node: tensors[name] for name, node in graph.parameters.items()} | graph.constants
     loop = Loop(
         states=list(range(len(graph.states))),

@@ -18,6 +18,7 @@ import functools
 import io
 import sys
 import weakref
+from abc import ABC
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -467,7 +468,8 @@ class _Traversal:
         reads_all = False
         attributes = self.scope.attributes
         for base in kind.__mro__:
-            if _library_of(base.__module__):
+            # A class that was made by calling a metaclass has the name of the metaclass's module.
+            if _library_of(base.__module__) and (base is ABC or base.__module__ != ABC.__module__):
                 reads_all = reads_all or base not in {object, nn.Module, torch.autograd.Function}
                 continue
             plain = [n for n, v in vars(base).items() if n in attributes and isinstance(v, _CONTENTS)]

@@ -13,7 +13,18 @@ from typing import Any, final
 import torch
 from torch.nn import functional
 
-from stretto.kernels import LayerCall, Layout, Program, SaveChoice, Shown, run_together, wavefront_chunks
+from stretto.kernels import (
+    LayerCall,
+    Layout,
+    Program,
+    SaveChoice,
+    Shown,
+    differentiate_by_torch,
+    is_transformed,
+    run_by_torch,
+    run_together,
+    wavefront_chunks,
+)
 from stretto.solvers import AbstractSolver, CellVariants, Problem, Solution
 
 MIN_STRETCH_STEPS = 32
@@ -152,11 +163,10 @@ def _as_shown(layout: Layout, y_PF: torch.Tensor, shown: Shown) -> torch.Tensor:
 
 
 def _run_at_once(
-    calls: Iterable[tuple[Direction, Layout, torch.Tensor]], shown: Shown = ""
+    calls: Iterable[tuple[Direction, Layout, torch.Tensor]], shown: Shown = "", *, by_torch: bool = False
 ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    return run_together(
-        [LayerCall(each.program, layout, x, each.states, each.parameters, shown) for each, layout, x in calls]
-    )
+    made = [LayerCall(each.program, layout, x, each.states, each.parameters, shown) for each, layout, x in calls]
+    return [run_by_torch(call) for call in made] if by_torch else run_together(made)
 
 
 def _problem(
@@ -179,10 +189,10 @@ def _problem(
 def _run_in_stretches(
     layer: Sequence[Direction], layout: Layout, inputs: Sequence[torch.Tensor]
 ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    def run(chunk: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(chunk: Layout, tensors: Sequence[torch.Tensor], *, by_torch: bool = False) -> list[torch.Tensor]:
         remaining = iter(tensors)
         given = [(next(remaining), direction.with_tensors(remaining)) for direction in layer]
-        results = _run_at_once((direction, chunk, x_PF) for x_PF, direction in given)
+        results = _run_at_once(((direction, chunk, x_PF) for x_PF, direction in given), by_torch=by_torch)
         return [tensor for y, after in results for tensor in (y, *after)]
 
     current, outputs = list(layer), []
@@ -239,9 +249,7 @@ class _Recompute(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, run: Callable[..., list[torch.Tensor]], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.run = run
         ctx.rng_state = torch.get_rng_state()
         ctx.set_materialize_grads(False)
@@ -252,6 +260,14 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         tensors: Sequence[torch.Tensor] = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
+        if any(is_transformed(d) for d in cotangents):
+
+            def again(given: list[torch.Tensor]) -> list[torch.Tensor]:
+                with torch.random.fork_rng(devices=[]):
+                    torch.set_rng_state(ctx.rng_state)
+                    return ctx.run(given, by_torch=True)  # type: ignore[no-any-return]
+
+            return None, *differentiate_by_torch(again, tensors, cotangents, needed)
         is_double = torch.is_grad_enabled()
         if is_double:
             # Aliases: what leads from one of these tensors to another outside is not followed here.

@@ -665,7 +665,8 @@ def torch_only(layer: nn.RNNBase, x: Any, hx: Any, backend: str) -> str:  # noqa
     num_dims = data.dim()
     if num_dims != 2 and (is_packed or num_dims != 3):
         return "the input has neither two nor three dimensions"
-    if data.numel() == 0 or [weight.shape for weight in weights] != _weight_shapes(layer, data.shape[-1]):
+    shapes = [weight.shape for weight in weights]
+    if data.numel() == 0 or data.shape[-1] != layer.input_size or shapes != _weight_shapes(layer, data.shape[-1]):
         return "the input or a weight does not fit the layer, or there is no input"
     if is_packed and not _is_well_formed(x):
         return "the packed batch is malformed"

@@ -23,7 +23,7 @@ from typing import Literal, TypeAlias, final
 import torch
 from torch import nn
 
-from stretto.kernels import LayerCall, Layout, Program, run_together
+from stretto.kernels import LayerCall, Layout, Program, run_by_torch, run_together
 
 Builder: TypeAlias = Callable[[nn.Module, tuple[int, ...], torch.dtype], Program]
 """Compiles a step, once per module: from the module, the shape of a row of its input, and the input's dtype."""
@@ -101,8 +101,10 @@ class Problem:
         ((y_PF, finals),) = run_together([LayerCall(self.program, layout, x_PF, states, self.parameters)])
         return y_PF, list(finals)
 
-    def run_all(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run the whole problem sequentially."""
+    def run_all(self, *, by_torch: bool = False) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run the whole problem sequentially; with `by_torch`, by torch's operators alone."""
+        if by_torch:
+            return run_by_torch(LayerCall(self.program, self.layout, self.x_PF, self.states, self.parameters))
         return self.run(self.layout, self.x_PF, self.states)
 
     @property

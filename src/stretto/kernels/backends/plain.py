@@ -12,6 +12,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
+from stretto.graph import attribute_tensors
 from stretto.kernels.backends.base import AbstractBackend, LoopCoroutine, Program, TracedStep
 from stretto.kernels.layout import Layout
 from stretto.signature import PLAIN, Packing, StepSignature, call_step, check_outputs
@@ -49,8 +50,9 @@ class PlainProgram(Program):
         parameters: Mapping[str, torch.Tensor],
     ) -> LoopCoroutine:
         """Everything at once: there are no loops to ask for."""
-        own = {**dict(self.cell.named_parameters()), **dict(self.cell.named_buffers())}
-        replaced = any(parameters[name] is not tensor for name, tensor in own.items())
+        cell = self.cell
+        own = {**dict(attribute_tensors(cell)), **dict(cell.named_parameters()), **dict(cell.named_buffers())}
+        replaced = any(parameters.get(name, tensor) is not tensor for name, tensor in own.items())
         tensors = parameters if replaced else None
         state, count = unflatten(self.structure, states), layout.num_rows
         ended: list[list[torch.Tensor]] = []  # states of the sequences that are over, the shortest first
