@@ -92,6 +92,7 @@ class FaultsSettings(Settings):
         nproc: Ranks that train.
         jobs: Runs at the same time; much of the time passes in waiting.
         seed: Chooses the kinds, ranks and moments.
+        faults: Whether to inject faults into runs of one task.
         stops: Whether to stop ranks too, not only to kill them; each takes as long as the time-out.
         nodes: Whether to drop one of two nodes and let it come back, too.
         tasks: Whether to kill runs of all tasks, too, each at one moment, and to resume them.
@@ -101,6 +102,7 @@ class FaultsSettings(Settings):
     nproc: Annotated[int, Field(ge=2, le=64)] = 2
     jobs: Annotated[int, Field(ge=1, le=64)] = 2
     seed: Annotated[int, Field(ge=0)] = 0
+    faults: bool = True
     stops: bool = True
     nodes: bool = True
     tasks: bool = True
@@ -171,35 +173,11 @@ def run(settings: FaultsSettings, report: Report) -> None:
     """Inject faults, and fail if anything was lost."""
     if settings.quick:
         settings = dataclasses.replace(settings, kills=2, stops=False, nodes=False, tasks=False)
-    begin = time.perf_counter()
     with QuickPython() as python:
-        outcome = inject_faults(settings, python=python, progress=report.progress)
-        rows: list[tuple[str, int | bool | str]] = [
-            *((what, outcome.faults.count(kind)) for kind, what in KINDS.items() if kind in outcome.faults),
-            ("runs that they hit", outcome.runs),
-            ("faults survived", f"{outcome.survived} of {settings.kills}"),
-            ("resumed from a checkpoint", outcome.resumed),
-            *outcome.usage.rows,
-            ("final weights equal the undisturbed run's to the last bit", outcome.same_weights),
-            ("seconds, with the undisturbed run", round(time.perf_counter() - begin)),
-        ]
-        title = f"Faults injected into {settings.nproc} ranks"
-        report.table(title=title, columns=("fault or result", "count"), rows=rows)
-        report.failed = not (outcome.survived == settings.kills and outcome.same_weights and outcome.usage.is_exact)
+        if settings.faults:
+            _report_faults(settings, python, report)
         if settings.tasks:
-            begin = time.perf_counter()
-            kills = kill_tasks(settings, python=python, progress=report.progress)
-            report.table(
-                title="Runs of all tasks, killed by SIGKILL and resumed",
-                columns=("task", "ranks", *(f"killed {moment}" for moment in MOMENTS), "as if it had not been"),
-                rows=kill_rows(kills),
-                caption=f"{len(kills)} kills, {round(time.perf_counter() - begin):,} seconds. Weights to the last bit, "
-                "losses, metrics and the report are compared with those of a run that was not killed.",
-            )
-            for kill in kills:
-                if not kill.is_same:
-                    report.note(f"{kill.task}, {kill.ranks} ranks, killed {kill.moment}: {kill.problem}")
-            report.failed = report.failed or len(kills) < settings.kills or not all(kill.is_same for kill in kills)
+            _report_kills(settings, python, report)
     if not settings.nodes:
         return
     try:
@@ -214,6 +192,40 @@ def run(settings: FaultsSettings, report: Report) -> None:
     ]
     report.table(title="Two nodes, one of them dropped and back", columns=("result", "count"), rows=rows)
     report.failed = report.failed or any(exit_codes) or not usage.is_exact
+
+
+def _report_faults(settings: FaultsSettings, python: QuickPython, report: Report) -> None:
+    begin = time.perf_counter()
+    outcome = inject_faults(settings, python=python, progress=report.progress)
+    rows: list[tuple[str, int | bool | str]] = [
+        *((what, outcome.faults.count(kind)) for kind, what in KINDS.items() if kind in outcome.faults),
+        ("runs that they hit", outcome.runs),
+        ("faults survived", f"{outcome.survived} of {settings.kills}"),
+        ("resumed from a checkpoint", outcome.resumed),
+        *outcome.usage.rows,
+        ("final weights equal the undisturbed run's to the last bit", outcome.same_weights),
+        ("seconds, with the undisturbed run", round(time.perf_counter() - begin)),
+    ]
+    title = f"Faults injected into {settings.nproc} ranks"
+    report.table(title=title, columns=("fault or result", "count"), rows=rows)
+    is_whole = outcome.survived == settings.kills and outcome.same_weights and outcome.usage.is_exact
+    report.failed = report.failed or not is_whole
+
+
+def _report_kills(settings: FaultsSettings, python: QuickPython, report: Report) -> None:
+    begin = time.perf_counter()
+    kills = kill_tasks(settings, python=python, progress=report.progress)
+    report.table(
+        title="Runs of all tasks, killed by SIGKILL and resumed",
+        columns=("task", "ranks", *(f"killed {moment}" for moment in MOMENTS), "as if it had not been"),
+        rows=kill_rows(kills),
+        caption=f"{len(kills)} kills, {round(time.perf_counter() - begin):,} seconds. Weights to the last bit, "
+        "losses, metrics and the report are compared with those of a run that was not killed.",
+    )
+    for kill in kills:
+        if not kill.is_same:
+            report.note(f"{kill.task}, {kill.ranks} ranks, killed {kill.moment}: {kill.problem}")
+    report.failed = report.failed or len(kills) < settings.kills or not all(kill.is_same for kill in kills)
 
 
 # One run with faults beside one without ------------------------------------------------------------------------------
