@@ -1,7 +1,12 @@
 """The one error that users see."""
 
+import contextlib
 import functools
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
+
+MEMORY_WORDS: Final = ("memory", "Storage size calculation overflowed")
+"""What torch says when a tensor is too large."""
 
 
 class StrettoError(ValueError):
@@ -22,3 +27,16 @@ class StrettoError(ValueError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Let the error cross from a worker process to its parent as itself."""
         return functools.partial(type(self), self.problem, fix=self.fix), ()
+
+
+@contextlib.contextmanager
+def memory_errors(*, fix: str) -> Iterator[None]:
+    """Turn Python's and torch's errors about memory into a `StrettoError`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # On a CPU torch has no error class of its own for this.
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in MEMORY_WORDS):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else "allocation failed"
+        raise StrettoError(f"there is not enough memory ({reason})", fix=fix) from error
