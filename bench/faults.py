@@ -57,12 +57,14 @@ KINDS: Final[dict[str, str]] = {
     "full": "a full disk",
 }
 NUM_TRAINED: Final = 200
-EPOCHS_PER_FAULT: Final = 12
+EPOCHS_PER_FAULT: Final = 8
 MAX_FAULTS_PER_RUN: Final = 25
 """A run reads its record when it is resumed, so that many short runs take less time than a long one."""
 PAUSE_EVENTS: Final = (10, 80)
 MAX_PAUSE_SECONDS: Final = 0.02
-"""Between a fault and the next: at least and at most so many events, and then up to so many seconds."""
+"""Between a fault and the next: at least and at most so many events, and then up to so many seconds.
+
+An epoch has 13 updates: a run is longer than all pauses together."""
 MAX_SILENCE_SECONDS: Final = 180.0
 MAX_RUN_SECONDS: Final = 3600.0
 MOMENTS: Final = ("before the first checkpoint", "while it trains", "while the report is written")
@@ -185,7 +187,7 @@ def run(settings: FaultsSettings, report: Report) -> None:
     except StrettoError as error:
         report.skip("two nodes", error)
         return
-    rows = [
+    rows: list[tuple[str, int | str]] = [
         ("ranks at each start", ", ".join(map(str, world_sizes))),
         *usage.rows,
         ("exit codes of the nodes", ", ".join(map(str, exit_codes))),
