@@ -57,12 +57,14 @@ KINDS: Final[dict[str, str]] = {
     "full": "a full disk",
 }
 NUM_TRAINED: Final = 200
-EPOCHS_PER_FAULT: Final = 12
+EPOCHS_PER_FAULT: Final = 8
 MAX_FAULTS_PER_RUN: Final = 25
 """A run reads its record when it is resumed, so that many short runs take less time than a long one."""
 PAUSE_EVENTS: Final = (10, 80)
 MAX_PAUSE_SECONDS: Final = 0.02
-"""Between a fault and the next: at least and at most so many events, and then up to so many seconds."""
+"""Between a fault and the next: at least and at most so many events, and then up to so many seconds.
+
+An epoch has 13 updates: a run is longer than all pauses together."""
 MAX_SILENCE_SECONDS: Final = 180.0
 MAX_RUN_SECONDS: Final = 3600.0
 MOMENTS: Final = ("before the first checkpoint", "while it trains", "while the report is written")
@@ -92,6 +94,7 @@ class FaultsSettings(Settings):
         nproc: Ranks that train.
         jobs: Runs at the same time; much of the time passes in waiting.
         seed: Chooses the kinds, ranks and moments.
+        faults: Whether to inject faults into runs of one task.
         stops: Whether to stop ranks too, not only to kill them; each takes as long as the time-out.
         nodes: Whether to drop one of two nodes and let it come back, too.
         tasks: Whether to kill runs of all tasks, too, each at one moment, and to resume them.
@@ -101,6 +104,7 @@ class FaultsSettings(Settings):
     nproc: Annotated[int, Field(ge=2, le=64)] = 2
     jobs: Annotated[int, Field(ge=1, le=64)] = 2
     seed: Annotated[int, Field(ge=0)] = 0
+    faults: bool = True
     stops: bool = True
     nodes: bool = True
     tasks: bool = True
@@ -171,35 +175,11 @@ def run(settings: FaultsSettings, report: Report) -> None:
     """Inject faults, and fail if anything was lost."""
     if settings.quick:
         settings = dataclasses.replace(settings, kills=2, stops=False, nodes=False, tasks=False)
-    begin = time.perf_counter()
     with QuickPython() as python:
-        outcome = inject_faults(settings, python=python, progress=report.progress)
-        rows: list[tuple[str, int | bool | str]] = [
-            *((what, outcome.faults.count(kind)) for kind, what in KINDS.items() if kind in outcome.faults),
-            ("runs that they hit", outcome.runs),
-            ("faults survived", f"{outcome.survived} of {settings.kills}"),
-            ("resumed from a checkpoint", outcome.resumed),
-            *outcome.usage.rows,
-            ("final weights bit-identical to the undisturbed run's", outcome.same_weights),
-            ("seconds, with the undisturbed run", round(time.perf_counter() - begin)),
-        ]
-        title = f"Faults injected into {settings.nproc} ranks"
-        report.table(title=title, columns=("fault or result", "count"), rows=rows)
-        report.failed = not (outcome.survived == settings.kills and outcome.same_weights and outcome.usage.is_exact)
+        if settings.faults:
+            _report_faults(settings, python, report)
         if settings.tasks:
-            begin = time.perf_counter()
-            kills = kill_tasks(settings, python=python, progress=report.progress)
-            report.table(
-                title="Runs of all tasks, killed by SIGKILL and resumed",
-                columns=("task", "ranks", *(f"killed {moment}" for moment in MOMENTS), "as if it had not been"),
-                rows=kill_rows(kills),
-                caption=f"{len(kills)} kills, {round(time.perf_counter() - begin):,} seconds. Weights to the last bit, "
-                "losses, metrics and the report are compared with those of a run that was not killed.",
-            )
-            for kill in kills:
-                if not kill.is_same:
-                    report.note(f"{kill.task}, {kill.ranks} ranks, killed {kill.moment}: {kill.problem}")
-            report.failed = report.failed or len(kills) < settings.kills or not all(kill.is_same for kill in kills)
+            _report_kills(settings, python, report)
     if not settings.nodes:
         return
     try:
@@ -207,13 +187,47 @@ def run(settings: FaultsSettings, report: Report) -> None:
     except StrettoError as error:
         report.skip("two nodes", error)
         return
-    rows = [
+    rows: list[tuple[str, int | str]] = [
         ("ranks at each start", ", ".join(map(str, world_sizes))),
         *usage.rows,
         ("exit codes of the nodes", ", ".join(map(str, exit_codes))),
     ]
     report.table(title="Two nodes, one of them dropped and back", columns=("result", "count"), rows=rows)
     report.failed = report.failed or any(exit_codes) or not usage.is_exact
+
+
+def _report_faults(settings: FaultsSettings, python: QuickPython, report: Report) -> None:
+    begin = time.perf_counter()
+    outcome = inject_faults(settings, python=python, progress=report.progress)
+    rows: list[tuple[str, int | bool | str]] = [
+        *((what, outcome.faults.count(kind)) for kind, what in KINDS.items() if kind in outcome.faults),
+        ("runs that they hit", outcome.runs),
+        ("faults survived", f"{outcome.survived} of {settings.kills}"),
+        ("resumed from a checkpoint", outcome.resumed),
+        *outcome.usage.rows,
+        ("final weights bit-identical to the undisturbed run's", outcome.same_weights),
+        ("seconds, with the undisturbed run", round(time.perf_counter() - begin)),
+    ]
+    title = f"Faults injected into {settings.nproc} ranks"
+    report.table(title=title, columns=("fault or result", "count"), rows=rows)
+    is_whole = outcome.survived == settings.kills and outcome.same_weights and outcome.usage.is_exact
+    report.failed = report.failed or not is_whole
+
+
+def _report_kills(settings: FaultsSettings, python: QuickPython, report: Report) -> None:
+    begin = time.perf_counter()
+    kills = kill_tasks(settings, python=python, progress=report.progress)
+    report.table(
+        title="Runs of all tasks, killed by SIGKILL and resumed",
+        columns=("task", "ranks", *(f"killed {moment}" for moment in MOMENTS), "as if it had not been"),
+        rows=kill_rows(kills),
+        caption=f"{len(kills)} kills, {round(time.perf_counter() - begin):,} seconds. Weights to the last bit, "
+        "losses, metrics and the report are compared with those of a run that was not killed.",
+    )
+    for kill in kills:
+        if not kill.is_same:
+            report.note(f"{kill.task}, {kill.ranks} ranks, killed {kill.moment}: {kill.problem}")
+    report.failed = report.failed or len(kills) < settings.kills or not all(kill.is_same for kill in kills)
 
 
 # One run with faults, one without ------------------------------------------------------------------------------------

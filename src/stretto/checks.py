@@ -6,14 +6,17 @@ import os
 from collections.abc import Collection, Iterable
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from stretto.errors import StrettoError
 
+MAX_INT: Final = 2**63 - 1
+"""What torch and numpy count with."""
 
-def check_int(value: Any, *, name: str, at_least: int = 1, owner: str = "") -> int:
+
+def check_int(value: Any, *, name: str, at_least: int = 1, at_most: int = MAX_INT, owner: str = "") -> int:
     """An integer: Python's, numpy's, or anything else with `__index__`, but not a bool.
 
     The error says whose argument it is if an `owner` is given: "GRU".
@@ -22,8 +25,9 @@ def check_int(value: Any, *, name: str, at_least: int = 1, owner: str = "") -> i
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
-    if number is None or number < at_least:
-        raise _invalid(value, name, owner, fix=f"Give {name} as an integer, at least {at_least}.")
+    if number is None or not at_least <= number <= at_most:
+        bound = "" if number is None or number < at_least else f", at most {at_most:,}"
+        raise _invalid(value, name, owner, fix=f"Give {name} as an integer, at least {at_least}{bound}.")
     return number
 
 

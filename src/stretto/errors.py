@@ -1,8 +1,12 @@
 """The one error that users see."""
 
+import contextlib
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+MEMORY_WORDS: Final = ("memory", "Storage size calculation overflowed")
+"""What torch says when a tensor is too large."""
 
 
 class StrettoError(ValueError):
@@ -29,3 +33,16 @@ def list_some(names: Sequence[object], *, most: int = 5) -> str:
     """The first few names, for a message, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more
+
+
+@contextlib.contextmanager
+def memory_errors(*, fix: str) -> Iterator[None]:
+    """Turn Python's and torch's errors about memory into a `StrettoError`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # On a CPU torch has no error class of its own for this.
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in MEMORY_WORDS):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else "allocation failed"
+        raise StrettoError(f"there is not enough memory ({reason})", fix=fix) from error

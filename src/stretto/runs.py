@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -29,7 +29,7 @@ import torch
 
 from stretto.data import PARTS, SequenceSet, open_sequences
 from stretto.distributed import World, count_cores, detect_lost_rank, is_distributed, join_ranks, launch_ranks, take_gpu
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, memory_errors
 from stretto.files import disk_errors, locked, write_text_atomically
 from stretto.large_batch import Muon
 from stretto.nn import warnings_to
@@ -64,6 +64,7 @@ from stretto.training import (
 )
 
 RUNS_FOLDER: Final = Path("runs")
+LESS_MEMORY: Final = "Lower --batch-size, --max-padded-steps or --hidden-size; the last checkpoint is untouched."
 RESULT_FILE: Final = "result.json"
 WRITTEN: Final = (CARD_FILE, SETTINGS_FILE, MODEL_FILE, BEST_FILE, RESULT_FILE, PAGE_NAME, AUTO_FILE)
 """What a run writes into its folder besides its record and checkpoints."""
@@ -252,7 +253,7 @@ def run_task(
                 None if world.local_size == 1 else min(count_cores(), max(1, (os.cpu_count() or 1) // world.local_size))
             )
             stack.enter_context(torch_threads(config.threads or share))
-            stack.enter_context(_memory_errors())
+            stack.enter_context(memory_errors(fix=LESS_MEMORY))
             if not isinstance(task, AbstractTask):
                 if data is None:
                     data = task.embedded_data() if config.data is None else open_sequences(config.data)
@@ -496,17 +497,3 @@ def _remove_if_empty(run: Path) -> None:
         run.rmdir()
         if run.parent == RUNS_FOLDER:
             RUNS_FOLDER.rmdir()
-
-
-@contextlib.contextmanager
-def _memory_errors() -> Iterator[None]:
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        # On a CPU torch has no error class of its own for this.
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise
-        raise StrettoError(
-            f"there is not enough memory ({str(error).splitlines()[0] if str(error) else 'allocation failed'})",
-            fix="Lower --batch-size, --max-padded-steps or --hidden-size; the last checkpoint is untouched.",
-        ) from error

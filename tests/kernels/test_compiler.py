@@ -76,6 +76,26 @@ def test_what_others_may_have_written_of_a_compiler_is_not_believed(monkeypatch:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@real
+def test_what_a_busy_machine_had_no_time_to_answer_is_not_remembered(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = subprocess.run
+
+    def slow(command: list[str], **options: object) -> "subprocess.CompletedProcess[str]":
+        if "-march=native" in command:
+            raise subprocess.TimeoutExpired(command, 120)
+        return run(command, **options)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(subprocess, "run", slow)
+    assert "-march=native" not in find_compiler().flags
+    assert not list(cache.rglob("compiler.json"))
+    monkeypatch.setattr(subprocess, "run", run)
+    compiler._find.cache_clear()
+    assert {"-march=native", "-mcpu=native"} & set(find_compiler().flags)
+    assert len(list(cache.rglob("compiler.json"))) == 1
+
+
 def test_with_neither_a_compiler_nor_triton_all_runs_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "'unfinished")
     for name in {"triton", *(name for name in sys.modules if name.startswith("triton."))}:

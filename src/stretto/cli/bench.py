@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from stretto.cells import GRU, LSTM, Cell, Elman, store_layer
 from stretto.cli.flags import check_flags, parse
 from stretto.cli.loading import INPUT_SIZE, SetFlags, draw, input_size_of, load_module, try_step, user_errors
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, memory_errors
 from stretto.files import check_ending, write_text_atomically
 from stretto.kernels import Backend
 from stretto.nn import RNN, accelerate
@@ -35,6 +35,7 @@ NUM_STEPS: Final = 200
 BATCH_SIZE: Final = 16
 TURN_SECONDS: Final = 0.1
 WARM_UP_RUNS: Final = 3
+MAX_SIZE: Final = 2**31 - 1
 """`accelerate` measures during the first passes which kernel is faster."""
 
 
@@ -144,7 +145,7 @@ def run(words: list[str]) -> int:
         input_flag="--shape T,B,F",
     )
     is_cell = has_initial_state(module)
-    with torch_threads(settings.threads) as threads:
+    with memory_errors(fix="Give a smaller --shape."), torch_threads(settings.threads) as threads:
         if is_cell:
             features = features or input_size_of(module) or INPUT_SIZE
             ours, peer, note = _cell_contenders(module, settings, (num_steps, batch_size, features))
@@ -183,7 +184,7 @@ def _parse_shape(text: str) -> tuple[int, int, int | None]:
         sizes = [int(word) for word in text.split(",")]
     except ValueError:
         sizes = []
-    if len(sizes) not in (2, 3) or min(sizes) < 1:
+    if len(sizes) not in (2, 3) or min(sizes) < 1 or max(sizes) > MAX_SIZE:
         raise StrettoError(
             f"--shape {text!r} is not the shape of a batch", fix="Write T,B,F or T,B: --shape 200,16,64."
         )

@@ -6,6 +6,7 @@ from typing import Any, Final, final, overload
 
 from torch import nn
 
+from stretto.errors import StrettoError
 from stretto.nn.explanation import Explanation
 from stretto.nn.rnn import RNN
 from stretto.nn.scan import explain_scan
@@ -111,7 +112,11 @@ def explain(model: Any, *scanned: Any, **options: Any) -> ModelExplanation | Exp
         >>> stretto.explain(model).layers[0].reason
         'not called yet'
     """
-    if scanned:
+    if scanned or options:
+        if len(scanned) < 2 and "xs" not in options:
+            raise StrettoError(
+                "explain got some arguments of a scan, and not all", fix="Give stretto.explain(step, init, xs)."
+            )
         return explain_scan(model, *scanned, **options)
     check_module(model)
     found = [_explain_rnn(name, module) for name, module in model.named_modules() if isinstance(module, RNN)]

@@ -241,6 +241,8 @@ def values_of(x: Any) -> torch.Tensor:
         values, num_dims = x.values(), 2
     else:
         values, num_dims = x, 2 if isinstance(x, torch.Tensor) and not x.is_floating_point() else 3
+    if isinstance(x, torch.Tensor) and x.layout not in {torch.strided, torch.jagged}:
+        raise StrettoError(f"the input is a tensor of layout {x.layout}", fix="Give it dense, as x.to_dense().")
     if not isinstance(values, torch.Tensor) or values.dim() < num_dims:
         shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
         raise StrettoError(

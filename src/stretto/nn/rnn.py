@@ -65,6 +65,7 @@ from stretto.solvers import AbstractSolver, CellVariants, Solution
 from stretto.state import describe, flatten, map_state, structure_of, unflatten
 
 TORCH_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
+MAX_LAYERS: Final = 10_000
 _VALUES: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
 _FUNCTIONS: Final = (FunctionType, BuiltinFunctionType, MethodType)
 _CALLABLES: Final = (FunctionType, MethodType, partial)
@@ -1091,6 +1092,12 @@ def _check_width(cell: nn.Module, features: tuple[int, ...], x: torch.Tensor) ->
 def _check_devices(cell: "_Inspected", x: torch.Tensor, initial: Any) -> None:
     """An error unless all is on one device; a scalar may be on the CPU, as with torch's operators."""
     for name, tensors in (("state", flatten(initial)), ("parameters", cell.tensors.values())):
+        sparse = next((t.layout for t in tensors if t.layout != torch.strided), None)
+        if sparse is not None:
+            raise StrettoError(
+                f"the {name} of {type(cell.module).__name__} has a tensor of layout {sparse}",
+                fix="Make it dense, with to_dense().",
+            )
         wrong = next((t.device for t in tensors if t.device != x.device and t.dim() > 0), None)
         if wrong is not None:
             raise StrettoError(
@@ -1157,7 +1164,7 @@ def _output_size(cell: nn.Module) -> int:
 
 
 def _check(num_layers: int, dropout: float, backend: str, save: str, solver: Any) -> None:
-    check_int(num_layers, name="num_layers")
+    check_int(num_layers, name="num_layers", at_most=MAX_LAYERS)
     check_float(dropout, name="dropout", at_least=0.0, at_most=1.0)
     check_choice(backend, name="backend", choices=backend_names())
     check_choice(save, name="save", choices=get_args(SaveChoice))

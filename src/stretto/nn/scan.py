@@ -262,13 +262,17 @@ def _check_step(step: Any) -> None:
 
 def _tensors(tree: Any, name: str) -> list[torch.Tensor]:
     try:
-        return flatten(tree)
+        parts = flatten(tree)
     except StrettoError:
         raise StrettoError(
             f"{name} of the scan is {describe(tree)}",
             fix="Give tensors, in tuples, lists, dicts, named tuples or classes registered with "
             "torch.utils._pytree.register_dataclass; let the step close over other things.",
         ) from None
+    sparse = next((part.layout for part in parts if part.layout not in {torch.strided, torch.jagged}), None)
+    if sparse is not None:
+        raise StrettoError(f"{name} of the scan has a tensor of layout {sparse}", fix="Make it dense: to_dense().")
+    return parts
 
 
 def _name(step: Any) -> str:

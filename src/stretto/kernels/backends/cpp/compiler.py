@@ -67,6 +67,11 @@ class NoCompiler(Unsupported):
     """Nothing can be compiled; the message says why."""
 
 
+PROBE_SECONDS: Final = 120
+_timed_out: Final[list[str]] = []
+"""Questions to a compiler that were not answered in time."""
+
+
 @lru_cache(maxsize=8)
 def _find(wanted: str | None, search_path: str | None, march: str | None) -> Compiler:
     names = [wanted] if wanted else ["g++", "clang++", "c++"]
@@ -81,6 +86,7 @@ def _find(wanted: str | None, search_path: str | None, march: str | None) -> Com
     version = (_run([*command, "--version"]) or "").splitlines()
     if not version:
         raise NoCompiler(f"the C++ compiler {shlex.join(command)!r} does not run")
+    _timed_out.clear()
     targets = [f"-march={march}"] if march else NATIVE_FLAGS
     target = next((flag for flag in targets if _accepts(command, [*BASE_FLAGS, flag])), None)
     if march and target is None:
@@ -91,7 +97,9 @@ def _find(wanted: str | None, search_path: str | None, march: str | None) -> Com
     flags = [*BASE_FLAGS, *([] if target is None else [target])]
     flags += [extra for extra in OPTIONAL_FLAGS if _accepts(command, [*BASE_FLAGS, extra])]
     found = Compiler(command=tuple(command), version=version[0], flags=tuple(flags))
-    _remember(found, march)
+    if not _timed_out:
+        # What a busy machine had no time to answer is asked again by the next process.
+        _remember(found, march)
     return found
 
 
@@ -147,8 +155,11 @@ def find_compiler() -> Compiler:
 
 def _run(command: list[str]) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        _timed_out.append(shlex.join(command))
+        return None
+    except OSError:
         return None
     return done.stdout if done.returncode == 0 else None
 
@@ -157,9 +168,12 @@ def _accepts(command: Sequence[str], flags: list[str]) -> bool:
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         source = Path(folder) / "probe.cpp"
         # Some compilers take the flag and have neither header nor library.
-        header, value = ("#include <omp.h>\n", "omp_get_max_threads()") if "-fopenmp" in flags else ("", "0")
+        needs_library = "-fopenmp" in flags
+        header, value = ("#include <omp.h>\n", "omp_get_max_threads()") if needs_library else ("", "0")
         source.write_text(f"{header}int main() {{ return {value}; }}\n", encoding="utf-8")
-        return _run([*command, *flags, str(source), "-o", str(Path(folder) / "probe.so")]) is not None
+        # Without linking, where that shows nothing: zig builds its C++ library when it links for the first time.
+        link = [] if needs_library else ["-c"]
+        return _run([*command, *flags, *link, str(source), "-o", str(Path(folder) / "probe.so")]) is not None
 
 
 @lru_cache(maxsize=1)
