@@ -1,1 +1,1 @@
-"""Side by side with peers: ratios from one run, one file a question."""
+"""Comparisons with other implementations: ratios from one run, one file per question."""

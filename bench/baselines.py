@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -21,9 +20,6 @@ from stretto.batching import Batch
 from stretto.data import SequenceSet, line_pairs
 from stretto.tasks import PAD, Translate, detect_bleu_words
 from stretto.training import AbstractTask
-
-Array = npt.NDArray[Any]
-
 
 PlainScript = ShuffledScript | PlainLanguageModel
 
@@ -68,18 +64,12 @@ def _settings(task: AbstractTask[Any], *names: str) -> dict[str, Any]:
     return {name: getattr(task.config, name) for name in names}
 
 
-def _rows(part: SequenceSet) -> list[Array]:
-    """The features of each sequence."""
-    places = zip(part.starts_N.tolist(), part.lengths_N.tolist(), strict=True)
-    return [part.features_SF[start : start + length] for start, length in places]
-
-
 def _targets(part: SequenceSet) -> list[Any]:
     return [part.targets[number] for number in range(len(part))]
 
 
 def _digits(task: AbstractTask[Any], data: SequenceSet, shared: dict[str, Any]) -> ShuffledScript:
-    train, valid = ((np.stack(_rows(part)), np.array(_targets(part))) for part in _train_and_valid(data))
+    train, valid = ((np.stack(part.arrays()), np.array(_targets(part))) for part in _train_and_valid(data))
     num_rows, num_columns = train[0].shape[1:]
     sizes = {"num_columns": num_columns, "hidden_size": task.config.hidden_size}
     sizes["num_classes"] = len(data.targets.names)  # type: ignore[attr-defined]
@@ -94,14 +84,14 @@ def _digits(task: AbstractTask[Any], data: SequenceSet, shared: dict[str, Any]) 
 
 
 def _language_model(task: AbstractTask[Any], data: SequenceSet, shared: dict[str, Any]) -> PlainLanguageModel:
-    train_S, valid_S = (np.concatenate(_rows(part))[:, 0] for part in _train_and_valid(data))
+    train_S, valid_S = (np.concatenate(part.arrays())[:, 0] for part in _train_and_valid(data))
     sizes = _settings(task, "embedding_size", "hidden_size", "num_layers", "dropout", "init_scale", "window")
     schedule = _settings(task, "flat_epochs", "decay_factor")
     return PlainLanguageModel(train_S, valid_S, num_words=len(data.vocabulary), **sizes, **schedule, **shared)
 
 
 def _handwriting(task: AbstractTask[Any], data: SequenceSet, shared: dict[str, Any]) -> ShuffledScript:
-    train, valid = ((_rows(part), _targets(part)) for part in _train_and_valid(data))
+    train, valid = ((part.arrays(), _targets(part)) for part in _train_and_valid(data))
     alphabet = task.alphabet  # type: ignore[attr-defined]
     sizes = _settings(task, "stack", "hidden_size", "dropout", "epochs")
     return PlainHandwriting(train, valid, alphabet=alphabet, **sizes, **shared)
@@ -128,5 +118,5 @@ def _train_and_valid(data: SequenceSet) -> tuple[SequenceSet, SequenceSet]:
 
 def _pieces(part: SequenceSet) -> tuple[list[list[int]], list[list[int]]]:
     """Pieces of the sources, and of the targets, without padding."""
-    sources, targets = ([row_T2[row_T2[:, side] != PAD, side].tolist() for row_T2 in _rows(part)] for side in (0, 1))
+    sources, targets = ([row_T2[row_T2[:, side] != PAD, side].tolist() for row_T2 in part.arrays()] for side in (0, 1))
     return sources, targets

@@ -1,4 +1,4 @@
-"""`python -m bench buckets`: the batches of our `BucketSampler` beside those of other samplers.
+"""`python -m bench buckets`: the batches of our `BucketSampler` compared with those of other samplers.
 
 Shape legend: N sequences of the set, M sequences drawn, B batches that are not empty, G updates, W ranks, K buckets.
 """
@@ -39,7 +39,7 @@ DESCRIPTIONS: Final[dict[Distribution, str]] = {
 BATCH_ROWS: Final = 64
 """Average sequences per batch, if no cap is given."""
 ORDER_BUCKETS: Final = 10
-"""Intervals by which the order of lengths is judged where a sampler has no buckets."""
+"""Intervals for comparing the order of lengths, for samplers without buckets."""
 EDGE_BUCKETS: Final = (5, 10, 30)
 
 
@@ -77,7 +77,7 @@ class BucketsSettings(Settings):
             raise StrettoError("no distribution of lengths is given", fix=f"Choose from {', '.join(DISTRIBUTIONS)}.")
 
 
-@bench("buckets", title="Batches of our sampler beside other samplers")
+@bench("buckets", title="Our sampler compared with others")
 def run(settings: BucketsSettings, report: Report) -> None:
     """Compare all samplers on each distribution of lengths."""
     if settings.quick:
@@ -102,9 +102,9 @@ def run(settings: BucketsSettings, report: Report) -> None:
     report.table(title="Samplers", columns=("sampler", "note"), rows=[(one.name, one.note) for one in samplers])
 
 
-def draw_lengths(name: Distribution, num_sequences: int, *, seed: int = 0) -> Lengths:
-    """Lengths of a set, a pure function of the arguments; the handwriting is what it is."""
-    rng = np.random.default_rng(seed)
+def draw_lengths(name: Distribution, num_sequences: int) -> Lengths:
+    """Lengths of a set, the same for the same arguments; the handwriting is what it is."""
+    rng = np.random.default_rng(0)
     if name == "log-normal":
         return _round_clipped(rng.lognormal(6.2, 0.6, num_sequences), 50, 3000)
     if name == "log-normal-wide":
@@ -213,7 +213,7 @@ class TimedBatches:
 
 
 def time_batches(batches: Iterator[list[int]]) -> TimedBatches:
-    """Draw all batches with the clock on."""
+    """Draw all batches, timed."""
     drawn: Batches = []
     first = begin = time.perf_counter()
     for batch in batches:

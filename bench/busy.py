@@ -1,4 +1,4 @@
-"""`python -m bench busy`: accelerated layers beside torch's own, and beside processes that keep processors busy.
+"""`python -m bench busy`: accelerated layers and torch's own, on a quiet and on a loaded machine.
 
 Shape legend: T steps, B sequences, F features of the input, H hidden units.
 """
@@ -25,53 +25,49 @@ from bench.kernels import SHAPES, TINY
 from stretto.timing import check_equal, torch_threads
 
 MAX_OVER_QUIET: Final = {1: 1.8, 2: 2.6}
-"""How much longer a step may take beside so many busy processes; its share of two processors would be 1.5 and 2."""
+"""By how many busy processes: how much longer a step may take. A fair share of two cores would give 1.5 and 2."""
 MIN_RATIO: Final = 0.97
 COLUMNS: Final = (
     *("net", "T, B, F, H", "layers", "busy processes", "threads", "ours ms", "torch ms"),
     *("ratio", "over quiet", "over one thread"),
 )
 CAPTION: Final = (
-    "Forward and backward, medians of all steps; the turns of all rows of a net are taken in rounds. ratio: torch's "
-    "time over ours. over quiet: ours over ours without busy processes. over one thread: ours over that of one thread "
-    "beside as many."
+    "Forward and backward, medians of all steps; all rows of a net are timed in turn. ratio: torch's time over ours. "
+    "over quiet: our time over our time without busy processes. over one thread: our time over that of one thread "
+    "with the same number of busy processes."
 )
 BUSY: Final = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)\nwhile True: pass"
 
 
-def _defaults(num_steps: int, batch: int, hidden_size: int) -> Shape:
-    return Shape(num_steps=num_steps, batch=batch, input_size=hidden_size, hidden_size=hidden_size)
-
-
 # What libraries use by default: darts, GluonTS, neuralforecast, RLlib, cleanrl, NAM, a small policy, DeepFilterNet.
 LIBRARIES: Final[tuple[tuple[type[nn.GRU | nn.LSTM], Shape, int], ...]] = (
-    (nn.LSTM, _defaults(24, 32, 25), 1),
-    (nn.GRU, _defaults(24, 32, 25), 1),
-    (nn.LSTM, _defaults(48, 32, 40), 2),
-    (nn.GRU, _defaults(48, 32, 40), 2),
-    (nn.LSTM, _defaults(36, 128, 128), 2),
-    (nn.LSTM, _defaults(20, 32, 256), 1),
-    (nn.LSTM, _defaults(128, 2, 128), 1),
-    (nn.LSTM, _defaults(4096, 4, 16), 1),
-    (nn.GRU, _defaults(32, 16, 32), 1),
-    (nn.GRU, _defaults(300, 4, 256), 1),
+    (nn.LSTM, Shape(24, 32, 25, 25), 1),
+    (nn.GRU, Shape(24, 32, 25, 25), 1),
+    (nn.LSTM, Shape(48, 32, 40, 40), 2),
+    (nn.GRU, Shape(48, 32, 40, 40), 2),
+    (nn.LSTM, Shape(36, 128, 128, 128), 2),
+    (nn.LSTM, Shape(20, 32, 256, 256), 1),
+    (nn.LSTM, Shape(128, 2, 128, 128), 1),
+    (nn.LSTM, Shape(4096, 4, 16, 16), 1),
+    (nn.GRU, Shape(32, 16, 32, 32), 1),
+    (nn.GRU, Shape(300, 4, 256, 256), 1),
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BusySettings(Settings):
-    """Measure accelerated layers beside torch's, quiet and beside other work on the machine.
+    """Compare accelerated layers with torch's, on a quiet machine and with busy processes.
 
     Attributes:
-        rounds: Turns of each combination of threads and busy processes.
-        turn_seconds: Seconds of a turn.
+        rounds: How often each combination of threads and busy processes is timed.
+        turn_seconds: Seconds each time.
     """
 
     rounds: Count = 2
     turn_seconds: float = 1.0
 
 
-@bench("busy", title="Accelerated layers beside torch's, on a quiet and on a busy machine")
+@bench("busy", title="Accelerated layers and torch's, on a quiet and on a loaded machine")
 def run(settings: BusySettings, report: Report) -> None:
     """Time all combinations in rounds, each net by itself."""
     nets: list[tuple[type[nn.GRU | nn.LSTM], Shape, int]] = [
@@ -92,11 +88,11 @@ def run(settings: BusySettings, report: Report) -> None:
                 ratio, over_quiet = peer[count, threads] / ms, ms / own[0, threads]
                 names = (kind.__name__, shape.sizes, num_layers)
                 rows.append((*names, count, threads, ms, peer[count, threads], ratio, over_quiet, ms / own[count, 1]))
-                what = f"{kind.__name__} {shape.sizes}, {threads} threads beside {count}"
+                what = f"{kind.__name__} {shape.sizes}, {threads} threads, {count} busy processes"
                 report.goal(f"{what}: ratio", ratio, at_least=MIN_RATIO)
                 if count in MAX_OVER_QUIET:
                     report.goal(f"{what}: over quiet", over_quiet, at_most=MAX_OVER_QUIET[count])
-    report.table(title="Training steps beside busy processes", columns=COLUMNS, rows=rows, caption=CAPTION)
+    report.table(title="Training steps with busy processes", columns=COLUMNS, rows=rows, caption=CAPTION)
 
 
 def _time(
@@ -128,7 +124,7 @@ def _time(
 
 @contextlib.contextmanager
 def _busy_processes(count: int) -> Iterator[None]:
-    """So many processes that compute for ever, started before the clock is."""
+    """Run this many busy loops as processes, started before the timing."""
     started = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]  # noqa: S603
     try:
         for process in started:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from bench.harness import why_missing
 from stretto.cells import GRU, LSTM, Cell, LayerNormLSTM, store_layer
-from stretto.errors import StrettoError
 from stretto.extras import optional
 from stretto.kernels import NoCompiler, find_compiler
 from stretto.nn import RNN
@@ -32,9 +32,9 @@ JAX_UNROLLS: Final = (1, 8)
 RECURRENT_GAIN: Final = 0.3
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a pass: T, B, F and H."""
+    """Sizes of a pass, in this order: T, B, F and H."""
 
     num_steps: int
     batch: int
@@ -58,9 +58,9 @@ class Batch:
     weight_TBO: torch.Tensor
 
 
-def draw_batch(shape: Shape, *, output_size: int | None = None, seed: int = 0) -> Batch:
+def draw_batch(shape: Shape, *, output_size: int | None = None) -> Batch:
     """A batch of normal numbers, the same for the same arguments; O is H by default."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     size = (shape.num_steps, shape.batch)
     return Batch(
         x_TBF=torch.randn(*size, shape.input_size, generator=generator),
@@ -68,10 +68,10 @@ def draw_batch(shape: Shape, *, output_size: int | None = None, seed: int = 0) -
     )
 
 
-def draw_cell(net: Net, shape: Shape, *, seed: int = 0) -> Cell:
+def draw_cell(net: Net, shape: Shape) -> Cell:
     """A cell with the same weights for the same arguments; the state of torch's generator does not change."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         if net == "GRU":
             return GRU(shape.input_size, shape.hidden_size)
         if net == "LSTM":
@@ -99,7 +99,7 @@ class Contender(abc.ABC):
 
 @final
 class TorchContender(Contender):
-    """Anything that runs in torch; gradients are those of the parameters of `weights`."""
+    """Any torch computation, with the gradients of the parameters of `weights`."""
 
     def __init__(self, name: str, *, forward: Forward, weights: nn.Module, batch: Batch) -> None:
         super().__init__(name)
@@ -145,12 +145,12 @@ def torch_layer(cells: Sequence[Cell], net: Net, shape: Shape, *, directions: in
 
 
 def torch_contender(layer: nn.RNNBase, *, batch: Batch) -> TorchContender:
-    """A layer of torch's."""
+    """One of torch's layers."""
     return TorchContender(f"nn.{layer.mode}", forward=lambda x_TBF: layer(x_TBF)[0], weights=layer, batch=batch)
 
 
 def loop_contender(cell: Cell, *, batch: Batch) -> TorchContender:
-    """The cell called in a Python loop, its gradients by autograd: what one writes without a library."""
+    """The cell in a Python loop, with gradients by autograd: what people write without a library."""
     return TorchContender("Python loop", forward=python_loop(cell), weights=cell, batch=batch)
 
 
@@ -169,24 +169,20 @@ def python_loop(cell: nn.Module) -> Forward:
 
 
 def missing_peers() -> dict[str, str]:
-    """What cannot run here, JAX or the compiled kernels, with the reason."""
+    """Peers that cannot run here, JAX or the compiled kernels, with the reason."""
     missing: dict[str, str] = {}
-    try:
-        optional("jax")
-    except StrettoError as error:
-        missing[JAX] = str(error)
-    except (AttributeError, OSError, RuntimeError) as error:
-        missing[JAX] = f"its import fails ({error}). Reinstall it: pip install 'stretto[peers]'."
+    if (reason := why_missing(lambda: optional("jax"))) is not None:
+        missing[JAX] = reason
     try:
         find_compiler()
-    except NoCompiler as reason:
-        missing["compiled kernels"] = f"{reason}, so our layer runs without. Install g++ or name a compiler in CXX."
+    except NoCompiler as error:
+        missing["compiled kernels"] = f"{error}, so our layer runs without. Install g++ or name a compiler in CXX."
     return missing
 
 
 @final
 class JaxContender(Contender):
-    """A GRU by JAX: `lax.scan` over the state, the product of the input taken out by hand, compiled by XLA.
+    """A GRU by JAX: `lax.scan` over the state, with the input projection hoisted by hand, compiled by XLA.
 
     Of a loop body of one step and one of several, the faster is kept.
     """

@@ -1,17 +1,23 @@
-"""`python -m bench faults`: ranks that are killed, stopped or left without disk space while they train.
+"""`python -m bench faults`: ranks killed, stopped or left without disk space while they train.
 
-Two runs train the same net: one undisturbed, one with faults injected. Afterwards every sequence of every epoch must
-have been used exactly once, and the final weights must be equal to the last bit. So it is for every task, with one rank
-and with two, killed before the first checkpoint, while training and while the report is written. Then one of two nodes
-is dropped and comes back. Nodes are launchers of torchrun's on this machine, inside a network namespace that has
-nothing but loopback.
+Runs train the same net: one undisturbed, the others with faults injected, up to 25 each. Afterwards every sequence of
+every epoch must have been used exactly once, and the final weights must be equal to the last bit. Then runs of every
+task, with one rank and with two, are killed at a random moment: before the first checkpoint, while they train, while
+the report is written. Each is resumed, and must end with the weights, the losses and the metrics of a run that was not
+killed, and with a report. Last, one of two nodes is dropped and comes back. Nodes are launchers of torchrun's on this
+machine, inside a network namespace that has nothing but loopback.
+
+The first undisturbed run starts as a user starts it; the others, and their ranks, fork from a server that has imported
+torch (`bench.quick_python`), without which most of the time would go into imports.
 
 Shape legend: N sequences, S steps of all of them, F features.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -25,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -35,8 +41,10 @@ import torch
 from pydantic import Field
 
 from bench.harness import Count, Report, Settings, bench
+from bench.quick_python import QuickPython
 from stretto.data import Labels, SequenceSet, write_npz
 from stretto.errors import StrettoError
+from stretto.report import PAGE_NAME
 from stretto.runs import RESULT_FILE
 from stretto.tasks import TASKS, find_task
 from stretto.training import CHECKPOINT_FOLDER, EVENTS_FILE, MODEL_FILE, read_events
@@ -49,13 +57,19 @@ KINDS: Final[dict[str, str]] = {
     "full": "a full disk",
 }
 NUM_TRAINED: Final = 200
-EPOCHS_PER_FAULT: Final = 60
-MAX_PAUSE_SECONDS: Final = 2.0
+EPOCHS_PER_FAULT: Final = 12
+MAX_FAULTS_PER_RUN: Final = 25
+"""A run reads its record when it is resumed, so that many short runs take less time than a long one."""
+PAUSE_EVENTS: Final = (10, 80)
+MAX_PAUSE_SECONDS: Final = 0.02
+"""Between a fault and the next: at least and at most so many events, and then up to so many seconds."""
 MAX_SILENCE_SECONDS: Final = 180.0
 MAX_RUN_SECONDS: Final = 3600.0
 MOMENTS: Final = ("before the first checkpoint", "while it trains", "while the report is written")
 TASK_SEQUENCES: Final = (48, 12, 12)
 """Of the parts, which tasks are trained on when they are killed."""
+MAX_MISSES: Final = 50
+"""How often a run may end, or come further than wanted, before it is killed; it is then started anew."""
 MAX_SEARCH_SECONDS: Final = 20.0
 """How long to wait for a checkpoint that is being written."""
 RANK_TIMEOUT_MINUTES: Final = 0.1
@@ -74,8 +88,9 @@ class FaultsSettings(Settings):
     """Inject faults into a run and compare it with an undisturbed one.
 
     Attributes:
-        kills: How many faults to inject into the run of one task; and how many runs of all tasks to kill.
+        kills: How many faults to inject into runs of one task; and how many runs of all tasks to kill.
         nproc: Ranks that train.
+        jobs: Runs at the same time; much of the time passes in waiting.
         seed: Chooses the kinds, ranks and moments.
         stops: Whether to stop ranks too, not only to kill them; each takes as long as the time-out.
         nodes: Whether to drop one of two nodes and let it come back, too.
@@ -84,6 +99,7 @@ class FaultsSettings(Settings):
 
     kills: Count = 5
     nproc: Annotated[int, Field(ge=2, le=64)] = 2
+    jobs: Annotated[int, Field(ge=1, le=64)] = 2
     seed: Annotated[int, Field(ge=0)] = 0
     stops: bool = True
     nodes: bool = True
@@ -124,18 +140,30 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How the disturbed run ended."""
+    """How a disturbed run ended, or several."""
 
     faults: tuple[str, ...]  # the kinds that were injected
     resumed: int  # how often it was
     usage: Usage
     same_weights: bool  # whether its final weights are those of the undisturbed run
     exit_code: int
+    runs: int = 1
 
     @property
     def survived(self) -> int:
         """Faults after which the run still finished."""
         return len(self.faults) if self.exit_code == 0 else 0
+
+    def __add__(self, other: "Outcome") -> "Outcome":
+        usage = zip(dataclasses.astuple(self.usage), dataclasses.astuple(other.usage), strict=True)
+        return Outcome(
+            faults=self.faults + other.faults,
+            resumed=self.resumed + other.resumed,
+            usage=Usage(**dict(zip(("epochs", "lost", "repeated"), map(sum, usage), strict=True))),
+            same_weights=self.same_weights and other.same_weights,
+            exit_code=self.exit_code or other.exit_code,
+            runs=self.runs + other.runs,
+        )
 
 
 @bench("faults", title="Faults while training, and what is lost")
@@ -144,23 +172,34 @@ def run(settings: FaultsSettings, report: Report) -> None:
     if settings.quick:
         settings = dataclasses.replace(settings, kills=2, stops=False, nodes=False, tasks=False)
     begin = time.perf_counter()
-    outcome = inject_faults(settings, progress=report.progress)
-    rows: list[tuple[str, int | bool | str]] = [
-        *((what, outcome.faults.count(kind)) for kind, what in KINDS.items() if kind in outcome.faults),
-        ("faults survived", f"{outcome.survived} of {settings.kills}"),
-        ("resumed from a checkpoint", outcome.resumed),
-        *outcome.usage.rows,
-        ("final weights equal the undisturbed run's to the last bit", outcome.same_weights),
-        ("seconds, both runs", round(time.perf_counter() - begin)),
-    ]
-    report.table(title=f"Faults injected into {settings.nproc} ranks", columns=("fault or result", "count"), rows=rows)
-    report.failed = not (outcome.survived == settings.kills and outcome.same_weights and outcome.usage.is_exact)
-    if settings.tasks:
-        kills = kill_tasks(settings, progress=report.progress)
-        columns = ("task", "ranks", "killed", "as if it had not been")
-        table = [(kill.task, kill.ranks, kill.moment, "yes" if kill.is_same else kill.problem) for kill in kills]
-        report.table(title="Runs of all tasks, killed and resumed", columns=columns, rows=table)
-        report.failed = report.failed or not all(kill.is_same for kill in kills)
+    with QuickPython() as python:
+        outcome = inject_faults(settings, python=python, progress=report.progress)
+        rows: list[tuple[str, int | bool | str]] = [
+            *((what, outcome.faults.count(kind)) for kind, what in KINDS.items() if kind in outcome.faults),
+            ("runs that they hit", outcome.runs),
+            ("faults survived", f"{outcome.survived} of {settings.kills}"),
+            ("resumed from a checkpoint", outcome.resumed),
+            *outcome.usage.rows,
+            ("final weights bit-identical to the undisturbed run's", outcome.same_weights),
+            ("seconds, with the undisturbed run", round(time.perf_counter() - begin)),
+        ]
+        title = f"Faults injected into {settings.nproc} ranks"
+        report.table(title=title, columns=("fault or result", "count"), rows=rows)
+        report.failed = not (outcome.survived == settings.kills and outcome.same_weights and outcome.usage.is_exact)
+        if settings.tasks:
+            begin = time.perf_counter()
+            kills = kill_tasks(settings, python=python, progress=report.progress)
+            report.table(
+                title="Runs of all tasks, killed by SIGKILL and resumed",
+                columns=("task", "ranks", *(f"killed {moment}" for moment in MOMENTS), "as if it had not been"),
+                rows=kill_rows(kills),
+                caption=f"{len(kills)} kills, {round(time.perf_counter() - begin):,} seconds. Weights to the last bit, "
+                "losses, metrics and the report are compared with those of a run that was not killed.",
+            )
+            for kill in kills:
+                if not kill.is_same:
+                    report.note(f"{kill.task}, {kill.ranks} ranks, killed {kill.moment}: {kill.problem}")
+            report.failed = report.failed or len(kills) < settings.kills or not all(kill.is_same for kill in kills)
     if not settings.nodes:
         return
     try:
@@ -177,76 +216,108 @@ def run(settings: FaultsSettings, report: Report) -> None:
     report.failed = report.failed or any(exit_codes) or not usage.is_exact
 
 
-# One run with faults beside one without ------------------------------------------------------------------------------
+# One run with faults, one without ------------------------------------------------------------------------------------
 
 
-def inject_faults(settings: FaultsSettings, *, progress: Callable[[str], None]) -> Outcome:
-    """Train twice, once undisturbed, and compare."""
+def inject_faults(settings: FaultsSettings, *, python: QuickPython, progress: Callable[[str], None]) -> Outcome:
+    """Train undisturbed and with faults, and compare."""
     if not Path("/proc").is_dir():
         raise StrettoError("ranks are found through /proc, which does not exist here", fix="Run it on Linux.")
+    shares = np.array_split(np.arange(settings.kills), -(-settings.kills // MAX_FAULTS_PER_RUN))
     with tempfile.TemporaryDirectory(prefix="stretto-") as place:
         folder = Path(place)
-        data, undisturbed, disturbed = write_data(folder / "data.npz"), folder / "undisturbed", folder / "disturbed"
+        data, undisturbed = write_data(folder / "data.npz"), folder / "undisturbed"
+        num_faults = max(map(len, shares))
+        flags = functools.partial(_training_flags, data, nproc=settings.nproc, num_faults=num_faults)
         progress("training undisturbed")
-        if code := _finish(_start(_training_flags(data, undisturbed, settings))):
+        if code := _finish(_start(flags(undisturbed))):
             raise StrettoError(
                 f"the undisturbed run exited with code {code}", fix="Check `stretto train classify --nproc 2`."
             )
-        faults, exit_code = _disturb(_training_flags(data, disturbed, settings), disturbed, settings, progress)
-        events = read_events(disturbed)
-        same = exit_code == 0 and _same_weights(undisturbed / MODEL_FILE, disturbed / MODEL_FILE)
-    return Outcome(
-        faults=tuple(faults),
-        resumed=sum(event["event"] == "resumed" for event in events),
-        usage=Usage.count(events),
-        same_weights=same,
-        exit_code=exit_code,
-    )
+
+        def disturbed(number: int) -> Outcome:
+            run = folder / f"disturbed-{number}"
+            rng = np.random.default_rng([settings.seed, number])
+            kinds = [kind for kind in KINDS if settings.stops or kind != "stopped"]
+            # Every kind once before any comes again.
+            order = [kind for _ in range(0, settings.kills, len(kinds)) for kind in rng.permutation(kinds).tolist()]
+            wanted = order[: len(shares[number])]
+            faults, exit_code = _disturb(flags(run), run, wanted=wanted, rng=rng, python=python, progress=progress)
+            events = read_events(run)
+            return Outcome(
+                faults=tuple(faults),
+                resumed=sum(event["event"] == "resumed" for event in events),
+                usage=Usage.count(events),
+                same_weights=exit_code == 0 and _same_weights(undisturbed / MODEL_FILE, run / MODEL_FILE),
+                exit_code=exit_code,
+            )
+
+        with concurrent.futures.ThreadPoolExecutor(settings.jobs) as pool:
+            return functools.reduce(Outcome.__add__, pool.map(disturbed, range(len(shares))))
 
 
 def _disturb(
-    flags: list[str], folder: Path, settings: FaultsSettings, progress: Callable[[str], None]
+    flags: list[str],
+    folder: Path,
+    *,
+    wanted: list[str],
+    rng: np.random.Generator,
+    python: QuickPython,
+    progress: Callable[[str], None],
 ) -> tuple[list[str], int]:
-    """Inject faults into a run until there were enough, and let it finish; returns the faults and its exit code."""
-    rng = np.random.default_rng(settings.seed)
-    kinds = [kind for kind in KINDS if settings.stops or kind != "stopped"]
-    # Every kind once before any comes again.
-    order = [kind for _ in range(0, settings.kills, len(kinds)) for kind in rng.permutation(kinds).tolist()]
+    """Inject the faults that are wanted into a run, and let it finish; returns those injected and its exit code."""
     faults: list[str] = []
-    process = _start(flags)
+    record = _Record(folder)
+    process = _start(flags, python)
     try:
-        while len(faults) < settings.kills and _makes_progress(process, folder):
+        while len(faults) < len(wanted) and record.wait_for(record.count() + int(rng.integers(*PAUSE_EVENTS)), process):
             time.sleep(rng.uniform(0.0, MAX_PAUSE_SECONDS))
-            kind = order[len(faults)]
-            if not inject(kind, process.pid, folder, rng=rng):
+            kind = wanted[len(faults)]
+            if not inject(kind, process.pid, folder, rng=rng, behind=python.processes()):
                 continue
             faults.append(kind)
-            progress(f"{len(faults)} of {settings.kills}: {KINDS[kind]}")
+            progress(f"{folder.name}, {len(faults)} of {len(wanted)}: {KINDS[kind]}")
             if kind == "full":
                 code = _finish(process)
                 if code != USER_ERROR:
                     return faults, code
                 # All ranks have reported it and exited; with space again, the run continues.
-                process = _start([*flags, "--resume"])
-        progress("training to the end")
+                process = _start([*flags, "--resume"], python)
+        progress(f"{folder.name}: training to the end")
         return faults, _finish(process)
     finally:
         _stop(process)
 
 
-def inject(kind: str, launcher: int, folder: Path, *, rng: np.random.Generator) -> bool:
-    """Inject one of `KINDS` into ranks that a launcher started; False if there were none at that moment."""
-    processes = [process for process, _ in sorted(ranks_below(launcher), key=lambda found: found[1])]
+def inject(kind: str, launcher: int, folder: Path, *, rng: np.random.Generator, behind: Mapping[int, int]) -> bool:
+    """Inject one of `KINDS` into ranks that a launcher started; False if they were not there at that moment.
+
+    `behind` has the processes that run on behalf of programs, as `QuickPython` has them.
+    """
+    processes = [process for process, _ in sorted(ranks_below(launcher, behind=behind), key=lambda found: found[1])]
     if not processes:
         return False
+    try:
+        return _inject(kind, processes, folder, rng)
+    except ProcessLookupError:
+        return False
+
+
+def _inject(kind: str, processes: list[int], folder: Path, rng: np.random.Generator) -> bool:
     if kind == "saving":
         return _kill_while_saving(processes[0], folder)
     if kind == "full":
         # Files may not grow beyond this, which a program sees as a full disk: the write fails.
         resource.prlimit(processes[0], resource.RLIMIT_FSIZE, (FULL_DISK_BYTES, FULL_DISK_BYTES))
         return True
-    for process in processes if kind == "all" else [processes[rng.integers(len(processes))]]:
-        os.kill(process, signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
+    chosen = processes[rng.integers(len(processes))]
+    if kind == "stopped":
+        os.kill(chosen, signal.SIGSTOP)
+        # The others time out and end; torchrun asks this one to end, which it cannot, and kills it 30 seconds later.
+        deadline = time.monotonic() + MAX_SILENCE_SECONDS
+        while _is_alive(chosen) and not _has_sigterm_pending(chosen) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    _signal(processes if kind == "all" else [chosen], signal.SIGKILL)
     return True
 
 
@@ -265,23 +336,41 @@ def _kill_while_saving(process: int, folder: Path) -> bool:
     return False
 
 
-def ranks_below(launcher: int) -> Iterator[tuple[int, int]]:
-    """Process and rank of everything that a launcher started, directly or through one process in between."""
-    for folder in Path("/proc").glob("[0-9]*"):
+def ranks_below(launcher: int, *, behind: Mapping[int, int] | None = None) -> Iterator[tuple[int, int]]:
+    """Process and rank of everything that a launcher started, whatever processes are in between."""
+    behind = behind or {}
+    for process in _descendants(launcher, behind):
         try:
-            parent = _parent(int(folder.name))
-            ancestors = {parent, _parent(parent)}
-            variables = dict(
-                item.partition("=")[::2] for item in (folder / "environ").read_bytes().decode().split("\0") if item
-            )
-        except (OSError, IndexError, UnicodeDecodeError):
+            items = Path(f"/proc/{process}/environ").read_bytes().decode().split("\0")
+        except (OSError, UnicodeDecodeError):
             continue
-        if launcher in ancestors and "RANK" in variables:
-            yield int(folder.name), int(variables["RANK"])
+        variables = dict(item.partition("=")[::2] for item in items if item)
+        # What a rank has started is no rank, though it has inherited the variable.
+        if "RANK" in variables and process not in behind.values() and not _has_rank(_parent(process)):
+            yield behind.get(process, process), int(variables["RANK"])
+
+
+def _has_rank(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"\0RANK=" in b"\0" + Path(f"/proc/{process}/environ").read_bytes()
+    return False
 
 
 def _parent(process: int) -> int:
-    return int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{process}/status").read_text(encoding="utf-8"))[0])
+    """The process that started it; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        return int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{process}/status").read_text(encoding="utf-8"))[0])
+    return 0
+
+
+def _descendants(process: int, behind: Mapping[int, int]) -> list[int]:
+    """All processes below one, whatever session they are in, and those that run on behalf of any of them."""
+    parents = {int(folder.name): _parent(int(folder.name)) for folder in Path("/proc").glob("[0-9]*")}
+    parents |= {worker: program for program, worker in behind.items()}
+    found = {process}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found - {process})
 
 
 def write_data(path: Path) -> Path:
@@ -304,10 +393,10 @@ def noise() -> SequenceSet:
     )
 
 
-def _training_flags(data: Path, out: Path, settings: FaultsSettings) -> list[str]:
-    epochs = EPOCHS_PER_FAULT * (settings.kills + 1)
+def _training_flags(data: Path, out: Path, *, nproc: int, num_faults: int) -> list[str]:
+    epochs = EPOCHS_PER_FAULT * (num_faults + 1)
     flags = train_command(data, out, epochs=epochs, rank_timeout_minutes=RANK_TIMEOUT_MINUTES)
-    return [*flags, "--nproc", str(settings.nproc), "--max-restarts", str(2 * settings.kills + 2)]
+    return [*flags, "--nproc", str(nproc), "--max-restarts", str(2 * num_faults + 2)]
 
 
 def train_command(data: Path, out: Path, *, epochs: int, rank_timeout_minutes: float) -> list[str]:
@@ -326,8 +415,8 @@ def train_command(data: Path, out: Path, *, epochs: int, rank_timeout_minutes: f
     return ["train", "classify", *(str(word) for pair in words.items() for word in pair), "--record-sequences"]
 
 
-def _start(flags: list[str]) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "stretto", *flags]
+def _start(flags: list[str], python: QuickPython | None = None) -> "subprocess.Popen[bytes]":
+    command = [sys.executable if python is None else str(python.program), "-m", "stretto", *flags]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603
 
 
@@ -341,7 +430,7 @@ def _finish(process: "subprocess.Popen[bytes]") -> int:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """SIGTERM first: the launcher takes its ranks with it."""
+    """Send SIGTERM first, so that the launcher ends its ranks."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -350,23 +439,34 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
             process.kill()
 
 
-def _makes_progress(process: "subprocess.Popen[bytes]", folder: Path) -> bool:
-    """Wait for 20 more events; False if the run ends or hangs instead."""
-    before, deadline = _num_events(folder), time.monotonic() + MAX_SILENCE_SECONDS
-    while _num_events(folder) < before + 20:
-        if process.poll() is not None or time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+class _Record:
+    """How many events a run has recorded; what was counted once is not read again."""
 
+    def __init__(self, folder: Path) -> None:
+        self._path, self._place, self._count = folder / EVENTS_FILE, 0, 0
 
-def _num_events(folder: Path) -> int:
-    path = folder / EVENTS_FILE
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    def count(self) -> int:
+        """So far."""
+        if self._path.exists():
+            with self._path.open("rb") as stream:
+                stream.seek(self._place)
+                added = stream.read()
+            self._place += len(added)
+            self._count += added.count(b"\n")
+        return self._count
+
+    def wait_for(self, number: int, process: "subprocess.Popen[bytes]") -> bool:
+        """Wait until there are so many; False if the run ends or hangs instead."""
+        deadline = time.monotonic() + MAX_SILENCE_SECONDS
+        while self.count() < number:
+            if process.poll() is not None or time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
 
 
 def _same_weights(one: Path, other: Path) -> bool:
-    """Whether two files hold the same tensors to the last bit."""
+    """Whether the tensors of two files are bit-identical."""
     first, second = safetensors.torch.load_file(one), safetensors.torch.load_file(other)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
@@ -385,80 +485,152 @@ class Kill:
 
     @property
     def is_same(self) -> bool:
-        """Whether it ended with the weights of the undisturbed run."""
+        """Whether it ended as the undisturbed run did."""
         return not self.problem
 
 
-def kill_tasks(settings: FaultsSettings, *, progress: Callable[[str], None]) -> list[Kill]:
-    """Kill runs of every task at every moment, in turn, with one rank and with two; each is resumed and compared."""
-    rng = np.random.default_rng(settings.seed)
+def kill_tasks(settings: FaultsSettings, *, python: QuickPython, progress: Callable[[str], None]) -> list[Kill]:
+    """Kill runs of every task at random moments, with one rank and with two; each is resumed and compared."""
+    # All of one number of ranks, then all of the other: 16 pairs, and no two of 48 kills alike in pair and moment.
     pairs = [(task, ranks) for ranks in (1, 2) for task in TASKS]
-    done: list[Kill] = []
     with tempfile.TemporaryDirectory(prefix="stretto-") as place:
         folder = Path(place)
-        for number in range(settings.kills):
-            task, ranks = pairs[number % len(pairs)]
-            moment = MOMENTS[number % len(MOMENTS)]
-            progress(f"{number + 1} of {settings.kills}: {task}, {ranks} ranks, {moment}")
-            data, whole = folder / f"{task}.npz", folder / f"{task}-{ranks}"
-            if not data.exists():
-                write_npz(data, _task_data(task))
-            flags = _task_flags(task, data, ranks)
-            problem = ""
-            if not whole.exists() and (code := _finish(_start([*flags, "--out", str(whole)]))):
-                problem = f"undisturbed, exit code {code}"
-            run = folder / f"killed-{number}"
-            problem = problem or _kill_and_resume([*flags, "--out", str(run)], run, moment, rng)
-            if not problem and not _same_weights(whole / MODEL_FILE, run / MODEL_FILE):
-                problem = "other weights"
-            done.append(Kill(task=task, ranks=ranks, moment=moment, problem=problem))
-    return done
+        for task in {task for task, _ in pairs[: settings.kills]}:
+            write_npz(folder / f"{task}.npz", _task_data(task))
+
+        def train_whole(pair: tuple[str, int]) -> str:
+            task, ranks = pair
+            progress(f"{task}, {ranks} ranks, undisturbed")
+            flags = _task_flags(task, folder / f"{task}.npz", folder / f"{task}-{ranks}", ranks)
+            code = _finish(_start(flags, python))
+            return f"undisturbed, exit code {code}" if code else ""
+
+        def kill(number: int) -> Kill:
+            task, ranks = pair = pairs[number % len(pairs)]
+            wanted = MOMENTS[(number + number // len(pairs)) % len(MOMENTS)]
+            progress(f"{number + 1} of {settings.kills}: {task}, {ranks} ranks, {wanted}")
+            run, whole = folder / f"killed-{number}", folder / f"{task}-{ranks}"
+            flags = _task_flags(task, folder / f"{task}.npz", run, ranks)
+            rng = np.random.default_rng([settings.seed, number])
+            problem = broken[pair] or _kill(
+                flags, run, num_events=_Record(whole).count(), wanted=wanted, rng=rng, python=python
+            )
+            moment = _moment(run)
+            problem = problem or _resume(flags, run, python) or difference(whole, run)
+            if not problem:
+                shutil.rmtree(run)
+            return Kill(task=task, ranks=ranks, moment=moment, problem=problem)
+
+        with concurrent.futures.ThreadPoolExecutor(settings.jobs) as pool:
+            used = pairs[: settings.kills]
+            broken = dict(zip(used, pool.map(train_whole, used), strict=True))
+            return list(pool.map(kill, range(settings.kills)))
 
 
-def _kill_and_resume(flags: list[str], run: Path, moment: str, rng: np.random.Generator) -> str:
-    """Kill a run and all its ranks at a moment, and resume it; what went wrong, if anything did."""
-    awaited = {MOMENTS[0]: EVENTS_FILE, MOMENTS[1]: f"{CHECKPOINT_FOLDER}/update-*", MOMENTS[2]: RESULT_FILE}[moment]
-    process = _start(flags)
-    deadline = time.monotonic() + MAX_SILENCE_SECONDS
-    while not any(run.glob(awaited)) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    if moment == MOMENTS[1]:
-        time.sleep(rng.uniform(0.0, 0.2))
-    _signal([process.pid, *_descendants(process.pid)], signal.SIGKILL)
+def kill_rows(kills: list[Kill]) -> list[tuple[str | int, ...]]:
+    """A row for each task and number of ranks: kills at each moment, and how many ended as if there had been none."""
+    rows: list[tuple[str | int, ...]] = []
+    for task, ranks in dict.fromkeys((kill.task, kill.ranks) for kill in kills):
+        own = [kill for kill in kills if (kill.task, kill.ranks) == (task, ranks)]
+        moments = [sum(kill.moment == moment for kill in own) for moment in MOMENTS]
+        rows.append((task, ranks, *moments, f"{sum(kill.is_same for kill in own)} of {len(own)}"))
+    moments = [sum(kill.moment == moment for kill in kills) for moment in MOMENTS]
+    return [*rows, ("all", "1 and 2", *moments, f"{sum(kill.is_same for kill in kills)} of {len(kills)}")]
+
+
+def _kill(
+    flags: list[str], run: Path, *, num_events: int, wanted: str, rng: np.random.Generator, python: QuickPython
+) -> str:
+    """Start a run and kill all its processes at a moment that is wanted; what went wrong, if anything did."""
+    for _ in range(MAX_MISSES):
+        process, record = _start(flags, python), _Record(run)
+        deadline = time.monotonic() + MAX_SILENCE_SECONDS
+        if wanted == MOMENTS[0]:
+            # From the first trace of the run; the imports are of no interest.
+            awaited = run / rng.choice(["", EVENTS_FILE])
+            while not awaited.exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.003)
+            time.sleep(rng.uniform(0.0, 0.05))
+        elif wanted == MOMENTS[1]:
+            record.wait_for(int(rng.integers(2, num_events)), process)
+            time.sleep(rng.uniform(0.0, 0.01))
+        else:
+            while not (run / RESULT_FILE).exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.003)
+            time.sleep(rng.uniform(0.0, 0.1))
+        is_running = _kill_all(process, python)
+        if is_running and run.exists() and _moment(run) == wanted and not (run / PAGE_NAME).exists():
+            return ""
+        shutil.rmtree(run, ignore_errors=True)
+    return f"no run was met {wanted} in {MAX_MISSES} starts"
+
+
+def _kill_all(process: "subprocess.Popen[bytes]", python: QuickPython) -> bool:
+    """SIGKILL a run and all its ranks; False if it had ended by itself."""
+    found: list[int] = []
+    # Stopped first: none can start another while the list is made.
+    while (more := [process.pid, *_descendants(process.pid, python.processes())]) != found:
+        found = more
+        _signal(found, signal.SIGSTOP)
+    is_running = process.poll() is None
+    _signal(found, signal.SIGKILL)
     process.wait()
-    code = _finish(_start([*flags, "--resume"]))
+    for number in found:
+        while _is_alive(number) or number in python.processes():
+            time.sleep(0.001)
+    return is_running
+
+
+def _is_alive(process: int) -> bool:
+    """Whether a process exists and is more than an entry that its parent has not read yet."""
+    with contextlib.suppress(OSError):
+        return not re.search(r"State:\s+[ZX]", Path(f"/proc/{process}/status").read_text(encoding="utf-8"))
+    return False
+
+
+def _moment(run: Path) -> str:
+    """How far a run has come, by what it has left."""
+    if (run / RESULT_FILE).exists():
+        return MOMENTS[2]
+    return MOMENTS[1 if any((run / CHECKPOINT_FOLDER).glob("update-*")) else 0]
+
+
+def _resume(flags: list[str], run: Path, python: QuickPython) -> str:
+    """Resume a run that was killed, or make the page of one that was finished but for that; what went wrong."""
+    code = _finish(_start([*flags, "--resume"], python))
     if code == USER_ERROR and (run / MODEL_FILE).exists() and read_events(run)[-1]["event"] == "finished":
-        # It was finished, but for its page.
-        code = _finish(_start(["report", str(run)]))
+        code = _finish(_start(["report", str(run)], python))
     return f"exit code {code}" if code else ""
 
 
-def _descendants(process: int) -> list[int]:
-    """All processes below one, whatever session they are in."""
-    parents: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = _parent(int(folder.name))
-        except (OSError, IndexError):
-            continue
-    found = {process}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return sorted(found - {process})
+def difference(whole: Path, run: Path) -> str:
+    """In what a run differs from an undisturbed one; empty if in nothing."""
+    if not _same_weights(whole / MODEL_FILE, run / MODEL_FILE):
+        return "other weights"
+    if _losses(whole) != _losses(run):
+        return "other losses"
+    results = [json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")) for folder in (whole, run)]
+    if results[0]["metrics"] != results[1]["metrics"]:
+        return "other metrics"
+    return "" if (run / PAGE_NAME).exists() else "no report"
+
+
+def _losses(run: Path) -> list[tuple[int, float]]:
+    """The loss of each update."""
+    return [(event["update"], event["loss"]) for event in read_events(run) if event["event"] == "update"]
 
 
 def _task_data(task: str) -> SequenceSet:
     """A few sequences of what the task has embedded, or of two kinds of noise."""
-    if task in ("classify", "video"):
-        return noise()
-    data = find_task(task).embedded_data()
+    data = noise() if task in {"classify", "video"} else find_task(task).embedded_data()
     places = [np.flatnonzero(data.split_N == part)[:count] for part, count in enumerate(TASK_SEQUENCES)]
     return data.subset(np.concatenate(places))
 
 
-def _task_flags(task: str, data: Path, ranks: int) -> list[str]:
-    flags = f"train {task} --epochs 3 --batch-size 4 --hidden-size 8 --backend torch --checkpoint-minutes 0.002".split()
-    return [*flags, "--data", str(data), *(["--nproc", str(ranks), "--max-restarts", "0"] if ranks > 1 else [])]
+def _task_flags(task: str, data: Path, out: Path, ranks: int) -> list[str]:
+    flags = f"train {task} --epochs 3 --batch-size 4 --hidden-size 8 --backend torch --threads 1".split()
+    flags += ["--checkpoint-minutes", "0.002", "--data", str(data), "--out", str(out)]
+    return [*flags, *(["--nproc", str(ranks), "--max-restarts", "0"] if ranks > 1 else [])]
 
 
 # Two nodes -----------------------------------------------------------------------------------------------------------
@@ -503,7 +675,7 @@ def run_two_nodes(folder: Path) -> None:
         _drop(nodes.pop())
         _wait_for_world(run, nodes, size=1)
         # The rank that stays would finish all epochs if the other took long. Its launcher sends SIGTERM when a node
-        # joins, which waits until the stopped rank goes on.
+        # joins, which waits until the stopped rank continues.
         ranks = [process for process, _ in ranks_below(nodes[0].pid)]
         _signal(ranks, signal.SIGSTOP)
         nodes.append(_start_node(data, run, is_host=False))
@@ -514,7 +686,7 @@ def run_two_nodes(folder: Path) -> None:
     finally:
         for node in nodes:
             _drop(node)
-    # On a machine with other work the first node may have started alone, before the second came.
+    # On a loaded machine the first node may have started alone, before the second came.
     sizes = [size for size, _ in itertools.groupby(size for size, _ in _starts(run))]
     outcome = {
         "world_sizes": sizes[sizes.index(2) :],
@@ -557,13 +729,15 @@ def _signal(processes: list[int], number: signal.Signals) -> None:
 
 
 def _has_sigterm_pending(process: int) -> bool:
-    status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
-    pending = int(re.findall(r"ShdPnd:\s+(\w+)", status)[0], 16)
-    return bool(pending & 1 << signal.SIGTERM - 1)
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+        pending = int(re.findall(r"ShdPnd:\s+(\w+)", status)[0], 16)
+        return bool(pending & 1 << signal.SIGTERM - 1)
+    return False
 
 
 def _wait_for_world(run: Path, nodes: list["subprocess.Popen[bytes]"], *, size: int) -> None:
-    """Wait until a group of so many ranks makes progress."""
+    """Wait until a group of this many ranks makes progress."""
 
     def is_running() -> bool:
         starts = _starts(run)

@@ -1,6 +1,6 @@
-"""`python -m bench kernels --device cuda`: our kernels on a GPU beside cuDNN, a Python loop and CUDA graphs.
+"""`python -m bench kernels --device cuda`: our kernels on a GPU against cuDNN, a Python loop and CUDA graphs.
 
-Never run on a GPU by us: where there is none, `--device interpreter` runs tiny shapes, so that it works the first time.
+We have never run it on a GPU. `--device interpreter` runs tiny shapes without one, to test the program.
 
 Shape legend: T steps, B sequences, F features of the input, H hidden units.
 """
@@ -49,7 +49,7 @@ COLUMNS: Final = (
     *("ours is faster by", "error, full precision", "error, TF32"),
 )
 CAPTION: Final = (
-    "Forward and backward, with the gradients of all weights, in TF32; least times of an interleaved run. "
+    "Forward and backward, with the gradients of all weights, in TF32; minima of an interleaved run. "
     "predicted: by the model of docs/measurements/gpu-prediction.md; for cuDNN and the loop a published figure of one "
     "shape. error: largest difference from the first contender over the largest value, checked before the clock."
 )
@@ -74,7 +74,7 @@ def run(device: str, report: Report, timing: TimingBudget) -> None:
         report.note(f"{name}, CUDA {torch.version.cuda or torch.version.hip}")
         if report.json_path is None:
             report.json_path = Path(f"kernels-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json")
-        report.note(f"please send in {report.json_path}: nobody of us has a GPU")
+        report.note(f"please send us {report.json_path}: we do not have a GPU")
     else:
         report.note("interpreted on the CPU: it shows that everything runs, and its times mean nothing")
     rows: list[list[Value]] = []
@@ -85,7 +85,7 @@ def run(device: str, report: Report, timing: TimingBudget) -> None:
                 try:
                     rows += _rows(net, shape, where, report, timing)
                 except StrettoError as error:
-                    # Whoever sends it in will hardly run it again: the other rows are worth having.
+                    # It will hardly be run again, so keep the other rows.
                     report.failed = True
                     report.skip(f"{net}, {shape}", error)
                 report.table(
@@ -125,7 +125,7 @@ def _rows(net: Net, shape: Shape, device: torch.device, report: Report, timing: 
 
 
 def _errors(contenders: dict[str, Contender], precision: str, net: Net, shape: Shape) -> dict[str, float]:
-    """Of each contender's outputs and gradients, beside the first one's."""
+    """Errors of the outputs and gradients of each contender, relative to the first."""
     with _precision(precision):
         (first, reference), *others = [(name, one.results()) for name, one in contenders.items()]
     tolerance = TF32_TOLERANCE if precision == "high" else TOLERANCE

@@ -1,4 +1,4 @@
-"""`python -m bench gpu-prediction`: what to expect on a GPU, by a model. No GPU is needed, and none was used.
+"""`python -m bench gpu-prediction`: what to expect on a GPU, predicted by a model, without a GPU.
 
 Shape legend: B sequences, H hidden units.
 """
@@ -46,8 +46,8 @@ COLUMNS: Final = (
 CAPTION: Final = (
     "Microseconds per step, forward and backward: a prediction, never measured. low: the bare model. high: times "
     f"{SLACK:g}. CUDA graph: {NODE_MICROSECONDS:g} us for each product and each kernel between two of them, in a range "
-    "of two, and the reading of weights; its middle. cuDNN and Python loop: published for one shape on an H100, "
-    "assumed alike elsewhere and on other GPUs. cuDNN has no LayerNormLSTM."
+    "of two, plus reading the weights; the middle is shown. cuDNN and Python loop: published for one shape on an H100, "
+    "assumed to be the same for others and on other GPUs. cuDNN has no LayerNormLSTM."
 )
 LOSSES: Final = (
     "Where we expect to lose: to cuDNN wherever it has a persistent kernel of the cell, float16 LSTM above all. From "
@@ -76,8 +76,10 @@ class PredictionSettings(Settings):
 
 @bench("gpu-prediction", title="What to expect on a GPU: a prediction, never measured")
 def run(settings: PredictionSettings, report: Report) -> None:
-    """A table for each GPU, the assumptions, and what the model says of published figures."""
-    report.note("Nobody of us has a GPU: these numbers are a model's, none was measured. Read them to a factor of 3.")
+    """A table for each GPU, the assumptions, and a comparison with published figures."""
+    report.note(
+        "We do not have a GPU: these are predictions of a model, none was measured. Read them to a factor of 3."
+    )
     report.note(LOSSES)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -92,7 +94,7 @@ def run(settings: PredictionSettings, report: Report) -> None:
             report.table(title=gpu.name, columns=COLUMNS, rows=rows, caption=CAPTION)
         block = predict_triton(bodies_of("GRU", 512), GPUS["sm_100"], rows=16, operands=torch.float32)
         report.table(
-            title="Published figures of FlashRNN's Triton kernels beside the model: LSTM, B 16, bfloat16, H100",
+            title="Published figures of FlashRNN's Triton kernels and the model: LSTM, B 16, bfloat16, H100",
             columns=("H", "direction", "published us", "low", "high", "published / low"),
             rows=[against(*item) for item in PUBLISHED],
             caption="The factor between low and high was chosen after seeing the four points of the forward direction, "
@@ -139,7 +141,7 @@ def row_of(net: str, batch: int, size: int, gpu: Gpu, operands: str) -> list[Val
 
 
 def against(size: int, direction: str, published: float) -> list[Value]:
-    """A published figure beside what the model says of our kernel."""
+    """A published figure and the prediction for our kernel."""
     bodies, both = bodies_of("LSTM", size), direction == "both"
     found = predict_triton(bodies, GPUS["sm_90"], rows=16, operands=torch.bfloat16, backward=both)
     return [size, direction, published, found.low, found.high, published / found.low]

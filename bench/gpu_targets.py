@@ -1,7 +1,7 @@
-"""`python -m bench gpu-targets`: what the loops of all cells need on GPUs, compiled without one.
+"""`python -m bench gpu-targets`: the resources that the loops of all cells need on GPUs, compiled without a GPU.
 
-Triton compiles for a GPU that is not there. Each loop is compiled in the mode that would be taken for it on the GPU,
-and its registers, spills and shared memory are read from the machine code. Nothing is run, and no time is known.
+Triton can compile for a GPU that is absent. Each loop is compiled in the mode that would run on that GPU, and its
+registers, spills and shared memory are read from the machine code. Nothing is run or timed.
 """
 
 import dataclasses
@@ -58,16 +58,16 @@ COLUMNS: Final = (
     *("barriers", "tensor cores", "within limits"),
 )
 CAPTION: Final = (
-    "mode: resident weights are kept in shared memory, streamed ones read in each step; cooperative programs share "
-    "rows and wait for each other. tile: columns x depth of a product. within limits: at most 255 registers, on AMD's "
-    "GPUs 512; the GPU's shared memory; no spills in GRU, LSTM and LayerNormLSTM, at most 64 bytes elsewhere. float32 "
-    "with TF32 products, 16 rows a program."
+    "mode: resident weights are kept in shared memory, streamed ones read at each step; cooperative programs share "
+    "rows and synchronise. tile: columns x depth of a product. within limits: at most 255 registers, on AMD's GPUs "
+    "512; the GPU's shared memory; no spills in GRU, LSTM and LayerNormLSTM, at most 64 bytes elsewhere. float32 with "
+    "TF32 products, 16 rows per program."
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetsSettings(Settings):
-    """Compile the loops of all cells for GPUs that are not there.
+    """Compile the loops of all cells for absent GPUs.
 
     Attributes:
         cells: Names of cells; all of them if left out.
@@ -88,11 +88,11 @@ def run(settings: TargetsSettings, report: Report) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CooperativeSettings(TargetsSettings):
-    """Compile the cooperative kernels that are taken for a small batch, for GPUs that are not there.
+    """Compile the cooperative kernels for a small batch, for absent GPUs.
 
     Attributes:
         cells: Names of cells; all of them if left out.
-        sizes: Hidden units; where rows are not shared, there is no line.
+        sizes: Hidden units; without shared rows there is no line.
         targets: sm_80 (A100), sm_90 (H100), sm_100 (B200), gfx942 (MI300).
     """
 
@@ -108,7 +108,7 @@ def _run(settings: TargetsSettings, report: Report, *, cooperative: bool) -> Non
         check_choice(name, name="target", choices=tuple(TARGETS))
     for name in settings.cells:
         check_choice(name, name="cell", choices=tuple(CELLS))
-    report.note("compiled by Triton without a GPU; no kernel of these was ever run on one, and nothing here is a time")
+    report.note("compiled by Triton without a GPU; none of these kernels was ever run or timed on one")
     names, sizes = (("GRU",), (16,)) if settings.quick else (settings.cells, settings.sizes)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -135,7 +135,7 @@ def bodies_of(name: str, size: int) -> list[Body]:
 
 
 def rows_of(name: str, size: int, target: Target, *, cooperative: bool = False) -> list[list[Value]]:
-    """Both directions of a cell's loops, in the mode that is taken for many sequences or for few."""
+    """Both directions of a cell's loops, in the mode for many sequences or for few."""
     rows: list[list[Value]] = []
     for body in bodies_of(name, size):
         for way in WAYS:

@@ -2,7 +2,7 @@
 
 A benchmark is a function that takes its settings and a `Report`, registered under a name:
 
-    @bench("kernels", title="Training steps beside other implementations")
+    @bench("kernels", title="Training steps against other implementations")
     def run(settings: KernelsSettings, report: Report) -> None:
         check_equal(ours, theirs, ...)                      # correctness first
         timings = time_interleaved(tasks, budget=...)       # then the clock: A, B, A, B, ...
@@ -44,7 +44,7 @@ from stretto.cli import check_flags, choose, console_for, parse
 from stretto.errors import StrettoError
 from stretto.files import write_text_atomically
 from stretto.report import Html, bullets, columns, figure, grid, join, page, paragraph
-from stretto.timing import Timing, torch_threads
+from stretto.timing import QUICK, Timing, TimingBudget, torch_threads
 
 Cell = str | int | float | bool | None
 S = TypeVar("S", bound="Settings")
@@ -74,6 +74,24 @@ class Settings:
     json: Path | None = None
     out: Path | None = None
     threads: Count | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimedSettings(Settings):
+    """Flags of benchmarks that time contenders in turn.
+
+    Attributes:
+        rounds: Rounds of an interleaved run; in each, every contender has a turn of at least a tenth of a second.
+        budget: Seconds after which a run of at least three rounds begins no further one.
+    """
+
+    rounds: Count = 10
+    budget: float = 10.0
+
+    @property
+    def timing(self) -> TimingBudget:
+        """How often everything is timed."""
+        return QUICK if self.quick else TimingBudget(rounds=self.rounds, seconds=self.budget, turn_seconds=0.1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,19 +173,18 @@ class Report:
         """Note what could not run here."""
         self.note(f"left out: {what}: {why}")
 
-    def goal(self, what: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> bool:
-        """Hold a number against its goal; all goals together are the last table. Returns whether it is met."""
+    def goal(self, what: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> None:
+        """Hold a number against its goal; all goals together are the last table."""
         bound = f"at least {at_least:g}" if at_least is not None else f"at most {at_most:g}"
         met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
         self._goals.append((what, value, bound, met))
-        return met
 
     def plot(self, svg: str, *, title: str, caption: str = "") -> None:
-        """Add a static SVG picture to the page; it is also written beside it."""
+        """Add a static SVG picture to the page; it is also written to a file next to it."""
         self.figures.append((title, svg, caption))
 
     def attach(self, suffix: str, text: str) -> None:
-        """Add a file that is written beside the page, such as all rows as CSV."""
+        """Add a file that is written next to the page, such as all rows as CSV."""
         self.files[suffix] = text
 
     def short_tables(self) -> list[Table]:
@@ -282,7 +299,7 @@ class Registry:
     def measure(
         self, name: str, settings: Settings, *, command: str = "", progress: Callable[[str], None] = lambda _: None
     ) -> Report:
-        """Run one benchmark with so many threads as its settings ask for."""
+        """Run one benchmark with the number of threads in its settings."""
         entry = self.entries[name]
         report = Report(
             name,
@@ -327,6 +344,17 @@ def chosen_parts(only: Sequence[str], parts: Sequence[str]) -> tuple[str, ...]:
     return tuple(part for part in parts if part in named) if named else tuple(parts)
 
 
+def why_missing(require: Callable[[], object]) -> str | None:
+    """Why a package does not work here, if it does not: `require` imports it."""
+    try:
+        require()
+    except StrettoError as error:
+        return str(error)
+    except (AttributeError, OSError, RuntimeError) as error:
+        return f"its import fails ({error}). Reinstall it: pip install 'stretto[peers]'."
+    return None
+
+
 def ratio_of(timings: Mapping[str, Timing], peer: str, ours: str) -> tuple[float, float]:
     """How many times faster we are than a peer: by minima and by medians."""
     theirs, own = timings[peer], timings[ours]
@@ -334,7 +362,7 @@ def ratio_of(timings: Mapping[str, Timing], peer: str, ours: str) -> tuple[float
 
 
 def format_cell(cell: Cell) -> str:
-    """A value as tables show it: numbers with three significant digits, or with all that stand before the point."""
+    """Format a table value: numbers with three significant digits, or all digits before the point."""
     if cell is None:
         return "-"
     if isinstance(cell, bool):
@@ -350,7 +378,7 @@ def format_cell(cell: Cell) -> str:
 
 
 def describe_machine() -> str:
-    """Processor, system and versions: without them no number means anything."""
+    """Processor, system and versions, without which the numbers mean nothing."""
     versions = [f"{package} {version}" for package in PACKAGES if (version := _version(package)) is not None]
     try:
         names = re.findall(r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -387,7 +415,7 @@ def _commit() -> str:
 
 
 def _finite(value: Any) -> Any:
-    """NaN and inf as text, which JSON has no number for."""
+    """NaN and inf as text, because JSON has no numbers for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

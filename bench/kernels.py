@@ -1,4 +1,4 @@
-"""`python -m bench kernels`: forward and backward passes of our layers beside torch.nn, JAX and a Python loop.
+"""`python -m bench kernels`: forward and backward passes of our layers against torch.nn, JAX and a Python loop.
 
 Shape legend: T steps, B sequences, F features of the input, H hidden units.
 """
@@ -29,67 +29,53 @@ from bench.contenders import (
     torch_contender,
     torch_layer,
 )
-from bench.harness import Count, Report, Settings, bench, chosen_parts, ratio_of
+from bench.harness import Count, Report, TimedSettings, bench, chosen_parts, ratio_of
 from stretto.cells import Cell
 from stretto.nn import RNN
-from stretto.timing import QUICK, TimingBudget, check_equal, time_interleaved, torch_threads
+from stretto.timing import check_equal, time_interleaved, torch_threads
 
 PARTS: Final = ("shapes", "bidirectional", "stack", "ragged", "hidden", "threads")
-TURN_SECONDS: Final = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelsSettings(Settings):
+class KernelsSettings(TimedSettings):
     """Compare forward and backward passes of our layers with torch.nn, JAX and a Python loop.
 
     Attributes:
         only: Parts to run, separated by blanks or commas: shapes, bidirectional, stack, ragged, hidden, threads;
             all of them if left out.
         thread_counts: Numbers of threads that the part "threads" compares.
-        rounds: Rounds of an interleaved run; in each, every contender has a turn of at least a tenth of a second.
-        budget: Seconds after which a run of at least three rounds begins no further one.
-        device: "cuda" runs kernels on a GPU beside cuDNN, CUDA graphs and a Python loop; "interpreter" the same, tiny,
+        device: "cuda" runs kernels on a GPU against cuDNN, CUDA graphs and a Python loop; "interpreter" the same, tiny,
             on the CPU. Both leave out the parts.
     """
 
     device: Literal["cpu", "cuda", "interpreter"] = "cpu"
     only: tuple[str, ...] = ()
     thread_counts: tuple[Count, ...] = (1, 2)
-    rounds: Count = 10
-    budget: float = 10.0
-
-    @property
-    def timing(self) -> TimingBudget:
-        """How often everything is timed."""
-        return QUICK if self.quick else TimingBudget(rounds=self.rounds, seconds=self.budget, turn_seconds=TURN_SECONDS)
 
 
-TINY: Final = Shape(num_steps=6, batch=2, input_size=4, hidden_size=8)
+TINY: Final = Shape(6, 2, 4, 8)
 NETS: Final[tuple[Net, ...]] = ("GRU", "LayerNormLSTM", "LSTM")
 TORCH_NETS: Final[tuple[Net, ...]] = ("GRU", "LSTM")
-
-
-def _shape(num_steps: int, batch: int, input_size: int, hidden_size: int) -> Shape:
-    return Shape(num_steps=num_steps, batch=batch, input_size=input_size, hidden_size=hidden_size)
 
 
 # The ratio to reach at each shape, by net and peer.
 GOALS: Final = (("GRU", "nn.GRU"), ("GRU", JAX), ("LayerNormLSTM", "Python loop"), ("LSTM", "nn.LSTM"))
 SHAPES: Final[tuple[tuple[Shape, tuple[float, ...]], ...]] = (
-    (_shape(10_000, 1, 8, 32), (150, 3, 150, 2)),
-    (_shape(2000, 1, 32, 64), (70, 3, 80, 2)),
-    (_shape(2000, 1, 32, 256), (12, 2.5, 20, 1.2)),
-    (_shape(500, 16, 32, 128), (5, 3, 6, 1.3)),
-    (_shape(200, 64, 64, 256), (1.5, 1.5, 2, 1)),
+    (Shape(10_000, 1, 8, 32), (150, 3, 150, 2)),
+    (Shape(2000, 1, 32, 64), (70, 3, 80, 2)),
+    (Shape(2000, 1, 32, 256), (12, 2.5, 20, 1.2)),
+    (Shape(500, 16, 32, 128), (5, 3, 6, 1.3)),
+    (Shape(200, 64, 64, 256), (1.5, 1.5, 2, 1)),
 )
 # Their weights do not fit into one core's own cache.
 LARGE_SHAPES: Final = tuple(
-    (_shape(steps, batch, 64, size), ()) for batch, steps in ((1, 200), (32, 50)) for size in (512, 1024)
+    (Shape(steps, batch, 64, size), ()) for batch, steps in ((1, 200), (32, 50)) for size in (512, 1024)
 )
 THREADED_SHAPES: Final = tuple((shape, ()) for shape, _ in SHAPES[2:])
 RAGGED_SHAPES: Final = tuple(shape for shape, _ in SHAPES[3:])
-BIDIRECTIONAL_SHAPE: Final = _shape(1000, 1, 32, 128)
-STACK_SHAPE: Final = _shape(2000, 1, 32, 128)
+BIDIRECTIONAL_SHAPE: Final = Shape(1000, 1, 32, 128)
+STACK_SHAPE: Final = Shape(2000, 1, 32, 128)
 STACK_LAYERS: Final = 3
 SHORTEST: Final = 0.1
 
@@ -98,12 +84,12 @@ COLUMNS: Final = (
     *("ratio", "goal", "met", "ratio of medians", "error"),
 )
 CAPTION: Final = (
-    "ratio: the peer's least time over ours, of one interleaved run (A, B, A, B, ...). us per step: ours, one step "
+    "ratio: the peer's minimum time over ours, of one interleaved run (A, B, A, B, ...). us per step: ours, one step "
     "of all sequences. error: largest difference of outputs and gradients over the largest value, checked before the "
     "clock."
 )
 CAPTION_OF_PEER: Final = {
-    JAX: "JAX scan: jit of value_and_grad, the input's product taken out by hand, the faster of unroll 1 and 8. It "
+    JAX: "JAX scan: jit of value_and_grad, the input projection hoisted by hand, the faster of unroll 1 and 8. It "
     "uses every processor, whatever --threads says.",
     "Python loop": "LayerNormLSTM: its recurrent gain starts at 0.3; with 1 it is chaotic, and no two implementations "
     "agree.",
@@ -111,7 +97,7 @@ CAPTION_OF_PEER: Final = {
 Row = tuple[str | int | float | bool | None, ...]
 
 
-@bench("kernels", title="Kernels beside torch.nn, JAX and a Python loop")
+@bench("kernels", title="Kernels against torch.nn, JAX and a Python loop")
 def run(settings: KernelsSettings, report: Report) -> None:
     """Run the parts that were asked for."""
     if settings.device != "cpu":
@@ -171,7 +157,7 @@ def _compare_bidirectional(settings: KernelsSettings, report: Report) -> None:
 
 
 def _compare_stack(settings: KernelsSettings, report: Report) -> None:
-    """Three layers, scheduled as a wave through time where that pays, beside the same layers one after another."""
+    """Three layers, scheduled as a wavefront where that pays, against the same layers one after another."""
     shape = dataclasses.replace(TINY, num_steps=64, batch=1) if settings.quick else STACK_SHAPE
     rnn = _gru(shape, num_layers=STACK_LAYERS, bidirectional=False)
     batch = draw_batch(shape)
@@ -284,17 +270,17 @@ def _cells(rnn: RNN) -> list[Cell]:
 # Batches of unequal lengths ------------------------------------------------------------------------------------------
 
 
-def draw_lengths(shape: Shape, *, seed: int = 0) -> torch.Tensor:
+def draw_lengths(shape: Shape) -> torch.Tensor:
     """Lengths uniform in [10 %, 100 %] of T, in no order; one of them is T."""
     shortest = max(1, round(SHORTEST * shape.num_steps))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     lengths_B = torch.randint(shortest, shape.num_steps + 1, (shape.batch,), generator=generator)
     lengths_B[shape.batch // 2] = shape.num_steps
     return lengths_B
 
 
 def _compare_ragged(settings: KernelsSettings, report: Report) -> None:
-    """What a real step costs in a batch of unequal lengths, beside one of a batch without padding."""
+    """The cost of a real step in a ragged batch, against one in a batch without padding."""
     rows: list[Row] = []
     for shape in (TINY,) if settings.quick else RAGGED_SHAPES:
         report.progress(f"ragged: {shape}")

@@ -1,10 +1,10 @@
-"""`python -m bench loops`: cells as people write them beside the Python loop that people write around them.
+"""`python -m bench loops`: custom cells, compiled and in the usual Python loop.
 
 Every pair shares its parameters: the loop calls the cell once per step, and ours is `stretto.RNN` or `stretto.scan` of
 the same cell. Shapes are the defaults of the projects that each case stands for.
 
-Shape legend: T steps, B sequences, F features of the input, H hidden units, N heads, D units of a head, L places that
-are attended to, O outputs.
+Shape legend: T steps, B sequences, F features of the input, H hidden units, N heads, D units of a head, L attended
+positions, O outputs.
 """
 
 import copy
@@ -25,15 +25,14 @@ from torch.nn import functional
 
 import stretto
 from bench.contenders import Batch, Shape, TorchContender
-from bench.harness import ROOT, Count, Report, Settings, bench, chosen_parts, ratio_of
+from bench.harness import ROOT, Count, Report, TimedSettings, bench, chosen_parts, ratio_of
 from stretto.cells import Cell, cell_from
 from stretto.errors import StrettoError
 from stretto.files import CACHE_VARIABLE
 from stretto.state import map_state
-from stretto.timing import QUICK, Timing, TimingBudget, check_equal, time_interleaved
+from stretto.timing import Timing, check_equal, time_interleaved
 
 PARTS: Final = ("loops", "layers", "step", "first")
-TURN_SECONDS: Final = 0.1
 RESETS: Final = 0.02
 NEVER_BELOW: Final = 0.97
 COLUMNS: Final = (
@@ -49,25 +48,18 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoopsSettings(Settings):
+class LoopsSettings(TimedSettings):
     """Compare our layers with the Python loops that people write around their own cells.
 
     Attributes:
         only: Parts to run, separated by blanks or commas: loops, layers, step, first; all of them if left out.
         cells: Cells of the part "loops" to run, by their names; all of them if left out.
-        rounds: Rounds of an interleaved run; in each, both have a turn of at least a tenth of a second.
-        budget: Seconds after which a run of at least three rounds begins no further one.
     """
 
     only: tuple[str, ...] = ()
     cells: tuple[str, ...] = ()
     rounds: Count = 7
     budget: float = 6.0
-
-    @property
-    def timing(self) -> TimingBudget:
-        """How often everything is timed."""
-        return QUICK if self.quick else TimingBudget(rounds=self.rounds, seconds=self.budget, turn_seconds=TURN_SECONDS)
 
 
 # What people write ----------------------------------------------------------------------------------------------------
@@ -339,14 +331,14 @@ class ManyNodes(Cell):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A cell at a shape, and how many times faster than its loop it is to be.
+    """A cell at a shape, and the ratio to its loop that it has to reach.
 
     Attributes:
-        origin: Whose shape it is.
+        origin: The project whose shape it is.
         cell: Makes the cell of F and H; it is called as cell(state, inputs[, constants]).
-        state: Its first state, of zeros of (B, H).
-        beside: What a step reads besides x, for (T, B, F).
-        constants: What is the same at every step, by the cell and for (B, H).
+        state: Its initial state, from zeros of (B, H).
+        beside: The inputs of a step in addition to x, for (T, B, F).
+        constants: Inputs that are the same at every step, from the cell and (B, H).
     """
 
     name: str
@@ -362,10 +354,6 @@ class Case:
     def resized(self, shape: Shape) -> "Case":
         """The same at another shape."""
         return dataclasses.replace(self, shape=shape)
-
-
-def _shape(num_steps: int, batch: int, input_size: int, hidden_size: int) -> Shape:
-    return Shape(num_steps=num_steps, batch=batch, input_size=input_size, hidden_size=hidden_size)
 
 
 def _pair(zeros_BH: torch.Tensor) -> Any:
@@ -390,13 +378,13 @@ def _missing(T: int, B: int, F: int) -> tuple[torch.Tensor, ...]:
     return (torch.rand(T, B, F) < 0.5).float(), torch.rand(T, B, F)
 
 
-TINY: Final = _shape(6, 3, 4, 8)
+TINY: Final = Shape(6, 3, 4, 8)
 CASES: Final = (
-    Case(name="LIF, autograd.Function", origin="snnTorch", shape=_shape(100, 32, 128, 128), cell=LIF, goal=5),
+    Case(name="LIF, autograd.Function", origin="snnTorch", shape=Shape(100, 32, 128, 128), cell=LIF, goal=5),
     Case(
         name="recurrent LIF, autograd.Function",
         origin="Norse",
-        shape=_shape(100, 16, 64, 64),
+        shape=Shape(100, 16, 64, 64),
         cell=lambda F, H: LIF(F, H, recurrent=True),
         goal=5,
         state=lambda zeros_BH: (zeros_BH,) * 3,
@@ -404,7 +392,7 @@ CASES: Final = (
     Case(
         name="Mogrifier of nn.LSTMCell",
         origin="mogrifier-lstm",
-        shape=_shape(50, 16, 128, 128),
+        shape=Shape(50, 16, 128, 128),
         cell=Mogrifier,
         goal=4,
         state=_pair,
@@ -412,7 +400,7 @@ CASES: Final = (
     Case(
         name="attention decoder of nn.GRUCell",
         origin="SpeechBrain",
-        shape=_shape(40, 8, 64, 64),
+        shape=Shape(40, 8, 64, 64),
         cell=AttentionDecoder,
         goal=4,
         constants=_memory,
@@ -420,7 +408,7 @@ CASES: Final = (
     Case(
         name="sLSTM, 4 heads",
         origin="xLSTM",
-        shape=_shape(128, 8, 64, 64),
+        shape=Shape(128, 8, 64, 64),
         cell=SLSTM,
         goal=4,
         state=lambda zeros_BH: (zeros_BH,) * 4,
@@ -428,17 +416,17 @@ CASES: Final = (
     Case(
         name="EA-LSTM, static features",
         origin="NeuralHydrology",
-        shape=_shape(365, 64, 8, 64),
+        shape=Shape(365, 64, 8, 64),
         cell=EALSTM,
         goal=3,
         state=_pair,
         constants=_static,
     ),
-    Case(name="MC-LSTM", origin="NeuralHydrology", shape=_shape(365, 64, 8, 16), cell=MCLSTM),
+    Case(name="MC-LSTM", origin="NeuralHydrology", shape=Shape(365, 64, 8, 16), cell=MCLSTM),
     Case(
         name="nn.LSTMCell",
         origin="three changed lines",
-        shape=_shape(128, 8, 64, 64),
+        shape=Shape(128, 8, 64, 64),
         cell=OneLSTMCell,
         goal=5,
         state=_pair,
@@ -446,42 +434,43 @@ CASES: Final = (
     Case(
         name="two nn.LSTMCells, float64",
         origin="PyTorch's time_sequence",
-        shape=_shape(999, 97, 1, 51),
+        shape=Shape(999, 97, 1, 51),
         cell=TwoLSTMCells,
         state=lambda zeros_BH: (_pair(zeros_BH),) * 2,
         dtype=torch.float64,
     ),
-    Case(name="CfC", origin="ncps", shape=_shape(100, 16, 16, 64), cell=CfC, beside=_elapsed),
-    Case(name="Li-GRU", origin="SpeechBrain", shape=_shape(200, 8, 40, 128), cell=LiGRU),
+    Case(name="CfC", origin="ncps", shape=Shape(100, 16, 16, 64), cell=CfC, beside=_elapsed),
+    Case(name="Li-GRU", origin="SpeechBrain", shape=Shape(200, 8, 40, 128), cell=LiGRU),
     Case(
         name="GRU-D of nn.GRUCell",
         origin="latent_ode",
-        shape=_shape(60, 32, 40, 40),
+        shape=Shape(60, 32, 40, 40),
         cell=GRUD,
         state=lambda z: z,
         beside=_missing,
     ),
-    Case(name="ODE-RNN of nn.GRUCell", origin="latent_ode", shape=_shape(60, 32, 40, 40), cell=ODERNN, beside=_elapsed),
-    Case(name="IndRNN", origin="IndRNN_pytorch", shape=_shape(784, 16, 1, 128), cell=IndRNN),
+    Case(name="ODE-RNN of nn.GRUCell", origin="latent_ode", shape=Shape(60, 32, 40, 40), cell=ODERNN, beside=_elapsed),
+    Case(name="IndRNN", origin="IndRNN_pytorch", shape=Shape(784, 16, 1, 128), cell=IndRNN),
 )
 AGENTS: Final = (
-    ("CleanRL, PPO", _shape(128, 2, 512, 128), None),
-    ("RecurrentPPO", _shape(128, 8, 64, 128), 6.0),
-    ("RecurrentPPO", _shape(128, 8, 64, 256), 6.0),
+    ("CleanRL, PPO", Shape(128, 2, 512, 128), None),
+    ("RecurrentPPO", Shape(128, 8, 64, 128), 6.0),
+    ("RecurrentPPO", Shape(128, 8, 64, 256), 6.0),
 )
-STEPS: Final = (_shape(1, 1, 64, 64), _shape(1, 16, 32, 32), _shape(1, 8, 256, 256))
+STEPS: Final = (Shape(1, 1, 64, 64), Shape(1, 16, 32, 32), Shape(1, 8, 256, 256))
 """Of single steps; the last is 256 units wide, where torch's product takes most of the time."""
 Row = tuple[str | int | float | bool | None, ...]
 
 
-@bench("loops", title="Cells of one's own beside the Python loops around them")
+@bench("loops", title="Custom cells against their Python loops")
 def run(settings: LoopsSettings, report: Report) -> None:
     """Run the parts that were asked for."""
+    parts = {"loops": _run_loops, "layers": _run_layers, "step": _run_steps, "first": _run_first_calls}
     for part in chosen_parts(settings.only, PARTS):
-        {"loops": _loops, "layers": _layers, "step": _steps, "first": _first}[part](settings, report)
+        parts[part](settings, report)
 
 
-def _loops(settings: LoopsSettings, report: Report) -> None:
+def _run_loops(settings: LoopsSettings, report: Report) -> None:
     """Every cell by `stretto.scan`."""
     rows: list[Row] = []
     for case in CASES:
@@ -489,7 +478,7 @@ def _loops(settings: LoopsSettings, report: Report) -> None:
             continue
         report.progress(f"{case.name}, {case.shape}")
         rows.append(_compare(case.resized(TINY) if settings.quick else case, settings, report))
-        report.table(title="Training steps beside the user's loop", columns=COLUMNS, rows=rows, caption=CAPTION)
+        report.table(title="Training steps against the user's loop", columns=COLUMNS, rows=rows, caption=CAPTION)
 
 
 def _compare(case: Case, settings: LoopsSettings, report: Report) -> Row:
@@ -527,7 +516,7 @@ def _compare(case: Case, settings: LoopsSettings, report: Report) -> Row:
         report.note(f"{case.name} ran without compiled code, {explanation.backend}: {explanation.reason}")
     contenders = {"loop": (loop, cell), "scan": (ours, cell)}
     timings, errors = _time(contenders, x_TBF, settings, name=case.name, where=str(shape))
-    return _row(
+    return _make_row(
         case.name,
         origin=case.origin,
         shape=shape,
@@ -536,11 +525,10 @@ def _compare(case: Case, settings: LoopsSettings, report: Report) -> Row:
         timings=timings,
         errors=errors,
         goal=case.goal,
-        report=report,
     )
 
 
-def _layers(settings: LoopsSettings, report: Report) -> None:
+def _run_layers(settings: LoopsSettings, report: Report) -> None:
     """Recurrent policies: nn.LSTM one step at a time, with the state set to zero at done flags, and `resets=`."""
     rows: list[Row] = []
     for origin, shape, goal in [("RecurrentPPO", TINY, None)] if settings.quick else AGENTS:
@@ -573,7 +561,7 @@ def _layers(settings: LoopsSettings, report: Report) -> None:
         for ours in ("RNN", "accelerate"):
             backend = rnn.explain().backend if ours == "RNN" else None
             rows.append(
-                _row(
+                _make_row(
                     "nn.LSTM, resets",
                     origin=origin,
                     shape=shape,
@@ -582,7 +570,6 @@ def _layers(settings: LoopsSettings, report: Report) -> None:
                     timings=timings,
                     errors=errors,
                     goal=goal,
-                    report=report,
                 )
             )
     report.table(title="Recurrent policies: resets in a loop and resets=", columns=COLUMNS, rows=rows, caption=CAPTION)
@@ -614,7 +601,7 @@ def _time(
     return time_interleaved({key: one.run for key, one in made.items()}, budget=settings.timing), errors
 
 
-def _row(
+def _make_row(
     name: str,
     *,
     origin: str,
@@ -624,20 +611,22 @@ def _row(
     timings: Mapping[str, Timing],
     errors: Mapping[str, float],
     goal: float | None,
-    report: Report,
 ) -> Row:
     minima, medians = ratio_of(timings, "loop", ours)
     bound = NEVER_BELOW if goal is None else goal
-    met = report.goal(f"{name}, {shape.sizes}, {ours}", medians, at_least=bound)
     milliseconds = (1e3 * timings[key].median for key in ("loop", ours))
-    return (name, origin, shape.sizes, ours, backend, *milliseconds, medians, bound, met, minima, errors[ours])
+    return (
+        *(name, origin, shape.sizes, ours, backend),
+        *milliseconds,
+        *(medians, bound, medians >= bound, minima, errors[ours]),
+    )
 
 
 # One step, and the first call -----------------------------------------------------------------------------------------
 
 
-def _steps(settings: LoopsSettings, report: Report) -> None:
-    """One step of a rollout or a stream: `rnn.step` beside nn.GRU called for one step, and accelerated layers so."""
+def _run_steps(settings: LoopsSettings, report: Report) -> None:
+    """One step of a rollout or a stream: `rnn.step` and accelerated layers against torch's layer."""
     rows: list[Row] = []
     for kind, shape in itertools.product((nn.GRU, nn.LSTM), (TINY,) if settings.quick else STEPS):
         layer = kind(shape.input_size, shape.hidden_size)
@@ -649,9 +638,9 @@ def _steps(settings: LoopsSettings, report: Report) -> None:
             if ours == "step" and kind is nn.LSTM:
                 continue
             name = f"nn.{kind.__name__}"
-            loops = {name: _steps_of(layer, x_1BF, state), "stretto": _steps_of(accelerated, x_1BF, state)}
+            loops = {name: _repeat_step(layer, x_1BF, state), "stretto": _repeat_step(accelerated, x_1BF, state)}
             if ours == "step":
-                loops["stretto"] = _steps_of(rnn.step, x_1BF[0], h_1BH[0])
+                loops["stretto"] = _repeat_step(rnn.step, x_1BF[0], h_1BH[0])
             calls = 1 if settings.quick else 20 if with_gradients else 50
             with torch.set_grad_enabled(with_gradients):
                 values = {key: {"y": loop(1).reshape(-1)} for key, loop in loops.items()}
@@ -659,10 +648,10 @@ def _steps(settings: LoopsSettings, report: Report) -> None:
                 contenders = {key: functools.partial(loop, calls) for key, loop in loops.items()}
                 timings = time_interleaved(contenders, budget=settings.timing)
             minima, medians = ratio_of(timings, name, "stretto")
-            gradients = ", gradients" if with_gradients else ""
-            met = report.goal(f"{ours}, {name}{gradients}, {shape.sizes}", medians, at_least=1.0)
             microseconds = (1e6 * timings[key].median / calls for key in ("stretto", name))
-            rows.append((ours, name, with_gradients, shape.sizes, *microseconds, medians, 1.0, met, minima, error))
+            rows.append(
+                (ours, name, with_gradients, shape.sizes, *microseconds, medians, 1.0, medians >= 1, minima, error)
+            )
     report.table(
         title="One step at a time",
         columns=(
@@ -675,7 +664,7 @@ def _steps(settings: LoopsSettings, report: Report) -> None:
     )
 
 
-def _steps_of(step: Callable[..., Any], x: torch.Tensor, state: Any) -> Callable[[int], torch.Tensor]:
+def _repeat_step(step: Callable[..., Any], x: torch.Tensor, state: Any) -> Callable[[int], torch.Tensor]:
     def loop(calls: int) -> torch.Tensor:
         y, after = step(x, state)
         for _ in range(calls - 1):
@@ -702,15 +691,15 @@ print(json.dumps([first, found.analysis_seconds, found.compile_seconds, found.ba
 """
 
 
-def _first(settings: LoopsSettings, report: Report) -> None:
+def _run_first_calls(settings: LoopsSettings, report: Report) -> None:
     """The first training step in processes of their own: with an empty cache of kernels, and a full one."""
-    shape = TINY if settings.quick else _shape(100, 8, 32, 64)
+    shape = TINY if settings.quick else Shape(100, 8, 32, 64)
     rows: list[Row] = []
     for kind in ("GRU", "300 nodes"):
         report.progress(f"first call, {kind}")
         with tempfile.TemporaryDirectory() as cache:
-            cold = _run_first(kind, shape, cache)
-            warm = [_run_first(kind, shape, cache) for _ in range(1 if settings.quick else 3)]
+            cold = _time_first_call(kind, shape, cache)
+            warm = [_time_first_call(kind, shape, cache) for _ in range(1 if settings.quick else 3)]
         best = min(warm)
         rows.append((kind, shape.sizes, cold[3], cold[0], 1e3 * cold[1], cold[2], 1e3 * best[0], 1e3 * best[1]))
         if kind == "GRU":
@@ -727,13 +716,13 @@ def _first(settings: LoopsSettings, report: Report) -> None:
         ),
         rows=rows,
         caption=(
-            "Forward and backward, after a training step of nn.GRU, in a process of its own: once with an empty cache "
-            "of compiled kernels, then three times from the cache: the fastest counts."
+            "Forward and backward, after a training step of nn.GRU, in a separate process: once with an empty cache "
+            "of compiled kernels, then three times from the cache, of which the fastest counts."
         ),
     )
 
 
-def _run_first(kind: str, shape: Shape, cache: str) -> tuple[float, float, float, str]:
+def _time_first_call(kind: str, shape: Shape, cache: str) -> tuple[float, float, float, str]:
     sizes = (str(size) for size in (shape.num_steps, shape.batch, shape.input_size, shape.hidden_size))
     done = subprocess.run(  # noqa: S603
         [sys.executable, "-c", FIRST, kind, *sizes],

@@ -45,7 +45,7 @@ class Recordings:
         return int(self.train[0].x_TF.shape[1])
 
     def concatenate(self, num_steps: int) -> torch.Tensor:
-        """Concatenate the recordings, repeatedly if need be, up to so many steps (T, F)."""
+        """Concatenate the recordings, repeatedly if need be, up to this many steps (T, F)."""
         every_TF = torch.cat([recording.x_TF for recording in (*self.test, *self.train)])
         return every_TF.repeat(math.ceil(num_steps / len(every_TF)), 1)[:num_steps].contiguous()
 

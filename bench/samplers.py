@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bench.harness import why_missing
 from stretto.batching import BucketSampler, optimal_edges
 from stretto.errors import StrettoError
 from stretto.extras import optional
@@ -36,7 +37,7 @@ def percentile_edges(lengths_N: Lengths, num_buckets: int) -> Lengths:
 
 
 def uniform_edges(lengths_N: Lengths, num_buckets: int) -> Lengths:
-    """Edges at equal distances between the least and the greatest length."""
+    """Equidistant edges between the smallest and the largest length."""
     shortest, ranks_K = lengths_N.min(), np.arange(1, num_buckets + 1)
     return np.unique(shortest - (-ranks_K * (lengths_N.max() - shortest) // num_buckets))
 
@@ -75,7 +76,7 @@ class Sampler(abc.ABC):
 
     @abc.abstractmethod
     def batches(self, lengths_N: Lengths, draw: Draw) -> Iterator[list[int]]:
-        """Batches as sequence numbers; an empty list where nothing is left for this rank."""
+        """Batches as sequence numbers; an empty list if nothing is left for this rank."""
 
 
 @final
@@ -212,7 +213,7 @@ class ShuffledSampler(Sampler):
 
 
 def all_samplers() -> tuple[Sampler, ...]:
-    """All of them, ours first."""
+    """All samplers, ours first."""
     same = "BucketSampler with these edges instead of its own"
     auto = "BucketSampler with num_buckets='auto'"
     return (
@@ -230,17 +231,9 @@ def all_samplers() -> tuple[Sampler, ...]:
 
 def available_samplers() -> tuple[list[Sampler], dict[str, str]]:
     """The samplers whose packages work, and the reason for each of the others."""
-    available, missing = [], {}
-    for sampler in all_samplers():
-        try:
-            sampler.require()
-        except StrettoError as error:
-            missing[sampler.name] = str(error)
-        except (AttributeError, OSError, RuntimeError) as error:
-            missing[sampler.name] = f"its import fails ({error}). Reinstall it: pip install 'stretto[peers]'."
-        else:
-            available.append(sampler)
-    return available, missing
+    reasons = {sampler: why_missing(sampler.require) for sampler in all_samplers()}
+    missing = {sampler.name: reason for sampler, reason in reasons.items() if reason is not None}
+    return [sampler for sampler, reason in reasons.items() if reason is None], missing
 
 
 def fixed_batch_size(lengths_N: Lengths, max_padded_steps: int) -> int:

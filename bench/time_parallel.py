@@ -1,4 +1,4 @@
-"""`python -m bench time`: solvers that are parallel in time beside our sequential kernel, torch.nn.GRU and JAX.
+"""`python -m bench time`: parallel-in-time solvers against our sequential kernel, torch.nn.GRU and JAX.
 
 Shape legend: T steps, B sequences, F features of the input, H hidden units.
 """
@@ -63,7 +63,7 @@ QUICK_SHAPE: Final = (256, 8)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeSettings(Settings):
-    """Compare solvers that are parallel in time with sequential kernels.
+    """Compare parallel-in-time solvers with sequential kernels.
 
     Attributes:
         only: Parts to run, separated by blanks or commas: warm-start, exact, others, ranks, training; all of them if
@@ -103,7 +103,7 @@ class Plan:
         return TimingBudget(rounds=self.settings.rounds, seconds=math.inf)
 
 
-@bench("time", title="Parallel in time: solvers beside sequential kernels")
+@bench("time", title="Parallel in time: solvers against sequential kernels")
 def run(settings: TimeSettings, report: Report) -> None:
     """Run the parts that were asked for."""
     if settings.quick:
@@ -140,7 +140,7 @@ def run(settings: TimeSettings, report: Report) -> None:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A net, described in words, and the batch it runs on."""
+    """A net, its description, and the batch it runs on."""
 
     net: str
     cell: GRU
@@ -260,7 +260,7 @@ def _time(
     caption: str,
     goal: Goal | None = None,
 ) -> None:
-    """Add a table of contenders beside torch's layer, JAX and our sequential kernel; the goal is for the first."""
+    """Add a table of contenders against torch's layer, JAX and our sequential kernel; the goal is for the first."""
     peers: list[Contender] = [torch_contender(torch_layer([case.cell], "GRU", case.shape), batch=case.batch)]
     if plan.with_jax:
         peers.append(JaxContender(case.cell, batch=case.batch))
@@ -458,7 +458,7 @@ def slow_down_while_forgetting(cell: GRU, memory: float, x_TBF: torch.Tensor) ->
 
 
 def _memory(cell: GRU, x_TBF: torch.Tensor) -> float:
-    return measure_memory(cell, x_TBF[:, 0], tolerance=SOLVER_TOLERANCE, num_rows=MEMORY_ROWS, stride=16)
+    return measure_memory(cell, x_TBF[:, 0], stride=16)
 
 
 def _max_memory(x_TBF: torch.Tensor) -> int:
@@ -471,7 +471,7 @@ TRAINING_UNITS: Final = 64
 TRAINING_CHUNKS: Final = (8, 32)
 TRAINING_GOAL: Final[Goal] = (60, 1.6)
 ACCURACY_SLACK: Final = 0.005
-"""How far below the accuracy of sequential training counts as the same."""
+"""A difference from the accuracy of sequential training that counts as equal."""
 TEST_BATCH: Final = 5
 
 
@@ -548,7 +548,7 @@ def train_to_accuracy(plan: Plan, recordings: Recordings) -> None:
         learner.warm_up()
     for number in range(epochs):
         plan.report.progress(f"training: epoch {number + 1} of {epochs}")
-        # The order alternates: whoever goes first may find the machine in another state.
+        # The order alternates, because the first may find the machine in another state.
         for learner in learners[:: 1 if number % 2 else -1]:
             learner.train_epoch()
     serial, *others = learners

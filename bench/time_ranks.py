@@ -1,4 +1,4 @@
-"""One long sequence over two gloo ranks beside one rank, one thread each.
+"""One long sequence over two gloo ranks against one rank, one thread each.
 
 `compare_ranks` starts the ranks; each runs this module as a script, and rank 0 writes the answer.
 
@@ -74,7 +74,7 @@ def compare_ranks(nets: Nets, report: Report, *, rounds: int, quick: bool) -> No
 
 
 def check_exact(answer: dict[str, Any], *, where: str) -> None:
-    """Refuse times of ranks whose results are not those of one rank."""
+    """Refuse to time ranks whose results differ from those of one rank."""
     for what in ("output", "gradient"):
         error = answer[f"{what}_error"]
         if not error <= EXACT_TOLERANCE:
@@ -185,7 +185,7 @@ class Rank:
 
 
 def main(path: Path) -> None:
-    """Measure, and let rank 0 write the answer beside the request."""
+    """Measure, and let rank 0 write the answer next to the request."""
     request = json.loads(path.read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     with join_ranks(timeout_minutes=5.0) as world:

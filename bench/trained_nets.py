@@ -26,13 +26,14 @@ CLIP_NORM: Final = 1.0
 FULLY_TRAINED: Final = 128
 """Larger nets get fewer updates, since the cost of one grows as the square of the units."""
 MEMORY_STEPS: Final = 1 << 15
-"""Steps that are run to see how long a net remembers."""
+"""Steps of the run that determines how long a net remembers."""
 MEMORY_ROWS: Final = 8
+MEMORY_TOLERANCE: Final = 1e-6
 
 
 @final
 class Labeller(nn.Module):
-    """A GRU and a linear layer at each step; the state of torch's generator is left as it is."""
+    """A GRU and a linear layer at each step; torch's generator keeps its state."""
 
     def __init__(self, num_features: int, hidden_size: int, num_classes: int) -> None:
         super().__init__()
@@ -99,9 +100,7 @@ def train_net(recordings: Recordings, hidden_size: int, *, updates: int) -> Trai
     for _ in range(updates):
         x_BTF, labels_BT = _draw_crops(recordings.train, generator)
         net.update(net.loss(rnn(x_BTF)[0], labels_BT), optimizer)
-    memory = measure_memory(
-        net.cell, recordings.concatenate(MEMORY_STEPS * MEMORY_ROWS), tolerance=1e-6, num_rows=MEMORY_ROWS
-    )
+    memory = measure_memory(net.cell, recordings.concatenate(MEMORY_STEPS * MEMORY_ROWS))
     return TrainedNet(cell=net.cell, updates=updates, memory=memory)
 
 
@@ -116,22 +115,22 @@ def _draw_crops(recordings: Sequence[Recording], generator: torch.Generator) -> 
     return torch.stack(features), torch.stack(labels)
 
 
-def measure_memory(cell: GRU, x_TF: torch.Tensor, *, tolerance: float, num_rows: int, stride: int = 64) -> float:
+def measure_memory(cell: GRU, x_TF: torch.Tensor, *, stride: int = 64) -> float:
     """After how many steps the initial state no longer matters.
 
-    The input is cut into `num_rows` rows. Each runs from the initial state, and from the final state of another row.
+    The input is cut into 8 rows. Each runs from the initial state, and from the final state of another row.
 
     Returns:
-        Steps until both runs of all rows agree within the tolerance, in multiples of `stride`; infinite if they do not.
+        Steps until both runs of all rows agree within 1e-6, in multiples of `stride`; infinite if they do not.
     """
-    rnn, length = RNN(copy.deepcopy(cell)), len(x_TF) // num_rows
-    x_BTF = x_TF[: num_rows * length].reshape(num_rows, length, -1)
+    rnn, length = RNN(copy.deepcopy(cell)), len(x_TF) // MEMORY_ROWS
+    x_BTF = x_TF[: MEMORY_ROWS * length].reshape(MEMORY_ROWS, length, -1)
     with torch.no_grad():
-        one_BH = cell.initial_state(num_rows)
+        one_BH = cell.initial_state(MEMORY_ROWS)
         other_BH = rnn(x_BTF[:, -min(length, CROP_STEPS) :])[1].roll(1, 0)
         for first in range(0, length, stride):
             steps_BTF = x_BTF[:, first : first + stride]
             one_BH, other_BH = rnn(steps_BTF, one_BH)[1], rnn(steps_BTF, other_BH)[1]
-            if float((one_BH - other_BH).abs().max()) <= tolerance:
+            if float((one_BH - other_BH).abs().max()) <= MEMORY_TOLERANCE:
                 return float(min(first + stride, length))
     return math.inf

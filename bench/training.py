@@ -1,4 +1,4 @@
-"""`python -m bench training`: all of Stretto beside a plain PyTorch script of the same model.
+"""`python -m bench training`: all of Stretto against a plain PyTorch script of the same model.
 
 How much sooner does Stretto reach the quality of the script? Both train an epoch each in turn, so that a change of the
 machine's load hits both, once the same weights have given the same loss, gradient and quality on both sides.
@@ -54,6 +54,8 @@ SHARES: Final[dict[str, float]] = {"digits": 0.2, "digit-images": 0.1, "language
 """The share of the data in a folder to train on unless another is asked for."""
 FIRST_RATE: Final = 0.4
 """Of Muon, times the root of the updates: what `--auto` tries first."""
+ADAM_SHARE: Final = 0.1
+"""Of that, what Adam has on all but the output layer, also as --auto has it."""
 FIRST_ADAM_RATE: Final = 0.003
 WARMUP_SHARE: Final = 0.1
 EXTRA_EPOCHS: Final = 1.5
@@ -76,10 +78,10 @@ class TrainingSettings(Settings):
         epochs: Of the plain script; left out, the task's own number. Stretto may train half as many more.
         fraction: The share of the training data to use; left out, all of the embedded data, and of those in a folder
             as much as lets the five tasks end within half an hour on two cores.
-        side: What trains beside the plain script. Stretto has the script's optimiser and schedule; with --batch-size
+        side: What is compared with the plain script. Stretto has the script's optimiser and schedule; with --batch-size
             own, what it gains is due to kernels and buckets alone. Auto is `stretto train --auto`, which looks for
             others: its trials count. Recipe is the plain script once more with what --auto tries first, Muon and a
-            linear decay over a quarter of the epochs: what that gains is due to the recipe alone.
+            linear decay over as few epochs: what that gains is due to the recipe alone.
         batch_size: For stretto: auto lets it choose the batch by measuring, from the task's own on; own keeps that.
         accuracy_points: How many percent points of accuracy below the plain script's last epoch count as the same.
         perplexity_percent: The same for perplexity, in percent above it.
@@ -114,7 +116,7 @@ class TrainingSettings(Settings):
         return margins[metric]
 
 
-@bench("training", title="Training beside plain PyTorch scripts: time to the same quality")
+@bench("training", title="Training against plain PyTorch scripts: time to the same quality")
 def run(settings: TrainingSettings, report: Report) -> None:
     """Train each task on both sides."""
     times: list[Row] = []
@@ -267,7 +269,7 @@ class EpochTiming:
 
 
 class Contender(Protocol):
-    """One of the two that train."""
+    """One of the two sides."""
 
     def train_epoch(self) -> EpochTiming:
         """Train one epoch and measure."""
@@ -398,7 +400,7 @@ class AutoContender(AbstractLog):
                 raise SystemExit
 
     def close(self) -> None:
-        """End the thread, wherever it waits."""
+        """End the thread, even while it waits."""
         self._is_closed = True
         self._mine.release()
         self._thread.join()
@@ -423,15 +425,18 @@ class RecipeContender:
     """A plain script with Muon, or Adam if it has no recurrent matrices, and a linear decay over fewer epochs."""
 
     def __init__(self, script: PlainScript, *, batch_size: int, epochs: int) -> None:
-        self._plain, self._left = PlainContender(script, batch_size=batch_size), first_run_epochs(epochs)
         per_epoch = script.updates_per_epoch
+        self._plain = PlainContender(script, batch_size=batch_size)
+        self._left = first_run_epochs(epochs, updates_per_epoch=per_epoch)
         rates: dict[OptimizerName, float] = {
             "muon": float(f"{FIRST_RATE / math.sqrt(self._left * per_epoch):.2g}"),
             "adam": FIRST_ADAM_RATE,
         }
+        share = 1.0
         try:
             make_optimizer("muon", script.model, lr=1.0)
             name: OptimizerName = "muon"
+            share = ADAM_SHARE
         except StrettoError:
             name = "adam"
         scaled = LargeBatch(
@@ -441,7 +446,9 @@ class RecipeContender:
             batch_size=batch_size,
             epochs=self._left,
         )
-        optimizer, schedule = scaled.build(script.model, optimizer=name, decay="linear", updates_per_epoch=per_epoch)
+        optimizer, schedule = scaled.build(
+            script.model, optimizer=name, decay="linear", updates_per_epoch=per_epoch, adam_share=share
+        )
         script.use(optimizer, schedule, clip_norm=1.0)
         self.recipe = f"{name} at {rates[name]:g}, {self._left} epochs of {per_epoch} updates"
 
@@ -546,7 +553,7 @@ def _plain_name(name: str, names: Collection[str]) -> str:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Margin:
-    """How near to a value counts as having reached it: an amount, or a share of the value if relative."""
+    """How close to a value counts as reached: an amount, or a fraction of the value if relative."""
 
     amount: float
     higher_is_better: bool = False

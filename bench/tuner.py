@@ -1,4 +1,4 @@
-"""`python -m bench tuner`: the batch size that the tuner chooses beside a grid of given ones, and what it costs."""
+"""`python -m bench tuner`: the batch size that the tuner chooses against a grid of fixed ones, and its cost."""
 
 import dataclasses
 import math
@@ -128,7 +128,7 @@ CASES: Final[dict[str, Case]] = {
 }
 
 
-@bench("tuner", title="The batch size that the tuner chooses beside a grid")
+@bench("tuner", title="The batch size that the tuner chooses, against a grid")
 def run(settings: TunerSettings, report: Report) -> None:
     """Train every task over the grid and with the tuner."""
     if settings.quick:
@@ -163,7 +163,7 @@ def run(settings: TunerSettings, report: Report) -> None:
             caption=f"Medians over {settings.seeds * settings.rounds} rounds, all batches in turn; inf: not "
             "reached. chosen / best: time at the chosen batch, given from the start, over that at the best of the "
             "grid; none if it is not in the grid. tuned run / best: the run that chose its batch, without the "
-            "probe. overhead: the probe, as a share of that run.",
+            "probe. overhead: the probe, as a fraction of that run.",
         )
 
 

@@ -1,4 +1,4 @@
-"""`python -m bench workers`: two ranks beside one, by whole runs of `stretto train` in turn."""
+"""`python -m bench workers`: two ranks against one, in alternating whole runs of `stretto train`."""
 
 import dataclasses
 import statistics
@@ -57,7 +57,7 @@ class WorkersSettings(Settings):
     rounds: Count = 3
 
 
-@bench("workers", title="Two ranks beside one")
+@bench("workers", title="Two ranks against one")
 def run(settings: WorkersSettings, report: Report) -> None:
     """Run every contender in turn."""
     if settings.quick:

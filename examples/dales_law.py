@@ -1,7 +1,7 @@
 """A leaky recurrent network under Dale's law decides which of two noisy inputs is stronger, as in neuroscience labs.
 
-Four fifths of the units are excitatory, the others inhibitory; a unit's outgoing weights have its sign throughout.
-Private noise enters every unit at every step.
+Four fifths of the units are excitatory, the others inhibitory; all outgoing weights of a unit have the same sign.
+Every unit receives independent noise at every step.
 
 Shape legend: B trials, T time steps, I inputs, H units.
 """
@@ -17,7 +17,7 @@ UNITS, INPUTS, CHOICES = 100, 3, 3  # inputs: fixation and two stimuli; choices:
 
 
 class DaleCell(nn.Module):
-    """One time step of the network: `stretto.RNN` takes it as it is."""
+    """One time step of the network; `stretto.RNN` takes it unchanged."""
 
     def __init__(self, alpha=0.2, noise=0.05):
         super().__init__()
@@ -25,10 +25,10 @@ class DaleCell(nn.Module):
         self.inputs = nn.Linear(INPUTS, UNITS)
         self.weights = nn.Parameter(torch.rand(UNITS, UNITS) * 2 / UNITS)
         sign = torch.where(torch.arange(UNITS) < 0.8 * UNITS, 1.0, -4.0)  # few inhibitory units, but strong ones
-        self.register_buffer("sign", sign[:, None] * (1 - torch.eye(UNITS)))  # no unit drives itself
+        self.register_buffer("sign", sign[:, None] * (1 - torch.eye(UNITS)))  # no self-connections
 
     def forward(self, given, h):
-        """Rates decay towards what inputs and other units drive them to."""
+        """Rates decay towards the drive from inputs and other units."""
         x_t, noise_t = given
         drive = torch.relu(h) @ (self.weights.abs() * self.sign) + self.inputs(x_t)
         return (1 - self.alpha) * h + self.alpha * drive + self.noise * noise_t
@@ -56,7 +56,7 @@ class Network(nn.Module):
 
 
 def make_trials(batch_size, num_steps):
-    """Both stimuli are on for two thirds of the trial; then fixation goes, and the stronger one is to be named."""
+    """Both stimuli are on for two thirds of the trial; when fixation ends, the network reports the stronger one."""
     on = 2 * num_steps // 3
     strength_B = torch.tensor([-0.4, -0.2, 0.2, 0.4])[torch.randint(4, (batch_size,))]
     x_BTI = torch.zeros(batch_size, num_steps, INPUTS)

@@ -1,6 +1,6 @@
-"""Forecasting with Lightning: a GRU gives tomorrow's value and its spread, trained by `Trainer.fit`.
+"""Forecasting with Lightning: a GRU predicts the next day's value and its spread, trained by `Trainer.fit`.
 
-The series, one for each shop, have a trend, a week, and a level that a shop keeps. `pip install lightning` first.
+Each shop has one series, with a trend, a weekly cycle and a constant level. `pip install lightning` first.
 
 Shape legend: B windows, T days, H units.
 """
@@ -20,7 +20,7 @@ UNITS = 40
 
 
 class Forecaster(lightning.LightningModule):
-    """Two layers of GRU over the last days, and a normal distribution for the day after each."""
+    """Two GRU layers over the past days, and a normal distribution for the day after each."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Forecaster(lightning.LightningModule):
         self.head = nn.Linear(UNITS, 2)
 
     def forward(self, x_BT):
-        """Mean and logarithm of the spread of the next day."""
+        """Mean and log-spread of the next day."""
         return self.head(self.rnn(x_BT[..., None])[0])
 
     def loss(self, x_BT):
@@ -69,7 +69,7 @@ def main():
     stretto.accelerate(model)  # the one line
 
     def share_parameters():
-        """The copy computes with the parameters of the model, so that one set of gradients is compared."""
+        """Run the copy with the parameters of the model, so that both give gradients of the same parameters."""
         return torch.func.functional_call(plain, dict(model.named_parameters()), (windows,))
 
     windows = train.tensors[0][:32]

@@ -1,9 +1,9 @@
-"""Handwriting in a loop of one's own: pen strokes in, text out, by a bidirectional LSTM and CTC.
+"""Handwriting recognition in your own loop: pen strokes in, text out, by a bidirectional LSTM and CTC.
 
-Two lines make the difference: `accelerate` for the layer, and a `BucketSampler` for batches of similar length.
-The lines of handwriting come with Stretto: `pip install 'stretto[handwriting]'`.
+Two lines make it faster: `accelerate` for the layer, and a `BucketSampler` for batches of similar length.
+The handwriting comes with Stretto: `pip install 'stretto[handwriting]'`.
 
-Shape legend: B lines, T steps of the longest, F features, C characters, S characters of all lines.
+Shape legend: B lines, T steps of the longest, F features, C alphabet, S characters of all lines.
 """
 
 import copy
@@ -19,7 +19,7 @@ from stretto.data import make_handwriting
 
 
 class Recogniser(nn.Module):
-    """Three steps of ink at once through an LSTM in both directions, and the character at each."""
+    """Groups of three steps through a bidirectional LSTM, and a character for each group."""
 
     def __init__(self, num_characters):
         super().__init__()
@@ -27,13 +27,13 @@ class Recogniser(nn.Module):
         self.head = nn.Linear(128, 1 + num_characters)
 
     def forward(self, x_BTF):
-        """Logits of the characters; the first is CTC's blank."""
+        """Logits of the characters; the first is the CTC blank."""
         x_BTF = x_BTF[:, : x_BTF.shape[1] // 3 * 3].unflatten(1, (-1, 3)).flatten(2)
         return self.head(self.lstm(x_BTF)[0])
 
 
 def train(model, optimizer, loader, alphabet):
-    """One epoch of the plainest loop there is; returns the loss per line."""
+    """Train one epoch in a plain loop; returns the loss per line."""
     total, lines = 0.0, 0
     for batch in loader:
         log_TBC = model(batch.features_BTF).log_softmax(dim=-1).transpose(0, 1)
@@ -49,7 +49,7 @@ def train(model, optimizer, loader, alphabet):
 
 
 def main():
-    """Compare a batch, then take turns, epoch by epoch."""
+    """Compare one batch, then train both, alternating by epoch."""
     quick = quick_was_asked(__doc__)
     torch.manual_seed(0)
     data = make_handwriting(num_train=24 if quick else 1500, num_writers=8, seed=0).part("train")

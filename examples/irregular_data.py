@@ -1,7 +1,7 @@
 """A closed-form continuous-time cell (CfC) on irregularly sampled series of unequal length.
 
-Each series is a sum of noisy samples of a wave at random times; the class is whether it is a sine or a saw.
-The cell is given the time since the last sample beside the sample.
+Each series has noisy samples of a wave at random times; the class is sine or sawtooth.
+The cell receives each sample together with the time since the last one.
 
 Shape legend: B series, T samples of the longest, H units.
 """
@@ -47,7 +47,7 @@ class Classifier(nn.Module):
         return self.readout(h)
 
     def forward(self, x_BT1, elapsed_BT1, lengths_B):
-        """The same, compiled; steps after a series' end are not computed at all."""
+        """The same, compiled; padding is not computed."""
 
         def step(h, given):
             return self.cell(*given, h), None

@@ -1,6 +1,6 @@
-"""Rainfall to runoff with an EA-LSTM, whose input gate is set by what a catchment is like (Kratzert et al. 2019).
+"""Rainfall-runoff modelling with an EA-LSTM, whose input gate depends on static features (Kratzert et al. 2019).
 
-The catchments are made here: two reservoirs in a row, whose constants follow from five static features.
+The catchments are simulated: two reservoirs in series, whose constants depend on five static features.
 
 Shape legend: B catchments, T days, F forcings, S static features, H units.
 """
@@ -23,7 +23,7 @@ class EALSTM(nn.Module):
         self.gates, self.input_gate = nn.Linear(FORCINGS + UNITS, 3 * UNITS), nn.Linear(STATIC, UNITS)
 
     def forward(self, x_t, state, static):
-        """As an LSTM; but the input gate does not change from day to day."""
+        """Like an LSTM, but the input gate is the same every day."""
         h, c = state
         f, o, g = self.gates(torch.cat([x_t, h], dim=-1)).chunk(3, dim=-1)
         c = torch.sigmoid(f) * c + torch.sigmoid(self.input_gate(static)) * torch.tanh(g)

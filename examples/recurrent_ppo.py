@@ -1,6 +1,6 @@
 """Recurrent PPO: a policy with an LSTM remembers which way to turn at the end of a corridor.
 
-A cue is seen in the first cell only. Episodes end at different times, and the policy's state starts anew there.
+The cue is visible in the first cell only. Episodes end at different times, and the policy's state is reset there.
 
 Shape legend: N environments, T steps of a rollout, O observations, H units, A actions.
 """
@@ -16,10 +16,10 @@ OBSERVATIONS, UNITS, ACTIONS = 4, 64, 3  # observed: cue left, cue right, corrid
 
 
 class Corridors:
-    """Corridors of random length, all stepped at once; turning as the cue said is worth 1, anything else there -1."""
+    """Corridors of random length, stepped in parallel; the turn that the cue indicated earns 1, any other action -1."""
 
     def begin(self, new_N):
-        """Start new episodes in some of the environments; returns what is seen in all of them."""
+        """Start new episodes in some of the environments; returns the observations of all."""
         cue_N, left_N = torch.randint(2, new_N.shape), torch.randint(4, 12, new_N.shape)
         self.cue_N = cue_N if new_N.all() else torch.where(new_N, cue_N, self.cue_N)
         self.left_N = left_N if new_N.all() else torch.where(new_N, left_N, self.left_N)
@@ -39,7 +39,7 @@ class Policy(nn.Module):
         self.lstm, self.heads = nn.LSTM(OBSERVATIONS, UNITS, batch_first=True), nn.Linear(UNITS, ACTIONS + 1)
 
     def plain(self, seen_NTO, state, new_NT):
-        """What recurrent PPO usually does: a call per step, with the state set to zero where an episode begins."""
+        """The usual recurrent PPO: one call per step, with the state set to zero where an episode begins."""
         outputs = []
         for t in range(seen_NTO.shape[1]):
             state = tuple(part * ~new_NT[None, :, t, None] for part in state)
@@ -48,7 +48,7 @@ class Policy(nn.Module):
         return self.heads(torch.cat(outputs, dim=1)), state
 
     def forward(self, seen_NTO, state, new_NT):
-        """The same in one call of the accelerated layer."""
+        """The same in one call of the accelerated layer, with `resets`."""
         output_NTH, state = self.lstm(seen_NTO, state, resets=new_NT)
         return self.heads(output_NTH), state
 

@@ -1,4 +1,4 @@
-"""Two ways to compute the same thing: are they equal, and which is faster?"""
+"""Compare two ways to compute the same thing: are they equal, and which is faster?"""
 
 import argparse
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from stretto.timing import QUICK, TimingBudget, check_equal, time_interleaved
 def quick_was_asked(description: str | None) -> bool:
     """Parse the one flag that all examples have."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="a tiny run, whose numbers mean nothing")
+    parser.add_argument("--quick", action="store_true", help="a tiny smoke test; its numbers mean nothing")
     return bool(parser.parse_args().quick)
 
 
 def compare(
     plain: Callable[[], torch.Tensor], fast: Callable[[], torch.Tensor], model: torch.nn.Module, *, quick: bool
 ) -> None:
-    """Compare outputs and gradients, then let the two take turns on the clock: forward and backward.
+    """Compare outputs and gradients, then time forward and backward of both in turn.
 
     `plain` and `fast` return the same outputs, computed with the parameters of `model`.
     """

@@ -1,7 +1,7 @@
 """A recurrent spiking network with surrogate gradients.
 
-Leaky integrate-and-fire neurons classify trains of spikes in which one of four groups of channels fires more often.
-The time step is a plain function; whether a Python loop or `stretto.scan` calls it is the only difference.
+Leaky integrate-and-fire neurons classify spike trains in which one of four groups of channels fires more often.
+The time step is a plain function, called by a Python loop or by `stretto.scan`: that is the only difference.
 
 Shape legend: B trains, T time steps, C channels, H neurons.
 """
@@ -17,7 +17,7 @@ CHANNELS, NEURONS, CLASSES = 64, 128, 4
 
 
 class Spike(torch.autograd.Function):
-    """A step forward, the slope of a fast sigmoid backward."""
+    """Heaviside step forward, the slope of a fast sigmoid backward."""
 
     @staticmethod
     def forward(ctx, v):
@@ -27,7 +27,7 @@ class Spike(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """Pretend that the step was smooth."""
+        """The surrogate gradient."""
         (v,) = ctx.saved_tensors
         return gradient / (1 + 10 * v.abs()) ** 2
 
@@ -55,7 +55,7 @@ class SpikingNetwork(nn.Module):
         return zeros, zeros, torch.zeros(batch_size, CLASSES)
 
     def plain(self, x_BTC):
-        """The loop that everybody writes."""
+        """The usual Python loop."""
         state, outputs = self.start(len(x_BTC)), []
         for t in range(x_BTC.shape[1]):
             state, out = self.step(state, x_BTC[:, t])

@@ -171,7 +171,7 @@ def _first_ranks(world: World, count: int) -> World | None:
 def _train_in_turn(
     trainers: dict[Contender, Trainer | None], *, num_epochs: int, progress: Callable[[str], None], world: World
 ) -> dict[Contender, list[EpochRecord]]:
-    """An epoch of each in turn; who has not reached the baseline's best loss by then gets as many epochs again."""
+    """An epoch of each in turn; those that have not reached the baseline's best loss get as many epochs again."""
     records: dict[Contender, list[EpochRecord]] = {contender: [] for contender in trainers}
     for done in range(MAX_EPOCHS_RATIO * num_epochs):
         for contender, trainer in trainers.items():

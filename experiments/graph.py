@@ -1,4 +1,4 @@
-"""The graph experiment: what the analysis of a recurrent net's graph is worth, with one stream and with many.
+"""The graph experiment: the speed-up from analysing a recurrent net's graph, with one stream and with many.
 
 After Hwang and Sung, "Single stream parallelization of generalized LSTM-like RNNs on a GPU" (ICASSP 2015): only what
 lies on a cycle of the graph has to run sequentially; everything else, weight gradients included, is computed for a
@@ -54,7 +54,7 @@ class GraphSettings(Settings):
         input_size: Features of the input.
         window: Time steps of a training step.
         loop_window: Time steps of a training step of the baseline; its time per step hardly depends on them.
-        rounds: Turns of every contender; the fastest counts.
+        rounds: How often every contender is timed; the fastest counts.
         budget: Seconds per network after which no new round begins once there are three.
     """
 

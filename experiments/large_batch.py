@@ -1,9 +1,9 @@
-"""The large-batch experiment: five applications, ever larger batches, and rules that adapt what was tuned once.
+"""The large-batch experiment: five applications, ever larger batches, and rules that adapt settings tuned once.
 
 After You et al., "Large-batch training for LSTM and beyond" (SC19), who let the batch of four applications grow up to
 64-fold with LEGW and report that nothing is lost and nothing needs tuning. Here it is compared with other rules and
 with a rate that is tuned for every batch. The number of epochs is the same at every batch, so updates fall as the batch
-grows. What fails is a row like any other.
+grows. Failures are rows like any others.
 
 In the order of this file:
 
@@ -77,9 +77,9 @@ class LargeBatchSettings(Settings):
         out: The folder for the page, the figure, the JSON and CSV files and, below it, the finished runs.
         applications: Which to run.
         multiples: Batches, in multiples of the baseline's, which is always run; by default those of the applications.
-        rules: How settings follow the batch; the oracle tunes the rate for every batch.
+        rules: How settings scale with the batch; the oracle tunes the rate for every batch.
         seeds: Runs of each, with the seeds 0, 1 and so on; by default 3, and 1 if quick.
-        threads: Cores per run; by default 1, and with full what torch takes.
+        threads: Cores per run; by default 1, and with full torch's default.
         jobs: Runs at a time, each in its own process; by default one per core, and 1 if quick or full.
         fresh: Repeat all runs instead of reusing finished ones and continuing those that were stopped.
         full: The sizes of the papers; takes many hours, and data for all applications but handwriting.

@@ -74,7 +74,7 @@ class Metric:
     better: Literal["higher", "lower"]
     scale: float = 1.0  # factor for display; 100 for shares, which are shown in per cent
     tolerance: float = 1.0  # how much worse still counts as equal: in points as shown, or as a share
-    is_relative: bool = False  # whether the tolerance is a share of the baseline's value
+    is_relative: bool = False  # whether the tolerance is a fraction of the baseline's value
 
     def loss_against(self, value: float, baseline: float) -> float:
         """How much worse than the baseline a value is, in the unit of `tolerance`; negative if it is better."""
@@ -96,7 +96,7 @@ class Metric:
         return f"{shown:.1f}" if abs(shown) < 1e5 else f"{shown:.0e}"
 
     def describe(self, value: float, baseline: float) -> str:
-        """A value beside the baseline's, in words."""
+        """A value and the baseline's, as text."""
         loss = self.loss_against(value, baseline)
         size = f"{abs(loss):.1%}" if self.is_relative else f"{abs(loss):.1f} points"
         side = "worse" if loss > 0 else "better"
@@ -120,7 +120,7 @@ METRICS: Final[dict[ApplicationName, Metric]] = {
 def open_data(application: Application, folder: Path | None) -> SequenceSet:
     """Open the data of an application, no more of them than it asks for.
 
-    Without a subfolder for it in the folder, the embedded data are taken.
+    Without a subfolder for it in the folder, the embedded data are used.
 
     Raises:
         StrettoError: If embedded data are not enough and there are no others, or they cannot be read.
@@ -148,16 +148,20 @@ def _take_first(data: SequenceSet, application: Application) -> SequenceSet:
     chosen = [np.flatnonzero((data.split_N == part) & is_short_N)[:count] for part, count in enumerate(counts)]
     if application.num_steps is not None:
         chosen[0] = chosen[0][np.cumsum(data.lengths_N[chosen[0]]) <= application.num_steps]
-    taken = data.subset(np.sort(np.concatenate(chosen)))
-    features_SF = np.concatenate(_pieces(taken))
-    return dataclasses.replace(taken, features_SF=features_SF, starts_N=np.cumsum(taken.lengths_N) - taken.lengths_N)
+    chosen_set = data.subset(np.sort(np.concatenate(chosen)))
+    features_SF = np.concatenate(chosen_set.arrays())
+    return dataclasses.replace(
+        chosen_set,
+        features_SF=features_SF,
+        starts_N=np.cumsum(chosen_set.lengths_N) - chosen_set.lengths_N,
+    )
 
 
 def _limit_vocabulary(data: SequenceSet, num_words: int | None) -> SequenceSet:
     """Text with the most frequent words of its training part; all others become one."""
     if num_words is None or len(data.vocabulary) <= num_words:
         return data
-    words_S = np.concatenate(_pieces(data.part("train")))[:, 0]
+    words_S = np.concatenate(data.part("train").arrays())[:, 0]
     counts_V = np.bincount(words_S, minlength=len(data.vocabulary))
     counts_V[[number for number, word in enumerate(data.vocabulary) if word == UNKNOWN]] = 0
     kept = np.sort(np.argsort(-counts_V, kind="stable")[: num_words - 1])
@@ -169,8 +173,3 @@ def _limit_vocabulary(data: SequenceSet, num_words: int | None) -> SequenceSet:
         vocabulary=(UNKNOWN, *(data.vocabulary[number] for number in kept.tolist())),
         notes=(*data.notes, f"words but the {num_words - 1:,} most frequent are {UNKNOWN}"),
     )
-
-
-def _pieces(data: SequenceSet) -> list[np.ndarray[Any, Any]]:
-    places = zip(data.starts_N, data.lengths_N, strict=True)
-    return [data.features_SF[start : start + length] for start, length in places]

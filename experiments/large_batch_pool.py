@@ -1,7 +1,7 @@
-"""Makes the runs of the large-batch experiment that are not finished yet, several at a time.
+"""Executes the unfinished runs of the large-batch experiment, several at a time.
 
-Runner      knows which runs are finished, makes the others, and says how many are left
-WorkerPool  processes that make one run at a time each
+Runner      knows which runs are finished, executes the others, and reports how many are left
+WorkerPool  processes that execute one run at a time each
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Runner:
         data: The data of each application.
         data_folder: Where other processes find them, as for `open_data`.
         num_jobs: Runs at a time; one alone is made in this process.
-        fresh: Whether to repeat what was finished or begun before.
+        fresh: Whether to repeat what was finished or started before.
         progress: Called with a line after every run, and with how many to expect before.
     """
 

@@ -1,7 +1,7 @@
-"""One training run of the large-batch experiment: what identifies it, its result on disk, and how it is made.
+"""One training run of the large-batch experiment: what identifies it, its result on disk, and its execution.
 
 A result is a file named after its run and a digest of everything that shapes it. A finished run is reused by the same
-command, and never by another. A run that was stopped continues from its last checkpoint, bit for bit.
+command, and never by another. A run that was stopped continues from its last checkpoint, bit-identically.
 """
 
 import dataclasses
@@ -171,7 +171,7 @@ def save_result(run: Run, result: RunResult, folder: Path, *, data: str) -> None
 
 @final
 class LearningCurve(AbstractLog):
-    """The metric after each epoch, kept in a file beside the checkpoints so that it survives a stop."""
+    """The metric after each epoch, kept in a file next to the checkpoints so that it survives a stop."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -75,7 +75,7 @@ class MultigridSettings(Settings):
         batch_steps: Steps of a batch, about; 12,800 are the published 100 windows. A whole recording may be more.
         learning_rate: Of Adam.
         chunks: Chunks of the longest sequence, for warm starts; auto fills the rows of a kernel.
-        num_train: Training recordings to use at most, and as large a share of the test recordings.
+        num_train: Maximum number of training recordings, and the same fraction of the test recordings.
         window_labels: Windows are those whose label is 1 to this.
         seed: Of weights and batches.
     """
@@ -113,7 +113,7 @@ class EpochResult:
     work: float  # forward steps computed over those there are, mean over batches
     fell_back: int  # batches that were finally solved serially
     batches: int
-    reason: str  # what the solver said about the last batch
+    reason: str  # that the solver gave for the last batch
     parallel: float  # test accuracy by the solver
     serial: float  # test accuracy computed serially
     differing: float  # share of the test labels for which the two disagree
@@ -485,11 +485,11 @@ def _show_details(result: MultigridResult, report: Report) -> None:
         caption=PUBLISHED_FACTS,
         is_detail=True,
     )
-    said = [(_name(row.length), row.solver, row.last.reason) for row in result.rows if row.last.reason]
+    reasons = [(_name(row.length), row.solver, row.last.reason) for row in result.rows if row.last.reason]
     report.table(
-        title="What solvers said of the last batch",
-        columns=("length", "solver", "said"),
-        rows=said,
+        title="Reasons that solvers gave for the last batch",
+        columns=("length", "solver", "reason"),
+        rows=reasons,
         is_detail=True,
     )
 

@@ -68,8 +68,8 @@ class CutRecordings:
 def open_recordings(path: Path | None, *, num_train: int | None = None, tiny: bool = False) -> Recordings:
     """Open recordings; those for validation are trained on, since nothing is chosen by them.
 
-    Without a path these are embedded signals. At most `num_train` training recordings are used, and as large a share of
-    the test recordings; `tiny` ones are short, for a smoke test.
+    Without a path these are embedded signals. At most `num_train` training recordings are used, and the same
+    fraction of the test recordings; `tiny` ones are short, for a smoke test.
 
     Raises:
         StrettoError: If they cannot be read, or have no labels of steps.

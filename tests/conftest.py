@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Threads of OpenMP wait without turning round and round: tests have few cores. To be said before torch is there.
 os.environ["OMP_WAIT_POLICY"] = "passive"
@@ -15,6 +16,7 @@ import torch
 from stretto.data import Labels, SequenceSet, StepLabels
 from stretto.files import CACHE_VARIABLE
 from stretto.kernels.backends.cpp import batched, compiler
+from stretto.nn import RNN
 
 DATA_VARIABLE = "STRETTO_DATA"
 
@@ -117,3 +119,17 @@ def _assert_same_set(one: SequenceSet, other: SequenceSet) -> None:
 @pytest.fixture(scope="session")
 def assert_same_set() -> Callable[[SequenceSet, SequenceSet], None]:
     return _assert_same_set
+
+
+@pytest.fixture(params=["output", "gradient"])
+def wrong_layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Makes our layer wrong by a thousandth: in its outputs, or in its gradients alone."""
+    right = RNN.forward
+
+    def wrong(self: RNN, *args: Any, **options: Any) -> Any:
+        y, state = right(self, *args, **options)
+        changed: torch.Tensor = 1.001 * y if request.param == "output" else y.detach() + 1.001 * (y - y.detach())
+        return changed, state
+
+    monkeypatch.setattr(RNN, "forward", wrong)
+    return str(request.param)

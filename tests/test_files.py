@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.files import CACHE_VARIABLE, cache_folder, check_ending, write_atomically, write_text_atomically
+from stretto.files import (
+    CACHE_VARIABLE,
+    cache_folder,
+    check_ending,
+    fallback_cache,
+    write_atomically,
+    write_text_atomically,
+)
 
 
 def mode(path: Path) -> int:
@@ -224,6 +231,23 @@ def test_a_home_that_cannot_hold_a_cache_is_left_alone(tmp_path: Path, monkeypat
     folder = cache_folder()
     assert folder == temporary / f"stretto-{os.getuid()}"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_other_libraries_are_lent_a_folder_only_where_they_cannot_have_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert fallback_cache("other", usual="~/.other/cache") is None
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.setenv("HOME", "/dev/null/home")
+    assert fallback_cache("other", usual="~/.other/cache") == tmp_path / "cache" / "other"
+
+    def homeless(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert fallback_cache("other", usual="~/.other/cache") == tmp_path / "cache" / "other"
 
 
 def test_a_cache_that_cannot_be_made_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,15 +221,6 @@ def test_a_run_resumes_on_another_device(signs: Path) -> None:
     assert _same(stretto.train("classify", out="cut", resume=True, device="cpu:0"), whole)
 
 
-def test_a_finished_run_and_one_of_another_task_are_refused(signs: Path) -> None:
-    stretto.train("classify", data=signs, out="done", **SMALL)
-    with pytest.raises(StrettoError, match="the run in 'done' is finished"):
-        stretto.train("classify", out="done", resume=True)
-    _interrupted(Path("cut"), signs, update=2)
-    with pytest.raises(StrettoError, match="'cut' is not a run of the task 'handwriting'"):
-        stretto.train("handwriting", out="cut", resume=True)
-
-
 @pytest.mark.parametrize("cut", ["no folder", "an empty folder", "no first line", "no checkpoint"])
 def test_where_nothing_can_be_resumed_the_run_starts_over(signs: Path, cut: str) -> None:
     settings = SMALL | {"backend": "torch"}
@@ -261,15 +252,6 @@ def test_ranks_in_python_train_as_those_of_the_command_line_do(signs: Path) -> N
     assert all(torch.equal(saved[name], weight) for name, weight in again.items())
     with pytest.raises(StrettoError, match="'ranks' holds a run already"):
         stretto.train("classify", data=signs, out="ranks", ranks=2, **settings)
-
-
-def test_what_other_processes_cannot_know_is_not_given_to_ranks(signs: Path) -> None:
-    with pytest.raises(StrettoError, match="2 ranks were asked for"):
-        stretto.train("classify", data=read_npz(signs), ranks=2, **SMALL)
-    with pytest.raises(StrettoError, match="2 ranks were asked for"):
-        stretto.train("classify", data=signs, nproc=2, subscribers=[print], **SMALL)
-    with pytest.raises(StrettoError, match=r"nproc: .*greater than or equal to 1"):
-        stretto.train("classify", data=signs, ranks=0, **SMALL)
 
 
 def _forge(run: Path, **changes: Any) -> None:
@@ -328,28 +310,6 @@ def test_an_empty_folder_and_one_with_other_files_are_taken(signs: Path) -> None
     Path("out/notes.txt").write_text("mine", encoding="utf-8")
     stretto.train("classify", data=signs, out="out", **SMALL)
     assert Path("out/notes.txt").read_text(encoding="utf-8") == "mine"
-
-
-@pytest.mark.parametrize("out", ["signs.npz", "signs.npz/below", "/proc/stretto", "x" * 300])
-def test_a_place_that_cannot_be_used_is_named(signs: Path, out: str) -> None:
-    with pytest.raises(StrettoError) as info:
-        stretto.train("classify", data=signs, out=out, **SMALL)
-    assert out in str(info.value)
-
-
-@pytest.mark.parametrize("device", ["cuda", "nonsense", "meta", ""])
-def test_a_device_that_is_not_there_is_named(signs: Path, device: str) -> None:
-    if device == "cuda" and torch.cuda.is_available():
-        device = "cuda:99"
-    with pytest.raises(StrettoError, match=f"the device {device!r}"):
-        stretto.train("classify", data=signs, out="out", device=device, **SMALL)
-    assert not Path("out").exists()
-
-
-def test_a_task_without_embedded_data_asks_for_some(tmp_path: Path) -> None:
-    with pytest.raises(StrettoError, match="--data PATH"):
-        stretto.train("classify", out="out")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_works_in_another_thread(signs: Path) -> None:

@@ -68,21 +68,21 @@ class PlainHandwriting(ShuffledScript):
         scale_F = 1.0 / np.where(deviation_F > 1e-9 * np.maximum(1.0, np.abs(mean_F)), deviation_F, 1.0)
         code_of = {character: 1 + number for number, character in enumerate(alphabet)}
 
-        def prepared(lines: Sequence[npt.NDArray[Any]], texts: Sequence[str]) -> list[Line]:
+        def prepare(lines: Sequence[npt.NDArray[Any]], texts: Sequence[str]) -> list[Line]:
             return [
                 (
-                    stacked(torch.from_numpy(((line_TF - mean_F) * scale_F).astype(np.float32)), factor=stack),
+                    stack_steps(torch.from_numpy(((line_TF - mean_F) * scale_F).astype(np.float32)), factor=stack),
                     torch.tensor([code_of[character] for character in text]),
                 )
                 for line_TF, text in zip(lines, texts, strict=True)
             ]
 
-        self._valid = prepared(*valid)
+        self._valid = prepare(*valid)
         torch.manual_seed(seed)
         model = HandwritingNet(
             num_features=stack * len(mean_F), hidden_size=hidden_size, num_classes=1 + len(alphabet), dropout=dropout
         )
-        super().__init__(model, prepared(*train), collate=padded, seed=seed, **options)
+        super().__init__(model, prepare(*train), collate=pad_lines, seed=seed, **options)
         self._use_one_cycle(learning_rate=learning_rate, epochs=epochs)
 
     def loss(
@@ -100,7 +100,7 @@ class PlainHandwriting(ShuffledScript):
 
         self.model.eval()
         errors = count = 0
-        loader: DataLoader[Any] = DataLoader(self._valid, batch_size=64, collate_fn=padded)  # type: ignore[arg-type]
+        loader: DataLoader[Any] = DataLoader(self._valid, batch_size=64, collate_fn=pad_lines)  # type: ignore[arg-type]
         for x_BUF, lengths_B, codes, code_lengths_B in loader:
             best_BU = self.model(x_BUF, lengths_B).argmax(dim=-1)
             texts = codes.split(code_lengths_B.tolist())
@@ -111,13 +111,13 @@ class PlainHandwriting(ShuffledScript):
         return errors / count
 
 
-def padded(lines: Sequence[Line]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def pad_lines(lines: Sequence[Line]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A batch: padded steps, their numbers, and the classes of all characters with the number of each line's."""
     steps, codes = zip(*lines, strict=True)
     lengths_B, code_lengths_B = (torch.tensor([len(item) for item in items]) for items in (steps, codes))
     return pad_sequence(list(steps), batch_first=True), lengths_B, torch.cat(codes), code_lengths_B
 
 
-def stacked(x_TF: torch.Tensor, *, factor: int) -> torch.Tensor:
-    """So many steps side by side as one; what is missing at the end is zero."""
+def stack_steps(x_TF: torch.Tensor, *, factor: int) -> torch.Tensor:
+    """Concatenate this many steps into one; missing steps at the end are zero."""
     return functional.pad(x_TF, (0, 0, 0, -len(x_TF) % factor)).reshape(-1, factor * x_TF.shape[1])

@@ -50,7 +50,7 @@ class PlainLanguageModel:
         batch_size: Streams.
         window: Steps of a window, and how far gradients go back.
         flat_epochs: Epochs before the rate falls.
-        decay_factor: By which it then falls every epoch.
+        decay_factor: The factor by which it then falls every epoch.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class TranslateNet(nn.Module):
     def encode(self, source_BS: torch.Tensor) -> torch.Tensor:
         """What the decoder attends to (B, S, H)."""
         lengths_B = (source_BS != PAD).sum(dim=1)
-        x_BSH = self._embedded(source_BS)
+        x_BSH = self._embed(source_BS)
         ahead_BSH, _ = self.ahead(x_BSH)
         behind_BSH, _ = self.behind(reverse(x_BSH, lengths_B))
         hidden_BSH = torch.cat([ahead_BSH, reverse(behind_BSH, lengths_B)], dim=-1)
@@ -70,7 +70,7 @@ class TranslateNet(nn.Module):
         states: tuple[State | None, State | None] = (None, None),
     ) -> tuple[torch.Tensor, tuple[State, State]]:
         """Hidden units (B, U, H) given the pieces before, and the states after them."""
-        hidden_BUH, bottom = self.bottom(self._embedded(before_BU), states[0])
+        hidden_BUH, bottom = self.bottom(self._embed(before_BU), states[0])
         asking_BUH = self.form(self.query_norm(hidden_BUH))
         fit_BUS = asking_BUH @ memory_BSH.transpose(1, 2) / math.sqrt(memory_BSH.shape[-1])
         context_BUH = fit_BUS.masked_fill(~real_BS[:, None], -torch.inf).softmax(dim=-1) @ memory_BSH
@@ -81,7 +81,7 @@ class TranslateNet(nn.Module):
         """Of all pieces."""
         return functional.linear(self.dropout(hidden), self.embed.weight, self.output_bias)
 
-    def _embedded(self, pieces: torch.Tensor) -> torch.Tensor:
+    def _embed(self, pieces: torch.Tensor) -> torch.Tensor:
         inputs: torch.Tensor = self.dropout(self.embed(pieces) * self.embed.embedding_dim**0.5)
         return inputs
 
@@ -122,7 +122,7 @@ class PlainTranslate(ShuffledScript):
         self._decode, self._bleu_words, self._label_smoothing = decode, bleu_words, label_smoothing
         torch.manual_seed(seed)
         model = TranslateNet(num_pieces=num_pieces, size=hidden_size, dropout=dropout)
-        super().__init__(model, pairs, collate=padded, seed=seed, **options)
+        super().__init__(model, pairs, collate=pad_pairs, seed=seed, **options)
         self._use_one_cycle(learning_rate=learning_rate, epochs=epochs)
 
     def loss(self, source_BS: torch.Tensor, target_BU: torch.Tensor) -> torch.Tensor:
@@ -140,11 +140,11 @@ class PlainTranslate(ShuffledScript):
         self.model.eval()
         found: list[list[int]] = []
         for first in range(0, len(self._sources), 64):
-            found += self._translated(pad_sequence(self._sources[first : first + 64], batch_first=True))
+            found += self._translate(pad_sequence(self._sources[first : first + 64], batch_first=True))
         texts = self._decode(found)
         return float(sacrebleu.corpus_bleu(texts, [self._references], tokenize=self._bleu_words, force=True).score)
 
-    def _translated(self, source_BS: torch.Tensor) -> list[list[int]]:
+    def _translate(self, source_BS: torch.Tensor) -> list[list[int]]:
         memory_BSH, real_BS = self.model.encode(source_BS), source_BS != PAD
         limits_B = 2 * real_BS.sum(dim=1) + 10
         last_B1 = torch.full((len(source_BS), 1), BEGIN)
@@ -165,7 +165,7 @@ class PlainTranslate(ShuffledScript):
         return [[piece for piece in row if piece not in (PAD, END)] for row in torch.stack(pieces, dim=1).tolist()]
 
 
-def padded(pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_pairs(pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch: padded sources and padded targets."""
     sources, targets = zip(*pairs, strict=True)
     return pad_sequence(list(sources), batch_first=True), pad_sequence(list(targets), batch_first=True)

@@ -14,7 +14,7 @@ from stretto.errors import StrettoError
 
 
 def check_int(value: Any, *, name: str, at_least: int = 1, owner: str = "") -> int:
-    """A whole number: Python's, numpy's, or anything else with `__index__`; a bool is none.
+    """An integer: Python's, numpy's, or anything else with `__index__`, but not a bool.
 
     The error says whose argument it is if an `owner` is given: "GRU".
     """
@@ -23,7 +23,7 @@ def check_int(value: Any, *, name: str, at_least: int = 1, owner: str = "") -> i
     except TypeError:
         number = None
     if number is None or number < at_least:
-        raise _unfit(value, name, owner, fix=f"Give {name} as a whole number, at least {at_least}.")
+        raise _invalid(value, name, owner, fix=f"Give {name} as an integer, at least {at_least}.")
     return number
 
 
@@ -50,53 +50,53 @@ def check_float(
             f"at most {at_most:g}" if at_most < math.inf else "",
         ]
         bounds = ", ".join(word for word in words if word)
-        raise _unfit(value, name, owner, fix=f"Give {name} as a finite number{bounds and ', '}{bounds}.")
+        raise _invalid(value, name, owner, fix=f"Give {name} as a finite number{bounds and ', '}{bounds}.")
     return number
 
 
 def check_bool(value: Any, *, name: str, owner: str = "") -> bool:
     """True or False: Python's or numpy's."""
     if not isinstance(value, (bool, np.bool_)):
-        raise _unfit(value, name, owner, fix=f"Give {name} as True or False.")
+        raise _invalid(value, name, owner, fix=f"Give {name} as True or False.")
     return bool(value)
 
 
 def check_choice(value: Any, *, name: str, choices: Collection[str], owner: str = "") -> str:
     """One of the choices."""
     if not isinstance(value, str) or value not in choices:
-        raise _unfit(value, name, owner, fix=f"Choose one of: {', '.join(map(repr, choices))}.")
+        raise _invalid(value, name, owner, fix=f"Choose one of: {', '.join(map(repr, choices))}.")
     return value
 
 
 def check_path(value: Any, *, name: str, owner: str = "") -> Path:
     """A file or folder, as a string or as a path."""
     if not (isinstance(value, str) or (isinstance(value, os.PathLike) and isinstance(os.fspath(value), str))):
-        raise _unfit(value, name, owner, fix=f"Give {name} as a string or a pathlib.Path.")
+        raise _invalid(value, name, owner, fix=f"Give {name} as a string or a pathlib.Path.")
     return Path(value)
 
 
 def check_kind(value: Any, *kinds: type, name: str, fix: str, owner: str = "") -> None:
     """An instance of one of the kinds; `fix` says which."""
     if not isinstance(value, kinds):
-        raise _unfit(value, name, owner, fix=fix)
+        raise _invalid(value, name, owner, fix=fix)
 
 
 def check_list(value: Any, *, name: str, fix: str, owner: str = "") -> list[Any]:
     """The items of anything that has some, but not the characters of a string or the keys of a mapping."""
     if isinstance(value, (str, bytes, dict)) or not isinstance(value, Iterable):
-        raise _unfit(value, name, owner, fix=fix)
+        raise _invalid(value, name, owner, fix=fix)
     try:
         return list(value)
     except TypeError as error:
         # A tensor or array without dimensions.
-        raise _unfit(value, name, owner, fix=fix) from error
+        raise _invalid(value, name, owner, fix=fix) from error
 
 
 def check_callable(value: Any, *, name: str, owner: str = "") -> None:
     """Something that can be called."""
     if not callable(value):
-        raise _unfit(value, name, owner, fix=f"Give {name} as a function.")
+        raise _invalid(value, name, owner, fix=f"Give {name} as a function.")
 
 
-def _unfit(value: Any, name: str, owner: str, *, fix: str) -> StrettoError:
+def _invalid(value: Any, name: str, owner: str, *, fix: str) -> StrettoError:
     return StrettoError(f"{owner} got {name}={value!r}" if owner else f"{name}={value!r} cannot be used", fix=fix)

@@ -1,6 +1,7 @@
 """The one error that users see."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -22,3 +23,9 @@ class StrettoError(ValueError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Let the error cross from a worker process to its parent as itself."""
         return functools.partial(type(self), self.problem, fix=self.fix), ()
+
+
+def list_some(names: Sequence[object], *, most: int = 5) -> str:
+    """The first few names, for a message, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more

@@ -17,8 +17,8 @@ from stretto.errors import StrettoError
 
 CACHE_VARIABLE = "STRETTO_CACHE"
 LOCK_FILE = ".lock"
-LOOK_AGAIN = 0.1
-"""Seconds."""
+POLL_SECONDS = 0.1
+"""Between two attempts to get a lock."""
 
 
 @contextlib.contextmanager
@@ -90,17 +90,17 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, *, patience: float = 0.2) -> Iterator[None]:
-    """Keep `folder`, which is made if missing, to ourselves; the lock goes when the process does, however it ends.
+    """Hold the lock of `folder`, which is made if missing; it is released when the process ends, however it ends.
 
     Raises:
-        StrettoError: Another process still has it after `patience` seconds.
+        StrettoError: Another process still holds it after `patience` seconds.
     """
     path = folder / LOCK_FILE
     with disk_errors(path, doing="lock"):
         folder.mkdir(parents=True, exist_ok=True)
         ends = time.monotonic() + patience
-        while (stream := _taken(path)) is None and time.monotonic() < ends:
-            time.sleep(LOOK_AGAIN)
+        while (stream := _try_lock(path)) is None and time.monotonic() < ends:
+            time.sleep(POLL_SECONDS)
     if stream is None:
         raise StrettoError(
             f"another run is writing to {str(folder)!r}", fix="Wait for it to end, or choose another --out."
@@ -113,14 +113,14 @@ def locked(folder: Path, *, patience: float = 0.2) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process has `folder` to itself, on this machine; after a process was killed its lock file is left."""
+    """Whether a process on this machine holds the lock of `folder`; a killed process leaves only the file."""
     path = folder / LOCK_FILE
     if not path.is_file():
         return False
     try:
         import fcntl
 
-        # For a moment this keeps a process that begins from its lock: `locked` has a little patience.
+        # This holds the lock for a moment. A process that starts meanwhile retries: see `patience`.
         with path.open("rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (ImportError, BlockingIOError):
@@ -130,8 +130,8 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def _taken(path: Path) -> TextIO | None:
-    """The file, locked; None if another process has it."""
+def _try_lock(path: Path) -> TextIO | None:
+    """The lock file, locked; None if another process holds it."""
     refuse_special(path)
     stream = path.open("a")
     try:
@@ -154,7 +154,7 @@ def _taken(path: Path) -> TextIO | None:
 def cache_folder() -> Path:
     """The per-user cache folder: private (0700), ours, created when missing; `STRETTO_CACHE` moves it."""
     chosen = os.environ.get(CACHE_VARIABLE)
-    folder = Path(chosen) if chosen else _usual_cache()
+    folder = Path(chosen) if chosen else _default_cache()
     another = f"Set {CACHE_VARIABLE} to a folder of your own that can be written to."
     with disk_errors(folder, doing="create the cache folder", fix=another):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def cache_folder() -> Path:
     return folder
 
 
-def _usual_cache() -> Path:
+def _default_cache() -> Path:
     """Where this system keeps caches.
 
     A folder among temporary files for a user without a home, as in containers, or with one that cannot be written to,
@@ -186,16 +186,26 @@ def _usual_cache() -> Path:
     except RuntimeError:
         return own
     usual = Path(platformdirs.user_cache_path("stretto", appauthor=False))
-    return usual if _can_be(usual) else own
+    return usual if _is_creatable(usual) else own
 
 
-def _can_be(folder: Path) -> bool:
-    """Whether a folder is there, whosever it is, or can be made."""
+def fallback_cache(name: str, *, usual: str) -> Path | None:
+    """A folder of our cache for another library that keeps its own at `usual`, as "~/.library"; None if that can be."""
+    try:
+        if _is_creatable(Path(usual).expanduser()):
+            return None
+    except RuntimeError:
+        pass
+    return cache_folder() / name
+
+
+def _is_creatable(folder: Path) -> bool:
+    """Whether a folder exists, whoever owns it, or can be created."""
     try:
         if folder.exists():
             return True
         parent = next(parent for parent in folder.parents if parent.exists())
     except OSError:
-        # Not even looked at: a home that others may not enter.
+        # Permission denied: a home that this user may not enter.
         return False
     return os.access(parent, os.W_OK | os.X_OK)

@@ -28,7 +28,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from stretto.data import PARTS, SequenceSet, open_sequences
-from stretto.distributed import World, detect_lost_rank, is_distributed, join_ranks, launch_ranks, take_gpu
+from stretto.distributed import World, count_cores, detect_lost_rank, is_distributed, join_ranks, launch_ranks, take_gpu
 from stretto.errors import StrettoError
 from stretto.files import disk_errors, locked, write_text_atomically
 from stretto.large_batch import Muon
@@ -248,8 +248,9 @@ def run_task(
             stack.callback(log.close)
             world.on_rank0(lambda: _open_loggers(config.log, Path(run), log, stack))
             # Ranks of one machine share its cores, so that they do not compete for them; SLURM may have dealt them.
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            share = None if world.local_size == 1 else min(cores, max(1, (os.cpu_count() or 1) // world.local_size))
+            share = (
+                None if world.local_size == 1 else min(count_cores(), max(1, (os.cpu_count() or 1) // world.local_size))
+            )
             stack.enter_context(torch_threads(config.threads or share))
             stack.enter_context(_memory_errors())
             if not isinstance(task, AbstractTask):
@@ -429,7 +430,7 @@ def _can_resume(run: Path) -> bool:
 
 
 def _has_card(run: Path) -> bool:
-    """Whether a run has begun here: it writes its card before anything is recorded."""
+    """Whether a run has started here: it writes its card before anything is recorded."""
     with contextlib.suppress(StrettoError):
         return bool(read_card(run))
     return False

@@ -4,11 +4,11 @@ A program has one tensor of inputs, one of outputs and a state in parts. People 
 
     forward(x_t, state)                 state: a tensor, or tensors in any structure
     forward(x_t, h, c)                  the parts of the state one by one
-    forward((value_t, mask_t), state)   several inputs, in any structure, which lie side by side in the rows
+    forward((value_t, mask_t), state)   several inputs, in any structure, concatenated in the rows
     forward(x_t, state, constants)      what is the same at every step: further parts of the state, which never change
 
     return new_state                    the output is its first part
-    return y_t, new_state               y_t: a tensor, or tensors in any structure, which lie side by side
+    return y_t, new_state               y_t: a tensor, or tensors in any structure, concatenated
     return y_t, h, c                    the parts of the state one by one
 
 What a cell returned is read by its structure alone: what is nested like the state is the state; a pair whose second
@@ -31,7 +31,18 @@ from torch.func import functional_call
 
 from stretto.checks import check_int
 from stretto.errors import StrettoError
-from stretto.state import children, describe, flatten, is_alike, map_state, structure_of, unflatten
+from stretto.state import (
+    children,
+    describe,
+    describe_difference,
+    describe_rows,
+    flatten,
+    is_alike,
+    map_state,
+    select_rows,
+    structure_of,
+    unflatten,
+)
 
 Returns: TypeAlias = Literal["auto", "state", "output and state", "state and output"]
 
@@ -39,9 +50,9 @@ Returns: TypeAlias = Literal["auto", "state", "output and state", "state and out
 @final
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Tensors of a structure, row by row side by side in one tensor (P, F).
+    """Tensors of a structure, concatenated row by row into one tensor (P, F).
 
-    Whole numbers and truth values are real numbers there if there are real numbers beside them.
+    Integers and booleans are converted to the floating dtype of the others, if there is one.
 
     Attributes:
         structure: As it is compared.
@@ -73,7 +84,7 @@ class Packing:
         if len(floating) > 1 or not parts or any(dtype.is_complex for dtype in found.dtypes):
             kinds = " and ".join(sorted({str(dtype) for dtype in found.dtypes})) or "no tensors"
             raise StrettoError(
-                f"tensors of {kinds} cannot lie side by side", fix="Convert them to one floating dtype, with .to(...)."
+                f"tensors of {kinds} cannot be concatenated", fix="Convert them to one floating dtype, with .to(...)."
             )
         return found
 
@@ -107,7 +118,11 @@ class Packing:
         ]
 
     def check_exact(self, parts: Sequence[torch.Tensor], *, name: str) -> None:
-        """An error if a whole number is too large to be among real numbers."""
+        """Check that integers are exact in the packed dtype.
+
+        Raises:
+            StrettoError: One is too large.
+        """
         if not self.dtype.is_floating_point:
             return
         most = int(2 / torch.finfo(self.dtype).eps)
@@ -117,8 +132,8 @@ class Packing:
             worst = max(map(abs, map(int, part.aminmax())))
             if worst >= most:
                 raise StrettoError(
-                    f"a whole number of the {name} is {worst}, and beside {self.dtype} those from {most} on are not "
-                    "exact",
+                    f"the {name} has the integer {worst}; packed beside values of {self.dtype}, integers from {most} "
+                    "on are not exact",
                     fix="Scale it, or convert all to float64.",
                 )
 
@@ -135,11 +150,11 @@ class StepSignature:
     """How a cell is called. The state that a program carries is the cell's, or (the cell's, constants, last output).
 
     Attributes:
-        inputs: How several inputs lie in a row; None for one tensor.
-        spreads_state: Whether the items of the state are arguments of their own.
-        has_constants: Whether the state has constants beside it.
-        feeds_back: Whether it has the last output beside it. Then an input comes with a truth value for each row: where
-            that is false, the last output is taken instead.
+        inputs: The packing of several inputs; None for one tensor.
+        spreads_state: Whether the items of the state are separate arguments.
+        has_constants: Whether the carried state includes constants.
+        feeds_back: Whether it includes the last output. An input then comes with a boolean for each row: where it
+            is false, the row is replaced by the last output.
         returns: What is returned; "auto" reads it by its structure.
     """
 
@@ -164,7 +179,7 @@ class StepSignature:
         own, constants = self.own_state(state), state[1:2] if self.has_constants else ()
         if self.feeds_back:
             given, mask_B = given
-            given = map_state(partial(_choose_rows, mask_B), given, state[-1])
+            given = map_state(partial(select_rows, mask_B), given, state[-1])
         return (given, *children(own), *constants) if self.spreads_state else (given, own, *constants)
 
 
@@ -186,7 +201,7 @@ def call_step(
         x: The step's input; a row of the program, or, if the signature says nothing of several, as the cell takes it.
         state: The state before it, and its constants.
         signature: How the cell is called.
-        tensors: What to take for parameters and buffers; the cell's own by default.
+        tensors: Used in place of the cell's own parameters and buffers.
 
     Raises:
         StrettoError: The result is not an output and a state like the one before.
@@ -194,49 +209,43 @@ def call_step(
     arguments = signature.arguments(x, state)
     result = cell(*arguments) if tensors is None else functional_call(cell, dict(tensors), arguments)
     before = signature.own_state(state)
+    can_check = not is_jit_tracing()
     if signature.returns == "auto" and type(result) is tuple and len(result) == 2 and type(result[0]) is torch.Tensor:
         # Nearly always, and then one pass is enough.
         y, after = result
-        is_known = not has_tensors_as_sizes() and is_alike(before, after)
+        is_known = can_check and is_alike(before, after)
     else:
         is_known = False
     if not is_known:
         y, after = _read(cell, result, before, signature.returns)
-        if not has_tensors_as_sizes() and not is_alike(before, after):
+        if can_check and not is_alike(before, after):
             _refuse_state(cell, before, after)
-    if not has_tensors_as_sizes():
+    if can_check:
         _check_rows(cell, y, (x if isinstance(x, torch.Tensor) else flatten(x)[0]).shape[0])
-    if signature.feeds_back and not has_tensors_as_sizes() and not is_alike(state[-1], y):
+    if signature.feeds_back and can_check and not is_alike(state[-1], y):
         name = cell._get_name()  # type: ignore[no-untyped-call]
         raise StrettoError(
-            f"{name} returned {_describe_rows(y)} and takes {_describe_rows(state[-1])}, so its output "
+            f"{name} returned rows of {describe_rows(y)} and takes rows of {describe_rows(state[-1])}, so its output "
             "cannot be its next input",
             fix="Return an output of the shape and dtype of x_t, or leave out teacher=.",
         )
     return y, signature.carry(after, state, y)
 
 
-def call_cell(
-    cell: nn.Module,
-    x: torch.Tensor,
-    state: Any,
-    *,
-    signature: StepSignature = PLAIN,
-    tensors: Mapping[str, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, Any]:
-    """The same with one tensor of outputs, in which several lie side by side."""
-    y, after = call_step(cell, x, state, signature=signature, tensors=tensors)
+def call_cell(cell: nn.Module, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+    """The same for `cell(x, state)`, with several outputs concatenated into one tensor."""
+    y, after = call_step(cell, x, state)
     return y if isinstance(y, torch.Tensor) else Packing.of(y).pack(y), after
 
 
-def has_tensors_as_sizes() -> bool:
-    """Whether `torch.jit.trace` runs, to which a check of sizes would look like work of the cell."""
+def is_jit_tracing() -> bool:
+    """Whether `torch.jit.trace` runs, which would record checks of sizes as part of the cell."""
     return torch._C._get_tracing_state() is not None
 
 
 def check_outputs(cell: nn.Module, outputs: Sequence[torch.Tensor]) -> None:
-    """An error unless the outputs of all steps are alike."""
-    if has_tensors_as_sizes():
+    """Check that the outputs of all steps have the same shape and dtype."""
+    if is_jit_tracing():
         return
     row, dtype = outputs[0].shape[1:], outputs[0].dtype
     if not all(y.dtype is dtype and y.shape[1:] == row for y in outputs):
@@ -271,14 +280,6 @@ def _read(cell: nn.Module, result: Any, before: Any, returns: Returns) -> tuple[
     )
 
 
-def _choose_rows(mask_B: torch.Tensor, given: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return torch.where(mask_B.reshape(-1, *[1] * (given.dim() - 1)), given, other)
-
-
-def _describe_rows(tree: Any) -> str:
-    return ", ".join(f"rows of {tuple(part.shape[1:])} {part.dtype}" for part in flatten(tree))
-
-
 def _is_nested(one: Any, other: Any) -> bool:
     return is_alike(one, other, compares_tensors=False)
 
@@ -290,14 +291,9 @@ def _first_part(state: Any) -> torch.Tensor:
 
 
 def _refuse_state(cell: nn.Module, before: Any, after: Any) -> NoReturn:
-    was, new = describe(before), describe(after)
-    if was == new:
-        was, new = (
-            ", ".join(f"{tuple(part.shape[1:])} {part.dtype} on {part.device}" for part in flatten(state))
-            for state in (before, after)
-        )
+    was, new = describe_difference(before, after)
     raise StrettoError(
-        f"{type(cell).__name__}.forward takes a state with rows of {was} and returns one with rows of {new}",
+        f"{type(cell).__name__}.forward takes a state with {was} and returns one with {new}",
         fix="Return a state of the same structure, shapes and dtypes as it was given.",
     )
 
@@ -337,7 +333,7 @@ def initial_state(cell: nn.Module, batch_size: int, *, sizes: Any = None, device
         cell: The cell.
         batch_size: Rows.
         sizes: A number of units, a `torch.Size`, or a tensor with the values of a row, or these in a structure.
-        device: Where zeros are made for a cell that has no tensors of its own.
+        device: Where zeros are made for a cell without tensors.
     """
     if sizes is None and _has_own(cell):
         try:
@@ -373,7 +369,7 @@ def map_sizes(change: Callable[[Any], Any], sizes: Any) -> Any:
 
 
 def check_sizes(sizes: Any) -> None:
-    """An error for what is no size of a state, as `initial_state` takes them, or no structure of sizes."""
+    """Check sizes of a state as `initial_state` takes them: each a size, in a structure of sizes."""
     map_sizes(lambda size: isinstance(size, (torch.Size, torch.Tensor)) or check_int(size, name="state"), sizes)
 
 
@@ -392,7 +388,7 @@ def _sizes_of(cell: nn.Module) -> Any:
 
 
 def check_forward(cell: nn.Module, sizes: Any) -> None:
-    """An error if there is no way to call a cell, or its own initial_state."""
+    """Check that a cell, and its own initial_state, can be called."""
     if _binds(cell.forward, 2) or _binds(cell.forward, 3):
         pass
     elif sizes is not None or not _has_own(cell):
@@ -404,7 +400,7 @@ def check_forward(cell: nn.Module, sizes: Any) -> None:
 
 
 def spreads_state(cell: nn.Module, state: Any, form: StepSignature) -> bool | None:
-    """Whether the items of the state are arguments of their own; None if a cell could be called either way.
+    """Whether the items of the state are separate arguments; None if a cell could be called either way.
 
     Raises:
         StrettoError: It can be called neither way.

@@ -8,9 +8,10 @@ nested in any way. Everything that takes one apart does it with these functions:
     flatten      (h, {"c": c, "m": m})  ->  [h, c, m]        dicts in the order of their keys' names
     unflatten    the way back, with other values in the same structure
     map_state    a function of every tensor
-    is_alike     whether two have the same structure, and tensors of the same shapes and types
-    pack         [h_BH, c_BH]  ->  one tensor (B, S), the parts side by side
+    is_alike     whether two have the same structure, and tensors of the same shapes and dtypes
+    pack         [h_BH, c_BH]  ->  one tensor (B, S), the parts concatenated
     unpack       the way back
+    select_rows  rows of one tensor where a mask is set, elsewhere of another
 """
 
 import math
@@ -77,10 +78,10 @@ def unflatten(state: Any, values: Sequence[Item]) -> Any:
 
 
 def map_state(change: Callable[..., Item], state: Any, *others: Any) -> Any:
-    """`change` of the tensors in the same place of each state, in their structure.
+    """`change` applied to the tensors in the same place of each state; its results in their structure.
 
     Raises:
-        StrettoError: The states are not nested alike.
+        StrettoError: The states differ in structure.
     """
     forms = [describe(one) for one in (state, *others)]
     if len(set(forms)) > 1:
@@ -93,7 +94,7 @@ def map_state(change: Callable[..., Item], state: Any, *others: Any) -> Any:
 
 
 def pack(states: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts (B, ...) of states, flattened and side by side: (B, S)."""
+    """The parts (B, ...) of states, flattened and concatenated: (B, S)."""
     flat = [part if part.dim() == 2 else part.reshape(len(part), math.prod(part.shape[1:])) for part in states]
     return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
 
@@ -106,6 +107,11 @@ def unpack(states_BS: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.
         part if len(shape) == 1 else part.reshape(len(states_BS), *shape)
         for part, shape in zip(parts, shapes, strict=True)
     ]
+
+
+def select_rows(mask_B: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Rows of `one` (B, ...) where the mask is set, elsewhere of `other`."""
+    return torch.where(mask_B.reshape(-1, *[1] * (one.dim() - 1)), one, other)
 
 
 def describe(state: Any) -> str:
@@ -121,8 +127,22 @@ def describe(state: Any) -> str:
     return type(state).__name__
 
 
+def describe_rows(state: Any, *, num_lead: int = 1) -> str:
+    """Shape, dtype and device of each tensor, without the leading dimensions: "(4,) torch.float32 on cpu"."""
+    return ", ".join(f"{tuple(part.shape[num_lead:])} {part.dtype} on {part.device}" for part in flatten(state))
+
+
+def describe_difference(one: Any, other: Any) -> tuple[str, str]:
+    """Two states that are not alike, in words: by their structures, or their rows, or how many rows they have."""
+    if describe(one) != describe(other):
+        return f"the structure {describe(one)}", f"the structure {describe(other)}"
+    if describe_rows(one) != describe_rows(other):
+        return f"rows of {describe_rows(one)}", f"rows of {describe_rows(other)}"
+    return f"the shapes {describe_rows(one, num_lead=0)}", f"the shapes {describe_rows(other, num_lead=0)}"
+
+
 def structure_of(state: Any) -> Hashable:
-    """Types and names of a structure without its tensors: those that are equal look the same to a cell."""
+    """Types and names of a structure without its tensors; equal for states that look the same to a cell."""
     if isinstance(state, torch.Tensor):
         return torch.Tensor
     names = tuple(sorted(state, key=str)) if isinstance(state, dict) else ()
@@ -130,7 +150,7 @@ def structure_of(state: Any) -> Hashable:
 
 
 def is_alike(one: Any, other: Any, *, compares_tensors: bool = True) -> bool:
-    """Whether two structures are nested alike, tuples like lists, and their tensors have the same shape and type."""
+    """Whether two states have the same structure, tuples equal to lists, and tensors of the same shapes and dtypes."""
     if isinstance(one, torch.Tensor):
         if not isinstance(other, torch.Tensor):
             return False

@@ -1,4 +1,4 @@
-"""Honest timing: compare results first, then take turns on the clock."""
+"""Interleaved timing of contenders whose results were compared first."""
 
 import contextlib
 import dataclasses

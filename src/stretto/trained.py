@@ -26,7 +26,7 @@ from torch import nn
 
 from stretto.batching import Batch
 from stretto.checks import check_choice, check_path
-from stretto.data import DataForm, Part, SequenceSet
+from stretto.data import DataForm, Part, SequenceSet, from_tensors
 from stretto.distributed import World
 from stretto.errors import StrettoError
 from stretto.files import refuse_special, write_text_atomically
@@ -86,7 +86,7 @@ def load(
             in the run's result belong to: the best if it had `patience` or `auto`, or else the last.
         task: The class of a task of your own.
         device: Where to run, as torch names it.
-        backend: Who runs the recurrent layers; left out, whoever did in training.
+        backend: Backend of the recurrent layers; if left out, the one of training.
 
     Raises:
         StrettoError: The folder is not a run, was written by another version, or is damaged.
@@ -245,29 +245,9 @@ def _is_list(data: object) -> bool:
 
 
 def _as_sequences(rows: Sequence[Any], *, dtype: npt.DTypeLike) -> SequenceSet:
-    """Arrays or tensors, each (T, F) or (T), as a set."""
-    try:
-        arrays = [row.detach().cpu().numpy() if isinstance(row, torch.Tensor) else np.asarray(row) for row in rows]
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise StrettoError(
-            f"a sequence cannot be read as an array ({str(error).partition(chr(10))[0]})",
-            fix="Give each as numbers of shape (steps, features).",
-        ) from error
-    if odd := [str(array.dtype) for array in arrays if array.dtype.kind not in "biuf"]:
-        raise StrettoError(f"arrays are of the type {odd[0]}", fix="Give real numbers.")
-    arrays = [array[:, None] if array.ndim == 1 else array for array in arrays]
-    if len({array.shape[1:] for array in arrays}) > 1 or arrays[0].ndim != 2:
-        shapes = sorted({str(array.shape) for array in arrays})
-        raise StrettoError(
-            f"arrays have the shapes {', '.join(shapes[:4])}",
-            fix="Give each as (steps, features), of the same features.",
-        )
-    return SequenceSet.from_flat(
-        np.concatenate(arrays).astype(dtype),
-        offsets=np.cumsum([0, *map(len, arrays)]),
-        split_N=np.zeros(len(arrays), dtype=np.uint8),
-        name="arrays",
-    )
+    """Arrays or tensors, each (T, F) or (T), as a set whose features are of this type."""
+    data = from_tensors(rows, split=np.zeros(len(rows), dtype=np.uint8), name="arrays")
+    return dataclasses.replace(data, features_SF=data.features_SF.astype(dtype))
 
 
 def check_device(name: str) -> None:
@@ -282,7 +262,7 @@ def check_device(name: str) -> None:
 
 
 def _check_numbers(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse weights that would be rounded to whole numbers, or that are NaN or inf; torch would take them."""
+    """Refuse weights that would be rounded to integers, or that are NaN or inf; torch would take them."""
     for name, parameter in model.named_parameters():
         weight = tensors.get(name, parameter)
         if weight.is_floating_point() != parameter.is_floating_point():

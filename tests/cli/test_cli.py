@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from small_data import write_signs
 from stretto.cli.main import VERBS
 from stretto.data import open_sequences, write_npz
 from stretto.tasks import TASKS
@@ -48,47 +49,7 @@ def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.fixture
 def signs() -> Path:
-    return _write(Path("signs.npz"))
-
-
-def _write(path: Path, **changes: Any) -> Path:
-    rng = np.random.default_rng(0)
-    labels_N, lengths_N = np.arange(36) % 2, rng.integers(2, 12, 36)
-    features_SF = rng.normal(size=(lengths_N.sum(), 2)) + 3.0 * np.repeat(labels_N, lengths_N)[:, None]
-    arrays: dict[str, Any] = {
-        "x": features_SF.astype(np.float32),
-        "offsets": np.cumsum([0, *lengths_N]),
-        "y": labels_N,
-        "split": np.repeat([0, 1, 2], [24, 6, 6]),
-    }
-    np.savez(path, **{name: value for name, value in (arrays | changes).items() if value is not None})
-    return path
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one good file and many that cannot be used."""
-    folder = tmp_path_factory.mktemp("bad")
-    signs = _write(folder / "signs.npz")
-    (folder / "odd.xyz").touch()
-    (folder / "short.npz").write_bytes(signs.read_bytes()[:500])
-    features_SF = np.load(signs)["x"]
-    features_SF[np.load(signs)["offsets"][3]] = np.nan
-    _write(folder / "nan.npz", x=features_SF)
-    labels_N = np.arange(36) % 2
-    labels_N[5] = 7
-    _write(folder / "label.npz", y=labels_N, class_names=np.array(["still", "moving"]))
-    _write(folder / "bare.npz", y=None)
-    (folder / "bad.toml").write_text("epochs =", encoding="utf-8")
-    faults = 'epoch = 3\nbatch-size = "big"\ndata = "signs.npz"\n'
-    (folder / "faults.toml").write_text(faults, encoding="utf-8")
-    return folder
-
-
-@pytest.fixture
-def bad_files(written: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(written)
-    return written
+    return write_signs(Path("signs.npz"), count=36)
 
 
 def _command(*words: str) -> list[str]:
@@ -112,48 +73,6 @@ def test_the_version(run: Run) -> None:
     assert run("--version") == (0, f"stretto {version('stretto')}\n", "")
     done = subprocess.run(_command("--version"), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"stretto {version('stretto')}\n")
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("dance", "there is no verb 'dance'"),
-        ("train", "handwriting, classify, language-model"),
-        ("train dance", "there is no 'dance' here"),
-        ("train classify --bogus 3", "--bogus"),
-        ("train classify --epochs many", "--epochs"),
-        ("train classify --data signs.npz --epochs 0 --dropout 1", "epochs: "),
-        ("train classify --data signs.npz --epochs 0 --dropout 1", "dropout: "),
-        ("train classify", "--data PATH"),
-        ("train classify --data missing.npz", "'missing.npz'"),
-        ("train classify --data odd.xyz", "'odd.xyz'"),
-        ("train classify --data short.npz", "short.npz"),
-        ("train classify --data nan.npz", "sequence 3"),
-        ("train classify --data label.npz", "sequence 5 has label 7"),
-        ("train classify --data bare.npz", "bare has no labels"),
-        ("train handwriting --data signs.npz", "signs has no transcripts"),
-        ("train language-model --data signs.npz", "signs is no text"),
-        ("train classify --data signs.npz --max-padded-steps 3", "sequence "),
-        ("train classify --data signs.npz --out signs.npz", "'signs.npz' is a file"),
-        ("train classify --config missing.toml", "'missing.toml'"),
-        ("train classify --config bad.toml", "'bad.toml' is not a TOML file"),
-        ("train classify --config", "--config has no value"),
-        ("train classify --config faults.toml", "epoch: there is no such setting"),
-        ("train classify --config faults.toml", "batch_size: "),
-        ("inspect", "stretto inspect --help"),
-        ("inspect missing.npz", "'missing.npz'"),
-        ("report .", "holds no record of a run"),
-        ("report missing", "'missing'"),
-        ("doctor --now", "--now"),
-    ],
-)
-def test_what_cannot_be_used_is_reported_with_exit_code_2(run: Run, bad_files: Path, line: str, problem: str) -> None:
-    before = sorted(bad_files.rglob("*"))
-    ended = run(*line.split())
-    assert ended.code == 2
-    assert problem in ended.err
-    assert "Traceback" not in ended.err
-    assert sorted(bad_files.rglob("*")) == before
 
 
 def test_a_run_prints_plain_lines_and_leaves_its_result(run: Run, signs: Path) -> None:

@@ -109,10 +109,7 @@ def test_backends_of_a_gpu_are_not_called_usable_without_one(examine: Run, monke
 
 def test_backends_of_a_gpu_that_is_too_old(examine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    facts = {"name": "A GPU", "major": 7, "minor": 5, "multi_processor_count": 40, "total_memory": 16 << 30}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(**facts))
+    _pretend_gpu(monkeypatch, major=7, minor=5, multi_processor_count=40, total_memory=16 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     _, found = examine()
     assert found["backend triton"].startswith("not here: ")
@@ -129,6 +126,13 @@ def test_a_kernel_that_something_slower_ran_for_is_not_ok(examine: Run, monkeypa
     assert found["Triton test"].startswith("failed: no such instruction")
 
 
+def _pretend_gpu(monkeypatch: pytest.MonkeyPatch, **facts: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    properties = types.SimpleNamespace(name="A GPU", **facts)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+
 def _refuse(*_: object, **__: object) -> None:
     raise LaunchError("no such instruction")
 
@@ -136,10 +140,7 @@ def _refuse(*_: object, **__: object) -> None:
 def test_a_gpu_is_named_and_one_whose_kernel_fails_stops_a_user(examine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in: named as torch names it, and nothing can run on it."""
     pytest.importorskip("triton")
-    facts = {"name": "A GPU", "major": 9, "minor": 0, "multi_processor_count": 132, "total_memory": 80 << 30}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(**facts))
+    _pretend_gpu(monkeypatch, major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
     code, found = examine()
     assert code == 2
     assert found["GPU 0"] == "A GPU, compute capability 9.0, 132 multiprocessors, 80 GiB"
@@ -157,7 +158,7 @@ def test_a_version_of_triton_that_fails_is_named(examine: Run, monkeypatch: pyte
             raise TypeError("only 0-dimensional arrays")
         return "a compiled kernel and plain PyTorch disagree", ""
 
-    monkeypatch.setattr(doctor, "_disagreement", lambda name, _: fail() if name == "triton" else ("", ""))
+    monkeypatch.setattr(doctor, "_compare_with_torch", lambda name, _: fail() if name == "triton" else ("", ""))
     code, found = examine()
     assert code == 0  # No GPU is there that would need it.
     assert found["Triton test"].startswith("failed: ")
@@ -230,7 +231,7 @@ def test_the_self_test_leaves_random_numbers_alone(compiler: Compiler) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    finding = doctor._self_test()
+    finding = doctor._check_layer()
     assert torch.equal(torch.rand(3), expected)
     assert (finding.name, finding.broken) == ("self-test", False)
 

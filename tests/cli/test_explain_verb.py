@@ -1,4 +1,4 @@
-"""`stretto explain`: finds cells wherever they are, and refuses whatever is none with a message and exit code 2."""
+"""`stretto explain`: finds cells wherever they are. What it refuses is in tests/bad_input."""
 
 import json
 import sys
@@ -23,8 +23,6 @@ import stretto
 class Leaky(stretto.Cell):
     def __init__(self, input_size, hidden_size, rate=0.1, kind="tanh"):
         super().__init__()
-        if rate > 1:
-            raise RuntimeError("too fast")
         self.hidden_size, self.rate, self.squash = hidden_size, rate, getattr(torch, kind)
         self.inward = nn.Linear(input_size, hidden_size)
         self.around = nn.Linear(hidden_size, hidden_size, bias=False)
@@ -38,20 +36,6 @@ class Leaky(stretto.Cell):
 
     class Inner(stretto.cells.AbstractGatedCell):
         pass
-
-
-class Wrong(Leaky):
-    def forward(self, x_t, state):
-        return self.inward(x_t[:, :1]), state
-
-
-class Half(stretto.Cell):
-    def initial_state(self, batch_size):
-        return self.zeros(batch_size, 3)
-
-
-class Alone(nn.Module):
-    pass
 
 
 def made():
@@ -72,17 +56,8 @@ def drawn():
     return graph
 
 
-def nothing():
-    return None
-
-
-def needy(secret):
-    return secret
-
-
 ready = Leaky(5, 7)
 graph = drawn()
-number = 3
 torch_cell = nn.GRUCell(2, 3)
 """
 
@@ -100,18 +75,11 @@ def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     Path("package/cells.py").write_text(
         "from beside import SIZE\nimport stretto\ncell = stretto.cells.GRU(SIZE, 3)\n", encoding="utf-8"
     )
-    for name, text in (
-        ("absent", "import not_to_be_had"),
-        ("broken", "1 / 0"),
-        ("grammar", "def f(:"),
-        ("leaves", "exit(3)"),
-    ):
+    for name, text in (("absent", "import not_to_be_had"), ("leaves", "exit(3)")):
         Path(f"{name}.py").write_text(text, encoding="utf-8")
     yield
     for name in set(sys.modules) - known:
-        if name in {"mine", "absent", "broken", "grammar", "leaves", "beside"} or name.startswith(
-            ("package", "stretto_exp")
-        ):
+        if name in {"mine", "absent", "leaves", "beside"} or name.startswith(("package", "stretto_exp")):
             del sys.modules[name]
 
 
@@ -188,67 +156,15 @@ def test_json_is_all_that_is_printed(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "problem"),
+    ("cell", "problem"),
     [
-        ("", "stretto explain --help"),
-        ("LSTN", "there is no cell called 'LSTN'"),
-        ("Cell", "there is no cell called 'Cell'"),
-        ("LSTN", "LSTM"),
-        (":LSTM", "':LSTM' names no cell"),
-        ("mine:", "'mine:' names no cell"),
-        ("nowhere:Cell", "there is no module 'nowhere'"),
         ("mine.deeper:Cell", "there is no module 'mine.deeper'"),
-        ("nowhere.py:Cell", "there is no file 'nowhere.py'"),
-        ("package/:Cell", "there is no file 'package'"),
-        ("mine:Nobody", "'mine' has no 'Nobody'"),
-        ("mine:Nobody", "Leaky, Wrong, Half"),
-        ("mine:Leaky.nobody", "'mine' has no 'Leaky.nobody'"),
         ("absent:Cell", "ModuleNotFoundError: No module named 'not_to_be_had'"),
-        ("absent.py:Cell", "absent.py, line 1"),
-        ("broken:Cell", "ZeroDivisionError"),
-        ("broken.py:Cell", "broken.py, line 1"),
-        ("grammar:Cell", "SyntaxError"),
         ("leaves:Cell", "SystemExit"),
-        ("mine:number", "is of type int, not a cell"),
-        ("mine:nothing", "is of type NoneType, not a cell"),
-        ("mine:Alone", "is not a cell"),
-        ("mine:needy", "needy' takes secret: missing a required argument"),
-        ("mine:needy --set secret=1", "is of type int, not a cell"),
-        ("Zoneout", "missing a required argument: 'cell'"),
-        ("mine:Half", "abstract"),
-        ("mine:Leaky --set rate=2", "RuntimeError: too fast"),
-        ("mine:Leaky --set kind='no_such'", "mine.py, line"),
-        ("mine:Wrong", "could not do a step on 64 features"),
-        ("mine:Wrong", "mine.py, line"),
-        ("mine:ready --input-size 6", "could not do a step on 6 features"),
-        ("mine:ready --hidden-size 3", "is made already"),
-        ("mine:ready --set rate=1", "--set rate cannot change it"),
-        ("mine:made --hidden-size 3", "takes no arguments, and --hidden-size"),
-        ("mine:Leaky --set rate", "--set 'rate' is not NAME=VALUE"),
-        ("mine:Leaky --set 2=3", "is not NAME=VALUE"),
-        ("mine:Leaky --set rate=fast", "not a Python literal"),
-        ("mine:Leaky --set rate=__import__('os').getcwd()", "not a Python literal"),
-        ("mine:Leaky --set rate=1 --set rate=2", "gives 'rate' twice"),
-        (
-            "mine:Leaky --set speed=1",
-            "takes input_size, hidden_size, rate, kind: got an unexpected keyword argument 'speed'",
-        ),
-        ("mine:Leaky --input-size 3 --set input_size=3", "input_size is given by --input-size and by --set"),
-        ("Clockwork --hidden-size 7", "Clockwork cannot share 7 hidden units"),
-        ("LSTM --hidden-size 0", "hidden_size"),
-        ("LSTM --hidden-size many", "--hidden-size"),
-        ("LSTM --backend best", "--backend"),
-        ("LSTM --backend eager --svg mine.py/x.svg", "mine.py/x.svg"),
     ],
 )
-def test_what_cannot_be_explained_is_an_error_with_exit_code_2(run: Run, line: str, problem: str) -> None:
-    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-    code, out, err = run("explain", *line.split())
-    assert code == 2
+def test_a_module_that_cannot_be_imported_is_an_error_and_nothing_is_printed(run: Run, cell: str, problem: str) -> None:
+    code, out, err = run("explain", cell)
+    assert (code, out) == (2, "")
     assert problem in err
-    assert out == ""
     assert "Traceback" not in err
-    after = {
-        path: path.read_bytes() for path in Path().rglob("*") if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert after == before

@@ -1,4 +1,4 @@
-"""`stretto export`: files that compute what the model does, and what is refused."""
+"""`stretto export`: files that compute what the model does."""
 
 import subprocess
 import sys
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import stretto
+from small_data import write_signs
 from stretto.batching import collate
 from stretto.data import make_drawn_digits, make_regimes, make_text, open_sequences
 from stretto.tasks import find_task
@@ -33,10 +34,8 @@ class Tagger(nn.Module):
         return self.out(self.gru(self.embed(x))[0])
 
 layers = nn.LSTM(3, 4, num_layers=2)
-both = nn.GRU(3, 4, bidirectional=True)
 projected = nn.LSTM(3, 4, proj_size=2)
 rnn = stretto.RNN(stretto.cells.GRU(3, 4), num_layers=2)
-linear = nn.Linear(2, 2)
 """
 
 
@@ -44,11 +43,8 @@ linear = nn.Linear(2, 2)
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     Path(folder, "nets.py").write_text(NETS, encoding="utf-8")
-    rng = np.random.default_rng(0)
-    lengths_N = rng.integers(4, 9, 30)
-    arrays = {"x": rng.normal(size=(lengths_N.sum(), 3)).astype(np.float32), "offsets": np.cumsum([0, *lengths_N])}
-    np.savez(folder / "signs.npz", **arrays, y=np.arange(30) % 2)
-    stretto.train("classify", data=folder / "signs.npz", out=folder / "classify", **SMALL)
+    signs = write_signs(folder / "signs.npz", count=30)
+    stretto.train("classify", data=signs, out=folder / "classify", **SMALL)
     kind = find_task("label-steps")
     data = make_regimes()
     few = data.subset(np.concatenate([np.flatnonzero(data.split_N == part)[:3] for part in range(3)]))
@@ -162,29 +158,3 @@ def test_layers_as_c(run: Run, here: Path, target: str) -> None:
     x = torch.from_numpy(x_TF)[None] if layers.batch_first else torch.from_numpy(x_TF)[:, None]
     with torch.no_grad():
         np.testing.assert_allclose(found, layers(x)[0].reshape(6, -1).numpy(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("export", "stretto export --help"),
-        ("export classify", "--to"),
-        ("export classify --to c", "not for this model of classify"),
-        ("export steps --to java", "--to"),
-        ("export no/where --to onnx", "holds no trained model"),
-        ("export nothing --to onnx", "there is no cell called 'nothing'"),
-        ("export nets:both --to c", "bidirectional"),
-        ("export nets:linear --to c", "neither a cell nor recurrent layers"),
-        ("export nets:linear --to onnx", "--input-size"),
-        ("export steps --to onnx --out net.c", "does not end in .onnx"),
-        ("export GRU --to c --out 3d.c", "is not a valid C identifier"),
-        ("export nets:Tagger --to torch --input-size 4", "could not be exported"),
-    ],
-)
-def test_what_is_refused(run: Run, here: Path, line: str, problem: str) -> None:
-    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file() and path.suffix != ".pyc"}
-    ended = run(*line.split())
-    assert ended.code == 2
-    assert problem in ended.err
-    assert "Traceback" not in ended.err
-    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file() and path.suffix != ".pyc"} == before

@@ -1,4 +1,4 @@
-"""`stretto predict` and `stretto evaluate`: files, tables, and what is refused.
+"""`stretto predict` and `stretto evaluate`: files and tables.
 
 Shape legend: N sequences.
 """
@@ -68,33 +68,3 @@ def test_an_evaluation_is_that_of_training(run: Run, here: Path) -> None:
     assert (found["metrics"], found["sequences"], found["weights"]) == (result["metrics"], 5, "last")
     assert f"{result['metrics']['accuracy']:.2%}" in ended.out
     assert "30 sequences" in run("evaluate", "run", "signs.npz", "--split", "all").out
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("predict", "stretto predict --help"),
-        ("predict run", "DATA"),
-        ("predict nowhere signs.npz", "'nowhere' holds no trained model"),
-        ("predict run missing.npz", "'missing.npz'"),
-        ("predict run signs.npz --out signs.npz", "of no kind that is written"),
-        ("predict run signs.npz --out rows.txt", "of no kind that is written"),
-        ("predict run signs.npz --out run/events.jsonl", "a file of the run"),
-        ("predict run signs.npz --split half", "--split"),
-        ("predict run signs.npz --weights first", "--weights"),
-        ("predict run signs.npz --task nothing", "there is no task 'nothing'"),
-        ("predict run signs.npz --task json:loads", "is not a task"),
-        ("predict run signs.npz --device moon", "moon"),
-        ("evaluate run bare.npz", "bare has no labels"),
-        ("evaluate run signs.npz --json signs.npz", "does not end in .json"),
-        ("evaluate run signs.npz --json run", "does not end in .json"),
-        ("evaluate run run", "holds nothing that Stretto reads"),
-    ],
-)
-def test_what_is_refused(run: Run, here: Path, line: str, problem: str) -> None:
-    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-    ended = run(*line.split())
-    assert ended.code == 2
-    assert problem in ended.err
-    assert "Traceback" not in ended.err
-    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before

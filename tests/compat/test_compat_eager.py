@@ -524,6 +524,55 @@ def input_changes_before_backward(use: Use) -> None:
     loss_of(y).backward()
 
 
+GIVEN = {"x": ["x"], "h": ["h"], "c": ["c"], "weights": ["weight_ih_l0", "weight_hh_l0"], "biases": ["bias_ih_l0"]}
+"""Given to a layer, and changed through `.data` before the backward pass: autograd does not see it."""
+LAYERS_OF_ANY_SHAPE: dict[str, tuple[dict[str, Any], bool]] = {
+    "one": ({}, False),
+    "deep": ({"num_layers": 2}, False),
+    "both-ways": ({"bidirectional": True}, False),
+    "packed": ({}, True),
+    "packed-both-ways": ({"bidirectional": True}, True),
+}
+
+
+def _unseen_work_on_what_was_given(
+    use: Use,
+    given: tuple[type[nn.RNNBase], str, tuple[dict[str, Any], bool], torch.dtype],
+) -> Any:
+    layer, name, (options, is_packed), dtype = given
+    model = use(layer(F, use.H, **options).to(dtype))
+    rows = model.num_layers * (2 if model.bidirectional else 1)
+    x_TBF, *states = batch(dtype=dtype), *(batch(rows, B, use.H, dtype=dtype) for _ in range(2))
+    x: Any = pack_padded_sequence(x_TBF, torch.tensor([4, 2, 1])) if is_packed else x_TBF
+    y, after = model(x, tuple(states) if layer is nn.LSTM else states[0])
+    tensors = {"x": x.data if is_packed else x, "h": states[0], "c": states[1], **dict(model.named_parameters())}
+    for each in GIVEN[name]:
+        # Sequences that run to the end of a packed batch are left as they are: torch has copies of the others alone.
+        part = tensors[each].data
+        (part[:, 1:] if is_packed and each in {"h", "c"} else part).mul_(-2.0)
+    loss_of((y, after)).backward()
+    return gradients(model), x_TBF.grad, [state.grad for state in states]
+
+
+for _dtype in ("single", "double"):
+    CASES.add(
+        each={
+            f"{kind}-{name}-{shape}-{_dtype}": (KINDS[kind], name, LAYERS_OF_ANY_SHAPE[shape], DTYPES[_dtype])
+            for kind in KINDS
+            for name in GIVEN
+            for shape in LAYERS_OF_ANY_SHAPE
+            if (name != "c" or kind == "lstm") and (name != "x" or "both-ways" not in shape)
+        }
+    )(_unseen_work_on_what_was_given)
+
+
+@CASES.add(each={"single": torch.float32, "double": torch.float64})
+def unseen_work_on_states_of_an_lstm_without_onednn(use: Use, dtype: torch.dtype) -> Any:
+    with torch.backends.mkldnn.flags(enabled=False):
+        shape = LAYERS_OF_ANY_SHAPE["both-ways"]
+        return [_unseen_work_on_what_was_given(use, (nn.LSTM, name, shape, dtype)) for name in ("h", "c")]
+
+
 # Autograd
 
 
@@ -933,3 +982,11 @@ def options_change_later(use: Use, layer: type[nn.RNNBase]) -> Any:
         setattr(model, name, value)
         results.append(model(batch()))
     return results, repr(model), torch.get_rng_state()
+
+
+@CASES.add(each=KINDS, raises=RuntimeError)
+def input_size_changes_later(use: Use, layer: type[nn.RNNBase]) -> None:
+    model = use(layer(F, use.H).double())
+    model(batch())
+    model.input_size = F + 1
+    model(batch())

@@ -507,3 +507,125 @@ def test_a_layer_made_in_inference_mode_is_compiled(kind: str) -> None:
     learned = copy.deepcopy(layer)
     learned.load_state_dict({name: tensor.clone() for name, tensor in layer.state_dict().items()}, assign=True)
     assert learned(x_BTF)[0].requires_grad
+
+
+# Steps that run again in the backward pass, and solvers
+
+RUNS: Final[dict[str, Callable[[], dict[str, Any]]]] = {
+    "states": lambda: {"save": "states"},
+    "torch-states": lambda: {"save": "states", "backend": "torch"},
+    "newton": lambda: {"solver": stretto.Newton(tolerance=1e-13)},
+    "multigrid": lambda: {"solver": stretto.Multigrid(num_levels=2, coarsening=4, tolerance=1e-13)},
+    "shooting": lambda: {"solver": stretto.Shooting(num_chunks=4, tolerance=1e-13)},
+    "auto": lambda: {"solver": "auto"},
+}
+LONG: Final = 12
+
+
+def _of_weights(layer: nn.Module, transform: Callable[..., Any]) -> Any:
+    weights = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    return transform(lambda given, x: loss_of(functional_call(layer, given, (x,))), weights, batch(2, LONG, F))
+
+
+def _of_gradients(layer: nn.Module, transform: Callable[..., Any]) -> Any:
+    """A transform of the backward pass of a forward pass that was recorded before."""
+    x_BTF = batch(2, LONG, F).requires_grad_()
+    y_BTH, _ = layer(x_BTF)
+    wanted = [x_BTF, *layer.parameters()]
+
+    def pull_back(d_BTH: torch.Tensor) -> torch.Tensor:
+        found = torch.autograd.grad(y_BTH, wanted, d_BTH, retain_graph=True, create_graph=True)
+        return torch.stack([gradient.square().sum() for gradient in found])
+
+    return transform(pull_back, torch.ones_like(y_BTH).detach())
+
+
+def _in_copies(layer: nn.Module) -> Any:
+    """What `nn.DataParallel` does on several GPUs: copies whose weights are tensors that were computed."""
+    modules = list(layer.modules())
+    results = []
+    for _ in range(2):
+        copies = {module: module._replicate_for_data_parallel() for module in modules}  # type: ignore[no-untyped-call]
+        for module, twin in copies.items():
+            for name, inner in module.named_children():
+                setattr(twin, name, copies[inner])
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(twin, name, parameter.clone())
+        results.append(copies[layer](batch(2, LONG, F)))
+    loss_of(results).backward()
+    return results, gradients(layer)
+
+
+def _batched(layer: nn.Module) -> Any:
+    x_BTF = batch(2, LONG, F).requires_grad_()
+    y_BTH, _ = layer(x_BTF)
+    directions = torch.stack([torch.ones_like(y_BTH), y_BTH.detach()])
+    return torch.autograd.grad(y_BTH, [x_BTF, *layer.parameters()], directions, is_grads_batched=True)
+
+
+def _checkpointed(layer: nn.Module) -> Any:
+    x_BTF = batch(2, LONG, F).requires_grad_()
+    result = checkpoint(layer, x_BTF, use_reentrant=False)
+    loss_of(result).backward()
+    return result, x_BTF.grad, gradients(layer)
+
+
+def _compiled_and_exported(layer: nn.Module) -> Any:
+    x_BTF = batch(2, LONG, F)
+    learned = learn(torch.compile(layer, backend="eager"), x_BTF.clone().requires_grad_())
+    layer.zero_grad()
+    return learned, torch.export.export(layer, (x_BTF,)).module()(x_BTF)
+
+
+def _vjp(run: Callable[..., torch.Tensor], *given: Any) -> Any:
+    made, pull = torch.func.vjp(run, *given)
+    return made, pull(torch.ones_like(made).detach())
+
+
+def _with_lengths(layer: nn.Module) -> Any:
+    weights = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    x_BTF, lengths = batch(2, LONG, F), [5, LONG]
+    return torch.func.grad(lambda given: loss_of(functional_call(layer, given, (x_BTF, None, lengths))))(weights)
+
+
+USES: Final[dict[str, Callable[[nn.Module], Any]]] = {
+    "grad-with-lengths": _with_lengths,
+    "grad": lambda layer: _of_weights(layer, lambda loss, *given: torch.func.grad(loss)(*given)),
+    "vjp": lambda layer: _of_weights(layer, _vjp),
+    "jvp": lambda layer: _of_weights(layer, lambda loss, *given: torch.func.jvp(loss, given, given)),
+    "vjp-of-gradients": lambda layer: _of_gradients(layer, _vjp),
+    "jvp-of-gradients": lambda layer: _of_gradients(layer, lambda run, d: torch.func.jvp(run, (d,), (d,))),
+    "vmap-of-gradients": lambda layer: _of_gradients(layer, lambda run, d: torch.vmap(run)(torch.stack([d, d * 2]))),
+    "batched-gradients": _batched,
+    "checkpoint": _checkpointed,
+    "compile-and-export": _compiled_and_exported,
+    "deepcopy": lambda layer: learn(copy.deepcopy(warmed(layer, True)), batch(2, LONG, F).requires_grad_()),
+    "copies-for-devices": _in_copies,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=[] if run in {"states", "newton"} else [pytest.mark.slow]) for run in RUNS]
+)
+def test_other_ways_to_run_under_tools(run: str, use: str) -> None:
+    torch.manual_seed(0)
+    cell, found = stretto.cells.GRU(F, 6).double(), []
+    warnings.filterwarnings("ignore", message=".* runs sequentially")
+    for layer in (PlainLoop(copy.deepcopy(cell)), stretto.RNN(copy.deepcopy(cell), **RUNS[run]())):
+        torch.manual_seed(1)
+        found.append(USES[use](layer))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("run", ["states", "newton"])
+def test_a_sequential_run_instead_is_told_once(run: str) -> None:
+    kind = type(f"Under{run}", (Leaky,), {})
+    layer = stretto.RNN(kind(F, 6).double(), **RUNS[run]())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            torch.func.vjp(lambda x: loss_of(layer(x)), batch(2, LONG, F))
+    (told,) = [str(item.message) for item in caught]
+    assert told.startswith(f"Under{run} runs sequentially and stores what it needs, not with ")
+    assert told.endswith("the call is transformed by torch.func")

@@ -115,22 +115,15 @@ def test_datasets_of_hugging_face_and_lazy_frames() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"sequences": []}, "there are no sequences"),
-        ({"sequences": [np.zeros((2, 3)), np.zeros((2, 4))]}, r"sequence 1 has the shape \(2, 4\)"),
-        ({"sequences": [np.zeros((2, 3, 4))]}, r"sequence 0 has the shape \(2, 3, 4\)"),
         ({"sequences": [np.float64(3)]}, r"sequence 0 has the shape \(\)"),
         ({"sequences": [["a", "b"]]}, "type <U1"),
-        ({"sequences": [[[1.0], [2.0, 3.0]]]}, "no array"),
+        ({"sequences": [[[1.0], [2.0, 3.0]]]}, "cannot be read as an array"),
         ({"sequences": [np.zeros(0)]}, "no steps"),
-        ({"sequences": [np.array([np.nan])]}, "NaN"),
-        ({"sequences": [np.zeros(2)], "labels": [0, 1]}, "1 sequences but 2 targets"),
-        ({"sequences": [np.zeros(2)], "labels": [-1]}, "label -1"),
         ({"sequences": [np.zeros(2)], "labels": [None]}, "type object"),
         ({"sequences": [np.zeros(2)], "labels": [[0, 0, 0]]}, "labels of steps are not as many"),
         ({"sequences": [np.zeros(2)] * 2, "labels": [0, [0, 0]]}, "label of sequence 1"),
         ({"sequences": [np.zeros(2)], "texts": [3]}, "text 0 is 3"),
         ({"sequences": [np.zeros(2)], "texts": ["a"], "labels": [0]}, "labels and texts"),
-        ({"sequences": [np.zeros(2)], "split": ["somewhere"]}, "row 0 has the split 'somewhere'"),
         ({"sequences": [np.zeros(2)], "split": [7]}, "split has shape"),
     ],
 )

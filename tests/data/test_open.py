@@ -108,18 +108,6 @@ def test_a_missing_file_is_an_error_of_its_reader(tmp_path, read):
         read(tmp_path / "none.ending")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        *((name, f"there is no file or folder '.*{name}'") for name in ("none.npz", "none", "none/deeper.npz")),
-        ("long" * 200, "could not open"),
-    ],
-)
-def test_a_missing_or_impossible_path_is_an_error(tmp_path, name, message):
-    with pytest.raises(StrettoError, match=message):
-        open_sequences(tmp_path / name)
-
-
 @pytest.mark.parametrize("name", ["data.npz", "data.txt", "data.txt.gz", "data.parquet", "data.inkml"])
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)

@@ -84,7 +84,7 @@ def test_of_several_test_parts_the_first_is_taken(tmp_path):
     put(tmp_path, test2017_en=["a boat"], test2017_de=["ein boot"])
     data = read_parallel_text(tmp_path)
     assert line_pairs(data).sources[-1] == "a tree"
-    assert data.notes == ("the first test part is taken, without test2017",)
+    assert data.notes == ("the first test part is used, without test2017",)
 
 
 def test_one_held_out_part_is_the_test_part(tmp_path):

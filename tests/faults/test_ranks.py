@@ -16,12 +16,13 @@ import torch
 
 import stretto
 from bench import faults
+from bench.quick_python import QuickPython
 from quick_starts import quick_starts
 from small_data import write_signs
 from stretto.cli.main import main
 from stretto.errors import StrettoError
 from stretto.runs import run_task
-from stretto.tasks import find_task
+from stretto.tasks import TASKS, find_task
 from stretto.tasks.classify import ClassifyConfig
 from stretto.training import EVENTS_FILE, Event, read_events
 
@@ -119,16 +120,28 @@ def test_two_ranks_train_and_leave_one_record(signs: Path, tmp_path: Path, train
 def test_ranks_hit_by_faults_are_restarted_and_the_result_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One killed, all killed, killed while saving, and a full disk."""
-    monkeypatch.setattr(faults, "EPOCHS_PER_FAULT", 15)
-    monkeypatch.setattr(faults, "MAX_PAUSE_SECONDS", 0.3)
+    """One killed, all killed, killed while saving, and a full disk; two in each of two runs."""
+    monkeypatch.setattr(faults, "MAX_FAULTS_PER_RUN", 2)
     settings = faults.FaultsSettings(kills=4, stops=False, nodes=False)
-    outcome = faults.inject_faults(settings, progress=lambda _: None)
-    assert set(outcome.faults) == {"one", "all", "saving", "full"}
-    assert (outcome.survived, outcome.exit_code) == (4, 0)
+    with QuickPython() as python:
+        outcome = faults.inject_faults(settings, python=python, progress=lambda _: None)
+    assert len(outcome.faults) == 4
+    assert set(outcome.faults) <= {"one", "all", "saving", "full"}
+    assert (outcome.survived, outcome.exit_code, outcome.runs) == (4, 0, 2)
     assert outcome.resumed >= 4
-    assert outcome.usage == faults.Usage(epochs=75, lost=0, repeated=0)
+    assert outcome.usage == faults.Usage(epochs=2 * 3 * faults.EPOCHS_PER_FAULT, lost=0, repeated=0)
     assert outcome.same_weights
+
+
+@pytest.mark.slow
+def test_runs_of_every_task_are_killed_at_every_moment_and_resumed_to_the_same_bits() -> None:
+    """With one rank and with two; each kill met a run that was going on."""
+    settings = faults.FaultsSettings(kills=2 * len(TASKS))
+    with QuickPython() as python:
+        kills = faults.kill_tasks(settings, python=python, progress=lambda _: None)
+    assert [kill for kill in kills if not kill.is_same] == []
+    assert {(kill.task, kill.ranks) for kill in kills} == {(task, ranks) for task in TASKS for ranks in (1, 2)}
+    assert {kill.moment for kill in kills} == set(faults.MOMENTS)
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ class Case:
         strided: Whether the input and the given state lie scattered in memory.
         packed: Whether the batch is given as a PackedSequence, if no sequence is empty.
         weighted: Whether the loss weighs every element differently; otherwise it is a plain sum.
-        resets: Share of the steps before which a sequence starts anew.
+        resets: Share of the steps before which a sequence is reset.
         seed: Of all random numbers.
     """
 

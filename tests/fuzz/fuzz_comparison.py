@@ -86,7 +86,7 @@ def drawing(case: Case) -> Callable[..., torch.Tensor]:
 
 
 def resets_of(case: Case) -> torch.Tensor | None:
-    """Where the sequences of a case start anew; None if nowhere."""
+    """Where the sequences of a case are reset; None if nowhere."""
     generator = torch.Generator().manual_seed(case.seed + 3)
     shape = (len(case.lengths), case.num_steps)
     return torch.rand(shape, generator=generator) < case.resets if case.resets else None

@@ -66,7 +66,7 @@ class Form:
 
     Attributes:
         recipe: The operators.
-        roles: What each of its states is: a state, another input, also as truth values or whole numbers, or a constant.
+        roles: What each of its states is: a state, another input, also as booleans or integers, or a constant.
         outputs: Registers that are outputs.
         state: How states are nested.
         inputs: How inputs are.
@@ -249,7 +249,7 @@ class FormNet(nn.Module):
         return results_of(self, batch, parts_of(self.form.y, ys), parts_of(self.form.state, after))
 
     def function(self) -> Callable[..., tuple[Any, Any]]:
-        """The step, made anew."""
+        """A new copy of the step."""
         form, leaves = self.form, self.each[0].inner.leaves()
 
         def step(state: Any, x: Any, constants: Any = None) -> tuple[Any, Any]:
@@ -278,7 +278,7 @@ class FormNet(nn.Module):
         """Outputs and final states of one direction."""
         form, leaves = self.form, self.each[index].inner.leaves()
         is_back = self.reverse or index == 1
-        # A layer read backwards starts anew at the last step before a reset, a scan in reverse at the reset itself.
+        # A layer read backwards is reset at the last step before a reset, a scan in reverse at the reset itself.
         ahead = int(is_back and not self.scans)
         fresh = start if self.scans else self.each[index].start(len(batch.case.lengths))
         num_steps = batch.case.num_steps

@@ -4,7 +4,7 @@ from fuzz_writer import LARGEST, ROWS, Writer
 
 
 def gates(w: Writer) -> None:
-    """One product of inputs and states side by side, taken apart into gates."""
+    """One product of inputs and states concatenated, split into gates."""
     found = [index for index in (w.pick_rows(1) for _ in range(w.number(1, 3))) if index is not None]
     if not found:
         return

@@ -56,7 +56,7 @@ def comparison(w: Writer) -> None:
 
 
 def choice(w: Writer) -> None:
-    """Something done with truth values."""
+    """An operation on booleans."""
     one = w.any_rows()
     flag = w.beside(one, flags=True)
     if flag is None:

@@ -85,7 +85,7 @@ def turned(w: Writer) -> None:
 
 
 def join(w: Writer) -> None:
-    """Values side by side."""
+    """Values concatenated."""
     one = _shaped(w)
     sizes = w[one].sizes
     axis = w.number(0, len(sizes) - 1)
@@ -105,7 +105,7 @@ def join(w: Writer) -> None:
 
 
 def stack(w: Writer) -> None:
-    """Values side by side along a new dimension."""
+    """Values stacked along a new dimension."""
     one = w.any_rows()
     sizes = w[one].sizes
     other = w.pick_rows(sizes=sizes)

@@ -96,7 +96,7 @@ def recipes(
 
 
 def _next_state(w: Writer, state: int) -> int:
-    """What becomes of a state: usually a product of what was computed, sometimes another state, or itself."""
+    """The next value of a state: usually a product of what was computed, sometimes another state, or itself."""
     sizes = w[state].sizes
     kind = w.one_of(("made", "made", "made", "made", "found", "found", "kept", "moved"))
     if kind == "kept":

@@ -32,7 +32,7 @@ class Register:
 
     @property
     def is_real(self) -> bool:
-        """Whether it is one tensor of numbers, not of truth values."""
+        """Whether it is one tensor of numbers, not of booleans."""
         return self.is_tensor and self.example.dtype == torch.float64
 
     @property
@@ -85,7 +85,7 @@ class Writer:
         return bool(self.draw(st.booleans()))
 
     def number(self, low: int, high: int) -> int:
-        """A whole number, both ends included."""
+        """An integer, both ends included."""
         return int(self.draw(st.integers(low, high)))
 
     def pick(self, fits: Callable[[Register], bool]) -> int | None:

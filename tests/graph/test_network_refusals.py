@@ -151,11 +151,11 @@ WHEN_WHOLE: dict[str, tuple[Callable[[Graph], object], str]] = {
     "layers that nothing reaches": (_island, "no input or constant leads to: 'p', 'q'"),
     "layer that reaches nothing": (_dead_end, "no output depends on: 'lost'"),
     "input that reaches nothing": (lambda graph: graph.input("y", 2), "no output depends on: 'y'"),
-    "initial value nobody reads": (
+    "initial value that is not read": (
         lambda graph: _initial_for_nothing(graph, initial=1.0),
         "'top' has an initial value",
     ),
-    "learned value nobody reads": (
+    "learned value that is not read": (
         lambda graph: _initial_for_nothing(graph, learn_initial=True),
         "'top' has an initial value",
     ),

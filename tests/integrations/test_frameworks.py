@@ -62,7 +62,7 @@ def test_lightning_on_two_ranks_resumes_in_mid_epoch_with_the_same_weights(tmp_p
 
 
 def test_lightning_lets_the_tuner_choose_the_batch_of_each_epoch(tmp_path: Path) -> None:
-    *said, end = run_program("Lightning: the batch is chosen", tmp_path)
+    *said, end = run_program("Lightning: automatic batch size", tmp_path)
     first, *others = (line for line in said if re.match(r"(keep|grow|shrink|roll-back): batch ", line))
     grown, rate = re.findall(r"^grow: batch (\d+), rate ([\d.]+),", first)[0]
     assert int(grown) in (16, 32)
@@ -76,7 +76,7 @@ def test_lightning_lets_the_tuner_choose_the_batch_of_each_epoch(tmp_path: Path)
 def test_lightning_rolls_back_from_a_loss_that_is_nan(tmp_path: Path) -> None:
     step = "return loss_sum / self.sampler.batch_size"
     poisoned = f"{step} * (float('nan') if self.trainer.current_epoch == 4 and batch_idx == 3 else 1)"
-    *said, end = run_program("Lightning: the batch is chosen", tmp_path, changed=(step, poisoned))
+    *said, end = run_program("Lightning: automatic batch size", tmp_path, changed=(step, poisoned))
     before, back = (next(line for line in said if line.startswith(word)) for word in ("grow", "roll-back"))
     size, back_to = (int(re.findall(r"batch (\d+)", line)[0]) for line in (before, back))
     assert back_to < size
@@ -97,7 +97,7 @@ def test_a_trainer_that_the_tuner_cannot_follow_is_refused(
     changed: tuple[str, str], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(AssertionError, match=words):
-        run_program("Lightning: the batch is chosen", tmp_path, changed=changed)
+        run_program("Lightning: automatic batch size", tmp_path, changed=changed)
 
 
 def test_accelerate_sees_every_sequence_once_and_may_not_prepare_the_loader(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The registry of backends: who is taken, why the others are not, and a backend of one's own."""
+"""The registry of backends: which is used, why the others are not, and a custom backend."""
 
 import platform
 from collections.abc import Iterator
@@ -99,7 +99,7 @@ def test_every_operator_of_the_ir_has_a_cpp_expression() -> None:
 
 
 @pytest.mark.usefixtures("own")
-def test_a_backend_of_ones_own_is_taken_where_it_can_run() -> None:
+def test_a_custom_backend_is_used_where_it_can_run() -> None:
     torch.manual_seed(0)
     rnn = stretto.RNN(stretto.cells.GRU(3, 4).double())
     x_BTF = torch.randn(2, 5, 3, dtype=torch.float64)
@@ -113,10 +113,10 @@ def test_a_backend_of_ones_own_is_taken_where_it_can_run() -> None:
 
 
 @pytest.mark.usefixtures("own")
-def test_a_backend_that_cannot_run_a_cell_says_why_and_the_next_is_taken() -> None:
+def test_a_backend_that_cannot_run_a_cell_says_why_and_the_next_is_used() -> None:
     built = _built(stretto.cells.LSTM(3, 4))
     assert built.backend == "cpp"
-    assert built.choices[:2] == (("own", "2 states on cpu"), ("cpp", "taken"))
+    assert built.choices[:2] == (("own", "2 states on cpu"), ("cpp", "used"))
     assert built.reason == "2 states on cpu"
     with pytest.raises(StrettoError, match="LSTM: 2 states on cpu"):
         _built(stretto.cells.LSTM(3, 4), "own")

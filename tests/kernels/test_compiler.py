@@ -1,4 +1,4 @@
-"""Which compiler is used, and what is told of one that cannot be."""
+"""Which compiler is used, and the reason that is given where none can be."""
 
 import json
 import os
@@ -91,8 +91,8 @@ def test_with_neither_a_compiler_nor_triton_all_runs_and_says_why(monkeypatch: p
     # Of a size that no other test has: what was found out about a layer is kept for the process.
     model = stretto.accelerate(torch.nn.Sequential(torch.nn.GRU(3, 41, batch_first=True)))
     model(x)[0].sum().backward()
-    for told in (stretto.explain(step, h, x), stretto.explain(model)):
-        assert "no C++ compiler was found" in str(told)
+    for explanation in (stretto.explain(step, h, x), stretto.explain(model)):
+        assert "no C++ compiler was found" in str(explanation)
 
 
 HIDDEN = """
@@ -120,12 +120,12 @@ def test_without_a_system_compiler_that_of_the_extra_is_used(tmp_path: Path, cac
     environment = {**os.environ, "PATH": str(empty)}
     done = subprocess.run([sys.executable, "-c", HIDDEN], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "-m ziglang c++"), done.stderr
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "stretto", "doctor"], env=environment, capture_output=True, text=True, check=False
     )
-    assert told.returncode == 0, told.stdout
-    assert "ziglang" in told.stdout
-    assert "a small kernel agrees with plain PyTorch" in told.stdout
+    assert done.returncode == 0, done.stdout
+    assert "ziglang" in done.stdout
+    assert "a small kernel agrees with plain PyTorch" in done.stdout
 
 
 @real

@@ -5,11 +5,11 @@ from types import ModuleType
 
 import pytest
 
-from stretto.large_batch import choose, guard, noise, scaling, throughput, tuner
+from stretto.large_batch import choose, guard, noise, scaling, search, throughput, tuner
 
 
 @pytest.mark.parametrize(
-    "module", [choose, guard, noise, scaling, throughput, tuner], ids=lambda module: module.__name__
+    "module", [choose, guard, noise, scaling, search, throughput, tuner], ids=lambda module: module.__name__
 )
 def test_the_examples_run(module: ModuleType) -> None:
     found = doctest.testmod(module)

@@ -93,6 +93,8 @@ def _rnn(cell: stretto.Cell) -> nn.Module:
     return stretto.RNN(cell, backend="eager")
 
 
+FULL_RATE = ("embed.weight", "read.weight")
+"""What Adam updates at the rate itself, whatever its share."""
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "LSTM": (
         lambda: _Net(nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True), 8),
@@ -123,12 +125,22 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
 }
 
 
-def _reference(before: dict[str, torch.Tensor], gradients: list[dict[str, torch.Tensor]], gates: dict[str, int]) -> Any:
+def _reference(
+    before: dict[str, torch.Tensor],
+    gradients: list[dict[str, torch.Tensor]],
+    gates: dict[str, int],
+    *,
+    adam_rates: dict[str, float],
+) -> Any:
     """Updates written out: a gate at a time by its singular values, and torch's Adam for all else."""
     weights = {name: nn.Parameter(weight.clone()) for name, weight in before.items()}
     momenta = {name: torch.zeros_like(weight) for name, weight in before.items()}
-    others = [{"params": [w], "weight_decay": 0.1 * (w.dim() >= 2)} for n, w in weights.items() if n not in gates]
-    adam = torch.optim.AdamW(others, lr=0.02, betas=(0.9, 0.95))
+    others = [
+        {"params": [w], "weight_decay": 0.1 * (w.dim() >= 2), "lr": adam_rates[n]}
+        for n, w in weights.items()
+        if n not in gates
+    ]
+    adam = torch.optim.AdamW(others, betas=(0.9, 0.95))
     for given_ in gradients:
         for name, weight in weights.items():
             weight.grad = given_[name]
@@ -142,20 +154,22 @@ def _reference(before: dict[str, torch.Tensor], gradients: list[dict[str, torch.
     return weights
 
 
+@pytest.mark.parametrize("share", [1.0, 0.1])
 @pytest.mark.parametrize("kind", MODELS)
-def test_updates_are_those_of_each_gate_alone(kind: str) -> None:
+def test_updates_are_those_of_each_gate_alone(kind: str, share: float) -> None:
     torch.manual_seed(0)
     make, gates = MODELS[kind]
     model = make().double()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = make_optimizer("muon", model, lr=0.02, weight_decay=0.1)
+    optimizer = make_optimizer("muon", model, lr=0.02, weight_decay=0.1, adam_share=share)
     gradients = []
     for _ in range(4):
         optimizer.zero_grad()
         torch.autograd.backward(model(torch.randint(0, 7, (3, 5))).square().sum())
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
-    expected = _reference(before, gradients, gates)
+    rates = {name: 0.02 if name in FULL_RATE else share * 0.02 for name in before}
+    expected = _reference(before, gradients, gates, adam_rates=rates)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), expected[name].detach(), rtol=1e-9, atol=1e-10, msg=name)
 
@@ -194,10 +208,47 @@ def test_explain_says_what_each_parameter_is_and_its_rule() -> None:
         "gru.weight_ih_l0": ["18 x 4", "input", "Muon, 3 gates of 6 x 4"],
         "gru.bias_hh_l0": ["18", "bias", "Adam"],
         "norm.weight": ["6", "gain", "Adam"],
-        "read.weight": ["7 x 6", "linear", "Adam"],
+        "read.weight": ["7 x 6", "output", "Adam"],
         "scale": ["2 x 2 x 2", "other", "Adam"],
     }
     assert {name: table[name] for name in expected} == expected
+
+
+def test_what_has_a_share_of_the_rate_is_decided_by_what_it_is() -> None:
+    def kinds(model: nn.Module) -> dict[str, tuple[str, str]]:
+        return {name: (kind, rule) for name, _, kind, rule in Muon(model, lr=0.1, adam_share=0.1).rules()}
+
+    model = nn.ModuleDict({"embed": nn.Embedding(7, 3), "before": nn.Linear(3, 4), "rnn": nn.GRU(4, 5)})
+    tied = kinds(model)
+    assert tied["embed.weight"] == ("tied", "Adam at 0.1 of the rate")
+    assert tied["before.weight"] == ("linear", "Adam at 0.1 of the rate")
+    model["read"] = nn.Linear(5, 7)
+    found = kinds(model)
+    assert found["embed.weight"] == ("embedding", "Adam")
+    assert found["read.weight"] == ("output", "Adam")
+    assert found["rnn.weight_hh_l0"] == ("recurrent", "Muon, 3 gates of 5 x 5")
+    for name in ("before.weight", "before.bias", "rnn.bias_ih_l0", "read.bias"):
+        assert found[name][1] == "Adam at 0.1 of the rate", name
+    model["read"].weight = nn.Parameter(torch.ones(7, 5), requires_grad=False)
+    assert kinds(model)["embed.weight"][0] == "embedding"
+    # Tied as usual: one parameter, which is found where it comes first.
+    also_tied = nn.ModuleDict({"embed": nn.Embedding(7, 5), "rnn": nn.GRU(5, 5), "read": nn.Linear(5, 7)})
+    also_tied["read"].weight = also_tied["embed"].weight
+    assert kinds(also_tied)["embed.weight"] == ("tied", "Adam at 0.1 of the rate")
+
+
+def test_what_was_saved_without_shares_goes_on_with_the_whole_rate() -> None:
+    model = nn.GRU(2, 3)
+    optimizer = Muon(model, lr=0.1, adam_share=0.5)
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["lr_share"]
+    optimizer.load_state_dict(state)
+    before = model.bias_ih_l0.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(model.bias_ih_l0.detach(), before - 0.1)
 
 
 def test_what_is_frozen_stays() -> None:
@@ -323,6 +374,8 @@ def _sparse() -> None:
         (lambda: make_optimizer("muon", nn.RNN(2, 2, dtype=torch.complex64), lr=0.1), r"weight_ih_l0 of .*complex64"),
         (lambda: Muon(nn.GRU(2, 2), lr=-0.1), r"lr=-0.1"),
         (lambda: Muon(nn.GRU(2, 2), lr=math.nan), r"lr=nan"),
+        (lambda: Muon(nn.GRU(2, 2), lr=0.1, adam_share=0.0), r"adam_share=0.0"),
+        (lambda: make_optimizer("adam", nn.GRU(2, 2), lr=0.1, adam_share=0.5), r"adam_share=0.5 .*'adam'.*'muon'"),
         (lambda: Muon(nn.GRU(2, 2), lr=0.1, weight_decay=-1.0), r"weight_decay=-1.0"),
         (lambda: Muon(nn.GRU(2, 2), lr=0.1, momentum=1.0), r"momentum=1.0"),
         (lambda: Muon(nn.GRU(2, 2), lr=0.1, betas=(0.9, 1.0)), r"betas\[1\]"),

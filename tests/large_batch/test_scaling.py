@@ -162,7 +162,7 @@ def test_a_scaled_threshold_bites_as_often() -> None:
     [
         ({"batch_size": 10}, r"batch_size=10 is smaller than base_batch_size=20.*Give the smaller one as base"),
         ({"batch_size": 10, "rule": "linear"}, r"batch_size=10 is smaller than base_batch_size=20.*rule 'linear'"),
-        ({"batch_size": 0}, r"batch_size=0\. Give batch_size as a whole number"),
+        ({"batch_size": 0}, r"batch_size=0\. Give batch_size as an integer"),
         ({"batch_size": 2.5}, r"batch_size=2.5"),
         ({"batch_size": True}, r"batch_size=True"),
         ({"base_batch_size": -1}, r"base_batch_size=-1"),

@@ -92,7 +92,7 @@ def test_any_search_ends_within_its_epochs_and_goes_on_from_its_state(
 
 def test_the_best_of_the_trials_is_run_longer_and_longer_and_the_plain_recipe_has_the_rest() -> None:
     values = {"plain": 2.0, "a": 1.5, "b": 1.0, "c": 1.2}
-    runs = iter([0.9, 0.8, 0.7])
+    runs = iter([0.9, 0.8, 0.7, 0.6])
     jobs = _go(_search(), lambda job: _outcome(job, values[job.recipe.name] if job.kind == "trial" else next(runs)))
     assert [(job.kind, job.recipe.name) for job in jobs[:6]] == [
         *(("trial", name) for name in NAMES),
@@ -100,8 +100,8 @@ def test_the_best_of_the_trials_is_run_longer_and_longer_and_the_plain_recipe_ha
         ("trial", "b"),
     ]
     assert jobs[4].epochs == pytest.approx(3 * jobs[0].epochs)
-    assert [(job.recipe.name, job.epochs) for job in jobs[6:]] == [("b", 5), ("b", 5), ("b", 10)]
-    assert [job.rate_factor for job in jobs[6:]] == [1.0, 0.5, 0.25]
+    assert [(job.recipe.name, job.epochs) for job in jobs[6:]] == [("b", 3), ("b", 3), ("b", 6), ("b", 8)]
+    assert [job.rate_factor for job in jobs[6:]] == [1.0, 0.5, 0.25, 0.125]
     assert not any(job.begins_anew for job in jobs)
 
 
@@ -110,7 +110,8 @@ def test_the_best_of_the_trials_is_run_longer_and_longer_and_the_plain_recipe_ha
     [
         ((0.9,), ("plain", 20, True)),  # overfits
         ((0.9, 0.898), ("plain", 20, True)),  # gains too little
-        ((0.9, 0.8, 0.798), ("b", 10, False)),  # was good for longer, and all epochs are done
+        ((0.9, 0.8, 0.798), ("plain", 8, False)),  # was good for longer: what is left
+        ((0.9, 0.8, 0.7, 0.698), ("b", 8, False)),  # and all epochs are done
     ],
 )
 def test_the_plain_recipe_begins_anew_after_one_run_or_two_that_failed(
@@ -139,8 +140,8 @@ def test_the_plain_recipe_has_what_is_left_where_the_time_is_too_short_for_all_o
     search = _search(updates_per_epoch=100, num_recipes=2, seconds=20.0)
     jobs = _go(search, lambda job: _outcome(job, 1.2, best=1.0, seconds=job.epochs))
     assert [(job.recipe.name, job.epochs, job.begins_anew) for job in jobs[1:]] == [
-        ("a", 5, False),
-        ("plain", 14, False),
+        ("a", 3, False),
+        ("plain", 16, False),
     ]
 
 
@@ -159,17 +160,36 @@ def test_a_rate_that_follows_the_updates_is_higher_in_trials_by_the_root_of_thei
     jobs = _go(search, lambda job: _outcome(job, 1.0 if job.recipe.name == "a" else 2.0))
     for job in jobs:
         if job.kind == "trial":
-            expected = math.sqrt(first_run_epochs(20) / job.epochs) if job.recipe.name == "a" else 1.0
+            expected = math.sqrt(3 / job.epochs) if job.recipe.name == "a" else 1.0
             assert job.rate_factor == pytest.approx(expected)
-    assert (jobs[4].epochs, jobs[4].rate_factor) == (first_run_epochs(20), 1.0)
+    assert (jobs[4].epochs, jobs[4].rate_factor) == (3, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "updates_per_epoch", "expected"),
+    [
+        (25, 85, 4),  # a sixth
+        (7, 198, 2),  # the least
+        (10, 26, 4),  # enough for 100 updates
+        (10, 5, 5),  # but no more than half
+        (25, 3, 12),
+        (3, 5, 2),
+        (1, 1000, 1),
+    ],
+)
+def test_a_first_run_is_short_but_has_enough_updates(epochs: int, updates_per_epoch: float, expected: int) -> None:
+    assert first_run_epochs(epochs, updates_per_epoch=updates_per_epoch) == expected
+    search = _search(epochs=epochs, updates_per_epoch=updates_per_epoch, num_recipes=2)
+    jobs = _go(search, lambda job: _outcome(job, 1.0 if job.recipe.name == "a" else 2.0))
+    assert next(job.epochs for job in jobs if job.kind == "run") == expected
 
 
 def test_a_rate_that_follows_the_updates_is_higher_in_a_run_that_the_time_makes_shorter() -> None:
     recipes = [Recipe(name="plain"), Recipe(name="a", rate_follows_updates=True)]
-    search = RecipeSearch(recipes, epochs=20, updates_per_epoch=100, seconds=3.5)
+    search = RecipeSearch(recipes, epochs=20, updates_per_epoch=100, seconds=2.5)
     jobs = _go(search, lambda job: _outcome(job, 1.0, seconds=job.epochs))
-    assert [(job.kind, job.epochs) for job in jobs] == [("trial", 0.1), ("run", 3)]
-    assert jobs[1].rate_factor == pytest.approx(math.sqrt(5 / 3))
+    assert [(job.kind, job.epochs) for job in jobs] == [("trial", 0.1), ("run", 2)]
+    assert jobs[1].rate_factor == pytest.approx(math.sqrt(3 / 2))
 
 
 def test_of_recipes_that_are_alike_the_fastest_is_taken() -> None:
@@ -185,34 +205,34 @@ def test_of_recipes_that_are_alike_the_fastest_is_taken() -> None:
     ],
 )
 def test_the_plain_recipe_takes_over_from_one_that_fails(first: Callable[[Job], Outcome], words: str) -> None:
-    search = _search(updates_per_epoch=10, num_recipes=2)
+    search = _search(updates_per_epoch=40, num_recipes=2)
     jobs = _go(search, lambda job: first(job) if job.recipe.name == "a" else _outcome(job, 0.9))
-    assert [(job.recipe.name, job.epochs) for job in jobs] == [("a", 5), ("plain", 20)]
+    assert [(job.recipe.name, job.epochs) for job in jobs] == [("a", 3), ("plain", 20)]
     assert jobs[1].reason == f"{words}; it begins anew, with all its 20 epochs"
     assert search.best == 0.9
 
 
 def test_it_ends_at_the_target_and_tells_early_of_one_that_is_out_of_reach() -> None:
-    search = _search(updates_per_epoch=10, num_recipes=2, target=0.9, higher_is_better=True)
+    search = _search(updates_per_epoch=40, num_recipes=2, target=0.9, higher_is_better=True)
     jobs = _go(search, lambda job: _outcome(job, 0.91))
     assert len(jobs) == 1
     assert search.verdict == "the target is reached; the best is 0.91"
-    values = iter([0.7, 0.72, 0.73])
-    search = _search(updates_per_epoch=10, num_recipes=2, target=0.9, higher_is_better=True)
+    values = iter([0.7, 0.72, 0.73, 0.735])
+    search = _search(updates_per_epoch=40, num_recipes=2, target=0.9, higher_is_better=True)
     jobs = _go(search, lambda job: _outcome(job, next(values)))
     assert jobs[1].reason.endswith("; the target is 0.9")
     assert jobs[2].reason.endswith("; the target is 0.9, which is not expected to be reached: the best so far is 0.72")
-    assert search.verdict.endswith("the best is 0.73, and the target of 0.9 was not reached")
+    assert search.verdict.endswith("the best is 0.735, and the target of 0.9 was not reached")
 
 
 def test_runs_fit_into_the_time() -> None:
-    search = _search(updates_per_epoch=100, num_recipes=2, seconds=10.6)
+    search = _search(updates_per_epoch=100, num_recipes=2, seconds=6.6)
     jobs = _go(search, lambda job: _outcome(job, 1 / (1 + len(search.history)), seconds=job.epochs))
-    assert [job.epochs for job in jobs] == [0.1, 5, 5]
+    assert [job.epochs for job in jobs] == [0.1, 3, 3]
     assert search.verdict.startswith("the time is over")
-    search = _search(updates_per_epoch=100, num_recipes=2, seconds=7.6)
+    search = _search(updates_per_epoch=100, num_recipes=2, seconds=5.6)
     jobs = _go(search, lambda job: _outcome(job, 1 / (1 + len(search.history)), seconds=job.epochs))
-    assert [job.epochs for job in jobs] == [0.1, 5, 2]
+    assert [job.epochs for job in jobs] == [0.1, 3, 2]
     assert jobs[-1].reason.endswith("there is time for 2 epochs")
     search = _search(epochs=2, updates_per_epoch=10_000, num_recipes=2, seconds=10.0)
     with pytest.raises(StrettoError, match=r"6.4 seconds left of 10, too few for an epoch of a, which takes about 18"):
@@ -226,10 +246,10 @@ def test_runs_fit_into_the_time() -> None:
 
 
 def test_a_bounded_time_without_room_for_trials_is_planned_for_after_a_few_updates() -> None:
-    search = _search(updates_per_epoch=100, num_recipes=2, seconds=8.0)
+    search = _search(updates_per_epoch=100, num_recipes=2, seconds=6.0)
     jobs = _go(search, lambda job: _outcome(job, 1 / (1 + len(search.history)), seconds=2 * job.epochs))
-    assert [(job.kind, job.recipe.name, job.epochs) for job in jobs] == [("trial", "a", 0.1), ("run", "a", 3)]
-    assert jobs[1].reason.endswith("there is time for 3 epochs")
+    assert [(job.kind, job.recipe.name, job.epochs) for job in jobs] == [("trial", "a", 0.1), ("run", "a", 2)]
+    assert jobs[1].reason.endswith("there is time for 2 epochs")
     search = _search(updates_per_epoch=100, num_recipes=2, seconds=1.0)
     words = r"0.8 seconds left of 1, too few for an epoch of a, which takes about 2\. Allow 4.4 seconds"
     with pytest.raises(StrettoError, match=words):
@@ -237,12 +257,12 @@ def test_a_bounded_time_without_room_for_trials_is_planned_for_after_a_few_updat
 
 
 def test_a_plain_recipe_that_was_not_timed_is_planned_as_if_it_were_as_slow_as_the_other() -> None:
-    search = _search(updates_per_epoch=100, num_recipes=2, seconds=20.5)
+    search = _search(updates_per_epoch=100, num_recipes=2, seconds=12.5)
     jobs = _go(search, lambda job: _outcome(job, 1.0, seconds=2 * job.epochs))
-    assert [(job.recipe.name, job.epochs) for job in jobs[1:]] == [("a", 5), ("a", 5)]
-    search = _search(updates_per_epoch=100, num_recipes=2, seconds=16.5)
+    assert [(job.recipe.name, job.epochs) for job in jobs[1:]] == [("a", 3), ("a", 3)]
+    search = _search(updates_per_epoch=100, num_recipes=2, seconds=12.5)
     jobs = _go(search, lambda job: _outcome(job, 1.2, best=1.0, seconds=2 * job.epochs))
-    assert [(job.recipe.name, job.epochs) for job in jobs[1:]] == [("a", 5), ("plain", 3)]
+    assert [(job.recipe.name, job.epochs) for job in jobs[1:]] == [("a", 3), ("plain", 3)]
 
 
 def test_a_search_goes_on_with_another_bound_of_the_time() -> None:
@@ -263,7 +283,7 @@ def test_a_search_goes_on_with_another_bound_of_the_time() -> None:
 def test_a_metric_that_is_no_number_reaches_no_target_and_is_never_the_best(
     value: float, *, higher_is_better: bool
 ) -> None:
-    search = _search(updates_per_epoch=10, num_recipes=2, target=0.9, higher_is_better=higher_is_better)
+    search = _search(updates_per_epoch=40, num_recipes=2, target=0.9, higher_is_better=higher_is_better)
     assert not search.is_reached(math.nan)
     good = 0.95 if higher_is_better else 0.85
     jobs = _go(search, lambda job: _outcome(job, value if job.recipe.name == "a" else good))
@@ -272,7 +292,7 @@ def test_a_metric_that_is_no_number_reaches_no_target_and_is_never_the_best(
 
 
 def test_numbers_of_numpy_are_saved() -> None:
-    search = _search(updates_per_epoch=10, num_recipes=2)
+    search = _search(updates_per_epoch=40, num_recipes=2)
     job = search.ask()
     assert job is not None
     numbers = [np.float32(1.5), np.float64(2.5), np.int64(3)]

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import stretto
 from stretto.errors import StrettoError
+from stretto.kernels import measure
 from stretto.nn import choice
 
 F, H = 8, 4
@@ -241,23 +242,15 @@ def test_packed_batches_are_measured_as_ragged_as_they_are(x_TBF: torch.Tensor, 
         assert len(_measured(fresh_cache)) == kinds, lengths
 
 
+def _kind(*, num_rows: int, fill: float = 0.0) -> choice.Kind:
+    sizes = {"input_size": 1, "hidden_size": 1, "proj_size": 0, "num_layers": 1, "num_rows": num_rows, "threads": 1}
+    options = {"bidirectional": False, "bias": True, "training": False, "input_gradient": False}
+    return choice.Kind(mode="GRU", dtype=torch.float64, fill=fill, **sizes, **options)
+
+
 @given(num_rows=st.integers(1, 40), fill=st.sampled_from([1.0, *choice.FILLS]))
 def test_the_measured_batch_is_as_ragged_as_its_kind(num_rows: int, fill: float) -> None:
-    kind = choice.Kind(
-        mode="GRU",
-        input_size=1,
-        hidden_size=1,
-        proj_size=0,
-        num_layers=1,
-        bidirectional=False,
-        bias=True,
-        dtype=torch.float64,
-        training=False,
-        input_gradient=False,
-        fill=fill,
-        num_rows=num_rows,
-        threads=1,
-    )
+    kind = _kind(fill=fill, num_rows=num_rows)
     _, lengths_B = pad_packed_sequence(choice._input(kind, choice.LONG))
     assert lengths_B.max() == choice.LONG
     # A sum over places instead of an integral is off by one place at most, and whole steps by one step.
@@ -322,11 +315,22 @@ def test_a_disturbed_measurement_is_told_without_its_number(
     assert len(_measured(fresh_cache)) == 1
 
 
-@pytest.mark.parametrize(("short", "long"), [(1.0, 2.0), (1.0, 9.0), (3.0, 1.0)])
-def test_a_line_goes_through_the_long_run_and_never_below_zero(short: float, long: float) -> None:
-    line = choice._line(short, long)
-    assert line.at(choice.LONG) == pytest.approx(long)
-    assert min(line.fixed, line.per_step) >= 0
+@given(short=st.floats(1e-6, 1.0), long=st.floats(1e-6, 1.0), steps=st.sampled_from([32, 128, 512, 2048]))
+def test_a_line_goes_through_the_long_run_and_is_never_flat(short: float, long: float, steps: int) -> None:
+    line = choice._line(short, long, steps)
+    assert line.at(steps) == pytest.approx(long)
+    assert line.fixed >= -1e-15
+    assert line.per_step > 0
+
+
+@pytest.mark.parametrize(("per_step", "steps"), [(1.0, 32), (0.1, 128), (0.02, 512), (0.001, 2048), (0.0, 2048)])
+def test_a_long_run_is_long_enough_to_tell_steps_from_the_call(
+    per_step: float, steps: int, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = _kind(num_rows=1)
+    assert choice._long_run(lambda count: (5.0 + per_step * count, True), kind) == steps
+    monkeypatch.setattr(choice, "MAX_WORK", 32 * kind.work)
+    assert choice._long_run(lambda count: (5.0 + per_step * count, True), kind) == 32, "nor is it too much work"
 
 
 @pytest.mark.parametrize(
@@ -443,3 +447,65 @@ print(sorted({{"sympy", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("case", [(False, 0.8, "cpp"), (False, 0.5, "torch"), (True, 0.8, "torch")])
+def test_where_other_work_leaves_a_doubt_generated_code_runs(
+    case: tuple[bool, float, str], x_TBF: torch.Tensor, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch)
+    machine.is_quiet, speedup, backend = case
+    assert machine.new_process(x_TBF, times=(1.0, speedup)) == backend
+
+
+def test_rounds_that_there_was_no_time_for_are_a_disturbance(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, clock = nn.GRU(1, 1), [0.0]
+    pauses = iter([0.0] * 100)
+
+    def one_run(run: choice.Run, *_: Any, **__: Any) -> float:
+        clock[0] += 0.001 + next(pauses)
+        return 0.001
+
+    monkeypatch.setattr(choice, "_one_run", one_run)
+    monkeypatch.setattr(choice, "_quiet_run", lambda run, **_: (run(), True))
+    monkeypatch.setattr(choice.time, "perf_counter", lambda: clock[0])
+    runs = {"generated": lambda *_: layer, "torch": lambda *_: layer}
+    assert choice._time(_kind(num_rows=1), runs)[1]
+    pauses = iter([0.0] * 20 + [1.0] * 100)
+    assert not choice._time(_kind(num_rows=1), runs)[1]
+
+
+@final
+class BusyMachine:
+    """Clocks of a machine on which other work always has a core: each run takes a second more than its own time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, interrupts: bool = True) -> None:
+        self.wall, self.on_core, self.interruptions, self.interrupts = 0.0, 0.0, 0, interrupts
+        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.wall)
+        monkeypatch.setattr(measure.time, "thread_time", lambda: self.on_core)
+        monkeypatch.setattr(measure, "_times_interrupted", lambda: self.interruptions)
+
+    def run(self, seconds: float) -> float:
+        self.wall += seconds + 1.0
+        self.on_core += seconds
+        self.interruptions += self.interrupts
+        return seconds + 1.0
+
+
+def test_of_disturbed_runs_the_time_on_a_core_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = BusyMachine(monkeypatch)
+    assert measure.quiet_run(lambda: machine.run(0.25), end=100.0, on_cpu=True) == (0.25, False)
+    assert measure.quiet_run(lambda: machine.run(0.25), end=100.0) == (1.25, False), "a GPU's time is not a thread's"
+    quiet = BusyMachine(monkeypatch, interrupts=False)
+    assert measure.quiet_run(lambda: quiet.run(0.25), end=100.0, on_cpu=True) == (1.25, True)
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-6, 1.0), st.floats(1e-6, 1.0), st.sampled_from([32, 2048])), min_size=2, max_size=2)
+)
+def test_the_best_of_two_lines_is_above_neither(points: list[tuple[float, float, int]]) -> None:
+    one, other = (choice._line(*point) for point in points)
+    best = choice._shortest(one, other)
+    assert best.per_step > 0
+    for steps in (choice.SHORT, choice.MAX_LONG):
+        assert best.at(steps) <= min(one.at(steps), other.at(steps)) * (1 + 1e-9)

@@ -152,8 +152,8 @@ def test_generated_code_makes_fewer_passes_than_operators() -> None:
     eager, compiled = _explained(cells.GRU(3, 4)), _explained(cells.GRU(3, 4), backend="auto")
     assert (compiled.backend, compiled.reason) == ("cpp", "")
     assert compiled.backends == (
-        ("cpp", "taken"),
-        *((name, "cpp is taken first") for name in ("triton", "cudagraph", "eager", "torch")),
+        ("cpp", "used"),
+        *((name, "cpp comes first") for name in ("triton", "cudagraph", "eager", "torch")),
     )
     for name in ("forward_passes", "backward_passes"):
         assert 0 < compiled.counts[name] < eager.counts[name]
@@ -175,7 +175,7 @@ def test_every_backend_is_listed_with_a_reason(monkeypatch: pytest.MonkeyPatch) 
     assert "no-such-compiler" in without.reason
     for explained in (asked, without, solved):
         assert [name for name, _ in explained.backends] == ["cpp", "triton", "cudagraph", "eager", "torch"]
-        assert dict(explained.backends)[explained.backend] == "taken"
+        assert dict(explained.backends)[explained.backend] == "used"
         assert f"not cpp: {explained.reason}" in " ".join(str(explained).split())
         assert explained.backend in explained.svg()
         assert json.loads(json.dumps(explained.as_dict()))["backends"] == dict(explained.backends)

@@ -205,7 +205,7 @@ def test_a_generator_of_torch_that_a_step_owns_is_used() -> None:
     with quietly():
         _, ys = stretto.scan(step, torch.zeros(B, H), x)
     torch.testing.assert_close(ys, torch.stack(expected, 1))
-    assert "torch.Generator of its own" in stretto.explain(step, torch.zeros(B, H), x).reason
+    assert "its own torch.Generator" in stretto.explain(step, torch.zeros(B, H), x).reason
 
 
 def test_hooks_on_the_gradient_of_the_state_are_called() -> None:

@@ -16,6 +16,7 @@ import stretto
 from rounding import assert_as_exact
 from stretto.errors import StrettoError
 from stretto.kernels import Backend
+from stretto.nn.rnn import MAX_BUILT
 from stretto.nn.torch_layers import ON_GPUS
 
 B, T, F, H = 3, 6, 3, 4
@@ -309,13 +310,19 @@ RETURNED: Final[dict[str, tuple[Step, str]]] = {
     "none": (lambda cell, x, h: None, "returned NoneType"),  # noqa: ARG005
     "three": (lambda cell, x, h: (h, h, cell.new(x, h)), r"returned \(Tensor, Tensor, Tensor\)"),
     "number": (lambda cell, x, h: (1.0, cell.new(x, h)), "returned float as its output"),
-    "dictionary": (lambda cell, x, h: (cell.new(x, h), {"h": h}), "takes a state .* of Tensor .* of {h: Tensor}"),
-    "no-state": (lambda cell, x, h: (cell.new(x, h), None), "returns one with rows of NoneType"),
-    "nested-state": (lambda cell, x, h: (h, (cell.new(x, h),)), r"rows of Tensor and returns .* of \(Tensor\)"),
+    "dictionary": (
+        lambda cell, x, h: (cell.new(x, h), {"h": h}),
+        "structure Tensor and returns .* structure {h: Tensor}",
+    ),
+    "no-state": (lambda cell, x, h: (cell.new(x, h), None), "returns one with the structure NoneType"),
+    "nested-state": (
+        lambda cell, x, h: (h, (cell.new(x, h),)),
+        r"the structure Tensor and returns .* the structure \(Tensor\)",
+    ),
     "wider-state": (lambda cell, x, h: (h, torch.cat([cell.new(x, h)] * 2, 1)), r"rows of \(4,\) .* rows of \(8,\)"),
     "state-of-another-dtype": (lambda cell, x, h: (h, cell.new(x, h).double()), "float32.*float64"),
     "state-elsewhere": (lambda cell, x, h: (h, cell.new(x, h).to("meta")), "on cpu .* on meta"),
-    "state-of-one-row": (lambda cell, x, h: (h, cell.new(x, h)[:1]), "Own.forward takes a state"),
+    "state-of-one-row": (lambda cell, x, h: (h, cell.new(x, h)[:1]), r"shapes \(\d+, 4\) .* shapes \(1, 4\)"),
     "output-of-one-row": (lambda cell, x, h: (h[:1], cell.new(x, h)), r"an output of shape \(1, 4\)"),
     "output-of-no-row": (lambda cell, x, h: (h.sum(), cell.new(x, h)), r"an output of shape \(\)"),
     "state-changes-later": (
@@ -324,7 +331,7 @@ RETURNED: Final[dict[str, tuple[Step, str]]] = {
     ),
     "structure-changes-later": (
         lambda cell, x, h: (x, cell.new(x, h) if h.abs().sum().item() == 0 else (h,)),
-        r"returns one with rows of \(Tensor\)",
+        r"returns one with the structure \(Tensor\)",
     ),
     "output-changes-later": (
         lambda cell, x, h: (x if h.abs().sum().item() == 0 else h, cell.new(x, h)),
@@ -476,3 +483,150 @@ def test_other_nested_tensors_are_refused(name: str) -> None:
     run, problem = NESTED[name]
     with pytest.raises(StrettoError, match=problem):
         run()
+
+
+# What a step reads besides its parameters
+
+
+SCALE = 0.5
+SETTINGS_OF_A_CELL = {"scale": 0.5}
+GLOBAL_WEIGHT = torch.eye(H)
+
+
+class Elsewhere:
+    scale = 0.5
+
+
+def _scaled(h: torch.Tensor) -> torch.Tensor:
+    return h * SCALE
+
+
+PLACES: Final[dict[str, Step]] = {
+    "global": lambda cell, x, h: twice(torch.tanh(cell.a(x) + h * SCALE)),
+    "dict": lambda cell, x, h: twice(torch.tanh(cell.a(x) + h * SETTINGS_OF_A_CELL["scale"])),
+    "class": lambda cell, x, h: twice(torch.tanh(cell.a(x) + h * Elsewhere.scale)),
+    "object": lambda cell, x, h: twice(torch.tanh(cell.a(x) + h * cell.elsewhere.scale)),
+    "function": lambda cell, x, h: twice(torch.tanh(cell.a(x) + _scaled(h))),
+    "tensor": lambda cell, x, h: twice(torch.tanh(cell.a(x) + h @ GLOBAL_WEIGHT)),
+    "attribute": lambda cell, x, h: twice(torch.tanh(cell.a(x) + h @ cell.weight)),
+    "item": lambda cell, x, h: twice(torch.tanh(cell.a(x) + h @ cell.weights["inward"])),
+}
+
+
+def _with_places(name: str) -> Any:
+    cell: Any = cell_of(PLACES[name])().double()
+    cell.elsewhere, cell.weight, cell.weights = Elsewhere(), torch.eye(H).double(), {}
+    return cell
+
+
+def _change(cell: Any, monkeypatch: pytest.MonkeyPatch, value: float) -> torch.Tensor:
+    """Other values everywhere; the tensors are made from one that needs a gradient."""
+    root = torch.full((H, H), value, dtype=torch.float64, requires_grad=True)
+    for name, new in {"SCALE": value, "GLOBAL_WEIGHT": root * 1}.items():
+        monkeypatch.setitem(globals(), name, new)
+    monkeypatch.setitem(SETTINGS_OF_A_CELL, "scale", value)
+    monkeypatch.setattr(Elsewhere, "scale", value)
+    cell.elsewhere.scale, cell.weight, cell.weights["inward"] = value, root * 1, root * 1
+    return root
+
+
+def _results(layer: Any, x: torch.Tensor, root: torch.Tensor) -> Any:
+    y, _ = layer(x)
+    wanted = [root, *layer.parameters()]
+    return y, torch.autograd.grad(y.square().sum(), wanted, retain_graph=True, allow_unused=True)
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize(
+    "setting",
+    ["plain", "states", *(pytest.param(name, marks=pytest.mark.slow) for name in ("newton", "multigrid", "shooting"))],
+)
+@pytest.mark.parametrize("name", PLACES)
+def test_what_a_step_reads_elsewhere_may_be_another_at_each_call(
+    name: str, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {
+        "plain": {},
+        "states": {"save": "states"},
+        "newton": {"solver": stretto.Newton(tolerance=1e-13)},
+        "multigrid": {"solver": stretto.Multigrid(num_levels=2, coarsening=2, tolerance=1e-13)},
+        "shooting": {"solver": stretto.Shooting(num_chunks=2, tolerance=1e-13)},
+    }
+    cell, x = _with_places(name), torch.randn(B, 2 * T, F).double()
+    layer, loop = stretto.RNN(cell, **settings[setting]), stretto.RNN(cell, backend="torch")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* reads a tensor that needs a gradient")
+        for value in (0.5, -0.3, 0.2):
+            root = _change(cell, monkeypatch, value)
+            found, wanted = _results(layer, x, root), _results(loop, x, root)
+            torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+    assert layer.last_built is not None
+    assert layer.last_built.backend == "cpp"
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_tensor_that_is_an_attribute_is_read_and_not_compiled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, x = _with_places("attribute"), torch.randn(B, T, F).double()
+    cell.weights, layer = None, stretto.RNN(cell)
+    layer(x)
+    built = layer.last_built
+    for value in (0.1, 0.2):
+        cell.weight = torch.full((H, H), value, dtype=torch.float64)
+        torch.testing.assert_close(layer(x), stretto.RNN(cell, backend="torch")(x))
+        assert layer.last_built is built
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"save": "states"}, "with save='states'"), ({"solver": stretto.Newton()}, "with solver=Newton")],
+)
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_gradients_that_would_be_lost_are_stored_and_told(
+    settings: dict[str, Any], words: str, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"Reader{len(words)}{backend}"
+    cell: Any = cell_of(PLACES["item"], name=name)().double()
+    cell.weights, cell.elsewhere = {}, Elsewhere()
+    root, x = _change(cell, monkeypatch, 0.5), torch.randn(B, T, F).double()
+    layer = stretto.RNN(cell, backend=backend, **settings)
+    with pytest.warns(UserWarning, match=f"{name} reads a tensor that needs a gradient .* {words}"):
+        found = _results(layer, x, root)
+    torch.testing.assert_close(found, _results(stretto.RNN(cell, backend="torch"), x, root))
+    if "solver" in settings:
+        assert layer.solution.solver == "serial"
+        assert words in layer.solution.reason
+    with torch.no_grad():
+        layer(x)
+    assert "solver" not in settings or layer.solution.solver == "newton" or backend == "torch"
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_what_changes_at_every_call_is_told_and_fills_no_memory() -> None:
+    cell: Any = cell_of(PLACES["dict"], name="Restless")().double()
+    layer, x = stretto.RNN(cell), torch.randn(B, T, F).double()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(MAX_BUILT + 3):
+            patch.setitem(SETTINGS_OF_A_CELL, "scale", number / 100)
+            layer(x)
+        torch.testing.assert_close(layer(x), stretto.RNN(cell, backend="torch")(x))
+    (told,) = [str(item.message) for item in caught]
+    assert told.startswith("Restless has been traced 8 times in a row")
+    assert len(layer._built) == MAX_BUILT
+
+
+def test_a_step_that_is_not_compiled_is_not_traced_at_every_call() -> None:
+    log: list[int] = []
+
+    def step(cell: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
+        log.append(1)
+        return twice(cell.new(x, h))
+
+    layer, x = stretto.RNN(cell_of(step, name="Logging")().double()), torch.randn(B, T, F).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(12):
+            layer(x)
+    assert len(log) == 12 * T
+    assert len(layer._built) == 8

@@ -332,7 +332,7 @@ def test_what_a_cell_returns_can_be_said() -> None:
         (lambda: stretto.RNN(Alone(), state="wide")(torch.randn(B, T, F)), "state"),
         (
             lambda: stretto.RNN(Tokens(), state=H)((torch.full((B, T), 1 << 24), _plain(), torch.ones(B, T).int())),
-            "whole number of the input is 16777216",
+            "the input has the integer 16777216",
         ),
         (lambda: stretto.RNN(Several(), state=H)((_plain(), torch.randn(B, T + 1))), "of several inputs one is"),
         (

@@ -604,7 +604,7 @@ def test_dtypes_that_differ() -> None:
         assert_same(
             lambda h, g: (torch.tanh(h + g[0] + g[1]), h), h, (x.float(), leaf(2, 4, H).float()), wrt=[h], backend=""
         )
-        # Two floating dtypes cannot lie side by side in one input.
+        # Two floating dtypes cannot be concatenated into one input.
         assert_same(
             lambda h, g: (torch.tanh(h + g[0].float() + g[1]), h), h, (x, x.float()), wrt=[h, x], backend="torch"
         )
@@ -615,7 +615,7 @@ def test_whole_numbers_are_exact_or_refused() -> None:
     ids = torch.full((2, 3, 1), 2**24 - 1)
     _, ys = stretto.scan(lambda h, g: (torch.tanh(h + g[0]), (h, g[1])), h, (x, ids))
     assert torch.equal(ys[1], ids)
-    with pytest.raises(StrettoError, match="a whole number of the input is 16777217"):
+    with pytest.raises(StrettoError, match="the input has the integer 16777217"):
         stretto.scan(lambda h, g: (torch.tanh(h + g[0]), (h, g[1])), h, (x, ids + 2))
 
 

@@ -39,6 +39,6 @@ def drawn(
 def _moved(part: torch.Tensor) -> torch.Tensor:
     if not part.is_floating_point():
         return part
-    # A part of one unit may be a step counter, so that it is moved by whole numbers.
+    # A part of one unit may be a step counter, so that it is moved by integers.
     shift = torch.rand_like(part) if part.shape[-1] > 1 else torch.randint_like(part, 4)
     return (part + shift).detach()

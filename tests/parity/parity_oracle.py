@@ -104,7 +104,7 @@ def _result(y_BTO: torch.Tensor, finals: list[torch.Tensor], batch: Batch, cells
     if batch.state is not None:
         inputs |= {f"state {i}": part for i, part in enumerate(flatten(batch.state)) if part.requires_grad}
     inputs |= {name: parameter for name, parameter in cells.named_parameters() if parameter.requires_grad}
-    # One seed for all: every result is looked at through the same random functional.
+    # One seed for all: every result is multiplied by the same random weights.
     generator = torch.Generator().manual_seed(1)
     total = torch.zeros((), dtype=torch.float64)
     for tensor in values.values():

@@ -1,4 +1,4 @@
-"""Cells that somebody might write: odd states, odd outputs, shared and frozen weights, and what cannot be traced.
+"""Cells that users might write: odd states, odd outputs, shared and frozen weights, and what cannot be traced.
 
 Shape legend: B sequences, F features, H hidden units.
 """
@@ -328,7 +328,7 @@ class Spiking(TwoStates):
 
 
 class Concatenated(OneState):
-    """One product of the input and the state side by side."""
+    """One product of the input and the state concatenated."""
 
     def __init__(self, input_size: int = F) -> None:
         super().__init__(input_size)
@@ -366,7 +366,7 @@ class Noisy(OneState):
 
 
 class Counting(OneState):
-    """A step counter of whole numbers."""
+    """An integer step counter."""
 
     def initial_state(self, batch_size: int) -> Any:
         return self.zeros(batch_size, H), torch.zeros(batch_size, dtype=torch.long)
@@ -378,7 +378,7 @@ class Counting(OneState):
 
 
 class Switch(OneState):
-    """A truth value that is turned over at each step."""
+    """A boolean that is negated at each step."""
 
     def initial_state(self, batch_size: int) -> Any:
         return self.zeros(batch_size, H), torch.zeros(batch_size, 1, dtype=torch.bool)
@@ -412,7 +412,7 @@ class BatchNormed(OneState):
 
 
 class Centred(OneState):
-    """The mean of the batch is taken off, behind the loop."""
+    """The mean of the batch is subtracted, behind the loop."""
 
     def forward(self, x_t: torch.Tensor, state: Any) -> Any:
         h_BH = self.new(x_t, state)

@@ -61,7 +61,7 @@ def test_threads_share_few_rows(B: int, both_ways: bool, set_threads: Callable[[
         ("lstm", 100),
         ("gru-before", 110),
         ("layer-norm-gru", 110),
-        # A thread's share of a product is its share of the pointwise work, and nobody waits in between.
+        # A thread's share of a product is its share of the pointwise work, and no thread waits in between.
         *itertools.product(["gru", "lstm", "layer-norm-lstm", "gru-before"], [64, 96, 128]),
     ],
 )

@@ -112,7 +112,7 @@ def test_the_fastest_runs_and_equals_the_definition(name: str, folder: Path, fas
     explained = rnn.explain()
     assert explained.backend == name.partition(",")[0]
     assert explained.reason == ""
-    assert dict(explained.backends)[explained.backend] == "taken"
+    assert dict(explained.backends)[explained.backend] == "used"
     if explained.backend != "triton":
         assert dict(explained.backends)["triton"] == "cudagraph was measured to be faster"
     assert any("4 steps of 4 rows, ragged" in line and f"{name} 1 ms" in line for line in explained.measured)

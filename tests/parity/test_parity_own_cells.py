@@ -1,4 +1,4 @@
-"""Cells that somebody might write equal the definition, and are compiled; where they cannot be, the reason is given.
+"""Cells that users might write equal the definition, and are compiled; where they cannot be, the reason is given.
 
 Shape legend: B sequences, T steps, F features, H hidden units.
 """

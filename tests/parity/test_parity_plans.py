@@ -1,4 +1,4 @@
-"""What becomes of a step: what leaves the loop, what is merged and split, and what stays.
+"""The plan of a step: what leaves the loop, what is merged and split, and what stays.
 
 Shape legend: F features, H hidden units.
 """

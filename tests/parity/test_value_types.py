@@ -1,4 +1,4 @@
-"""Integers, truth values, look-ups, draws and half precision inside the loop, beside the cell called step by step.
+"""Integers, booleans, look-ups, draws and half precision inside the loop, beside the cell called step by step.
 
 Shape legend: B sequences, T steps, F features of the input, H units.
 """
@@ -55,7 +55,7 @@ class Clockwork(Step):
 
 
 class Refractory(Step):
-    """Spikes, which are truth values in the state, and a count of the steps until a unit may spike again."""
+    """Spikes, which are booleans in the state, and a count of the steps until a unit may spike again."""
 
     def initial_state(self, batch_size: int) -> tuple[torch.Tensor, ...]:
         rest = torch.zeros(batch_size, H, dtype=torch.int32)
@@ -73,7 +73,7 @@ class Refractory(Step):
 
 
 class Halting(Step):
-    """A truth value for each sequence that, once set, keeps the state as it is."""
+    """A boolean for each sequence that, once set, keeps the state as it is."""
 
     def initial_state(self, batch_size: int) -> tuple[torch.Tensor, ...]:
         return self.zeros(batch_size, H), torch.zeros(batch_size, 1, dtype=torch.bool)
@@ -281,7 +281,7 @@ def test_nan_counts_as_the_largest_as_in_torch() -> None:
 
 
 class Latents(Step):
-    """A state with categorical latents, drawn from what the step computes, and a token drawn as a truth value is."""
+    """A state with categorical latents, drawn from what the step computes, and a token drawn as a boolean is."""
 
     def initial_state(self, batch_size: int) -> tuple[torch.Tensor, ...]:
         return self.zeros(batch_size, H), torch.zeros(batch_size, dtype=torch.int64)

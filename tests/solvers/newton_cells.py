@@ -77,7 +77,7 @@ class WeightsAsInput(stretto.Cell):
 
 
 class Counting(Linear):
-    """A state with a part that is a whole number."""
+    """A state with an integer part."""
 
     def initial_state(self, batch_size: int) -> Any:
         return self.zeros(batch_size, len(self.weight)), torch.zeros(batch_size, dtype=torch.int64)
@@ -98,7 +98,7 @@ class Stateless(stretto.Cell):
 
 
 class Noisy(Linear):
-    """Each step adds a little noise, drawn again whenever it is taken."""
+    """Each step adds a little noise, drawn again at every evaluation."""
 
     def forward(self, x_t: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
         state = state @ self.weight.T + x_t + 3e-7 * torch.rand_like(state)

@@ -185,7 +185,7 @@ def test_fewer_steps_that_miss_are_progress_too() -> None:
 
 
 def test_chunks_that_do_not_agree_run_sequentially() -> None:
-    """Steps differ by less than the tolerance each time they are taken, and chunks of them by more."""
+    """Evaluations of a step differ by less than the tolerance, and those of a chunk by more."""
     torch.manual_seed(0)
     rnn = stretto.RNN(Noisy(torch.eye(2, dtype=torch.float64)), backend="eager", solver=stretto.Newton())
     y_BTH, _ = rnn(torch.zeros(1, 2000, 2, dtype=torch.float64))
@@ -345,27 +345,27 @@ def test_jacobians_are_those_of_the_cell(cell_name: str) -> None:
         parts = earlier_S[None].split([part.shape[1] for part in flatten(state)], dim=1)
         return torch.cat([part[0] for part in flatten(cell(x_F[None], unflatten(state, parts))[1])])
 
-    taken = steps.linearize(earlier_PS)
-    dense_PSS, diagonal_PS = taken.jacobians("dense"), taken.jacobians("diagonal")
-    assert taken.products == 2 * size
+    linearized = steps.linearize(earlier_PS)
+    dense_PSS, diagonal_PS = linearized.jacobians("dense"), linearized.jacobians("diagonal")
+    assert linearized.products == 2 * size
     for row, x_F in enumerate(problem.x_PF[order.rows_P].detach()):
-        assert torch.allclose(taken.after_PS[row], moved(earlier_PS[row], x_F), atol=1e-13)
+        assert torch.allclose(linearized.after_PS[row], moved(earlier_PS[row], x_F), atol=1e-13)
         expected_SS = torch.func.jacrev(moved)(earlier_PS[row], x_F)
         assert torch.allclose(dense_PSS[row], expected_SS, atol=1e-13)
         assert torch.allclose(diagonal_PS[row], expected_SS.diagonal(), atol=1e-13)
-    assert torch.allclose(steps.after(earlier_PS), taken.after_PS, atol=1e-13)
-    assert not taken.after_PS.requires_grad
+    assert torch.allclose(steps.after(earlier_PS), linearized.after_PS, atol=1e-13)
+    assert not linearized.after_PS.requires_grad
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 9])
 def test_diagonal_jacobians_take_few_products(size: int) -> None:
     problem = _problem(_coupled(size, 0, 0), torch.randn(2, 4, size, dtype=torch.float64), [4, 3])
     steps = AllSteps(problem, SequenceMajor(problem.layout))
-    taken = steps.linearize(torch.randn(7, size, dtype=torch.float64))
-    found_PS = taken.diagonals_if_uncoupled()
+    linearized = steps.linearize(torch.randn(7, size, dtype=torch.float64))
+    found_PS = linearized.diagonals_if_uncoupled()
     assert found_PS is not None
-    assert taken.products == 1 + (size - 1).bit_length()
-    assert torch.equal(found_PS, taken.jacobians("diagonal"))
+    assert linearized.products == 1 + (size - 1).bit_length()
+    assert torch.equal(found_PS, linearized.jacobians("diagonal"))
 
 
 @settings(max_examples=30, deadline=None)
@@ -373,8 +373,8 @@ def test_diagonal_jacobians_take_few_products(size: int) -> None:
 def test_one_number_that_moves_another_is_noticed(size: int, data: st.DataObject) -> None:
     moves, moved = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
     problem = _problem(_coupled(size, moves, moved), torch.randn(1, 3, size, dtype=torch.float64), [3])
-    taken = AllSteps(problem, SequenceMajor(problem.layout)).linearize(torch.randn(3, size, dtype=torch.float64))
-    assert taken.diagonals_if_uncoupled() is None
+    linearized = AllSteps(problem, SequenceMajor(problem.layout)).linearize(torch.randn(3, size, dtype=torch.float64))
+    assert linearized.diagonals_if_uncoupled() is None
 
 
 # --- the scan

@@ -108,7 +108,7 @@ def test_it_sweeps_until_converged_if_asked(cell: str) -> None:
 
 
 def _starts_of(scale: float, keep: float, *, seed: int) -> tuple[dict[str, float], float]:
-    """The largest mismatch after a first sweep from each start, and that of the one which was taken."""
+    """The largest mismatch after a first sweep from each start, and that of the one that was used."""
     torch.manual_seed(seed)
     _, rnn = pair(CELLS["gru"](), stretto.Shooting(num_chunks=8, tolerance=1e-12, until_converged=True), scale=scale)
     with torch.no_grad():
@@ -131,14 +131,14 @@ def _starts_of(scale: float, keep: float, *, seed: int) -> tuple[dict[str, float
 
 
 class _StartChosenError(Exception):
-    """Raised where the start was taken: how it goes on is of no interest."""
+    """Raised once the start is chosen: the rest of the solve does not matter."""
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from([0.3, 2.0, 6.0]), st.sampled_from([-2.0, 0.0, 4.0]), st.integers(0, 99))
 def test_it_starts_where_a_sweep_leaves_the_smallest_residual(scale: float, keep: float, seed: int) -> None:
-    found, taken = _starts_of(scale, keep, seed=seed)
-    assert taken == pytest.approx(min(found.values()), rel=1e-6)
+    found, chosen = _starts_of(scale, keep, seed=seed)
+    assert chosen == pytest.approx(min(found.values()), rel=1e-6)
 
 
 def test_either_start_may_be_the_nearer() -> None:
@@ -266,7 +266,7 @@ def test_adjoints_are_kept_too_if_asked() -> None:
     assert rnn.solution.backward_residual < 1e-12
 
 
-def test_the_nearer_of_two_starts_is_taken() -> None:
+def test_the_nearer_of_two_starts_is_used() -> None:
     """A net that remembers for long: where it was last time is nearer than what burning in comes to."""
     torch.manual_seed(0)
     cache = stretto.TrajectoryCache()

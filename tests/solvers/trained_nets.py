@@ -49,7 +49,7 @@ def adding(generator: np.random.Generator, B: int, T: int) -> tuple[torch.Tensor
 
 
 def copying(generator: np.random.Generator, B: int, T: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One of four symbols at the start, then nothing until a sign at the end, when it is to be said again."""
+    """One of four symbols at the start, then nothing until a sign at the end, when it must be repeated."""
     symbols_B = generator.integers(4, size=B)
     shown_BT = np.full((B, T), 4)
     shown_BT[:, 0], shown_BT[:, -1] = symbols_B, 5
@@ -65,7 +65,7 @@ def _train(
     ignorant: float,
     ask: Callable[[], torch.Tensor],
 ) -> Trained:
-    """Train on what is said at the last step; the loss is the mean of the last updates."""
+    """Train on the output at the last step; the loss is the mean of the last updates."""
     rnn, head = stretto.RNN(cell), nn.Linear(cell.hidden_size, num_outputs)  # type: ignore[arg-type]
     initial = copy.deepcopy(rnn)
     optimizer = torch.optim.Adam([*rnn.parameters(), *head.parameters()], 1e-2)

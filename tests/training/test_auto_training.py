@@ -33,9 +33,10 @@ def _task(**settings: Any) -> AbstractTask[Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _short_trials() -> Iterator[None]:
-    """Trials of an update or two, of two recipes: which is chosen does not depend on the clock."""
+    """Trials of an update or two, of two recipes, and short runs: which is chosen does not depend on the clock."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "MIN_TRIAL_UPDATES", 1)
+        patch.setattr(search, "MIN_FIRST_UPDATES", 1)
         patch.setattr(auto, "MUON_RATES", ((1, 0.2),))
         yield
 
@@ -78,12 +79,31 @@ def test_recipes_suit_the_model_and_the_data(monkeypatch: pytest.MonkeyPatch) ->
     larger = auto.make_recipes(task, nn.GRU(2, 2), feed, world=World())[-1].settings
     assert larger["batch_size"] == 24
     assert larger["learning_rate"] == pytest.approx(2 * rate, rel=0.05)
+    assert larger["adam_share"] == auto.ADAM_SHARE
     for model in (nn.Linear(2, 2), nn.Sequential(nn.GRU(2, 2).requires_grad_(False), nn.Linear(2, 2))):
         recipes = auto.make_recipes(task, model, feed, world=World())
         assert {recipe.settings.get("optimizer") for recipe in recipes} == {None, "adam"}
+        # Settings of the plain recipe that Adam does not take.
+        assert {recipe.settings.get("adam_share") for recipe in recipes} == {None, 1.0}
 
 
-def test_the_best_weights_of_all_parts_are_tested_and_everything_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_adam_takes_smaller_batches_where_a_first_run_has_few_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "MIN_ADAM_UPDATES", 8)
+    model = nn.Linear(2, 2)
+    for epochs, batch_size, expected in ((12, 120, 30), (12, 60, 30), (60, 60, 60), (12, 17, 17)):
+        # A first run of 2 epochs, or of 10, of 120 sequences.
+        task = _task(epochs=epochs, batch_size=batch_size, num_buckets=1)
+        recipes = auto.make_recipes(task, model, task.feed(world=World()), world=World())
+        assert recipes[1].settings["batch_size"] == expected, (epochs, batch_size)
+        assert recipes[1].name.endswith(f"x{expected}")
+
+
+def test_the_best_weights_of_all_parts_are_tested_and_everything_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Each run counts as a gain, so that none begins anew.
+    monkeypatch.setattr(search, "MIN_GAIN", -1.0)
+    monkeypatch.setattr(search, "MAX_LOSS", 10.0)
     result = stretto.train(_task(), out="out", progress=True)
     events = _events(result.run)
     trials = [(event["recipe"], event["updates"]) for event in events if event["action"] == "trial"]
@@ -291,7 +311,7 @@ def test_the_plain_recipe_that_begins_anew_begins_with_new_weights(
     [
         ({"batch_size": "auto"}, "--auto was given with --batch-size auto"),
         ({"patience": 2}, "--auto was given .* --patience 2"),
-        ({"reach": 96.0}, "reach=96 is no value of accuracy, which is between 0 and 1"),
+        ({"reach": 96.0}, "reach=96 cannot be reached: accuracy is between 0 and 1"),
         ({"max_hours": 1e-9}, "are too short: trials alone would take"),
     ],
 )

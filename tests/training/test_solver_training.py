@@ -196,22 +196,9 @@ def test_the_last_epochs_are_exact_when_asked(tmp_path: Path) -> None:
     assert serial.train_epoch().train_loss == records[1].train_loss
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"solver": "warm_start", "chunks": 1}, "chunks=1 has no boundaries"),
-        ({"solver": "serial", "chunks": 4}, r"chunks=4 was given and the solver is 'serial'.*--solver shooting"),
-        ({"solver": "warm_start", "tolerance": 1e-3}, r"tolerance=0.001 was given and the solver is 'warm_start'"),
-        ({"tolerance": 1e-3}, "tolerance=0.001 was given and the solver is 'serial'"),
-        ({"solver": "shooting", "exact_epochs": 1}, "exact_epochs=1 was given and the solver is 'shooting'"),
-        ({"solver": "warm_start", "exact_epochs": 3}, "exact_epochs=3 of epochs=3 leave none"),
-        ({"solver": "warm_start", "nproc": 2}, "the solver is 'warm_start' and there are 2 ranks"),
-        ({"solver": "warm_start", "backend": "torch"}, "backend='torch' was given and the solver is 'warm_start'"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(StrettoError, match=message):
-        _trainer(tmp_path, _task(**changes))
+def test_a_warm_start_on_two_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StrettoError, match="the solver is 'warm_start' and there are 2 ranks"):
+        _trainer(tmp_path, _task(solver="warm_start", nproc=2))
 
 
 def test_more_chunks_than_steps_are_fine(tmp_path: Path) -> None:

@@ -59,9 +59,9 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         """Move the features and tensor targets; the lengths stay on the CPU.
 
-        To a GPU they go through pinned memory, and are copied while the program goes on.
+        To a GPU they go through pinned memory, and are copied asynchronously.
         """
-        return self._with_data(lambda data: to_device(data, device))
+        return self._map_data(lambda data: to_device(data, device))
 
     def take(self, rows: slice) -> "Batch":
         """Some of the sequences, padded as they are."""
@@ -75,9 +75,9 @@ class Batch:
 
     def pin_memory(self) -> "Batch":
         """Called by a DataLoader with `pin_memory=True`."""
-        return self._with_data(torch.Tensor.pin_memory)
+        return self._map_data(torch.Tensor.pin_memory)
 
-    def _with_data(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+    def _map_data(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         targets = change(self.targets) if isinstance(self.targets, torch.Tensor) else self.targets
         return dataclasses.replace(self, features_BTF=change(self.features_BTF), targets=targets)
 
@@ -120,7 +120,7 @@ def collate(items: Sequence[Any], *, edges: npt.ArrayLike | None = None, num_fea
         lengths=lengths,
         targets=_pad(of_steps, steps=steps, value=NO_STEP)
         if len(of_steps) == len(samples)
-        else _targets([sample.target for sample in samples]),
+        else _join_targets([sample.target for sample in samples]),
         indices=None if samples[0].index < 0 else torch.tensor([sample.index for sample in samples]),
     )
 
@@ -177,7 +177,7 @@ def _is_label(target: Any) -> bool:
     return isinstance(target, int | np.integer)
 
 
-def _targets(targets: list[Any]) -> Any:
+def _join_targets(targets: list[Any]) -> Any:
     if all(target is None for target in targets):
         return None
     if all(map(_is_label, targets)):

@@ -140,9 +140,9 @@ class StepCost:
             shapes = [(1, 1), (1, 2), (2, 1)]
         best = dict.fromkeys(shapes, float("inf"))
         for _, shape in itertools.product(range(repeats + 1), shapes):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             train_step(*shape)
-            best[shape] = min(best[shape], time.perf_counter() - begun)
+            best[shape] = min(best[shape], time.perf_counter() - start)
         return cls.fit(
             shapes, [best[shape] for shape in shapes], max_padded_steps=max_padded_steps, batch_size=batch_size
         )

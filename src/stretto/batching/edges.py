@@ -79,7 +79,7 @@ def optimal_edges(
                [9, 4]])
     """
     lengths_N = as_lengths(lengths, pairs=True)
-    distinct_V, counts_V = _distinct(lengths_N)
+    distinct_V, counts_V = _count_distinct(lengths_N)
     is_pairs = lengths_N.ndim == PAIR
     cost_V = evaluate_cost(distinct_V, cost) if is_pairs else _check_cost(distinct_V, cost, count=len(lengths_N))
     if num_buckets == "auto":
@@ -92,7 +92,7 @@ def optimal_edges(
         most, price = min(check_int(num_buckets, name="num_buckets"), len(distinct_V)), 0.0
     if is_pairs:
         return _pair_edges(distinct_V, counts_V, cost, most=most, price=price)
-    return distinct_V[_optimal_cuts(cost_V, counts_V, most=most, price=price)]
+    return distinct_V[_find_optimal_cuts(cost_V, counts_V, most=most, price=price)]
 
 
 def padded_cost(lengths: npt.ArrayLike, edges: npt.ArrayLike, cost: Cost | None = None) -> float:
@@ -123,9 +123,7 @@ def as_lengths(lengths: npt.ArrayLike, *, pairs: bool = False) -> npt.NDArray[np
 
     They are flat, or, if `pairs` are welcome, of shape (N, 2).
     """
-    fix = "Give one whole number per sequence, as a flat list or array" + (
-        ", or two, of shape (N, 2)." if pairs else "."
-    )
+    fix = "Give one integer per sequence, as a flat list or array" + (", or two, of shape (N, 2)." if pairs else ".")
     try:
         given = lengths.cpu().numpy() if isinstance(lengths, torch.Tensor) else np.asarray(lengths)
     except ValueError as error:
@@ -138,7 +136,7 @@ def as_lengths(lengths: npt.ArrayLike, *, pairs: bool = False) -> npt.NDArray[np
         whole = np.issubdtype(given.dtype, np.floating) and bool(np.isfinite(given).all() and (given % 1 == 0).all())
         if not whole:
             raise StrettoError(
-                f"lengths of type {given.dtype} are not whole numbers of steps", fix="Give whole numbers."
+                f"lengths of type {given.dtype} are not integers", fix="Give integers, the steps of each sequence."
             )
     # The padded steps of a whole epoch must fit in an int64, however they are padded.
     for wrong, problem, fix in (
@@ -152,7 +150,7 @@ def as_lengths(lengths: npt.ArrayLike, *, pairs: bool = False) -> npt.NDArray[np
     return given.astype(np.int64)
 
 
-def _distinct(lengths_N: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _count_distinct(lengths_N: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The distinct lengths, or pairs, rising, and how often each occurs."""
     if lengths_N.ndim == 1:
         return np.unique(lengths_N, return_counts=True)
@@ -166,14 +164,14 @@ def _pair_edges(
     pairs_D2: npt.NDArray[np.int64], counts_D: npt.NDArray[np.int64], cost: Cost | None, *, most: int, price: float
 ) -> npt.NDArray[np.int64]:
     """At most so many corners, by rising cost: the best nested ones, moved; `price` is paid for each."""
-    first_V, second_U = (_few_lengths(side_D, counts_D) for side_D in pairs_D2.T)
+    first_V, second_U = (_thin_lengths(side_D, counts_D) for side_D in pairs_D2.T)
     counts_VU = np.zeros((len(first_V), len(second_U)), dtype=np.int64)
     np.add.at(counts_VU, tuple(map(np.searchsorted, (first_V, second_U), pairs_D2.T)), counts_D)
     places_P2 = np.stack([side.ravel() for side in np.meshgrid(first_V, second_U, indexing="ij")], axis=1)
     cost_P = _check_pair_cost(places_P2, cost, shape=counts_VU.shape, count=int(counts_D.sum()))
     most = min(most, len(places_P2))
-    nested_K = _nested_corners(cost_P.reshape(counts_VU.shape), counts_VU, most=most, price=price)
-    corners_K2 = places_P2[_moved_corners(nested_K, cost_P, counts_VU, most=most, price=price)]
+    nested_K = _find_nested_corners(cost_P.reshape(counts_VU.shape), counts_VU, most=most, price=price)
+    corners_K2 = places_P2[_move_corners(nested_K, cost_P, counts_VU, most=most, price=price)]
     # Lengths may have been rounded up: lower the corners to what is padded to them.
     bucket_D = bucket_of(pairs_D2, corners_K2)
     lowered_K2 = np.zeros_like(corners_K2)
@@ -182,14 +180,14 @@ def _pair_edges(
     return lowered_K2[np.lexsort((*lowered_K2.T, evaluate_cost(lowered_K2, cost)))]
 
 
-def _few_lengths(lengths_D: npt.NDArray[np.int64], counts_D: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _thin_lengths(lengths_D: npt.NDArray[np.int64], counts_D: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The distinct lengths, or, of very many, the edges of the buckets that pad these lengths least."""
     distinct_V, places_D = np.unique(lengths_D, return_inverse=True)
     if len(distinct_V) <= MAX_PAIR_LENGTHS:
         return distinct_V
     counts_V = np.zeros(len(distinct_V), dtype=np.int64)
     np.add.at(counts_V, places_D, counts_D)
-    return distinct_V[_optimal_cuts(distinct_V, counts_V, most=MAX_PAIR_LENGTHS, price=0.0)]
+    return distinct_V[_find_optimal_cuts(distinct_V, counts_V, most=MAX_PAIR_LENGTHS, price=0.0)]
 
 
 def _check_pair_cost(
@@ -214,7 +212,7 @@ def _check_pair_cost(
     return cost_P
 
 
-def _nested_corners(
+def _find_nested_corners(
     cost_VU: npt.NDArray[np.float64], counts_VU: npt.NDArray[np.int64], *, most: int, price: float
 ) -> npt.NDArray[np.int64]:
     """Places of the cheapest corners of which each holds the one before, at most so many."""
@@ -238,7 +236,7 @@ def _nested_corners(
     return np.unique(corners)
 
 
-def _moved_corners(
+def _move_corners(
     corners_K: npt.NDArray[np.int64],
     cost_P: npt.NDArray[np.float64],
     counts_VU: npt.NDArray[np.int64],
@@ -308,7 +306,9 @@ def _check_cost(distinct_V: npt.NDArray[np.int64], cost: Cost | None, *, count: 
     return given
 
 
-def _optimal_cuts(cost_V: Values, counts_V: npt.NDArray[np.int64], *, most: int, price: float) -> npt.NDArray[np.int64]:
+def _find_optimal_cuts(
+    cost_V: Values, counts_V: npt.NDArray[np.int64], *, most: int, price: float
+) -> npt.NDArray[np.int64]:
     """Positions of the edges among the distinct lengths, adding buckets while each saves more than `price`.
 
     The optimum is convex in the number of buckets (a Monge property), so the first that does not pay ends the search.
@@ -318,7 +318,7 @@ def _optimal_cuts(cost_V: Values, counts_V: npt.NDArray[np.int64], *, most: int,
     best_V: Values = cost_V * below_V[1:]
     begins = [np.zeros(len(cost_V), dtype=np.int64)]
     while len(begins) < most:
-        next_V, begins_V = _next_layer(best_V, cost_V, below_V, num_cuts=len(begins))
+        next_V, begins_V = _compute_next_layer(best_V, cost_V, below_V, num_cuts=len(begins))
         if price > 0 and best_V[-1] - next_V[-1] <= price:
             break
         best_V = next_V
@@ -331,7 +331,7 @@ def _optimal_cuts(cost_V: Values, counts_V: npt.NDArray[np.int64], *, most: int,
     return np.array(cuts[::-1], dtype=np.int64)
 
 
-def _next_layer(
+def _compute_next_layer(
     previous_V: Values, cost_V: Values, below_V: npt.NDArray[np.int64], *, num_cuts: int
 ) -> tuple[Values, npt.NDArray[np.int64]]:
     """One more bucket: best_V[j] = min over begins i of previous_V[i - 1] + cost_V[j] (below_V[j + 1] - below_V[i])."""
@@ -350,13 +350,13 @@ def _next_layer(
         above = rows_R + stride // 2
         right_R = np.where(above < num, begins_V[np.minimum(above, num - 1)], num - 1)
         right_R = np.minimum(right_R, rows_R)
-        best_V[rows_R], begins_V[rows_R] = _row_minima(
+        best_V[rows_R], begins_V[rows_R] = _find_row_minima(
             previous_V, cost_V, below_V, rows_R=rows_R, left_R=left_R, right_R=right_R
         )
     return best_V, begins_V
 
 
-def _row_minima(
+def _find_row_minima(
     previous_V: Values,
     cost_V: Values,
     below_V: npt.NDArray[np.int64],

@@ -155,15 +155,15 @@ def plan_epoch(
     sizes_G = np.diff(np.append(begins_G, len(order_M)))
     if rng is not None:
         mean_G = np.add.reduceat(steps_N[order_M], begins_G) / sizes_G
-        shuffled_G = _uncorrelated_order(mean_G, rng=rng)
+        shuffled_G = _draw_uncorrelated_order(mean_G, rng=rng)
         bucket_G, begins_G, sizes_G = bucket_G[shuffled_G], begins_G[shuffled_G], sizes_G[shuffled_G]
-    plan = _arranged(order_M, begins_G=begins_G, sizes_G=sizes_G, bucket_G=bucket_G)
+    plan = _arrange(order_M, begins_G=begins_G, sizes_G=sizes_G, bucket_G=bucket_G)
     if not largest_first or not len(bucket_G):
         return plan
-    rows_GW, longest_GWD = _shares(plan, lengths_N=lengths_N, world_size=world_size)
+    rows_GW, longest_GWD = _measure_shares(plan, lengths_N=lengths_N, world_size=world_size)
     largest = int((rows_GW * longest_GWD.sum(axis=2)).max(axis=1).argmax())
     places_G = np.r_[largest, np.delete(np.arange(len(bucket_G)), largest)]
-    return _arranged(
+    return _arrange(
         plan.order_M,
         begins_G=plan.offsets_G[:-1][places_G],
         sizes_G=np.diff(plan.offsets_G)[places_G],
@@ -176,14 +176,14 @@ def steps_of(lengths: Indices) -> Indices:
     return lengths if lengths.ndim == 1 else lengths.sum(axis=1)
 
 
-def _arranged(order_M: Indices, *, begins_G: Indices, sizes_G: Indices, bucket_G: Indices) -> EpochPlan:
+def _arrange(order_M: Indices, *, begins_G: Indices, sizes_G: Indices, bucket_G: Indices) -> EpochPlan:
     """The groups that begin at these places of `order_M`, one after the other."""
     offsets_G = np.append(0, np.cumsum(sizes_G))
     order_M = order_M[np.arange(len(order_M)) + np.repeat(begins_G - offsets_G[:-1], sizes_G)]
     return EpochPlan(order_M=order_M, offsets_G=offsets_G, bucket_G=bucket_G)
 
 
-def _shares(plan: EpochPlan, *, lengths_N: Indices, world_size: int) -> tuple[Indices, Indices]:
+def _measure_shares(plan: EpochPlan, *, lengths_N: Indices, world_size: int) -> tuple[Indices, Indices]:
     """Sequences (G, W) of each rank's batches, and their longest (G, W, D), 0 where there are none."""
     offsets = plan.share_offsets(world_size)
     rows = np.diff(offsets)
@@ -202,7 +202,7 @@ def adjacent_correlation(values_G: npt.NDArray[np.float64]) -> float:
     return float((now * following).sum()) / scale if scale > 0 else 0.0
 
 
-def _uncorrelated_order(mean_G: npt.NDArray[np.float64], *, rng: np.random.Generator) -> Indices:
+def _draw_uncorrelated_order(mean_G: npt.NDArray[np.float64], *, rng: np.random.Generator) -> Indices:
     """A random order in which the length of a group says nothing about the next one's.
 
     A single shuffle of G groups has a chance correlation of about 1 / sqrt(G), which for a small epoch is a run of
@@ -230,7 +230,7 @@ def measure_plan(
     max_padded_steps: int | None,
 ) -> SamplerReport:
     """The batches of a plan over all ranks, in numbers, beside shuffled ones of the same limits."""
-    rows_GW, longest_GWD = _shares(plan, lengths_N=lengths_N, world_size=world_size)
+    rows_GW, longest_GWD = _measure_shares(plan, lengths_N=lengths_N, world_size=world_size)
     filled_GW = rows_GW > 0
     rows_B, longest_BD = rows_GW[filled_GW], longest_GWD[filled_GW]
     edges_KD = buckets.edges_K.reshape(len(buckets.edges_K), -1)

@@ -7,8 +7,8 @@ middle closes it and plans the sequences that are left again, so that each still
     segment 1   2 ranks, 64 rows                |B|B|B      3 batches done, then a restart on 4 ranks
     segment 2   4 ranks, 64 rows                      |B|B|B|...
 
-Each plan is a pure function of seed, epoch, number of the segment, lengths and settings. A state therefore only has to
-say (ranks, rows, batches done) of each segment: whoever loads it replays the plans, not the data.
+Each plan is a pure function of seed, epoch, number of the segment, lengths and settings. A state therefore only has
+(ranks, rows, batches done) of each segment: loading it replays the plans, not the data.
 
 Shape legend: N sequences, K buckets, M members of a segment.
 """
@@ -103,13 +103,13 @@ class BucketSampler(BatchSampler):
         drop_last: Literal[False] = False,
     ) -> None:
         if sampler is not None or isinstance(lengths, Sampler):
-            raise _sharded_twice("Lightning", fix=LIGHTNING_FIX)
+            raise _sharding_error("Lightning", fix=LIGHTNING_FIX)
         if drop_last:
             raise StrettoError("drop_last=True was given to a BucketSampler, which drops nothing", fix="Leave it out.")
         self.drop_last = False
         self._lengths_N = as_lengths(lengths, pairs=True)
-        self._batch_size = self._rows = None if batch_size is None else _whole("batch_size", batch_size)
-        self._max_padded_steps = None if max_padded_steps is None else _whole("max_padded_steps", max_padded_steps)
+        self._batch_size = self._rows = None if batch_size is None else _as_int("batch_size", batch_size)
+        self._max_padded_steps = None if max_padded_steps is None else _as_int("max_padded_steps", max_padded_steps)
         if batch_size is None and max_padded_steps is None:
             raise StrettoError(
                 "BucketSampler got neither batch_size nor max_padded_steps", fix="Give one of them, or both."
@@ -120,7 +120,7 @@ class BucketSampler(BatchSampler):
         self._given_edges_K = None if edges is None else self._check_edges(edges)
         self._shuffle = check_bool(shuffle, name="shuffle")
         self._largest_first = check_bool(largest_first, name="largest_first")
-        self._seed = _whole("seed", seed, at_least=0)
+        self._seed = _as_int("seed", seed, at_least=0)
         self._given_ranks = rank, world_size
         self.rank, self.world_size = _resolve_rank(rank, world_size)
         self._buckets: dict[tuple[int, int | None], Buckets] = {}
@@ -181,7 +181,7 @@ class BucketSampler(BatchSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch. Naming the current one changes nothing, so a restored position is kept."""
-        if (epoch := _whole("epoch", epoch, at_least=0)) != self._epoch:
+        if (epoch := _as_int("epoch", epoch, at_least=0)) != self._epoch:
             self._move_to(epoch)
 
     def resize(self, batch_size: int, *, batches_done: int | None = None) -> None:
@@ -193,10 +193,10 @@ class BucketSampler(BatchSampler):
             batch_size: Most sequences of one rank's batch.
             batches_done: The batches that training has done, if a prefetching loader has drawn more from the sampler.
         """
-        rows = _whole("batch_size", batch_size)
-        done = self._done if batches_done is None else _whole("batches_done", batches_done, at_least=0)
+        rows = _as_int("batch_size", batch_size)
+        done = self._done if batches_done is None else _as_int("batches_done", batches_done, at_least=0)
         if done > self.plan.num_batches:
-            raise _bad_state(f"{done} of {self.plan.num_batches} batches are done")
+            raise _state_error(f"{done} of {self.plan.num_batches} batches are done")
         if done == self.plan.num_batches:
             self._move_to(self._epoch + 1)
         elif done:
@@ -234,7 +234,7 @@ class BucketSampler(BatchSampler):
         With another world size the rest of the epoch is planned again: still every sequence exactly once.
         """
         if not isinstance(state, dict):
-            raise _bad_state(f"it is a {type(state).__name__}")
+            raise _state_error(f"it is a {type(state).__name__}")
         if state.get("version") != STATE_VERSION:
             raise StrettoError(
                 f"the sampler's state has version {state.get('version')!r}, not {STATE_VERSION}",
@@ -245,10 +245,10 @@ class BucketSampler(BatchSampler):
                 "the sampler's state was saved for other lengths or settings",
                 fix="Restore it into a BucketSampler with the same lengths, sizes, buckets, seed and shuffle.",
             )
-        *closed, (world_size, rows, done) = _segments(state)
+        *closed, (world_size, rows, done) = _read_segments(state)
         epoch = state.get("epoch")
         if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
-            raise _bad_state(f"the epoch is {epoch!r}")
+            raise _state_error(f"the epoch is {epoch!r}")
         self._rows = rows or None
         self._move_to(epoch)
         if world_size == self.world_size:
@@ -257,7 +257,7 @@ class BucketSampler(BatchSampler):
             self._closed = (*closed, (world_size, rows, done)) if done else tuple(closed)
         self._done = self._start
         if self._start > self.plan.num_batches:
-            raise _bad_state(f"{self._start} of {self.plan.num_batches} batches are done")
+            raise _state_error(f"{self._start} of {self.plan.num_batches} batches are done")
         if self._start == self.plan.num_batches:
             self._move_to(self._epoch + 1)
 
@@ -292,7 +292,7 @@ class BucketSampler(BatchSampler):
         for number, (world_size, rows, done) in enumerate(self._closed):
             plan = self._plan_segment(members_M, number, world_size=world_size, rows=rows or None)
             if done > plan.num_batches:
-                raise _bad_state(f"{done} of {plan.num_batches} batches are done at world size {world_size}")
+                raise _state_error(f"{done} of {plan.num_batches} batches are done at world size {world_size}")
             members_M = plan.unused(done)
         return self._plan_segment(members_M, len(self._closed), world_size=self.world_size, rows=self._rows)
 
@@ -323,7 +323,7 @@ class BucketSampler(BatchSampler):
     def _compute_buckets(self, world_size: int, rows: int | None) -> Buckets:
         edges_K = self._given_edges_K
         if edges_K is None:
-            price = self._price(world_size, rows)
+            price = self._bucket_price(world_size, rows)
             edges_K = optimal_edges(self._lengths_N, self._num_buckets, self._cost, bucket_price=price)
         most = len(self._lengths_N)
         rows_K = np.full(len(edges_K), min(rows or most, most))
@@ -334,14 +334,14 @@ class BucketSampler(BatchSampler):
             rows_K = np.minimum(rows_K, np.maximum(1, capped // steps_K))
         return Buckets(edges_K=edges_K, bucket_N=bucket_of(self._lengths_N, edges_K), rows_K=rows_K)
 
-    def _price(self, world_size: int, rows: int | None) -> float:
+    def _bucket_price(self, world_size: int, rows: int | None) -> float:
         """One more bucket adds one more partial group, half empty on average: half a group of average sequences."""
         steps_N = steps_of(self._lengths_N)
-        cost_N = steps_N.astype(np.float64) if self._cost is None else np.abs(self._cost_of_each())
+        cost_N = steps_N.astype(np.float64) if self._cost is None else np.abs(self._sequence_costs())
         by_budget = self._max_padded_steps / steps_N.mean() if self._max_padded_steps is not None else np.inf
         return float(min(rows or np.inf, by_budget) * world_size * cost_N.mean() / 2)
 
-    def _cost_of_each(self) -> npt.NDArray[np.float64]:
+    def _sequence_costs(self) -> npt.NDArray[np.float64]:
         """Evaluated once for each distinct length."""
         distinct, inverse = np.unique(self._lengths_N, axis=0, return_inverse=True)
         return evaluate_cost(distinct, self._cost)[inverse.ravel()]
@@ -363,7 +363,7 @@ class BucketSampler(BatchSampler):
         except StrettoError as error:
             raise StrettoError(
                 f"edges {edges!r} cannot be used: they are checked as lengths, and {error.problem}",
-                fix="Give rising whole numbers, the last at least as long as the longest sequence.",
+                fix="Give rising integers, the last at least as long as the longest sequence.",
             ) from error
         if is_pairs:
             beyond = np.flatnonzero(bucket_of(self._lengths_N, edges_K) == len(edges_K)) if edges_K.ndim > 1 else [0]
@@ -396,29 +396,29 @@ class BucketSampler(BatchSampler):
         return hasher.hexdigest()[:16]
 
 
-def _whole(name: str, value: Any, *, at_least: int = 1) -> int:
-    """A whole number; settings such as 6e5 are floats and welcome."""
+def _as_int(name: str, value: Any, *, at_least: int = 1) -> int:
+    """An integer; floats such as 6e5 are accepted if they are integers."""
     whole_float = isinstance(value, float | np.floating) and value % 1 == 0
     return check_int(int(value) if whole_float else value, name=name, at_least=at_least)
 
 
-def _segments(state: dict[str, Any]) -> list[tuple[int, int, int]]:
+def _read_segments(state: dict[str, Any]) -> list[tuple[int, int, int]]:
     """The segments that `state_dict` wrote."""
     used = state.get("used")
     found = [tuple(part) if isinstance(part, (list, tuple)) else () for part in used] if isinstance(used, list) else []
     whole = all(isinstance(number, int) for segment in found for number in segment)
     if not (found and whole and all(len(part) == 3 and part[0] >= 1 and min(part) >= 0 for part in found)):
-        raise _bad_state(f"used={used!r}")
+        raise _state_error(f"used={used!r}")
     return [(int(world_size), int(rows), int(done)) for world_size, rows, done in found]
 
 
-def _bad_state(what: str) -> StrettoError:
+def _state_error(what: str) -> StrettoError:
     return StrettoError(
         f"the sampler's state does not fit: {what}", fix="Restore a state that was saved by state_dict()."
     )
 
 
-def _sharded_twice(framework: str, *, fix: str) -> StrettoError:
+def _sharding_error(framework: str, *, fix: str) -> StrettoError:
     return StrettoError(
         f"{framework} would share the batches of a BucketSampler among ranks, which it does itself: sequences would be "
         "lost or come twice",
@@ -438,7 +438,7 @@ def _refuse_accelerate() -> None:
         reader = frame.f_locals.get("self") if frame.f_globals.get("__name__") == "accelerate.data_loader" else None
         state = getattr(reader, "state", reader)
         if isinstance(reader, sharing) and getattr(state, "num_processes", 1) > 1:
-            raise _sharded_twice("Accelerate", fix=ACCELERATE_FIX)
+            raise _sharding_error("Accelerate", fix=ACCELERATE_FIX)
         frame = frame.f_back
 
 
@@ -448,7 +448,7 @@ def _resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
         world_size = torch.distributed.get_world_size() if running else 1
     if rank is None:
         rank = torch.distributed.get_rank() if running else 0
-    rank, world_size = _whole("rank", rank, at_least=0), _whole("world_size", world_size)
+    rank, world_size = _as_int("rank", rank, at_least=0), _as_int("world_size", world_size)
     if rank >= world_size:
         raise StrettoError(f"rank={rank} does not fit world_size={world_size}", fix="Give 0 <= rank < world_size.")
     return rank, world_size

@@ -67,7 +67,10 @@ class Cell(nn.Module, ABC):
 
     def zeros(self, *size: int) -> torch.Tensor:
         """Zeros with the dtype and device of the cell's parameters."""
-        like = next(self.parameters(), None)
+        like: torch.Tensor | None = next(self.parameters(), None)
+        if like is None:  # those of a copy for `nn.DataParallel` are attributes
+            found = (value for module in self.modules() for value in vars(module).values())
+            like = next((v for v in found if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
         if like is None:
             return torch.zeros(*size)
         return torch.zeros(*size, dtype=like.dtype, device=like.device)

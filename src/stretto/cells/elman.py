@@ -16,6 +16,8 @@ from stretto.cells.cell import AbstractGatedCell, Cell, State, expect_tensor, ex
 from stretto.checks import check_choice, check_int
 from stretto.errors import StrettoError
 
+_NONLINEARITIES: Final = {"tanh": torch.tanh, "relu": torch.relu}
+
 
 @final
 class Elman(AbstractGatedCell):
@@ -37,14 +39,14 @@ class Elman(AbstractGatedCell):
         nonlinearity: Literal["tanh", "relu"] = "tanh",
     ) -> None:
         super().__init__(input_size, hidden_size, num_gates=1, bias=bias)
-        check_choice(nonlinearity, name="nonlinearity", choices=("tanh", "relu"), owner="Elman")
+        check_choice(nonlinearity, name="nonlinearity", choices=_NONLINEARITIES, owner="Elman")
         self.nonlinearity = nonlinearity
 
     def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """One step from x (B, F) and h."""
         h_BH = expect_tensor(state, cell=self)
         sum_BH = linear(x_t, self.weight_ih, self.bias_ih) + linear(h_BH, self.weight_hh, self.bias_hh)
-        h_BH = torch.tanh(sum_BH) if self.nonlinearity == "tanh" else torch.relu(sum_BH)
+        h_BH = _NONLINEARITIES[self.nonlinearity](sum_BH)
         return h_BH, h_BH
 
 
@@ -75,7 +77,7 @@ class IndRNN(Cell):
         super().__init__()
         self.input_size = check_int(input_size, name="input_size", owner="IndRNN")
         self.hidden_size = check_int(hidden_size, name="hidden_size", owner="IndRNN")
-        check_choice(nonlinearity, name="nonlinearity", choices=("relu", "tanh"), owner="IndRNN")
+        check_choice(nonlinearity, name="nonlinearity", choices=_NONLINEARITIES, owner="IndRNN")
         self.nonlinearity = nonlinearity
         bound = 1.0 / math.sqrt(self.hidden_size)
         self.weight_ih = nn.Parameter(torch.empty(self.hidden_size, self.input_size).uniform_(-bound, bound))
@@ -90,7 +92,7 @@ class IndRNN(Cell):
         """One step from x (B, F) and h."""
         h_BH = expect_tensor(state, cell=self)
         sum_BH = linear(x_t, self.weight_ih, self.bias_ih) + self.weight_hh * h_BH
-        h_BH = torch.tanh(sum_BH) if self.nonlinearity == "tanh" else torch.relu(sum_BH)
+        h_BH = _NONLINEARITIES[self.nonlinearity](sum_BH)
         return h_BH, h_BH
 
 

@@ -37,7 +37,7 @@ class _AbstractGRU(AbstractGatedCell):
 
     num_gates: ClassVar[int] = 3
     gate_keeps: ClassVar[bool] = True
-    """Whether z is the share of h that is kept; otherwise it is the share of n that is taken."""
+    """Whether z weighs the old state h; otherwise it weighs the candidate n."""
 
     def __init__(self, input_size: int, hidden_size: int, *, bias: bool = True) -> None:
         super().__init__(input_size, hidden_size, num_gates=self.num_gates, bias=bias)

@@ -61,7 +61,7 @@ def cell_from(module: nn.Module, *, layer: int = 0, reverse: bool = False) -> Ce
 def step_of_torch(cell: nn.Module) -> StepFunction | None:
     """One step of a cell by PyTorch's function for it, which takes less time than the cell's own operators.
 
-    None for cells that have none, and for those that somebody has changed: by a subclass, hooks or computed weights.
+    None for other cells, and for those changed by a subclass, by hooks or by weights that are computed.
     """
     find = _STEPS_OF_TORCH.get(type(cell))
     if find is None or "forward" in cell.__dict__ or cell._forward_hooks or cell._forward_pre_hooks:

@@ -49,7 +49,7 @@ def _describe(value: Any) -> str:
 class Zoneout(_AbstractWrapper):
     """Zoneout, after Krueger et al. (2017): in training each unit of the state keeps its old value with probability p.
 
-    Every step draws afresh. In evaluation a unit takes the expected value, p of the old plus 1 - p of the new one. If
+    Each step draws a new mask. In evaluation a unit has its expected value, p of the old plus 1 - p of the new one. If
     the cell's output is a part of its new state, such as the h of an LSTM, the output is that part after zoneout.
 
     Args:

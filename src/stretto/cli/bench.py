@@ -54,7 +54,7 @@ class BenchSettings:
         shape: Steps, sequences and features of the batch as T,B,F; features may be left out.
         against: What to compare with. Loop calls the cell once per step in Python; torch runs torch's own layers. Left
             out, loop for a cell and torch for a model.
-        tokens: Give a model whole numbers below this, such as words, instead of features.
+        tokens: Give a model integers below this, such as words, instead of features.
         time_first: Give a model (steps, sequences, features) instead of (sequences, steps, features).
         hidden_size: Hidden units that the cell is made with; left out, the class's own default or 128.
         arguments: Another argument that it is made with, as name=value with a Python literal; may be repeated.
@@ -262,7 +262,7 @@ def _model_contenders(
         # The user has accelerated it already.
         accelerate(peer, backend="torch")
     ours = accelerate(copy.deepcopy(model), backend=settings.backend)
-    fix = "Give the --shape that it takes, --time-first if steps come first, or --tokens N for whole numbers."
+    fix = "Give the --shape that it takes, --time-first if steps come first, or --tokens N for integers."
     with user_errors(f"{settings.target!r} failed on an input of shape {tuple(x.shape)}", fix=fix), torch.no_grad():
         peer(x)
     note = f"recurrent layers: {len(layers)}"

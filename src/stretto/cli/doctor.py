@@ -57,7 +57,7 @@ class DoctorSettings:
 
 
 class Finding(NamedTuple):
-    """One line: what was looked at, what was found, and whether that would stop a user."""
+    """One line: what was checked, what was found, and whether that would stop a user."""
 
     name: str
     value: str
@@ -86,13 +86,13 @@ def findings() -> Iterator[Finding]:
     fused = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     yield Finding("oneDNN", f"{'yes' if fused else 'no'}: torch.nn.LSTM runs {'fused' if fused else 'step by step'}")
     yield Finding("device", "CUDA is there; --device cuda uses it" if torch.cuda.is_available() else "cpu")
-    yield from _gpus()
+    yield from _find_gpus()
     try:
         yield Finding("cache", f"{cache_folder()}, private; {CACHE_VARIABLE} moves it")
     except StrettoError as error:
         yield Finding("cache", f"cannot be used: {error}", broken=True)
-    yield from _kernels()
-    yield from _triton()
+    yield from _check_kernels()
+    yield from _check_triton()
     # In the order in which backend="auto" tries them.
     for backend in all_backends():
         try:
@@ -107,7 +107,7 @@ def findings() -> Iterator[Finding]:
         yield Finding(f"[{extra}]", "; ".join(part for part in (there, hint) if part))
 
 
-def _kernels() -> Iterator[Finding]:
+def _check_kernels() -> Iterator[Finding]:
     """The compiler, where compiled kernels lie, and whether one of them computes what it should."""
     try:
         compiler = find_compiler()
@@ -120,7 +120,7 @@ def _kernels() -> Iterator[Finding]:
         return
     yield Finding("compiler", f"{compiler.name}, {compiler.version}; CXX names another")
     yield Finding("flags", f"{' '.join(compiler.flags)}; {MARCH_VARIABLE} names another processor for -march")
-    yield Finding("vectors", _vectors(compiler))
+    yield Finding("vectors", _check_vectors(compiler))
     parallel = "-fopenmp" in compiler.flags
     yield Finding("OpenMP", "yes: kernels use the threads above" if parallel else "no: kernels run on one thread")
     try:
@@ -130,10 +130,10 @@ def _kernels() -> Iterator[Finding]:
         yield Finding("kernels", f"cannot be kept: {error}", broken=True)
         return
     yield Finding("kernels", f"{len(sizes)} compiled, {sum(sizes) / 2**20:.1f} MiB, in {folder}, private")
-    yield _self_test()
+    yield _check_layer()
 
 
-def _vectors(compiler: Compiler) -> str:
+def _check_vectors(compiler: Compiler) -> str:
     """What the compiler says that its code will use."""
     command = [*compiler.command, *compiler.flags, "-dM", "-E", "-x", "c++", os.devnull]
     try:
@@ -144,11 +144,11 @@ def _vectors(compiler: Compiler) -> str:
     return next((name for macro, name in VECTORS.items() if macro in macros), "none that is known")
 
 
-def _self_test() -> Finding:
+def _check_layer() -> Finding:
     """A small compiled kernel beside the same steps in plain PyTorch."""
     start = time.perf_counter()
     before = set(library_folder().glob("*.so"))
-    failure, reason = _disagreement("auto", torch.device("cpu"))
+    failure, reason = _compare_with_torch("auto", torch.device("cpu"))
     if failure:
         return Finding("self-test", f"failed: {failure}. Set CXX to another compiler, and report this", broken=True)
     if reason:
@@ -158,7 +158,7 @@ def _self_test() -> Finding:
     return Finding("self-test", f"ok: a small kernel agrees with plain PyTorch, gradients too ({took})")
 
 
-def _gpus() -> Iterator[Finding]:
+def _find_gpus() -> Iterator[Finding]:
     """Each GPU with what decides about kernels for it, and its driver."""
     if not torch.cuda.is_available():
         return
@@ -172,7 +172,7 @@ def _gpus() -> Iterator[Finding]:
     yield Finding("driver", "; ".join([*(texts or ["version not known"]), f"torch was built for {runtime}"]))
 
 
-def _triton() -> Iterator[Finding]:
+def _check_triton() -> Iterator[Finding]:
     """A small kernel of Triton on the first GPU; on a machine without one it is compiled for one, and interpreted."""
     backend = next(item for item in all_backends() if item.name == "triton")
     if backend.unavailable() is not None:
@@ -182,9 +182,9 @@ def _triton() -> Iterator[Finding]:
     yield Finding("Triton", f"{version}; {'kernels for the GPU' if gpu else 'no GPU: its interpreter stands in'}")
     try:
         with contextlib.nullcontext() if gpu else interpreted():
-            failure, reason = _disagreement("triton", torch.device("cuda" if gpu else "cpu"))
+            failure, reason = _compare_with_torch("triton", torch.device("cuda" if gpu else "cpu"))
         compiled = "" if gpu else f" and compiles for {', '.join(compiles_for())}"
-    except Exception as error:  # noqa: BLE001 - whatever a driver or compiler raises is what is to be told
+    except Exception as error:  # noqa: BLE001 - whatever a driver or compiler raises is reported
         failure, reason = f"Triton {version} raised {type(error).__name__}: {error}", ""
     if failure or reason:
         # Without a GPU nothing else than these lines needs Triton.
@@ -195,7 +195,7 @@ def _triton() -> Iterator[Finding]:
     yield Finding("Triton test", f"ok: a small kernel {where} agrees with plain PyTorch{compiled} {took}")
 
 
-def _disagreement(backend: Backend, device: torch.device) -> tuple[str, str]:
+def _compare_with_torch(backend: Backend, device: torch.device) -> tuple[str, str]:
     """A small kernel beside the same steps in plain PyTorch, gradients too: what is wrong, or why there is none."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -203,7 +203,7 @@ def _disagreement(backend: Backend, device: torch.device) -> tuple[str, str]:
         x = torch.randn(4, 6, 3).to(device)
     rnn = RNN(cell, backend=backend)
     try:
-        made = _run(cell, rnn(x)[0])
+        made = _output_and_gradients(cell, rnn(x)[0])
     except StrettoError as error:
         return str(error), ""
     explanation, made_by = rnn.explain(), rnn.last_built
@@ -216,13 +216,13 @@ def _disagreement(backend: Backend, device: torch.device) -> tuple[str, str]:
     for step in range(x.shape[1]):
         y, state = cell(x[:, step], state)
         outputs.append(y)
-    wanted = _run(cell, torch.stack(outputs, dim=1))
+    wanted = _output_and_gradients(cell, torch.stack(outputs, dim=1))
     if all(torch.allclose(one, other, atol=TOLERANCE) for one, other in zip(made, wanted, strict=True)):
         return "", ""
     return "a compiled kernel and plain PyTorch disagree", ""
 
 
-def _run(cell: Elman, y: torch.Tensor) -> list[torch.Tensor]:
+def _output_and_gradients(cell: Elman, y: torch.Tensor) -> list[torch.Tensor]:
     """An output with the gradients of the cell's parameters."""
     return [y, *torch.autograd.grad(y.square().sum(), list(cell.parameters()))]
 

@@ -18,7 +18,7 @@ from stretto.training import Count
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExplainSettings:
-    """What becomes of a cell: what leaves the time loop, what stays in it, and what a step costs.
+    """How a cell is compiled: what leaves the time loop, what stays in it, and what a step costs.
 
     For example:
 

@@ -61,7 +61,7 @@ class ExportSettings:
         input_size: Features of the input, for a cell or model that does not say.
         steps: Of the sequences it is exported for, where it cannot be for any number: torch fixes that of recurrent
             layers in a program.
-        tokens: Give a model whole numbers below this, such as words, instead of features.
+        tokens: Give a model integers below this, such as words, instead of features.
         hidden_size: Hidden units that a cell is made with.
         arguments: Another argument that it is made with, as name=value with a Python literal; may be repeated.
         weights: Of a run: those of the best epoch or the last ones; left out, those that its result belongs to.
@@ -112,7 +112,7 @@ def run(words: list[str]) -> int:
         _Exportable(model) if isinstance(model, TrainedModel) else copy.deepcopy(model),
     )
     plain = restore(_with_torch_layers(inputs)).eval().requires_grad_(False)
-    with _quiet():
+    with _silence():
         written = _to_torch(plain, examples, out) if settings.to == "torch" else _to_onnx(plain, examples, out)
     print(f"{out}  {out.stat().st_size / 1024:,.0f} KiB, {written}")
     if is_run:
@@ -184,7 +184,7 @@ def _example_input(model: nn.Module, settings: ExportSettings) -> list[torch.Ten
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence() -> Iterator[None]:
     """Without what exporters print, log and warn of."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -199,12 +199,12 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _outputs(value: Any) -> list[torch.Tensor]:
+def _list_outputs(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _to_torch(model: nn.Module, examples: list[torch.Tensor], out: Path) -> str:
-    program, found = _program(model, examples[0]), ""
+    program, found = _export_program(model, examples[0]), ""
 
     def write(path: Path) -> None:
         nonlocal found
@@ -218,7 +218,7 @@ def _to_torch(model: nn.Module, examples: list[torch.Tensor], out: Path) -> str:
     return found
 
 
-def _program(model: nn.Module, example: torch.Tensor) -> Any:
+def _export_program(model: nn.Module, example: torch.Tensor) -> Any:
     """The program, for any number of sequences and steps as far as that can be."""
     fix = "torch must be able to export it: a model of torch's layers, called with one tensor."
     free = ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
@@ -229,7 +229,7 @@ def _program(model: nn.Module, example: torch.Tensor) -> Any:
 def _to_onnx(model: nn.Module, examples: list[torch.Tensor], out: Path) -> str:
     runtime = optional("onnxruntime")
     optional("onnxscript")
-    program, found = _program(model, examples[0]), ""
+    program, found = _export_program(model, examples[0]), ""
 
     def write(path: Path) -> None:
         nonlocal found
@@ -256,7 +256,7 @@ def _compare(model: nn.Module, again: Callable[[torch.Tensor], Any], examples: l
     worst, sizes = 0.0, "any batch and length"
     for x in examples:
         try:
-            theirs = _outputs(again(x))
+            theirs = _list_outputs(again(x))
         except Exception:
             # Whatever an exported program raises about sizes; those that it was exported with must do.
             if x is examples[0]:
@@ -264,7 +264,7 @@ def _compare(model: nn.Module, again: Callable[[torch.Tensor], Any], examples: l
             sizes = f"any batch of {examples[0].shape[1]} steps"
             continue
         with torch.no_grad():
-            ours = _outputs(model(x))
+            ours = _list_outputs(model(x))
         if not ours or any(torch.isnan(one).any() for one in ours):
             raise StrettoError(
                 f"the model returns {'NaN' if ours else 'no tensor'}, which cannot be compared with what is exported",

@@ -46,7 +46,7 @@ def load_module(
     Raises:
         StrettoError: If it cannot be found, or cannot be made.
     """
-    found, values = _find(target, kind=kind), _literals(arguments)
+    found, values = _find(target, kind=kind), _parse_literals(arguments)
     if isinstance(found, (nn.Module, Graph)):
         given = [*(["--hidden-size"] if hidden_size else []), *(f"--set {name}" for name in values)]
         if given:
@@ -56,7 +56,7 @@ def load_module(
             )
     elif callable(found):
         sizes = {"input_size": (input_flag, input_size), "hidden_size": ("--hidden-size", hidden_size)}
-        found = _make(found, target, values, sizes=sizes, kind=kind)
+        found = _construct(found, target, values, sizes=sizes, kind=kind)
     module = found.cell() if isinstance(found, Graph) else found
     if not isinstance(module, nn.Module):
         raise StrettoError(
@@ -193,7 +193,7 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _literals(words: Sequence[str]) -> dict[str, Any]:
+def _parse_literals(words: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -213,7 +213,7 @@ def _literals(words: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _make(
+def _construct(
     maker: Any,
     target: str,
     arguments: dict[str, Any],

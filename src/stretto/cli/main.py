@@ -20,7 +20,7 @@ VERBS: Final = {
     "sweep": "many runs over seeds and settings, and a page that compares them",
     "report": "the HTML page of a run",
     "watch": "that page in a browser, refreshed while the run trains",
-    "explain": "what becomes of a cell: what leaves the time loop, and what a time step costs",
+    "explain": "how a cell is compiled: what leaves the time loop, and what a time step costs",
     "bench": "how fast a cell or model is on this machine",
     "doctor": "what Stretto will use on this machine, and why",
 }

@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from pydantic import Field
 from stretto.cli.flags import check_flags, parse
 from stretto.cli.loading import load_task
 from stretto.cli.main import INTERRUPTED
+from stretto.distributed import count_cores, handle_signals
 from stretto.errors import StrettoError
 from stretto.files import disk_errors, write_text_atomically
 from stretto.report import SweepRun, write_sweep_page
@@ -77,8 +76,7 @@ def run(words: list[str]) -> int:
         page = folder / PAGE
         return write_sweep_page(runs, page, title=title, higher_is_better=kind.higher_is_better)
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    codes = _train(task, left, jobs=min(settings.jobs or cores, max(1, len(left))), show=show)
+    codes = _train(task, left, jobs=min(settings.jobs or count_cores(), max(1, len(left))), show=show)
     print(f"page  {show()}")
     if INTERRUPTED in codes.values():
         print("Stopped; everything is saved. The same command continues.")
@@ -155,7 +153,7 @@ def _table(values: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
 
 def _toml(values: dict[str, Any]) -> str:
     try:
-        # Numbers, texts, truth values and lists are written in JSON as in TOML.
+        # Numbers, strings, booleans and lists are written in JSON as in TOML.
         return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
     except TypeError as error:
         raise StrettoError(
@@ -175,9 +173,9 @@ def _train(task: str, runs: list[SweepRun], *, jobs: int, show: Any) -> dict[int
     """Train the runs, some at a time; their exit codes by number."""
     waiting, codes = list(reversed(runs)), {}
     active: dict[int, tuple[SweepRun, subprocess.Popen[bytes]]] = {}
-    with _passed_on(active) as asked:
-        while (waiting and not asked) or active:
-            while waiting and not asked and len(active) < jobs:
+    with _forward_signals(active) as signals:
+        while (waiting and not signals) or active:
+            while waiting and not signals and len(active) < jobs:
                 each = waiting.pop()
                 active[each.number] = each, _begin(task, each)
             for number, (each, process) in list(active.items()):
@@ -190,7 +188,7 @@ def _train(task: str, runs: list[SweepRun], *, jobs: int, show: Any) -> dict[int
                 state = {0: "finished", INTERRUPTED: "stopped"}.get(code, f"failed, see {_log(each)}")
                 print(f"{number:>4}  {state}  {each.name}", flush=True)
                 show()
-    if asked:
+    if signals:
         codes |= {each.number: INTERRUPTED for each in waiting}
     return codes
 
@@ -209,18 +207,14 @@ def _begin(task: str, each: SweepRun) -> subprocess.Popen[bytes]:
 
 
 @contextmanager
-def _passed_on(active: dict[int, tuple[SweepRun, subprocess.Popen[bytes]]]) -> Iterator[list[int]]:
-    """Pass Ctrl-C and SIGTERM on to the runs, which save and end; whether that was asked for."""
-    asked: list[int] = []
+def _forward_signals(active: dict[int, tuple[SweepRun, subprocess.Popen[bytes]]]) -> Iterator[list[int]]:
+    """Forward Ctrl-C and SIGTERM to the runs, which save and end; the list has the signals so far."""
+    received: list[int] = []
 
-    def ask(number: int, frame: object) -> None:  # noqa: ARG001
-        asked.append(number)
+    def forward(number: int) -> None:
+        received.append(number)
         for _, process in list(active.values()):
             process.send_signal(number)
 
-    earlier = {kind: signal.signal(kind, ask) for kind in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for kind, handler in earlier.items():
-            signal.signal(kind, handler)
+    with handle_signals(forward):
+        yield received

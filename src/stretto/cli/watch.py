@@ -129,7 +129,7 @@ def serve(folder: Path, *, port: int) -> None:
 
 
 class Watched:
-    """A run and its page, made anew when a browser asks and there are new events."""
+    """A run and its page, which is written again when a browser asks and there are new events."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

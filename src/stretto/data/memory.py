@@ -1,6 +1,6 @@
 """Data that is in memory already: lists of tensors or arrays, and tables of pandas, polars, Arrow or Hugging Face.
 
-A table has a row per sequence, with lists in its cells, or a row per step and a column that tells the sequences apart:
+A table has a row per sequence, with lists in its cells, or a row per step and a column that identifies the sequence:
 
     a row per sequence    x                   label        by="id", a row per step    id   speed  height   label
                           [[1, 2], [3, 4]]    up                                      a    1      2        up
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from stretto.checks import check_kind, check_list
-from stretto.data.readers.parquet import from_columns, refuse_nulls
+from stretto.data.readers.parquet import decode_columns, from_columns, refuse_nulls
 from stretto.data.sequences import SequenceSet, number_split
 from stretto.data.targets import AbstractTargets, Labels, StepLabels, Transcripts
 from stretto.errors import StrettoError
@@ -78,7 +78,7 @@ def from_tensors(
             raise StrettoError(f"{name}: text {wrong} is {texts[wrong]!r}", fix="Give one string per sequence.")
         targets = Transcripts.of(list(texts))
     elif labels is not None:
-        targets = _targets([_as_array(label) for label in labels], source=name)
+        targets = _make_targets([_as_array(label) for label in labels], source=name)
     split_N, complete = (None, False) if split is None else number_split(_as_array(split), source=name)
     return SequenceSet.from_flat(
         np.concatenate(arrays),
@@ -110,11 +110,11 @@ def from_arrow(
         texts: The column of transcripts.
         split: The column with 0, 1, 2 or "train", "valid", "test". Left out, the parts of a `DatasetDict` are the
             split, or one is drawn.
-        by: The column that tells sequences apart. They come in the order of their first rows; steps keep theirs.
+        by: The column that identifies the sequence. They come in the order of their first rows; steps keep theirs.
         step_labels: With `by`, whether each step has a label of its own; otherwise a sequence has one, at all its rows.
         name: What the data is called in messages and reports.
     """
-    columns = _columns(table)
+    columns = _read_columns(table)
     split = split or (PART if PART in columns else None)
     check_kind(name, str, name="name", fix="Give a string.")
     one = "Name a column, or with by= a list of columns."
@@ -131,7 +131,7 @@ def from_arrow(
         if len(inputs) != 1 or step_labels:
             raise StrettoError(
                 f"{name}: several columns of features, or labels of steps, are for a row per step",
-                fix="Name the column that tells the sequences apart with by=.",
+                fix="Name the column that identifies the sequence with by=.",
             )
         named = {"x": inputs[0], "y": labels, "text": texts, "split": split}
         chosen = {key: columns[column] for key, column in named.items() if column is not None}
@@ -188,7 +188,7 @@ def from_polars(frame: Any, **columns: Any) -> SequenceSet:
     return from_arrow(whole.to_arrow(), **columns)
 
 
-def _columns(table: Any) -> dict[str, Any]:
+def _read_columns(table: Any) -> dict[str, Any]:
     arrow = optional("pyarrow")
     if isinstance(table, Mapping) and table and all(hasattr(part, "with_format") for part in table.values()):
         parts = {part: dataset.with_format("arrow")[:] for part, dataset in table.items()}
@@ -201,19 +201,21 @@ def _columns(table: Any) -> dict[str, Any]:
             f"from_arrow got a {type(table).__name__}",
             fix="Give an Arrow table or a Hugging Face dataset, or use from_pandas, from_polars or from_tensors.",
         )
-    is_encoded = arrow.types.is_dictionary
-    found = zip(table.column_names, table.columns, strict=True)
-    return {key: each.cast(each.type.value_type) if is_encoded(each.type) else each for key, each in found}
+    return decode_columns(table)
 
 
 def _as_array(values: Any) -> Array:
     try:
         return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    except ValueError as error:
-        raise StrettoError(f"values that are no array ({error})", fix="Give lists of equally long rows.") from error
+    except (TypeError, ValueError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise StrettoError(
+            f"values cannot be read as an array ({reason})",
+            fix="Give an array, a dense tensor, or lists of equally long rows.",
+        ) from error
 
 
-def _targets(labels: list[Array], *, source: str) -> AbstractTargets:
+def _make_targets(labels: list[Array], *, source: str) -> AbstractTargets:
     of_steps = bool(labels) and labels[0].ndim == 1
     odd = next((number for number, label in enumerate(labels) if label.ndim != int(of_steps)), None)
     if odd is not None:

@@ -59,7 +59,7 @@ def open_sequences(path: Path | str, *, framing: Framing | None = None) -> Seque
         raise StrettoError(f"there is no file or folder {str(path)!r}", fix="Check the path.")
     if not is_file:
         raise StrettoError(f"{str(path)!r} is a pipe or a device", fix="Write the data to a file first.")
-    reader = _reader(path)
+    reader = _find_reader(path)
     if reader is None:
         raise StrettoError(f"{str(path)!r} is not of a kind that Stretto reads", fix=SUPPORTED)
     if framing is not None and framing.split_file != Framing().split_file:
@@ -67,7 +67,7 @@ def open_sequences(path: Path | str, *, framing: Framing | None = None) -> Seque
     return reader(path)
 
 
-def _reader(path: Path) -> Callable[[Path], SequenceSet] | None:
+def _find_reader(path: Path) -> Callable[[Path], SequenceSet] | None:
     name = path.name.lower()
     return next((reader for ending, reader in READERS.items() if name.endswith(ending)), None)
 
@@ -89,12 +89,12 @@ def _open_folder(folder: Path, framing: Framing | None) -> SequenceSet:
             f"{str(folder)!r} has {len(files)} data files: {', '.join(path.name for path in files)}",
             fix="Name one of them.",
         )
-    below = _reader_below(folder)
+    below = _find_reader_below(folder)
     if not files:
         if below is None:
             raise StrettoError(f"{str(folder)!r} holds nothing that Stretto reads", fix=SUPPORTED)
         return read_clips(folder, framing) if below is read_clips else below(folder)
-    if _reader(files[0]) is read_text and below is not None:
+    if _find_reader(files[0]) is read_text and below is not None:
         what = "clips" if below is read_clips else "ink"
         raise StrettoError(
             f"{str(folder)!r} has the text {files[0].name} and {what} below it",
@@ -105,10 +105,10 @@ def _open_folder(folder: Path, framing: Framing | None) -> SequenceSet:
 
 def _is_data(path: Path) -> bool:
     stem = path.name.lower().partition(".")[0]
-    return _reader(path) not in (None, read_inkml) and stem not in NOT_DATA and not path.name.startswith(".")
+    return _find_reader(path) not in (None, read_inkml) and stem not in NOT_DATA and not path.name.startswith(".")
 
 
-def _reader_below(folder: Path) -> Callable[[Path], SequenceSet] | None:
+def _find_reader_below(folder: Path) -> Callable[[Path], SequenceSet] | None:
     """The reader of ink or clips at some depth."""
     if any(folder.rglob("*.inkml")):
         return read_inkml

@@ -82,12 +82,12 @@ class SequenceSet(Dataset[Sample]):
     ) -> "SequenceSet":
         """Check the flat layout (sequence i is `features_SF[offsets[i]:offsets[i + 1]]`) and wrap it without a copy.
 
-        Without `split_N` a split is drawn; where it has 0 and 1 alone, 1 is taken for test and a part of train for
-        validation, unless `split_complete` says that 1 is validation whatever else there is.
+        Without `split_N` a split is drawn; where it has 0 and 1 alone, 1 is the test part, and a tenth of train
+        becomes the validation part, unless `split_complete` says that 1 is validation in any case.
         """
         check_kind(features_SF, np.ndarray, name="features_SF", owner=name, fix="Give a NumPy array (steps, features).")
         if not isinstance(offsets, np.ndarray):
-            offsets = np.array(check_list(offsets, name="offsets", owner=name, fix="Give N + 1 whole numbers."))
+            offsets = np.array(check_list(offsets, name="offsets", owner=name, fix="Give N + 1 integers."))
         if features_SF.ndim == 1:
             features_SF = features_SF[:, None]
         _check_features(features_SF, name=name)
@@ -122,7 +122,7 @@ class SequenceSet(Dataset[Sample]):
         return len(self.lengths_N)
 
     def __getitem__(self, index: int) -> Sample:
-        check_kind(index, int, np.integer, name="index", owner=self.name, fix="Give a whole number, or use subset.")
+        check_kind(index, int, np.integer, name="index", owner=self.name, fix="Give an integer, or use subset.")
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)} in {self.name}")
         return self.__getitems__([index % len(self)])[0]
@@ -139,6 +139,11 @@ class SequenceSet(Dataset[Sample]):
             Sample(features_TF=part, target=self.targets[index], index=int(self.numbers_N[index]))
             for part, index in zip(features, indices, strict=True)
         ]
+
+    def arrays(self) -> list[Array]:
+        """The features (T, F) of each sequence, without a copy."""
+        places = zip(self.starts_N.tolist(), self.lengths_N.tolist(), strict=True)
+        return [self.features_SF[start : start + length] for start, length in places]
 
     @property
     def num_features(self) -> int:
@@ -161,7 +166,7 @@ class SequenceSet(Dataset[Sample]):
         if chosen.ndim != 1 or (chosen.size and chosen.dtype.kind not in "biu"):
             raise StrettoError(
                 f"subset got indices of shape {chosen.shape} and type {chosen.dtype}",
-                fix="Give a list of whole numbers, the sequences to keep.",
+                fix="Give a list of integers, the sequences to keep.",
             )
         chosen = chosen.astype(np.int64)
         return dataclasses.replace(
@@ -187,7 +192,7 @@ class SequenceSet(Dataset[Sample]):
     def digest(self) -> str:
         """A fingerprint, which resuming compares: of layout, split and targets, and of the features.
 
-        Of more than 256 MiB of features, evenly spread rows are taken, so that it stays cheap for large sets.
+        Of more than 256 MiB of features, evenly spread rows are hashed, so that it stays cheap for large sets.
         """
         hasher = hashlib.sha256()
         hasher.update(f"{len(self)}:{self.num_features}:{self.features_SF.dtype}:{self.alphabet}".encode())
@@ -224,7 +229,7 @@ def _check_offsets(offsets: Array, *, num_steps: int, name: str) -> npt.NDArray[
     if offsets.ndim != 1 or not np.issubdtype(offsets.dtype, np.integer):
         raise StrettoError(
             f"{name}: offsets have shape {offsets.shape} and type {offsets.dtype}",
-            fix="Give N + 1 whole numbers, the first 0 and the last the number of steps.",
+            fix="Give N + 1 integers, the first 0 and the last the number of steps.",
         )
     if len(offsets) < 2:
         raise StrettoError(f"{name}: the set is empty", fix="Give at least one sequence.")

@@ -29,7 +29,7 @@ def locate(offsets: npt.NDArray[np.integer], position: int) -> tuple[int, int]:
 
 
 def offsets_fit(offsets: npt.NDArray[Any], *, num_values: int) -> bool:
-    """Whether offsets are whole numbers that rise from 0 to the number of values."""
+    """Whether offsets are integers that rise from 0 to the number of values."""
     if offsets.ndim != 1 or not len(offsets) or not np.issubdtype(offsets.dtype, np.integer):
         return False
     bounds = offsets.astype(np.int64)
@@ -44,7 +44,7 @@ def _check_classes(
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
         raise StrettoError(
             f"{source}: labels of {each}s have shape {values.shape} and type {values.dtype}",
-            fix=f"Give one whole number per {each}.",
+            fix=f"Give one integer per {each}.",
         )
     if names is not None and len(set(names)) < len(names):
         twice = next(name for position, name in enumerate(names) if name in names[:position])
@@ -117,7 +117,7 @@ class Labels(AbstractTargets):
 
     @classmethod
     def check(cls, values_N: npt.NDArray[np.generic], *, names: Sequence[str] | None, source: str) -> "Labels":
-        """Refuse labels that are not whole numbers from 0 to the number of classes."""
+        """Refuse labels that are not integers from 0 to the number of classes."""
         names = _check_classes(values_N, names=names, offsets=None, source=source)
         return cls(values_N=values_N.astype(np.int64), names=names)
 
@@ -162,7 +162,7 @@ class StepLabels(_FlatTargets):
         names: Sequence[str] | None,
         source: str,
     ) -> "StepLabels":
-        """Refuse labels that are not whole numbers from 0 to the number of classes."""
+        """Refuse labels that are not integers from 0 to the number of classes."""
         bounds = np.asarray(offsets, dtype=np.int64)
         names = _check_classes(values_S, names=names, offsets=bounds, source=source)
         return cls(values_S=values_S, starts_N=bounds[:-1], lengths_N=np.diff(bounds), names=names)

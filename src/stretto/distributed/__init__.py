@@ -1,6 +1,6 @@
 """Training on several ranks: joining and launching them, exact gradients over ranks, time divided over ranks."""
 
-from stretto.distributed.launch import launch_ranks, leave_exit_code
+from stretto.distributed.launch import count_cores, handle_signals, launch_ranks, leave_exit_code
 from stretto.distributed.mesh import TimeBlock, TimeMesh
 from stretto.distributed.replica import global_count, replicate, scale_loss
 from stretto.distributed.world import (
@@ -20,8 +20,10 @@ __all__ = [
     "TimeBlock",
     "TimeMesh",
     "World",
+    "count_cores",
     "detect_lost_rank",
     "global_count",
+    "handle_signals",
     "is_distributed",
     "is_rank0",
     "join_ranks",

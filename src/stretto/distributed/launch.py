@@ -1,5 +1,6 @@
 """Starting several ranks on this machine: torchrun, with a rendezvous in a private folder instead of a port."""
 
+import contextlib
 import os
 import secrets
 import signal
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Final
@@ -17,6 +18,27 @@ from stretto.errors import StrettoError
 
 MAX_RANKS_PER_CORE: Final = 4
 STORE_NAME: Final = "ranks"
+
+
+def count_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def handle_signals(handler: Callable[[int], None]) -> Iterator[None]:
+    """Call `handler` for Ctrl-C and SIGTERM; only the main thread of a program may, so that others change nothing."""
+
+    def handle(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        handler(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    earlier = {kind: signal.signal(kind, handle) for kind in (signal.SIGINT, signal.SIGTERM) if is_main}
+    try:
+        yield
+    finally:
+        for kind, before in earlier.items():
+            signal.signal(kind, before)
 
 
 def launch_ranks(
@@ -34,7 +56,7 @@ def launch_ranks(
     Each rank has so many threads; by default the cores are divided evenly. Returns the exit code that the ranks agreed
     on. What the ranks print goes where the launcher's own goes, or as `subprocess.Popen` takes it.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = count_cores()
     if nproc > MAX_RANKS_PER_CORE * cores:
         raise StrettoError(
             f"{nproc} ranks were asked for and there are {cores} cores",
@@ -57,7 +79,7 @@ def launch_ranks(
             "OMP_NUM_THREADS": str(threads or max(1, cores // nproc)),
         }
         code = _run(command, environment, stdout=stdout, stderr=stderr)
-        return _agreed_exit_code(Path(folder), otherwise=code)
+        return _read_exit_code(Path(folder), otherwise=code)
 
 
 def leave_exit_code(code: int) -> int:
@@ -74,7 +96,7 @@ def leave_exit_code(code: int) -> int:
     return 0
 
 
-def _agreed_exit_code(folder: Path, *, otherwise: int) -> int:
+def _read_exit_code(folder: Path, *, otherwise: int) -> int:
     """The exit code that a rank of the last start left behind, or else the launcher's own."""
     starts = [path.name.removeprefix(f"{STORE_NAME}-") for path in folder.glob(f"{STORE_NAME}-*")]
     last = max((int(start) for start in starts if start.isdecimal()), default=0)
@@ -91,15 +113,5 @@ def _run(
 ) -> int:
     # In a session of its own, so that Ctrl-C reaches the ranks once, through the launcher, and not twice.
     process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout, stderr=stderr)  # noqa: S603
-
-    def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        process.send_signal(signal.SIGTERM)
-
-    # Only the main thread of a program may say what happens at signals.
-    is_main = threading.current_thread() is threading.main_thread()
-    earlier = {kind: signal.signal(kind, forward) for kind in (signal.SIGINT, signal.SIGTERM) if is_main}
-    try:
+    with handle_signals(lambda number: process.send_signal(signal.SIGTERM)):  # noqa: ARG005
         return process.wait()
-    finally:
-        for kind, handler in earlier.items():
-            signal.signal(kind, handler)

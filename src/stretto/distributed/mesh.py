@@ -141,10 +141,10 @@ class TimeMesh:
             # The ranks of a time group are consecutive; a direction that reads backwards ends on the first.
             place = 0 if rnn.bidirectional and number % 2 else self.time.size - 1
             source = distributed.get_rank() - self.time.rank + place
-            found.append(map_state(lambda part, source=source: self._from(part, source), one))
+            found.append(map_state(lambda part, source=source: self._broadcast(part, source), one))
         return found[0] if len(found) == 1 else tuple(found)
 
-    def _from(self, part: torch.Tensor, source: int) -> torch.Tensor:
+    def _broadcast(self, part: torch.Tensor, source: int) -> torch.Tensor:
         sent = part.detach().to(self.time.device, copy=True).contiguous()
         distributed.broadcast(sent, src=source, group=self.time.group)
         return sent.to(part.device)

@@ -143,7 +143,7 @@ class World:
 
 @final
 class DeferredErrors:
-    """Errors that only rank 0 can meet, such as a full disk, kept until all ranks can raise them together.
+    """Errors that occur on rank 0 alone, such as a full disk, kept until all ranks can raise them together.
 
     If rank 0 raised alone, the others would wait for it in their next exchange, until the time-out. A process that is
     alone raises at once.
@@ -292,7 +292,7 @@ def join_ranks(*, device: str = "cpu", timeout_minutes: float = 10.0) -> Iterato
             device=device if backend == "nccl" else "cpu",
         )
         versions = f"stretto {importlib.metadata.version('stretto')}, torch {torch.__version__}"
-        with _own_gpus():
+        with _explain_shared_gpu():
             world.require_equal("the version of stretto or torch", versions, fix="Install the same on all machines.")
         yield world
     finally:
@@ -300,7 +300,7 @@ def join_ranks(*, device: str = "cpu", timeout_minutes: float = 10.0) -> Iterato
 
 
 @contextlib.contextmanager
-def _own_gpus() -> Iterator[None]:
+def _explain_shared_gpu() -> Iterator[None]:
     """Say it when NCCL finds, in the first exchange, that ranks share a GPU."""
     try:
         yield
@@ -335,7 +335,7 @@ def _env_int(name: str, default: int | None = None) -> int:
         return int(text or "")
     except ValueError:
         raise StrettoError(
-            f"the variable {name} is {text!r} and must be a whole number", fix="Start the ranks with torchrun or srun."
+            f"the variable {name} is {text!r} and must be an integer", fix="Start the ranks with torchrun or srun."
         ) from None
 
 

@@ -29,7 +29,7 @@ from stretto.graph.network import (
 from stretto.graph.node import BatchDim, Node, concrete_shape, evaluate, run, topological_sort
 from stretto.graph.operators import is_random, is_view
 from stretto.graph.rewrite import widen
-from stretto.graph.side_effects import GENERATORS, Attributes, holders_of
+from stretto.graph.side_effects import GENERATORS, Attributes, attribute_tensors, holders_of
 from stretto.graph.summary import PRODUCTS, LoopSummary, Operator, Product, Summary, format_shape
 from stretto.graph.trace import Untraceable, constant_fill, trace
 
@@ -55,6 +55,7 @@ __all__ = [
     "Summary",
     "Untraceable",
     "analyse",
+    "attribute_tensors",
     "concrete_shape",
     "constant_fill",
     "delayed_graph",

@@ -1,4 +1,4 @@
-"""The backward step of a loop: derived by autograd from one step of its body, then taken apart like the step itself.
+"""The backward step of a loop: derived by autograd from one step of its body, then split like the step itself.
 
 What leads from the next state's gradient to the state's gradient stays in the backward loop, with the gradients of what
 the loop read at each step. The gradients of weights, biases, peepholes and gains are sums over all steps: they are
@@ -33,11 +33,11 @@ from stretto.graph.custom_gradient import CustomGradient
 from stretto.graph.node import Node, concrete_shape, evaluate, needed_for
 from stretto.graph.operators import DECOMPOSED, EXPENSIVE, is_view, uses_number_of_rows, why_mixed, why_not_rowwise
 from stretto.graph.rows import rows_first
-from stretto.graph.trace import Functions, StepGraph, Untraceable, record
+from stretto.graph.trace import FunctionMode, StepGraph, Untraceable, record
 
 
 class Kind(str, Enum):
-    """What an input of a loop's body is."""
+    """The kind of an input to a loop's body."""
 
     STATE = "state"
     PER_STEP = "per_step"
@@ -85,6 +85,10 @@ class Body:
             self._by_kind = {each: [port for port in self.ports if port.kind is each] for each in Kind}
         return self._by_kind[kind]
 
+    def nodes_of(self, kind: Kind) -> list[Node]:
+        """The nodes of the inputs of one kind."""
+        return [port.node for port in self.ports_of(kind)]
+
 
 def derive(graph: StepGraph, loop: Loop) -> Body:
     """The body of a loop of the step `graph`, with its backward step.
@@ -96,7 +100,7 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
     sources += [(Kind.PER_STEP, node) for node in loop.per_step]
     sources += [(Kind.WEIGHT, node) for node in loop.weights]
     sources += [(Kind.CONSTANT, node) for node in loop.constants]
-    # Zeros are places that every table has, but nothing that an integer can be divided by.
+    # Zero is a valid index into every table, but not a valid divisor of integers: then ones are tried.
     for fill in (0, 1):
         run = partial(_run_both_ways, graph, loop, [node for _, node in sources], fill=fill)
         try:
@@ -133,9 +137,9 @@ def derive(graph: StepGraph, loop: Loop) -> Body:
         )
     nodes = rows_first(recording.nodes)
     try:
-        return _take_apart(nodes, body)
+        return _partition(nodes, body)
     except Untraceable:
-        # What the gradient is computed with is not what the user wrote.
+        # Name an operator that the user wrote, if one of those is the cause, and not one of its gradient.
         for node in loop.nodes:
             if reason := why_mixed(node):
                 raise Untraceable(reason) from None
@@ -160,7 +164,7 @@ def _run_both_ways(
     }
     for tensor in inputs:
         tensor.requires_grad_(tensor.is_floating_point())
-    with recorder, Functions():
+    with recorder, FunctionMode():
         values = dict(zip(sources, inputs, strict=True))
         values.update((node, tensor) for node, tensor in graph.constants.items() if node not in values)
         for node in loop.nodes:
@@ -192,7 +196,7 @@ def _gradients(
     return found
 
 
-def _take_apart(nodes: list[Node], body: Body) -> Body:
+def _partition(nodes: list[Node], body: Body) -> Body:
     """Sort the operators of both directions into those that stay in a loop and those that are deferred."""
     outputs = [*body.next_states, *body.outputs]
     # Late is whatever depends on a gradient; all else is forward work.

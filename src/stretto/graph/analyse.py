@@ -66,7 +66,7 @@ class Loop:
 
 @dataclass(slots=True)
 class Plan:
-    """A step, taken apart.
+    """A step with a stage for every operator, and its loops.
 
     Attributes:
         graph: The step, after rewriting.

@@ -1,4 +1,4 @@
-"""Functions with a gradient of their own, `torch.autograd.Function`, as one node of a step.
+"""Functions with a custom gradient, `torch.autograd.Function`, as one node of a step.
 
 The node's operator calls the function. Its forward is recorded too, to know what it does to rows and shapes. When the
 loop is differentiated, autograd runs the function and then its backward, both under the recorder: the backward step has
@@ -106,21 +106,25 @@ def straight_through(hard: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def seen_by(recorded: Recorded) -> Iterator[None]:
+def intercept_calls(recorded: Recorded) -> Iterator[None]:
     """Calls of such functions by this thread go to `recorded(function, run, arguments)`.
 
-    Those of TorchScript's run operator by operator, as their graph says: when they were called before, parts of them
-    have gradients of their own, too. No hook of torch's sees either, so `Function.apply` and the calls of TorchScript's
-    themselves are others meanwhile; other threads' calls pass.
+    Functions of TorchScript run operator by operator, as in their graph: once they have been called, parts of them are
+    fused into operators with custom gradients, too. No hook of torch sees either kind, so `Function.apply` and
+    TorchScript's `__call__` are patched meanwhile; calls by other threads are passed on.
     """
-    global _users  # noqa: PLW0603 - how many traces go on
+    global _users  # noqa: PLW0603 - how many traces run at once
     with _lock:
         _users += 1
         if _users == 1:
-            _originals.extend((kind, name, kind.__dict__[name]) for kind, name in _SEEN)
+            _originals.extend((kind, name, kind.__dict__[name]) for kind, name in _INTERCEPTED)
             for kind, name, original in _originals:
                 is_function = kind is torch.autograd.Function
-                setattr(kind, name, classmethod(_passing(original.__func__)) if is_function else _plainly(original))
+                setattr(
+                    kind,
+                    name,
+                    classmethod(_intercept_apply(original.__func__)) if is_function else _run_unoptimized(original),
+                )
     token = _recorder.set(recorded)
     try:
         yield
@@ -134,7 +138,7 @@ def seen_by(recorded: Recorded) -> Iterator[None]:
                 _originals.clear()
 
 
-_SEEN: Final[tuple[tuple[Any, str], ...]] = (
+_INTERCEPTED: Final[tuple[tuple[Any, str], ...]] = (
     (torch.autograd.Function, "apply"),
     (torch._C.ScriptFunction, "__call__"),
     (torch._C.ScriptMethod, "__call__"),
@@ -143,12 +147,12 @@ _CALL: Final[Any] = torch._C.ScriptFunction.__call__
 _originals: Final[list[tuple[Any, str, Any]]] = []
 
 
-def _passing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _intercept_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         recorded = _recorder.get()
         if recorded is None or kwargs:
             return original(function, *args, **kwargs)
-        # What it calls inside has no gradient of its own: autograd does not look into it.
+        # Functions that it calls are not intercepted: autograd differentiates the outer one as a whole.
         token = _recorder.set(None)
         try:
             return recorded(function, lambda: original(function, *args), args)
@@ -158,7 +162,7 @@ def _passing(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _plainly(original: Callable[..., Any]) -> Callable[..., Any]:
+def _run_unoptimized(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(script: Any, *args: Any, **kwargs: Any) -> Any:
         if _recorder.get() is None:
             return original(script, *args, **kwargs)
@@ -172,7 +176,7 @@ def _plainly(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def foreign_inputs(inner: Sequence[Node], arguments: Sequence[Node]) -> list[Node]:
-    """What the forward reads that was not given to it."""
+    """Nodes that the forward reads although they are not among its arguments."""
     own = {*inner, *arguments}
     found = [node for node in inner if node.op is None]
     return found + [item for node in inner for item in node.inputs if item not in own]

@@ -17,7 +17,7 @@ import torch
 aten = torch.ops.aten
 
 KEPT: Final = frozenset(
-    # Pointwise, and the derivatives that autograd has of its own.
+    # Pointwise, and the derivatives that autograd has operators for.
     "neg abs sign sgn reciprocal sqrt rsqrt exp exp2 expm1 log log2 log10 log1p erf erfc erfinv lgamma "
     "digamma sin cos tan asin acos atan "
     "sinh cosh asinh acosh atanh floor ceil trunc round sigmoid tanh relu hardsigmoid silu mul div remainder fmod "
@@ -71,7 +71,7 @@ def _dims(x: torch.Tensor, dim: Any) -> list[int]:
 
 
 def _zero_safe(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """A function that is 0 at 0, where its derivative is taken to be 0."""
+    """A function that is 0 at 0, with the derivative 0 there."""
     is_zero = x == 0
     return torch.where(is_zero, 0.0, function(torch.where(is_zero, 1.0, x)))
 

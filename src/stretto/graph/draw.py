@@ -204,7 +204,7 @@ def _sources(node: Node) -> list[Node]:
 
 
 def is_drawn(node: Node) -> bool:
-    """Whether an operator gets a box of its own."""
+    """Whether an operator is drawn as a box."""
     return node.op is not None and node.dtype is not None and node.label not in SAME_VALUE
 
 
@@ -328,7 +328,7 @@ def _add_backward(body: Body, panel: Panel, *, which: str) -> None:
 
 def _forward_names(body: Body) -> tuple[set[Node], dict[Node, str]]:
     """The weights of a loop and views of them, which are made before it; and names for values of the forward pass."""
-    once = {port.node for port in body.ports_of(Kind.WEIGHT)}
+    once = set(body.nodes_of(Kind.WEIGHT))
     names = {port.node: _origin(port.source) for port in body.ports}
     for node in body.backward:
         if not node.has_rows and node.inputs and all(item in once for item in node.inputs):

@@ -21,7 +21,7 @@ State = tuple[torch.Tensor, ...]
 def _gates(
     x: torch.Tensor, h: torch.Tensor, weights: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What input and state say to the gates, side by side."""
+    """The products of input and state with their weights, for all gates."""
     w_ih, w_hh, b_ih, b_hh = (*weights, None, None)[:4]
     assert w_ih is not None
     assert w_hh is not None
@@ -140,14 +140,6 @@ def _solve(a: torch.Tensor, b: torch.Tensor, *, left: bool = True) -> torch.Tens
     return x.masked_fill((failed != 0).reshape(*failed.shape, *[1] * (x.dim() - failed.dim())), float("nan"))
 
 
-def _bernoulli(probability: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-    """From the random numbers that torch itself takes for it."""
-    if given or named:
-        return torch.bernoulli(probability, *given, **named)
-    drawn = torch.rand(probability.shape, dtype=probability.dtype, device=probability.device)
-    return (drawn < probability).to(probability.dtype)
-
-
 def _cosine_similarity(x: torch.Tensor, y: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
     def unit(value: torch.Tensor) -> torch.Tensor:
         length: torch.Tensor = torch.linalg.vector_norm(value, 2, dim, keepdim=True)
@@ -232,7 +224,6 @@ EQUATIONS: Final[dict[str, Callable[..., Any]]] = {
     **{f"{kind}_cell": _cell(kind) for kind in _STEPS},
     **{kind: _layers(kind) for kind in _STEPS},
     "one_hot": _one_hot,
-    "bernoulli": _bernoulli,
     "linalg_solve": _solve,
     "__setitem__": _set_item,
     "fill_diagonal_": _fill_diagonal,

@@ -11,7 +11,7 @@ to it from the base. A write is kept as the view it went to and the new value. W
     m[:, 0] = h                   view: select(1, 0)                  write: h
     m * 2                         reads all of m                      cat(h, zeros[:, 1:]) * 2
 
-Views of a part are put back by concatenation, so that what reads another part of it can tell.
+Views of a part are put back by concatenation, so that a read of another part does not depend on them.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ class Write:
 
     place: tuple[Any, ...]
     steps: tuple[Step, ...]
-    value: torch.Tensor  # a tensor of its own, which nothing writes to
+    value: torch.Tensor  # a separate tensor, which nothing writes to
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +63,7 @@ class Memory:
     node: Node  # of the root before all writes
     owner: str = ""  # whose it is, in words, if it was not made by the step
     writes: list[Write] = field(default_factory=list)
-    base: torch.Tensor | None = None  # the contents after the first `applied` writes, as a tensor of its own
+    base: torch.Tensor | None = None  # the contents after the first `applied` writes, as a separate tensor
     applied: int = 0
 
 

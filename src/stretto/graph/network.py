@@ -104,7 +104,7 @@ class Layer:
         computes = self.aggregation != "sum" or self.activation != "linear" or self.bias
         if self.role != "hidden" and computes:
             raise StrettoError(
-                f"the {self.role} layer {self.name!r} has an aggregation, an activation or a bias of its own",
+                f"the {self.role} layer {self.name!r} has an aggregation, an activation or a bias",
                 fix="Only hidden layers compute: connect it to one that does.",
             )
         if self.role == "constant" and self.learn_initial:
@@ -204,7 +204,7 @@ class Wiring:
     layers: tuple[Layer, ...]  # each after those that it reads within the step
     connections: tuple[Connection, ...]  # sorted
     inputs: tuple[str, ...]  # they share the columns of the input, in this order
-    outputs: tuple[str, ...]  # their values are the output, side by side
+    outputs: tuple[str, ...]  # their values, concatenated, are the output
     # What arrives at each hidden layer, the earliest known first, so that sums of it can leave the time loop.
     wires: Mapping[str, tuple[Wire, ...]]
     # Each hidden layer, cut where a connection begins or ends: units, and the numbers of the wires that arrive there.
@@ -498,7 +498,7 @@ class GraphCell(Cell):
         return tuple(getattr(self, f"initial_value_{name}").repeat(batch_size, 1) for name, _ in self.wiring.delayed)
 
     def forward(self, x_t: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        """One step; `x_t` holds the inputs of the graph side by side, the output its output layers likewise."""
+        """One step; `x_t` holds the inputs of the graph concatenated, the output its output layers likewise."""
         delayed = self.wiring.delayed
         self._check(x_t, state=state)
         # values[name, d] is what the layer was d steps ago. In the next state, each moves on by one step.
@@ -814,7 +814,7 @@ class Graph:
 
     def _add(self, layer: Layer) -> str:
         if layer.name in self._layers:
-            raise StrettoError(f"there is a layer {layer.name!r} already", fix="Give every layer a name of its own.")
+            raise StrettoError(f"there is a layer {layer.name!r} already", fix="Give every layer a different name.")
         self._layers[layer.name] = layer
         return layer.name
 

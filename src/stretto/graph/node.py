@@ -169,7 +169,7 @@ def evaluate(node: Node, values: dict[Node, Any], rows: int, *, op: Callable[...
 
 
 def _evaluate_rounded(node: Node, args: Any, operands: torch.dtype) -> torch.Tensor:
-    """A product of operands of fewer bits, as a value of its own dtype. Sums within it have more than either."""
+    """A product with its operands rounded to a narrower dtype, in the node's own dtype; sums inside are wider still."""
 
     def rounded(value: Any) -> Any:
         return value.to(operands) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

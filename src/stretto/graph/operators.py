@@ -22,7 +22,7 @@ EXPENSIVE: Final = frozenset(
     "sigmoid tanh exp expm1 log log1p erf sin cos atan exp2 log2 log10 erfc tan asin acos sinh cosh asinh acosh atanh "
     "erfinv lgamma digamma "
     "atan2 hypot sqrt rsqrt pow softplus gelu silu elu _softmax _safe_softmax "
-    "_log_softmax mm addmm bmm product_of_heads convolution sum mean amax amin var native_layer_norm reciprocal div "
+    "_log_softmax mm addmm bmm product_of_heads convolution sum mean amax amin native_layer_norm reciprocal div "
     "argmax argmin max min topk sort".split()
 )
 """Operators whose results are worth saving, rather than computing them again in the backward pass."""
@@ -31,24 +31,21 @@ LARGEST_CONVOLUTION: Final = 1 << 20
 """Multiplications of a row's convolution in a loop, up to which generated code is faster than calling PyTorch's."""
 
 DIMENSION_ARGUMENT: Final = dict.fromkeys(
-    "slice select cat stack unbind unsqueeze squeeze gather index_select flip sum mean amax amin any all var std "
-    "prod scatter scatter_add index_add logsumexp max min argmax argmin cumsum cumprod logcumsumexp sort glu _softmax "
-    "_safe_softmax _log_softmax".split(),
+    "slice select cat stack unbind unsqueeze squeeze gather index_select sum mean amax amin any all scatter "
+    "scatter_add index_add max min argmax argmin sort _softmax _safe_softmax _log_softmax".split(),
     1,
 ) | dict.fromkeys(
-    "split split_with_sizes roll topk linalg_vector_norm slice_backward select_backward _softmax_backward_data "
-    "_log_softmax_backward_data glu_backward".split(),
+    "split split_with_sizes topk slice_backward select_backward _softmax_backward_data "
+    "_log_softmax_backward_data".split(),
     2,
 )
+"""The position of the argument that names the dimensions an operator works along."""
 _POINTWISE_TOO: Final = frozenset(
     f"{name}_backward"
-    for name in "elu leaky_relu hardtanh softplus gelu silu sigmoid tanh threshold hardswish hardsigmoid mish "
-    "hardshrink log_sigmoid".split()
+    for name in "elu leaky_relu hardtanh softplus gelu silu sigmoid tanh threshold hardsigmoid".split()
 ) | {"where", "floor_divide"}
-_DEFAULT_DIMENSION: Final = dict.fromkeys("sort topk glu".split(), (-1,)) | dict.fromkeys(
-    "sum mean amax amin prod".split(), ()
-)
-_SAME: Final = {"alias", "detach", "clone", "_to_copy"}
+_DEFAULT_DIMENSION: Final = dict.fromkeys("sort topk".split(), (-1,)) | dict.fromkeys("sum mean amax amin".split(), ())
+_IDENTITIES: Final = {"alias", "detach", "clone", "_to_copy"}
 _ANY_RANK: Final = {"view", "_unsafe_view", "reshape", "expand", "alias", "detach", "clone", "_to_copy"}
 
 
@@ -62,7 +59,7 @@ def is_view(node: Node) -> bool:
 def is_pointwise(node: Node) -> bool:
     """Whether every element depends only on the elements at its own position."""
     if isinstance(node.op, CustomGradient):
-        return all(is_pointwise(item) or item.label in _SAME for item in node.op.inner)
+        return all(is_pointwise(item) or item.label in _IDENTITIES for item in node.op.inner)
     return torch.Tag.pointwise in getattr(node.op, "tags", ()) or node.label in _POINTWISE_TOO
 
 
@@ -100,7 +97,7 @@ def why_not_rowwise(node: Node) -> str | None:
         return f"{node.label} reads rows in another place than the first dimension"
     if node.dtype is not None and not node.has_rows:
         return f"{node.label} mixes the rows of the batch"
-    return _reason(node)
+    return _why_rows_mix(node)
 
 
 def why_mixed(node: Node) -> str | None:
@@ -113,7 +110,7 @@ def why_mixed(node: Node) -> str | None:
     return f"{reason}{node.whereabouts}; a step has to compute each sequence by itself"
 
 
-def _reason(node: Node) -> str | None:  # noqa: PLR0911, PLR0912 - one line per kind of operator
+def _why_rows_mix(node: Node) -> str | None:  # noqa: PLR0911, PLR0912 - one line per kind of operator
     name, mixes = node.label, f"{node.label} mixes the rows of the batch"
     if node.op is operator.getitem:
         return None
@@ -130,7 +127,7 @@ def _reason(node: Node) -> str | None:  # noqa: PLR0911, PLR0912 - one line per 
     if name in {"unfold", "unfold_backward"}:
         rank, dimension = (len(node.shape) - 1, 1) if name == "unfold" else (len(node.shape), 2)
         return None if node.args[dimension] % rank else mixes
-    if name in {"native_layer_norm", "rms_norm"}:
+    if name == "native_layer_norm":
         return None if len(node.args[1]) < len(node.args[0].shape) else mixes
     if name == "embedding":
         return None if node.args[1].has_rows and not node.args[0].has_rows else mixes
@@ -140,8 +137,6 @@ def _reason(node: Node) -> str | None:  # noqa: PLR0911, PLR0912 - one line per 
         return None if node.has_rows and _keeps_first_dimension(node) else mixes
     if name in _ANY_RANK:
         return None
-    if name == "repeat":
-        return None if len(node.args[1]) == len(node.args[0].shape) and node.args[1][0] == 1 else mixes
     if name in DIMENSION_ARGUMENT:
         rank = max(len(node.inputs[0].shape), len(node.shape))
         position = DIMENSION_ARGUMENT[name]

@@ -163,7 +163,9 @@ def _in_rows(
 ) -> list[Node]:
     """Turn a look-up at places of each row into a gather, or `values` put there into a scatter; what comes before it.
 
-    The first index numbers the rows, the others are for the dimensions after them: their places are counted in one.
+    The first index numbers the rows. The others, for the dimensions after them, become one index into these flattened:
+
+        x (rows, H, W)[arange(rows), i, j]    ->    x (rows, H * W) gathered at i * W + j
     """
     first, *others = (index for index in given if index is not None)
     if len(others) + 1 != len(given) or not others or not _numbers_rows(first) or not source.has_rows:

@@ -49,7 +49,7 @@ def gradient_of_heads(x_PGK: torch.Tensor, d_PGN: torch.Tensor) -> torch.Tensor:
 
 
 def rows_first(nodes: list[Node]) -> list[Node]:
-    """The nodes, where possible with rows first; nodes of before that nothing reads any more stay in the list."""
+    """The nodes, where possible with rows first; replaced nodes that nothing reads any more stay in the list."""
     return _RowsFirst().run(nodes)
 
 
@@ -69,7 +69,7 @@ class _Layout:
     groups: tuple[Group, ...]
 
     @property
-    def is_still(self) -> bool:
+    def is_uniform(self) -> bool:
         """Whether it is the same for all rows."""
         return not self.twin.has_rows
 
@@ -118,8 +118,6 @@ class _RowsFirst:
             self.name, self.count = node.name, 0
             if node.label == "baddbmm":
                 self._split_baddbmm(node)
-            elif node.label == "mv":
-                self._as_matrices(node)
             elif node.op is None or not self._concerns(node):
                 self.out.append(node)
             else:
@@ -139,7 +137,7 @@ class _RowsFirst:
     def _place(self, node: Node, layout: "_Layout | None") -> None:
         """Put a node behind those that it is made of now."""
         if layout is not None:
-            if layout.has_rows and (layout.is_still or layout.groups[0][:1] != (0,)):
+            if layout.has_rows and (layout.is_uniform or layout.groups[0][:1] != (0,)):
                 self.known[node] = layout
             else:
                 self._replace(node, self._made(layout, layout.groups))
@@ -183,11 +181,11 @@ class _RowsFirst:
 
     def _made(self, layout: _Layout, groups: Sequence[Group]) -> Node:
         """A value with a dimension for each group: rows must be first; without them if it is the same for all."""
-        if layout.is_still:
+        if layout.is_uniform:
             groups = [group for group in map(_without_rows, groups) if group or 0 not in group]
         order = [d for group in groups for d in group]
         value = layout.twin
-        shift = int(layout.is_still)
+        shift = int(layout.is_uniform)
         if order != sorted(order):
             shape = [layout.twin.shape[d - shift] for d in order]
             value = self._emit(aten.permute.default, (value, [d - shift for d in order]), shape, value.dtype)
@@ -196,7 +194,7 @@ class _RowsFirst:
 
     def _with_rows(self, layout: _Layout, groups: Sequence[Group]) -> Node:
         """A value with a dimension for each group, of which the first one is that of the rows alone."""
-        if not layout.is_still:
+        if not layout.is_uniform:
             return self._made(layout, groups)
         value = self._made(layout, groups[1:])
         return self._emit(aten.expand.default, (value, [_ROWS, *value.shape]), (_ROWS, *value.shape), value.dtype)
@@ -237,7 +235,7 @@ class _RowsFirst:
         order = [piece for d in range(len(layout.sizes)) for piece in pieces[d]]
         place = {piece: number for number, piece in enumerate(order)}
         new = tuple(sizes[piece] for piece in order)
-        twin = self._reshaped(layout.twin, ([] if layout.is_still else [_ROWS]) + list(new[1:]))
+        twin = self._reshaped(layout.twin, ([] if layout.is_uniform else [_ROWS]) + list(new[1:]))
         return _Layout(twin, new, tuple(tuple(place[piece] for piece in group) for group in found))
 
     def _known_as(self, value: Node, sizes: Sequence[Sequence[Size]]) -> _Layout:
@@ -295,7 +293,7 @@ class _RowsFirst:
             if groups[d] or size == 1:
                 continue
             if isinstance(size, BatchDim):
-                if size != _ROWS or not layout.is_still or layout.has_rows:
+                if size != _ROWS or not layout.is_uniform or layout.has_rows:
                     raise _NoRule
                 groups[d] = (0,)
             else:
@@ -312,7 +310,7 @@ class _RowsFirst:
         self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None, rank: int
     ) -> _Layout:
         given = {item: self._layout(item) for item in leaves_in((args, kwargs)) if isinstance(item, Node)}
-        if all(layout.is_still for layout in given.values()):
+        if all(layout.is_uniform for layout in given.values()):
             raise _NoRule
         # What each dimension is made of: as finely as in any operand.
         sizes: list[list[Size]] = [[] for _ in range(rank)]
@@ -341,12 +339,12 @@ class _RowsFirst:
         found = self._regrouped(layout, targets)
         parts_of = [part for group in sizes for part in group]
         others = [group for group, part in zip(found.groups, parts_of, strict=True) if part != _ROWS]
-        if found.is_still:
+        if found.is_uniform:
             return self._made(found, others)
         return self._made(found, [(0,), *others])
 
     def _along(self, node: Node) -> _Layout | None:
-        """An operator that works along some dimensions, which are counted anew."""
+        """An operator along some dimensions, whose numbers change when rows come first."""
         name, args = node.label, list(node.args)
         layouts = {item: self._layout(item) for item in node.inputs}
         found = {layout.place_of_rows for layout in layouts.values()}
@@ -363,13 +361,13 @@ class _RowsFirst:
         dims = [d % rank for d in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(d, int)]
         if not dims or (place in dims and (name != "sum" or len(parts) > 1)):
             raise _NoRule
-        # Others that share the dimension of the rows get dimensions of their own meanwhile.
+        # Parts that share the dimension of the rows become separate dimensions meanwhile.
         dims = [d + len(parts) - 1 if d > place else d for d in dims]
         place += parts.index(_ROWS)
         moved = [0 if d == place else d + 1 if d < place else d for d in dims]
         args[position] = moved if isinstance(given, (list, tuple)) else moved[0]
         if name in {"select_backward", "slice_backward"}:
-            args[1] = _rows_to_front(_apart(args[1], parts))
+            args[1] = _rows_to_front(_split_rows(args[1], parts))
         values = {item: self._with_rows(layout, layout.rows_to_front()) for item, layout in layouts.items()}
         args = list(map_leaves(tuple(args), lambda item: values[item] if isinstance(item, Node) else item))
         if place in dims:
@@ -377,7 +375,7 @@ class _RowsFirst:
             total = self._emit(node.op, (args[0], moved), kept, node.dtype)
             self._replace(node, self._reshaped(total, node.shape))
             return None
-        shape = _rows_to_front(_apart(node.shape, parts))
+        shape = _rows_to_front(_split_rows(node.shape, parts))
         made = self._emit(node.op, tuple(args), shape, node.dtype)
         if node.dtype is None:
             made.shape = ()
@@ -390,7 +388,7 @@ class _RowsFirst:
         if several not in self.several:
             raise _NoRule
         source, parts = self.several[several]
-        shape = _rows_to_front(_apart(node.shape, parts))
+        shape = _rows_to_front(_split_rows(node.shape, parts))
         made = self._emit(operator.getitem, (source, number), shape, node.dtype)
         return self._of_result(node, made, parts)
 
@@ -426,16 +424,16 @@ class _RowsFirst:
 
     def _multiply(self, node: Node, left: _Layout, right: _Layout) -> _Layout | None:
         """The product of (g, n, k) and (g, k, m) if rows are kept apart or all of them summed."""
-        moves_left, moves_right = not left.is_still and left.has_rows, not right.is_still and right.has_rows
+        moves_left, moves_right = not left.is_uniform and left.has_rows, not right.is_uniform and right.has_rows
         if moves_left and not moves_right:
             return self._times_weight(left, right, node.dtype)
         if moves_right and not moves_left:
-            made = self._times_weight(_turned(right), _turned(left), node.dtype)
-            return _turned(made)
+            made = self._times_weight(_transposed(right), _transposed(left), node.dtype)
+            return _transposed(made)
         (g, _, k), (other_g, other_k, _) = left.groups, right.groups
-        if moves_left and 0 in g and 0 in other_g and _alike(left, g, right, other_g):
+        if moves_left and 0 in g and 0 in other_g and _has_same_parts(left, g, right, other_g):
             return self._row_by_row(left, right, node.dtype)
-        if moves_left and 0 in k and 0 in other_k and _alike(left, k, right, other_k):
+        if moves_left and 0 in k and 0 in other_k and _has_same_parts(left, k, right, other_k):
             self._sum_over_rows(node, left, right)
             return None
         raise _NoRule
@@ -443,11 +441,11 @@ class _RowsFirst:
     def _row_by_row(self, left: _Layout, right: _Layout, dtype: torch.dtype | None) -> _Layout:
         """Both change from row to row."""
         (g, n, k), (other_g, other_k, m) = left.groups, right.groups
-        a, b = self._made(left, [_front(g), n, k]), self._made(right, [_front(other_g), other_k, m])
+        a, b = self._made(left, [_rows_leading(g), n, k]), self._made(right, [_rows_leading(other_g), other_k, m])
         made = self._emit(aten.bmm.default, (a, b), (a.shape[0], a.shape[1], b.shape[2]), dtype)
-        sizes: list[Size] = [left.sizes[d] if d else _ROWS for d in _front(g)]
+        sizes: list[Size] = [left.sizes[d] if d else _ROWS for d in _rows_leading(g)]
         found = self._known_as(made, [sizes, [left.size(n)], [right.size(m)]])
-        place = _places(_front(g), sizes, found.groups[0])
+        place = _places(_rows_leading(g), sizes, found.groups[0])
         return replace(found, groups=(tuple(place[d] for d in g), *found.groups[1:]))
 
     def _times_weight(self, left: _Layout, right: _Layout, dtype: torch.dtype | None) -> _Layout:
@@ -476,7 +474,7 @@ class _RowsFirst:
         """The gradient of a weight."""
         (g, n, k), (other_g, other_k, m) = left.groups, right.groups
         shape = (left.size(g), left.size(n), right.size(m))
-        a, b = self._made(left, [_front(k), g, n]), self._made(right, [_front(other_k), other_g, m])
+        a, b = self._made(left, [_rows_leading(k), g, n]), self._made(right, [_rows_leading(other_k), other_g, m])
         if shape[0] == 1:
             a, b = (self._reshaped(item, (item.shape[0], item.shape[2])) for item in (a, b))
             turned = self._emit(aten.t.default, (a,), (a.shape[1], a.shape[0]), a.dtype)
@@ -484,16 +482,6 @@ class _RowsFirst:
         else:
             made = self._emit(gradient_of_heads, (a, b), shape, node.dtype)
         self._replace(node, self._reshaped(made, node.shape))
-
-    def _as_matrices(self, node: Node) -> None:
-        """A matrix times a vector, which then is a matrix of one column."""
-        matrix, vector = node.args
-        thin = (*vector.shape, 1)
-        column = Node(f"{node.name}_column", aten.reshape.default, (vector, list(thin)), shape=thin, dtype=node.dtype)
-        shape = (*node.shape, 1)
-        product = Node(f"{node.name}_product", aten.mm.default, (matrix, column), shape=shape, dtype=node.dtype)
-        node.op, node.args = aten.reshape.default, (product, list(node.shape))
-        self.run([column, product, node])
 
     def _split_baddbmm(self, node: Node) -> None:
         """A sum and a product by themselves."""
@@ -515,7 +503,7 @@ def _rows_in(node: Node) -> bool:
     return any(isinstance(size, BatchDim) for size in node.shape)
 
 
-def _apart(shape: Sequence[Size], parts: tuple[Size, ...]) -> tuple[Size, ...]:
+def _split_rows(shape: Sequence[Size], parts: tuple[Size, ...]) -> tuple[Size, ...]:
     """A shape in which the dimension of the rows is given by the sizes that it is made of."""
     return tuple(part for size in shape for part in (parts if isinstance(size, BatchDim) else (size,)))
 
@@ -524,11 +512,11 @@ def _rows_to_front(shape: Sequence[Size]) -> tuple[Size, ...]:
     return (_ROWS, *(size for size in shape if not isinstance(size, BatchDim)))
 
 
-def _front(group: Group) -> Group:
+def _rows_leading(group: Group) -> Group:
     return (0, *_without_rows(group))
 
 
-def _turned(layout: _Layout) -> _Layout:
+def _transposed(layout: _Layout) -> _Layout:
     """Matrices with rows and columns exchanged."""
     heads, rows, columns = layout.groups
     return replace(layout, groups=(heads, columns, rows))
@@ -540,6 +528,6 @@ def _places(group: Group, sizes: Sequence[Size], new: Group) -> dict[int, int]:
     return dict(zip(kept, new, strict=True))
 
 
-def _alike(one: _Layout, group: Group, other: _Layout, other_group: Group) -> bool:
+def _has_same_parts(one: _Layout, group: Group, other: _Layout, other_group: Group) -> bool:
     """Whether two dimensions are made of the same parts in the same order."""
     return [(d == 0, one.sizes[d]) for d in group] == [(d == 0, other.sizes[d]) for d in other_group]

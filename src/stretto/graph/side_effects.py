@@ -1,8 +1,8 @@
 """What a step does besides computing: attributes that it sets, lists that it appends to, random numbers that it draws.
 
 A trace calls the step, so all of that is undone after it. Compiled code does none of it. That is right where a step
-only leaves something for others to look at, `self.attention = weights`; where it reads what it left at the step before,
-it has a state that nobody carries, and cannot be compiled.
+only exposes a value, as in `self.attention = weights`. A step that reads what it set one step earlier has hidden state,
+and cannot be compiled.
 """
 
 import random
@@ -20,7 +20,7 @@ GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState)
 
 _NUMBERS: Final = (bool, int, float, complex, str)
 _REGISTRIES: Final = frozenset(nn.Module().__dict__)
-_COMMON: Final[tuple[Any, ...]] = tuple(
+_GLOBAL_GENERATORS: Final[tuple[Any, ...]] = tuple(
     # What `random.random()` and `np.random.rand()` draw from: such functions are methods of hidden generators.
     function.__self__  # type: ignore[attr-defined]
     for function in (random.random, np.random.random_sample)
@@ -39,7 +39,7 @@ class Attributes:
 @final
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What was in something whose contents are no objects: equal for equal contents, with a way back to them."""
+    """Contents that are compared by value, such as those of an array, with a function that restores them."""
 
     contents: Any
     restore: Callable[[], None] = field(compare=False)
@@ -57,9 +57,22 @@ def holders_of(cell: nn.Module) -> Iterator[Any]:
                 yield value
 
 
+def attribute_tensors(cell: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are attributes of a cell's modules, and neither parameters nor buffers, by their names.
+
+    Such are weights that something else computes, once for each batch, and those of `nn.DataParallel`'s copies.
+    """
+    for prefix, module in cell.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its attributes are not those of Python
+        for name, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
 @final
 class SideEffects:
-    """What some holders have in them, and what has become of it.
+    """The contents of some holders before a step, and what the step changed.
 
     Attributes:
         names: Of what was set, in the order in which it was seen.
@@ -67,12 +80,14 @@ class SideEffects:
     """
 
     def __init__(self, holders: Sequence[Any]) -> None:
-        self._before = [(holder, _contents(holder)) for holder in (*holders, *_COMMON) if not _is_iterator(holder)]
+        self._before = [
+            (holder, _contents(holder)) for holder in (*holders, *_GLOBAL_GENERATORS) if not _is_iterator(holder)
+        ]
         self.names: dict[str, None] = {}
         self.problem = ""
-        if any(map(_is_iterator, holders)):  # what was taken from it cannot be put back
+        if any(map(_is_iterator, holders)):  # its values cannot be put back
             self.problem = (
-                "the step takes values from an iterator, which goes on at every step: give them with the inputs"
+                "the step takes values from an iterator, which advances at every step: give them with the inputs"
             )
 
     def undo(self) -> None:
@@ -82,7 +97,7 @@ class SideEffects:
             changed = [
                 name
                 for name in {**before, **now}
-                if (was := before.get(name, _NOTHING)) is not (new := now.get(name, _NOTHING))
+                if (was := before.get(name, _MISSING)) is not (new := now.get(name, _MISSING))
                 and not (isinstance(was, _Snapshot) and was == new)
             ]
             if not changed:
@@ -99,7 +114,7 @@ class SideEffects:
             _restore(holder, before)
 
 
-_NOTHING: Final = object()
+_MISSING: Final = object()
 
 
 def _is_iterator(holder: Any) -> bool:

@@ -12,7 +12,7 @@ PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "product_of_heads", "gradient
 """Operators that multiply matrices."""
 
 SAME_VALUE: Final = frozenset({"alias", "detach"})
-"""Operators that return what they get: bookkeeping that nobody needs to see."""
+"""Operators that return their argument; left out of summaries and pictures."""
 
 PLAIN_NAMES: Final = {"t": "transpose", "random_fill": "random", "constant_fill": "constant"}
 

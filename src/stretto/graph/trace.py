@@ -1,7 +1,7 @@
 """Tracing one step of a cell to a graph of operators.
 
 A `_Recorder` is the hook that `make_fx` is built on, without its overhead: a step is recorded in about a millisecond.
-Every function is recorded at two batch sizes. The two recordings must hold the same operators, wired alike; an integer
+Every function is recorded at two batch sizes. The two recordings must have the same operators and edges; an integer
 that differs between them must be a multiple of the batch size, and becomes a `BatchDim`:
 
     batch of 3    linear(x (3, 8))  ->  chunk into (3, 4)
@@ -24,14 +24,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.errors import StrettoError
-from stretto.graph.custom_gradient import CustomGradient, Opaque, foreign_inputs, seen_by, straight_through
+from stretto.graph.custom_gradient import CustomGradient, Opaque, foreign_inputs, intercept_calls, straight_through
 from stretto.graph.decompose import decomposition_of
 from stretto.graph.draws import DRAWS, without_validation
 from stretto.graph.equations import equations_of
 from stretto.graph.memory import CannotPut, Memory, View, Write, key_of, look_through, overlap, place_of, put, steps_to
 from stretto.graph.node import BatchDim, Node, T, leaves_in, map_leaves
-from stretto.graph.side_effects import SideEffects, holders_of
-from stretto.graph.user_code import Line, is_in_check, line_of_user
+from stretto.graph.side_effects import SideEffects, attribute_tensors, holders_of
+from stretto.graph.user_code import Line, is_in_check, line_of_user, whereabouts
 from stretto.signature import PLAIN, Packing, StepSignature, call_step
 from stretto.state import flatten, unflatten
 
@@ -135,16 +135,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         base = func.overloadpacket.__name__
         if kwargs.get("generator") is not None:
             raise Untraceable(
-                f"the step draws with {base} from a torch.Generator of its own; draw without one, or before the loop, "
-                "as an input"
+                f"the step draws with {base} from its own torch.Generator; draw without one, or before the loop, as an "
+                "input"
             )
         if base in _READS_VALUES:
             if self.assumes_checks and is_in_check():
                 return func(*args, **kwargs)
-            line = line_of_user()
-            where = f" at {line}" if line is not None else ""
             raise Untraceable(
-                f"the step reads values with {base}{where}, so what it does depends on the data; "
+                f"the step reads values with {base}{whereabouts()}, so what it does depends on the data; "
                 "use torch.where instead, or set assume_checks_pass = True on the cell or function if it is a check"
             )
         if base == "detach" and isinstance(args[0], torch.Tensor) and id(args[0]) not in self.recording.of_tensor:
@@ -245,7 +243,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         for result, step in zip(results, steps_to(func, args, kwargs, results), strict=True):
             if func is aten.detach.default and not args[0].requires_grad:
-                # The same tensor to all intents; torch's own factories return such.
+                # Equivalent to its argument; torch's own factories return such tensors.
                 self.views[id(result)].steps = source.steps
                 if source.memory.root is args[0]:
                     source.memory.root = result
@@ -265,11 +263,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         view = self.views[id(target)]
         memory = view.memory
         if memory.owner.startswith(("the parameter", "the buffer", "a tensor")):
-            line = line_of_user()
-            where = f" at {line}" if line is not None else ""
             raise Untraceable(
-                f"the step writes in place with {func} to {memory.owner}{where}, which outlives it; make it part of "
-                "the state"
+                f"the step writes in place with {func} to {memory.owner}{whereabouts()}, which outlives it; "
+                "make it part of the state"
             )
         hidden = target.requires_grad or memory.root.requires_grad
         hidden = view.goes_through("detach") if torch.is_grad_enabled() else hidden
@@ -279,13 +275,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"the step writes in place with {func}, hidden by no_grad or detach from a gradient that reads it; "
                 "write it without these, or out of place"
             )
-        node = self._written(func, base, target, args, kwargs)
-        node = self._hidden(target, node) if hidden else node
+        node = self._record_write(func, base, target, args, kwargs)
+        node = self._pass_gradient_through(target, node) if hidden else node
         kwargs.pop("generator", None)
         result = func(*args, **kwargs)
         memory.writes.append(Write(place_of(target), view.steps, self._stand_in(target, node)))
         view.seen = len(memory.writes)
-        self.recording.of_tensor[id(target)] = self._cut(node) if hidden and not target.requires_grad else node
+        self.recording.of_tensor[id(target)] = self._add_detach(node) if hidden and not target.requires_grad else node
         return result
 
     def _is_unread(self, memory: Memory) -> bool:
@@ -300,7 +296,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         saved = (getattr(step, name) for name in dir(step) if name.startswith("_saved_"))
         return not any(isinstance(item, torch.Tensor) and key_of(item) == key_of(memory.root) for item in saved)
 
-    def _hidden(self, target: torch.Tensor, node: Node) -> Node:
+    def _pass_gradient_through(self, target: torch.Tensor, node: Node) -> Node:
         """A value that was written unseen by autograd: the gradient goes where it went before."""
         before = self.look_up(target)
         before = before.args[0] if before.label == "detach" else before
@@ -317,7 +313,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording.of_tensor[id(target)], self.views[id(target)] = node, self.views[id(made)]
         return func(*args, **kwargs)
 
-    def _written(self, func: Any, base: str, target: torch.Tensor, args: Any, kwargs: Any) -> Node:
+    def _record_write(self, func: Any, base: str, target: torch.Tensor, args: Any, kwargs: Any) -> Node:
         """What a write in place leaves in its target."""
         if base in _RANDOM_IN_PLACE and not any(isinstance(item, torch.Tensor) for item in args[1:]):
             node_args, node_kwargs = map_leaves(tuple(args[1:]), self.look_up), map_leaves(kwargs, self.look_up)
@@ -343,11 +339,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if made.shape != target.shape:
                 made = aten.expand.default(made, list(target.shape))
         node = self.look_up(made)
-        return self._cut(node) if self.blocks_no_grad and not torch.is_grad_enabled() else node
+        return self._add_detach(node) if self.blocks_no_grad and not torch.is_grad_enabled() else node
 
     def _stand_in(self, like: torch.Tensor, node: Node) -> torch.Tensor:
-        """A tensor of its own for `node`, which no one else can write to."""
-        # What it is like may have been given other sizes since its node was made.
+        """A new tensor for `node`, which nothing else can write to."""
+        # `like` may have been resized since its node was made.
         made = like.detach().clone().reshape(node.shape)  # type: ignore[arg-type]
         self.alive.append(made)
         self.recording.of_tensor[id(made)] = node
@@ -385,7 +381,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _rebind(self, tensor: torch.Tensor, node: Node) -> None:
         """A tensor of memory that was written to stands for a new node, cut off if autograd sees it so."""
         cut = self.blocks_no_grad and tensor.is_floating_point() and not tensor.requires_grad
-        self.recording.of_tensor[id(tensor)] = self._cut(node) if cut else node
+        self.recording.of_tensor[id(tensor)] = self._add_detach(node) if cut else node
 
     def writes_to(self, tensor: torch.Tensor) -> bool:
         """Whether anything was written in place to a tensor's memory."""
@@ -397,7 +393,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What the cell computes under `no_grad` passes no gradient: cut it off from its inputs."""
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, torch.Tensor):
-                cut = self._cut(self.recording.of_tensor[id(tensor)])
+                cut = self._add_detach(self.recording.of_tensor[id(tensor)])
                 self.recording.of_tensor[id(tensor)] = cut
                 view = self.views[id(tensor)]
                 if view.memory.root is tensor:
@@ -405,13 +401,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 else:
                     view.steps = (*view.steps, (aten.detach.default, (), {}))
 
-    def _cut(self, source: Node) -> Node:
+    def _add_detach(self, source: Node) -> Node:
         cut = Node(self._unique_name("detach"), aten.detach.default, (source,), {}, source.shape, source.dtype)
         self.recording.nodes.append(cut)
         return cut
 
     def record_custom(self, function: Any, run: "Callable[[], Any]", args: tuple[Any, ...]) -> Any:
-        """Call a function with a gradient of its own, and make one node of what was recorded."""
+        """Call a function with a custom gradient, and make one node of what was recorded."""
         name = function.__name__
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         given = tuple(self._as_argument(arg) for arg in args)
@@ -439,16 +435,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording.nodes.append(node)
         for index, tensor in enumerate(outputs):
             if isinstance(tensor, torch.Tensor):
-                shape, dtype = tuple(tensor.shape), tensor.dtype
-                made = (
-                    Node(self._unique_name(name), operator.getitem, (node, index), {}, shape, dtype)
-                    if several
-                    else node
-                )
+                made = node
                 if several:
+                    shape, dtype = tuple(tensor.shape), tensor.dtype
+                    made = Node(self._unique_name(name), operator.getitem, (node, index), {}, shape, dtype)
                     self.recording.nodes.append(made)
                 if blocks_no_grad and not torch.is_grad_enabled():
-                    made = self._cut(made)
+                    made = self._add_detach(made)
                 self.alive.append(tensor)
                 self.recording.of_tensor[id(tensor)] = made
                 self.memories[key_of(tensor)] = Memory(tensor, made)
@@ -485,19 +478,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
 
-class Functions(TorchFunctionMode):
-    """Some functions of torch by their equations, and an end to what the recorder could not see.
+class FunctionMode(TorchFunctionMode):
+    """Replaces some functions of torch by their equations, and refuses those that bypass the recorder.
 
-    That is whatever reads a tensor's memory without an operator.
+    The latter read a tensor's memory without an operator.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _READS_MEMORY:
-            line = line_of_user()
-            where = f" at {line}" if line is not None else ""
             raise Untraceable(
-                f"the step reads memory with {name}{where}, so what it does depends on the data; do it with torch"
+                f"the step reads memory with {name}{whereabouts()}, so what it does depends on the data; "
+                "do it with torch"
             )
         if func in _DERIVATIVES and (kwargs or {}).get("create_graph"):
             # What autograd saved is cut off in the recording: the second derivative would be another.
@@ -559,8 +551,8 @@ def record(run: "Callable[[_Recorder, int], T]", *, blocks_no_grad: bool = False
     return one, result
 
 
-def _is_alike(one: Recording, run: "Callable[[_Recorder, int], Any]") -> bool:
-    """Whether recording `run` gives the same operators, wired alike."""
+def _records_the_same(one: Recording, run: "Callable[[_Recorder, int], Any]") -> bool:
+    """Whether recording `run` gives the same operators and edges."""
     try:
         other, _ = record(run, blocks_no_grad=True)
     except Untraceable:
@@ -626,7 +618,7 @@ class StepGraph:
         y: The step's output.
         parameters: Parameters and buffers of the cell by name, as they are used.
         constants: Tensors the cell reads that are neither parameters nor buffers.
-        outputs: How several outputs lie in `y`; None for one.
+        outputs: The packing of several outputs in `y`; None for one.
         outside: Those of them that were not made in the step.
         unset: Names of what the step sets for others to look at, which compiled code leaves as it was.
         narrow: Inputs and results that are in half precision outside, where the step computes in single precision.
@@ -692,9 +684,9 @@ def trace(
             for name, t in tensors.items()
         }
         # Attention as products and a softmax: torch's fused operators have no gradient row by row.
-        custom = seen_by(recorder.record_custom)
+        custom = intercept_calls(recorder.record_custom)
         math = sdpa_kernel(SDPBackend.MATH)
-        with _without_dynamo(), recorder, Functions(), custom, math, without_validation():
+        with _without_dynamo(), recorder, FunctionMode(), custom, math, without_validation():
             y, after = _try_step(cell, x, unflatten(state, parts), signature)
             outputs = flatten(y)
             found["outputs"] = None if isinstance(y, torch.Tensor) else Packing.of(y)
@@ -731,11 +723,12 @@ def trace(
         raise
     if effects.problem:
         raise Untraceable(effects.problem)
-    if effects.names and not _is_alike(recording, run_second):
+    if effects.names and not _records_the_same(recording, run_second):
         raise Untraceable(
             f"the step reads {' or '.join(effects.names)}, which it has set at the step before: make it a part of the "
             "state"
         )
+    found["parameters"] |= _take_attributes(recording, dict(attribute_tensors(cell)))
     return StepGraph(
         nodes=recording.nodes,
         constants=recording.constants,
@@ -745,8 +738,19 @@ def trace(
     )
 
 
+def _take_attributes(recording: Recording, attributes: Mapping[str, torch.Tensor]) -> dict[str, Node]:
+    """Tensors from outside that are attributes of the cell, as parameters: each call reads what is there then."""
+    names = {id(tensor): name for name, tensor in attributes.items()}
+    nodes = {id(tensor): node for node, tensor in recording.constants.items()}
+    taken = [tensor for tensor in recording.outside if id(tensor) in names]
+    recording.outside = [tensor for tensor in recording.outside if id(tensor) not in names]
+    for tensor in taken:
+        del recording.constants[nodes[id(tensor)]]
+    return {names[id(tensor)]: nodes[id(tensor)] for tensor in taken}
+
+
 def _without_dynamo() -> Any:
-    """Functions given to torch.compile run as they are: compiled code has no operators to be recorded."""
+    """FunctionMode given to torch.compile run as they are: compiled code has no operators to be recorded."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")

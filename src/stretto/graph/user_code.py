@@ -12,11 +12,11 @@ from typing import Final, final
 import torch
 
 _TORCH: Final = str(Path(torch.__file__).parent)
-_OURS: Final = tuple(
+_TRACER: Final = tuple(
     str(Path(__file__).parent.parent / name) for name in ("graph", "kernels", "nn", "signature", "state")
 )
 
-_NOT_THEIRS: Final = (_TORCH, *_OURS, "<frozen")
+_NOT_USER_CODE: Final = (_TORCH, *_TRACER, "<frozen")
 
 
 @final
@@ -42,10 +42,16 @@ def line_of_user() -> Line | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THEIRS):
+        if not file.startswith(_NOT_USER_CODE):
             return Line(file, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def whereabouts() -> str:
+    """ " at cells.py:12 `y = x.sum()`", for messages; empty if no line of the user's is running."""
+    line = line_of_user()
+    return "" if line is None else f" at {line}"
 
 
 def is_in_check() -> bool:
@@ -53,9 +59,9 @@ def is_in_check() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((*_OURS, "<frozen")) and Line(file, frame.f_lineno).is_check:
+        if not file.startswith((*_TRACER, "<frozen")) and Line(file, frame.f_lineno).is_check:
             return True
-        if not file.startswith(_NOT_THEIRS):
+        if not file.startswith(_NOT_USER_CODE):
             return False
         frame = frame.f_back
     return False

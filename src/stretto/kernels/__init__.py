@@ -1,7 +1,7 @@
 """Loops made runnable: the layout of ragged batches, programs, and the backends that run them."""
 
 from stretto.kernels import backends as backends  # registers them
-from stretto.kernels.autograd import run_together
+from stretto.kernels.autograd import run_by_torch, run_together
 from stretto.kernels.backends.base import (
     AbstractBackend,
     AbstractKernel,
@@ -30,7 +30,7 @@ from stretto.kernels.backends.cpp.compiler import (
 )
 from stretto.kernels.backends.plain import loop_over_steps
 from stretto.kernels.backends.triton import compiles_for, interpreted
-from stretto.kernels.backward import differentiate, differentiate_by_torch, without_weights
+from stretto.kernels.backward import differentiate, differentiate_by_torch, is_transformed, without_weights
 from stretto.kernels.buffer_pool import empty
 from stretto.kernels.build import Built, SaveChoice, build, hooks_allowed, unseen_by_hooks, why_nothing_is_compiled
 from stretto.kernels.export_c import CSource, export_c
@@ -72,6 +72,7 @@ __all__ = [
     "find_compiler",
     "hooks_allowed",
     "interpreted",
+    "is_transformed",
     "keep_measurement",
     "kept_size",
     "library_folder",
@@ -84,6 +85,7 @@ __all__ = [
     "register_operators",
     "register_programs",
     "repeats",
+    "run_by_torch",
     "run_together",
     "unregister",
     "unseen_by_hooks",

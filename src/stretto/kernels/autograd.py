@@ -8,7 +8,7 @@
 Shape legend: B sequences, P rows of all steps together.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -53,6 +53,17 @@ def run_together(calls: Sequence[LayerCall]) -> list[tuple[torch.Tensor, list[to
         results = iter(run_loops([call for calls in asking.values() for call in calls]) if asking else [])
         answers = {index: list(islice(results, len(calls))) for index, calls in asking.items()}
     return [_own(calls[index], *finished[index]) for index in range(len(programs))]
+
+
+def run_by_torch(call: LayerCall) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A program by torch's operators alone, which transforms of `torch.func` can see through."""
+    coroutine, answer = call.program.coroutine(call.layout, call.x_PF, call.states, call.parameters), None
+    while True:
+        try:
+            asked = coroutine.send(answer)  # type: ignore[arg-type]
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        answer = [EagerKernel.under_autograd(each.kernel.body).forward(each, keep=False) for each in asked]
 
 
 def _own(call: LayerCall, y_PF: torch.Tensor, finals: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -105,7 +116,8 @@ class _Loops(torch.autograd.Function):
         flat = [tensor for item in made for tensor in (*item.after, *item.outputs, *item.finals)]
         if keep:
             saved = [tensor for item in made for tensor in item.saved]
-            ctx.save_for_backward(*tensors, *(tensor.data for tensor in flat), *saved)
+            copies = [call.states[index].clone() for call in calls for index in call.kernel.copied_states]
+            ctx.save_for_backward(*tensors, *copies, *(tensor.data for tensor in flat), *saved)
         return tuple(flat)
 
     @staticmethod
@@ -126,12 +138,15 @@ class _Loops(torch.autograd.Function):
 
             return None, None, *differentiate_by_torch(run, tensors, cotangents, needed)
         calls = _calls(kernels, ctx.layouts, tensors)
+        count = sum(len(kernel.copied_states) for kernel in kernels)
+        copies, rest = iter(rest[:count]), rest[count:]
+        in_loop = [_with_copies(call, copies) for call in calls]
         sizes = [kernel.num_results for kernel in kernels]
         saved = _split(rest[len(cotangents) :], [[len(kernel.body.saved)] for kernel in kernels])
         made = _split(rest[: len(cotangents)], sizes)
         results = [LoopResult(*parts, *own) for parts, own in zip(made, saved, strict=True)]
         arriving = [Cotangents(*parts) for parts in _split(cotangents, sizes)]
-        found = _kernel_class(kernels).backward_all(calls, results, arriving)
+        found = _kernel_class(kernels).backward_all(in_loop, results, arriving)
         gradients: list[torch.Tensor | None] = []
         for call, result, gradient, (_, _, asked, _) in zip(
             calls, results, found, _split(needed, [kernel.num_inputs for kernel in kernels]), strict=True
@@ -142,6 +157,15 @@ class _Loops(torch.autograd.Function):
             ]
             gradients += [*gradient.states, *gradient.per_step, *weights, *gradient.constants]
         return None, None, *gradients
+
+
+def _with_copies(call: LoopCall, copies: Iterator[torch.Tensor]) -> LoopCall:
+    """The loop with the next copies of initial states, where it has some."""
+    copied = call.kernel.copied_states
+    if not copied:
+        return call
+    states = [next(copies) if index in copied else state for index, state in enumerate(call.states)]
+    return LoopCall(call.kernel, call.layout, states, call.per_step, call.weights, call.constants)
 
 
 def _deferred(

@@ -61,7 +61,7 @@ def evaluate_batched(node: Node, values: dict[Node, Any], rows: int) -> Any:
 
 
 def as_node_dtype(tensor: torch.Tensor, node: Node) -> torch.Tensor:
-    """A value as the node has it: generated code stores truth values as real numbers, and all integers in 64 bits."""
+    """A value as the node has it: generated code stores booleans as real numbers, and all integers in 64 bits."""
     if node.dtype is None or tensor.dtype == node.dtype:
         return tensor
     return tensor != 0 if node.dtype is torch.bool else tensor.to(node.dtype)

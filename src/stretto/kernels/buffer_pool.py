@@ -91,11 +91,6 @@ class BufferPool:
         with self._lock:
             return sum(buffer.size for buffer in self._buffers)
 
-    def clear(self) -> None:
-        """Free every buffer that is not in use."""
-        with self._lock:
-            self._buffers = [buffer for buffer in self._buffers if not buffer.is_free]
-
     def _trim(self) -> None:
         """Free the least recently used buffers beyond what is needed at once, and those that were tampered with."""
         self._buffers = [buffer for buffer in self._buffers if buffer.is_intact]
@@ -104,13 +99,13 @@ class BufferPool:
         held = sum(buffer.size for buffer in self._buffers)
         self._peak_used = max(PEAK_DECAY * self._peak_used, held - sum(buffer.size for buffer in free))
         allowed = min(MAX_HELD_RATIO * self._peak_used, MAX_MEMORY_SHARE * _memory())
-        gone = set()
+        freed = set()
         for buffer in free:
             if held <= allowed:
                 break
             held -= buffer.size
-            gone.add(id(buffer))
-        self._buffers = [buffer for buffer in self._buffers if id(buffer) not in gone]
+            freed.add(id(buffer))
+        self._buffers = [buffer for buffer in self._buffers if id(buffer) not in freed]
 
 
 POOL: Final = BufferPool()

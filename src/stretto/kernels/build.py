@@ -1,4 +1,4 @@
-"""From a cell to a program: trace it, analyse it, and take the first backend that can run it."""
+"""From a cell to a program: trace it, analyse it, and choose the first backend that can run it."""
 
 import contextlib
 import time
@@ -25,30 +25,30 @@ from stretto.signature import PLAIN, Packing, StepSignature
 from stretto.state import flatten
 
 SaveChoice: TypeAlias = Literal["auto", "states"]
-TAKEN: Final = "taken"
+USED: Final = "used"
 
 
 @final
 @dataclass(slots=True)
 class Built:
-    """A cell made runnable, by which backend, and what that does."""
+    """A compiled cell: its program, the backend that runs it, and why that one."""
 
     program: Program
     backend: str
     description: str
     choices: tuple[tuple[str, str], ...]
-    """Every backend with "taken", or why it was not."""
+    """Every backend with "used", or why it is not."""
     plan: Plan | None
     """Where everything is computed; None if the cell was not traced."""
     analysis_seconds: float
     compile_seconds: float
     """Time to generate and compile, or to find compiled code in the cache; 0 if none is."""
     fastest: str
-    """The backend that "auto" would rather have taken on this device."""
+    """The backend that "auto" would use on this device if it could run every cell."""
 
     @property
     def outputs(self) -> Packing | None:
-        """How several outputs of a step lie side by side; None for one."""
+        """The packing of several outputs of a step; None for one."""
         return self.program.outputs if self.plan is None else self.plan.graph.outputs
 
     @property
@@ -63,32 +63,32 @@ class Built:
         return tuple(dict.fromkeys(line for choice in choices if choice is not None for line in choice.measured))
 
     def now(self) -> "Built":
-        """As it ran last: by measurement, another backend than the one that was expected to be fastest may run it."""
+        """As of the last run: a backend that was measured to be faster may have replaced the expected one."""
         choices = [kernel.choice for kernel in self.program.loops]
-        taken = {self.backend if choice is None else choice.backend for choice in choices}
-        if len(taken) != 1 or taken == {self.backend}:
+        used = {self.backend if choice is None else choice.backend for choice in choices}
+        if len(used) != 1 or used == {self.backend}:
             return self
-        (name,) = taken
-        reasons = {self.backend: f"{name} was measured to be faster", name: TAKEN}
-        first = f"{self.backend} is taken first"
+        (name,) = used
+        reasons = {self.backend: f"{name} was measured to be faster", name: USED}
+        first = f"{self.backend} comes first"
         return replace(
             self,
             backend=name,
             fastest=name,
             description=next(item.description for item in all_backends() if item.name == name),
             choices=tuple(
-                (other, reasons.get(other, f"{name} is taken first" if reason == first else reason))
+                (other, reasons.get(other, f"{name} comes first" if reason == first else reason))
                 for other, reason in self.choices
             ),
         )
 
     @property
     def reason(self) -> str:
-        """Why the fastest backend was not taken, or does not run as it should; empty if it does."""
+        """Why the fastest backend is not used, or runs another way than it should; empty if all is as it should be."""
         if fallback := next((kernel.fallback for kernel in self.program.loops if kernel.fallback), ""):
             return fallback
         first = dict(self.choices)[self.fastest]
-        return "" if first == TAKEN else first
+        return "" if first == USED else first
 
 
 def build(
@@ -131,30 +131,30 @@ def build(
     if any(item.needs_graph for item in all_backends() if backend in {"auto", item.name}):
         _trace(step, x_shape, x_dtype, needs_loops=needs_loops, holders=holders)
     middle = time.perf_counter()
-    taken, program, choices = _choose(step, backend, needs_loops=needs_loops)
+    chosen, program, choices = _choose(step, backend, needs_loops=needs_loops)
     return Built(
         program=program,
-        backend=taken.name,
-        description=taken.description,
+        backend=chosen.name,
+        description=chosen.description,
         choices=choices,
-        plan=step.plan if taken.needs_graph else None,
+        plan=step.plan if chosen.needs_graph else None,
         analysis_seconds=middle - start,
-        compile_seconds=time.perf_counter() - middle if taken.generates_code else 0.0,
+        compile_seconds=time.perf_counter() - middle if chosen.generates_code else 0.0,
         fastest=_fastest(step) or choices[0][0],
     )
 
 
 def _fastest(step: TracedStep) -> str | None:
-    """The backend that "auto" would take on the device if all could run the cell."""
+    """The backend that "auto" would use on the device if all could run the cell."""
     meant = (item for item in all_backends() if item.is_meant_for(step.device))
     return next((item.name for item in meant if not item.leaves(step)), None)
 
 
 @contextlib.contextmanager
 def unseen_by_hooks() -> Iterator[None]:
-    """What autograd saves inside is not shown to hooks on saved tensors, such as those of gradient checkpointing.
+    """Keep what autograd saves inside from hooks on saved tensors, such as those of gradient checkpointing.
 
-    It is gone afterwards: an output that its own operator saves would keep itself, and all that it was made of, alive.
+    It is freed afterwards: an output that its own operator saves would keep itself and its whole graph alive.
     """
     saved: list[torch.Tensor] = []
 
@@ -171,7 +171,7 @@ def unseen_by_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks_allowed() -> Iterator[None]:
-    """Hooks on saved tensors of our own work inside `torch.autograd.graph.disable_saved_tensors_hooks` too."""
+    """Allow hooks on saved tensors even inside `torch.autograd.graph.disable_saved_tensors_hooks`."""
     autograd = torch._C._autograd
     message = autograd._saved_tensors_hooks_get_disabled_error_message()
     autograd._saved_tensors_hooks_enable()
@@ -184,8 +184,9 @@ def hooks_allowed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_inference_tensors(cell: nn.Module) -> Iterator[None]:
-    """Ordinary tensors in the place of parameters and buffers that were made in inference mode, which no derivative can
-    be taken of. A program is for all weights of these shapes, and gets those that are there when it runs.
+    """Replace parameters and buffers made in inference mode, which cannot be differentiated, by ordinary ones.
+
+    A program is for all weights of these shapes, and gets the current ones when it runs.
     """
     replaced: dict[int, torch.Tensor] = {}
     changed: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -217,7 +218,7 @@ def _trace(
     kind = _device_of(step.cell, step.state).type
     full_precision = contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
     try:
-        # Whoever calls first may be without gradients, or look for NaN in them; what is built is for everybody.
+        # The first caller may be in no_grad or anomaly mode; what is built serves all later callers.
         unchecked = torch.autograd.set_detect_anomaly
         ordinary = _without_inference_tensors(step.cell)
         with torch.inference_mode(mode=False), ordinary, full_precision, unseen_by_hooks(), unchecked(False):
@@ -241,7 +242,7 @@ def _trace(
 
 
 def _round_operands(step: TracedStep, operands: torch.dtype) -> None:
-    """Let all products of single precision, in loops and outside of them, forward and backward, take fewer bits."""
+    """Round the operands of all products of single precision, in loops and outside of them, forward and backward."""
     assert step.plan is not None
     bodies = [body for level in step.bodies for body in level]
     bodies += [body.under_autograd for body in bodies if body.under_autograd is not None]
@@ -271,7 +272,7 @@ def why_nothing_is_compiled(device: torch.device) -> str:
 def _choose(
     step: TracedStep, wanted: str, *, needs_loops: bool
 ) -> tuple[AbstractBackend, Program, tuple[tuple[str, str], ...]]:
-    """The first backend that can run the step, its program, and what became of each backend."""
+    """The first backend that can run the step, its program, and why each backend is or is not used."""
     choices: list[tuple[str, str]] = []
     found: tuple[AbstractBackend, Program] | None = None
     passed = wanted == "auto"
@@ -280,7 +281,7 @@ def _choose(
         if not passed:
             reason = f"backend={wanted!r} was asked for"
         elif found is not None:
-            reason = f"{found[0].name} is taken first"
+            reason = f"{found[0].name} comes first"
         elif wanted == "auto" and backend.is_reference and not needs_loops:
             reason = "the cell as it is takes less time"
         elif wanted == "auto" and backend.is_meant_for(step.device) and (left := backend.leaves(step)):
@@ -302,11 +303,11 @@ def _choose(
 def _try(backend: AbstractBackend, step: TracedStep, wanted: str) -> tuple[Program | None, str]:
     try:
         reason = backend.refuses(step)
-        return (backend.build(step), TAKEN) if reason is None else (None, reason)
+        return (backend.build(step), USED) if reason is None else (None, reason)
     except Unsupported as late:
         return None, str(late)
     except StrettoError as error:
-        # The cache of kernels cannot be used: a reason to take another backend, unless this one was asked for.
+        # The cache of kernels cannot be used: a reason to choose another backend, unless this one was asked for.
         if wanted == backend.name:
             raise
         return None, str(error)

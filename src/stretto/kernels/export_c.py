@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from stretto.errors import StrettoError
-from stretto.graph import Kind, Loop, Node, Untraceable, derive, run, trace
+from stretto.graph import Kind, Loop, Node, Untraceable, attribute_tensors, derive, run, trace
 from stretto.kernels.ir import (
     AbstractValue,
     Affine,
@@ -346,7 +346,7 @@ def _array(name: str, values: list[float]) -> str:
 def _lowered(cell: nn.Module, shape: tuple[int, ...], state: Any) -> tuple[LoopIR, dict[Node, torch.Tensor], Node]:
     """The IR of a whole step, nothing hoisted out of it; the values of its weights; and its output."""
     graph = trace(cell, x_shape=shape, x_dtype=torch.float32, state=state)
-    tensors = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
+    tensors = {**dict(attribute_tensors(cell)), **dict(cell.named_parameters()), **dict(cell.named_buffers())}
     weights = {node: tensors[name] for name, node in graph.parameters.items()} | graph.constants
     loop = Loop(
         states=list(range(len(graph.states))),
@@ -401,8 +401,8 @@ class _Step:
         place = self._places[root.buffer.name]
         dims = root.value.dims
         with self._writer.loops(dims):
-            at = _flat([f"i{d}" if size != 1 else "0" for d, size in enumerate(dims)], contiguous(dims))
-            self._writer.line(f"{place}[{at}] = {self._at(root.value, _positions(dims))};")
+            at = _positions(dims)
+            self._writer.line(f"{place}[{_flat(at, contiguous(dims))}] = {self._at(root.value, at)};")
 
     def _compute(self, value: AbstractValue, place: str) -> None:
         """Fill a place with a value."""
@@ -428,7 +428,7 @@ class _Step:
             raise Unsupported(f"no C is written for {type(value).__name__.lower()}")
 
     def _product(self, value: Product, place: str) -> None:
-        """Row vectors times a matrix, a row of which lies side by side: the inner loop has no sum to wait for."""
+        """Row vectors times a matrix in row-major order: the inner loop runs along a row and has no sum to wait for."""
         writer, weight = self._writer, value.weight
         lead = value.dims[:-1]
         matrix = self._matrices[id(weight)]

@@ -2,7 +2,7 @@
 
     body of a loop --lower--> values of one row --schedule--> loops over a row's elements --backend--> code
 
-A row's value has dimensions of its own, without the batch. Views, products and reductions are kept apart from pointwise
+A value is that of one row, without the batch dimension. Views, products and reductions are kept apart from pointwise
 work, so that the latter can be fused into whatever reads it: `h = tanh(x + W h)` is
 
     Map tanh -- Map add -+- Read per_step0
@@ -67,7 +67,7 @@ class Affine:
 
 @dataclass(eq=False, slots=True)
 class AbstractValue:
-    """Something a row has, of sizes `dims`: real numbers, or 64-bit integers. Truth values are real: 1 and 0."""
+    """A value of a row, of sizes `dims`: real numbers, or 64-bit integers. Booleans are real numbers, 1 and 0."""
 
     dims: tuple[int, ...]
     integer: bool = field(default=False, kw_only=True)
@@ -136,7 +136,7 @@ class Map(AbstractValue):
 @final
 @dataclass(eq=False, slots=True)
 class View(AbstractValue):
-    """Another value looked at differently: an index for each of its dimensions."""
+    """A view of another value: an index for each of its dimensions."""
 
     base: AbstractValue
     index: tuple[Affine, ...]

@@ -127,7 +127,7 @@ class Layout:
         return int(self.rows_T[0]) if self.num_steps else 0
 
     def shift(self, after: torch.Tensor, initial: torch.Tensor) -> torch.Tensor:
-        """What each row's sequence had one step earlier: `initial` (B, ...) at step 0, then rows of `after`."""
+        """The value one step earlier of each row's sequence: `initial` (B, ...) at step 0, then rows of `after`."""
         first = initial[: self.num_nonempty]
         if self.num_steps <= 1:
             return first
@@ -136,7 +136,7 @@ class Layout:
         return torch.cat([first, after.index_select(0, self.on_device("_earlier_P", after.device))])
 
     def last(self, after: torch.Tensor, initial: torch.Tensor) -> torch.Tensor:
-        """What each sequence had at its last step (B, ...); `initial` where it is empty."""
+        """The value of each sequence at its last step (B, ...); `initial` where it is empty."""
         if self.num_steps == 0:
             return initial
         if self.is_even:
@@ -167,7 +167,17 @@ class Layout:
         return per_row.index_select(0, self.on_device("sequence_P", per_row.device))
 
     def stretches(self, most: int) -> "Iterator[Stretch]":
-        """All steps in stretches of so many at most, each a power of two, as are their rows or they are all rows."""
+        """All steps in stretches of at most `most`: rectangles of steps and sequences, for kernels of fixed shapes.
+
+        Steps are a power of two, and so are rows, up to all of them: few shapes occur. With at most 4 steps, lengths
+        7 6 4 2 1 give stretches of 4 steps and 5 rows, 2 steps and 2 rows, 1 step and 1 row:
+
+            sequence 0    x x x x | x x | x
+                     1    x x x x | x x |         x  a step that there is
+                     2    x x x x |               .  its sequence has ended: its last row is read again, and what
+                     3    x x . . |                  is computed there is not stored
+                     4    x . . . |
+        """
         first = 0
         while first < self.num_steps:
             steps = 1 << (min(most, self.num_steps - first).bit_length() - 1)
@@ -176,8 +186,9 @@ class Layout:
             first += steps
 
     def dense_rows(self, stretch: "Stretch", device: torch.device, *, back: int = 0) -> torch.Tensor:
-        """The row of each step and sequence of a stretch, or of steps further back; a sequence that has ended keeps its
-        last.
+        """The row of each step and sequence of a stretch; its last row for a sequence that has ended.
+
+        With `back`, the rows of the step so many steps before the stretch.
         """
         key = (f"dense {stretch} {back}", device)
         if key not in self._on_device:
@@ -188,7 +199,7 @@ class Layout:
         return self._on_device[key]
 
     def places(self, stretch: "Stretch", device: torch.device, *, running: bool) -> torch.Tensor:
-        """Places among all steps and sequences of a stretch where a sequence is still running, or those where not."""
+        """Places in the rectangle of a stretch where the sequence is still running, or those where it has ended."""
         key = (f"running {stretch} {running}", device)
         if key not in self._on_device:
             rows_S = self.rows_T[stretch.first : stretch.first + stretch.steps]
@@ -208,7 +219,7 @@ class Stretch:
     rows: int
 
     def _span(self, layout: Layout) -> tuple[int, int, bool]:
-        """Its rows among all rows, and whether it has no other place."""
+        """The span of its rows among all rows, and whether every place of the rectangle has one."""
         begin, end = int(layout.starts_T[self.first]), int(layout.starts_T[self.first + self.steps])
         return begin, end, end - begin == self.steps * self.rows
 
@@ -221,7 +232,7 @@ class Stretch:
         return _select(tensor, layout.dense_rows(self, tensor.device), layout.total)
 
     def dense_gradient(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Likewise of a gradient, which is zero where a sequence has ended."""
+        """The rectangle of a gradient, which is zero where a sequence has ended."""
         dense = self.dense(tensor, layout)
         if not self._span(layout)[2]:
             each = len(tensor) // layout.total
@@ -236,7 +247,7 @@ class Stretch:
         return after.index_select(0, layout.dense_rows(self, after.device, back=1))
 
     def store(self, whole: torch.Tensor, tensor: torch.Tensor, layout: Layout) -> None:
-        """Copy the rows that there are from a rectangle to their place among all rows."""
+        """Copy the rows of running sequences from a rectangle to their place among all rows."""
         begin, end, is_full = self._span(layout)
         each = len(whole) // layout.total
         if not is_full:

@@ -46,7 +46,7 @@ MAX_SORTED: Final = 512
 
 
 def is_integer(node: Node) -> bool:
-    """Whether a value is stored as 64-bit integers; truth values are stored as real numbers."""
+    """Whether a value is stored as 64-bit integers; booleans are stored as real numbers."""
     return node.dtype is not None and node.dtype not in {torch.bool, *REAL_DTYPES}
 
 
@@ -54,7 +54,7 @@ def real_dtype(body: Body) -> torch.dtype:
     """What a loop computes real numbers in: the widest that any of them has.
 
     Raises:
-        Unsupported: If some values are neither such numbers nor integers nor truth values.
+        Unsupported: If a value is neither float32 nor float64 nor an integer nor a boolean.
     """
     nodes = [*body.forward, *body.backward, *body.next_states, *body.outputs, *(port.node for port in body.ports)]
     dtypes = set()
@@ -113,7 +113,7 @@ def _lower_backward(lowering: "_Lowering", body: Body) -> LoopIR:
         values[node] = lowering.read("d_output", index, Where.STRIDED, node)
     lowering.lower()
     states = body.ports_of(Kind.STATE)
-    for index, _ in _with_gradients([port.node for port in states]):
+    for index, _ in _with_gradients(body.nodes_of(Kind.STATE)):
         port = states[index]
         zero = Constant(port.node.row_shape, 0.0)
         value = zero if port.gradient is None else _of_shape(values[port.gradient], port.node)
@@ -136,7 +136,7 @@ def _lower_backward(lowering: "_Lowering", body: Body) -> LoopIR:
 
 
 def _with_gradients(nodes: list[Node]) -> list[tuple[int, Node]]:
-    """Those that are neither integers nor truth values, with their places in the list."""
+    """Those that are neither integers nor booleans, with their places in the list."""
     return [(index, node) for index, node in enumerate(nodes) if node.dtype in REAL_DTYPES]
 
 
@@ -181,28 +181,28 @@ class _Lowering:
     """
 
     def __init__(self, body: Body, nodes: list[Node]) -> None:
-        # Single precision within a loop in double: rounded as it would be.
+        # Values of single precision within a loop in double are rounded to what they would be.
         self.rounds = real_dtype(body) is torch.float64
         self.roots: list[Root] = []
         self.buffers: list[Buffer] = []
         self.weights: dict[Node, Weight] = {}
         self.uniform: dict[Node, Buffer] = {}
         self.values: dict[Node, AbstractValue] = {}
-        # In order: generated code, whose text is its key in a cache, must be the same for the same body.
-        self.still = dict.fromkeys(port.node for port in body.ports_of(Kind.WEIGHT))
+        # Ordered: the text of generated code is its key in a cache, and must be the same for the same body.
+        self.invariant = dict.fromkeys(body.nodes_of(Kind.WEIGHT))
         self.prepared: list[Node] = []
-        self.moving: list[Node] = []
+        self.varying: list[Node] = []
         for node in nodes:
             if node.op is constant_fill:
                 # Rounded to its own dtype: what it is combined with may be of a wider one.
                 number = torch.tensor(node.args[1], dtype=node.dtype).item()
                 integer = is_integer(node)
                 self.values[node] = Constant(node.row_shape, number if integer else float(number), integer=integer)
-            elif not node.has_rows and node.inputs and all(item in self.still for item in node.inputs):
-                self.still[node] = None
+            elif not node.has_rows and node.inputs and all(item in self.invariant for item in node.inputs):
+                self.invariant[node] = None
                 self.prepared.append(node)
             else:
-                self.moving.append(node)
+                self.varying.append(node)
         for index, port in enumerate(body.ports_of(Kind.STATE)):
             self.values[port.node] = self.read("before", index, Where.BEFORE, port.node)
             size, integer = port.node.row_size, is_integer(port.node)
@@ -226,7 +226,7 @@ class _Lowering:
         self.roots.append(Root(value, self.buffer(role, index, where, node)))
 
     def weight(self, node: Node) -> Weight:
-        if node not in self.still:
+        if node not in self.invariant:
             raise Unsupported("a product of two values that both change from step to step, other than row by row")
         if node not in self.weights:
             *heads, rows, columns = node.row_shape
@@ -234,13 +234,13 @@ class _Lowering:
         return self.weights[node]
 
     def lower(self) -> None:
-        for index, node in enumerate(node for node in self.still if node.dtype is not None):
+        for index, node in enumerate(node for node in self.invariant if node.dtype is not None):
             shape = node.row_shape
             if len(shape) <= 6:
                 place, size, integer = contiguous(shape), math.prod(shape), is_integer(node)
                 self.uniform[node] = Buffer("uniform", index, Where.UNIFORM, place, size, integer)
                 self.values.setdefault(node, Read(shape, self.uniform[node]))
-        for node in self.moving:
+        for node in self.varying:
             if node.dtype is not None:
                 _check(node)
                 try:
@@ -265,7 +265,9 @@ class _Lowering:
             return self._pointwise(node)
         if name in REDUCTIONS:
             source = node.args[0]
-            value = self._truth(node) if not is_integer(node) else _of_kind(self.value(source), integer=True)
+            value = (
+                self._reduction_operand(node) if not is_integer(node) else _of_kind(self.value(source), integer=True)
+            )
             return _of_dims(self._reduced(REDUCTIONS[name], value, self._axes(node)), node)
         method: Callable[[Node], AbstractValue] | None = getattr(self, f"_{name.strip('_')}", None)
         if method is None:
@@ -278,12 +280,12 @@ class _Lowering:
             raise Unsupported(f"the value {node!r} is not one of a row")
         return self.values[node]
 
-    def _truth(self, node: Node) -> AbstractValue:
-        """What a reduction over reals or truth values reduces."""
+    def _reduction_operand(self, node: Node) -> AbstractValue:
+        """The operand of a reduction over real numbers or booleans."""
         source = node.args[0]
-        is_truth = node.dtype is torch.bool and source.dtype is not torch.bool
+        to_boolean = node.dtype is torch.bool and source.dtype is not torch.bool
         value = self.value(source)
-        return convert(value, value.dims, torch.bool) if is_truth else value
+        return convert(value, value.dims, torch.bool) if to_boolean else value
 
     def _pointwise(self, node: Node) -> AbstractValue:
         """A pointwise operator on operands that are all real or all integers, as PyTorch promotes them."""
@@ -291,8 +293,8 @@ class _Lowering:
         operands = [item for at, item in enumerate(node.args) if at != condition]
         kinds = {item.dtype for item in operands if isinstance(item, Node) and item.dtype is not None}
         if node.dtype is torch.bool:
-            # Of a comparison: what its operands are promoted to. Python's numbers do not widen integers, nor do those
-            # of no dimensions.
+            # Of a comparison: what its operands are promoted to. Python's numbers do not widen integers, nor do
+            # tensors without dimensions.
             real = any(kind.is_floating_point for kind in kinds) or any(isinstance(item, float) for item in operands)
             integer = not real and (kinds != {torch.bool} or any(type(item) is int for item in operands))
         else:
@@ -419,13 +421,13 @@ class _Lowering:
     def _gather(self, node: Node) -> AbstractValue:
         source, dimension, index = node.args[:3]
         axis = self._axis(source, dimension)
-        return _gathered(self.value(source), self.value(index), node.row_shape, axis)
+        return _gather_along(self.value(source), self.value(index), node.row_shape, axis)
 
     def _index_select(self, node: Node) -> AbstractValue:
         source, dimension, index = node.args
         axis = self._axis(source, dimension)
         dims = tuple(size if d == axis else 1 for d, size in enumerate(node.row_shape))
-        return _gathered(self.value(source), Reshape(dims, self.value(index)), node.row_shape, axis)
+        return _gather_along(self.value(source), Reshape(dims, self.value(index)), node.row_shape, axis)
 
     def _extreme_position(self, node: Node, kind: str) -> AbstractValue:
         """Where the first maximum or minimum is; NaN counts as either."""
@@ -465,7 +467,7 @@ class _Lowering:
         falls = given[first + 1] if len(given) > first + 1 else several.kwargs.get("descending", falls)
         axis, value = self._axis(source, dimension), self.value(source)
         order = self._order(value, axis, count=node.row_shape[axis], falls=falls)
-        return order if number == 1 else _gathered(value, order, node.row_shape, axis)
+        return order if number == 1 else _gather_along(value, order, node.row_shape, axis)
 
     def _order(self, value: AbstractValue, axis: int, *, count: int, falls: bool) -> AbstractValue:
         """Where along an axis the first, second, ... of its values in order lie.
@@ -479,13 +481,15 @@ class _Lowering:
             most = Constant((), math.inf)
             value = apply("where", value.dims, apply("ne", value.dims, value, value), most, value)
         dims = (*value.dims[: axis + 1], size, *value.dims[axis + 1 :])
-        one, other = _twice(value, dims, axis, axis), _twice(value, dims, axis, axis + 1)
+        one, other = _expand_for_pairs(value, dims, axis, axis), _expand_for_pairs(value, dims, axis, axis + 1)
         is_left = apply("lt", dims, _positions(dims, axis + 1), _positions(dims, axis))
         ties = apply("mul", dims, apply("eq", dims, other, one), is_left)
         is_before = apply("maximum", dims, apply("gt" if falls else "lt", dims, other, one), ties)
         rank = Reshape(value.dims, self._reduced("sum", is_before, (axis + 1,)))
         dims = (*value.dims[:axis], count, *dims[axis + 1 :])
-        here = apply("eq", dims, _twice(rank, dims, axis, axis + 1), apply("to_real", dims, _positions(dims, axis)))
+        here = apply(
+            "eq", dims, _expand_for_pairs(rank, dims, axis, axis + 1), apply("to_real", dims, _positions(dims, axis))
+        )
         place = apply("where", dims, here, _positions(dims, axis + 1), Constant((), 0, integer=True))
         return Reshape((*value.dims[:axis], count, *value.dims[axis + 1 :]), self._reduced("max", place, (axis + 1,)))
 
@@ -499,7 +503,11 @@ class _Lowering:
         if any(one != other for d, (one, other) in enumerate(zip(dims, index.dims, strict=True)) if d != axis):
             raise Unsupported(f"{node.label} with fewer indices than there are places for")
         if isinstance(given, Node) and self.value(given).dims != ():
-            new = _of_kind(self._first(self.value(given), index.dims), integer=integer)
+            # There may be more values than indices: the first along each dimension count.
+            new = self.value(given)
+            new = _of_kind(
+                new if new.dims == index.dims else View(index.dims, new, identity(index.dims)), integer=integer
+            )
         else:
             number = float(given) if not isinstance(given, Node) else 0.0
             new = Constant(index.dims, int(number) if integer else number, integer=integer)
@@ -519,15 +527,15 @@ class _Lowering:
             return apply("where", dims, here, new, into)
         wide = (*dims[: axis + 1], index.dims[axis], *dims[axis + 1 :])
         index = View(new.dims, index, tuple(unit(d if n != 1 else None, len(dims)) for d, n in enumerate(index.dims)))
-        here = apply("eq", wide, _twice(index, wide, axis, axis + 1), _positions(wide, axis))
+        here = apply("eq", wide, _expand_for_pairs(index, wide, axis, axis + 1), _positions(wide, axis))
         if adds:
-            sent = apply("where", wide, here, _twice(new, wide, axis, axis + 1), nothing)
+            sent = apply("where", wide, here, _expand_for_pairs(new, wide, axis, axis + 1), nothing)
             return apply("add", dims, into, Reshape(dims, self._reduced("sum", sent, (axis + 1,))), alpha=1)
         none = Constant((), -1, integer=True)
         last = self._reduced("max", apply("where", wide, here, _positions(wide, axis + 1), none), (axis + 1,))
         last = Reshape(dims, last)
         is_hit = apply("gt", dims, last, none)
-        found = _gathered(new, apply("maximum", dims, last, Constant((), 0, integer=True)), dims, axis)
+        found = _gather_along(new, apply("maximum", dims, last, Constant((), 0, integer=True)), dims, axis)
         return apply("where", dims, is_hit, found, into)
 
     _scatter_add = _scatter
@@ -539,10 +547,6 @@ class _Lowering:
         axis, into, new = self._axis(node, dimension), self.value(source), self.value(given)
         thin = tuple(size if d == axis else 1 for d, size in enumerate(new.dims))
         return self._scattered(into, Reshape(thin, self.value(where)), new, axis=axis, adds=True)
-
-    def _first(self, value: AbstractValue, dims: tuple[int, ...]) -> AbstractValue:
-        """The first elements along each dimension."""
-        return value if value.dims == dims else View(dims, value, identity(dims))
 
     def _expand(self, node: Node) -> AbstractValue:
         rank = len(node.row_shape)
@@ -584,7 +588,7 @@ class _Lowering:
         dims = node.row_shape
         value = self.value(gradient)
         if step > 1:
-            value = _spaced(value, axis, step, (value.dims[axis] - 1) * step + 1)
+            value = _dilated(value, axis, step, (value.dims[axis] - 1) * step + 1)
         wide = (*dims[:axis], dims[axis] + size - 1, *dims[axis + 1 :], size)
         value = self._padded(wide, axis, size - 1, value)
         rank = len(dims) + 1
@@ -629,7 +633,7 @@ class _Lowering:
         start = max(start + size, 0) if start < 0 else min(start, size)
         value = self.value(gradient)
         return self._padded(
-            node.row_shape, axis, start, value if step == 1 else _spaced(value, axis, step, size - start)
+            node.row_shape, axis, start, value if step == 1 else _dilated(value, axis, step, size - start)
         )
 
     def _select_backward(self, node: Node) -> AbstractValue:
@@ -640,10 +644,8 @@ class _Lowering:
         return self._padded(node.row_shape, axis, position % node.row_shape[axis], thick)
 
     def _fill(self, node: Node) -> AbstractValue:
-        number, integer = node.args[1], is_integer(node)
-        if not isinstance(number, Node):
-            return Constant(node.row_shape, int(number) if integer else float(number), integer=integer)
-        value = _of_kind(self.value(number), integer=integer)
+        # A number would have become a constant when the step was traced: this is a tensor.
+        value = _of_kind(self.value(node.args[1]), integer=is_integer(node))
         if value.dims:
             raise Unsupported("a fill with more than one number per row")
         return View(node.row_shape, value, ())
@@ -674,8 +676,8 @@ class _Lowering:
         left, right = (self.value(item) for item in node.args)
         *heads, rows, inner = left.dims
         columns = right.dims[-1]
-        # Sum along whichever dimension lies side by side in memory.
-        along_columns = columns > 1 and _side_by_side(right)
+        # Sum along the dimension whose elements are neighbours in memory.
+        along_columns = columns > 1 and _follows_memory(right)
         dims = (*heads, rows, inner, columns) if along_columns else (*heads, rows, columns, inner)
         rank, at = len(dims), len(heads) + 1
         before = tuple(unit(d, rank) for d in range(len(heads)))
@@ -714,7 +716,7 @@ class _Lowering:
         return apply("div", source.dims, power, self._reduced("sum", power, axes))
 
     def _safe_softmax(self, node: Node) -> AbstractValue:
-        """Nothing but zeros where all is minus infinity, as where attention has nothing to look at."""
+        """Zeros where all scores are minus infinity, as where attention masks everything."""
         source = self.value(node.args[0])
         axes = (self._axis(node.args[0], node.args[1]),)
         top = self._reduced("max", source, axes)
@@ -751,7 +753,7 @@ def _positions(dims: tuple[int, ...], axis: int) -> AbstractValue:
     return Position(dims, unit(axis, len(dims)))
 
 
-def _gathered(value: AbstractValue, index: AbstractValue, dims: tuple[int, ...], axis: int) -> AbstractValue:
+def _gather_along(value: AbstractValue, index: AbstractValue, dims: tuple[int, ...], axis: int) -> AbstractValue:
     """Elements along an axis at computed places."""
     if isinstance(value, Constant):
         return Constant(dims, value.number, integer=value.integer)
@@ -759,16 +761,16 @@ def _gathered(value: AbstractValue, index: AbstractValue, dims: tuple[int, ...],
     return Gather(dims, value, index, place, axis)
 
 
-def _twice(value: AbstractValue, dims: tuple[int, ...], axis: int, at: int) -> AbstractValue:
-    """A value under sizes with one dimension more: its `axis` is `at`, and along that one's neighbour it is the same.
+def _expand_for_pairs(value: AbstractValue, dims: tuple[int, ...], axis: int, at: int) -> AbstractValue:
+    """A value for all pairs along an axis: of the dimensions `axis` and `axis + 1` of the result, it varies along `at`.
 
-    The dimensions `axis` and `axis + 1` of the result stand for the one dimension `axis` of the value.
+    Both stand for the dimension `axis` of the value.
     """
     places = [*range(axis), at, *range(axis + 2, len(dims))]
     return View(dims, value, tuple(unit(d, len(dims)) for d in places))
 
 
-def _spaced(value: AbstractValue, axis: int, step: int, size: int) -> AbstractValue:
+def _dilated(value: AbstractValue, axis: int, step: int, size: int) -> AbstractValue:
     """Elements `step` apart along an axis of `size`, with zeros between them."""
     before, count, behind = value.dims[:axis], value.dims[axis], value.dims[axis + 1 :]
     thick = Reshape((*before, count, 1, *behind), value)
@@ -779,8 +781,8 @@ def _spaced(value: AbstractValue, axis: int, step: int, size: int) -> AbstractVa
     return View((*before, size, *behind), flat, identity((*before, size, *behind)))
 
 
-def _side_by_side(value: AbstractValue) -> bool:
-    """Whether the last dimension's elements are neighbours in memory, as far as views tell."""
+def _follows_memory(value: AbstractValue) -> bool:
+    """Whether the last dimension is the one whose elements are neighbours in memory, as far as views tell."""
     factors = tuple(int(d == len(value.dims) - 1) for d in range(len(value.dims)))
     while isinstance(value, View):
         moving = [sum(f * g for f, g in zip(index.factors, factors, strict=True)) for index in value.index]

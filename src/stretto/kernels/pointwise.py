@@ -1,7 +1,7 @@
 """Pointwise operators of PyTorch as named operators of the loop IR.
 
 The IR's names are PyTorch's wherever there is one; each backend has a table from these names to its own code.
-Truth values are numbers: 1 for true, 0 for false. Operands are all real or all integers, but for the condition of
+Booleans are numbers: 1 for true, 0 for false. Operands are all real or all integers, but for the condition of
 `where`; operators that differ for integers have names of their own.
 """
 
@@ -13,35 +13,14 @@ import torch
 from stretto.graph import Node
 from stretto.kernels.ir import AbstractValue, Constant, Map, Unsupported
 
-Take: TypeAlias = "Callable[[Any], AbstractValue]"
-Rule: TypeAlias = "Callable[[Node, Take], AbstractValue]"
+Lower: TypeAlias = "Callable[[Any], AbstractValue]"
+Rule: TypeAlias = "Callable[[Node, Lower], AbstractValue]"
 
 COSTLY: Final = frozenset(
-    {
-        *("div", "reciprocal", "sqrt", "rsqrt", "pow", "exp", "expm1", "log", "log1p", "erf", "sin", "cos", "atan"),
-        *(
-            "exp2",
-            "log2",
-            "log10",
-            "erfc",
-            "tan",
-            "asin",
-            "acos",
-            "sinh",
-            "cosh",
-            "asinh",
-            "acosh",
-            "atanh",
-            "atan2",
-            "hypot",
-            "lgamma",
-            "digamma",
-            "erfinv",
-        ),
-        *("remainder", "fmod", "floor_divide", "integer_remainder", "integer_fmod", "integer_floor_divide"),
-        *("integer_trunc_divide", "sigmoid", "tanh", "silu", "gelu", "softplus", "elu", "addcdiv"),
-        *("silu_backward", "gelu_backward", "softplus_backward", "elu_backward"),
-    }
+    "div reciprocal sqrt rsqrt pow exp expm1 log log1p erf sin cos atan exp2 log2 log10 erfc tan asin acos sinh cosh "
+    "asinh acosh atanh atan2 hypot lgamma digamma erfinv remainder fmod floor_divide integer_remainder integer_fmod "
+    "integer_floor_divide integer_trunc_divide sigmoid tanh silu gelu softplus elu addcdiv "
+    "silu_backward gelu_backward softplus_backward elu_backward".split()
 )
 """Operators that take many times as long as an addition."""
 
@@ -71,11 +50,11 @@ def convert(value: AbstractValue, dims: tuple[int, ...], dtype: torch.dtype) -> 
 def _rule(op: str, operands: int, **defaults: Any) -> Rule:
     """The first `operands` arguments are operands; the others, by position or name, are attributes of the operator."""
 
-    def rule(node: Node, take: Take) -> AbstractValue:
+    def rule(node: Node, lower: Lower) -> AbstractValue:
         given = dict(zip(defaults, node.args[operands:], strict=False)) | dict(node.kwargs)
         if len(node.args) > operands + len(defaults) or not given.keys() <= defaults.keys():
             raise Unsupported(f"no code is generated for {node.label} with these settings")
-        return apply(op, node.row_shape, *(take(item) for item in node.args[:operands]), **(defaults | given))
+        return apply(op, node.row_shape, *(lower(item) for item in node.args[:operands]), **(defaults | given))
 
     return rule
 
@@ -83,21 +62,21 @@ def _rule(op: str, operands: int, **defaults: Any) -> Rule:
 def _sum(sign: str, *, swapped: bool = False) -> Rule:
     """The sum or difference of a value and `alpha` times another one."""
 
-    def rule(node: Node, take: Take) -> AbstractValue:
-        one, other = (take(item) for item in (node.args[1::-1] if swapped else node.args[:2]))
+    def rule(node: Node, lower: Lower) -> AbstractValue:
+        one, other = (lower(item) for item in (node.args[1::-1] if swapped else node.args[:2]))
         alpha = node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)
         if node.dtype is torch.bool:
             return apply("maximum", node.row_shape, one, other)
         if other.integer and alpha != 1:
-            other, alpha = apply("mul", other.dims, other, take(alpha)), 1
+            other, alpha = apply("mul", other.dims, other, lower(alpha)), 1
         return apply(sign, node.row_shape, one, other, alpha=alpha)
 
     return rule
 
 
-def _division(node: Node, take: Take) -> AbstractValue:
-    """A quotient, as it is or rounded, or what is left of it."""
-    one, other = (take(item) for item in node.args[:2])
+def _division(node: Node, lower: Lower) -> AbstractValue:
+    """A quotient, exact or rounded, or its remainder."""
+    one, other = (lower(item) for item in node.args[:2])
     rounding = node.kwargs.get("rounding_mode", node.args[2] if len(node.args) > 2 else None)
     op = node.label if node.label != "div" or rounding is None else f"{rounding}_divide"
     if one.integer:
@@ -107,62 +86,62 @@ def _division(node: Node, take: Take) -> AbstractValue:
     return apply(op, node.row_shape, one, other)
 
 
-def _of_bits(node: Node, take: Take) -> AbstractValue:
-    """An operator on the bits of integers, or on truth values."""
-    values = [take(item) for item in node.args]
+def _bitwise(node: Node, lower: Lower) -> AbstractValue:
+    """An operator on the bits of integers, or on booleans."""
+    values = [lower(item) for item in node.args]
     op = _BITS[node.label]
     if values[0].integer:
         return apply(op, node.row_shape, *values)
     if op == "bitwise_not":
-        return apply("eq", node.row_shape, values[0], take(0))
+        return apply("eq", node.row_shape, values[0], lower(0))
     return apply({"bitwise_and": "mul", "bitwise_or": "maximum", "bitwise_xor": "ne"}[op], node.row_shape, *values)
 
 
-def _of_truths(op: str) -> Rule:
-    """An operator on truth values, which may be given as numbers."""
+def _logical(op: str) -> Rule:
+    """An operator on booleans, which may be given as numbers."""
 
-    def rule(node: Node, take: Take) -> AbstractValue:
-        values = [apply("ne", (value := take(item)).dims, value, take(0)) for item in node.args]
+    def rule(node: Node, lower: Lower) -> AbstractValue:
+        values = [apply("ne", (value := lower(item)).dims, value, lower(0)) for item in node.args]
         return apply(op, node.row_shape, *values)
 
     return rule
 
 
-def _power(node: Node, take: Take) -> AbstractValue:
+def _power(node: Node, lower: Lower) -> AbstractValue:
     base, exponent = node.args
     simple = {2: "square", 3: "cube", 1: "copy", -1: "reciprocal", 0.5: "sqrt"}
     if isinstance(exponent, (int, float)) and exponent in simple:
-        return apply(simple[exponent], node.row_shape, take(base))
-    return apply("pow", node.row_shape, take(base), take(exponent))
+        return apply(simple[exponent], node.row_shape, lower(base))
+    return apply("pow", node.row_shape, lower(base), lower(exponent))
 
 
 def _clamp(**defaults: Any) -> Rule:
     """Between two bounds, of which the defaults name the arguments; None means unbounded."""
 
-    def rule(node: Node, take: Take) -> AbstractValue:
+    def rule(node: Node, lower: Lower) -> AbstractValue:
         bounds = defaults | dict(zip(defaults, node.args[1:], strict=False)) | dict(node.kwargs)
-        value = take(node.args[0])
+        value = lower(node.args[0])
         for op, bound in zip(("maximum", "minimum"), bounds.values(), strict=True):
             if bound is not None:
-                value = apply(op, node.row_shape, value, take(bound))
+                value = apply(op, node.row_shape, value, lower(bound))
         return value
 
     return rule
 
 
-def _masked_fill(node: Node, take: Take) -> AbstractValue:
-    value, mask, number = (take(item) for item in node.args)
+def _masked_fill(node: Node, lower: Lower) -> AbstractValue:
+    value, mask, number = (lower(item) for item in node.args)
     return apply("where", node.row_shape, mask, number, value)
 
 
-def _elu_backward(node: Node, take: Take) -> AbstractValue:
+def _elu_backward(node: Node, lower: Lower) -> AbstractValue:
     gradient, alpha, scale, input_scale, is_result, source = node.args
     attrs = {"alpha": alpha, "scale": scale, "input_scale": input_scale, "is_result": is_result}
-    return apply("elu_backward", node.row_shape, take(gradient), take(source), **attrs)
+    return apply("elu_backward", node.row_shape, lower(gradient), lower(source), **attrs)
 
 
-def _logical_not(node: Node, take: Take) -> AbstractValue:
-    return apply("eq", node.row_shape, take(node.args[0]), take(0))
+def _logical_not(node: Node, lower: Lower) -> AbstractValue:
+    return apply("eq", node.row_shape, lower(node.args[0]), lower(0))
 
 
 _BITS: Final = {
@@ -171,24 +150,9 @@ _BITS: Final = {
     **dict.fromkeys(("bitwise_right_shift", "__rshift__"), "rshift"),
 }
 _UNARY: Final = (
-    *("neg", "abs", "sign", "reciprocal", "sqrt", "rsqrt", "exp", "expm1", "log", "log1p", "erf", "sin", "cos"),
-    *("exp2", "log2", "log10", "erfc", "tan", "asin", "acos", "sinh", "cosh", "asinh", "acosh", "atanh"),
-    *(
-        "lgamma",
-        "digamma",
-        "erfinv",
-        "atan",
-        "floor",
-        "ceil",
-        "trunc",
-        "round",
-        "sigmoid",
-        "tanh",
-        "relu",
-        "hardsigmoid",
-        "silu",
-    ),
-)
+    "neg abs sign reciprocal sqrt rsqrt exp expm1 log log1p erf sin cos exp2 log2 log10 erfc tan asin acos sinh cosh "
+    "asinh acosh atanh lgamma digamma erfinv atan floor ceil trunc round sigmoid tanh relu hardsigmoid silu"
+).split()
 _BINARY: Final = (
     *("mul", "maximum", "minimum", "atan2", "hypot", *_COMPARISONS),
     *("sigmoid_backward", "tanh_backward", "silu_backward", "hardsigmoid_backward"),
@@ -202,10 +166,10 @@ POINTWISE: Final[dict[str, Rule]] = {
     "sub": _sum("sub"),
     "rsub": _sum("sub", swapped=True),
     **dict.fromkeys(("div", "remainder", "fmod", "floor_divide"), _division),
-    **dict.fromkeys(_BITS, _of_bits),
-    "logical_and": _of_truths("mul"),
-    "logical_or": _of_truths("maximum"),
-    "logical_xor": _of_truths("ne"),
+    **dict.fromkeys(_BITS, _bitwise),
+    "logical_and": _logical("mul"),
+    "logical_or": _logical("maximum"),
+    "logical_xor": _logical("ne"),
     "pow": _power,
     "clamp": _clamp(min=None, max=None),
     "clamp_min": _rule("maximum", 2),
@@ -228,4 +192,4 @@ POINTWISE: Final[dict[str, Rule]] = {
     "leaky_relu_backward": _rule("leaky_relu_backward", 2, slope=0.01, is_result=False),
     "hardtanh_backward": _rule("hardtanh_backward", 2, low=-1, high=1),
 }
-"""For each operator of PyTorch, how a node and a way to take its operands become a value."""
+"""For each operator of PyTorch, a rule: from a node, and a function that lowers an operand, to a value of the IR."""

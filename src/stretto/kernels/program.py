@@ -89,6 +89,7 @@ class TracedProgram(Program):
         values[graph.x] = x_PF.contiguous()
         states = [state.contiguous() for state in states]
         run(self._once, values, layout.total)
+        # Parts of the state that never change, and what depends on these and on weights alone: once per sequence.
         finals: dict[int, torch.Tensor] = {index: states[index] for index in plan.constants_per_row}
         same = values | {graph.states[index]: states[index] for index in plan.constants_per_row}
         for node in plan.per_row:
@@ -97,6 +98,7 @@ class TracedProgram(Program):
             values[node] = layout.spread(same[node])
         for loops, kernels, maps in zip(plan.loops, self.kernels, plan.maps, strict=True):
             if loops:
+                # The caller runs the loops, perhaps together with those of other programs, and sends their results.
                 results = yield [
                     LoopCall(
                         kernel,
@@ -116,6 +118,7 @@ class TracedProgram(Program):
                     for index in self._read_by_maps.intersection(loop.states):
                         self._value(graph.states[index], values, layout, states)
             for node in maps:
+                # A part of the state stands for its next state, shifted by one step; all else is for all steps at once.
                 if node.op is None:
                     self._value(node, values, layout, states)
                 elif node not in values:
@@ -129,7 +132,11 @@ class TracedProgram(Program):
         return y, [finals[index] for index in range(len(states))]
 
     def _value(self, node: Node, values: dict[Node, Any], layout: Layout, states: Sequence[torch.Tensor]) -> Any:
-        """A value of all steps; states that were only needed here are made now."""
+        """A value of all steps.
+
+        A state on no loop is its next state, shifted by one step. That may be another such state: in a delay line
+        h3 <- h2 <- h1 they form a chain, which is followed to a value that is known, and shifted on the way back.
+        """
         chain = []
         graph = self.plan.graph
         while node not in values:
@@ -158,7 +165,7 @@ def wavefront_chunks(programs: Sequence[Program], layout: Layout) -> int:
 
         layer 2                chunk 0   chunk 1   chunk 2
         layer 1      chunk 0   chunk 1   chunk 2
-        layer 0      chunk 0   chunk 1   chunk 2      ...     columns run at once, each row by a thread of its own
+        layer 0      chunk 0   chunk 1   chunk 2      ...     columns run at once, each row by one thread
 
     It pays where rows are too few to keep all threads busy. More chunks fill the corners of the wave better, and each
     costs some preparation. It depends on sizes alone, never on a clock: weight gradients are summed chunk by chunk.

@@ -82,8 +82,8 @@ def parameter_names(program: TracedProgram) -> list[str]:
 
 
 def kept_size(program: TracedProgram) -> int:
-    """How many elements the operator of a program keeps of 999 rows; 0 if it has none."""
-    return 0 if program.operator is None else sum(math.prod(shape) for shape in program.operator.kept_shapes(999))
+    """How many elements the operator of a program keeps of 111 sequences of 9 steps; 0 if it has none."""
+    return 0 if program.operator is None else sum(math.prod(shape) for shape in program.operator.kept_shapes(999, 111))
 
 
 @cache
@@ -166,7 +166,7 @@ def _forward_fake(inputs: list[torch.Tensor], programs: str, keep: bool) -> list
         made.append(inputs[0].new_empty(total, *graph.y.row_shape, dtype=graph.y.dtype))
         made += [inputs[0].new_empty(num_rows, *state.row_shape, dtype=state.dtype) for state in graph.states]
     if keep:
-        shapes = [shape for operator in _operators(found) for shape in operator.kept_shapes(total)]
+        shapes = [shape for operator in _operators(found) for shape in operator.kept_shapes(total, num_rows)]
         made += [inputs[0].new_empty(shape) for shape in shapes]
     return made
 

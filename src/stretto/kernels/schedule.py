@@ -159,7 +159,7 @@ class Schedule:
         for value in self.order:
             self._choose_home(value, often=uses.get(value, 0) > 1)
             self._settle_joins(value)
-        # What became a place in memory of its own may be read through a view of a join.
+        # A view or reshape that now has a home may read a join in more than one part.
         for value in self.order:
             if value in self.homes and isinstance(value, (View, Reshape)) and isinstance(value.base, Join):
                 self._settle(value.base)

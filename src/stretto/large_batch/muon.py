@@ -41,6 +41,8 @@ UPDATE_RMS: Final = 0.2
 MOMENTUM: Final = 0.95
 BETAS: Final = (0.9, 0.95)
 MUON_KINDS: Final = ("recurrent", "input")
+FULL_RATE_KINDS: Final = (*MUON_KINDS, "embedding", "output")
+"""What has the rate itself, whatever `adam_share` is."""
 RULES_HEADER: Final = ("parameter", "shape", "kind", "rule")
 CLASSES: Final[dict[str, tuple[type[nn.Module], ...]]] = {
     "recurrent": (nn.RNNBase, nn.RNNCellBase, Cell, RNN),
@@ -119,9 +121,11 @@ class Muon(Optimizer):
     |---|---|---|
     | recurrent | a matrix of a recurrent layer or cell, but for those that follow | Muon |
     | input | `weight_ih...` of a recurrent layer or cell | Muon |
-    | embedding | of `nn.Embedding` and `nn.EmbeddingBag` | Adam |
+    | embedding | of `nn.Embedding` and `nn.EmbeddingBag`, if there is an output layer | Adam |
+    | tied | the same if there is none, so that they may be the output layer too | Adam |
     | convolution | of torch's convolutions | Adam |
-    | linear | other matrices outside recurrent layers, such as the output layer | Adam |
+    | output | the last matrix of the model, if it is none of the above | Adam |
+    | linear | other matrices outside recurrent layers | Adam |
     | bias | fewer than two dimensions and a name that begins with "bias" | Adam |
     | gain | fewer than two dimensions otherwise | Adam |
     | other | three dimensions or more | Adam |
@@ -131,8 +135,9 @@ class Muon(Optimizer):
     matrix of another cell is one matrix. `explain` lists all of it.
 
     Muon's momentum is Nesterov's. An update has a root mean square of 0.2 times the rate, as Adam's updates have, so
-    that one rate serves both: usual are 0.01 to 0.03. A matrix of one row or column moves along its momentum, scaled;
-    a gate whose gradient is always zero stays. Weight decay is taken from the weights, of matrices alone.
+    that one rate serves both: usual are 0.01 to 0.03. In short runs a smaller one can be better for all that Adam
+    updates but embeddings and the output layer: `adam_share`. A matrix of one row or column moves along its momentum,
+    scaled; a gate whose gradient is always zero stays. Weight decay is taken from the weights, of matrices alone.
 
     Momentum is kept in the packed weights' shape. `state_dict` has everything: what follows is the same to the bit.
 
@@ -140,6 +145,8 @@ class Muon(Optimizer):
         model: What to train; parameters without it do not say what they are. Those that do not require gradients when
             the optimiser is made are left out.
         lr: The learning rate, of both rules.
+        adam_share: The rate of what Adam updates, but for the output layer and embeddings that are not tied to it, as a
+            multiple of the learning rate.
         weight_decay: Of matrices, in each update times the rate.
         momentum: Of Muon.
         betas: Of Adam.
@@ -153,12 +160,14 @@ class Muon(Optimizer):
         model: nn.Module,
         *,
         lr: float,
+        adam_share: float = 1.0,
         weight_decay: float = 0.0,
         momentum: float = MOMENTUM,
         betas: tuple[float, float] = BETAS,
     ) -> None:
         check_kind(model, nn.Module, name="model", owner="Muon", fix="Give the model, whose layers decide the rules.")
         check_float(lr, name="lr", at_least=0.0, owner="Muon")
+        check_float(adam_share, name="adam_share", above=0.0, owner="Muon")
         check_float(weight_decay, name="weight_decay", at_least=0.0, owner="Muon")
         check_float(momentum, name="momentum", at_least=0.0, below=1.0, owner="Muon")
         for number, beta in enumerate(betas):
@@ -182,6 +191,7 @@ class Muon(Optimizer):
                     "kind": kind,
                     "gates": gates,
                     "weight_decay": 0.0 if kind in ("bias", "gain") else weight_decay,
+                    "lr_share": 1.0 if kind in FULL_RATE_KINDS else float(adam_share),
                     **({"momentum": momentum} if kind in MUON_KINDS else {"betas": tuple(betas), "eps": ADAM_EPSILON}),
                     # Torch loads the counts of updates to where its fused code wants them if it finds this here.
                     "fused": kind not in MUON_KINDS and all(p.device.type in FUSED_DEVICES for _, p in named),
@@ -209,7 +219,7 @@ class Muon(Optimizer):
             if not parameters:
                 continue
             if group["weight_decay"]:
-                torch._foreach_mul_(parameters, 1.0 - group["lr"] * group["weight_decay"])
+                torch._foreach_mul_(parameters, 1.0 - _rate(group) * group["weight_decay"])
             if group["kind"] in MUON_KINDS:
                 for gates in self._momenta(parameters, group):
                     weight_NMK = gates.weight_NMK
@@ -225,7 +235,7 @@ class Muon(Optimizer):
         rows = []
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                rule = "Adam"
+                rule = "Adam" if _share(group) == 1.0 else f"Adam at {_share(group):.3g} of the rate"
                 if group["kind"] in MUON_KINDS:
                     num_gates, rows_of_gate, columns = _by_gate(parameter, group["gates"]).shape
                     rule = "Muon" if num_gates == 1 else f"Muon, {num_gates} gates of {rows_of_gate} x {columns}"
@@ -282,7 +292,7 @@ class Muon(Optimizer):
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
-            lr=group["lr"],
+            lr=_rate(group),
             weight_decay=0.0,
             eps=group["eps"],
             maximize=False,
@@ -295,6 +305,17 @@ def format_rules(rules: Iterable[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _share(group: dict[str, Any]) -> float:
+    """What a group's rate is multiplied by; states that were saved before there was one have none."""
+    share: float = group.get("lr_share", 1.0)
+    return share
+
+
+def _rate(group: dict[str, Any]) -> float:
+    rate: float = group["lr"] * _share(group)
+    return rate
 
 
 class _Gates(NamedTuple):
@@ -329,6 +350,10 @@ def _kinds(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str, int]]:
         for kind, classes in CLASSES.items():
             if isinstance(module, classes):
                 inside[kind].update(map(id, module.parameters()))
+    # In the order of registration, which is that of most models' layers.
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    last_matrix = id(matrices[-1]) if matrices else None
+    has_output = last_matrix not in set().union(*inside.values())
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -336,13 +361,13 @@ def _kinds(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str, int]]:
         if parameter.dim() < 2:
             kind = "bias" if own_name.startswith("bias") else "gain"
         elif number in inside["embedding"]:
-            kind = "embedding"
+            kind = "embedding" if has_output else "tied"
         elif number in inside["convolution"]:
             kind = "convolution"
         elif parameter.dim() > 2:
             kind = "other"
         elif number not in inside["recurrent"]:
-            kind = "linear"
+            kind = "output" if number == last_matrix else "linear"
         else:
             kind = "input" if own_name.startswith("weight_ih") else "recurrent"
         gates = len(parameter) // rows[number] if kind in MUON_KINDS and number in rows else 1

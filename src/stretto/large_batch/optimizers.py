@@ -29,6 +29,7 @@ def make_optimizer(
     weight_decay: float = 0.0,
     decay_biases: bool = False,
     gates: bool = False,
+    adam_share: float = 1.0,
 ) -> Optimizer:
     """An optimiser with groups that suit recurrent nets.
 
@@ -55,6 +56,8 @@ def make_optimizer(
         decay_biases: Decay biases and gains too, all in one group, as `torch.optim.AdamW(model.parameters())` does.
         gates: For "lars" and "lamb": give every gate of a packed recurrent weight a trust ratio of its own. It needs
             the model, for parameters do not say what they are.
+        adam_share: For "muon": the rate of what Adam updates, but for embeddings and the output layer, as a
+            multiple of the rate; see `Muon`.
 
     Raises:
         StrettoError: There is no such optimiser, a number is out of range, there is nothing to train, gates were asked
@@ -72,7 +75,13 @@ def make_optimizer(
             fix="Make it with sparse=False, or choose 'sgd' without weight decay.",
         )
     if name == "muon":
-        return _muon(parameters, lr=lr, weight_decay=weight_decay, decay_biases=decay_biases, gates=gates)
+        _refuse_for_muon(decay_biases=decay_biases, gates=gates)
+        return _muon(parameters, lr=lr, weight_decay=weight_decay, adam_share=adam_share)
+    if adam_share != 1.0:
+        raise StrettoError(
+            f"adam_share={adam_share!r} was given with the optimiser {name!r}, which has one rate for all",
+            fix="Leave it out, or choose 'muon'.",
+        )
     tensors = _trained_tensors(name, parameters, gates=gates)
     groups: list[dict[str, Any]] = [
         {"params": [t for t in tensors if t.dim() >= 2 or decay_biases], "weight_decay": weight_decay},
@@ -101,20 +110,21 @@ def _sparse_embedding(parameters: nn.Module | Iterable[torch.Tensor]) -> str | N
     return None
 
 
-def _muon(
-    parameters: nn.Module | Iterable[torch.Tensor], *, lr: float, weight_decay: float, decay_biases: bool, gates: bool
-) -> Muon:
+def _refuse_for_muon(*, decay_biases: bool, gates: bool) -> None:
     if gates or decay_biases:
         raise StrettoError(
             f"{'gates' if gates else 'decay_biases'}=True was given with the optimiser 'muon'",
             fix="Leave it out: Muon always takes weights apart into their gates, and never decays biases and gains.",
         )
+
+
+def _muon(parameters: nn.Module | Iterable[torch.Tensor], *, lr: float, weight_decay: float, adam_share: float) -> Muon:
     if not isinstance(parameters, nn.Module):
         raise StrettoError(
             "the optimiser 'muon' was given parameters, which do not say what they are",
             fix="Give the model in their place.",
         )
-    return Muon(parameters, lr=lr, weight_decay=weight_decay)
+    return Muon(parameters, lr=lr, adam_share=adam_share, weight_decay=weight_decay)
 
 
 def _trained_tensors(name: str, parameters: nn.Module | Iterable[torch.Tensor], *, gates: bool) -> list[torch.Tensor]:

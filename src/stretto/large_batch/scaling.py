@@ -156,6 +156,7 @@ class LargeBatch:
         epochs: float | None = None,
         weight_decay: float = 0.0,
         gates: bool = False,
+        adam_share: float = 1.0,
     ) -> tuple[Optimizer, LRScheduler]:
         """An optimiser at the scaled rate and its schedule: step both once per update.
 
@@ -170,6 +171,8 @@ class LargeBatch:
                 need them.
             weight_decay: Of matrices; biases and gains have none.
             gates: For "lars" and "lamb", with the model given: a trust ratio for each gate of a recurrent layer.
+            adam_share: For "muon": the rate of what Adam updates, but for embeddings and the output layer, as a
+                multiple of the rate; see `Muon`.
 
         Raises:
             StrettoError: Settings are missing or contradict each other, or warm-up would fill the run.
@@ -180,7 +183,9 @@ class LargeBatch:
                 f"build got epochs={epochs}, and LargeBatch has epochs={self.epochs}", fix="Give one of the two."
             )
         whole = self if epochs is None else dataclasses.replace(self, epochs=epochs)
-        made = make_optimizer(optimizer, parameters, lr=self.lr, weight_decay=weight_decay, gates=gates)
+        made = make_optimizer(
+            optimizer, parameters, lr=self.lr, weight_decay=weight_decay, gates=gates, adam_share=adam_share
+        )
         return made, whole.schedule(made, decay=decay, updates=updates_per_epoch)
 
     def schedule(

@@ -22,8 +22,10 @@ MIN_TRIAL_UPDATES: Final = 100
 """Updates of the plain recipe below which a trial says little: nets that learn after a plateau are still on it."""
 DUEL_LENGTH: Final = 3
 """How many times longer the second trial of the best recipe and of the plain one is."""
-FIRST_RUN_SHARE: Final = 0.25
+FIRST_RUN_SHARE: Final = 1 / 6
 """Length of the first run, as a share of the plain recipe's."""
+MIN_FIRST_UPDATES: Final = 100
+"""Updates that a first run is to have, unless that takes more than half of the plain recipe's epochs."""
 MIN_FIRST_RUN: Final = 2
 """Its least number of epochs: a decay within the first epoch comes before a net that learns after a plateau has."""
 MIN_GAIN: Final = 0.005
@@ -123,9 +125,13 @@ class Outcome:
                 )
 
 
-def first_run_epochs(epochs: int) -> int:
-    """Epochs of the first run of a recipe, if the plain one has so many."""
-    return min(epochs, max(MIN_FIRST_RUN, round(FIRST_RUN_SHARE * epochs)))
+def first_run_epochs(epochs: int, *, updates_per_epoch: float) -> int:
+    """Epochs of the first run of a recipe, if the plain one has so many epochs of so many updates.
+
+    A sixth, but at least two, and enough for 100 updates unless that is more than half of them.
+    """
+    enough = min(math.ceil(MIN_FIRST_UPDATES / updates_per_epoch), epochs // 2)
+    return min(epochs, max(MIN_FIRST_RUN, round(FIRST_RUN_SHARE * epochs), enough))
 
 
 @final
@@ -137,10 +143,10 @@ class RecipeSearch:
     the plain one try again, three times as long, and what is better then is chosen. If there is no room for trials, the
     recipe after the plain one is taken; where `seconds` are given, a trial of ten updates at most times it first.
 
-    If the plain recipe is chosen, it is run as it is. If another is, it is run for a quarter of the epochs, and then
-    for as many again as all before at half the rate, as long as that gains 0.5 % and the last epoch of a run is no more
-    than 1 % worse than its best. The plain recipe gets the epochs that are left: so the end is seldom worse than the
-    plain recipe's own.
+    If the plain recipe is chosen, it is run as it is. If another is, it is run for a sixth of the epochs (two at least,
+    and enough for 100 updates unless that takes more than half of them), and then for as many again as all before at
+    half the rate, as long as that gains 0.5 % and the last epoch of a run is no more than 1 % worse than its best. The
+    plain recipe gets the epochs that are left: so the end is seldom worse than the plain recipe's own.
 
     All runs together have at most `epochs` epochs; trials come on top.
 
@@ -170,9 +176,9 @@ class RecipeSearch:
         trial muon 0.25
         trial plain 0.75
         trial muon 0.75
-        run muon 5
-        run muon 5
-        run plain 10
+        run muon 3
+        run muon 3
+        run plain 20
         >>> search.best
         0.5
     """
@@ -204,6 +210,7 @@ class RecipeSearch:
         self._plain, self._target, self._higher_is_better = recipes[0], target, higher_is_better
         self._seconds_left, self._limit = (math.inf if seconds is None else seconds), seconds
         self._per_epoch: dict[str, float] = {}
+        self._first_run = first_run_epochs(epochs, updates_per_epoch=updates_per_epoch)
         trials = int(TRIAL_SHARE * epochs * updates_per_epoch / MIN_TRIAL_UPDATES) - 2 * DUEL_LENGTH
         # The shortest that is worth it, or longer if there is room for that.
         self._tried = list(recipes[:trials]) if trials >= 2 else []
@@ -315,7 +322,7 @@ class RecipeSearch:
         return self._trial(recipe, epochs=DUEL_LENGTH * self._trial_epochs, reason=reason)
 
     def _trial(self, recipe: Recipe, *, epochs: float, reason: str) -> Job:
-        shorter = first_run_epochs(self._epochs) / epochs
+        shorter = self._first_run / epochs
         factor = math.sqrt(shorter) if recipe.rate_follows_updates else 1.0
         return Job(kind="trial", recipe=recipe, epochs=epochs, rate_factor=factor, reason=reason)
 
@@ -350,11 +357,12 @@ class RecipeSearch:
         if recipe is self._plain:
             # All of its epochs after one run or two that failed: nothing is lost but the time that these took. What is
             # left if there is no time for it, or if others were good for longer than that.
-            begins_anew = 0 < self._done <= 2 * first_run_epochs(self._epochs) and affordable >= self._epochs
+            begins_anew = 0 < self._done <= 2 * self._first_run and affordable >= self._epochs
             epochs, self._is_last = self._epochs if begins_anew else left, True
             reason += f"; it begins anew, with all its {self._epochs} epochs" if begins_anew else ""
         else:
-            epochs = min(left, self._done or first_run_epochs(self._epochs))
+            epochs = min(left, self._done or self._first_run)
+            reason += "" if self._done else f"; the first run has {epochs} of {self._epochs} epochs"
         if affordable < epochs:
             epochs = math.floor(affordable)
             reason += f"; there is time for {epochs} epoch{'s' * (epochs != 1)}"
@@ -371,7 +379,7 @@ class RecipeSearch:
         again = sum(job.kind == "run" and job.recipe == recipe for job, _ in self.history)
         factor = RATE_OF_NEXT_RUN**again
         if recipe.rate_follows_updates and not again:
-            factor *= math.sqrt(first_run_epochs(self._epochs) / epochs)
+            factor *= math.sqrt(self._first_run / epochs)
         return Job(kind="run", recipe=recipe, epochs=epochs, rate_factor=factor, begins_anew=begins_anew, reason=reason)
 
     def _after_run(self, recipe: Recipe, outcome: Outcome) -> None:

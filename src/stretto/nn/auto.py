@@ -18,6 +18,8 @@ from stretto.solvers import Shooting, Solution
 Run: TypeAlias = Callable[[Sequence[Sequence[Direction]], torch.Tensor, SolverCall | None], StackResult]
 """Runs a stack of layers on an input, sequentially or by a solver."""
 
+TOLERANCE: Final = 1e-6
+"""The difference at the boundaries of chunks that is small enough, relative to states above 1."""
 TRIAL_BUDGET: Final = 0.02
 """The share of all time that trials may cost beyond sequential runs."""
 EXPECTED_TRIAL_COST: Final = 0.5
@@ -91,17 +93,13 @@ class TimingRecord:
 
 @final
 class SolverAutotuner:
-    """Runs sequentially, tries chunks of time now and then, and keeps to what is faster.
+    """Runs sequentially or in chunks of time, whichever a trial from time to time finds faster.
 
-    Every call gives the result of a sequential run within `tolerance`. For each shape of batch both ways are timed,
+    Every call gives the result of a sequential run within `TOLERANCE`. For each shape of batch both ways are timed,
     forward and backward. Trials are rationed, so that a net that remembers too long costs next to nothing.
-
-    Args:
-        tolerance: The difference at the boundaries of chunks that is small enough, relative to states above 1.
     """
 
-    def __init__(self, *, tolerance: float = 1e-6) -> None:
-        self.tolerance = tolerance
+    def __init__(self) -> None:
         self._records: dict[tuple[Any, ...], TimingRecord] = {}
 
     def run(
@@ -110,11 +108,11 @@ class SolverAutotuner:
         """Run a stack of layers in the way that is fastest for batches like this one."""
         record = self._record(layout, x_PF)
         if not record.shooting.has_chunks(layout):
-            return _with_reason(run(layers, x_PF, None), "too few steps, or too many sequences, for chunks to pay")
+            return _add_reason(run(layers, x_PF, None), "too few steps, or too many sequences, for chunks to pay")
         record.calls += 1
         if record.is_judged and record.calls >= RETRY_CALLS:
             record.num_chunked, record.chunked, record.calls = 0, math.inf, 0
-            record.shooting = Shooting(tolerance=self.tolerance)
+            record.shooting = Shooting(tolerance=TOLERANCE)
         if record.is_judged:
             is_chunked = record.chunked < MAX_CHUNKED_SHARE * record.serial
             result = run(layers, x_PF, SolverCall(record.shooting) if is_chunked else None)
@@ -123,13 +121,13 @@ class SolverAutotuner:
         else:
             call = SolverCall(record.shooting) if record.may_try else None
             result = self._run_timed(layers, x_PF, record, call, run)
-        return _with_reason(result, record.reason)
+        return _add_reason(result, record.reason)
 
     def _record(self, layout: Layout, x_PF: torch.Tensor) -> TimingRecord:
         """For batches of about as many steps and sequences."""
         sizes = (layout.num_steps.bit_length(), layout.num_rows.bit_length(), layout.total.bit_length())
         key = (*sizes, x_PF.shape[1:], x_PF.dtype, x_PF.device.type, torch.is_grad_enabled(), torch.get_num_threads())
-        return self._records.setdefault(key, TimingRecord(shooting=Shooting(tolerance=self.tolerance)))
+        return self._records.setdefault(key, TimingRecord(shooting=Shooting(tolerance=TOLERANCE)))
 
     @staticmethod
     def _run_timed(
@@ -162,7 +160,7 @@ class SolverAutotuner:
         return StackResult(y_PF, [[next(remaining) for _ in range(count)] for count in counts], result.solutions)
 
 
-def _with_reason(result: StackResult, reason: str) -> StackResult:
+def _add_reason(result: StackResult, reason: str) -> StackResult:
     if not result.solutions:
         return StackResult(result.y_PF, result.states, [Solution(solver="serial", reason=f"auto: {reason}")])
     for solution in result.solutions:

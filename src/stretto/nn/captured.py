@@ -6,7 +6,7 @@
 `capture` follows everything that the code can reach: free variables, globals that the code names, defaults, the `self`
 of a method, arguments of a `functools.partial`, attributes, items. Of objects of the user's classes it follows the
 attributes that some reached function names, so that a step that is a method of a large object does not depend on all of
-it; code that finds attributes by other means (`getattr`, `vars`, ...) is taken to read all of them.
+it; code that finds attributes by other means (`getattr`, `vars`, ...) is assumed to read all of them.
 
 What it finds is one flat list of marks, in which objects count by their class and contents and not by identity: two
 closures that were made by the same code and hold things of the same kinds have equal marks, and their tensors come in
@@ -18,6 +18,7 @@ import functools
 import io
 import sys
 import weakref
+from abc import ABC
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -113,17 +114,17 @@ def path(where: Where | None) -> list[str]:
 
 def capture(step: Any) -> Captured:
     """Find all that a step can reach."""
-    scope = _SCOPES.get(root := _root(step))
+    scope = _SCOPES.get(root := _root_of(step))
     if scope is None:
         scope = _Scope()
         if root is not None:
             _SCOPES[root] = scope
     while True:
         known = len(scope.code)
-        walk = _Walk(scope)
+        walk = _Traversal(scope)
         problem = ""
         try:
-            walk.visit(step, (None, _name(step)))
+            walk.visit(step, (None, _name_of(step)))
         except _TooMuch:
             problem = f"the step reaches more than {MAX_MARKS:,} values"
         if len(scope.code) == known or problem:  # or other functions were found, which name further attributes
@@ -204,30 +205,30 @@ def _stand_in(kind: type) -> object:
     return found
 
 
-def _code(code: CodeType) -> _Code:
+def _code_of(code: CodeType) -> _Code:
     found = _CODE.get(id(code))
     if found is None or found.code is not code:
-        if len(_CODE) > MAX_MARKS:  # functions that are made of text, each time anew
+        if len(_CODE) > MAX_MARKS:  # functions that are compiled from text, a new one each time
             _CODE.clear()
         found = _CODE[id(code)] = _Code(code)
     return found
 
 
-def _root(step: Any) -> Any:
+def _root_of(step: Any) -> Any:
     """What stays the same of a function that is made again and again."""
     while isinstance(step, (functools.partial, MethodType)):
         step = step.func if isinstance(step, functools.partial) else step.__func__
     return step.__code__ if isinstance(step, FunctionType) else type(step)
 
 
-def _name(step: Any) -> str:
+def _name_of(step: Any) -> str:
     if isinstance(step, functools.partial):
-        return _name(step.func)
+        return _name_of(step.func)
     return "self" if isinstance(step, MethodType) else getattr(step, "__name__", type(step).__name__)
 
 
 @functools.cache
-def _library(module: str) -> str:
+def _library_of(module: str) -> str:
     """ "python", "torch" or "other" for modules that were installed and not written by the user; empty for theirs."""
     root = module.partition(".")[0]
     if root in {"builtins", "numpy"}:
@@ -267,7 +268,7 @@ class _Identity:
 
 
 @final
-class _Walk:
+class _Traversal:
     """One pass over all that a step reaches."""
 
     def __init__(self, scope: _Scope) -> None:
@@ -285,49 +286,46 @@ class _Walk:
         if kind in _VALUES:
             self.marks.append(kind)
             if kind is int:
-                self._changeable(value, where)
+                self._mark_changeable(value, where)
             else:
                 self.marks.append(value)
         elif kind is float:
             self.marks.append(kind)
             # Equal numbers may differ in sign, and NaN equals nothing.
-            self._changeable(value if value and value == value else repr(value), where)  # noqa: PLR0124
+            self._mark_changeable(value if value and value == value else repr(value), where)  # noqa: PLR0124
         elif self._is_new(value):
             if isinstance(value, torch.Tensor):
                 self.tensors.append(value)
                 self.places.append(where)
                 self.marks += (kind, value.shape, value.dtype, value.device, value.layout)
             else:
-                self._kinds(value, kind, where)
+                self._visit_kind(value, kind, where)
 
-    def _changeable(self, mark: Any, where: Where) -> None:
+    def _mark_changeable(self, mark: Any, where: Where) -> None:
         """Mark something that may be another one at every call."""
         self.changeable.append((len(self.marks), where))
         self.marks.append(mark)
 
     def _is_new(self, value: Any) -> bool:
-        """Whether it was not met before; what was is marked by when."""
-        index = self.seen.setdefault(id(value), len(self.seen))
-        if index != len(self.seen) - 1 or len(self.seen) == self._count:
-            self.marks += ("seen", index)
+        """Whether it was not visited before; otherwise its mark is the number of that visit."""
+        if id(value) in self.seen:
+            self.marks += ("seen", self.seen[id(value)])
             return False
-        self._count = len(self.seen)
+        self.seen[id(value)] = len(self.seen)
         if len(self.marks) > MAX_MARKS:
             raise _TooMuch
         return True
 
-    _count = 0
-
-    def _kinds(self, value: Any, kind: type, where: Where) -> None:  # noqa: PLR0912 - a table of cases
+    def _visit_kind(self, value: Any, kind: type, where: Where) -> None:  # noqa: PLR0912 - a table of cases
         if kind is FunctionType:
             # What torch.compile was given, which traces and loops alike would rather call.
             compiled = value.__dict__.get("_torchdynamo_orig_callable")
             if compiled is None:
-                self._function(value, where)
+                self._visit_function(value, where)
             else:
                 self.visit(compiled, where)
         elif isinstance(value, nn.Module):
-            self._module(value, where)
+            self._visit_module(value, where)
         elif isinstance(value, (tuple, list, deque, set, frozenset)):
             self.marks += (kind, len(value))
             if isinstance(value, (list, deque, set)):
@@ -335,43 +333,43 @@ class _Walk:
             for index, item in enumerate(value):
                 self.visit(item, (where, str(index)))
         elif isinstance(value, dict):
-            self._dictionary(value, where)
+            self._visit_dictionary(value, where)
         elif kind is CellType:
-            self._cell(value, where)
+            self._visit_cell(value, where)
         elif isinstance(value, type):
             self.marks.append(_stand_in(value))
-            self._class(value, where)
+            self._visit_class(value, where)
         elif isinstance(value, ModuleType):
             self.marks.append(value)
-            if not _library(value.__name__):
-                self._attributes(vars(value), where, reads_all=False)
+            if not _library_of(value.__name__):
+                self._visit_attributes(vars(value), where, reads_all=False)
         elif isinstance(value, (Enum, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             self.marks.append(value)
         elif isinstance(value, np.ndarray):
             self.marks += (kind, value.dtype.str, value.shape)
-            self._changeable(value.tobytes(), where)
+            self._mark_changeable(value.tobytes(), where)
             self.holders.append(value)
         elif isinstance(value, np.generic):
             self.marks.append(kind)
-            self._changeable(value.tobytes(), where)
+            self._mark_changeable(value.tobytes(), where)
         elif isinstance(value, (int, float, complex, str, bytes)):  # of a class of its own
             self.marks.append(kind)
-            self._changeable(repr(value), where)
+            self._mark_changeable(repr(value), where)
         elif kind is slice:
             self.marks.append(kind)
             for name in ("start", "stop", "step"):
                 self.visit(getattr(value, name), (where, name))
-        elif not self._wrapper(value, kind, where):
-            self._object(value, kind, where)
+        elif not self._visit_wrapper(value, kind, where):
+            self._visit_object(value, kind, where)
 
-    def _wrapper(self, value: Any, kind: type, where: Where) -> bool:
+    def _visit_wrapper(self, value: Any, kind: type, where: Where) -> bool:
         """Follow what calls something else, and say whether this does."""
         if isinstance(value, functools.partial):
             self.marks += (kind, len(value.args))
             self.visit(value.func, where)
             for index, item in enumerate(value.args):
                 self.visit(item, (where, f"args{index}"))
-            self._dictionary(value.keywords, where)
+            self._visit_dictionary(value.keywords, where)
         elif kind is MethodType:
             self.marks.append(kind)
             self.visit(value.__self__, where)
@@ -392,10 +390,10 @@ class _Walk:
             return False
         return True
 
-    def _function(self, function: FunctionType, where: Where) -> None:
-        code = _code(function.__code__)
+    def _visit_function(self, function: FunctionType, where: Where) -> None:
+        code = _code_of(function.__code__)
         self.marks.append(code)
-        library = _library(function.__globals__.get("__name__", ""))
+        library = _library_of(function.__globals__.get("__name__", ""))
         if not library:
             if code not in self.scope.code:
                 self.scope.add(code)
@@ -405,15 +403,15 @@ class _Walk:
                 if name in known:
                     self.marks.append(name)
                     self.visit(known[name], (None, name))
-            self._attributes(function.__dict__, where, reads_all=False)
+            self._visit_attributes(function.__dict__, where, reads_all=False)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._cell(cell, (None, name))
+            self._visit_cell(cell, (None, name))
         if function.__defaults__ or function.__kwdefaults__:
             for index, item in enumerate(function.__defaults__ or ()):
                 self.visit(item, (where, f"default{index}"))
-            self._dictionary(function.__kwdefaults__ or {}, where)
+            self._visit_dictionary(function.__kwdefaults__ or {}, where)
 
-    def _cell(self, cell: Any, where: Where) -> None:
+    def _visit_cell(self, cell: Any, where: Where) -> None:
         self.holders.append(cell)
         try:
             value = cell.cell_contents
@@ -422,42 +420,42 @@ class _Walk:
         else:
             self.visit(value, where)
 
-    def _module(self, module: nn.Module, where: Where) -> None:
+    def _visit_module(self, module: nn.Module, where: Where) -> None:
         kind = type(module)
         self.marks.append(_stand_in(kind))
         if isinstance(module, torch.jit.ScriptModule):
-            self._changeable(_Identity(module), where)
+            self._mark_changeable(_Identity(module), where)
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 self.visit(tensor, (where, name))
             return
-        reads_all = self._class(kind, where)
+        reads_all = self._visit_class(kind, where)
         own = module.__dict__
-        self._attributes(own, where, reads_all=reads_all, without=_MODULE_ATTRIBUTES)
+        self._visit_attributes(own, where, reads_all=reads_all, without=_MODULE_ATTRIBUTES)
         for registered in (own["_parameters"], own["_buffers"], own["_modules"]):
             if registered:
-                self._attributes(registered, where, reads_all=reads_all)
+                self._visit_attributes(registered, where, reads_all=reads_all)
         for name in _HOOKS:
             for hook in own[name].values():
                 self.visit(hook, (where, name))
 
-    def _object(self, value: Any, kind: type, where: Where) -> None:
-        library = _library(kind.__module__)
+    def _visit_object(self, value: Any, kind: type, where: Where) -> None:
+        library = _library_of(kind.__module__)
         if isinstance(value, GENERATORS) or (
             library == "python" and isinstance(value, Iterator) and not isinstance(value, io.IOBase)
         ):
             self.holders.append(value)
         if library == "python" and not isinstance(value, _NAMESPACES):
-            self._changeable(_Identity(value), where)
+            self._mark_changeable(_Identity(value), where)
             return
         self.marks.append(_stand_in(kind))
-        reads_all = self._class(kind, where) and not isinstance(value, _NAMESPACES)
+        reads_all = self._visit_class(kind, where) and not isinstance(value, _NAMESPACES)
         own = getattr(value, "__dict__", None)
         slots = [name for base in kind.__mro__ for name in _slots(base)]
         if own is None and not slots:
-            self._changeable(_Identity(value), where)
+            self._mark_changeable(_Identity(value), where)
             return
         if own is not None:
-            self._attributes(own, where, reads_all=reads_all)
+            self._visit_attributes(own, where, reads_all=reads_all)
         read = [name for name in slots if (reads_all or name in self.scope.attributes) and hasattr(value, name)]
         if read:
             self.holders.append(Attributes(value, tuple(read)))
@@ -465,12 +463,13 @@ class _Walk:
             self.marks.append(name)
             self.visit(getattr(value, name), (where, name))
 
-    def _class(self, kind: type, where: Where) -> bool:
+    def _visit_class(self, kind: type, where: Where) -> bool:
         """Follow a class's methods and attributes; say whether all attributes of an object may be read."""
         reads_all = False
         attributes = self.scope.attributes
         for base in kind.__mro__:
-            if _library(base.__module__):
+            # A class that was made by calling a metaclass has the name of the metaclass's module.
+            if _library_of(base.__module__) and (base is ABC or base.__module__ != ABC.__module__):
                 reads_all = reads_all or base not in {object, nn.Module, torch.autograd.Function}
                 continue
             plain = [n for n, v in vars(base).items() if n in attributes and isinstance(v, _CONTENTS)]
@@ -487,7 +486,7 @@ class _Walk:
                     self.visit(value, (where, name))
         return reads_all
 
-    def _attributes(
+    def _visit_attributes(
         self, own: dict[str, Any], where: Where, *, reads_all: bool, without: frozenset[str] = frozenset()
     ) -> None:
         self.holders.append(own)
@@ -499,7 +498,7 @@ class _Walk:
                 self.assumes_checks |= name == ASSUMES_CHECKS and bool(value)
                 self.visit(value, (where, name))
 
-    def _dictionary(self, value: dict[Any, Any], where: Where) -> None:
+    def _visit_dictionary(self, value: dict[Any, Any], where: Where) -> None:
         self.marks += (type(value), len(value))
         self.holders.append(value)
         for key, item in value.items():

@@ -10,14 +10,15 @@ process:
             |  /  __---  generated
             |/---
             +--------------------- T
-               8     32
+               8     32 or more
 
 Batches of many megabytes leave these lines: memory is then taken from the system and given back at every step, and
 whoever needs more of it loses. Where the lines do not decide by a clear margin, such a batch is measured at its own
 size, cut off after as many steps as show this.
 
-Where other work takes part in a measurement, its times are too long, and unequally so. Such a one is taken again
-by the next process, and after a few of them, whose best times are kept, in intervals that grow:
+Where other work takes part in a measurement, its times are too long, and unequally so: then the time counts that the
+thread had a core. Such a measurement is repeated by the next process, and after a few of them, whose best times are
+kept, in intervals that grow:
 
     process     1          2          3                4, 5, 6, ...    after 1 hour   after 2 more, 4 more, ...
                 measured   measured   measured         read            measured       measured
@@ -49,6 +50,8 @@ from stretto.kernels import quiet_run as _quiet_run
 
 SHORT: Final = 8
 LONG: Final = 32
+MAX_LONG: Final = 2048
+"""Steps of a long run, at least and at most; see `_long_run`."""
 ROUNDS: Final = 8
 """Timed runs of each, if they are short; the fastest counts."""
 MAX_SECONDS: Final = 0.4
@@ -68,7 +71,7 @@ MAX_DISTURBED: Final = 3
 FIRST_PAUSE: Final = 3600.0
 """Seconds until the next one is tried; each further pause is twice as long."""
 LONGEST_PAUSE: Final = 30 * 86400.0
-FORMAT: Final = 6
+FORMAT: Final = 7
 CPU: Final = torch.device("cpu")
 Run: TypeAlias = Callable[[nn.RNNBase, Any], Any]
 
@@ -104,6 +107,20 @@ class Kind:
         """Values of all gates, for each row and step."""
         gates = {"LSTM": 4, "GRU": 3}.get(self.mode, 1)
         return gates * self.hidden_size * self.num_layers * (2 if self.bidirectional else 1)
+
+    @property
+    def measured_rows(self) -> int:
+        """Rows of a long run: those of the batch, or as many as keep it short."""
+        return max(1, min(self.num_rows, MAX_WORK // (LONG * self._work_of_row)))
+
+    @property
+    def work(self) -> int:
+        """Multiplications of a step of that run."""
+        return self.measured_rows * self._work_of_row
+
+    @property
+    def _work_of_row(self) -> int:
+        return self.gates * (self.hidden_size + self.input_size)
 
     @property
     def key(self) -> str:
@@ -160,8 +177,8 @@ class Stored:
 
 
 def _shortest(one: Line, other: Line) -> Line:
-    short, long = (min(one.at(steps), other.at(steps)) for steps in (SHORT, LONG))
-    return one if (short, long) == (one.at(SHORT), one.at(LONG)) else _line(short, long)
+    short, long = (min(one.at(steps), other.at(steps)) for steps in (SHORT, MAX_LONG))
+    return one if (short, long) == (one.at(SHORT), one.at(MAX_LONG)) else _line(short, long, MAX_LONG)
 
 
 _now = time.time
@@ -250,35 +267,57 @@ def _store(kind: Kind, found: Stored) -> None:
 
 def _time(kind: Kind, runs: dict[str, Run]) -> tuple[dict[str, Line], bool]:
     """The line of each, and whether each of its points was measured without other processes in the way."""
-    lengths = (kind.large_steps,) if kind.large_steps else (SHORT, LONG)
-    best = {(name, steps): math.inf for name in runs for steps in lengths}
-    quiet = set()
     with _undisturbed(training=kind.training):
-        layer = _layer(kind)
-        inputs = {steps: _input(kind, steps) for steps in lengths}
+        layer, inputs = _layer(kind), functools.cache(functools.partial(_input, kind))
         weights: list[torch.Tensor] = list(layer.parameters())
-        warm_up = _input(kind, SHORT)  # what is done once: threads are started, libraries loaded
-        for run in runs.values():
-            _one_run(run, layer, warm_up, weights, training=kind.training)
+        for run in runs.values():  # what is done once: threads are started, libraries loaded
+            _one_run(run, layer, inputs(SHORT), weights, training=kind.training)
         end = time.perf_counter() + MAX_SECONDS
-        for number in range(ROUNDS):
-            if number and time.perf_counter() > end:
-                break
-            for (name, steps), fastest in best.items():
-                run = functools.partial(_one_run, runs[name], layer, inputs[steps], weights, training=kind.training)
-                seconds, is_quiet = _quiet_run(run, end=end)
-                best[name, steps] = min(fastest, seconds)
-                quiet |= {(name, steps)} if is_quiet else set()
-    if kind.large_steps:
-        lines = {name: Line(0.0, best[name, kind.large_steps] / kind.large_steps) for name in runs}
-    else:
-        lines = {name: _line(best[name, SHORT], best[name, LONG]) for name in runs}
-    return lines, quiet == best.keys()
+
+        def time_run(name: str, steps: int) -> tuple[float, bool]:
+            run = functools.partial(_one_run, runs[name], layer, inputs(steps), weights, training=kind.training)
+            return _quiet_run(run, end=end, on_cpu=kind.device.type == "cpu")
+
+        if kind.large_steps:
+            lengths = {name: [kind.large_steps] for name in runs}
+        else:
+            lengths = {name: [SHORT, _long_run(functools.partial(time_run, name), kind)] for name in runs}
+        points = [(name, steps) for name in runs for steps in lengths[name]]
+        quiet, disturbed = dict.fromkeys(points, math.inf), dict.fromkeys(points, math.inf)
+        rounds, begin = 0, time.perf_counter()
+        while rounds < ROUNDS and (not rounds or time.perf_counter() <= end):
+            rounds += 1
+            for point in points:
+                seconds, is_quiet = time_run(*point)
+                fastest = quiet if is_quiet else disturbed
+                fastest[point] = min(fastest[point], seconds)
+    best = {point: seconds if math.isfinite(seconds) else disturbed[point] for point, seconds in quiet.items()}
+    lines = {name: _line(best[name, steps[0]], best[name, steps[-1]], steps[-1]) for name, steps in lengths.items()}
+    # Where the system does not say who had the cores, the rounds that there should have been time for do.
+    usual = min(ROUNDS, (end - begin) / sum(best.values()))
+    return lines, all(map(math.isfinite, quiet.values())) and 2 * rounds >= usual
 
 
-def _line(short: float, long: float) -> Line:
-    per_step = min(max(0.0, (long - short) / (LONG - SHORT)), long / LONG)
-    return Line(long - LONG * per_step, per_step)
+def _long_run(time_run: Callable[[int], tuple[float, bool]], kind: Kind) -> int:
+    """Steps that take at least twice as long as a short run.
+
+    Of 32 steps of a small layer the steps are a tenth and the call is the rest: noise would decide how long thousands
+    of them take.
+    """
+    short, steps = min(time_run(SHORT)[0] for _ in range(2)), LONG
+    while steps < MAX_LONG and 4 * steps * kind.work <= MAX_WORK:
+        if min(time_run(steps)[0] for _ in range(2)) >= 2 * short:
+            break
+        steps *= 4
+    return steps
+
+
+def _line(short: float, long: float, steps: int) -> Line:
+    """Through a short run, and one of so many steps that took longer; if it did not, nothing is known of the call."""
+    if short >= long:
+        return Line(0.0, long / steps)
+    per_step = min((long - short) / (steps - SHORT), long / steps)
+    return Line(long - steps * per_step, per_step)
 
 
 def _one_run(run: Run, layer: nn.RNNBase, x: Any, weights: list[torch.Tensor], *, training: bool) -> float:
@@ -338,8 +377,7 @@ def fill_parameters(module: nn.Module, value: float, dtype: torch.dtype, device:
 
 
 def _input(kind: Kind, steps: int) -> Any:
-    per_row = LONG * kind.gates * (kind.hidden_size + kind.input_size)
-    rows = kind.num_rows if kind.large_steps else max(1, min(kind.num_rows, MAX_WORK // per_row))
+    rows = kind.num_rows if kind.large_steps else kind.measured_rows
     shape = (steps, rows, kind.input_size)
     x_TBF = torch.full(shape, 0.5, dtype=kind.dtype, device=kind.device, requires_grad=kind.input_gradient)
     if not kind.fill:

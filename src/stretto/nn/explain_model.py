@@ -1,4 +1,4 @@
-"""What became of every recurrent layer of a model: who runs it, why, and what to change."""
+"""How every recurrent layer of a model runs: its backend, why that one, and what to change."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,10 +95,10 @@ def explain(model: Callable[..., Any], init: Any, xs: Any, **options: Any) -> Ex
 
 
 def explain(model: Any, *scanned: Any, **options: Any) -> ModelExplanation | Explanation:
-    """Say of every recurrent layer of a model who runs it, why, how fast, and what to change.
+    """Of every recurrent layer of a model: which backend runs it, why, how fast, and what to change.
 
     Args:
-        model: Any module, accelerated or not. What is said of speed and of calls is about those made so far. Or the
+        model: Any module, accelerated or not. Speed and calls are of the calls so far. Or the
             step of a `stretto.scan`.
         scanned: The other arguments of that scan.
         options: Its keyword arguments.

@@ -33,8 +33,8 @@ class Explanation:
     Attributes:
         name: Of the cell.
         backend: "cpp", "triton", "eager" or "torch".
-        reason: Why the fastest backend was not taken; empty if it was.
-        backends: Every backend in the order of preference, with "taken" or the reason why it was not.
+        reason: Why the fastest backend is not used; empty if it is.
+        backends: Every backend in the order of preference, with "used" or the reason why it is not.
         counts: Operators at each place: `once`, `hoisted`, `loop`, `sunk`, `deferred`. How many `loops`. Cost per
             step: `forward_gemms`, `forward_passes`, `backward_gemms`, `backward_passes`, and `saved` elements
             (`saved_bytes`) per row besides the `state` elements. What is done for all steps at once: `hoisted_gemms`,
@@ -144,10 +144,10 @@ class Explanation:
         yield ""
         products = _products(self._summary)
         for place, found in self.operators.items():
-            parts = [_counted(len(found), "operator")] if found else ["nothing"]
-            parts += [_shown(products[place])] if products.get(place) else []
+            parts = [_count_noun(len(found), "operator")] if found else ["nothing"]
+            parts += [_format_product(products[place])] if products.get(place) else []
             yield from _row(place, f"{PLACES[place]}: {', '.join(parts)}")
-            yield from _row("", _listed(found))
+            yield from _row("", _list_operators(found))
         yield ""
         if not self.loops:
             yield from _row("loops", "none: nothing is recurrent")
@@ -157,12 +157,12 @@ class Explanation:
             yield from _row(f"loop {number}", f"level {loop.level}, carries {states}")
         yield ""
         for name in ("forward", "backward"):
-            passes = _counted(self.counts[f"{name}_passes"], "pass", "passes")
-            yield from _row(name, f"per step: {_shown(products[name])}; {passes} over a row's elements")
+            passes = _count_noun(self.counts[f"{name}_passes"], "pass", "passes")
+            yield from _row(name, f"per step: {_format_product(products[name])}; {passes} over a row's elements")
         saved, size, state = (self.counts[name] for name in ("saved", "saved_bytes", "state"))
         yield from _row("stored", f"per row and step, for the backward pass: {saved} elements, {size} bytes")
         yield from _row("", f"(besides the states, {state} elements)")
-        yield from _row("", _listed(item for loop in self.loops for item in loop.saved))
+        yield from _row("", _list_operators(item for loop in self.loops for item in loop.saved))
 
 
 def _products(summary: Summary) -> dict[str, Sequence[Product]]:
@@ -206,19 +206,19 @@ def _row(name: str, text: str) -> list[str]:
     return [line.replace(JOINED, " ") for line in wrapped]
 
 
-def _listed(found: Iterable[Operator | Product]) -> str:
-    """What was found in order of appearance, what is alike counted, and none of it torn apart when wrapped."""
+def _list_operators(found: Iterable[Operator | Product]) -> str:
+    """Operators in order of appearance, equal ones counted; wrapping breaks none of them across lines."""
     parts = [f"{item} ({count} times)" if count > 1 else str(item) for item, count in Counter(found).items()]
     return ", ".join(text.replace(" ", JOINED) for text in parts)
 
 
-def _shown(products: Sequence[Product]) -> str:
+def _format_product(products: Sequence[Product]) -> str:
     if not products:
         return "no products"
-    return f"{_counted(len(products), 'product')} ({KN}: {_listed(products)})"
+    return f"{_count_noun(len(products), 'product')} ({KN}: {_list_operators(products)})"
 
 
-def _counted(count: int, name: str, several: str = "") -> str:
+def _count_noun(count: int, name: str, several: str = "") -> str:
     return f"{count} {name if count == 1 else several or f'{name}s'}"
 
 

@@ -136,9 +136,7 @@ def _blocks(data: SequenceSet) -> Iterator[npt.NDArray[np.float64]]:
     """The real steps of all sequences in float64, several sequences at once."""
     ends_N = np.cumsum(data.lengths_N) * data.num_features // MAX_BLOCK_VALUES
     for chosen_N in np.split(np.arange(len(data)), np.flatnonzero(np.diff(ends_N)) + 1):
-        pieces = zip(data.starts_N[chosen_N], data.lengths_N[chosen_N], strict=True)
-        rows = [data.features_SF[start : start + length] for start, length in pieces]
-        yield np.concatenate(rows, dtype=np.float64, casting="unsafe")
+        yield np.concatenate(data.subset(chosen_N).arrays(), dtype=np.float64, casting="unsafe")
 
 
 def stacked_lengths(lengths_B: torch.Tensor, *, factor: int) -> torch.Tensor:

@@ -100,7 +100,7 @@ class _Loss(torch.autograd.Function):
         *tensors, smoothing = inputs
         ctx.save_for_backward(*tensors)
         ctx.smoothing = smoothing
-        losses_P, ctx.gradients = _in_blocks(*tensors, smoothing=smoothing, needed=ctx.needs_input_grad[:3])
+        losses_P, ctx.gradients = _compute_in_blocks(*tensors, smoothing=smoothing, needed=ctx.needs_input_grad[:3])
         return losses_P
 
     @staticmethod
@@ -110,7 +110,7 @@ class _Loss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         is_uniform = not len(g_P) or g_P.stride() == (0,) or bool((g_P == g_P[0]).all())
         if gradients is None or not is_uniform:
-            _, gradients = _in_blocks(
+            _, gradients = _compute_in_blocks(
                 *ctx.saved_tensors, smoothing=ctx.smoothing, needed=ctx.needs_input_grad[:3], g_P=g_P
             )
         elif len(g_P) and (g_P.device.type != "cpu" or g_P[0].item() != 1.0):
@@ -129,7 +129,7 @@ def _differentiable_gradients(ctx: Any, g_P: torch.Tensor) -> Gradients:
     return [next(found) if is_needed else None for is_needed in ctx.needs_input_grad[:3]]
 
 
-def _in_blocks(
+def _compute_in_blocks(
     hidden_PH: torch.Tensor,
     weight_CH: torch.Tensor,
     bias_C: torch.Tensor | None,

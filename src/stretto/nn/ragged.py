@@ -161,11 +161,11 @@ def cut_at_resets(packed: PackedBatch, resets: Any, *, batch_first: bool) -> Cut
 
     Args:
         packed: The batch.
-        resets: Truth values, padded like the batch, or packed like it: whether the state before a step is a fresh one.
+        resets: Booleans, padded like the batch, or packed like it: whether the state before a step is a fresh one.
         batch_first: Whether they are (B, T), if they are padded.
 
     Raises:
-        StrettoError: They are not truth values of that shape.
+        StrettoError: They are not booleans of that shape.
     """
     layout = packed.layout
     if isinstance(resets, PackedSequence):
@@ -183,7 +183,7 @@ def cut_at_resets(packed: PackedBatch, resets: Any, *, batch_first: bool) -> Cut
         is_tensor = isinstance(given_P, torch.Tensor)
         raise StrettoError(
             f"resets are {f'{tuple(given_P.shape)} of {given_P.dtype}' if is_tensor else type(resets).__name__}",
-            fix="Give truth values with the batch and time dimensions of the input: resets=done.bool().",
+            fix="Give booleans with the batch and time dimensions of the input: resets=done.bool().",
         )
     reset_P = given_P.detach().cpu().numpy()
     sequence_P, step_P = layout.sequence_P.numpy(), layout.step_P.numpy()
@@ -355,7 +355,7 @@ def check_lengths(lengths: Any, num_rows: int, num_steps: int) -> np.ndarray[Any
             fix=f"Give one length for each sequence, a shape of ({num_rows},).",
         )
     if not np.issubdtype(given.dtype, np.integer) and given.size:
-        raise StrettoError(f"lengths are of {given.dtype}", fix="Give whole numbers.")
+        raise StrettoError(f"lengths are of {given.dtype}", fix="Give integers.")
     if given.size and (given.min() < 0 or given.max() > num_steps):
         worst = int(given.min() if given.min() < 0 else given.max())
         raise StrettoError(

@@ -26,6 +26,7 @@ from stretto.graph import holders_of
 from stretto.kernels import (
     Backend,
     Built,
+    LayerCall,
     Layout,
     Program,
     SaveChoice,
@@ -37,6 +38,7 @@ from stretto.kernels import (
     parameter_names,
     register_programs,
     repeats,
+    run_together,
     unseen_by_hooks,
 )
 from stretto.nn.auto import SolverAutotuner
@@ -65,7 +67,13 @@ from stretto.state import describe, flatten, map_state, structure_of, unflatten
 TORCH_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
 _VALUES: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
 _FUNCTIONS: Final = (FunctionType, BuiltinFunctionType, MethodType)
+_CALLABLES: Final = (FunctionType, MethodType, partial)
+_LIBRARIES: Final = frozenset({"stretto", "torch"})
 _MODULE_ATTRIBUTES: Final = frozenset(nn.Module().__dict__) - {"training"}
+MAX_VARIANTS: Final = 8
+"""Programs made in a row because something that a cell reads has changed, before that is told."""
+MAX_BUILT: Final = 64
+"""Programs that a layer keeps: those of cells whose settings change at every call would fill the memory."""
 
 
 @final
@@ -140,6 +148,8 @@ class RNN(nn.Module):
         self._autotuner = SolverAutotuner()
         self._in_graphs: dict[Any, _InGraph] = {}
         self._spreads: dict[int, bool] = {}
+        self._unlisted: dict[int, tuple[Built, bool]] = {}
+        self._variants_of: dict[Any, tuple[int, Built | None]] = {}
         self.solutions: tuple[Solution, ...] = ()
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -340,6 +350,11 @@ class RNN(nn.Module):
         with torch.autocast(data.device.type, enabled=False) if has_autocast else nullcontext():
             given = [] if is_one_input(x) else flatten(x)
             seen = is_looked_at(data.device) or _unusual(data, (state, constants, given), cells)
+            if seen and (self.save != "auto" or self.solver != "serial"):
+                warn_once(
+                    f"{type(self.cells[0]).__name__} runs sequentially and stores what it needs, not with "
+                    f"{self._asked}: {seen}"
+                )
             if seen and not (_has_own_lengths(x) or _is_readable(lengths)):
                 self.solutions = self._unsolved(seen)
                 y, ends = self._loop_over_steps(x, state, lengths, constants, resets, feeds_back=feeds_back)
@@ -361,18 +376,23 @@ class RNN(nn.Module):
                     segments.start_states(given, new, reverse=self._is_reverse(index))
                     for index, (given, new) in enumerate(zip(starts, fresh, strict=True))
                 ]
-            layers, built = self._assemble(
-                x_PF, starts, cells, form, backend="torch" if seen else self.backend, operands=operands
-            )
+            layers, built, stored = self._assemble(x_PF, starts, cells, form, seen=seen, operands=operands)
+            if self.solver != "serial" and not stored and not seen and _is_checkpointed():
+                stored = (
+                    f"{type(self.cells[0]).__name__} runs sequentially, not with {self._asked}: it is checkpointed, "
+                    "and run again a solver may go another way"
+                )
+            if stored:
+                warn_once(stored)
             last = range(len(built))[-len(layers[-1]) :]
             shown = packed.shown if segments is None and not any(built[index].outputs for index in last) else ""
-            run = partial(self._run, layout, shown)
-            if self.solver == "auto" and not seen:
+            run = partial(self._run, layout, shown, "auto" if stored or seen else self.save)
+            if self.solver == "auto" and not (seen or stored):
                 result = self._autotuner.run(layers, layout, x_PF, run=run)
             else:
                 call = None if seen else self._solver_call(packed, sample_ids, is_cut=segments is not None)
-                result = run(layers, x_PF, call)
-            self.solutions = self._unsolved(seen) if seen else tuple(result.solutions)
+                result = run(layers, x_PF, None if stored else call)
+            self.solutions = self._unsolved(seen or stored) if seen or stored else tuple(result.solutions)
             finals, y_PF = result.states, result.y_PF
             after = [form.own_state(unflatten(initial, final)) for initial, final in zip(states, finals, strict=True)]
             if segments is not None:
@@ -386,6 +406,34 @@ class RNN(nn.Module):
                 y_PF, shown = y_PF.reshape(layout.total, -1), ""
             y = packed.unpack_shown(y_PF) if shown else _unpack(packed, y_PF, outputs)
             return _as_autocast_gives(y, operands), after[0] if len(after) == 1 else tuple(after)
+
+    @property
+    def _asked(self) -> str:
+        """The way to run that was asked for, if it is not the usual one."""
+        return f"save={self.save!r}" if self.solver == "serial" else f"solver={self.solver!r}"
+
+    def _why_stored(self, cell: nn.Module) -> str:
+        """Why a call stores what it needs: steps that run again give gradients to tensors that are known alone."""
+        return (
+            f"{type(cell).__name__} reads a tensor that needs a gradient and is no parameter, buffer or attribute of "
+            f"its modules: with {self._asked} it would get none, so the layer runs sequentially and stores what it "
+            "needs. Make it an attribute of the cell, or give it by constants="
+        )
+
+    def _reads_unlisted(
+        self, index: int, built: Built, one_row: list[torch.Tensor], tensors: dict[str, torch.Tensor]
+    ) -> bool:
+        """Whether a step has a gradient for anything but its input, its state and the cell's tensors."""
+        if built.plan is not None:
+            return any(tensor.requires_grad for tensor in built.plan.graph.outside)
+        known = self._unlisted.get(index)
+        if known is None or known[0] is not built:
+            own = {name: tensor.detach() for name, tensor in tensors.items()}
+            with unseen_by_hooks(), torch.random.fork_rng(devices=[]):
+                call = LayerCall(built.program, Layout.even(num_steps=1, num_rows=1), one_row[0], one_row[1:], own)
+                known = (built, any(t.requires_grad for y, after in run_together([call]) for t in (y, *after)))
+            self._unlisted[index] = known
+        return known[1]
 
     def _unsolved(self, reason: str) -> tuple[Solution, ...]:
         """What is told of a call that no solver ran, though there is one."""
@@ -484,14 +532,21 @@ class RNN(nn.Module):
         cells: list["_Inspected"],
         form: StepSignature,
         *,
-        backend: Backend,
+        seen: str,
         operands: torch.dtype | None,
-    ) -> tuple[list[list[Direction]], dict[int, Built]]:
-        """The layers, each direction with its program, its tensors and its initial state; and what was built."""
+    ) -> tuple[list[list[Direction]], dict[int, Built], str]:
+        """The layers, each direction with its program, its tensors and its initial state; and what was built.
+
+        And why they are to run sequentially and to store what they need, though something else was asked for.
+        """
+        backend: Backend = "torch" if seen else self.backend
+        is_usual = bool(seen) or (self.save == "auto" and self.solver == "serial") or not torch.is_grad_enabled()
         built: dict[int, Built] = {}
+        reason = ""
         signatures: dict[int, StepSignature] = {}
 
         def direction(index: int, features: tuple[int, ...]) -> Direction:
+            nonlocal reason
             cell, initial = cells[index], states[index]
             signature = signatures[index] = self._signature(index, form, features, x_PF, initial)
             if signature.inputs is None:
@@ -500,10 +555,16 @@ class RNN(nn.Module):
             options: Any = {"backend": backend, "signature": signature, "operands": operands}
             built[index] = self._build(cell, features, x_PF.dtype, initial, **options)
             _warn_if_slower(cell.module, built[index], wanted=backend)
+            tensors = _tensors_read(built[index], cell)
+            if not is_usual and not reason:
+                one_row = [x_PF.new_zeros(1, *features)]
+                one_row += [part.new_zeros(1, *part.shape[1:]) for part in flatten(initial)]
+                if self._reads_unlisted(index, built[index], one_row, tensors):
+                    reason = self._why_stored(cell.module)
             variants = (
                 None if self.solver == "serial" else self._variants(cell.module, initial, index, signature, operands)
             )
-            return Direction(built[index].program, cell.tensors, flatten(initial), variants)
+            return Direction(built[index].program, tensors, flatten(initial), variants)
 
         def output_shape(index: int, features: tuple[int, ...]) -> tuple[int, ...]:
             return _output_shape(built[index], cells[index].module, features, states[index], signatures[index])
@@ -515,7 +576,7 @@ class RNN(nn.Module):
             num_layers=self.num_layers,
             num_directions=2 if self.bidirectional else 1,
         )
-        return layers, built
+        return layers, built, reason
 
     def _signature(
         self, index: int, form: StepSignature, features: tuple[int, ...], x_PF: torch.Tensor, initial: Any
@@ -531,17 +592,18 @@ class RNN(nn.Module):
             self._spreads[index] = spreads
         return replace(form, spreads_state=spreads)
 
-    def _run(
+    def _run(  # noqa: PLR0917 - three of them are the call's, given first
         self,
         layout: Layout,
         shown: Shown,
+        save: SaveChoice,
         layers: Sequence[Sequence[Direction]],
         x_PF: torch.Tensor,
         call: SolverCall | None,
     ) -> StackResult:
         dropout = self.dropout if self.training else 0.0
         try:
-            return run_stack(layers, layout, x_PF, dropout=dropout, save=self.save, call=call, shown=shown)
+            return run_stack(layers, layout, x_PF, dropout=dropout, save=save, call=call, shown=shown)
         except RuntimeError as error:
             if x_PF.is_floating_point() or "dtype" not in str(error):
                 raise
@@ -648,8 +710,19 @@ class RNN(nn.Module):
         operands: torch.dtype | None = None,
     ) -> Built:
         shapes = tuple((part.shape[1:], part.dtype, part.device.type) for part in flatten(initial))
-        key = (features, dtype, shapes, structure_of(initial), backend, signature, operands, cell.fingerprint)
+        form = (_Same(cell.module), features, dtype, shapes, structure_of(initial), backend, signature, operands)
+        key = (form, cell.fingerprint)
         built = self._built.get(key)
+        count, last = self._variants_of.get(form, (0, None))
+        if built is None and count >= MAX_VARIANTS and last is not None:
+            warn_once(
+                f"{type(cell.module).__name__} has been traced {MAX_VARIANTS} times in a row, since something that it "
+                "reads is another at every call, and each time takes longer than a call. Make what changes a tensor "
+                "attribute of the cell, or give it with the input or by constants="
+            )
+            built = last if last.plan is None else None  # nothing of it was compiled: it runs as it is
+        if built is not None and count:
+            self._variants_of[form] = (0 if (key in self._built) else count, last)
         if built is None:
             if cell.module is self.cells[0]:
                 row = map_state(lambda part: torch.zeros_like(part[:1]), initial)
@@ -666,6 +739,9 @@ class RNN(nn.Module):
                 operands=operands,
             )
             self._built[key] = built
+            self._variants_of[form] = (count + 1, built)
+            while len(self._built) > MAX_BUILT:
+                self._built.pop(next(iter(self._built)), None)
         return built
 
     def _variants(
@@ -728,7 +804,15 @@ class RNN(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without compiled code, which is found in the cache again."""
-        return {**self.__dict__, "_built": {}, "_held": {}, "_in_graphs": {}, "_autotuner": SolverAutotuner()}
+        return {
+            **self.__dict__,
+            "_built": {},
+            "_unlisted": {},
+            "_variants_of": {},
+            "_held": {},
+            "_in_graphs": {},
+            "_autotuner": SolverAutotuner(),
+        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RNN":
         twin = type(self).__new__(type(self))
@@ -864,6 +948,14 @@ def _tensor_of(cell: nn.Module, name: str) -> torch.Tensor:
     for part in name.split("."):
         found = getattr(found, part)
     return found  # type: ignore[no-any-return]
+
+
+def _tensors_read(built: Built, cell: "_Inspected") -> dict[str, torch.Tensor]:
+    """A cell's parameters and buffers, and what its step reads of other tensors that are attributes."""
+    if not cell.attributes:
+        return cell.tensors
+    read = cell.attributes if built.plan is None else built.plan.graph.parameters
+    return cell.tensors | {name: tensor for name, tensor in cell.attributes.items() if name in read}
 
 
 def _output_shape(
@@ -1027,6 +1119,12 @@ def _unusual(data: torch.Tensor, given: Any, cells: Sequence["_Inspected"]) -> s
     return unusual_tensor((data, *flatten(given), *(tensor for cell in cells for tensor in cell.tensors.values())))
 
 
+def _is_checkpointed() -> bool:
+    """Whether the call will be made again for the backward pass, and has to save as many tensors then."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
 def _is_readable(lengths: Any) -> bool:
     """Whether lengths are known, and not to be traced or transformed."""
     if not isinstance(lengths, torch.Tensor):
@@ -1101,11 +1199,13 @@ class _Same:
 class _Inspected(NamedTuple):
     """A cell with its parameters and buffers by name, and what a traced step depends on besides its inputs.
 
-    `dtype` is that of its parameters; None if there are several, and inputs may be of any.
+    `attributes` has tensors that are neither. `dtype` is that of the parameters; None if there are several, and inputs
+    may be of any.
     """
 
     module: nn.Module
     tensors: dict[str, torch.Tensor]
+    attributes: dict[str, torch.Tensor]
     dtype: torch.dtype | None
     fingerprint: tuple[Any, ...]
 
@@ -1113,17 +1213,30 @@ class _Inspected(NamedTuple):
 def _inspect(cell: nn.Module) -> _Inspected:
     """Types, settings, parameter shapes and hooks of all modules: when any of it changes, the step is traced again.
 
+    So it is when what the code reads besides has changed: globals, closures, attributes of other objects. The modules
+    of this library and of PyTorch read nothing of that kind.
+
     One pass over the modules instead of three, because it is made on every call. Tensors that are there under several
     names are listed once, as in `named_parameters`.
     """
     found: list[Any] = [_Same(cell)]
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
+    attributes: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
+    reads_more = False
     for name, module in cell.named_modules():
+        kind = type(module).__module__.partition(".")[0]
+        reads_more |= kind not in _LIBRARIES or bool(module._forward_hooks or module._forward_pre_hooks)
         found.append((name, type(module), len(module._forward_hooks) + len(module._forward_pre_hooks)))
         for key, value in module.__dict__.items():
-            if key not in _MODULE_ATTRIBUTES:
+            if key in _MODULE_ATTRIBUTES:
+                continue
+            reads_more |= isinstance(value, _CALLABLES)
+            if isinstance(value, torch.Tensor) and not isinstance(module, torch.jit.ScriptModule):
+                found.append((key, value.shape, value.dtype, value.device))
+                attributes[f"{name}.{key}" if name else key] = value
+            else:
                 found.append((key, value if isinstance(value, _VALUES) else _mark(value)))
         for tensors, own in ((parameters, module._parameters), (buffers, module._buffers)):
             for key, tensor in own.items():
@@ -1132,7 +1245,13 @@ def _inspect(cell: nn.Module) -> _Inspected:
                     seen.add(id(tensor))
                     tensors[f"{name}.{key}" if name else key] = tensor
     dtypes = {tensor.dtype for tensor in parameters.values() if tensor.is_floating_point()}
-    return _Inspected(cell, parameters | buffers, dtypes.pop() if len(dtypes) == 1 else None, tuple(found))
+    if reads_more:
+        seen.update(map(id, attributes.values()))
+        for one in cell.cells if isinstance(cell, _AllLayers) else [cell]:
+            further = capture(one)
+            found += [further.marks, *(_Same(tensor) for tensor in further.tensors if id(tensor) not in seen)]
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    return _Inspected(cell, parameters | buffers, attributes, dtype, tuple(found))
 
 
 def _floating_dtype(tensors: dict[str, torch.Tensor]) -> torch.dtype | None:

@@ -13,7 +13,18 @@ from typing import Any, final
 import torch
 from torch.nn import functional
 
-from stretto.kernels import LayerCall, Layout, Program, SaveChoice, Shown, run_together, wavefront_chunks
+from stretto.kernels import (
+    LayerCall,
+    Layout,
+    Program,
+    SaveChoice,
+    Shown,
+    differentiate_by_torch,
+    is_transformed,
+    run_by_torch,
+    run_together,
+    wavefront_chunks,
+)
 from stretto.solvers import AbstractSolver, CellVariants, Problem, Solution
 
 MIN_STRETCH_STEPS = 32
@@ -113,7 +124,7 @@ def run_stack(
     one_way = all(len(layer) == 1 for layer in layers) and save == "auto" and call is None
     chunks = wavefront_chunks([layer[0].program for layer in layers], layout) if one_way else 1
     if chunks > 1:
-        return _wave([layer[0] for layer in layers], layout, x_PF, dropout=dropout, count=chunks, shown=shown)
+        return _run_wave([layer[0] for layer in layers], layout, x_PF, dropout=dropout, count=chunks, shown=shown)
     finals: list[list[torch.Tensor]] = []
     solutions: list[Solution] = []
     is_own = False
@@ -129,7 +140,7 @@ def run_stack(
             results = [(item.y_PF, item.states) for item in solved]
             solutions += [item.solution for item in solved]
         elif save == "states" and torch.is_grad_enabled():
-            results = _in_stretches(layer, layout, inputs)
+            results = _run_in_stretches(layer, layout, inputs)
         else:
             # Two directions are put into memory of their own, side by side.
             own = shown if number + 1 == len(layers) and len(layer) == 1 else ""
@@ -152,11 +163,10 @@ def _as_shown(layout: Layout, y_PF: torch.Tensor, shown: Shown) -> torch.Tensor:
 
 
 def _run_at_once(
-    calls: Iterable[tuple[Direction, Layout, torch.Tensor]], shown: Shown = ""
+    calls: Iterable[tuple[Direction, Layout, torch.Tensor]], shown: Shown = "", *, by_torch: bool = False
 ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    return run_together(
-        [LayerCall(each.program, layout, x, each.states, each.parameters, shown) for each, layout, x in calls]
-    )
+    made = [LayerCall(each.program, layout, x, each.states, each.parameters, shown) for each, layout, x in calls]
+    return [run_by_torch(call) for call in made] if by_torch else run_together(made)
 
 
 def _problem(
@@ -176,13 +186,13 @@ def _problem(
     )
 
 
-def _in_stretches(
+def _run_in_stretches(
     layer: Sequence[Direction], layout: Layout, inputs: Sequence[torch.Tensor]
 ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    def run(chunk: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(chunk: Layout, tensors: Sequence[torch.Tensor], *, by_torch: bool = False) -> list[torch.Tensor]:
         remaining = iter(tensors)
         given = [(next(remaining), direction.with_tensors(remaining)) for direction in layer]
-        results = _run_at_once((direction, chunk, x_PF) for x_PF, direction in given)
+        results = _run_at_once(((direction, chunk, x_PF) for x_PF, direction in given), by_torch=by_torch)
         return [tensor for y, after in results for tensor in (y, *after)]
 
     current, outputs = list(layer), []
@@ -204,7 +214,7 @@ def reverse_rows(layout: Layout, x_PF: torch.Tensor) -> torch.Tensor:
     return x_PF.index_select(0, layout.on_device("reversed_P", x_PF.device))
 
 
-def _wave(
+def _run_wave(
     stack: Sequence[Direction], layout: Layout, x_PF: torch.Tensor, *, dropout: float, count: int, shown: Shown
 ) -> StackResult:
     bounds = [layout.num_steps * index // count for index in range(count + 1)]
@@ -239,9 +249,7 @@ class _Recompute(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, run: Callable[..., list[torch.Tensor]], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.run = run
         ctx.rng_state = torch.get_rng_state()
         ctx.set_materialize_grads(False)
@@ -252,6 +260,14 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         tensors: Sequence[torch.Tensor] = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
+        if any(is_transformed(d) for d in cotangents):
+
+            def again(given: list[torch.Tensor]) -> list[torch.Tensor]:
+                with torch.random.fork_rng(devices=[]):
+                    torch.set_rng_state(ctx.rng_state)
+                    return ctx.run(given, by_torch=True)  # type: ignore[no-any-return]
+
+            return None, *differentiate_by_torch(again, tensors, cotangents, needed)
         is_double = torch.is_grad_enabled()
         if is_double:
             # Aliases: what leads from one of these tensors to another outside is not followed here.

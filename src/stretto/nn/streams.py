@@ -74,15 +74,15 @@ class Chunk:
     def to(self, device: torch.device | str) -> "Chunk":
         """Move the steps and the targets; everything else stays on the CPU.
 
-        To a GPU they go through pinned memory, and are copied while the program goes on.
+        To a GPU they go through pinned memory, and are copied asynchronously.
         """
-        return self._with_data(lambda data_BT: to_device(data_BT, device))
+        return self._map_data(lambda data_BT: to_device(data_BT, device))
 
     def pin_memory(self) -> "Chunk":
         """Called by a DataLoader with `pin_memory=True`."""
-        return self._with_data(torch.Tensor.pin_memory)
+        return self._map_data(torch.Tensor.pin_memory)
 
-    def _with_data(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Chunk":
+    def _map_data(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Chunk":
         targets_BT = None if self.targets_BT is None else change(self.targets_BT)
         return dataclasses.replace(self, x_BT=change(self.x_BT), targets_BT=targets_BT)
 
@@ -156,8 +156,8 @@ class Streams(IterableDataset[Chunk]):
             raise StrettoError(f"rank={rank} of world_size={world_size}", fix="Give a rank below world_size.")
         self._is_cut = not isinstance(sequence, list | tuple)
         self._x_N, self._targets_N = _check_targets(_check_sequences("sequence", sequence), targets)
-        self._lengths = [len(x) for x in self._x_N]
-        self.num_steps = sum(self._lengths)
+        self._sum_lengths = [len(x) for x in self._x_N]
+        self.num_steps = sum(self._sum_lengths)
         self._refuse_too_many(self.num_streams)
         self._start = self._used = 0
         self._earlier: tuple[tuple[int, int], ...] = ()
@@ -179,7 +179,7 @@ class Streams(IterableDataset[Chunk]):
 
     def chunk_lengths(self, index: int) -> npt.NDArray[np.int64]:
         """Real steps of every stream of all ranks in one chunk."""
-        return _lengths(self._rows(index, slice(None)))
+        return _sum_lengths(self._rows(index, slice(None)))
 
     def __len__(self) -> int:
         return self._num_chunks
@@ -257,7 +257,7 @@ class Streams(IterableDataset[Chunk]):
     def read(self, index: int) -> Chunk:
         """The chunk with this number of the pass under way."""
         rows = self._rows(index, self.share(self._rank))
-        lengths_B = _lengths(rows)
+        lengths_B = _sum_lengths(rows)
         firsts = [(spans[0].sequence, spans[0].begin) if spans else (-1, 0) for spans in rows]
         # Streams of one sequence start in the middle of it, but all in the first chunk.
         resets = [bool(spans) and (index == 0 if self._is_cut else spans[0].begin == 0) for spans in rows]
@@ -278,19 +278,21 @@ class Streams(IterableDataset[Chunk]):
     def _plan(self) -> None:
         """Lay out the streams of the pass: all of it, or what earlier numbers of streams have left."""
         if self._is_cut:
-            left = [_Span(0, 0, self._lengths[0], 0)]
+            left = [_Span(0, 0, self._sum_lengths[0], 0)]
             for num_streams, used in self._earlier:
-                rests = [_clip(stream, used * self.chunk, len(self._x_N[0])) for stream in _cut(left, num_streams)]
-                left = _end_to_end(span for rest in rests for span in rest)
-            self._streams_B = _cut(left, self.num_streams)
+                rests = [
+                    _clip(stream, used * self.chunk, len(self._x_N[0])) for stream in _cut_stream(left, num_streams)
+                ]
+                left = _join_streams(span for rest in rests for span in rest)
+            self._streams_B = _cut_stream(left, self.num_streams)
         else:
-            self._streams_B = _place(self._lengths, self.num_streams, self.chunk)
+            self._streams_B = _distribute(self._sum_lengths, self.num_streams, self.chunk)
         self.planned_steps = sum(span.length for stream in self._streams_B for span in stream)
         self._num_chunks = max(-(-stream[-1].end // self.chunk) if stream else 0 for stream in self._streams_B)
         self._start = self._used = 0
 
     def _refuse_too_many(self, num_streams: int) -> None:
-        most, unit = (self.num_steps, "steps") if self._is_cut else (len(self._lengths), "sequences")
+        most, unit = (self.num_steps, "steps") if self._is_cut else (len(self._sum_lengths), "sequences")
         if num_streams > most:
             raise StrettoError(
                 f"num_streams={num_streams}, but there are only {most} {unit}",
@@ -299,7 +301,7 @@ class Streams(IterableDataset[Chunk]):
             )
 
     def _digest(self) -> str:
-        settings = [self.chunk, self._targets_N is not None, self._is_cut, self._lengths]
+        settings = [self.chunk, self._targets_N is not None, self._is_cut, self._sum_lengths]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
@@ -315,11 +317,11 @@ def _clip(stream: list[_Span], begin: int, end: int) -> list[_Span]:
     return found
 
 
-def _lengths(rows: list[list[_Span]]) -> npt.NDArray[np.int64]:
+def _sum_lengths(rows: list[list[_Span]]) -> npt.NDArray[np.int64]:
     return np.array([sum(span.length for span in spans) for spans in rows], dtype=np.int64)
 
 
-def _end_to_end(spans: Iterable[_Span]) -> list[_Span]:
+def _join_streams(spans: Iterable[_Span]) -> list[_Span]:
     """One stream of all spans, without gaps."""
     stream: list[_Span] = []
     for span in spans:
@@ -327,7 +329,7 @@ def _end_to_end(spans: Iterable[_Span]) -> list[_Span]:
     return stream
 
 
-def _cut(stream: list[_Span], num_streams: int) -> list[list[_Span]]:
+def _cut_stream(stream: list[_Span], num_streams: int) -> list[list[_Span]]:
     """A stream without gaps, cut into streams that differ by a step at most; the longer ones come first.
 
     So the streams that have come to their end are always the last rows. Fewer steps than streams make fewer streams.
@@ -336,10 +338,10 @@ def _cut(stream: list[_Span], num_streams: int) -> list[list[_Span]]:
     num_streams = max(1, min(num_streams, total))
     shortest, num_longer = divmod(total, num_streams)
     bounds = [number * shortest + min(number, num_longer) for number in range(num_streams + 1)]
-    return [_end_to_end(_clip(stream, begin, end)) for begin, end in itertools.pairwise(bounds)]
+    return [_join_streams(_clip(stream, begin, end)) for begin, end in itertools.pairwise(bounds)]
 
 
-def _place(lengths: list[int], num_streams: int, chunk: int) -> list[list[_Span]]:
+def _distribute(lengths: list[int], num_streams: int, chunk: int) -> list[list[_Span]]:
     """Whole sequences, the longest first, each to the stream with the fewest chunks."""
     chunks = [-(-length // chunk) for length in lengths]
     fewest = [(0, stream) for stream in range(num_streams)]

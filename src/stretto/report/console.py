@@ -168,11 +168,11 @@ def epoch_line(event: Event) -> str:
         f"epoch {event['epoch']:>3}  train {event['train_loss']:.4f}  valid {event['valid_loss']:.4f}  "
         f"{event['metric']} {format_metric(event['metric'], event['value'])}  "
         f"{event['steps_per_second']:>9,.0f} steps/s  padding {event['padding']:.1%}  {event['seconds']:.1f} s"
-        f"{_solving(event['solving']) if 'solving' in event else ''}"
+        f"{_format_solving(event['solving']) if 'solving' in event else ''}"
     )
 
 
-def _solving(solving: Mapping[str, Any]) -> str:
+def _format_solving(solving: Mapping[str, Any]) -> str:
     """What a solver left over, in a few words."""
     if solving["exact"]:
         return "  exact"

@@ -99,11 +99,11 @@ def shapes_figure(record: RunRecord) -> Html:
     """The shapes of the batches: sequences against padded length."""
     updates = record.updates
     drawn = thin(np.arange(len(updates)))
-    bucket_S = _bucket(record, drawn)
+    bucket_S = _number_buckets(record, drawn)
     trace = points(
         updates.length_S[drawn],
         updates.rows_S[drawn],
-        marker=_by_bucket(bucket_S, size=6),
+        marker=_bucket_marker(bucket_S, size=6),
         customdata=np.stack([updates.padded_S[drawn], bucket_S], axis=1),
         hovertemplate="%{y} sequences of %{x} steps: %{customdata[0]:,} in all, bucket %{customdata[1]}<extra></extra>",
     )
@@ -124,7 +124,7 @@ def time_figure(record: RunRecord) -> Html:
     trace = points(
         updates.padded_S[drawn],
         updates.took_S[drawn] * 1000,
-        marker=_by_bucket(_bucket(record, drawn), size=5),
+        marker=_bucket_marker(_number_buckets(record, drawn), size=5),
         customdata=np.stack([updates.rows_S[drawn], updates.length_S[drawn]], axis=1),
         hovertemplate="%{y:.1f} ms for %{customdata[0]} sequences of %{customdata[1]} steps<extra></extra>",
     )
@@ -295,13 +295,13 @@ def _caption(text: str, drawn: npt.NDArray[np.int64], count: int) -> str:
     return " ".join(filter(None, (text, thinned if len(drawn) < count else "")))
 
 
-def _bucket(record: RunRecord, drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _number_buckets(record: RunRecord, drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The number of each drawn update's bucket, from 1; all 1 when the edges are not known."""
     length_S = record.updates.length_S[drawn].astype(np.int64)
     return bucket_of(length_S, np.array(record.edges, dtype=np.int64)) + 1
 
 
-def _by_bucket(bucket_S: npt.NDArray[np.int64], *, size: int) -> dict[str, Any]:
+def _bucket_marker(bucket_S: npt.NDArray[np.int64], *, size: int) -> dict[str, Any]:
     return {
         "color": bucket_S,
         "colorscale": BY_BUCKET,

@@ -19,7 +19,7 @@ from stretto.batching import BucketSampler
 from stretto.data import PARTS, Labels, NoTargets, SequenceSet, StepLabels
 from stretto.files import write_text_atomically
 from stretto.report.figures import lengths_figure
-from stretto.report.page import columns, facts, headline, join, page, paragraph
+from stretto.report.page import columns, facts, headline, join, page, paragraph, times_fewer
 
 Lengths = npt.NDArray[np.int64]
 TARGET_KINDS: Final[Mapping[type, str]] = {NoTargets: "none", StepLabels: "labels of steps", Labels: "labels"}
@@ -231,15 +231,14 @@ def _bar(length: float, *, plain: bool) -> str:
 
 def write_inspection_page(inspection: Inspection, path: Path) -> None:
     """Write the inspection as one HTML file that needs nothing else."""
-    ratio, histogram = inspection.padded_steps_ratio, inspection.histogram
+    histogram = inspection.histogram
     shortest, median, longest = (f"{inspection.quantiles[share]:,.0f}" for share in (0.0, 0.5, 1.0))
-    saved = f"{ratio:.1f}x fewer" if ratio >= 1 else f"{1 / ratio:.1f}x more"
     numbers = [
         ("Sequences", f"{len(inspection.data):,}", f"{inspection.data.num_steps:,} steps in all"),
         ("Median length", median, f"from {shortest} to {longest} steps"),
         ("Padding, shuffled", f"{inspection.shuffled_padding:.1%}", "of padded steps"),
         ("Padding, in buckets", f"{inspection.padding:.1%}", f"{len(inspection.edges)} buckets"),
-        ("Padded steps saved", saved, f"{inspection.batches:,} batches per epoch"),
+        ("Padded steps saved", times_fewer(inspection.padded_steps_ratio), f"{inspection.batches:,} batches per epoch"),
     ]
     lengths = lengths_figure(
         bounds=histogram.bounds, counts=histogram.counts, edges=inspection.edges, whose=inspection.whose
@@ -304,11 +303,10 @@ def _batch_rule(inspection: Inspection) -> str:
 
 def _verdict(inspection: Inspection) -> str:
     """Before and after, in one sentence."""
-    num, ratio = len(inspection.edges), inspection.padded_steps_ratio
-    saved = f"{ratio:.2f}x fewer padded steps" if ratio >= 1 else f"{1 / ratio:.2f}x more padded steps"
+    num, saved = len(inspection.edges), times_fewer(inspection.padded_steps_ratio, digits=2)
     return (
         f"Padding: {inspection.shuffled_padding:.1%} of padded steps when shuffled, {inspection.padding:.1%} in "
-        f"{num} {'bucket' if num == 1 else 'buckets'}: {saved}."
+        f"{num} {'bucket' if num == 1 else 'buckets'}: {saved} padded steps."
     )
 
 

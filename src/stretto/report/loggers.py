@@ -4,8 +4,8 @@
     epoch   ->  epoch/train_loss, epoch/valid_cer, ...   at the last update of the epoch
     finished -> test/cer, test/loss
 
-Where they write, and under which project, is said to them in their own way: `WANDB_PROJECT`, `MLFLOW_TRACKING_URI`, ...
-A run of theirs that is active already is used, and left open. Training does not fail because of a logger: it is closed
+Where they write, and under which project, is configured in their own way: `WANDB_PROJECT`, `MLFLOW_TRACKING_URI`, ...
+An active run of theirs is used, and left open. Training does not fail because of a logger: it is closed
 with a warning.
 """
 
@@ -31,7 +31,7 @@ NOT_LOGGED: Final = frozenset("event time update epoch metric value".split())
 
 @contextlib.contextmanager
 def open_logger(name: LoggerName, run: Path, *, warn: Callable[[str], None]) -> Iterator[Subscriber]:
-    """A subscriber that logs the run in the folder `run`; `warn` is told if it fails later on.
+    """A subscriber that logs the run in the folder `run`; `warn` is called if it fails later.
 
     Raises:
         StrettoError: Its package is missing, or it cannot be opened.
@@ -140,7 +140,7 @@ class TensorBoardLogger(AbstractLogger):
             tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
             self._writer = tensorboard.SummaryWriter(str(self._folder), purge_step=after)
         if event["event"] == "started":
-            lines = [f"| {name} | {value} |" for name, value in described(event).items()]
+            lines = [f"| {name} | {value} |" for name, value in describe_run(event).items()]
             self._writer.add_text("settings", "\n".join(["| | |", "|-|-|", *lines]))
         for name, value in numbers(event).items():
             self._writer.add_scalar(name, value, event.get("update", 0), walltime=event["time"])
@@ -164,18 +164,18 @@ class WandbLogger(AbstractLogger):
             project=os.environ.get("WANDB_PROJECT", "stretto"),
             name=run.name,
             dir=os.environ.get("WANDB_DIR", str(run)),
-            id=ids(run).get("wandb"),
+            id=read_ids(run).get("wandb"),
             resume="allow",
         )
         if self._is_ours:
-            remember(run, wandb=self._run.id)
+            store_ids(run, wandb=self._run.id)
         self._run.define_metric("update")
         self._run.define_metric("*", step_metric="update")
 
     def log(self, event: Event) -> None:
         """Log numbers; those of the test part go to the summary."""
         if event["event"] == "started":
-            self._run.config.update(described(event), allow_val_change=True)
+            self._run.config.update(describe_run(event), allow_val_change=True)
         elif event["event"] == "finished":
             self._run.summary.update(numbers(event))
         elif values := numbers(event):
@@ -197,10 +197,10 @@ class MlflowLogger(AbstractLogger):
     def __init__(self, run: Path) -> None:
         self._mlflow = optional("mlflow")
         self._is_ours = self._mlflow.active_run() is None
-        id_ = ids(run).get("mlflow")
+        id_ = read_ids(run).get("mlflow")
         active = self._mlflow.active_run() or self._mlflow.start_run(run_id=id_, run_name=None if id_ else run.name)
         if self._is_ours:
-            remember(run, mlflow=active.info.run_id)
+            store_ids(run, mlflow=active.info.run_id)
         self._client, self._id = self._mlflow.MlflowClient(), active.info.run_id
         self._waiting: list[Any] = []
         self._last = 0
@@ -209,7 +209,7 @@ class MlflowLogger(AbstractLogger):
         """Collect numbers, and send them at the end of an epoch."""
         if event["event"] == "started":
             param = self._mlflow.entities.Param
-            values = described(event).items()
+            values = describe_run(event).items()
             self._client.log_batch(self._id, params=[param(name, str(value)) for name, value in values])
         self._last = event.get("update", self._last)
         milliseconds = int(1000 * event["time"])
@@ -251,7 +251,7 @@ def numbers(event: Event) -> dict[str, float]:
     return {f"{kind}/{name}": value for name, value in found.items()}
 
 
-def described(event: Event) -> dict[str, Any]:
+def describe_run(event: Event) -> dict[str, Any]:
     """What is known of a run at its start: the settings, the task, the data and the size of the model."""
     return {
         "task": event["task"],
@@ -261,7 +261,7 @@ def described(event: Event) -> dict[str, Any]:
     }
 
 
-def ids(run: Path) -> dict[str, str]:
+def read_ids(run: Path) -> dict[str, str]:
     """The runs of others that belong to the run folder."""
     found: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError):
@@ -269,7 +269,7 @@ def ids(run: Path) -> dict[str, str]:
     return found
 
 
-def remember(run: Path, **added: str) -> None:
+def store_ids(run: Path, **added: str) -> None:
     """Note which run of others belongs to the run folder."""
     run.mkdir(parents=True, exist_ok=True)
-    write_text_atomically(run / IDS_FILE, json.dumps({**ids(run), **added}) + "\n")
+    write_text_atomically(run / IDS_FILE, json.dumps({**read_ids(run), **added}) + "\n")

@@ -208,6 +208,11 @@ def sentence(words: str) -> str:
     return words[:1].upper() + words[1:]
 
 
+def times_fewer(ratio: float, *, digits: int = 1) -> str:
+    """How many times fewer, or more if the ratio is below 1."""
+    return f"{ratio:.{digits}f}x fewer" if ratio >= 1 else f"{1 / ratio:.{digits}f}x more"
+
+
 def duration(seconds: float) -> str:
     """A time as a person says it."""
     if not math.isfinite(seconds) or seconds < 120:

@@ -29,7 +29,7 @@ class UpdateRecord:
         self.real_S = column(found, "steps_real")  # time steps without padding
         self.padded_S = column(found, "padded_steps")  # rows times padded length
         self.seconds_S = column(found, "seconds")  # since the start
-        self.took_S = _took(events)  # seconds since the update before, where nothing but training lay between
+        self.took_S = _time_updates(events)  # seconds since the update before, where nothing but training lay between
         self.residual_S = column(found, "residual")
 
     def __len__(self) -> int:
@@ -37,7 +37,7 @@ class UpdateRecord:
 
 
 class RunRecord:
-    """What a run folder has recorded so far; a run that has only begun has little, and events may be empty."""
+    """What a run folder has recorded so far; soon after its start that is little, and there may be no events."""
 
     def __init__(self, run: Path) -> None:
         self.events = read_events(run)
@@ -68,7 +68,7 @@ def column(events: Sequence[Event], name: str) -> Numbers:
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def _took(events: Sequence[Event]) -> Numbers:
+def _time_updates(events: Sequence[Event]) -> Numbers:
     """Seconds of each update whose predecessor in the record is the update before it, in the same epoch."""
     took = [
         float(now["seconds"]) - float(before["seconds"])

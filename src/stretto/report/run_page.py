@@ -26,6 +26,7 @@ from stretto.report.page import (
     page,
     paragraph,
     sentence,
+    times_fewer,
 )
 from stretto.report.record import Event, RunRecord
 from stretto.report.samples import samples_html
@@ -133,8 +134,8 @@ def _sections(record: RunRecord) -> Iterator[tuple[str, Html]]:
 
 
 def _subtitle(record: RunRecord) -> str:
-    begun = record.started.get("time")
-    when = dt.datetime.fromtimestamp(begun, tz=dt.timezone.utc) if begun is not None else None
+    start = record.started.get("time")
+    when = dt.datetime.fromtimestamp(start, tz=dt.timezone.utc) if start is not None else None
     parameters = record.started.get("parameters")
     parts = [
         f"started {when:%d %B %Y, %H:%M} UTC" if when else "",
@@ -180,8 +181,7 @@ def _numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     yield from _padding_numbers(record)
     ratio = started.get("padded_steps_ratio")
     if ratio is not None:
-        value = f"{ratio:.1f}x fewer" if ratio >= 1 else f"{1 / ratio:.1f}x more"
-        yield "Padded steps saved", value, "than shuffled batches would need"
+        yield "Padded steps saved", times_fewer(ratio), "than shuffled batches would need"
 
 
 def _padding_numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:

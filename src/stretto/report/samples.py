@@ -54,13 +54,13 @@ def _card(item: Mapping[str, Any], *, metric: str) -> Html:
     if track:
         right = f"truth above, output below: {track['right']:.1%} right"
         return Html(f'<div class="sample">{label_track_svg(track)}<div class="detail">{escape(right)}</div></div>')
-    target, output = _text(item.get("target")), _text(item.get("output"))
+    target, output = _as_text(item.get("target")), _as_text(item.get("output"))
     ink = item.get("ink")
     drawing = ink_svg(ink, label=target) if ink else ""
     verdict = ""
     if metric == "cer":
         wrong_in_target, wrong_in_output, errors = align(target, output)
-        shown_target, shown_output = _marked(wrong_in_target), _marked(wrong_in_output)
+        shown_target, shown_output = _mark_errors(wrong_in_target), _mark_errors(wrong_in_output)
         verdict = f"{errors} {'error' if errors == 1 else 'errors'}" if errors else "correct"
     elif metric == "accuracy":
         shown_target = escape(target)
@@ -69,7 +69,7 @@ def _card(item: Mapping[str, Any], *, metric: str) -> Html:
     elif metric == "perplexity":
         places = [(one, one != expected) for one, expected in zip(output, target, strict=False)]
         shown_target = escape(target)
-        shown_output = _marked([*places, *((one, True) for one in output[len(target) :])])
+        shown_output = _mark_errors([*places, *((one, True) for one in output[len(target) :])])
         verdict = f"{sum(not wrong for _, wrong in places)} of {len(target)} characters right"
     else:
         shown_target, shown_output = escape(target), escape(output)
@@ -80,11 +80,11 @@ def _card(item: Mapping[str, Any], *, metric: str) -> Html:
     )
 
 
-def _text(value: object) -> str:
+def _as_text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _marked(characters: Iterable[tuple[str, bool]]) -> Html:
+def _mark_errors(characters: Iterable[tuple[str, bool]]) -> Html:
     return Html("".join(f"<mark>{escape(one)}</mark>" if wrong else escape(one) for one, wrong in characters))
 
 
@@ -107,7 +107,7 @@ def ink_svg(ink: Sequence[Sequence[float]], *, label: str) -> Html:
 
 
 def stroke_path(points_T2: npt.NDArray[np.float64], pen_up_T: npt.NDArray[np.float64]) -> str:
-    """The points as SVG path commands: M begins a stroke, L goes on; a stroke of one point is a dot."""
+    """The points as SVG path commands: M begins a stroke, L continues it; a stroke of one point is a dot."""
     begins_T = np.append(True, pen_up_T[:-1] > 0.5)
     ends_T = np.append(pen_up_T[:-1] > 0.5, True)
     commands = []

@@ -33,12 +33,12 @@ class SweepRun:
 
     @property
     def name(self) -> str:
-        """What tells it from the others."""
+        """The settings in which it differs from the others, or else its number."""
         return ", ".join(f"{key} {value}" for key, value in self.changes.items()) or f"run {self.number}"
 
 
 def write_sweep_page(runs: Sequence[SweepRun], path: Path, *, title: str, higher_is_better: bool) -> Path:
-    """Write the page of what the runs have recorded so far; runs that have not begun are named."""
+    """Write the page of what the runs have recorded so far; runs that have not started are named."""
     records = {run.number: record for run in runs if (record := _record(run.folder)) is not None}
     sign = -1.0 if higher_is_better else 1.0
 
@@ -55,9 +55,9 @@ def write_sweep_page(runs: Sequence[SweepRun], path: Path, *, title: str, higher
         subtitle=f"{len(runs)} runs, {sum(record.state == 'finished' for record in records.values())} finished",
         top=top,
         sections=[
-            *([("Curves", _curves(sorted(done, key=lambda run: run.number), records, metric))] if done else []),
+            *([("Curves", _draw_curves(sorted(done, key=lambda run: run.number), records, metric))] if done else []),
             ("Runs", _table(ranked, records, metric, sign=sign)),
-            *([("Over seeds", table)] if (table := _over_seeds(done, best_of, metric, sign=sign)) else []),
+            *([("Over seeds", table)] if (table := _seed_table(done, best_of, metric, sign=sign)) else []),
         ],
         footer=f"Sweep folder: {path.parent}",
         scripted=bool(done),
@@ -86,7 +86,7 @@ def _numbers(
     ]
 
 
-def _curves(runs: Sequence[SweepRun], records: Mapping[int, RunRecord], metric: str) -> Html:
+def _draw_curves(runs: Sequence[SweepRun], records: Mapping[int, RunRecord], metric: str) -> Html:
     pictures, most = [], max(len(records[run.number].epochs) for run in runs)
     for key, title in (("value", metric_name(metric)), ("valid_loss", "loss")):
         traces = [
@@ -141,7 +141,7 @@ def _table(ranked: Sequence[SweepRun], records: Mapping[int, RunRecord], metric:
     return columns(header, rows)
 
 
-def _over_seeds(done: Sequence[SweepRun], best_of: Any, metric: str, *, sign: float) -> Html | None:
+def _seed_table(done: Sequence[SweepRun], best_of: Any, metric: str, *, sign: float) -> Html | None:
     """The mean and the spread of runs that differ in their seed alone."""
     groups: dict[str, list[float]] = {}
     for run in done:

@@ -30,7 +30,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 
-from stretto.kernels import differentiate, differentiate_by_torch, without_weights
+from stretto.kernels import differentiate, differentiate_by_torch, is_transformed, without_weights
 from stretto.solvers.base import Problem, Solution, residual_norm
 from stretto.solvers.chunks import Chunks
 
@@ -243,7 +243,7 @@ class _Bridge(torch.autograd.Function):
         problem: Problem = ctx.problem
         chunks: Chunks = ctx.graph.chunks
         _, _, _, _, *needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or any(is_transformed(d) for d in (d_y_PF, *d_finals)):
             return None, None, None, None, *_sequential_gradients(problem, [d_y_PF, *d_finals], needs)
         graph: ChunkGraph = dataclasses.replace(ctx.graph, d_ends=_d_ends(chunks, ctx.graph.ends, d_finals))
         graph.d_outputs = [None] * len(graph.outputs)
@@ -308,8 +308,10 @@ def _sequential_gradients(
 ) -> list[MaybeTensor]:
     """The gradient of a sequential run under autograd, in the order input, states, parameters."""
 
+    by_torch = any(is_transformed(d) for d in arriving)
+
     def run(own: list[torch.Tensor]) -> list[torch.Tensor]:
-        y_PF, states = problem.with_inputs(own).run_all()
+        y_PF, states = problem.with_inputs(own).run_all(by_torch=by_torch)
         return [y_PF, *states]
 
     return differentiate_by_torch(run, problem.inputs, arriving, needs)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Hashable
 from typing import Final, TypeAlias, final
 
-from stretto.solvers.base import Problem, Result
+from stretto.solvers.base import Problem, Result, format_count, is_finite
 
 BackoffKey: TypeAlias = tuple[Hashable, ...]
 
@@ -30,7 +30,7 @@ LAST_COST_SHARE: Final = 0.02
 @final
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Backoff:
-    """Whether to attempt a call, for calls that are alike.
+    """Whether to attempt a call, for calls of one kind.
 
     Attributes:
         calls_to_skip: Calls still to skip.
@@ -46,7 +46,7 @@ class Backoff:
         """Why to skip this call, which is counted; empty if it should be attempted."""
         if self.calls_to_skip <= 0:
             return ""
-        left = "1 call" if self.calls_to_skip == 1 else f"{self.calls_to_skip} calls"
+        left = format_count(self.calls_to_skip, "call")
         self.calls_to_skip -= 1
         return f"not tried again for {left}: {self.reason}"
 
@@ -55,7 +55,7 @@ class Backoff:
         wasted = result.solution.work - 1.0
         if not result.solution.fell_back:
             self.succeed()
-        elif wasted > 0 and all(bool(part.isfinite().all()) for part in result.states):
+        elif wasted > 0 and is_finite(result.states):
             self.fail(work=wasted, reason=result.solution.reason)
 
     def fail(self, *, work: float, reason: str) -> None:
@@ -79,7 +79,7 @@ class Backoff:
 
 
 def backoff_key(problem: Problem, *sizes: int) -> BackoffKey:
-    """What calls have in common that converge alike: layer and direction, mode, dtypes, and these sizes.
+    """The kind of a call: those of one layer and direction, mode, dtypes and these sizes converge alike.
 
     The mode counts because a cell may draw random numbers in training.
     """

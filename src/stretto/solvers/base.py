@@ -23,7 +23,7 @@ from typing import Literal, TypeAlias, final
 import torch
 from torch import nn
 
-from stretto.kernels import LayerCall, Layout, Program, run_together
+from stretto.kernels import LayerCall, Layout, Program, run_by_torch, run_together
 
 Builder: TypeAlias = Callable[[nn.Module, tuple[int, ...], torch.dtype], Program]
 """Compiles a step, once per module: from the module, the shape of a row of its input, and the input's dtype."""
@@ -76,7 +76,7 @@ class Problem:
         parameters: Parameters and buffers of the cell by name.
         variants: Other steps made from the cell.
         sample_ids: The id of each sequence, sorted as in `layout`; None if there are none.
-        name: Tells the layers and directions of one stack apart.
+        name: Identifies the layer and direction within a stack.
         reverse: Whether this direction reads each sequence from its end; `x_PF` is already reversed.
     """
 
@@ -101,8 +101,10 @@ class Problem:
         ((y_PF, finals),) = run_together([LayerCall(self.program, layout, x_PF, states, self.parameters)])
         return y_PF, list(finals)
 
-    def run_all(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run the whole problem sequentially."""
+    def run_all(self, *, by_torch: bool = False) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run the whole problem sequentially; with `by_torch`, by torch's operators alone."""
+        if by_torch:
+            return run_by_torch(LayerCall(self.program, self.layout, self.x_PF, self.states, self.parameters))
         return self.run(self.layout, self.x_PF, self.states)
 
     @property
@@ -112,12 +114,12 @@ class Problem:
 
     def with_inputs(self, tensors: Sequence[torch.Tensor]) -> "Problem":
         """The same with other tensors, in the order of `inputs`."""
-        count = len(self.states)
-        parameters = dict(zip(self.parameters, tensors[1 + count :], strict=True))
-        return dataclasses.replace(self, x_PF=tensors[0], states=tensors[1 : 1 + count], parameters=parameters)
+        end = 1 + len(self.states)
+        parameters = dict(zip(self.parameters, tensors[end:], strict=True))
+        return dataclasses.replace(self, x_PF=tensors[0], states=tensors[1:end], parameters=parameters)
 
     def as_leaves(self) -> "Problem":
-        """The same with leaves of a graph of its own, which require a gradient where one is asked for."""
+        """The same, detached: leaves of a new autograd graph, which require a gradient where one is asked for."""
         is_enabled = torch.is_grad_enabled()
         return self.with_inputs([t.detach().requires_grad_(is_enabled and t.requires_grad) for t in self.inputs])
 
@@ -196,8 +198,8 @@ def fall_back(problem: Problem, *, solver: str, reason: str, iterations: int = 0
     return run_sequentially(problem, solution)
 
 
-def why_unreadable(problem: Problem) -> str:
-    """Why nobody can tell whether iterates agree, so that only a sequential run is right; empty if one can."""
+def why_incomparable(problem: Problem) -> str:
+    """Why iterates cannot be compared, so that only a sequential run is right; empty if they can."""
     return "the tensors are on meta, and have no values to compare" if problem.x_PF.is_meta else ""
 
 
@@ -232,6 +234,16 @@ def residual_norm(
         largest = max(scales, default=0.0)
         return max(changes, default=0.0) / (largest or 1.0)
     return max([worst, *(change / max(1.0, scale) for change, scale in zip(changes, scales, strict=True))])
+
+
+def is_finite(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether no part of a state is NaN or inf anywhere."""
+    return all(bool(part.isfinite().all()) for part in parts)
+
+
+def format_count(number: int, noun: str) -> str:
+    """A number with its noun: "1 cycle", "2 cycles"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def has_halved(values: Sequence[float], *, within: int) -> bool:

@@ -1,7 +1,7 @@
 """Chunks of time as rows of a batch.
 
 Each sequence is cut into chunks of equally many steps; its last chunk may be shorter. A run over the chunks treats each
-as a sequence of its own, so that it takes as many steps as the longest chunk has:
+as a separate sequence, so that it takes as many steps as the longest chunk has:
 
     sequences     a0 a1 a2 a3 a4 a5 a6 a7           chunks     a0 a1 a2
                   b0 b1 b2 b3 b4                               a3 a4 a5
@@ -26,6 +26,7 @@ import torch
 
 from stretto.kernels import Layout
 from stretto.solvers.base import residual_norm
+from stretto.state import select_rows
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -44,7 +45,7 @@ class Chunks:
 
     @staticmethod
     def cut(whole: Layout, num_chunks: int) -> "Chunks":
-        """Cut the longest sequence into at most `num_chunks` of equal length, and the others alike."""
+        """Chunks of the length that cuts the longest sequence into at most `num_chunks`."""
         return Chunks.of_length(whole, max(1, -(-whole.num_steps // max(1, num_chunks))))
 
     @staticmethod
@@ -184,7 +185,7 @@ class Chunks:
             initial: The initial states (B, ...), for the first chunk of each sequence.
             boundaries: States (C, ...) for all others.
         """
-        return select_rows(self.is_first_C, self.repeat_initial(initial), boundaries)
+        return select_chunks(self.is_first_C, self.repeat_initial(initial), boundaries)
 
     def repeat_initial(self, initial: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The initial states (B, ...) of each chunk's sequence (C, ...)."""
@@ -207,14 +208,11 @@ class Chunks:
         ]
 
 
-def select_rows(
+def select_chunks(
     here_C: torch.Tensor, these: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Rows of `these` (C, ...) where the mask is set, part by part; elsewhere of the others."""
-    return [
-        torch.where(here_C.to(one.device).reshape(-1, *[1] * (one.dim() - 1)), one, other)
-        for one, other in zip(these, others, strict=True)
-    ]
+    return [select_rows(here_C.to(one.device), one, other) for one, other in zip(these, others, strict=True)]
 
 
 @lru_cache(maxsize=8)

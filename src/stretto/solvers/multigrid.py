@@ -54,12 +54,13 @@ from stretto.solvers.base import (
     Result,
     Solution,
     fall_back,
+    format_count,
     has_halved,
     residual_norm,
-    why_unreadable,
+    why_incomparable,
 )
-from stretto.solvers.chunks import Chunks, select_rows
-from stretto.state import flatten, pack, unflatten, unpack
+from stretto.solvers.chunks import Chunks, select_chunks
+from stretto.state import describe_difference, flatten, is_alike, pack, unflatten, unpack
 
 Relaxation: TypeAlias = Literal["F", "FCF"]
 F_RELAXATIONS: Final = {"F": 1, "FCF": 2}
@@ -115,8 +116,8 @@ class Multigrid(AbstractSolver):
         self.num_levels = check_int(num_levels, name="num_levels", owner="Multigrid")
         self.coarsening = check_int(coarsening, name="coarsening", at_least=2, owner="Multigrid")
         self.max_iterations, self.backward_iterations = (
-            None if count is None else check_int(count, name=name, at_least=0, owner="Multigrid")
-            for name, count in (("max_iterations", max_iterations), ("backward_iterations", backward_iterations))
+            None if given is None else check_int(given, name=name, at_least=0, owner="Multigrid")
+            for name, given in (("max_iterations", max_iterations), ("backward_iterations", backward_iterations))
         )
         self.tolerance = (
             None if tolerance is None else check_float(tolerance, name="tolerance", above=0.0, owner="Multigrid")
@@ -131,7 +132,7 @@ class Multigrid(AbstractSolver):
     def solve(self, problem: Problem) -> Result:
         """Cycle until chunks agree or enough cycles were made; gradients flow through the last run."""
         backoff = self._backoff(problem)
-        skip = why_unreadable(problem) or backoff.should_skip()
+        skip = why_incomparable(problem) or backoff.should_skip()
         if skip:
             return fall_back(problem, solver="multigrid", reason=skip)
         result = self._cycle(problem, backoff)
@@ -253,7 +254,7 @@ class StoppingRule:
         needed = done + max(1, math.ceil(min(more, until_exact)))
         if needed * self.steps_per_cycle <= self.budget:
             return ""
-        cycles = "1 cycle" if needed == 1 else f"{needed} cycles"
+        cycles = format_count(needed, "cycle")
         return f"{cycles} of {self.steps_per_cycle} sequential steps would take longer than {self.budget} steps"
 
 
@@ -338,24 +339,15 @@ class ForcedCoarseStep(nn.Module):
         if len(self.features) != 1:
             x = x.reshape(-1, *self.features)
         after = self.cell.coarse_step(x, state, self.dt)  # type: ignore[operator]
-        given, wanted = _describe_state(after), _describe_state(state)
-        if given != wanted:
+        if not is_alike(state, after):
+            given, made = describe_difference(state, after)
             raise StrettoError(
-                f"{type(self.cell).__name__}.coarse_step returned {given} and its state is {wanted}",
+                f"{type(self.cell).__name__}.coarse_step was given a state with {given} and returned one with {made}",
                 fix="Return the next state alone from coarse_step(x_t, state, dt), in the form it was given.",
             )
         parts = flatten(after)
         forced = [part + tau for part, tau in zip(parts, unpack(row_BG[:, size:], parts), strict=True)]
         return pack(forced), unflatten(state, forced)
-
-
-def _describe_state(state: Any) -> str:
-    """Structure, shapes and dtypes, in words."""
-    if isinstance(state, torch.Tensor):
-        return f"{tuple(state.shape)} of {state.dtype}"
-    if isinstance(state, (tuple, list)):
-        return f"({', '.join(map(_describe_state, state))})"
-    return type(state).__name__
 
 
 def _why_no_coarse_step(problem: Problem) -> str:
@@ -424,7 +416,7 @@ class ForwardCycles:
                 relaxed = self._next_starts(ends)
             corrected = relaxed if self._grids is None else self._grids.correct(self.starts, ends)
             # What relaxation alone has made exact is not corrected any more.
-            self.starts = select_rows(torch.from_numpy(chunks.number_C) <= self.runs, relaxed, corrected)
+            self.starts = select_chunks(torch.from_numpy(chunks.number_C) <= self.runs, relaxed, corrected)
             self.done += 1
 
     def _next_starts(self, ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -578,7 +570,7 @@ class ReverseCycles(AbstractAdjoint):
                 exact_chunks += 1
             if self.grids is not None:
                 coarse = coarse or ReverseGrids(self.grids, graph.starts)
-                fresh = select_rows(graph.chunks.behind_C <= exact_chunks, fresh, coarse.correct(arriving, fresh))
+                fresh = select_chunks(graph.chunks.behind_C <= exact_chunks, fresh, coarse.correct(arriving, fresh))
             arriving = fresh
             done += 1
         d_leaves, d_starts = graph.pull_back(arriving)

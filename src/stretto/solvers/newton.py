@@ -43,9 +43,11 @@ from stretto.solvers.base import (
     Result,
     Solution,
     fall_back,
+    format_count,
     has_halved,
+    is_finite,
     residual_norm,
-    why_unreadable,
+    why_incomparable,
 )
 from stretto.solvers.chunks import Chunks
 from stretto.state import pack, unpack
@@ -109,7 +111,7 @@ class Newton(AbstractSolver):
 
     def solve(self, problem: Problem) -> Result:
         """Iterate until the trajectory is right, then run its chunks at once; gradients flow through that run."""
-        unfit = why_unreadable(problem) or self._why_unfit(problem)
+        unfit = why_incomparable(problem) or self._why_unfit(problem)
         if unfit:
             return fall_back(problem, solver="newton", reason=unfit)
         backoff = self._backoff(problem)
@@ -127,7 +129,7 @@ class Newton(AbstractSolver):
         return self._backoffs.setdefault(backoff_key(problem, problem.layout.num_steps.bit_length()), Backoff())
 
     def _iterate_and_verify(self, problem: Problem) -> Result:
-        # No derivative can be taken of tensors made in inference mode, which the caller may be in.
+        # The caller may be in inference mode, whose tensors cannot be differentiated.
         with torch.inference_mode(mode=False), torch.no_grad():
             newton = _Iteration(problem, self)
         chunks = Chunks.cut(problem.layout, MAX_CHUNKS)
@@ -141,17 +143,14 @@ class Newton(AbstractSolver):
                 return _fall_back(problem, newton, runs - 1, reason=failure)
             boundaries = newton.boundaries(chunks)
             y_PF, states, ends = differentiable_chunks(problem, chunks, boundaries, adjoint=adjoint, solution=solution)
-            is_finite = all(bool(end.isfinite().all()) for end in ends)
-            arrived = chunks.previous_ends(ends)
-            residual = chunks.residual(arrived, boundaries) if is_finite else math.inf
+            residual = chunks.residual(chunks.previous_ends(ends), boundaries) if is_finite(ends) else math.inf
             if residual <= self.tolerance:
                 solution.iterations, solution.work = newton.iterations + runs, newton.work + runs
                 solution.residual = residual
-                solution.reason = (
-                    f"{_count(newton.iterations)}, then {chunks.max_per_sequence} chunks of {chunks.length} steps"
-                )
+                then = f"{chunks.max_per_sequence} chunks of {chunks.length} steps"
+                solution.reason = f"{format_count(newton.iterations, 'iteration')}, then {then}"
                 return Result(y_PF=y_PF, states=states, solution=solution)
-            if failure or not is_finite:
+            if failure or math.isinf(residual):
                 break
             # What single steps miss adds up over a chunk.
             target = self.tolerance * newton.residual / (2 * residual)
@@ -182,10 +181,6 @@ def _fall_back(problem: Problem, newton: "_Iteration", runs: int, *, reason: str
     return fall_back(
         problem, solver="newton", reason=reason, iterations=newton.iterations + runs, work=newton.work + runs
     )
-
-
-def _count(iterations: int) -> str:
-    return f"{iterations} iteration" if iterations == 1 else f"{iterations} iterations"
 
 
 @final
@@ -261,10 +256,11 @@ class _Iteration:
         if not math.isfinite(self.residual):
             return f"iteration {self.iterations} overflows" if self.iterations else "a state is NaN or inf"
         if most is not None:
-            return f"a residual of {self.residual:.1e} is left after {_count(most)}" if self.iterations >= most else ""
+            left = f"a residual of {self.residual:.1e} is left after {format_count(most, 'iteration')}"
+            return left if self.iterations >= most else ""
         if any(has_halved(values, within=STALL_ITERATIONS) for values in (self._residuals, self._num_off)):
             return ""
-        left = f"a residual of {self.residual:.1e} is left after {_count(self.iterations)}"
+        left = f"a residual of {self.residual:.1e} is left after {format_count(self.iterations, 'iteration')}"
         dtype = self._states_PS.dtype
         if self.residual < ROUNDING_EPSILONS * torch.finfo(dtype).eps:
             return f"{left}: a tolerance of {self._settings.tolerance:.1e} is finer than {dtype} resolves"
@@ -322,12 +318,12 @@ class SequenceMajor:
 
 @final
 class AllSteps:
-    """The steps of a problem, taken independently of each other. Gradients of the problem do not flow through them."""
+    """The steps of a problem, independent of each other. Gradients of the problem do not flow through them."""
 
     def __init__(self, problem: Problem, order: SequenceMajor) -> None:
         self._problem = dataclasses.replace(
             problem,
-            # No derivative can be taken through tensors made in inference mode.
+            # Tensors made in inference mode cannot be differentiated.
             parameters={n: t.clone() if t.is_inference() else t.detach() for n, t in problem.parameters.items()},
         )
         self._x_PF = problem.x_PF.detach().index_select(0, order.rows_P.to(problem.x_PF.device))
@@ -376,9 +372,9 @@ class LinearizedSteps:
     def diagonals_if_uncoupled(self) -> torch.Tensor | None:
         """The diagonals of Jacobians that are diagonal (P, S), from few products; None if they are not.
 
-        If no unit affects another, weighing the rows of a Jacobian by 1 or 2 weighs its column sums alike, to the last
-        bit. Any two units get different weights by some binary digit of their numbers, so log2(S) products find any
-        coupling, except one that cancels out to the last bit.
+        If no unit affects another, scaling the rows of a Jacobian by 1 or 2 scales its column sums likewise, to the
+        last bit. Any two units get different weights by some binary digit of their numbers, so log2(S) products find
+        any coupling, except one that cancels out to the last bit.
         """
         _, size = self.after_PS.shape
         sums_PS = self._multiply(torch.ones_like(self.after_PS))
@@ -400,10 +396,18 @@ class LinearizedSteps:
 def solve_recurrence(linear_T: torch.Tensor, offset_TS: torch.Tensor) -> torch.Tensor:
     """All states of the linear recurrence `d_t = linear_t d_{t-1} + offset_t` from zero, by an associative scan.
 
-    Two affine maps in a row are one affine map. Pairs are joined until one is left, which gives every second, fourth,
-    eighth ... state; then those between are filled in. About 2 log2(T) rounds, and about T products of matrices in all,
-    in the first half of them. Linear parts are (T, S, S), or (T, S) if diagonal. States are not finite where products
-    overflow.
+    Two affine maps in a row are one affine map. Pairs are joined until one map is left; then states are filled in:
+
+        step      1   2   3   4   5   6   7   8
+        join          o       o       o       o     maps over steps 1-2, 3-4, 5-6, 7-8
+                              o               o     over 1-4, 5-8
+                                              o     over 1-8: applied to zero, the state after step 8
+        fill in               x                     states, each by one map from the state to its left
+                      x               x
+                  x       x       x       x
+
+    That is about 2 log2(T) rounds, and about T products of matrices in all, in the first half of the rounds. Linear
+    parts are (T, S, S), or (T, S) if diagonal. States are not finite where products overflow.
 
     Several recurrences may follow one another: the linear part of the first step of each is zero.
     """

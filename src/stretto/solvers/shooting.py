@@ -41,7 +41,16 @@ from stretto.errors import StrettoError
 from stretto.kernels import Layout
 from stretto.solvers.adjoint import AdjointStats, ReverseSweeps, differentiable_chunks
 from stretto.solvers.backoff import Backoff, BackoffKey, backoff_key
-from stretto.solvers.base import AbstractSolver, Problem, Result, Solution, fall_back, residual_norm, why_unreadable
+from stretto.solvers.base import (
+    AbstractSolver,
+    Problem,
+    Result,
+    Solution,
+    fall_back,
+    is_finite,
+    residual_norm,
+    why_incomparable,
+)
 from stretto.solvers.chunks import Chunks
 from stretto.state import flatten, pack, unpack
 
@@ -154,7 +163,7 @@ class Shooting(AbstractSolver):
         max_sweeps: Sweeps to make at most; by default until the tolerance is reached.
         cache: Boundary states of each sequence's last visit to start from; needs `sample_ids`.
         edges: Ascending lengths, such as the edges of buckets, to which the longest sequence is rounded up before it is
-            cut. A sequence is then cut alike in every batch of its bucket, and found again in the cache.
+            cut. A sequence is then cut the same way in every batch of its bucket, and found again in the cache.
         until_converged: However slowly the net forgets, sweep until chunks agree, with stronger corrections of the
             boundaries as they are needed, instead of running sequentially.
     """
@@ -187,9 +196,9 @@ class Shooting(AbstractSolver):
         if self.cache is not None and problem.sample_ids is None:
             raise StrettoError(
                 "a trajectory cache was given and the sequences have no ids",
-                fix="Call rnn(x, lengths=..., sample_ids=ids), with a whole number for each sequence.",
+                fix="Call rnn(x, lengths=..., sample_ids=ids), with an integer for each sequence.",
             )
-        chunks, unfit = self._cut(problem.layout), why_unreadable(problem)
+        chunks, unfit = self._cut(problem.layout), why_incomparable(problem)
         if unfit or chunks.max_per_sequence <= 1:
             return fall_back(problem, solver="shooting", reason=unfit or "there is only one chunk")
         if self.max_sweeps is not None:
@@ -246,9 +255,7 @@ class Shooting(AbstractSolver):
 
     def _sweep_until_converged(self, problem: Problem, chunks: Chunks) -> Result:
         sweeps = CorrectedSweeps(problem, chunks, tolerance=self.tolerance)
-        start, ends, residual, work = _nearest_start(
-            problem, chunks, sweeps, cache=self.cache, tolerance=self.tolerance
-        )
+        start, ends, residual, work = _best_guess(problem, chunks, sweeps, cache=self.cache, tolerance=self.tolerance)
         reason = f"{chunks.max_per_sequence} chunks of {chunks.length} steps{start.source}"
         solution = Solution(solver="shooting", reason=reason)
         adjoint = ReverseSweeps(tolerance=self.tolerance, max_sweeps=chunks.max_per_sequence)
@@ -272,7 +279,7 @@ class Shooting(AbstractSolver):
         if sweeps.correction is not None:
             solution.reason += f", corrected by {sweeps.correction.name}"
         solution.reason += _nonfinite(residual)
-        _remember(problem, chunks, arrived, cache=self.cache)
+        _store_cached(problem, chunks, arrived, cache=self.cache)
         return Result(y_PF=y_PF, states=states, solution=solution)
 
     # --- max_sweeps --------------------------------------------------------------------------------------------------
@@ -307,7 +314,7 @@ class Shooting(AbstractSolver):
 
         def remember_adjoints(stats: AdjointStats) -> None:
             if guess.adjoints is not None:
-                _remember(problem, chunks, stats.arriving, cache=self.cache, adjoint=True)
+                _store_cached(problem, chunks, stats.arriving, cache=self.cache, adjoint=True)
 
         boundaries, done = guess.states, 0
         while True:
@@ -328,7 +335,7 @@ class Shooting(AbstractSolver):
         solution.iterations, solution.residual, solution.work = done, residual, work + done
         solution.reason += _nonfinite(residual)
         if self.max_sweeps is not None or residual <= self.tolerance:
-            _remember(problem, chunks, arrived, cache=self.cache)
+            _store_cached(problem, chunks, arrived, cache=self.cache)
         return Result(y_PF=y_PF, states=states, solution=solution)
 
     def has_chunks(self, layout: Layout) -> bool:
@@ -363,7 +370,12 @@ def burn_in_states(
 
 
 def estimate_forgetting(problem: Problem, chunks: Chunks, *, steps: int, tolerance: float) -> tuple[float, int]:
-    """Run the last `steps` before each boundary from two different states, and see how fast the two runs meet.
+    """Run the last `steps` before each boundary from two different states, and measure how fast the two runs meet.
+
+        gap    |x                        e^(-t / memory)
+               |     x                   measured at the start, in the middle and at the end of the probe,
+               |            x - - - -    extrapolated down to the tolerance
+               +------------|----------> steps
 
     Returns:
         The forgetting time: steps after which the two agree within the tolerance, extrapolated from the rate at which
@@ -422,7 +434,7 @@ class _Guess:
 def _guess(problem: Problem, chunks: Chunks, *, cache: TrajectoryCache | None, burn_in: int) -> _Guess:
     """From the cache if a sequence is in it; else by burning in so many steps; else the initial state."""
     states = chunks.repeat_initial([state.detach() for state in problem.states])
-    known = _recall(problem, chunks, states, cache=cache)
+    known = _load_cached(problem, chunks, states, cache=cache)
     fresh_D = chunks.later_D[[int(chunks.sequence_C[place]) not in known for place in chunks.later_D]]
     work = 0.0
     if burn_in and len(fresh_D):
@@ -436,14 +448,14 @@ def _guess(problem: Problem, chunks: Chunks, *, cache: TrajectoryCache | None, b
         source = f", {len(known)} of {len(chunks.later_by_sequence)} sequences from where they were last time"
         if cache.adjoints:
             adjoints = [torch.zeros_like(state) for state in states]
-            _recall(problem, chunks, adjoints, cache=cache, adjoint=True)
+            _load_cached(problem, chunks, adjoints, cache=cache, adjoint=True)
     return _Guess(states=states, adjoints=adjoints, known=len(known), source=source, work=work)
 
 
-def _nearest_start(
+def _best_guess(
     problem: Problem, chunks: Chunks, sweeps: "CorrectedSweeps", *, cache: TrajectoryCache | None, tolerance: float
 ) -> tuple[_Guess, list[torch.Tensor], float, float]:
-    """Of the cached, the burnt-in and the initial states, those that a first sweep leaves nearest to themselves.
+    """Of the cached, the burnt-in and the initial states, those with the smallest residual after one sweep.
 
     Returns:
         The guess, the ends of its sweep (C, ...), what the two differ by, and the work of all guesses and their sweeps.
@@ -467,7 +479,7 @@ def _nearest_start(
     return *min(tried, key=lambda start: (math.isnan(start[2]), start[2])), work
 
 
-def _held(problem: Problem, chunks: Chunks, *, adjoint: bool) -> Iterator[tuple[int, CacheKey, torch.Tensor]]:
+def _cache_entries(problem: Problem, chunks: Chunks, *, adjoint: bool) -> Iterator[tuple[int, CacheKey, torch.Tensor]]:
     """Each sequence of several chunks, its key, and the chunks whose states or gradients a cache holds.
 
     That is one row per boundary. The states there belong to the chunk after it, the gradients to the chunk before.
@@ -479,7 +491,7 @@ def _held(problem: Problem, chunks: Chunks, *, adjoint: bool) -> Iterator[tuple[
         yield sequence, key, chunks.previous_C[later_D] if adjoint else later_D
 
 
-def _remember(
+def _store_cached(
     problem: Problem,
     chunks: Chunks,
     parts: Sequence[torch.Tensor],
@@ -490,13 +502,13 @@ def _remember(
     """Cache the states or gradients (C, ...) at the boundaries of each sequence, unless one is NaN or inf."""
     if cache is None:
         return
-    for _, key, rows_D in _held(problem, chunks, adjoint=adjoint):
+    for _, key, rows_D in _cache_entries(problem, chunks, adjoint=adjoint):
         held = [part[rows_D.to(part.device)] for part in parts]
-        if all(bool(torch.isfinite(part).all()) for part in held):
+        if is_finite(held):
             cache.put(key, held)
 
 
-def _recall(
+def _load_cached(
     problem: Problem,
     chunks: Chunks,
     parts: Sequence[torch.Tensor],
@@ -508,7 +520,7 @@ def _recall(
     found = set()
     if cache is None:
         return frozenset()
-    for sequence, key, rows_D in _held(problem, chunks, adjoint=adjoint):
+    for sequence, key, rows_D in _cache_entries(problem, chunks, adjoint=adjoint):
         held = cache.get(key)
         shapes = [(len(rows_D), *part.shape[1:]) for part in parts]
         if held is not None and [part.shape for part in held] == shapes:
@@ -567,7 +579,7 @@ class CorrectedSweeps:
             fresh = self._chunks.previous_ends(ends)
         else:
             starts_CS, ends_CS = pack(boundaries), pack(ends)
-            self.correction.learn(starts_CS, ends_CS)
+            self.correction.update(starts_CS, ends_CS)
             fresh = unpack(self.correction.next_starts(self._chunks, starts_CS, ends_CS), boundaries)
         is_slow = len(self._residuals) > 1 and self.sweeps_needed > PATIENT_SWEEPS
         if is_slow and self._stronger and self._pays(self._stronger[0]):
@@ -595,8 +607,8 @@ class _Correction:
         """The states (C, S) after each chunk; no gradient flows."""
         return pack(_run_chunks(problem, chunks, unpack(starts_CS, problem.states)))
 
-    def learn(self, starts_CS: torch.Tensor, ends_CS: torch.Tensor) -> None:
-        """Take note of a sweep's starts and ends."""
+    def update(self, starts_CS: torch.Tensor, ends_CS: torch.Tensor) -> None:
+        """Update M by a sweep's starts and ends."""
 
     def multiply(self, places: torch.Tensor, moved_S: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """M times a change of the starts (.., S) of some chunks: the change of their ends."""
@@ -674,8 +686,8 @@ class _Secants(_Correction):
     def run(self, problem: Problem, chunks: Chunks, starts_CS: torch.Tensor) -> torch.Tensor:
         return self._base.run(problem, chunks, starts_CS)
 
-    def learn(self, starts_CS: torch.Tensor, ends_CS: torch.Tensor) -> None:
-        if not bool(torch.isfinite(ends_CS).all() and torch.isfinite(starts_CS).all()):
+    def update(self, starts_CS: torch.Tensor, ends_CS: torch.Tensor) -> None:
+        if not is_finite([starts_CS, ends_CS]):
             return
         self._starts = [*self._starts, starts_CS][-1 - MAX_SECANT_PAIRS :]
         self._ends = [*self._ends, ends_CS][-1 - MAX_SECANT_PAIRS :]

@@ -37,7 +37,7 @@ from stretto.solvers.base import (
     Solution,
     residual_norm,
     run_sequentially,
-    why_unreadable,
+    why_incomparable,
 )
 
 SEGMENT_STEPS: Final = 1024
@@ -84,7 +84,7 @@ class TimeParallel(AbstractSolver):
         solution = Solution(solver="time_parallel", reason="there is only one rank")
         if ring.size == 1:
             return run_sequentially(problem, solution)
-        if unreadable := why_unreadable(problem):
+        if unreadable := why_incomparable(problem):
             raise StrettoError(
                 f"ranks exchange states, and cannot: {unreadable}", fix="Run on meta with solver='serial'."
             )
@@ -111,7 +111,7 @@ class TimeParallel(AbstractSolver):
 
     @staticmethod
     def _exchange_steps(ring: "RankRing", problem: Problem, facts: dict[str, Any]) -> list[int]:
-        """The steps of each rank's block, if all ranks are about to do the same and can tell sequences apart."""
+        """The steps of each rank's block, after checking that all ranks run the same pass and can match sequences."""
         ids = problem.sample_ids
         has_duplicates = ids is not None and len(set(ids)) < len(ids)
         header = [problem.layout.num_steps, not problem.layout.is_even, ids is None, has_duplicates]
@@ -123,7 +123,7 @@ class TimeParallel(AbstractSolver):
             # Each rank sorts by the lengths in its own block: without ids, rows of two ranks cannot be matched.
             raise StrettoError(
                 "sequences have unequal lengths and no ids",
-                fix="Call rnn(x, lengths=..., sample_ids=ids), with the same whole number for a sequence on all ranks.",
+                fix="Call rnn(x, lengths=..., sample_ids=ids), with the same integer for a sequence on all ranks.",
             )
         return [int(row[0]) for row in found]
 
@@ -153,7 +153,7 @@ class RankRing:
         return self.size - 1 - number if self._reverse else number
 
     def require_equal(self, facts: Mapping[str, Any], *, values: Sequence[float] = ()) -> list[list[float]]:
-        """Check that all ranks are about to do the same, and gather each rank's values, in one exchange.
+        """Check that all ranks run the same pass, and all-gather each rank's values, in one exchange.
 
         Facts must be equal, and are as many on every rank, in the same order; digests of them are sent. If any two
         differ, there is an error on every rank. Values may differ, and are as many on every rank.
@@ -198,7 +198,7 @@ class RankRing:
         if not receives:
             return None
         sizes = [part.numel() * part.element_size() for part in parts]
-        # Copied: a part may start at an address that its type does not allow.
+        # Copied: a part may not be aligned for its dtype.
         return [
             piece.clone().view(part.dtype).view(part.shape).to(part.device)
             for piece, part in zip(torch.split(received, sizes), parts, strict=True)

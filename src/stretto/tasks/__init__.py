@@ -70,7 +70,7 @@ def find_task(name: str) -> type[AbstractTask[Any]]:
         ) from error
     if not (isinstance(found, type) and issubclass(found, AbstractTask) and found.name == name):
         raise StrettoError(
-            f"{place} is no task called {name!r}",
+            f"{place} is not a task named {name!r}",
             fix=f"The entry point must name a subclass of stretto.training.AbstractTask with name = {name!r}.",
         )
     return found

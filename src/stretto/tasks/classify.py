@@ -5,7 +5,7 @@ Shape legend: B sequences, T steps, F features, H hidden units, C classes, P lab
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, final
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,10 @@ from typing_extensions import Self
 
 from stretto.batching import Batch
 from stretto.data import NO_CLASS, Labels, SequenceSet, StepLabels, cut_runs
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, list_some
 from stretto.nn import Dropout, Standardise
 from stretto.tasks.recurrent import make_lstm, mean_over_steps, run_layers
 from stretto.training import AbstractTask, Count, LossSum, Positive, Sample, Score, TrainConfig
-
-MAX_NAMED_CLASSES: Final = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,11 +61,11 @@ class Classification(AbstractTask[C]):
         self.class_names = data.targets.names
         self._weights_C: torch.Tensor | None = None
         if config.class_weights == "balanced":
-            counts_C = self._class_counts(data.part("train"))
+            counts_C = self._count_classes(data.part("train"))
             weights = counts_C.sum() / (np.count_nonzero(counts_C) * np.maximum(counts_C, 1))
             self._weights_C = torch.tensor(weights, dtype=torch.float32)
 
-    def _class_counts(self, part: SequenceSet) -> npt.NDArray[np.int64]:
+    def _count_classes(self, part: SequenceSet) -> npt.NDArray[np.int64]:
         """Labels of each class."""
         assert isinstance(part.targets, Labels)
         return np.bincount(part.targets.values_N, minlength=len(self.class_names))
@@ -93,25 +91,25 @@ class Classification(AbstractTask[C]):
         """A new model."""
         return type(self).Model(self.data, num_classes=len(self.class_names), config=self.config)
 
-    def _labelled(self, output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _select_labelled(self, output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores (P, C) and classes (P) of what has a label."""
         return output, batch.targets
 
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
         """Cross-entropy, counted in labels."""
-        scores_PC, classes_P = self._labelled(output, batch)
+        scores_PC, classes_P = self._select_labelled(output, batch)
         weights_C = None if self._weights_C is None else self._weights_C.to(scores_PC)
         total = functional.cross_entropy(scores_PC, classes_P, weight=weights_C, reduction="sum")
         return LossSum(total=total, count=len(classes_P))
 
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """The fraction of labels for which the best class is the right one."""
-        scores_PC, classes_P = self._labelled(output, batch)
+        scores_PC, classes_P = self._select_labelled(output, batch)
         return {self.metric: Score(amount=int((scores_PC.argmax(dim=1) == classes_P).sum()), count=len(classes_P))}
 
     def classes(self, output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The true class and the best one of whatever has a label."""
-        scores_PC, classes_P = self._labelled(output, batch)
+        scores_PC, classes_P = self._select_labelled(output, batch)
         return classes_P, scores_PC.argmax(dim=1)
 
     def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
@@ -143,20 +141,16 @@ class Classification(AbstractTask[C]):
 def match_classes(targets: Labels | StepLabels, *, known: tuple[str, ...], source: str) -> npt.NDArray[np.int64]:
     """The number that each class of other data has among the known ones; `NO_CLASS` for one that does not occur.
 
-    Classes are matched by name. Where the data only number them and the known ones have names, the numbers are taken.
+    Classes are matched by name, or by number where the data only number them and the known ones have names.
     """
     is_numbered = targets.names == tuple(map(str, range(len(targets.names))))
     names = known if is_numbered and not set(targets.names) & set(known) else targets.names
     used = np.unique(targets.values_N if isinstance(targets, Labels) else targets.values_S).tolist()
     unknown = [targets.names[number] for number in used if number >= len(names) or names[number] not in known]
     if unknown:
-        named = ", ".join(map(repr, unknown[:MAX_NAMED_CLASSES])) + (
-            ", ..." if len(unknown) > MAX_NAMED_CLASSES else ""
-        )
         raise StrettoError(
-            f"{source} has classes that the model was not trained on: {named}",
-            fix=f"Leave these sequences out; it knows {len(known)}: {', '.join(known[:MAX_NAMED_CLASSES])}"
-            f"{', ...' if len(known) > MAX_NAMED_CLASSES else ''}",
+            f"{source} has classes that the model was not trained on: {list_some([*map(repr, unknown)])}",
+            fix=f"Leave these sequences out; it knows {len(known)}: {list_some(known)}.",
         )
     class_of = np.full(len(targets.names), NO_CLASS)
     class_of[used] = [known.index(names[number]) for number in used]

@@ -125,12 +125,12 @@ class Handwriting(AbstractTask[HandwritingConfig]):
 
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """Character errors of greedy decoding."""
-        return {self.metric: self._errors(batch, self._decode(output, batch, decoder="greedy"))}
+        return {self.metric: self._count_errors(batch, self._decode(output, batch, decoder="greedy"))}
 
     def final_score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """Character errors of both decoders; `cer` is the chosen one's."""
         errors = {
-            f"cer_{decoder}": self._errors(batch, self._decode(output, batch, decoder=decoder))
+            f"cer_{decoder}": self._count_errors(batch, self._decode(output, batch, decoder=decoder))
             for decoder in ("greedy", "beam")
         }
         return {self.metric: errors[f"cer_{self.config.decoder}"], **errors}
@@ -139,7 +139,7 @@ class Handwriting(AbstractTask[HandwritingConfig]):
         """The lines with their predicted text."""
         lines = self._decode(output, batch, decoder=self.config.decoder)
         return [
-            Sample(target=target, output=line, ink=_ink(features_TF[:length]))
+            Sample(target=target, output=line, ink=_list_points(features_TF[:length]))
             for target, line, features_TF, length in zip(
                 batch.targets, lines, batch.features_BTF, batch.lengths.tolist(), strict=True
             )
@@ -174,7 +174,7 @@ class Handwriting(AbstractTask[HandwritingConfig]):
             lines.append("".join(self.alphabet[code - BLANK - 1] for code in codes))
         return lines
 
-    def _errors(self, batch: Batch, lines: list[str]) -> Score:
+    def _count_errors(self, batch: Batch, lines: list[str]) -> Score:
         errors = sum(self._distance(target, line) for target, line in zip(batch.targets, lines, strict=True))
         return Score(amount=errors, count=sum(map(len, batch.targets)))
 
@@ -197,7 +197,7 @@ def _check_transcripts(data: SequenceSet, transcripts: Transcripts, *, stack: in
         )
 
 
-def _ink(features_TF: torch.Tensor) -> list[list[float]] | None:
+def _list_points(features_TF: torch.Tensor) -> list[list[float]] | None:
     if features_TF.shape[1] != INK_FEATURES:
         return None
     return [[round(value, 3) for value in row] for row in features_TF.tolist()]
@@ -235,21 +235,21 @@ def beam_decode(log_probs_TC: npt.NDArray[np.floating], *, width: int = 8, min_l
         likely = [(c, float(log_probs_C[c])) for c in np.flatnonzero(log_probs_C >= min_log_prob) if c != BLANK]
         grown: dict[tuple[int, ...], list[float]] = defaultdict(lambda: [-math.inf, -math.inf])
         for labels, (by_blank, by_symbol) in beam.items():
-            total = _add(by_blank, by_symbol)
+            total = _log_add(by_blank, by_symbol)
             same = grown[labels]
-            same[0] = _add(same[0], total + blank)
+            same[0] = _log_add(same[0], total + blank)
             if labels:
-                same[1] = _add(same[1], by_symbol + float(log_probs_C[labels[-1]]))
+                same[1] = _log_add(same[1], by_symbol + float(log_probs_C[labels[-1]]))
             for label, log_prob in likely:
                 longer = grown[(*labels, int(label))]
                 # After the same symbol, only paths through a blank make a new one.
                 before = by_blank if labels and labels[-1] == label else total
-                longer[1] = _add(longer[1], before + log_prob)
-        beam = dict(sorted(grown.items(), key=lambda item: _add(*item[1]), reverse=True)[:width])
+                longer[1] = _log_add(longer[1], before + log_prob)
+        beam = dict(sorted(grown.items(), key=lambda item: _log_add(*item[1]), reverse=True)[:width])
     return list(next(iter(beam)))
 
 
-def _add(left: float, right: float) -> float:
+def _log_add(left: float, right: float) -> float:
     """log(exp(left) + exp(right)) without the overhead of NumPy on scalars."""
     if left < right:
         left, right = right, left

@@ -97,7 +97,7 @@ class LabelSteps(Classification[LabelStepsConfig]):
         """Signals that switch between regimes."""
         return make_regimes()
 
-    def _class_counts(self, part: SequenceSet) -> npt.NDArray[np.int64]:
+    def _count_classes(self, part: SequenceSet) -> npt.NDArray[np.int64]:
         assert isinstance(part.targets, StepLabels)
         counts_C: npt.NDArray[np.int64] = part.targets.counts()[self._class_of != NO_CLASS]
         return counts_C
@@ -105,14 +105,14 @@ class LabelSteps(Classification[LabelStepsConfig]):
     def num_elements(self, part: SequenceSet) -> int:
         """Labelled steps."""
         assert isinstance(part.targets, StepLabels)
-        return int(self._class_counts(part).sum())
+        return int(self._count_classes(part).sum())
 
     def _classes(self, batch: Batch) -> torch.Tensor:
         """Classes (B, T); `NO_CLASS` where a step has no label, and after a sequence's end."""
         class_of = torch.from_numpy(self._class_of).to(batch.targets.device)
         return class_of[batch.targets].masked_fill(~batch.mask, NO_CLASS)
 
-    def _labelled(self, output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _select_labelled(self, output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         classes_BT = self._classes(batch)
         labelled_BT = classes_BT != NO_CLASS
         return output[labelled_BT], classes_BT[labelled_BT]
@@ -149,7 +149,7 @@ class LabelSteps(Classification[LabelStepsConfig]):
 
     def _sample(self, truth_T: torch.Tensor, best_T: torch.Tensor) -> Sample:
         at = np.unique(np.linspace(0, len(truth_T) - 1, min(len(truth_T), SAMPLE_STEPS)).round().astype(np.int64))
-        target, output = _runs(truth_T[at]), _runs(best_T[at])
+        target, output = _run_lengths(truth_T[at]), _run_lengths(best_T[at])
         right = float((truth_T == best_T).sum()) / max(1, int((truth_T != NO_CLASS).sum()))
         track = LabelTrack(names=list(self.class_names), target=target, output=output, right=right)
         return Sample(target=self._describe(target), output=self._describe(output), track=track)
@@ -158,5 +158,5 @@ class LabelSteps(Classification[LabelStepsConfig]):
         return ", then ".join(self.class_names[number] for number, _ in runs if number != NO_CLASS)
 
 
-def _runs(labels: torch.Tensor) -> list[list[int]]:
+def _run_lengths(labels: torch.Tensor) -> list[list[int]]:
     return [[number, len(list(run))] for number, run in groupby(labels.tolist())]

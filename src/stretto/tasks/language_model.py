@@ -19,7 +19,7 @@ from typing_extensions import Self
 from stretto.batching import NO_STEP, Batch
 from stretto.data import UNKNOWN, SequenceSet, make_text, open_sequences, read_word_text
 from stretto.distributed import World
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, list_some
 from stretto.nn import CarriedState, Dropout, linear_cross_entropy, run_ragged
 from stretto.tasks.recurrent import Unpadded, make_lstm
 from stretto.training import (
@@ -41,7 +41,6 @@ NATS_DIMS: Final = 2
 """Dimensions of what a model returns in training: those of its scores without one."""
 SAMPLE_TOKENS = {"characters": 60, "words": 16}
 MAX_NATS = 700.0
-MAX_NAMED: Final = 5
 READ_STEPS: Final = 64
 """Steps whose scores are in memory at once when a text is read to be continued."""
 PTB: Final[dict[str, Any]] = {
@@ -63,8 +62,9 @@ class LanguageModelConfig(TrainConfig):
         preset: A published set of settings, each of which can still be given: Zaremba et al.'s nets for the Penn
             Treebank, small or large.
         tokens: Words or characters; left out, what the data are read as: a single file as characters.
-        layout: Passages are shuffled and each starts anew; streams read the text continuously, side by side, as many as
-            batch_size, and carry the state. Left out, streams for words and passages for characters.
+        layout: Passages are shuffled and each starts from the initial state; streams read the text continuously, side
+            by side, as many as batch_size, and carry the state. Left out, streams for words and passages for
+            characters.
         window: In streams, steps of a batch, and how far gradients go back.
         embedding_size: Size of the embedding of a word or character.
         input_dropout: Fraction of the embedding dropped.
@@ -142,15 +142,15 @@ class TextNet(nn.Module):
         if isinstance(batch, Unpadded):
             return self.predict(self.lstm(self.embed(batch.features_BTF[:, :, 0]))[0])  # type: ignore[no-any-return]
         if batch.targets is not None:
-            hidden_TBH = self._window(batch)
+            hidden_TBH = self._run_window(batch)
             # Time first, as they lie in memory, so that nothing is copied.
-            return self._scored(hidden_TBH, batch.targets.transpose(0, 1)).transpose(0, 1)
+            return self._score_next(hidden_TBH, batch.targets.transpose(0, 1)).transpose(0, 1)
         embedded_BUE = self.input_dropout(self.embed(batch.features_BTF[:, :-1, 0]))
         hidden_BUH = run_ragged(self.lstm, embedded_BUE, batch.lengths - 1)
         next_BU = batch.features_BTF[:, 1:, 0].masked_fill(~batch.mask[:, 1:], NO_STEP)
-        return self._scored(self.dropout(hidden_BUH), next_BU)
+        return self._score_next(self.dropout(hidden_BUH), next_BU)
 
-    def _scored(self, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    def _score_next(self, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         """In training the nats of what follows, or else scores of all that could."""
         if not self.training:
             scores: torch.Tensor = self.predict(hidden)
@@ -158,7 +158,7 @@ class TextNet(nn.Module):
         weight_CH, bias_C = self.predict.weight, self.predict.bias
         return linear_cross_entropy(hidden, weight_CH, bias_C, following, ignore_index=NO_STEP)
 
-    def _window(self, batch: Batch) -> torch.Tensor:
+    def _run_window(self, batch: Batch) -> torch.Tensor:
         """Only the end of the text is followed by padding; its outputs and states are not used."""
         embedded_BTE = self.input_dropout(self.embed(batch.features_BTF[:, :, 0]))
         hidden_BTH, state = self.lstm(embedded_BTE, self.carried.rows(slice(len(batch))))
@@ -242,9 +242,8 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
         if self.config.frequency_bias:
             data = self.data
             # A model that is built to be loaded may have no training data.
-            train_N = np.flatnonzero(data.split_N == 0)
-            pieces = zip(data.starts_N[train_N], data.lengths_N[train_N], strict=True)
-            tokens_S = np.concatenate([np.zeros(0, np.int64), *(data.features_SF[a : a + n, 0] for a, n in pieces)])
+            train = data.subset(np.flatnonzero(data.split_N == 0))
+            tokens_S = np.concatenate([np.zeros(0, np.int64), *(numbers_T1[:, 0] for numbers_T1 in train.arrays())])
             # Counted from one: what does not occur has a finite logarithm too.
             counts_C = 1 + np.bincount(tokens_S.astype(np.int64), minlength=len(self._names))
             with torch.no_grad():
@@ -335,12 +334,10 @@ class LanguageModelling(AbstractTask[LanguageModelConfig]):
         number_of = {name: number for number, name in enumerate(self._names)}
         default = number_of.get(UNKNOWN, -1) if self.data.vocabulary else -1
         known = np.array([number_of.get(name, default) for name in names], dtype=np.int64)
-        rows = zip(data.starts_N.tolist(), data.lengths_N.tolist(), strict=True)
-        used = np.unique(np.concatenate([data.features_SF[start : start + length, 0] for start, length in rows]))
+        used = np.unique(np.concatenate(data.arrays()))
         if missing := [names[number] for number in used.tolist() if known[number] < 0]:
-            named = ", ".join(map(repr, missing[:MAX_NAMED])) + (" and others" if len(missing) > MAX_NAMED else "")
             raise StrettoError(
-                f"{data.name} has {kind} that the model was not trained on: {named}",
+                f"{data.name} has {kind} that the model was not trained on: {list_some([*map(repr, missing)])}",
                 fix="Remove or replace them in the text.",
             )
         numbers_SF = np.maximum(known, 0).astype(self.data.features_SF.dtype)[data.features_SF]
@@ -392,15 +389,14 @@ def _check_numbers(data: SequenceSet, *, num_tokens: int) -> None:
     if data.num_features != 1 or not np.issubdtype(data.features_SF.dtype, np.integer):
         raise StrettoError(
             f"{data.name} has {data.num_features} features of type {data.features_SF.dtype}, not one number per step",
-            fix=f"Give `x` as whole numbers, each the place of a word or character in {where}.",
+            fix=f"Give `x` as integers, each the place of a word or character in {where}.",
         )
     if data.lengths_N.min() >= MIN_TOKENS and data.features_SF.min() >= 0 and data.features_SF.max() < num_tokens:
         return
-    for index, begin in enumerate(data.starts_N):
-        numbers_T = data.features_SF[begin : begin + data.lengths_N[index]]
-        if len(numbers_T) < MIN_TOKENS or numbers_T.min() < 0 or numbers_T.max() >= num_tokens:
+    for number, numbers_T1 in zip(data.numbers_N, data.arrays(), strict=True):
+        if len(numbers_T1) < MIN_TOKENS or numbers_T1.min() < 0 or numbers_T1.max() >= num_tokens:
             raise StrettoError(
-                f"{data.name}: sequence {data.numbers_N[index]} has {len(numbers_T)} steps, numbered "
-                f"{numbers_T.min()} to {numbers_T.max()}, for {num_tokens} words or characters",
+                f"{data.name}: sequence {number} has {len(numbers_T1)} steps, numbered "
+                f"{numbers_T1.min()} to {numbers_T1.max()}, for {num_tokens} words or characters",
                 fix=f"Give passages of {MIN_TOKENS} or more steps, numbered by their place in {where}.",
             )

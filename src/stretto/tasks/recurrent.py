@@ -81,20 +81,18 @@ class GRULayers(nn.Module):
     def forward(self, x_BTF: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Outputs (B, T, H), zero after each sequence's end."""
         rnn = self.rnn
-        if isinstance(rnn, RNN) and batch.lengths is not None and self._only_torch(x_BTF):
+        if not isinstance(rnn, RNN) or batch.lengths is None:
+            return run_layers(rnn, x_BTF, batch.lengths)
+        if self._needs_torch(rnn, x_BTF):
             weights: list[list[torch.Tensor]] = [[*cell.parameters()] for cell in rnn.cells]
             dropout = rnn.dropout if self.training else 0.0
             return run_padded("GRU", weights, x_BTF, batch.lengths, bidirectional=rnn.bidirectional, dropout=dropout)
-        if isinstance(self.rnn, RNN) and batch.lengths is not None:
-            y_BTH, _ = self.rnn(x_BTF, lengths=batch.lengths, sample_ids=batch.indices)
-        else:
-            y_BTH = run_layers(self.rnn, x_BTF, batch.lengths)
-        return y_BTH  # type: ignore[no-any-return]
+        return rnn(x_BTF, lengths=batch.lengths, sample_ids=batch.indices)[0]  # type: ignore[no-any-return]
 
-    def _only_torch(self, x_BTF: torch.Tensor) -> bool:
-        """Whether no code can be compiled here: torch's own GRU then takes far less time than a cell step by step."""
-        assert isinstance(self.rnn, RNN)
-        if self.rnn.backend != "auto" or self.rnn.solver != "serial" or x_BTF.device.type != "cpu":
+    @staticmethod
+    def _needs_torch(rnn: RNN, x_BTF: torch.Tensor) -> bool:
+        """Whether no code can be compiled here: torch's own GRU is then far faster than a cell called step by step."""
+        if rnn.backend != "auto" or rnn.solver != "serial" or x_BTF.device.type != "cpu":
             return False
         reason = why_nothing_is_compiled(x_BTF.device)
         if reason:

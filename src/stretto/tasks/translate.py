@@ -156,7 +156,7 @@ class TranslateModel(nn.Module):
         source, (target_BU, lengths) = split_sides(batch)
         memory = self.encode(*source)
         before_BU = torch.cat([torch.full_like(target_BU[:, :1], BEGIN), target_BU[:, :-1]], dim=1)
-        hidden_BUH = run_ragged(self.bottom, self._embedded(before_BU), lengths)
+        hidden_BUH = run_ragged(self.bottom, self._embed_pieces(before_BU), lengths)
         context_BUH = self.attention(hidden_BUH, *memory)
         for layer in self.decoder:
             assert isinstance(layer, nn.LSTM)
@@ -165,7 +165,7 @@ class TranslateModel(nn.Module):
         if not self.training:
             return self._scores(hidden_BUH, context_BUH)
         return linear_cross_entropy(
-            self._joined(hidden_BUH, context_BUH),
+            self._join(hidden_BUH, context_BUH),
             self._output_weight(),
             self.output_bias,
             target_BU,
@@ -175,7 +175,7 @@ class TranslateModel(nn.Module):
 
     def encode(self, source_BS: torch.Tensor, lengths: torch.Tensor) -> Memory:
         """What the decoder attends to."""
-        hidden_BSH = run_ragged(self.both_ways, self._embedded(source_BS), lengths)
+        hidden_BSH = run_ragged(self.both_ways, self._embed_pieces(source_BS), lengths)
         for layer in self.encoder:
             assert isinstance(layer, nn.LSTM)
             hidden_BSH = hidden_BSH + run_ragged(layer, self.dropout(hidden_BSH), lengths)
@@ -188,25 +188,25 @@ class TranslateModel(nn.Module):
 
     def step(self, before_R: torch.Tensor, states: States, memory: Memory) -> tuple[torch.Tensor, States]:
         """Scores (R, C) of the next piece and the states after it, given the piece before; a row for each source."""
-        after = [_cell(self.bottom, self._embedded(before_R), states[0])]
+        after = [_lstm_step(self.bottom, self._embed_pieces(before_R), states[0])]
         hidden_RH = after[0][0]
         context_RH = self.attention(hidden_RH[:, None], *memory)[:, 0]
         for layer, state in zip(self.decoder, states[1:], strict=True):
             assert isinstance(layer, nn.LSTM)
-            after.append(_cell(layer, self.dropout(torch.cat([hidden_RH, context_RH], dim=-1)), state))
+            after.append(_lstm_step(layer, self.dropout(torch.cat([hidden_RH, context_RH], dim=-1)), state))
             hidden_RH = hidden_RH + after[-1][0]
         return self._scores(hidden_RH, context_RH), after
 
-    def _embedded(self, pieces: torch.Tensor) -> torch.Tensor:
+    def _embed_pieces(self, pieces: torch.Tensor) -> torch.Tensor:
         """Inputs of unit size, whereas as weights of the output the same numbers have to be small."""
         inputs: torch.Tensor = self.dropout(self.embed(pieces) * self.embed.embedding_dim**0.5)
         return inputs
 
     def _scores(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """Scores (..., C) from the decoder's output (..., H) and what was attended to."""
-        return functional.linear(self._joined(hidden, context), self._output_weight(), self.output_bias)
+        return functional.linear(self._join(hidden, context), self._output_weight(), self.output_bias)
 
-    def _joined(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    def _join(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """What the output layer gets."""
         if not self.decoder:
             hidden = self.join(torch.cat([hidden, context], dim=-1)).tanh()
@@ -217,7 +217,7 @@ class TranslateModel(nn.Module):
         return self.embed.weight if self.output_weight is None else self.output_weight
 
 
-def _cell(
+def _lstm_step(
     lstm: nn.LSTM, x_RF: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step of a layer."""
@@ -254,9 +254,9 @@ class Translate(AbstractTask[TranslateConfig]):
         vocabulary = Vocabulary.learn(texts, max_pieces=size)
         words = config.bleu_words
         chosen = detect_bleu_words([pairs.targets[index] for index in trained]) if words == "auto" else words
-        self._take(config, data, pairs, vocabulary=vocabulary, words=chosen)
+        self._set_data(config, data, pairs, vocabulary=vocabulary, words=chosen)
 
-    def _take(
+    def _set_data(
         self,
         config: TranslateConfig,
         data: SequenceSet,
@@ -283,7 +283,7 @@ class Translate(AbstractTask[TranslateConfig]):
 
     def loss(self, output: torch.Tensor, batch: Batch) -> LossSum:
         """Cross-entropy with smoothed labels, counted in target pieces and end marks."""
-        pieces_BU = _target_pieces(output, batch)
+        pieces_BU = _select_targets(output, batch)
         count = int((pieces_BU != PAD).sum())
         if output.dim() == NATS_DIMS:
             return LossSum(total=output.sum(), count=count)
@@ -315,17 +315,20 @@ class Translate(AbstractTask[TranslateConfig]):
 
     def score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """Nats, pieces predicted right, and the counts for BLEU of greedy translations."""
-        texts = self._translations(output, batch, width=1)
-        return {**self._guesses(output, batch), **self._bleu.scores(self.metric, texts, self._true(batch))}
+        texts = self._translate(output, batch, width=1)
+        return {
+            **self._score_guesses(output, batch),
+            **self._bleu.scores(self.metric, texts, self._references_of(batch)),
+        }
 
     def final_score(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
         """The same for both decoders; `bleu` is the chosen one's."""
-        found = self._guesses(output, batch)
+        found = self._score_guesses(output, batch)
         for decoder, width in (("greedy", 1), ("beam", self.config.beam_width)):
-            texts = self._translations(output, batch, width=width)
+            texts = self._translate(output, batch, width=width)
             names = [f"{self.metric}_{decoder}", *([self.metric] if decoder == self.config.decoder else [])]
             for name in names:
-                found |= self._bleu.scores(name, texts, self._true(batch))
+                found |= self._bleu.scores(name, texts, self._references_of(batch))
         return found
 
     def summary(self, scores: dict[str, Score]) -> dict[str, float]:
@@ -339,8 +342,11 @@ class Translate(AbstractTask[TranslateConfig]):
     def samples(self, output: torch.Tensor, batch: Batch) -> list[Sample]:
         """References and translations."""
         width = self.config.beam_width if self.config.decoder == "beam" else 1
-        texts = self._translations(output, batch, width=width)
-        return [Sample(target=reference, output=text) for reference, text in zip(self._true(batch), texts, strict=True)]
+        texts = self._translate(output, batch, width=width)
+        return [
+            Sample(target=reference, output=text)
+            for reference, text in zip(self._references_of(batch), texts, strict=True)
+        ]
 
     def preprocessing(self) -> dict[str, Any]:
         """The vocabulary, and what BLEU takes for a word."""
@@ -379,7 +385,7 @@ class Translate(AbstractTask[TranslateConfig]):
             data = dataclasses.replace(data, targets=Transcripts.of([""] * len(data)))
         pairs = line_pairs(data) if is_source else _orient(line_pairs(data), self.config, name=data.name)
         task, model = copy.copy(self), self._model
-        task._take(self.config, data, pairs, vocabulary=self.vocabulary, words=self._words)
+        task._set_data(self.config, data, pairs, vocabulary=self.vocabulary, words=self._words)
         task._model = model
         return task
 
@@ -389,8 +395,8 @@ class Translate(AbstractTask[TranslateConfig]):
         pieces, _ = search(model, batch, width=self.config.beam_width if self.config.decoder == "beam" else 1)
         return [{"translation": text} for text in self.vocabulary.decode(pieces)]
 
-    def _guesses(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
-        pieces_BU = _target_pieces(output, batch)
+    def _score_guesses(self, output: torch.Tensor, batch: Batch) -> dict[str, Score]:
+        pieces_BU = _select_targets(output, batch)
         real_BU = pieces_BU != PAD
         nats = functional.cross_entropy(output.flatten(0, 1), pieces_BU.flatten(), ignore_index=PAD, reduction="sum")
         right_BU = (output.argmax(dim=-1) == pieces_BU) & real_BU
@@ -400,11 +406,11 @@ class Translate(AbstractTask[TranslateConfig]):
             "accuracy": Score(amount=int(right_BU.sum()), count=count),
         }
 
-    def _true(self, batch: Batch) -> list[str]:
+    def _references_of(self, batch: Batch) -> list[str]:
         assert batch.indices is not None
         return [self._references[number] for number in batch.indices.tolist()]
 
-    def _translations(self, output: torch.Tensor, batch: Batch, *, width: int) -> list[str]:
+    def _translate(self, output: torch.Tensor, batch: Batch, *, width: int) -> list[str]:
         if self._model is None:
             raise StrettoError("there is no model to translate with", fix="Call build_model() first.")
         was_training = self._model.training
@@ -433,7 +439,7 @@ def search(model: TranslateModel, batch: Batch, *, width: int = 1) -> tuple[list
 
     Args:
         model: In evaluation mode.
-        batch: Pairs, whose targets are not looked at.
+        batch: Pairs; their targets are not used.
         width: Translations that are kept of each source at every step.
 
     Returns:
@@ -451,7 +457,7 @@ def search(model: TranslateModel, batch: Batch, *, width: int = 1) -> tuple[list
     total_BK = memory[0].new_full((count, width), -torch.inf)
     # All begin alike: one of them is enough.
     total_BK[:, 0] = 0.0
-    states, memory = model.begin(count * width), _rows(memory, source_B.repeat_interleave(width))
+    states, memory = model.begin(count * width), _select_rows(memory, source_B.repeat_interleave(width))
     first_BC = None
     while len(source_B):
         scores_RC, states = model.step(pieces_BKL[..., -1].flatten(), states, memory)
@@ -478,13 +484,13 @@ def search(model: TranslateModel, batch: Batch, *, width: int = 1) -> tuple[list
                 translations[int(source_B[place])] = [piece for piece in row if piece not in (PAD, END)]
             source_B, limit_B, pieces_BKL = source_B[~done_B], limit_B[~done_B], pieces_BKL[~done_B]
             total_BK, ended_BK, row_BK = total_BK[~done_B], ended_BK[~done_B], row_BK[~done_B]
-            memory = _rows(memory, row_BK.flatten())
-        states = [_rows(state, row_BK.flatten()) for state in states]
+            memory = _select_rows(memory, row_BK.flatten())
+        states = [_select_rows(state, row_BK.flatten()) for state in states]
     assert first_BC is not None
     return translations, first_BC
 
 
-def _rows(pair: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _select_rows(pair: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pair[0][rows], pair[1][rows]
 
 
@@ -593,7 +599,7 @@ def detect_bleu_words(references: Sequence[str]) -> BleuWords:
     return "13a" if glued > MAX_ATTACHED_FRACTION * len(references) else "none"
 
 
-def _target_pieces(output: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _select_targets(output: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The true pieces (B, U) of as many steps as there are scores of; some rows of a batch may be shorter than all."""
     pieces_BT: torch.Tensor = batch.features_BTF[..., 1].masked_fill(~batch.mask, PAD)
     return pieces_BT[:, : output.shape[1]]

@@ -42,6 +42,7 @@ PLANNED: Final[dict[str, Any]] = {
     "decay_factor": None,
     "flat_epochs": None,
     "gates": False,
+    "adam_share": 1.0,
     "weight_decay": None,
     "clip_norm": 1.0,
     "rule": "none",
@@ -53,8 +54,17 @@ Rates = tuple[tuple[int, float], ...]
 MUON_RATES: Final[Rates] = ((1, 0.4), (1, 0.8), (4, 0.4), (1, 0.2), (4, 0.8))
 """Multiples of the plain batch, and rates times the square root of the first run's updates: those expected to be good
 first. The best of four tasks and fourteen lengths of runs were 0.15 to 1.3."""
+ADAM_SHARE: Final = 0.1
+"""Rate of what Adam updates beside Muon, but for embeddings and the output layer. Biases, an input layer and an
+embedding tied to the output have a gradient in every update, and at the whole rate move too far in a short run. Rows of
+other embeddings are seldom met, and a net that must leave a plateau first, as with CTC, needs a fast output layer."""
 ADAM_RATES: Final[Rates] = ((1, 0.003), (1, 0.001), (1, 0.01), (4, 0.006))
 """Multiples of the plain batch, and rates."""
+MIN_ADAM_UPDATES: Final = 300
+"""Updates of a first run below which Adam takes smaller batches than the plain recipe. Muon does not: it costs the same
+whatever the batch."""
+MIN_ADAM_BATCH: Final = 16
+"""The smallest of these."""
 MIN_UPDATES_PER_EPOCH: Final = 25
 """Updates per epoch that a larger batch must leave."""
 
@@ -71,12 +81,19 @@ def make_recipes(task: AbstractTask[Any], model: nn.Module, feed: AbstractFeed, 
     except StrettoError:
         optimizer, rates = "adam", ADAM_RATES
     common: dict[str, Any] = {**PLANNED, "optimizer": optimizer}
+    if optimizer == "muon":
+        common["adam_share"] = ADAM_SHARE
     if hasattr(config, "frequency_bias"):
         common["frequency_bias"] = True
-    num_updates = first_run_epochs(config.epochs) * len(feed) / config.accumulate
+    per_epoch = math.ceil(len(feed) / config.accumulate)
+    num_updates = per_epoch * first_run_epochs(config.epochs, updates_per_epoch=per_epoch)
+    first_batch_size = config.first_batch_size
+    while optimizer == "adam" and num_updates < MIN_ADAM_UPDATES and first_batch_size >= 2 * MIN_ADAM_BATCH:
+        first_batch_size //= 2
+        num_updates *= 2
     recipes = [Recipe(name="plain")]
     for multiple, number in rates:
-        batch_size = multiple * config.first_batch_size
+        batch_size = multiple * first_batch_size
         is_small = batch_size * world.size * config.accumulate * MIN_UPDATES_PER_EPOCH <= feed.num_sequences
         if multiple > 1 and (not is_small or config.max_padded_steps is not None):
             continue

@@ -186,7 +186,7 @@ class TunedBatch(BatchPolicy):
             loss=update.loss,
             gradient_norm=None if skipped else update.gradient_norm,
             norms=update.norms,
-            curvature=None if skipped else self._curvature(update.batch),
+            curvature=None if skipped else self._measure_curvature(update.batch),
             lr=None if skipped else update.rate,
         )
         if trouble:
@@ -241,31 +241,32 @@ class TunedBatch(BatchPolicy):
 
     def _probe(self) -> dict[str, Any]:
         """Time updates on a copy of the model, at growing batches and at each length; the slowest rank counts."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         base = -(-self._state.batch_size // self._world.size)
         largest = max(self._state.batch_size, self._feed.num_sequences // 4)
         sizes = [base * multiple for multiple in PROBE_MULTIPLES if base * multiple * self._world.size <= largest]
         with torch.random.fork_rng(devices=[]):
-            scratch = self._scratch()
+            scratch = self._copy_state()
             lengths = representative_lengths(self._feed.shares)
             table = probe(
                 lambda size, length: self._try(scratch, size, length),
                 batch_sizes=sizes or [base],
                 lengths=lengths,
-                max_seconds=self._allowed_seconds(scratch, base, lengths),
+                max_seconds=self._probe_budget(scratch, base, lengths),
                 device=self._task.config.device,
                 update=scratch.optimizer.step,
             )
-        self._tuner.table = self._slowest(table)
-        exchange = self._exchange_seconds()
+        self._tuner.table = self._merge_ranks(table)
+        exchange = self._time_exchange()
         self._tuner.exchange_seconds = exchange
         return {
-            "seconds": round(time.perf_counter() - begun, 4),
+            "seconds": round(time.perf_counter() - start, 4),
             "exchange_seconds": exchange,
             "table": {} if self._tuner.table is None else self._tuner.table.to_dict(),
         }
 
-    def _scratch(self) -> TrainState:
+    def _copy_state(self) -> TrainState:
+        """A copy of the model with a new optimiser, to be trained on while sizes are measured."""
         model = copy.deepcopy(self._state.model)
         config = dataclasses.replace(self._task.config, schedule="constant", decay_factor=None, flat_epochs=None)
         return TrainState(model, config=config, updates_per_epoch=1, batch_size=self._state.batch_size)
@@ -277,18 +278,18 @@ class TunedBatch(BatchPolicy):
         Updater(self._task, scratch, world=World()).update([batch], skip_nonfinite=True)
         return self._task.count_steps(batch)[0]
 
-    def _allowed_seconds(self, scratch: TrainState, size: int, lengths: dict[int, float]) -> float:
-        """So that a short run does not spend its time on being measured."""
+    def _probe_budget(self, scratch: TrainState, size: int, lengths: dict[int, float]) -> float:
+        """Seconds for measuring, so that a short run does not spend its time on it."""
         middle = sorted(lengths)[len(lengths) // 2]
         # The first update may have to wait for a compiler.
         self._try(scratch, size, middle)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         self._try(scratch, size, middle)
-        run: float = (time.perf_counter() - begun) * len(self._feed) * self._task.config.epochs
+        run: float = (time.perf_counter() - start) * len(self._feed) * self._task.config.epochs
         least, most = PROBE_SECONDS
         return min(most, max(least, PROBE_SHARE * run))
 
-    def _slowest(self, table: ThroughputTable) -> ThroughputTable:
+    def _merge_ranks(self, table: ThroughputTable) -> ThroughputTable:
         """The same table on all ranks; what one rank could not run counts as not measured."""
         own = [math.inf if entry.seconds is None else entry.seconds for entry in table.entries]
         found = self._world.all_gather([*own, table.update_seconds])
@@ -301,7 +302,7 @@ class TunedBatch(BatchPolicy):
         ]
         return dataclasses.replace(table, entries=tuple(entries), update_seconds=update_seconds)
 
-    def _exchange_seconds(self) -> float:
+    def _time_exchange(self) -> float:
         """What an all-reduce of all gradients takes, the least of three times."""
         if self._world.size == 1:
             return 0.0
@@ -309,12 +310,12 @@ class TunedBatch(BatchPolicy):
         numbers, seconds = torch.zeros(count, device=self._world.device), []
         for _ in range(3):
             self._world.barrier()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             distributed.all_reduce(numbers, group=self._world.group)
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - start)
         return max(row[0] for row in self._world.all_gather([min(seconds)]))
 
-    def _curvature(self, batch: Batch) -> float | None:
+    def _measure_curvature(self, batch: Batch) -> float | None:
         """Along the gradient of a few sequences, averaged over ranks; None for most updates."""
         state, config = self._state, self._task.config
         if state.num_updates % CURVATURE_INTERVAL or config.optimizer not in STABILITY_LIMITS or self._feed.carries:

@@ -97,7 +97,7 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, update: int, keep: int
 
 
 def load_newest(run: Path) -> FoundCheckpoint:
-    """The newest complete checkpoint; damaged or foreign ones are named, and the one before is taken."""
+    """The newest complete checkpoint; damaged or foreign ones are named and skipped."""
     refused: list[str] = []
     # Folders of earlier versions have another name; they are refused by their version, with a message that says so.
     for path in sorted((run / CHECKPOINT_FOLDER).glob("*-????????"), reverse=True):
@@ -120,7 +120,7 @@ def model_of_newest_checkpoint(run: Path) -> dict[str, torch.Tensor]:
 class CheckpointWriter:
     """Writes one checkpoint at a time in a thread, and records each that is on disk.
 
-    The error of a write, which only the rank that writes can meet, is kept in `errors` by the next call. `seconds` is
+    The error of a write, which occurs only on the rank that writes, is kept in `errors` by the next call. `seconds` is
     the time in which training waited.
     """
 
@@ -158,7 +158,7 @@ class CheckpointWriter:
         pending = self._pending
         if pending is None:
             return
-        begun = time.perf_counter()
+        start = time.perf_counter()
         # A second Ctrl-C may end the wait, but not the write: then it is still pending.
         wait_for([pending])
         self._pending = None
@@ -166,7 +166,7 @@ class CheckpointWriter:
             path = pending.result()
             update = int(path.name.rpartition("-")[2])
             self._log.emit("checkpoint", update=update, path=str(path.relative_to(self._run)))
-        self.seconds += time.perf_counter() - begun
+        self.seconds += time.perf_counter() - start
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -204,7 +204,7 @@ def _read(path: Path) -> Checkpoint:
         return Checkpoint(tensors={name: tensor.clone() for name, tensor in found.items()}, state=state)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise StrettoError(
-            f"the checkpoint {str(path)!r} cannot be used: {error}", fix="The one before it is taken."
+            f"the checkpoint {str(path)!r} cannot be used: {error}", fix="The one before it is used."
         ) from error
 
 

@@ -84,11 +84,13 @@ class TrainConfig:
         decay_factor: What the rate is multiplied by each time it falls: for exponential (0.95), step (0.1), ptb (0.5).
         flat_epochs: For ptb, epochs before the rate falls (4); for step, epochs between falls (a third of the run).
         gates: For lars and lamb: scale every gate of a recurrent layer by its own norm.
+        adam_share: For muon: the rate of what Adam updates, but for embeddings and the output layer, as a multiple of
+            learning_rate; 0.1 suits short runs.
         weight_decay: Left out, 0.01 in adamw and none in the others. In adamw all weights decay; in the others biases
             and gains do not.
         clip_norm: Largest norm of a gradient.
         seed: Everything random follows from it.
-        backend: Who runs the recurrent layers: auto takes compiled kernels where it can, which compute real steps only;
+        backend: What runs the recurrent layers: auto uses compiled kernels where it can, which compute real steps only;
             torch is torch's own, padding included.
         threads: Cores to use; left out, torch's choice.
         device: Where to train, as torch names it; a run may resume on another.
@@ -130,6 +132,7 @@ class TrainConfig:
     decay_factor: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     flat_epochs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     gates: bool = False
+    adam_share: Positive = 1.0
     weight_decay: NotNegative | None = None
     clip_norm: Positive = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -322,14 +325,16 @@ def with_preset(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 def validate(kind: type[C], values: Mapping[str, Any], *, source: str) -> C:
     """Build settings from plain values; all problems are shown at once, with the file or call they come from."""
     hints = get_type_hints(kind)
-    truths = [name for name, value in values.items() if isinstance(value, bool) and not _takes_bool(hints.get(name))]
+    booleans = [
+        name for name, value in values.items() if isinstance(value, bool) and not _accepts_bool(hints.get(name))
+    ]
     try:
-        # Python's truth values are whole numbers too, and would be taken for 0 and 1.
-        return pydantic.TypeAdapter(kind).validate_python({**values, **{name: str(values[name]) for name in truths}})
+        # Python's booleans are integers too, and pydantic would read them as 0 and 1.
+        return pydantic.TypeAdapter(kind).validate_python({**values, **{name: str(values[name]) for name in booleans}})
     except pydantic.ValidationError as error:
         known = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
         # A union reports one line for each of its members; one line for each setting is enough.
-        faults = dict(_fault(entry) for entry in reversed(error.errors(include_url=False)))
+        faults = dict(_format_fault(entry) for entry in reversed(error.errors(include_url=False)))
         lines = "\n".join(f"  {name}: {text}" for name, text in reversed(faults.items()))
         raise StrettoError(
             f"{source} has settings that cannot be used:\n{lines}", fix=f"\nKnown settings: {known}."
@@ -371,12 +376,12 @@ def settings_to_toml(config: TrainConfig, *, title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _takes_bool(hint: Any) -> bool:
+def _accepts_bool(hint: Any) -> bool:
     """Whether a type annotation is, or has among its members, bool or anything at all."""
-    return hint in (None, Any, bool) or any(map(_takes_bool, get_args(hint)))
+    return hint in (None, Any, bool) or any(map(_accepts_bool, get_args(hint)))
 
 
-def _fault(entry: Any) -> tuple[str, str]:
+def _format_fault(entry: Any) -> tuple[str, str]:
     name = str(entry["loc"][0]) if entry["loc"] else "settings"
     if entry["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return name, "there is no such setting"

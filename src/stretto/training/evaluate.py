@@ -52,7 +52,7 @@ def evaluate(
     loss, count = 0.0, 0
     scores: dict[str, Score] = {}
     bad: list[int] = []
-    confused = _Confused(task) if final and not loss_only else None
+    confused = _ConfusionCounter(task) if final and not loss_only else None
     with evaluation_mode(model, by_solver=by_solver):
         for batch in task.eval_batches(part, world=world, device=device):
             if not len(batch):
@@ -89,7 +89,7 @@ def evaluate(
     )
 
 
-class _Confused:
+class _ConfusionCounter:
     """Counts of true and found classes; nothing where a task has none, or too many."""
 
     def __init__(self, task: AbstractTask[Any]) -> None:
@@ -98,6 +98,7 @@ class _Confused:
         if not 2 <= len(self._names) <= MAX_CONFUSED_CLASSES:
             self._names = ()
         self._counts = torch.zeros(len(self._names) ** 2, dtype=torch.int64)
+        self._has_unknown = False
 
     def add(self, output: torch.Tensor, batch: Batch) -> None:
         """Count what a batch has."""
@@ -105,10 +106,9 @@ class _Confused:
             true_P, found_P = self._task.classes(output, batch)
             size = len(self._names)
             if not all(bool(((numbers_P >= 0) & (numbers_P < size)).all()) for numbers_P in (true_P, found_P)):
-                raise StrettoError(
-                    f"the task {self._task.name!r} has {size} class names and found a class with another number",
-                    fix=f"Let {type(self._task).__name__}.classes return whole numbers from 0 to {size - 1}.",
-                )
+                # An error here and now would leave the other ranks waiting for this one.
+                self._has_unknown = True
+                return
             self._counts += torch.bincount((true_P * size + found_P).cpu(), minlength=size**2)
 
     def over(self, world: World) -> Confusion | None:
@@ -116,21 +116,25 @@ class _Confused:
         if not self._names:
             return None
         size = len(self._names)
-        counts = enumerate(map(int, world.all_reduce_sum(self._counts.double().tolist())))
-        return Confusion(
-            names=self._names, pairs=tuple((at // size, at % size, count) for at, count in counts if count)
-        )
+        unknown, *counts = world.all_reduce_sum([float(self._has_unknown), *self._counts.double().tolist()])
+        if unknown:
+            raise StrettoError(
+                f"the task {self._task.name!r} has {size} class names and found a class with another number",
+                fix=f"Let {type(self._task).__name__}.classes return integers from 0 to {size - 1}.",
+            )
+        pairs = ((at // size, at % size, int(count)) for at, count in enumerate(counts) if count)
+        return Confusion(names=self._names, pairs=tuple(pairs))
 
 
 def _sum_scores(scores: dict[str, Score], world: World) -> dict[str, Score]:
     """Scores summed over ranks; a rank without sequences has none to add."""
-    names = _score_names(scores, world)
+    names = _gather_score_names(scores, world)
     own = [scores.get(name, Score(amount=0.0, count=0.0)) for name in names]
     sums = iter(world.all_reduce_sum([value for score in own for value in (score.amount, score.count)]))
     return {name: Score(amount=next(sums), count=next(sums)) for name in names}
 
 
-def _score_names(scores: dict[str, Score], world: World) -> list[str]:
+def _gather_score_names(scores: dict[str, Score], world: World) -> list[str]:
     """The names of all ranks' scores: rank 0 may have no sequences, and so no names."""
     letters = list("\n".join(scores).encode())
     room = int(max(row[0] for row in world.all_gather([float(len(letters))])))

@@ -101,25 +101,25 @@ def read_events(path: Path) -> list[Event]:
     file = path / EVENTS_FILE if path.is_dir() else path
     try:
         if file.exists() and not file.is_file():
-            raise _no_record(path, why="not a file")
+            raise _record_error(path, why="not a file")
         lines = file.read_bytes().splitlines()
     except OSError as error:
-        raise _no_record(path, why=str(error)) from error
-    parsed = [event for event in map(_parsed, lines) if event is not None]
+        raise _record_error(path, why=str(error)) from error
+    parsed = [event for event in map(_parse, lines) if event is not None]
     if lines and not parsed:
-        raise _no_record(path, why="no line of it is an event")
+        raise _record_error(path, why="no line of it is an event")
     events: list[Event] = []
     for event in parsed:
         if event["event"] == "resumed":
             last = event.get("update")
             if not isinstance(last, int):
-                raise _no_record(path, why="a resumption without the number of an update")
+                raise _record_error(path, why="a resumption without the number of an update")
             events = [e for e in events if e["event"] != "interrupted" and e.get("update", 0) <= last]
         events.append(event)
     return events
 
 
-def _parsed(line: bytes) -> Event | None:
+def _parse(line: bytes) -> Event | None:
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
@@ -127,7 +127,7 @@ def _parsed(line: bytes) -> Event | None:
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
 
-def _no_record(path: Path, *, why: str) -> StrettoError:
+def _record_error(path: Path, *, why: str) -> StrettoError:
     return StrettoError(
         f"{str(path)!r} holds no record of a run ({why})",
         fix=f"Name a folder that `stretto train` has written; it contains {EVENTS_FILE}.",

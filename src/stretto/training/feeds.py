@@ -92,7 +92,7 @@ class AbstractFeed(abc.ABC):
 
     @abc.abstractmethod
     def resize(self, batch_size: int, *, batches_done: int = 0) -> None:
-        """Continue with batches of another size: what is left of the plan is planned anew, and later epochs follow."""
+        """Continue with batches of another size: the rest of the epoch is planned again, and so are later epochs."""
 
     @abc.abstractmethod
     def report(self) -> dict[str, Any]:
@@ -297,8 +297,7 @@ class _Text:
         if np.array_equal(part.starts_N[1:], ends_N[:-1]):
             self._words_S = part.features_SF[part.starts_N[0] : ends_N[-1], 0]
         else:
-            pieces = zip(part.starts_N, ends_N, strict=True)
-            self._words_S = np.concatenate([part.features_SF[begin:end, 0] for begin, end in pieces])
+            self._words_S = np.concatenate(part.arrays())[:, 0]
         self._numbers_N, self._ends_N = part.numbers_N, np.cumsum(part.lengths_N)
         self.num_steps = len(self._words_S) - 1
         if self.num_steps < 1:
@@ -366,7 +365,7 @@ class StreamFeed(AbstractFeed):
         self._num_parts = len(part)
         # As many streams as the text has windows: with more, streams would be shorter than a window.
         self.num_sequences = max(1, self._text.num_steps // window)
-        self._refuse(batch_size)
+        self._check_size(batch_size)
         self._made_for = self.batch_size = batch_size
         self._epoch, self._start = 0, 0
         self._streams = self._text.streams(num_streams=batch_size * world.size, window=window, world=world)
@@ -407,7 +406,7 @@ class StreamFeed(AbstractFeed):
 
     def resize(self, batch_size: int, *, batches_done: int = 0) -> None:
         """Cut what is left of the text, and all of it in later epochs, into another number of streams."""
-        self._refuse(batch_size)
+        self._check_size(batch_size)
         self._streams.resize(batch_size * self._world.size, used=batches_done)
         self.batch_size, self._start = batch_size, 0
 
@@ -480,12 +479,12 @@ class StreamFeed(AbstractFeed):
         tensors, forms = {}, []
         for number, carried in enumerate(carried_states(model)):
             own = [] if carried.state is None else flatten(carried.state)
-            # A rank without streams has no state: rank 0, which always has some, says what it looks like.
-            form = None if carried.state is None else _form(carried)
+            # A rank without streams has no state: rank 0, which always has some, broadcasts its form.
+            form = None if carried.state is None else _describe_state(carried)
             forms.append(json.loads(self._world.broadcast_str(json.dumps(form))))
             for which, (dtype, shape) in enumerate(forms[-1]["tensors"] if forms[-1] else []):
                 part = own[which] if own else torch.zeros(shape, dtype=getattr(torch, dtype))
-                tensors[f"{CARRIED_KEY}.{number}.{which}"] = self._all_rows(part, carried.batch_dim)
+                tensors[f"{CARRIED_KEY}.{number}.{which}"] = self._gather_rows(part, carried.batch_dim)
         return Checkpoint(tensors=tensors, state={CARRIED_KEY: forms})
 
     def load_carried(self, checkpoint: Checkpoint, model: nn.Module) -> None:
@@ -499,10 +498,10 @@ class StreamFeed(AbstractFeed):
             carried.reset()
             if form is not None:
                 names = [f"{CARRIED_KEY}.{number}.{which}" for which in range(len(form["tensors"]))]
-                carried.state = _nest(form["nesting"], [checkpoint.tensors[name].to(device) for name in names])
+                carried.state = _unflatten(form["nesting"], [checkpoint.tensors[name].to(device) for name in names])
                 carried.state = carried.rows(self._streams.share(self._world.rank))
 
-    def _all_rows(self, part: torch.Tensor, batch_dim: int) -> torch.Tensor:
+    def _gather_rows(self, part: torch.Tensor, batch_dim: int) -> torch.Tensor:
         """The rows of all ranks side by side."""
         if self._world.size == 1:
             return part
@@ -518,7 +517,7 @@ class StreamFeed(AbstractFeed):
             self._epoch, self._start = epoch, 0
             self._streams.restart()
 
-    def _refuse(self, batch_size: int) -> None:
+    def _check_size(self, batch_size: int) -> None:
         streams, padded_steps = batch_size * self._world.size, batch_size * self._window
         if streams > self._text.num_steps:
             raise StrettoError(
@@ -534,7 +533,7 @@ class StreamFeed(AbstractFeed):
             )
 
 
-def _form(carried: CarriedState) -> dict[str, Any]:
+def _describe_state(carried: CarriedState) -> dict[str, Any]:
     """How a state is nested, as JSON, and the type of each tensor and its shape without rows."""
     tensors = flatten(carried.state)
     shapes = [[0 if at == carried.batch_dim % t.ndim else size for at, size in enumerate(t.shape)] for t in tensors]
@@ -543,10 +542,10 @@ def _form(carried: CarriedState) -> dict[str, Any]:
     return {"nesting": nesting, "tensors": [[*pair] for pair in zip(types, shapes, strict=True)]}
 
 
-def _nest(nesting: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def _unflatten(nesting: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The state of a form: in JSON tuples, named or not, are lists."""
     if isinstance(nesting, list):
-        return tuple(_nest(item, tensors) for item in nesting)
+        return tuple(_unflatten(item, tensors) for item in nesting)
     if isinstance(nesting, dict):
-        return {key: _nest(item, tensors) for key, item in nesting.items()}
+        return {key: _unflatten(item, tensors) for key, item in nesting.items()}
     return None if nesting is None else tensors[nesting]

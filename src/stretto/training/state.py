@@ -73,7 +73,7 @@ class TrainState:
         self.model = model
         self._config, self._epochs = config, config.epochs - first_epoch
         self.batch_size = config.first_batch_size * config.accumulate if batch_size is None else batch_size
-        self.recipe = self._scaled()
+        self.recipe = self._scale_recipe()
         is_adamw = config.optimizer == "adamw"
         weight_decay = config.weight_decay
         if weight_decay is None:
@@ -85,8 +85,9 @@ class TrainState:
             weight_decay=weight_decay,
             decay_biases=is_adamw,
             gates=config.gates,
+            adam_share=config.adam_share,
         )
-        self.schedule = self._schedule(self._epochs * updates_per_epoch)
+        self.schedule = self._make_schedule(self._epochs * updates_per_epoch)
         self.num_updates = 0
         self.epoch = first_epoch
         self.batches_done = 0
@@ -106,14 +107,14 @@ class TrainState:
     def reschedule(self, *, done: int, remaining: int, batch_size: int) -> None:
         """Continue with another batch, after so many updates counted at that batch; the optimiser keeps its moments."""
         self.batch_size = batch_size
-        self.recipe = self._scaled()
-        self.schedule = self._schedule(done + remaining, done=done)
+        self.recipe = self._scale_recipe()
+        self.schedule = self._make_schedule(done + remaining, done=done)
 
     def hold_rate(self) -> None:
         """Keep the learning rate as it is from here on: for epochs after the last that the schedule was made for."""
         self.schedule = ConstantLR(self.optimizer, factor=1.0)
 
-    def _scaled(self) -> LargeBatch:
+    def _scale_recipe(self) -> LargeBatch:
         """The peak rate and the warm-up for the batch in force.
 
         The settings belong to the base batch, or to the first one if the batch is to be found, or else to any batch.
@@ -131,7 +132,7 @@ class TrainState:
             base_epochs=config.base_epochs,
         )
 
-    def _schedule(self, total_updates: float, *, done: int = 0) -> LRScheduler:
+    def _make_schedule(self, total_updates: float, *, done: int = 0) -> LRScheduler:
         config = self._config
         return self.recipe.schedule(
             self.optimizer,
@@ -184,11 +185,11 @@ class TrainState:
             number, _, entry = name.partition(".")
             state.setdefault(int(number), {})[entry] = tensor
         own_groups = self.optimizer.param_groups
-        groups = [_retyped(saved, own) for saved, own in zip(checkpoint.state["groups"], own_groups, strict=True)]
+        groups = [_restore_types(saved, own) for saved, own in zip(checkpoint.state["groups"], own_groups, strict=True)]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.schedule.load_state_dict(checkpoint.state["schedule"])
         self.batch_size = checkpoint.state["batch_size"]
-        self.recipe = self._scaled()
+        self.recipe = self._scale_recipe()
         self.clip_norm = checkpoint.state["clip_norm"]
         position = checkpoint.state["position"]
         if set(position) != set(POSITION) or min(position.values()) < 0:
@@ -201,6 +202,6 @@ class TrainState:
             torch.cuda.set_rng_state(by_part["random"]["cuda"])
 
 
-def _retyped(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _restore_types(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """The options of a group with tuples where the optimiser has them; JSON made them lists."""
     return {key: tuple(value) if isinstance(own.get(key), tuple) else value for key, value in saved.items()}

@@ -2,7 +2,7 @@
 
     feed -> updater -> state, events -> batch policy -> checkpoints
 
-Only the trainer changes the position of a run: epoch, batches done and updates made. Errors that only rank 0 can meet,
+Only the trainer changes the position of a run: epoch, batches done and updates made. Errors of rank 0 alone,
 in writing events or checkpoints, are deferred (`DeferredErrors`) until all ranks can raise them in the same update.
 """
 
@@ -24,7 +24,7 @@ from torch import nn
 
 from stretto.batching import Batch, shuffled_padded_steps
 from stretto.data import PARTS, SequenceSet, StepLabels
-from stretto.distributed import DeferredErrors, World
+from stretto.distributed import DeferredErrors, World, handle_signals
 from stretto.errors import StrettoError
 from stretto.files import write_atomically
 from stretto.nn import reset_carried
@@ -134,7 +134,7 @@ class RunResult:
 class Part:
     """A part of a run, with settings of its own: its number, and the epochs and the time before it.
 
-    Another part than the first begins with the best weights so far, or anew, and with a new optimiser and schedule.
+    Later parts begin with the best weights so far, or with new ones, and with a new optimiser and schedule.
     """
 
     number: int = 0
@@ -204,7 +204,7 @@ class Trainer:
         lowest, highest = TARGETS.get(task.metric, (-math.inf, math.inf))
         if config.reach is not None and not lowest <= config.reach <= highest:
             raise StrettoError(
-                f"reach={config.reach:g} is no value of {task.metric}, which is between {lowest:g} and {highest:g}",
+                f"reach={config.reach:g} cannot be reached: {task.metric} is between {lowest:g} and {highest:g}",
                 fix="Give a value in that range.",
             )
         # Once: it reads all the data, and a checkpoint should not have to.
@@ -215,7 +215,7 @@ class Trainer:
         self._own_steps, self._waited = 0, 0.0
         self._best: dict[str, float] = {}
         self._best_model: dict[str, torch.Tensor] = {}
-        self._begun = self._started = time.perf_counter()
+        self._run_start = self._part_start = time.perf_counter()
         self._random = torch.get_rng_state()
         with self._own_randomness():
             torch.manual_seed(config.seed)
@@ -260,14 +260,14 @@ class Trainer:
 
     def train(self) -> dict[str, float]:
         """Train to the last epoch of the part; the metric after it and after the part's best: `value` and `best`."""
-        self._started = time.perf_counter()
-        self._begun = self._started - self.state.seconds
+        self._part_start = time.perf_counter()
+        self._run_start = self._part_start - self.state.seconds
         try:
             with stop_on_signals(self._stop):
                 while not self._is_over():
                     self._train_epoch()
         finally:
-            # However it ends, a checkpoint that was begun is finished.
+            # However training ends, a checkpoint that is being written is completed.
             self._writer.wait()
         self._errors.raise_on_all()
         return {"value": self._best.get("last", math.nan), "best": self._best.get("of_part", math.nan)}
@@ -578,7 +578,7 @@ class Trainer:
             seconds=round(self._elapsed(), 3),
             padding=1.0 - state.steps_real / max(1, state.padded_steps),
             steps_per_second=round(state.steps_real / max(1e-9, state.train_seconds), 1),
-            checkpoint_overhead=round(self._writer.seconds / max(1e-9, time.perf_counter() - self._started), 6),
+            checkpoint_overhead=round(self._writer.seconds / max(1e-9, time.perf_counter() - self._part_start), 6),
             padded_steps_ratio=state.padded_steps_ratio,
             solving=summarize_solver(self._monitor.epochs),
             settings={"task": self._task.name, **self._config.recorded()},
@@ -604,7 +604,7 @@ class Trainer:
         return shuffled * (1.0 - padding) / int(lengths.sum())
 
     def _elapsed(self) -> float:
-        return time.perf_counter() - self._begun
+        return time.perf_counter() - self._run_start
 
     def _is_checkpoint_due(self, seconds: float) -> bool:
         """Whether to save within an epoch. Where states are carried, all ranks must, so rank 0's clock decides."""
@@ -616,7 +616,7 @@ class Trainer:
     def _save(self, *, is_best: bool = False) -> None:
         """Begin to write a checkpoint; where states are carried, all ranks must call."""
         state, world = self.state, self._world
-        begun, state.seconds = time.perf_counter(), self._elapsed()
+        start, state.seconds = time.perf_counter(), self._elapsed()
         # An epoch begins with nothing carried.
         carried = self.feed.carried(state.model) if state.batches_done else Checkpoint()
         if not (world.is_rank0 or self.policy.can_roll_back):
@@ -632,11 +632,11 @@ class Trainer:
         if not state.batches_done:
             self.policy.keep(checkpoint)
         if world.is_rank0:
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
             self._writer.begin(checkpoint, update=state.num_updates, seconds=seconds, is_best=is_best)
 
     def _begin_part(self) -> None:
-        """Go on where the part before ended, with the best weights so far or new ones."""
+        """Begin a part with the best weights so far or new ones, after the updates and epochs of the part before."""
         state, last = self.state, load_newest(self._run).checkpoint.state
         for name in POSITION:
             setattr(state, name, last["position"][name])
@@ -721,18 +721,11 @@ class Trainer:
 @contextlib.contextmanager
 def stop_on_signals(stop: threading.Event) -> Iterator[None]:
     """Let Ctrl-C and SIGTERM set `stop`, so that the current update ends first; a second signal stops at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
-    def ask(number: int, frame: object) -> None:  # noqa: ARG001
+    def request_stop(number: int) -> None:
         if stop.is_set():
             signal.default_int_handler(number, None)
         stop.set()
 
-    earlier = {kind: signal.signal(kind, ask) for kind in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handle_signals(request_stop):
         yield
-    finally:
-        for kind, handler in earlier.items():
-            signal.signal(kind, handler)

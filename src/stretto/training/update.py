@@ -21,7 +21,7 @@ import torch
 
 from stretto.batching import Batch
 from stretto.distributed import DeferredErrors, World, detect_lost_rank, replicate
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, list_some
 from stretto.large_batch import SplitNorms, make_split, squared_norm
 from stretto.nn import in_turn
 from stretto.training.feeds import AbstractFeed
@@ -41,10 +41,8 @@ class Diverged(StrettoError):  # noqa: N818
 
 def diverged(sequences: Sequence[int], value: float, *, where: str) -> Diverged:
     """The error for a loss or gradient of this value; `where` is, say, "at update 3, on training sequences"."""
-    more = ", ..." if len(sequences) > MAX_NAMED_SEQUENCES else ""
-    named = ", ".join(map(str, sequences[:MAX_NAMED_SEQUENCES])) + more
     return Diverged(
-        f"the loss or gradient is {value} {where} {named}",
+        f"the loss or gradient is {value} {where} {list_some(sequences, most=MAX_NAMED_SEQUENCES)}",
         fix="Lower --learning-rate or --clip-norm, or look at those sequences; the last checkpoint is untouched.",
     )
 
@@ -161,7 +159,7 @@ class Updater:
         if world.size > 1:
             for parameter in state.model.parameters():
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._note_time)  # type: ignore[no-untyped-call]
+                    parameter.register_post_accumulate_grad_hook(self._record_time)  # type: ignore[no-untyped-call]
 
     def weigh(self, feed: AbstractFeed, *, accumulate: int = 1) -> None:
         """Let every element of an epoch count alike, whichever batch it comes in; call again when batches change."""
@@ -200,12 +198,12 @@ class Updater:
             if total.num_errors:
                 self._errors.raise_on_all()
             rate = float(self._state.schedule.get_last_lr()[0])
-            norm, norms = (math.nan, None) if total.num_nonfinite else self._step(total)
+            norm, norms = (math.nan, None) if total.num_nonfinite else self._apply_gradient(total)
             if total.num_nonfinite or not math.isfinite(norm):
                 # The gradient is the same on all ranks, so all come here.
                 self._bad = self._bad or (None if total.num_nonfinite else (norm, self._sequences))
                 total.num_nonfinite = max(1, total.num_nonfinite)
-                self._refuse(skip=self._config.on_nan == "skip" if skip_nonfinite is None else skip_nonfinite)
+                self._skip_or_raise(skip=self._config.on_nan == "skip" if skip_nonfinite is None else skip_nonfinite)
             self._advance_schedule(is_skipped=total.num_nonfinite > 0)
         return Update(
             total=total,
@@ -228,7 +226,7 @@ class Updater:
         reduced: Callable[[], UpdateStats] = UpdateStats
         no_sync = getattr(self._replica, "no_sync", contextlib.nullcontext)
         with contextlib.nullcontext() if is_last else no_sync():
-            for piece in self._pieces(self._time.cut(batch).to(self._config.device), in_halves=in_halves):
+            for piece in self._cut_batch(self._time.cut(batch).to(self._config.device), in_halves=in_halves):
                 loss = self._forward(piece, number=number)
                 if is_last:
                     # Twice for halves, but these are computed by one process alone, which sends nothing.
@@ -242,7 +240,7 @@ class Updater:
                         split.add(len(piece))
         return reduced
 
-    def _pieces(self, batch: Batch, *, in_halves: bool) -> Iterator[Batch]:
+    def _cut_batch(self, batch: Batch, *, in_halves: bool) -> Iterator[Batch]:
         """The batch, or its halves one after the other, so that their gradients can be compared."""
         if not in_halves:
             yield batch
@@ -275,7 +273,7 @@ class Updater:
             self._sequences += sequences
         return loss.total
 
-    def _step(self, total: UpdateStats) -> tuple[float, SplitNorms | None]:
+    def _apply_gradient(self, total: UpdateStats) -> tuple[float, SplitNorms | None]:
         """Divide, clip and apply the gradient, unless it is NaN or inf; its norm, and those of its parts."""
         state, count = self._state, self._divisor or max(1, total.num_elements)
         norms = None if self._split is None else self._split.take(scale=1.0 / count)
@@ -289,7 +287,7 @@ class Updater:
             state.optimizer.step()
         return norm, norms
 
-    def _refuse(self, *, skip: bool) -> None:
+    def _skip_or_raise(self, *, skip: bool) -> None:
         """Leave the update out, or stop all ranks in the same update with the same message."""
         self._state.optimizer.zero_grad(set_to_none=True)
         if skip:
@@ -307,5 +305,5 @@ class Updater:
                 warnings.simplefilter("ignore", UserWarning)
             self._state.schedule.step()
 
-    def _note_time(self, parameter: torch.Tensor) -> None:  # noqa: ARG002
+    def _record_time(self, parameter: torch.Tensor) -> None:  # noqa: ARG002
         self._computed = time.perf_counter()

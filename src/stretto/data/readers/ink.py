@@ -16,7 +16,7 @@ import numpy.typing as npt
 from stretto.data.readers.text import decode_text
 from stretto.data.sequences import PARTS, SequenceSet, part_of
 from stretto.data.targets import NoTargets, Transcripts, locate, offsets_fit
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, list_some
 from stretto.extras import optional
 
 POINTS_PER_HEIGHT = 7.0
@@ -196,14 +196,14 @@ def _read_ink(path: Path) -> tuple[Strokes, str | None]:
     if root.tag not in ("ink", f"{NAMESPACE}ink"):
         raise StrettoError(f"{str(path)!r} has the root {root.tag!r}, not InkML's `ink`", fix="Remove the file.")
     prefix = root.tag.removesuffix("ink")
-    axes = _axes(root, prefix, path=path)
+    axes = _find_axes(root, prefix, path=path)
     for definitions in root.findall(f"{prefix}definitions"):
         root.remove(definitions)
-    strokes = [_points(trace, axes=axes, path=path) for trace in root.iter(f"{prefix}trace")]
-    return [stroke for stroke in strokes if len(stroke)], _transcript(root, prefix)
+    strokes = [_parse_points(trace, axes=axes, path=path) for trace in root.iter(f"{prefix}trace")]
+    return [stroke for stroke in strokes if len(stroke)], _find_transcript(root, prefix)
 
 
-def _axes(root: Element, prefix: str, *, path: Path) -> tuple[tuple[int, float], tuple[int, float]]:
+def _find_axes(root: Element, prefix: str, *, path: Path) -> tuple[tuple[int, float], tuple[int, float]]:
     """Which channels are x and y, each with its sign: +1 for x to the right and y down."""
     layouts = {
         tuple((channel.get("name", ""), channel.get("orientation", "+ve")) for channel in form.iter(f"{prefix}channel"))
@@ -223,7 +223,7 @@ def _axes(root: Element, prefix: str, *, path: Path) -> tuple[tuple[int, float],
     return (x, -1.0 if layout[x][1] == "-ve" else 1.0), (y, -1.0 if layout[y][1] == "-ve" else 1.0)
 
 
-def _points(
+def _parse_points(
     trace: Element, *, axes: tuple[tuple[int, float], tuple[int, float]], path: Path
 ) -> npt.NDArray[np.float64]:
     text = (trace.text or "").strip()
@@ -250,7 +250,7 @@ def _points(
     return np.array(points, dtype=np.float64)
 
 
-def _transcript(root: Element, prefix: str) -> str | None:
+def _find_transcript(root: Element, prefix: str) -> str | None:
     for holder in (root, root.find(f"{prefix}traceGroup")):
         annotations = [] if holder is None else holder.findall(f"{prefix}annotation")
         for wanted in TRANSCRIPT_TYPES:
@@ -278,7 +278,7 @@ def read_iam(folder: Path) -> SequenceSet:
             f"there is no stroke file such as a01-000u-01.xml below {str(folder)!r}",
             fix="Unpack lineStrokes-all.tar.gz and ascii-all.tar.gz of IAM-OnDB there.",
         )
-    texts = _texts(folder, lines)
+    texts = _read_texts(folder, lines)
     return _make_ink_set(
         ((path, match["form"], _read_strokes(path), texts[path]) for path, match in lines.items()),
         name=folder.name,
@@ -287,7 +287,7 @@ def read_iam(folder: Path) -> SequenceSet:
     )
 
 
-def _texts(folder: Path, lines: Mapping[Path, re.Match[str]]) -> dict[Path, str]:
+def _read_texts(folder: Path, lines: Mapping[Path, re.Match[str]]) -> dict[Path, str]:
     """The transcript of every line; the error names all lines without one."""
     sheets = {match["sheet"] for match in lines.values()}
     found: dict[str, Path] = {}
@@ -310,10 +310,9 @@ def _texts(folder: Path, lines: Mapping[Path, re.Match[str]]) -> dict[Path, str]
         why = (
             f"{sheet}.txt has {len(transcripts[sheet])} lines under CSR:" if sheet in transcripts else f"no {sheet}.txt"
         )
-        names = ", ".join(path.name for path in missing[:MAX_NAMED_FILES])
-        more = f" and {len(missing) - MAX_NAMED_FILES} more" if len(missing) > MAX_NAMED_FILES else ""
+        names = list_some([path.name for path in missing], most=MAX_NAMED_FILES)
         raise StrettoError(
-            f"{str(folder)!r}: {len(missing)} of {len(lines)} stroke files have no transcript ({why}): {names}{more}",
+            f"{str(folder)!r}: {len(missing)} of {len(lines)} stroke files have no transcript ({why}): {names}",
             fix="Unpack the ascii files beside the stroke files, or remove the stroke files that have no text.",
         )
     return texts
@@ -338,7 +337,7 @@ def _read_strokes(path: Path) -> Strokes:
             points = [[float(int(point.attrib[axis])) for axis in "xy"] for point in stroke.iterfind("Point")]
         except (KeyError, ValueError, OverflowError) as error:
             raise StrettoError(
-                f"{str(path)!r} has a point without whole numbers x and y ({error})", fix="Copy the file again."
+                f"{str(path)!r} has a point without integers x and y ({error})", fix="Copy the file again."
             ) from error
         if points:
             strokes.append(np.array(points, dtype=np.float64))

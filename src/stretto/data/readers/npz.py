@@ -28,7 +28,7 @@ from stretto.checks import check_kind, check_path
 from stretto.data.readers.ink import pen_features
 from stretto.data.sequences import PARTS, SequenceSet
 from stretto.data.targets import AbstractTargets, Labels, NoTargets, StepLabels, Transcripts, offsets_fit
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, list_some
 from stretto.files import cache_folder, write_atomically
 
 Array = npt.NDArray[Any]
@@ -73,19 +73,19 @@ def read_npz(path: Path) -> SequenceSet:
             offsets=offsets,
             source=str(path),
         )
-    alphabet = _alphabet(arrays, source=str(path))
-    if alphabet and not _numbers_characters(features_SF, alphabet):
+    alphabet = _read_alphabet(arrays, source=str(path))
+    if alphabet and not _is_character_numbers(features_SF, alphabet):
         alphabet = ""
         notes += ("`alphabet` is ignored: it belongs to text, whose one feature is the number of a character",)
     return SequenceSet.from_flat(
         features_SF,
         offsets=offsets,
-        targets=_targets(arrays, offsets=offsets, num_steps=math.prod(features_SF.shape[:1]), source=str(path)),
+        targets=_make_targets(arrays, offsets=offsets, num_steps=math.prod(features_SF.shape[:1]), source=str(path)),
         split_N=arrays.get("split"),
         split_complete="split_names" in arrays,
         name=path.stem,
         alphabet=alphabet,
-        vocabulary=_vocabulary(arrays, source=str(path)),
+        vocabulary=_read_vocabulary(arrays, source=str(path)),
         notes=notes,
     )
 
@@ -94,9 +94,8 @@ def write_npz(path: Path | str, data: SequenceSet) -> None:
     """Write a set so that `read_npz` can memory-map it: uncompressed, unpadded, whole or not at all."""
     place = check_path(path, name="path", owner="write_npz")
     check_kind(data, SequenceSet, name="data", owner="write_npz", fix="Give a SequenceSet, such as from_tensors makes.")
-    rows = [data.features_SF[s : s + n] for s, n in zip(data.starts_N, data.lengths_N, strict=True)]
     arrays: dict[str, Array] = {
-        "x": np.concatenate(rows),
+        "x": np.concatenate(data.arrays()),
         "offsets": np.concatenate([[0], np.cumsum(data.lengths_N)]).astype(np.int64),
         "split": data.split_N,
         "split_names": np.array(PARTS),
@@ -135,7 +134,7 @@ def cached_set(identity: Sequence[Any], *, name: str, make: Callable[[], Sequenc
 
 def _read_arrays(path: Path) -> tuple[dict[str, Array], tuple[str, ...]]:
     try:
-        return _members(path)
+        return _read_members(path)
     except FileNotFoundError:
         raise StrettoError(f"there is no file {str(path)!r}", fix="Check the path.") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, MemoryError) as error:
@@ -151,7 +150,7 @@ def _read_arrays(path: Path) -> tuple[dict[str, Array], tuple[str, ...]]:
         ) from error
 
 
-def _members(path: Path) -> tuple[dict[str, Array], tuple[str, ...]]:
+def _read_members(path: Path) -> tuple[dict[str, Array], tuple[str, ...]]:
     """The arrays by name, and a note of those that are left out."""
     arrays: dict[str, Array] = {}
     with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
@@ -181,22 +180,25 @@ def _members(path: Path) -> tuple[dict[str, Array], tuple[str, ...]]:
     left_out = [name for name in names if name not in known]
     if not left_out:
         return arrays, ()
-    shown = ", ".join(f"`{name}`" for name in left_out[:MAX_NAMED_MEMBERS])
-    more = f" and {len(left_out) - MAX_NAMED_MEMBERS} more" if len(left_out) > MAX_NAMED_MEMBERS else ""
-    return arrays, (f"not used, of the members of the file: {shown}{more}",)
+    named = list_some([f"`{name}`" for name in left_out], most=MAX_NAMED_MEMBERS)
+    return arrays, (f"not used, of the members of the file: {named}",)
 
 
 def _check_rows(member: IO[bytes], offsets: Array, *, name: str, path: Path) -> None:
     """Refuse a compressed member that is not as long as the offsets say, before it fills the memory."""
-    version = npy.read_magic(member)
-    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    shape, _, dtype = read_header(member)
+    shape, _, dtype = _read_header(member)
     are_offsets = offsets.ndim == 1 and len(offsets) > 0 and offsets.dtype.kind in "iu"
     if are_offsets and not dtype.hasobject and shape[:1] != (int(offsets[-1]),):
         raise StrettoError(
             f"{str(path)!r}: `{name}` has shape {shape} and offsets run from {offsets[0]} to {offsets[-1]}",
             fix="Offsets must rise from 0 to the number of steps.",
         )
+
+
+def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, Fortran order and type of a .npy array, whose data come next in the stream."""
+    read = npy.read_array_header_1_0 if npy.read_magic(stream) == (1, 0) else npy.read_array_header_2_0
+    return read(stream)
 
 
 def _map_member(path: Path, stream: IO[bytes], info: zipfile.ZipInfo) -> Array:
@@ -208,9 +210,7 @@ def _map_member(path: Path, stream: IO[bytes], info: zipfile.ZipInfo) -> Array:
     name_bytes, extra_bytes = np.frombuffer(local[26:30], dtype="<u2")
     member = info.header_offset + LOCAL_HEADER_BYTES + int(name_bytes) + int(extra_bytes)
     stream.seek(member)
-    version = npy.read_magic(stream)
-    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    shape, fortran_order, dtype = read_header(stream)
+    shape, fortran_order, dtype = _read_header(stream)
     if dtype.hasobject:
         raise ValueError("Object arrays cannot be loaded without pickle")
     begin = stream.tell()
@@ -235,10 +235,10 @@ def _apply_scale(x_SF: Array, scale_F: Array | None, *, source: str) -> Array:
     return (x_SF * scale_F.astype(np.float64)).astype(dtype)
 
 
-def _targets(arrays: dict[str, Array], *, offsets: Array, num_steps: int, source: str) -> AbstractTargets:
+def _make_targets(arrays: dict[str, Array], *, offsets: Array, num_steps: int, source: str) -> AbstractTargets:
     count = len(offsets) - 1
     if "text" in arrays:
-        return _transcripts(arrays, source=source)
+        return _read_transcripts(arrays, source=source)
     if "y" not in arrays:
         return NoTargets(count=count)
     given = arrays.get("class_names")
@@ -259,20 +259,20 @@ def _targets(arrays: dict[str, Array], *, offsets: Array, num_steps: int, source
     )
 
 
-def _alphabet(arrays: dict[str, Array], *, source: str) -> str:
+def _read_alphabet(arrays: dict[str, Array], *, source: str) -> str:
     code_points = arrays.get("alphabet", np.zeros(0, dtype=np.uint32))
     if code_points.ndim != 1 or not _are_code_points(code_points):
         raise StrettoError(f"{source}: `alphabet` holds no code points", fix="Give one code point a character.")
     return "".join(map(chr, code_points.tolist()))
 
 
-def _numbers_characters(features_SF: Array, alphabet: str) -> bool:
+def _is_character_numbers(features_SF: Array, alphabet: str) -> bool:
     """Whether features are numbers of the characters of an alphabet that has each of them once."""
     is_column = features_SF.ndim == 1 or (features_SF.ndim == 2 and features_SF.shape[1] == 1)
     return is_column and features_SF.dtype.kind in "iu" and len(set(alphabet)) == len(alphabet)
 
 
-def _vocabulary(arrays: dict[str, Array], *, source: str) -> tuple[str, ...]:
+def _read_vocabulary(arrays: dict[str, Array], *, source: str) -> tuple[str, ...]:
     words = arrays.get("vocabulary", np.zeros(0, dtype=np.str_))
     if words.ndim != 1 or not np.issubdtype(words.dtype, np.str_):
         raise StrettoError(f"{source}: `vocabulary` holds no words", fix="Give an array of strings, in their order.")
@@ -283,7 +283,7 @@ def _are_code_points(values: Array) -> bool:
     return np.issubdtype(values.dtype, np.integer) and bool(((values >= 0) & (values < 0x110000)).all())
 
 
-def _transcripts(arrays: dict[str, Array], *, source: str) -> Transcripts:
+def _read_transcripts(arrays: dict[str, Array], *, source: str) -> Transcripts:
     code_points, offsets = arrays["text"], arrays.get("text_offsets")
     fits = offsets is not None and code_points.ndim == 1 and offsets_fit(offsets, num_values=len(code_points))
     if not fits or offsets is None or not _are_code_points(code_points):
@@ -318,7 +318,7 @@ def _flatten_images(arrays: Mapping[str, Array], *, source: str) -> dict[str, Ar
         if y_N.shape != (len(x_NHW),) or not np.issubdtype(y_N.dtype, np.integer):
             raise StrettoError(
                 f"{source}: `y_{part}` has shape {y_N.shape} and type {y_N.dtype} for {len(x_NHW)} images",
-                fix="Give one whole number per image: its class, numbered from 0.",
+                fix="Give one integer per image: its class, numbered from 0.",
             )
     both = [arrays["x_train"], arrays["x_test"]]
     train_size, test_size = (f"{x_NHW.shape[1]} x {x_NHW.shape[2]} {x_NHW.dtype}" for x_NHW in both)

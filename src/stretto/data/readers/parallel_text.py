@@ -51,7 +51,7 @@ class LinePairs:
 
 def holds_parallel_text(folder: Path) -> bool:
     """Whether the files of a folder are named as parts in two or more languages, training among them."""
-    found = _parallel_files(folder)
+    found = _find_parallel_files(folder)
     return len({language for _, language in found}) > 1 and any(part == "train" for part, _ in found)
 
 
@@ -70,9 +70,9 @@ def read_parallel_text(folder: Path) -> SequenceSet:
         StrettoError: A file is missing, damaged or not UTF-8; the two files of a part are not equally long; a line is
             empty.
     """
-    files = _parallel_files(folder)
-    languages = _two_languages(folder, files)
-    parts, left_out = _parts(folder, {part for part, _ in files})
+    files = _find_parallel_files(folder)
+    languages = _find_two_languages(folder, files)
+    parts, left_out = _find_parts(folder, {part for part, _ in files})
     lines: tuple[list[str], list[str]] = ([], [])
     split: list[int] = []
     for number, part in parts:
@@ -88,7 +88,7 @@ def read_parallel_text(folder: Path) -> SequenceSet:
         split += [number] * len(pair[0])
     pairs = LinePairs(sources=lines[0], targets=lines[1], languages=languages)
     split_N = np.array(split, dtype=np.uint8) if len(parts) > 1 else None
-    notes = (f"the first test part is taken, without {', '.join(left_out)}",) if left_out else ()
+    notes = (f"the first test part is used, without {', '.join(left_out)}",) if left_out else ()
     return parallel_set(pairs, split_N=split_N, name=folder.resolve().name, notes=notes)
 
 
@@ -121,17 +121,14 @@ def line_pairs(data: SequenceSet) -> LinePairs:
             fix="Give a folder with the same lines in two languages, such as train.en and train.de, with --data.",
         )
     known = np.frombuffer(data.alphabet.encode("utf-32-le"), dtype="<u4")
-    places = zip(data.starts_N.tolist(), data.lengths_N.tolist(), strict=True)
     return LinePairs(
-        sources=[
-            known[data.features_SF[start : start + length, 0]].tobytes().decode("utf-32-le") for start, length in places
-        ],
+        sources=[known[numbers_T1[:, 0]].tobytes().decode("utf-32-le") for numbers_T1 in data.arrays()],
         targets=[data.targets[index] for index in range(len(data))],
         languages=data.targets.languages,
     )
 
 
-def _parallel_files(folder: Path) -> dict[tuple[str, str], Path]:
+def _find_parallel_files(folder: Path) -> dict[tuple[str, str], Path]:
     found: dict[tuple[str, str], Path] = {}
     for path in sorted(folder.iterdir()):
         match = PARALLEL_FILE.fullmatch(path.name)
@@ -146,7 +143,7 @@ def _parallel_files(folder: Path) -> dict[tuple[str, str], Path]:
     return found
 
 
-def _two_languages(folder: Path, files: dict[tuple[str, str], Path]) -> tuple[str, str]:
+def _find_two_languages(folder: Path, files: dict[tuple[str, str], Path]) -> tuple[str, str]:
     languages = sorted({language for _, language in files}, key=lambda language: (language != ENGLISH, language))
     if len(languages) != 2:
         raise StrettoError(
@@ -156,7 +153,7 @@ def _two_languages(folder: Path, files: dict[tuple[str, str], Path]) -> tuple[st
     return languages[0], languages[1]
 
 
-def _parts(folder: Path, names: set[str]) -> tuple[list[tuple[int, str]], list[str]]:
+def _find_parts(folder: Path, names: set[str]) -> tuple[list[tuple[int, str]], list[str]]:
     """Each part's number in a split and its name, and the test parts that are left out."""
     valid = [name for name in VALID_NAMES if name in names]
     test = sorted(name for name in names if name.startswith("test"))

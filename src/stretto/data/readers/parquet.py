@@ -29,18 +29,18 @@ def read_parquet(path: Path) -> SequenceSet:
     Raises:
         StrettoError: The file is damaged, has no column `x`, or a row does not fit.
     """
-    return from_columns(_columns(path), source=str(path), name=path.stem)
+    return from_columns(_read_columns(path), source=str(path), name=path.stem)
 
 
 def from_columns(columns: dict[str, Any], *, source: str, name: str) -> SequenceSet:
     """The sequences of a table with a row for each: its columns as `read_parquet` has them, by the same names."""
-    features_SF, offsets = _features(columns["x"], source=source)
-    split_N, complete = _split(columns["split"], source=source) if "split" in columns else (None, False)
+    features_SF, offsets = _read_features(columns["x"], source=source)
+    split_N, complete = _read_split(columns["split"], source=source) if "split" in columns else (None, False)
     both = "text" in columns and "y" in columns
     return SequenceSet.from_flat(
         features_SF,
         offsets=offsets,
-        targets=_targets(columns, count=len(offsets) - 1, source=source),
+        targets=_read_targets(columns, count=len(offsets) - 1, source=source),
         split_N=split_N,
         split_complete=complete,
         name=name,
@@ -48,9 +48,9 @@ def from_columns(columns: dict[str, Any], *, source: str, name: str) -> Sequence
     )
 
 
-def _columns(path: Path) -> dict[str, Any]:
+def _read_columns(path: Path) -> dict[str, Any]:
     try:
-        table = _parquet_table(path) if path.suffix.lower() == ".parquet" else _arrow_table(path)
+        table = _read_parquet_table(path) if path.suffix.lower() == ".parquet" else _read_arrow_table(path)
         table.validate(full=True)
     except FileNotFoundError:
         raise StrettoError(f"there is no file {str(path)!r}", fix="Check the path.") from None
@@ -59,18 +59,23 @@ def _columns(path: Path) -> dict[str, Any]:
             f"{str(path)!r} is truncated, damaged or no {path.suffix} file ({error})",
             fix="Write or copy the file again.",
         ) from error
-    encoded = optional("pyarrow").types.is_dictionary
-    columns = dict(zip(table.column_names, table.columns, strict=True))
-    return {name: c.cast(c.type.value_type) if encoded(c.type) else c for name, c in columns.items()}
+    return decode_columns(table)
 
 
-def _parquet_table(path: Path) -> Any:
+def decode_columns(table: Any) -> dict[str, Any]:
+    """The columns of a table by name, those that are dictionary-encoded as plain values."""
+    is_encoded = optional("pyarrow").types.is_dictionary
+    columns = zip(table.column_names, table.columns, strict=True)
+    return {name: each.cast(each.type.value_type) if is_encoded(each.type) else each for name, each in columns}
+
+
+def _read_parquet_table(path: Path) -> Any:
     with optional("pyarrow.parquet").ParquetFile(path) as file:
         wanted = _choose_columns(file.schema_arrow.names, path=path)
         return file.read(columns=wanted).select(wanted)
 
 
-def _arrow_table(path: Path) -> Any:
+def _read_arrow_table(path: Path) -> Any:
     ipc = optional("pyarrow.ipc")
     with optional("pyarrow").OSFile(str(path)) as stream:
         is_file = stream.read(6) == b"ARROW1"
@@ -101,7 +106,7 @@ def _is_text(column: Any) -> bool:
     return bool(types.is_string(column.type) or types.is_large_string(column.type))
 
 
-def _features(column: Any, *, source: str) -> tuple[Array, npt.NDArray[np.int64]]:
+def _read_features(column: Any, *, source: str) -> tuple[Array, npt.NDArray[np.int64]]:
     """All steps end to end, and where each row begins."""
     types = optional("pyarrow").types
     step_type = column.type.value_type if _is_list(column.type) else column.type
@@ -151,7 +156,7 @@ def refuse_nulls(column: Any, *, name: str, source: str, offsets: npt.NDArray[np
     )
 
 
-def _targets(columns: dict[str, Any], *, count: int, source: str) -> AbstractTargets:
+def _read_targets(columns: dict[str, Any], *, count: int, source: str) -> AbstractTargets:
     if "text" in columns:
         column = columns["text"]
         if not _is_text(column):
@@ -181,7 +186,7 @@ def _number_strings(column: Any) -> tuple[list[str], Array]:
     return names, compute.index_in(column, value_set=value_set).to_numpy()
 
 
-def _split(column: Any, *, source: str) -> tuple[Array, bool]:
+def _read_split(column: Any, *, source: str) -> tuple[Array, bool]:
     """The split for `from_flat`, and whether validation is named in it."""
     refuse_nulls(column, name="split", source=source)
     if not _is_text(column):

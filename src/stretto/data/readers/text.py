@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.data.sequences import PARTS, Part, SequenceSet
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, list_some
 
 BLANK_LINES: Final = re.compile(r"\n(?:[^\S\n]*\n)+")
 MIN_CHARACTERS: Final = 2
@@ -23,7 +23,6 @@ END: Final = "<eos>"
 """Stands at the end of every sentence."""
 UNKNOWN: Final = "<unk>"
 """Stands for any word that training has not seen, if training has it."""
-MAX_NAMED_WORDS: Final = 5
 MAX_TEXT_BYTES = 1 << 31
 """Of a file, uncompressed: more would fill the memory several times over."""
 
@@ -50,7 +49,7 @@ def read_text(path: Path) -> SequenceSet:
     return SequenceSet.from_flat(
         number_characters("".join(kept), alphabet),
         offsets=np.cumsum([0, *map(len, kept)]),
-        name=_text_name(path),
+        name=_find_text_name(path),
         alphabet=alphabet,
         notes=(f"{short} passages shorter than {MIN_CHARACTERS} characters are left out",) if short else (),
     )
@@ -62,7 +61,7 @@ def number_characters(text: str, alphabet: str) -> npt.NDArray[np.unsignedintege
     return np.searchsorted(known, flat_S).astype(np.min_scalar_type(len(alphabet) - 1))[:, None]
 
 
-def _text_name(path: Path) -> str:
+def _find_text_name(path: Path) -> str:
     """The file's name without its endings."""
     return Path(path.stem).stem if path.suffix.lower() == ".gz" else path.stem
 
@@ -96,7 +95,7 @@ def decode_text(path: Path) -> str:
 
 def holds_word_text(folder: Path) -> bool:
     """Whether a folder has a text in parts: a training file and one to measure with, such as ptb.valid.txt."""
-    found = {part for part, paths in _part_files(folder).items() if paths}
+    found = {part for part, paths in _find_part_files(folder).items() if paths}
     return "train" in found and len(found) > 1
 
 
@@ -119,10 +118,10 @@ def read_word_text(path: Path, *, whole: bool = False) -> SequenceSet:
         sentences = {part: _read_sentences(file) for part, file in files.items()}
         known = {word for sentence in sentences["train"] for word in sentence}
         parts = {part: _replace_unknown(sentences[part], known, path=file) for part, file in files.items()}
-        return word_set(parts, name=_name(files["train"]))
+        return word_set(parts, name=_name_of(files["train"]))
     lines = _read_sentences(path)
     if whole:
-        return word_set({"train": lines, "valid": [], "test": []}, name=_text_name(path))
+        return word_set({"train": lines, "valid": [], "test": []}, name=_find_text_name(path))
     tenth = max(1, len(lines) // 10)
     if len(lines) <= 2 * tenth:
         raise StrettoError(
@@ -130,7 +129,7 @@ def read_word_text(path: Path, *, whole: bool = False) -> SequenceSet:
         )
     return word_set(
         {"train": lines[: -2 * tenth], "valid": lines[-2 * tenth : -tenth], "test": lines[-tenth:]},
-        name=_text_name(path),
+        name=_find_text_name(path),
         notes=("one file of words: its last lines are kept, a tenth for validation and a tenth for test",),
     )
 
@@ -156,9 +155,9 @@ def word_set(
 def _replace_unknown(sentences: list[list[str]], known: Container[str], *, path: Path) -> list[list[str]]:
     unknown = list(dict.fromkeys(word for sentence in sentences for word in sentence if word not in known))
     if unknown and UNKNOWN not in known:
-        named = ", ".join(map(repr, unknown[:MAX_NAMED_WORDS])) + (", ..." if len(unknown) > MAX_NAMED_WORDS else "")
         raise StrettoError(
-            f"{str(path)!r} has words that the training part does not have, and there is no {UNKNOWN} there: {named}",
+            f"{str(path)!r} has words that the training part does not have, and there is no {UNKNOWN} there: "
+            f"{list_some([*map(repr, unknown)])}",
             fix=f"Write {UNKNOWN} for rare words in the training part too.",
         )
     return [[word if word in known else UNKNOWN for word in sentence] for sentence in sentences]
@@ -171,7 +170,7 @@ def _read_sentences(path: Path) -> list[list[str]]:
     return sentences
 
 
-def _part_files(folder: Path) -> dict[Part, list[Path]]:
+def _find_part_files(folder: Path) -> dict[Part, list[Path]]:
     found: dict[Part, list[Path]] = {part: [] for part in PARTS}
     for path in sorted(folder.iterdir()):
         match = PART_FILE.fullmatch(path.name)
@@ -181,7 +180,7 @@ def _part_files(folder: Path) -> dict[Part, list[Path]]:
 
 
 def _choose_files(folder: Path) -> dict[Part, Path]:
-    found = _part_files(folder)
+    found = _find_part_files(folder)
     for part, paths in found.items():
         if len(paths) != 1:
             there = f"has {', '.join(path.name for path in paths)}" if paths else "has none"
@@ -192,6 +191,6 @@ def _choose_files(folder: Path) -> dict[Part, Path]:
     return {part: paths[0] for part, paths in found.items()}
 
 
-def _name(train: Path) -> str:
+def _name_of(train: Path) -> str:
     match = PART_FILE.fullmatch(train.name)
     return (match["prefix"].rstrip("._-") if match else "") or train.parent.name

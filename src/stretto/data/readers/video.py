@@ -145,8 +145,8 @@ class _Clip:
 
 def holds_clips(folder: Path) -> bool:
     """Whether two levels below `folder` there is a file of features or a video, or three levels below a frame."""
-    classes = (entry for entry in _visible(folder) if entry.is_dir())
-    return any(_looks_like_a_clip(entry) for group in classes for entry in _visible(Path(group.path)))
+    classes = (entry for entry in _visible_entries(folder) if entry.is_dir())
+    return any(_looks_like_a_clip(entry) for group in classes for entry in _visible_entries(Path(group.path)))
 
 
 def _find_clips(folder: Path) -> tuple[list[_Clip], list[str]]:
@@ -157,12 +157,12 @@ def _find_clips(folder: Path) -> tuple[list[_Clip], list[str]]:
     root = folder.resolve()
     clips: list[_Clip] = []
     names: list[str] = []
-    for entry in _inside(folder, root):
+    for entry in _list_entries(folder, root):
         if not entry.is_dir() or entry.name == SPLITS_FOLDER:
             continue
         if not entry.name.isprintable():
             raise StrettoError(f"the class {entry.path!r} has a name that cannot be shown", fix="Rename the folder.")
-        clips += _clips_of_class(Path(entry.path), root=root, label=len(names))
+        clips += _find_clips_of_class(Path(entry.path), root=root, label=len(names))
         names.append(entry.name)
     if not clips:
         raise StrettoError(
@@ -177,16 +177,16 @@ def _find_clips(folder: Path) -> tuple[list[_Clip], list[str]]:
     return clips, names
 
 
-def _clips_of_class(folder: Path, *, root: Path, label: int) -> list[_Clip]:
-    entries = _inside(folder, root)
+def _find_clips_of_class(folder: Path, *, root: Path, label: int) -> list[_Clip]:
+    entries = _list_entries(folder, root)
     clips = [
-        _Clip(path=Path(entry), name=entry.name, label=label, frames=_frame_names(Path(entry), root=root))
+        _Clip(path=Path(entry), name=entry.name, label=label, frames=_list_frames(Path(entry), root=root))
         for entry in entries
         if entry.is_dir()
     ]
     clips += [
         _Clip(path=Path(entry), name=Path(entry).stem, label=label, frames=())
-        for entry in _files([entry for entry in entries if not entry.is_dir()], FEATURE_ENDINGS)
+        for entry in _select_files([entry for entry in entries if not entry.is_dir()], FEATURE_ENDINGS)
     ]
     known = {clip.name for clip in clips}
     videos = (Path(entry) for entry in entries if entry.name.lower().endswith(VIDEO_ENDINGS))
@@ -201,8 +201,8 @@ def _clips_of_class(folder: Path, *, root: Path, label: int) -> list[_Clip]:
     return clips
 
 
-def _frame_names(folder: Path, *, root: Path) -> tuple[str, ...]:
-    names = tuple(entry.name for entry in _files(_inside(folder, root), FRAME_ENDINGS))
+def _list_frames(folder: Path, *, root: Path) -> tuple[str, ...]:
+    names = tuple(entry.name for entry in _select_files(_list_entries(folder, root), FRAME_ENDINGS))
     if not names:
         raise StrettoError(
             f"the clip {str(folder)!r} has no frames", fix="Put .jpg or .png files there, or remove the folder."
@@ -214,10 +214,10 @@ def _frame_names(folder: Path, *, root: Path) -> tuple[str, ...]:
     return names
 
 
-def _inside(folder: Path, root: Path) -> list["os.DirEntry[str]"]:
+def _list_entries(folder: Path, root: Path) -> list["os.DirEntry[str]"]:
     """The entries of a folder, in natural order; links may lead anywhere below `root`, but not out of it."""
     try:
-        entries = sorted(_visible(folder), key=_natural)
+        entries = sorted(_visible_entries(folder), key=_natural_key)
         for entry in entries:
             if entry.is_symlink() and not Path(entry).resolve().is_relative_to(root):
                 raise StrettoError(
@@ -229,13 +229,13 @@ def _inside(folder: Path, root: Path) -> list["os.DirEntry[str]"]:
     return entries
 
 
-def _natural(entry: "os.DirEntry[str]") -> tuple[list[str | int], str]:
+def _natural_key(entry: "os.DirEntry[str]") -> tuple[list[str | int], str]:
     # Text and digits alternate, so a number is only ever compared with a number.
     parts = _DIGITS.split(entry.name)
     return [int(part) if place % 2 else part for place, part in enumerate(parts)], entry.name
 
 
-def _files(entries: list["os.DirEntry[str]"], endings: tuple[str, ...]) -> list["os.DirEntry[str]"]:
+def _select_files(entries: list["os.DirEntry[str]"], endings: tuple[str, ...]) -> list["os.DirEntry[str]"]:
     """The entries with one of these endings, which must be files."""
     found = [entry for entry in entries if entry.name.lower().endswith(endings)]
     special = next((entry for entry in found if not entry.is_file()), None)
@@ -244,14 +244,14 @@ def _files(entries: list["os.DirEntry[str]"], endings: tuple[str, ...]) -> list[
     return found
 
 
-def _visible(folder: Path) -> Iterable["os.DirEntry[str]"]:
+def _visible_entries(folder: Path) -> Iterable["os.DirEntry[str]"]:
     with os.scandir(folder) as entries:
         yield from (entry for entry in entries if not entry.name.startswith("."))
 
 
 def _looks_like_a_clip(entry: "os.DirEntry[str]") -> bool:
     if entry.is_dir():
-        return any(frame.name.lower().endswith(FRAME_ENDINGS) for frame in _visible(Path(entry)))
+        return any(frame.name.lower().endswith(FRAME_ENDINGS) for frame in _visible_entries(Path(entry)))
     return entry.name.lower().endswith(FEATURE_ENDINGS + VIDEO_ENDINGS)
 
 
@@ -264,7 +264,7 @@ def _apply_split_files(
     for test or 0 for unused.
     """
     paths = [folder / SPLITS_FOLDER / f"{name}_test_split{number}.txt" for name in names]
-    marks = [_marks(path, root=folder.resolve()) for path in paths]
+    marks = [_read_marks(path, root=folder.resolve()) for path in paths]
     unlisted = next((clip for clip in clips if clip.name not in marks[clip.label]), None)
     if unlisted is not None:
         raise StrettoError(
@@ -285,9 +285,9 @@ def _apply_split_files(
     return used, np.array([mark == TEST for mark in marks_N if mark != UNUSED], dtype=np.uint8), notes
 
 
-def _marks(path: Path, *, root: Path) -> dict[str, int]:
-    listed = [entry for entry in _inside(path.parent, root) if entry.name == path.name]
-    if not _files(listed, (".txt",)):
+def _read_marks(path: Path, *, root: Path) -> dict[str, int]:
+    listed = [entry for entry in _list_entries(path.parent, root) if entry.name == path.name]
+    if not _select_files(listed, (".txt",)):
         raise StrettoError(
             f"there is no split file {str(path)!r}",
             fix=f"Put it there, or remove the folder {SPLITS_FOLDER} to have a split drawn at random.",
@@ -316,11 +316,11 @@ def _read_frames(clips: Sequence[_Clip], framing: Framing) -> tuple[Array, list[
         # Pillow refuses the largest images and merely warns of large ones.
         warnings.simplefilter("error", image.DecompressionBombWarning)
         for row, path in enumerate(paths):
-            pixels_SF[row] = _pixels(path, framing, image=image)
+            pixels_SF[row] = _read_pixels(path, framing, image=image)
     return pixels_SF, lengths
 
 
-def _pixels(path: Path, framing: Framing, *, image: Any) -> Array:
+def _read_pixels(path: Path, framing: Framing, *, image: Any) -> Array:
     try:
         with image.open(path, formats=FORMATS) as frame:
             if frame.mode not in MODES:

@@ -33,7 +33,7 @@ def make_drawn_digits(*, num_train: int = 6000, seed: int = 0) -> SequenceSet:
         num_train: Training images; validation and test get a sixth as many each.
         seed: Everything follows from it.
     """
-    points_QP2, joined_QP = _shapes()
+    points_QP2, joined_QP = _make_shapes()
     images, labels = [], []
     counts = part_sizes(num_train, held_out=6)
     for number, count in enumerate(counts):
@@ -61,7 +61,7 @@ def load_drawn_digits(*, num_train: int = 6000, seed: int = 0) -> SequenceSet:
     return cached_set(identity, name=NAME, make=lambda: make_drawn_digits(num_train=num_train, seed=seed))
 
 
-def _shapes() -> tuple[Array, Array]:
+def _make_shapes() -> tuple[Array, Array]:
     """The digits of all fonts, each centred, of height 1, and padded with points that no stroke joins.
 
     The points along the strokes (Q, P, 2), where digit d of font f is shape f * 10 + d; and whether a stroke goes from
@@ -83,8 +83,8 @@ def _draw(points_QP2: Array, joined_QP: Array, labels_N: Array, *, rng: np.rando
     """Images (N, H, W) of the digits, each by its own hand and pen."""
     count = len(labels_N)
     shape_N = rng.integers(len(FONTS), size=count) * len(DIGITS) + labels_N
-    points_NP2 = _by_hand(points_QP2[shape_N], rng=rng)
-    ink_NHW = _ink(points_NP2, joined_QP[shape_N], width_N=rng.uniform(0.6, 1.5, size=count))
+    points_NP2 = _distort(points_QP2[shape_N], rng=rng)
+    ink_NHW = _draw_ink(points_NP2, joined_QP[shape_N], width_N=rng.uniform(0.6, 1.5, size=count))
     grey_NHW = np.minimum(1.0, rng.uniform(0.9, 1.6, size=(count, 1, 1)) * ink_NHW)
     grey_NHW *= rng.uniform(0.55, 1.0, size=(count, 1, 1))
     grey_NHW += rng.normal(scale=rng.uniform(0.0, 0.12, size=(count, 1, 1)), size=grey_NHW.shape)
@@ -92,7 +92,7 @@ def _draw(points_QP2: Array, joined_QP: Array, labels_N: Array, *, rng: np.rando
     return bytes_NHW
 
 
-def _by_hand(points_NP2: Array, *, rng: np.random.Generator) -> Array:
+def _distort(points_NP2: Array, *, rng: np.random.Generator) -> Array:
     """Shapes as they are written, in pixels: bent, slanted, turned, of any size and place."""
     count = len(points_NP2)
     bent_NP2 = points_NP2.copy()
@@ -111,7 +111,7 @@ def _by_hand(points_NP2: Array, *, rng: np.random.Generator) -> Array:
     return placed_NP2 + (SIDE - 1) / 2 + rng.uniform(-3.0, 3.0, size=(count, 1, 2))
 
 
-def _ink(points_NP2: Array, joined_NP: Array, *, width_N: Array) -> Array:
+def _draw_ink(points_NP2: Array, joined_NP: Array, *, width_N: Array) -> Array:
     """How much ink lies on each pixel (N, H, W): about 1 in the middle of a stroke, and soft at its edges.
 
     Each point leaves a round blot of ink for the way to its neighbours. A blot is a product of a row and a column, so

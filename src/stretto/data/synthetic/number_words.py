@@ -40,8 +40,8 @@ def make_number_words(*, num_train: int = 5000, seed: int = 0) -> SequenceSet:
         magnitudes = rng.uniform(0.0, np.log(LARGEST_NUMBER + 2), size=rng.integers(1, MAX_NUMBERS_PER_LINE + 1))
         lines[tuple((np.exp(magnitudes) - 1.0).astype(int).tolist())] = None
     pairs = LinePairs(
-        sources=[_enumerate([in_english(number) for number in line], "and") for line in lines],
-        targets=[_enumerate([in_german(number) for number in line], "und") for line in lines],
+        sources=[_join_words([in_english(number) for number in line], "and") for line in lines],
+        targets=[_join_words([in_german(number) for number in line], "und") for line in lines],
         languages=("en", "de"),
     )
     # Lines of one small number run out soon and come early: every part should get some.
@@ -81,5 +81,5 @@ def _german_stem(number: int) -> str:
     return f"{_german_stem(count)}{name}" + (_german_stem(rest) if rest else "")
 
 
-def _enumerate(words: list[str], conjunction: str) -> str:
+def _join_words(words: list[str], conjunction: str) -> str:
     return ", ".join(words[:-1]) + f" {conjunction} {words[-1]}" if len(words) > 1 else words[0]

@@ -1,4 +1,4 @@
-"""The embedded set for labels of steps: signals that switch between regimes now and then.
+"""The embedded set for labels of steps: signals that switch between regimes at random times.
 
 The first channel swings slowly or fast; the second is quiet except for a pulse, up or down, where a regime begins. A
 regime is both together, so that a net must remember the last pulse for as long as the regime lasts. Everything follows

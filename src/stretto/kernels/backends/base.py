@@ -1,11 +1,11 @@
-"""What a backend is: what it takes, what it gives back, and the registry of all of them.
+"""The interface of a backend, and the registry of all of them.
 
     cell --trace, analyse, derive--> TracedStep --backend--> Program, with an AbstractKernel for each loop
 
 A backend says with `supports` whether it can run the body of a loop, or why not, and builds kernels of bodies. Adding
 one is a folder here and a line in `backends/__init__.py`; outside of `stretto.kernels` nothing knows its classes.
 
-Shape legend: B sequences, P rows of all steps together; each tensor has further dimensions of its own.
+Shape legend: B sequences, P rows of all steps together; each tensor has further dimensions.
 """
 
 from abc import ABC, abstractmethod
@@ -23,10 +23,10 @@ from stretto.kernels.layout import Layout
 from stretto.signature import PLAIN, Packing, StepSignature
 
 Backend: TypeAlias = Literal["auto", "cpp", "triton", "cudagraph", "eager", "torch"]
-"""What runs a recurrent layer; "auto" takes the first of the registry that can."""
+"""What runs a recurrent layer; "auto" is the first of the registry that can."""
 
 Shown: TypeAlias = Literal["", "rows", "steps"]
-"""How a user gets the output of a layer; see `LayerCall`."""
+"""How the output of a layer is returned to a user; see `LayerCall`."""
 
 LoopCoroutine: TypeAlias = "Generator[list[LoopCall], list[LoopResult], tuple[torch.Tensor, list[torch.Tensor]]]"
 """A program under way: it yields loops to run, is sent their results, and returns outputs (P, ...) and final states."""
@@ -115,6 +115,9 @@ class AbstractKernel(ABC):
     Attributes:
         num_inputs: Tensors of a `LoopCall`: states, values of each step, weights, constants.
         num_results: Tensors of a `LoopResult` without the saved ones: states after each step, outputs, final states.
+        copied_states: Initial states of which the backward loop reads a copy, and the products after it what was given.
+            So do the operators of torch's GRU: what is computed from a state has a value of its own, which a change
+            that autograd does not see, as through `.data`, leaves as it was.
     """
 
     def __init__(self, body: Body) -> None:
@@ -122,6 +125,8 @@ class AbstractKernel(ABC):
         self.deferral = Deferral(body.deferred)
         self.num_inputs = [len(body.ports_of(kind)) for kind in Kind]
         self.num_results = (len(body.next_states), len(body.outputs), len(body.next_states))
+        read = self.deferral.read.intersection(item for node in body.backward for item in node.inputs)
+        self.copied_states = [index for index, port in enumerate(body.ports_of(Kind.STATE)) if port.node in read]
 
     @abstractmethod
     def forward(self, call: LoopCall, *, keep: bool) -> LoopResult:
@@ -151,7 +156,7 @@ class AbstractKernel(ABC):
 
     @property
     def fallback(self) -> str:
-        """Why it has come to run a loop another way than its backend says; empty if it has not."""
+        """Why it runs a loop another way than its backend says; empty if it does not."""
         return ""
 
     @property
@@ -178,8 +183,8 @@ class LayerOperator(ABC):
         """Run programs that do not depend on each other; outputs (P, ...) and final states of each."""
 
     @abstractmethod
-    def kept_shapes(self, total: int) -> list[tuple[int, ...]]:
-        """The shapes of what `run_forward` keeps for a batch of so many rows, which may be a symbol."""
+    def kept_shapes(self, total: int, num_rows: int) -> list[tuple[int, ...]]:
+        """The shapes of what `run_forward` keeps for so many rows of all steps and sequences, which may be symbols."""
 
     @classmethod
     @abstractmethod
@@ -216,7 +221,7 @@ class Program(ABC):
     Attributes:
         loops: What runs its loops, in order; none if nothing is known about the cell.
         operator: What runs all of it at once, if there is such a thing.
-        outputs: How several outputs of a step lie side by side, as far as is known; None for one.
+        outputs: The packing of several outputs of a step, once it is known; None for one.
     """
 
     loops: Sequence[AbstractKernel] = ()
@@ -298,7 +303,7 @@ class TracedStep:
 
     @property
     def narrow(self) -> torch.dtype | None:
-        """The 16 bits of products' operands: those of autocast, or what the cell has outside of its loops; or None."""
+        """The 16-bit dtype of products' operands: that of autocast, or of the cell outside of its loops; or None."""
         kinds = set() if self.plan is None else set(self.plan.graph.narrow.values())
         return self.operands or (next(iter(kinds)) if len(kinds) == 1 else None)
 
@@ -320,11 +325,11 @@ class AbstractBackend(ABC):
 
     @property
     def is_reference(self) -> bool:
-        """Whether it takes longer than the cell as it is, so that "auto" takes it only if loops are needed."""
+        """Whether it is slower than calling the cell, so that "auto" chooses it only if loops are needed."""
         return False
 
     def is_meant_for(self, device: torch.device) -> bool:  # noqa: ARG002
-        """Whether it is worth a word that it did not take a cell on a device."""
+        """Whether a user should be told why it does not run a cell on a device."""
         return self.generates_code
 
     def unavailable(self) -> str | None:
@@ -332,7 +337,7 @@ class AbstractBackend(ABC):
         return None
 
     def idle(self) -> str | None:
-        """Why no cell runs by it on this machine as it is, whatever could be built; None if some may."""
+        """Why it runs no cell on this machine, though it may be able to build some; None if it may run some."""
         return self.unavailable()
 
     def supports(self, body: Body, device: torch.device) -> str | None:  # noqa: ARG002
@@ -340,7 +345,7 @@ class AbstractBackend(ABC):
         return None
 
     def leaves(self, step: TracedStep) -> str | None:  # noqa: ARG002
-        """Why "auto" should pass over it although it could run a cell; None if it should not, as by default."""
+        """Why "auto" should skip it although it could run a cell; None if it should not, as by default."""
         return None
 
     @abstractmethod
@@ -373,7 +378,7 @@ def register(backend: AbstractBackend, *, before: str | None = None) -> None:
 
 
 def unregister(name: str) -> None:
-    """Take a backend away again."""
+    """Remove a backend."""
     _REGISTRY[:] = [backend for backend in _REGISTRY if backend.name != name]
 
 

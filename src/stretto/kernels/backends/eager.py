@@ -1,6 +1,6 @@
 """The loop run with PyTorch's operators: the reference, and what solvers run where no code can be generated.
 
-The same nodes are in the loop as in generated code; hoisting, sinking and deferral do not depend on who runs it.
+The same nodes are in the loop as in generated code; hoisting, sinking and deferral do not depend on the backend.
 """
 
 from typing import Any, ClassVar, final

@@ -1,7 +1,7 @@
 """What kernels of generated code have in common: the memory that one loop reads and writes, by its role in the loop IR.
 
-Generated code reads contiguous rows; real numbers and truth values have the dtype that the loop computes in, and all
-integers are 64-bit integers. What comes back has the dtypes that the cell has.
+Generated code reads contiguous rows; real numbers and booleans have the dtype that the loop computes in, and all
+integers are 64-bit integers. Results are converted to the dtypes that the cell has.
 
 Shape legend: B sequences, P rows of all steps together.
 """
@@ -39,8 +39,7 @@ class GeneratedKernel(AbstractKernel):
         super().__init__(body)
         self.device = device
         self.dtype = real_dtype(body)
-        per_step = [port.node for port in body.ports_of(Kind.PER_STEP)]
-        made = (*body.next_states, *body.outputs, *body.saved, *body.to_deferred, *per_step)
+        made = (*body.next_states, *body.outputs, *body.saved, *body.to_deferred, *body.nodes_of(Kind.PER_STEP))
         self._one_row = {node: concrete_shape(node.shape, 1) for node in made}
 
     @cached_property
@@ -56,8 +55,8 @@ class GeneratedKernel(AbstractKernel):
         return {
             "before": after,
             "initial": self._all_rows(call.states, body.next_states),
-            "per_step": self._all_rows(call.per_step, [port.node for port in body.ports_of(Kind.PER_STEP)]),
-            "constant": self._all_rows(call.constants, [port.node for port in body.ports_of(Kind.CONSTANT)]),
+            "per_step": self._all_rows(call.per_step, body.nodes_of(Kind.PER_STEP)),
+            "constant": self._all_rows(call.constants, body.nodes_of(Kind.CONSTANT)),
             "after": after,
             "output": self._all_rows(result.outputs, body.outputs),
             "saved": result.saved,
@@ -127,7 +126,7 @@ class GeneratedKernel(AbstractKernel):
         }
 
     def give_out(self, result: LoopResult) -> None:
-        """Give what a loop made the dtypes that the cell has it in."""
+        """Convert what a loop made to the dtypes that the cell has."""
         for tensors, nodes in (
             (result.after, self.body.next_states),
             (result.finals, self.body.next_states),
@@ -139,8 +138,8 @@ class GeneratedKernel(AbstractKernel):
         """Likewise, of gradients."""
         body = self.body
         _convert(gradients.states, body.next_states)
-        _convert(gradients.per_step, [port.node for port in body.ports_of(Kind.PER_STEP)])
-        _convert(gradients.constants, [port.node for port in body.ports_of(Kind.CONSTANT)])
+        _convert(gradients.per_step, body.nodes_of(Kind.PER_STEP))
+        _convert(gradients.constants, body.nodes_of(Kind.CONSTANT))
         _convert(gradients.to_deferred, body.to_deferred)
 
 

@@ -12,10 +12,11 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
+from stretto.graph import attribute_tensors
 from stretto.kernels.backends.base import AbstractBackend, LoopCoroutine, Program, TracedStep
 from stretto.kernels.layout import Layout
 from stretto.signature import PLAIN, Packing, StepSignature, call_step, check_outputs
-from stretto.state import flatten, map_state, unflatten
+from stretto.state import flatten, map_state, select_rows, unflatten
 
 
 @final
@@ -49,8 +50,9 @@ class PlainProgram(Program):
         parameters: Mapping[str, torch.Tensor],
     ) -> LoopCoroutine:
         """Everything at once: there are no loops to ask for."""
-        own = {**dict(self.cell.named_parameters()), **dict(self.cell.named_buffers())}
-        replaced = any(parameters[name] is not tensor for name, tensor in own.items())
+        cell = self.cell
+        own = {**dict(attribute_tensors(cell)), **dict(cell.named_parameters()), **dict(cell.named_buffers())}
+        replaced = any(parameters.get(name, tensor) is not tensor for name, tensor in own.items())
         tensors = parameters if replaced else None
         state, count = unflatten(self.structure, states), layout.num_rows
         ended: list[list[torch.Tensor]] = []  # states of the sequences that are over, the shortest first
@@ -77,7 +79,7 @@ class PlainProgram(Program):
         yield []  # type: ignore[unreachable]  # what makes this a coroutine, though it asks for no loops
 
     def _pack(self, y: Any) -> torch.Tensor:
-        """Several outputs side by side."""
+        """Several outputs, concatenated."""
         found = Packing.of(y)
         if self.outputs != found:
             self.outputs = found
@@ -109,12 +111,12 @@ def loop_over_steps(
     outputs: list[Any] = []
     for step, parts in enumerate(zip(*(part.unbind(1) for part in flatten(x_BTF)), strict=True)):
         if resets_BT is not None:
-            state = map_state(partial(_keep, resets_BT[:, step]), fresh, state)
+            state = map_state(partial(select_rows, resets_BT[:, step]), fresh, state)
         y, after = call_step(cell, unflatten(x_BTF, parts), state, signature=signature)
         if real_BT is not None:
             real_B = real_BT[:, step]
-            y = map_state(lambda part, keep=real_B: _keep(keep, part, torch.zeros_like(part)), y)
-            after = map_state(partial(_keep, real_B), after, state)
+            y = map_state(lambda part, real_B=real_B: select_rows(real_B, part, torch.zeros_like(part)), y)
+            after = map_state(partial(select_rows, real_B), after, state)
         outputs.append(y)
         state = after
     if not outputs:
@@ -125,7 +127,3 @@ def loop_over_steps(
     for parts in zip(*map(flatten, outputs), strict=True):
         check_outputs(cell, parts)
     return map_state(lambda *parts: torch.stack(parts, 1), *outputs), state
-
-
-def _keep(real_B: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    return torch.where(real_B.reshape(-1, *[1] * (new.dim() - 1)), new, old)

@@ -204,7 +204,7 @@ def _is_ours(path: Path) -> bool:
 def load(source: str, *, torch_version: str) -> ctypes.CDLL:
     """The library of `source`, from the cache or compiled now.
 
-    Several processes may ask at once: each compiles to a file of its own, and one of them is put in place whole.
+    Several processes may ask at once: each compiles to a temporary file, and renames it into place.
 
     Raises:
         NoCompiler: If it cannot be compiled or loaded.

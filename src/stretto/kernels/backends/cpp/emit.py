@@ -24,7 +24,7 @@ FINISH = {"sum": "reduce_sum", "max": "reduce_max", "min": "reduce_min"}
 _Axis: TypeAlias = "tuple[int, int]"
 """The size of a dimension of a loop, or of several that were merged, and the last of them."""
 FEW_ELEMENTS = 16
-"""Fewer elements than this side by side are not the innermost loop if there is a longer one."""
+"""A contiguous dimension of fewer elements than this is not the innermost loop if there is a longer one."""
 WAIT = "if (TEAM) barrier->wait(rank, size);"
 
 
@@ -235,7 +235,7 @@ class _LoopWriter:
         axes = self.axes or [(1, len(self.group.dims) - 1)]
         reduced = [axis for axis in axes if axis[1] in self.group.axes]
         kept = self._longest_last([axis for axis in axes if axis[1] not in self.group.axes])
-        # Either lanes hold parts of one sum, which are added up at the end, or each lane holds a sum of its own.
+        # Either lanes hold parts of one sum, which are added up at the end, or each lane holds a separate sum.
         across_lanes = (bool(reduced) and axes[-1] is reduced[-1]) or not kept
         size, inner = (reduced[-1] if reduced else (1, None)) if across_lanes else kept[-1]
         outer = kept + reduced[:-1] if across_lanes else kept[:-1] + reduced

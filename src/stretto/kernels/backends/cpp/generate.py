@@ -47,7 +47,7 @@ class Generated:
         packed: Where each weight begins in packed memory, and the elements of all of it.
         scratch: Elements of scratch memory per row.
         private: Elements of scratch memory per row and thread.
-        room: Elements per row that products need to lay rows side by side.
+        room: Elements per row that products need to interleave rows.
         passes: Loops over a row's elements per step.
         work: Multiplications of one row's step; an element of a loop counts as several.
         shares_columns: Whether threads may share few rows, if it turns out to be faster.
@@ -116,9 +116,9 @@ def generate(body: Body, way: Way) -> Generated:
 
 
 def _show(ir: LoopIR, body: Body) -> None:
-    """Let the step's output go to a place of its own, too, while it is in a register.
+    """Write the step's output to a second buffer, too, while it is in a register.
 
-    What the backward pass reads is then nothing that a user has. Where there is no backward pass, both are one place.
+    The user gets one and the backward pass reads the other. Without a backward pass, both are the same buffer.
     """
     root = next((root for root in ir.roots if (root.buffer.role, root.buffer.index) == body.shown), None)
     if root is not None:

@@ -105,7 +105,7 @@ class CppKernel(GeneratedKernel):
 
     @classmethod
     def forward_all(cls, calls: Sequence[LoopCall], *, keep: bool) -> list[LoopResult]:
-        """Run loops at once, each by threads of its own where there are enough."""
+        """Run loops at once, each by separate threads where there are enough."""
         made, given = [], []
         for call in calls:
             kernel = _kernel_of(call)
@@ -169,8 +169,11 @@ def share_out(way: Way, runs: Sequence[tuple[Layout, CppKernel]]) -> tuple[int, 
 
 
 def pieces_of(layout: Layout, count: int, *, threads: int, team: int) -> int:
-    """Pieces of the rows of one of so many loops; none where a team shares all rows."""
-    return 0 if team > 1 else 1 if count % threads == 0 else min(threads, layout.num_nonempty)
+    """Pieces of the rows of one of `count` loops; none where a team shares all rows."""
+    if team > 1:
+        return 0
+    # Loops that threads can share out evenly are not cut: each thread reads the weights of its own loops only.
+    return 1 if count % threads == 0 else min(threads, layout.num_nonempty)
 
 
 def launch(

@@ -54,7 +54,7 @@ Stored: TypeAlias = tuple[int, bool]
 """The position of a parameter, and whether its transpose is meant."""
 
 
-class _OtherShapeError(Exception):
+class _CannotFuseError(Exception):
     """The program is not a loop fed by linear maps."""
 
 
@@ -150,7 +150,7 @@ class FusedLayer(LayerOperator):
         self.keeps_feeds = any(role is not None and role[0] == "per_step" for role in read)
         kept = {"after": body.next_states, "output": body.outputs, "saved": body.saved}
         if self.keeps_feeds:
-            kept["per_step"] = [port.node for port in body.ports_of(Kind.PER_STEP)]
+            kept["per_step"] = body.nodes_of(Kind.PER_STEP)
         sizes = {(role, index): node.row_size for role, nodes in kept.items() for index, node in enumerate(nodes)}
         self.kept_sizes = {role: size for role, size in sizes.items() if role != self.y_role or self.reads_y}
         """Elements per row of the values that are made forward and read backward."""
@@ -174,7 +174,7 @@ class FusedLayer(LayerOperator):
             return None
         try:
             return FusedLayer(plan, kernels[0])
-        except _OtherShapeError:
+        except _CannotFuseError:
             return None
 
     def _feed(self, node: Node, x: Node) -> _Feed:
@@ -236,11 +236,14 @@ class FusedLayer(LayerOperator):
             places[role, index] = end
             # What nothing will read again gets one row for each sequence.
             end += aligned((total if keep or role != "saved" else num_rows) * size)
+        for index in self.kernel.copied_states if keep else []:
+            places["copied", index] = end
+            end += aligned(num_rows * math.prod(self.state_shapes[index]))
         return places, end
 
-    def kept_shapes(self, total: int) -> list[tuple[int, ...]]:
+    def kept_shapes(self, total: int, num_rows: int) -> list[tuple[int, ...]]:
         """One piece of memory."""
-        return [(self.kept_places(total, 0, "rows", keep=True)[1],)]
+        return [(self.kept_places(total, num_rows, "rows", keep=True)[1],)]
 
     @classmethod
     def run_forward(
@@ -252,7 +255,10 @@ class FusedLayer(LayerOperator):
         for layer, (_, kept) in zip(operators, made, strict=True):
             places = {} if kept is None else layer.kept_places(layout.total, layout.num_rows, "rows", keep=True)[0]
             for role, start in places.items():
-                end = start + layout.total * layer.kept_sizes[role]
+                if role[0] == "copied":
+                    end = start + layout.num_rows * math.prod(layer.state_shapes[role[1]])
+                else:
+                    end = start + layout.total * layer.kept_sizes[role]
                 kept[end : aligned(end)] = 0.0  # type: ignore[index] # what lies between values is a result, too
         return [t for results, _ in made for t in results], [kept for _, kept in made if kept is not None]
 
@@ -275,7 +281,7 @@ class FusedLayer(LayerOperator):
 
 def _require(holds: bool) -> None:
     if not holds:
-        raise _OtherShapeError
+        raise _CannotFuseError
 
 
 def _roles(kernel: CppKernel) -> dict[Node, Role]:
@@ -371,7 +377,7 @@ class _Writer:
         self.parts: list[list[list[int]]] = [[], []]
         """Operations before and after the loop."""
         self.loop: list[int] = []
-        self.work = self.room = self.taken = 0
+        self.work = self.room = self.held = 0
         layout, layer = self.layout, self.layer
         places, self.kept = layer.kept_places(layout.total, layout.num_rows, batch.shown, keep=keep)
         start = self.at(KEPT) if keep else self.reserve(self.kept)
@@ -393,9 +399,9 @@ class _Writer:
         return self.at(WORK, self.work - aligned(size))
 
     def make_room(self, size: int) -> int:
-        """Memory for one operation, behind what is taken."""
-        self.room = max(self.room, self.taken + aligned(size))
-        return self.at(ROOM, self.taken)
+        """Memory for one operation, behind what is held for the next one."""
+        self.room = max(self.room, self.held + aligned(size))
+        return self.at(ROOM, self.held)
 
     def add(self, *words: int, after: bool = False) -> None:
         """An operation."""
@@ -459,6 +465,11 @@ def _write_forward(batch: _Batch, *, keep: bool, pieces: int, team: int) -> _Lay
         writer.add_product(*x, matrix, bias_place, writer.places["per_step", index])
     for index in range(layer.num_states):
         writer.places["final", index] = writer.at(writer.own_tensors + index)
+    for index in layer.kernel.copied_states if keep else []:
+        elements = batch.states[index].numel()
+        if elements:
+            copied = (writer.places["initial", index], writer.places["copied", index])
+            writer.add(COPY, *copied, 1, elements, threads_for(elements))
     writer.add_loop(pieces=pieces, team=team)
     return writer.finish(pieces)
 
@@ -476,6 +487,8 @@ class _BackwardWriter(_Writer):
         # The tensors of this pass: gradients of y and final states, states before each step, gradients that are made.
         self.first_shifted = self.own_tensors + first
         self.first_gradient = self.first_shifted + self.layer.num_states
+        for index in self.layer.kernel.copied_states:
+            self.places["initial", index] = self.places["copied", index]
         self.gradients: dict[int, tuple[int, ...]] = {}
         self.shifted: set[int] = set()
         self.sums: dict[int, int] = {}
@@ -518,9 +531,9 @@ class _BackwardWriter(_Writer):
             write(target)
             return
         source = self.make_room(elements)
-        self.taken = aligned(elements)
+        self.held = aligned(elements)
         write(source)
-        self.taken = 0
+        self.held = 0
         shape = size if transposed else (1, elements)
         self.add(COPY if is_first else ADD, source, target, *shape, threads_for(elements), after=True)
         for d in [d for d, place in self.sums.items() if place in {target, source}]:
@@ -579,9 +592,9 @@ class _BackwardWriter(_Writer):
             if role[0] != "before":
                 self._add_matrix(weight, places[role], width, d)
             elif layout.num_steps <= 1:
-                self._add_matrix(weight, places["initial", role[1]], width, d)
+                self._add_matrix(weight, self.at(X + 1 + role[1]), width, d)
             elif layout.is_even:
-                head = (places["initial", role[1]], width, layout.num_rows)
+                head = (self.at(X + 1 + role[1]), width, layout.num_rows)
                 self._add_matrix(weight, places["after", role[1]], width, d, head)
             else:
                 self.shifted.add(role[1])

@@ -8,7 +8,6 @@ from typing import ClassVar, final
 import torch
 
 from stretto.errors import StrettoError
-from stretto.extras import optional
 from stretto.graph import Body
 from stretto.kernels.backends.base import AbstractBackend, AbstractKernel, Program, TracedStep
 from stretto.kernels.backends.cudagraph import RECORDERS, GraphBackend, GraphKernel, graph_kernel, why_no_gpu
@@ -19,6 +18,7 @@ from stretto.kernels.backends.triton.kernel import TritonKernel
 from stretto.kernels.backends.triton.measured import COOPERATIVE, OPERATORS, MeasuredKernel
 from stretto.kernels.backends.triton.model import SLACK, WAYS, gpu_of, predict_graph, predict_triton
 from stretto.kernels.backends.triton.modes import ROWS, STEPWISE, choose_tiles, first_that_fits
+from stretto.kernels.backends.triton.package import optional
 from stretto.kernels.backends.triton.targets import target_of, too_old
 from stretto.kernels.backends.triton.team import Team
 from stretto.kernels.ir import Unsupported

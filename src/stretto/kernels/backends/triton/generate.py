@@ -21,11 +21,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, final
 
-from stretto.extras import optional
 from stretto.graph import Body
 from stretto.kernels.backends.triton import interpreter
 from stretto.kernels.backends.triton.emit import BARRIER, MEETING, Products, StepWriter, Tiles, check_supported
 from stretto.kernels.backends.triton.ops import FUNCTIONS
+from stretto.kernels.backends.triton.package import optional
 from stretto.kernels.ir import Buffer, LoopIR, Product, Unsupported, Weight, Where
 from stretto.kernels.lower import Way, lower
 from stretto.kernels.schedule import Item, Schedule

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from stretto.errors import StrettoError
-from stretto.extras import optional
+from stretto.kernels.backends.triton.package import optional
 
 _TORCH_NAMES: Final = {"rint": "round"}
 """Functions of the device library that torch calls otherwise."""

@@ -13,10 +13,10 @@ from typing import Any, Final, final
 
 import torch
 
-from stretto.extras import optional
 from stretto.graph import Body
 from stretto.kernels.backends.triton.emit import Tiles
 from stretto.kernels.backends.triton.generate import Generated, generate, load, source_of
+from stretto.kernels.backends.triton.package import optional
 from stretto.kernels.lower import Way, real_dtype
 
 NAMES: Final = {
