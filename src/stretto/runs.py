@@ -97,7 +97,7 @@ def train(
         StrettoError: The settings or the data cannot be used; the message says what to do.
         Interrupted: Training was stopped by Ctrl-C or SIGTERM; everything is saved.
 
-    Example:
+    Examples:
         result = stretto.train("handwriting", epochs=2)
         print(result.metrics["cer"], result.report)
     """

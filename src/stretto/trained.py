@@ -91,7 +91,7 @@ def load(
     Raises:
         StrettoError: The folder is not a run, was written by another version, or is damaged.
 
-    Example:
+    Examples:
         model = stretto.load("runs/handwriting-001")
         for row in model.predict("new_ink.inkml"):
             print(row["text"])

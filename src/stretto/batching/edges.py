@@ -70,7 +70,7 @@ def optimal_edges(
         best of which each holds the one before, and no other place of one of them is better; of more than 32 distinct
         lengths of either side, edges are tried at 32.
 
-    Example:
+    Examples:
         >>> optimal_edges([2, 3, 3, 9, 10], 2)
         array([ 3, 10])
         >>> optimal_edges([(2, 3), (3, 9), (3, 8), (9, 4), (8, 4)], 3)

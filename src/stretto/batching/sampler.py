@@ -79,7 +79,7 @@ class BucketSampler(BatchSampler):
         sampler: Always None: where frameworks put a sampler of theirs, which is refused.
         drop_last: Always False: every sequence comes.
 
-    Example:
+    Examples:
         >>> sampler = BucketSampler([5, 90, 6, 88], batch_size=2, num_buckets=2)
         >>> sorted(map(sorted, sampler))
         [[0, 2], [1, 3]]

@@ -35,7 +35,7 @@ class Cell(nn.Module, ABC):
     - `passive_parts` counts the tensors at the end of the state that are not units of the net, such as a step counter,
       a mask or a record of earlier states. `Zoneout` leaves them alone.
 
-    Example:
+    Examples:
         >>> class Leaky(stretto.Cell):
         ...     def __init__(self, input_size, hidden_size):
         ...         super().__init__()

@@ -45,7 +45,7 @@ def from_tensors(
         split: For each sequence 0, 1, 2 or "train", "valid", "test"; left out, a split is drawn.
         name: What the data is called in messages and reports.
 
-    Example:
+    Examples:
         >>> data = from_tensors([torch.zeros(3, 2), torch.ones(5, 2)], labels=["low", "high"])
         >>> data.lengths_N.tolist(), data.targets.names
         ([3, 5], ('high', 'low'))

@@ -58,7 +58,7 @@ class TimeMesh:
         time: The ranks with the same sequences: `time.rank` is this rank's block of steps, of `time.size`.
         devices: The grid as a torch DeviceMesh with the dimensions "data" and "time"; None for a single rank.
 
-    Example:
+    Examples:
         mesh = stretto.distributed.TimeMesh(time=2)
         rnn = stretto.RNN(stretto.cells.GRU(8, 32), solver=mesh.solver())
         block = mesh.block(x_BTF.shape[1], lengths)

@@ -77,7 +77,7 @@ def scale_loss(
             sum of `count` over ranks, for which every rank must call.
         group: The ranks; torch's default group if left out.
 
-    Example:
+    Examples:
         >>> loss = torch.tensor([1.0, 3.0]).sum()
         >>> scale_loss(loss, 2)
         tensor(2.)

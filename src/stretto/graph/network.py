@@ -614,7 +614,7 @@ class Graph:
     A layer adds or multiplies everything that arrives and applies its activation. Gates are layers that multiply; a
     loop is a cycle of connections of which at least one has a delay. Declare layers and connections in any order.
 
-    Example:
+    Examples:
         >>> graph = stretto.Graph()
         >>> x = graph.input("x", 8)
         >>> h = graph.layer("h", 16, activation="tanh", bias=True)

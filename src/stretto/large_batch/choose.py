@@ -109,7 +109,7 @@ def choose_batch(
     Raises:
         StrettoError: An argument makes no sense, or the table is empty.
 
-    Example:
+    Examples:
         >>> table = ThroughputTable.of({16: 1.0, 32: 1.1, 64: 1.3, 128: 2.4})
         >>> choice = choose_batch(table, noise_scale=200.0, base_batch_size=16)
         >>> choice.batch_size, round(choice.predicted_gain, 2)

@@ -52,7 +52,7 @@ class Guard:
         spike: Norm of a gradient relative to the median.
         max_rate_times_curvature: See above.
 
-    Example:
+    Examples:
         >>> guard = Guard()
         >>> any(guard.observe(loss=1.0 + 0.1 * (at % 3)) for at in range(100)), guard.observe(loss=float("nan"))
         (False, 'the loss is nan')
@@ -207,7 +207,7 @@ def local_curvature(gradient_at: Callable[[], Sequence[torch.Tensor]], parameter
     Raises:
         StrettoError: Gradients do not match parameters.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([3.0, 4.0], dtype=torch.float64)
         >>> round(local_curvature(lambda: [5.0 * x], [x]), 6)
         5.0

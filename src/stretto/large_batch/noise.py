@@ -218,7 +218,7 @@ class SplitByMicroBatch(AbstractSplit):
     in `.grad` would. Gradients must be zero or None when an update begins. The loss of each micro-batch must be
     weighted as in the update: a sum over its elements, divided by nothing or by the same number for all.
 
-    Example:
+    Examples:
         split = SplitByMicroBatch(model.parameters(), optimizer=optimizer)
         for x, y in micro_batches:
             (loss_sum(model(x), y) / total).backward()
@@ -424,7 +424,7 @@ class NoiseScale:
         num_updates: Updates that were measured.
         num_nonfinite: Updates that were left out because of a norm of NaN or inf.
 
-    Example:
+    Examples:
         >>> noise_scale = NoiseScale(min_updates=1)
         >>> noise_scale.add(SplitNorms(sizes=[4, 4], squares=[3.0, 3.0], square_of_mean=2.0))
         >>> noise_scale.scale

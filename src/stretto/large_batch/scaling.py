@@ -69,7 +69,7 @@ class LargeBatch:
     Raises:
         StrettoError: A number is out of range, the batch is smaller than its base, or warm-up would fill the run.
 
-    Example:
+    Examples:
         >>> recipe = LargeBatch(base_batch_size=20, base_lr=1.0, base_warmup_epochs=0.2, batch_size=320)
         >>> recipe.scale, recipe.lr, recipe.warmup_epochs
         (16.0, 4.0, 3.2)

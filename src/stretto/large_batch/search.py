@@ -166,7 +166,7 @@ class RecipeSearch:
     Raises:
         StrettoError: There is no other recipe than the plain one, or a number is out of range.
 
-    Example:
+    Examples:
         >>> search = RecipeSearch([Recipe(name="plain"), Recipe(name="muon")], epochs=20, updates_per_epoch=500)
         >>> while (job := search.ask()) is not None:
         ...     better = 0.5 if job.recipe.name == "muon" else 1.0

@@ -56,7 +56,7 @@ class ThroughputTable:
         seconds_by_size: Mean seconds per update, lengths weighted by their shares, of the sizes measured at every
             length.
 
-    Example:
+    Examples:
         >>> table = ThroughputTable.of({16: 0.5, 32: 0.75})
         >>> table.batch_sizes, table.seconds(32)
         ((16, 32), 0.75)
@@ -190,7 +190,7 @@ def probe(
         StrettoError: A size, length or bound makes no sense, or not even the smallest batch could be run.
     """
     check_callable(run_update, name="run_update", owner="probe")
-    given = check_list(batch_sizes, name="batch_sizes", owner="probe", fix="Give a list of whole numbers.")
+    given = check_list(batch_sizes, name="batch_sizes", owner="probe", fix="Give a list of integers.")
     sizes, shares = sorted({check_int(size, name="batch_sizes") for size in given}), _shares(lengths)
     check_int(repeats, name="repeats")
     check_float(max_seconds, name="max_seconds", above=0.0)

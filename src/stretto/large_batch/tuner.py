@@ -100,7 +100,7 @@ class BatchTuner:
         exchange_seconds: May be set once it was measured.
         decisions: All that changed something, and the last of each run of decisions that kept the batch.
 
-    Example:
+    Examples:
         >>> table = ThroughputTable.of({16: 1.0, 32: 1.05, 64: 1.1, 128: 1.3})
         >>> settings = LargeBatch(base_batch_size=16, base_lr=0.1, batch_size=16, epochs=10)
         >>> tuner = BatchTuner(settings, num_sequences=10_000, table=table)

@@ -89,7 +89,7 @@ class CarriedState:
         state: What was kept last, None before that.
         batch_dim: As given.
 
-    Example:
+    Examples:
         >>> carried = CarriedState(batch_dim=1)
         >>> for chunk in streams:
         ...     y_BTF, state = lstm(chunk.x_BT, carried.start(chunk.resets))
@@ -272,7 +272,7 @@ class TruncatedBPTT:
         batch_dim: Where each tensor of the state has its rows: 0 for `stretto.RNN`, 1 for `torch.nn.LSTM` and its like.
             Used for ragged rows and resets only.
 
-    Example:
+    Examples:
         >>> for part in TruncatedBPTT(rnn, x, window=256, step=128):
         ...     loss = criterion(part.y_new, target[:, part.span])
         ...     loss.backward()

@@ -107,7 +107,7 @@ def explain(model: Any, *scanned: Any, **options: Any) -> ModelExplanation | Exp
     Returns:
         A paragraph for each recurrent layer; of a step how it is computed, like `RNN.explain`.
 
-    Example:
+    Examples:
         >>> model = stretto.accelerate(torch.nn.Sequential(torch.nn.GRU(8, 32)))
         >>> stretto.explain(model).layers[0].reason
         'not called yet'

@@ -79,11 +79,11 @@ MAX_BUILT: Final = 64
 
 @final
 class RNN(nn.Module):
-    """Runs a cell over sequences; every cell as fast as if a kernel had been written for it.
+    """Runs any cell over sequences, compiled to a fused kernel.
 
-    One step of the cell is traced when the first batch comes. What does not depend on the state leaves the time loop,
-    the rest is compiled, and weight gradients are computed after the loop; see `explain`. Sequences of unequal length
-    cost their real steps only. Results are those of calling the cell at every step.
+    One step of the cell is traced at the first batch. Whatever does not depend on the state leaves the time loop, the
+    rest is compiled, and weight gradients are computed after the loop; see `explain`. Padding costs nothing. Results
+    are those of calling the cell at every step.
 
     Args:
         cell: A `stretto.Cell`, one of torch's cells, any other module that does a step, or a list of them: one for each
@@ -108,7 +108,7 @@ class RNN(nn.Module):
             and its first part the output; a pair with such a state is an output and the state. "state and output" is
             for cells that return a pair in that order.
 
-    Example:
+    Examples:
         >>> rnn = stretto.RNN(stretto.cells.GRU(8, 32), num_layers=2)
         >>> y, state = rnn(torch.randn(4, 100, 8), lengths=[100, 70, 33, 5])
         >>> y.shape
@@ -181,20 +181,20 @@ class RNN(nn.Module):
         """Run all sequences.
 
         Args:
-            x: (B, T, F), or (T, B, F) unless `batch_first`; a single sequence (T, F); whole numbers (B, T), such as
-                tokens; a PackedSequence; or a nested tensor with `layout=torch.jagged`. Several inputs are padded
-                batches in a tuple, dict or named tuple, and come to the cell in the same structure.
-            state: The state before the first step, as it is returned; by default the cells' own.
+            x: (B, T, F), or (T, B, F) unless `batch_first`; a single sequence (T, F); integers (B, T), such as tokens;
+                a PackedSequence; or a nested tensor with `layout=torch.jagged`. Several inputs are padded batches in a
+                tuple, dict or named tuple; the cell receives them in the same structure.
+            state: The state before the first step, in the form in which it is returned; by default the cells' own.
             lengths: Steps of each sequence, in any order; all T by default.
-            constants: What is the same at every step: a tensor with a row for each sequence, or several in a tuple or
-                dict. The cells get them as their third argument.
-            resets: Truth values, (B, T) or (T, B) like the input, or packed like it: whether the state before a step is
-                the one that the cell starts from, as after the end of an episode or between documents in one row. The
-                backward direction starts anew at the same borders: at the last step before each reset.
-            teacher: Truth values, (B, T) or (T, B) like the input: where one is false, a step takes the last layer's
-                output of the step before as its input, and not that of `x`, as in scheduled sampling and closed loops.
-                The first step of a sequence, and one before which it is reset, takes that of `x`.
-            sample_ids: A whole number for each sequence, by which a solver recognises it in later calls.
+            constants: Inputs that are the same at every step: a tensor with a row per sequence, or several in a tuple
+                or dict. Cells receive them as their third argument.
+            resets: Booleans, (B, T) or (T, B) like the input, or packed like it. Where true, the state is reset to the
+                cell's initial state before the step, for example after the end of an episode or between documents in
+                one row. The backward direction starts at the last step before each reset.
+            teacher: Booleans, (B, T) or (T, B) like the input. Where false, a step's input is the last layer's output
+                of the previous step instead of `x`, as in scheduled sampling and closed loops. The first step of a
+                sequence, and the first after a reset, always read `x`.
+            sample_ids: An integer per sequence, by which a solver recognises it in later calls.
 
         Returns:
             Outputs of the same kind as `x`, in the structure in which the cell returns them, zero after each sequence's
@@ -226,12 +226,12 @@ class RNN(nn.Module):
         return self._call(x, state, lengths, constants, resets, sample_ids)
 
     def step(self, x_t: Any, state: Any = None, *, constants: Any = None) -> tuple[Any, Any]:
-        """One step of all layers, for rollouts and streams: what `forward` returns for a single step, in less time.
+        """Compute one step of all layers, for rollouts and streams: the results of `forward`, in less time.
 
         Args:
             x_t: (B, F), or (F) of a single sequence, or several inputs (B, ...) in a tuple, dict or named tuple.
             state: The state before the step, as it is returned; by default the cells' own.
-            constants: What is the same at every step.
+            constants: Inputs that are the same at every step.
 
         Returns:
             The output (B, ...) and the state after the step.
@@ -282,7 +282,7 @@ class RNN(nn.Module):
             kind = f"{tuple(teacher.shape)} of {teacher.dtype}" if isinstance(teacher, torch.Tensor) else repr(teacher)
             raise StrettoError(
                 f"teacher is {kind} and the input {tuple(data.shape)}",
-                fix="Give truth values with the batch and time dimensions of the input.",
+                fix="Give booleans with the batch and time dimensions of the input.",
             )
         is_first = torch.arange(data.shape[time], device=data.device) == 0
         teacher = teacher | (is_first if self.batch_first else is_first[:, None])
@@ -608,7 +608,7 @@ class RNN(nn.Module):
         except RuntimeError as error:
             if x_PF.is_floating_point() or "dtype" not in str(error):
                 raise
-            raise StrettoError(  # whole numbers are for cells that look them up in a table
+            raise StrettoError(  # integers are for cells that look them up in a table
                 f"{type(self.cells[0]).__name__} cannot take an input of {x_PF.dtype}: {error}",
                 fix="Convert it, with x.to(...).",
             ) from error
@@ -629,7 +629,7 @@ class RNN(nn.Module):
         if len(ids) != packed.layout.num_rows:
             raise StrettoError(
                 f"{len(ids)} sample_ids were given for {packed.layout.num_rows} sequences",
-                fix="Give one whole number for each sequence.",
+                fix="Give one integer per sequence.",
             )
         if solver is None:
             return None

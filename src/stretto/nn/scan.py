@@ -52,28 +52,28 @@ def scan(
     length: int | None = None,
     batch_first: bool = True,
 ) -> tuple[Any, Any]:
-    """Run a function of one step over sequences, compiled: the loop that calls it step by step, only faster.
+    """Run a function of one step over sequences, compiled; the results are those of the loop in Python.
 
-    States, inputs, outputs and constants are tensors in any structure: tuples, named tuples, lists, dicts, None. All of
-    them are batches. Gradients go to all of them, and to every tensor, parameter and module that the step closes over.
+    States, inputs, outputs and constants are batches, in any structure: tuples, named tuples, lists, dicts, None. All
+    of them receive gradients, and so does every tensor, parameter and module that the step closes over.
 
     Args:
         step: Called as `step(state, x_t)`, or `step(state, x_t, constants)` if there are some; returns the new state,
             like the one it was given, and the step's output, which may be None. Any function, method, lambda,
             `functools.partial` or module.
-        init: The state before the first step, with a row for each sequence.
+        init: The state before the first step, with a row per sequence.
         xs: Inputs of all steps, each (B, T, ...); None if there are none.
         lengths: Steps of each sequence; all T by default. Outputs are zero after a sequence's end.
         resets: (B, T) booleans; the state before such a step is that sequence's `init`.
         reverse: Whether to run from each sequence's own end to its beginning.
-        constants: What is the same at every step, with a row for each sequence.
+        constants: Inputs that are the same at every step, with a row per sequence.
         length: T, where there are no `xs`.
         batch_first: Whether inputs, outputs and resets are (B, T, ...), as by default, or (T, B, ...).
 
     Returns:
         The state after each sequence's last step, and the outputs of all steps, zero after each sequence's end.
 
-    Example:
+    Examples:
         >>> decay = torch.tensor(0.9, requires_grad=True)
         >>> step = lambda level, x: (decay * level + x, level.tanh())
         >>> level, ys = stretto.scan(step, torch.zeros(4, 8), torch.randn(4, 100, 8))

@@ -132,7 +132,7 @@ class Streams(IterableDataset[Chunk]):
         num_steps: Real steps of a pass, over all ranks.
         planned_steps: Those of the pass under way since `resize`, if it was called.
 
-    Example:
+    Examples:
         >>> streams = Streams(torch.arange(10), num_streams=2, chunk=3)
         >>> len(streams)
         2

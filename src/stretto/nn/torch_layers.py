@@ -81,16 +81,15 @@ _log = logging.getLogger("stretto")
 
 
 def accelerate(model: Module, *, backend: Backend = "auto", measure: bool = True) -> Module:
-    """Let every `torch.nn.RNN`, `GRU` and `LSTM` inside `model` run on generated kernels.
+    """Run every `torch.nn.RNN`, `GRU` and `LSTM` inside `model` on generated kernels.
 
-    The layers stay what they are: the same class, parameters and `state_dict` keys, the same options, outputs and
-    gradients. Layers of a subclass are accelerated where its code calls `super().forward`. Whatever looks into a layer
-    (`torch.export`, tracing, `torch.func`) finds torch's own. `restore` undoes it, and `explain` says what became of
-    each layer.
+    The layers keep their class, parameters, `state_dict` keys and options, and compute the same outputs and gradients.
+    A subclass is accelerated where its code calls `super().forward`. `torch.export`, tracing and `torch.func` see
+    torch's own layer. `restore` undoes it; `explain` shows which backend runs each layer, and why.
 
-    An accelerated layer takes two more arguments, which torch's own does not have: `lengths=` of the sequences of a
-    padded batch, and `resets=`, truth values with the batch and time dimensions of the input, which say before which
-    steps the state is zero again, as after the end of an episode.
+    An accelerated layer has two more arguments: `lengths=` of the sequences of a padded batch, and `resets=`, booleans
+    with the batch and time dimensions of the input, which reset the state to zero before a step, for example after the
+    end of an episode.
 
     Args:
         model: Any module; it is also returned.
@@ -104,7 +103,7 @@ def accelerate(model: Module, *, backend: Backend = "auto", measure: bool = True
     Raises:
         StrettoError: `model` is not a module, or nothing can be compiled here and `backend` is "cpp".
 
-    Example:
+    Examples:
         >>> model = stretto.accelerate(torch.nn.Sequential(torch.nn.GRU(8, 32, batch_first=True)))
         >>> type(model[0]).__name__
         'GRU'

@@ -85,7 +85,7 @@ class Newton(AbstractSolver):
             no longer help.
         damping: Share by which Jacobians are shrunk, from 0 up to 1: slower, and steadier for nets near the edge.
 
-    Example:
+    Examples:
         >>> rnn = stretto.RNN(stretto.cells.GRU(3, 8), solver=stretto.Newton(tolerance=1e-6))
         >>> y, state = rnn(torch.randn(2, 500, 3))
         >>> rnn.solution.residual <= 1e-6
