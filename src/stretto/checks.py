@@ -16,7 +16,7 @@ MAX_INT: Final = 2**63 - 1
 """What torch and numpy count with."""
 
 
-def check_int(value: Any, *, name: str, at_least: int = 1, at_most: int = MAX_INT, owner: str = "") -> int:
+def check_int(value: Any, *, name: str, at_least: int = 1, at_most: float = MAX_INT, owner: str = "") -> int:
     """An integer: Python's, numpy's, or anything else with `__index__`, but not a bool.
 
     The error says whose argument it is if an `owner` is given: "GRU".

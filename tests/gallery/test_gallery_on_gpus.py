@@ -3,6 +3,8 @@
 The CPU counts as the GPU: nothing here was ever run on one.
 """
 
+import importlib
+from collections import OrderedDict
 from typing import Any, Final
 
 import pytest
@@ -31,7 +33,8 @@ QUICK: Final = {("EALSTM", "small"), ("Bahdanau", "cooperative"), ("SLSTM", "ord
 
 @pytest.fixture
 def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU is the GPU, whose fastest backend is Triton."""
+    """The CPU is the GPU, whose fastest backend is Triton; steps that were compiled for the CPU are not known there."""
+    monkeypatch.setattr(importlib.import_module("stretto.nn.scan"), "_COMPILED", OrderedDict())
     monkeypatch.setattr(CppBackend, "refuses", lambda *_: "this stands for a GPU")
     monkeypatch.setattr(CppBackend, "is_meant_for", lambda *_: False)
     monkeypatch.setattr(TritonBackend, "is_reference", False)

@@ -15,6 +15,7 @@ Shape legend: N sequences, K buckets, M members of a segment.
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any, Final, Literal, final
@@ -399,7 +400,7 @@ class BucketSampler(BatchSampler):
 def _as_int(name: str, value: Any, *, at_least: int = 1) -> int:
     """An integer; floats such as 6e5 are accepted if they are integers."""
     whole_float = isinstance(value, float | np.floating) and value % 1 == 0
-    return check_int(int(value) if whole_float else value, name=name, at_least=at_least)
+    return check_int(int(value) if whole_float else value, name=name, at_least=at_least, at_most=math.inf)
 
 
 def _read_segments(state: dict[str, Any]) -> list[tuple[int, int, int]]:

@@ -3,7 +3,9 @@
 Shape legend: B images, T rows, F columns, E numbers that represent a row, H hidden units, L layers, C classes.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar, Final, Literal, TypeVar, final
 
 import numpy as np
@@ -77,13 +79,23 @@ class DigitsModel(nn.Module):
                 "weight_ih_l0": weight_GE @ self.transform.weight,
                 "bias_ih_l0": bias_G + weight_GE @ self.transform.bias,
             }
-            _, (last_LBH, _) = functional_call(self.lstm, folded, (x_BTF,), {"lengths": batch.lengths})
+            with self._reading_pixels():
+                _, (last_LBH, _) = functional_call(self.lstm, folded, (x_BTF,), {"lengths": batch.lengths})
         else:
             # A model that is exported has torch's own layer, whose sequences are as long as the tensor.
             ragged = {} if batch.lengths is None else {"lengths": batch.lengths}
             _, (last_LBH, _) = self.lstm(self.transform(x_BTF), **ragged)
         scores_BC: torch.Tensor = self.classify(self.dropout(last_LBH[-1]))
         return scores_BC
+
+    @contextlib.contextmanager
+    def _reading_pixels(self) -> Iterator[None]:
+        """The LSTM checks its inputs against `input_size`, which the product of both weights changes."""
+        width, self.lstm.input_size = self.lstm.input_size, self.transform.in_features
+        try:
+            yield
+        finally:
+            self.lstm.input_size = width
 
 
 class AbstractDigits(Classification[C]):
