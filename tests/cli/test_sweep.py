@@ -103,7 +103,8 @@ def test_failed_runs_are_named(run: Run) -> None:
     )
     ended = run("sweep", "sweep.toml")
     assert ended.code == 2
-    assert "1 of 1 runs failed" in ended.err
+    assert "1 of 1 runs failed (run 0: error: " in ended.err
+    assert "bare has no labels" in ended.err
     assert "bare has no labels" in Path("runs/sweep-sweep/0.log").read_text(encoding="utf-8")
 
 

@@ -84,7 +84,9 @@ def run(words: list[str]) -> int:
     failed = [number for number, code in codes.items() if code]
     if failed:
         logs = ", ".join(str(_log(each)) for each in left if each.number in failed[:5])
-        raise StrettoError(f"{len(failed)} of {len(codes)} runs failed", fix=f"What they said is in {logs}.")
+        first = next(each for each in left if each.number in failed)
+        reason = f"run {first.number}: {_last_line(_log(first))}"
+        raise StrettoError(f"{len(failed)} of {len(codes)} runs failed ({reason})", fix=f"Their output is in {logs}.")
     return 0
 
 
@@ -204,6 +206,11 @@ def _begin(task: str, each: SweepRun) -> subprocess.Popen[bytes]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "no output").rstrip(".")
 
 
 @contextmanager
