@@ -146,6 +146,8 @@ def _train_a_part(world: World, run: str) -> str:
 
 def _train_auto(world: World, run: str, resume: bool) -> list[Any]:
     search.MIN_TRIAL_UPDATES = 0.1  # type: ignore[misc, assignment]
+    # What is chosen is trained to its end, however it fares.
+    search.MIN_GAIN, search.MAX_LOSS = -1.0, 10.0  # type: ignore[misc]
     auto.MUON_RATES = ((1, 0.1),)  # type: ignore[misc, assignment]
     task = tiny_task("classify", accumulate=1)
     task.config = dataclasses.replace(task.config, auto=True, epochs=4, learning_rate=0.01)
