@@ -81,6 +81,7 @@ def _on_threads(size: int, work: Callable[[Threads, int], Any]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_ranks_blocks_segments_and_lengths(data: st.DataObject) -> None:

@@ -27,8 +27,8 @@ TILES: Final = {
     "small": Tiles(rows=2, elements=8, columns=8, depth=8, reduced=8, least=2),
     "cooperative": Tiles(rows=2, elements=2, columns=2, depth=4, reduced=4, least=2, shares=2),
 }
-QUICK: Final = {("EALSTM", "small"), ("Bahdanau", "cooperative"), ("SLSTM", "ordinary")}
-"""Constants, attention, heads."""
+QUICK: Final = {("EALSTM", "small"), ("SLSTM", "ordinary")}
+"""Constants, heads."""
 
 
 @pytest.fixture

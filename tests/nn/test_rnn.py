@@ -601,6 +601,7 @@ def test_gradients_that_would_be_lost_are_stored_and_told(
     assert "solver" not in settings or layer.solution.solver == "newton" or backend == "torch"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compiler")
 def test_what_changes_at_every_call_is_told_and_fills_no_memory() -> None:
     cell: Any = cell_of(PLACES["dict"], name="Restless")().double()

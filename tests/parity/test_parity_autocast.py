@@ -69,6 +69,7 @@ def test_products_round_their_operands_and_states_stay_wide(backend: Any, low: t
     assert rnn(batch.x_BTF, lengths=batch.lengths)[0].dtype is torch.float32
 
 
+@pytest.mark.slow
 def test_a_state_of_many_steps_is_not_rounded(autocast: Switch) -> None:
     """In 8 bits, 256 and one more is 256."""
 

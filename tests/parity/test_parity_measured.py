@@ -223,6 +223,7 @@ def test_measuring_leaves_no_trace(folder: Path, fastest: Callable[..., Timed]) 
     assert all(torch.equal(*pair) for pair in zip(before, (x_BTF, *rnn.parameters()), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["triton", COOPERATIVE])
 def test_whether_programs_share_rows_is_measured_too(
     name: str, folder: Path, sharing: None, launched: list[int], fastest: Callable[..., Timed]
@@ -262,6 +263,7 @@ def test_another_process_lets_programs_share_rows_as_was_measured(
     assert launched == [2]
 
 
+@pytest.mark.slow
 def test_programs_that_cannot_run_at_once_are_left_out(
     folder: Path, sharing: None, fastest: Callable[..., Timed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +290,7 @@ def test_programs_that_cannot_run_at_once_are_left_out(
     assert not stored(folder)
 
 
+@pytest.mark.slow
 def test_kernels_that_cannot_be_launched_are_left_out(
     folder: Path, fastest: Callable[..., Timed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +342,7 @@ IN_THE_WAY: Final = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", IN_THE_WAY)
 def test_what_stands_in_the_way_of_kernels_is_told_and_graphs_run(
     what: str, folder: Path, fastest: Callable[..., Timed], monkeypatch: pytest.MonkeyPatch
